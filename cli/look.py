@@ -1,0 +1,125 @@
+"""`agentrl runs`, `episodes`, `replay`, `events`: what is in the database, as lists and as transcripts."""
+
+from typing import Annotated, Any, get_args
+
+import typer
+
+from cli.output import Json, cell, say, show, show_json, show_lines, show_rows
+from cli.transcript import as_document, transcript
+from cli.watch import RunName
+
+RUN_COLUMNS = (
+    "id", "run", "kind", "status", "dataset", "model", "done=iterations", "episodes_done=episodes", "last_reward=reward",
+    "seconds", "reason",
+)  # fmt: skip
+EPISODE_COLUMNS = (
+    "id", "iteration", "task", "sample", "status", "stop_reason", "reward", "advantage", "steps", "tool_calls=calls",
+    "tool_errors=errors", "sampled_tokens=tokens", "seconds", "final_answer=answer", "error",
+)  # fmt: skip
+
+
+def _filter(text: str) -> Any:
+    return typer.Option(help=text, show_default=False)
+
+
+Limit = Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")]
+
+
+def runs(limit: Limit = 50, as_json: Json = False) -> None:
+    """List the newest runs."""
+    from workers.process import database
+    from workflow.store import observe
+
+    rows = observe.list_runs(database(), limit)
+    if as_json:
+        show_json(rows)
+    elif rows:
+        show_rows([_short(row) for row in rows], RUN_COLUMNS)
+    else:
+        say("There is no run yet. Make one: agentrl submit --dataset arithmetic --model tiny")
+
+
+def _short(run: Any) -> dict[str, Any]:
+    done = f"{run['iterations_done']}/{run['iterations']}"
+    return {**run, "model": run["model"].rstrip("/").rpartition("/")[2], "done": done}
+
+
+def episodes(
+    run: RunName,
+    iteration: Annotated[int | None, _filter("Only of this iteration (from 0).")] = None,
+    status: Annotated[str | None, _filter("Only planned, running, done, failed, infra_error or cancelled ones.")] = None,
+    stop_reason: Annotated[
+        str | None, _filter("Only answered, max_steps, max_tokens, parse_error, tool_error or timeout.")
+    ] = None,
+    task: Annotated[str | None, _filter("Only of the task of this key.")] = None,
+    min_reward: Annotated[float | None, _filter("Only with at least this reward.")] = None,
+    max_reward: Annotated[float | None, _filter("Only with at most this reward.")] = None,
+    tool_errors: Annotated[int | None, _filter("Only with at least so many failed tool calls.")] = None,
+    limit: Limit = 50,
+    offset: Annotated[int, typer.Option(min=0, help="Pass over so many.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """List a run's episodes."""
+    from workers.process import database
+    from workflow.store import observe
+
+    asked = {
+        "iteration": iteration, "status": status, "stop_reason": stop_reason, "task": task,
+        "min_reward": min_reward, "max_reward": max_reward, "tool_errors": tool_errors,
+    }  # fmt: skip
+    _check_words(status, stop_reason)
+    filters = {name: value for name, value in asked.items() if value is not None}
+    rows = observe.list_episodes(database(), run, filters, limit + 1, offset)
+    if as_json:
+        show_json(rows[:limit])
+    elif rows:
+        show_rows(rows[:limit], EPISODE_COLUMNS)
+        say(f"Transcript: agentrl replay {rows[0]['id']}")
+    else:
+        say("No episode is like that.")
+    if len(rows) > limit:
+        say(f"There are more: --offset {offset + limit}")
+
+
+def _check_words(status: str | None, stop_reason: str | None) -> None:
+    from workflow.errors import ConfigError, did_you_mean
+    from workflow.trajectory import TRANSITIONS, StopReason
+
+    for word, known, option in ((status, TRANSITIONS, "--status"), (stop_reason, get_args(StopReason), "--stop-reason")):
+        if word is not None and word not in known:
+            raise ConfigError(f"{option} does not know {word!r}.", did_you_mean(word, known))
+
+
+def replay(
+    episode: Annotated[int, typer.Argument(metavar="EPISODE", help="Number of the episode.", show_default=False)],
+    step: Annotated[int | None, typer.Option(min=0, help="Only this step.", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """Show an episode's transcript.
+
+    Messages, thoughts, tool calls with results and times, reward parts, logprobs, policy version.
+    """
+    from workers.process import database
+    from workflow.errors import NotFoundError
+    from workflow.store import observe
+
+    record = observe.find_episode(database(), episode)
+    if step is not None and step >= len(record.steps):
+        raise NotFoundError(f"Episode {episode} has {len(record.steps)} steps, counted from 0, and no step {step}.")
+    if as_json:
+        show_json(as_document(record, step))
+    else:
+        show_lines(transcript(record, step))
+
+
+def events(run: RunName, as_json: Json = False) -> None:
+    """List what happened to a run."""
+    from workers.process import database
+    from workflow.store import observe
+
+    rows = observe.list_events(database(), run)
+    if as_json:
+        show_json(rows)
+    else:
+        for row in rows:
+            show("  ".join(part for part in (cell(row["created_at"]), row["kind"], row["subject"], row["detail"]) if part))

@@ -1,0 +1,161 @@
+"""What a command prints: data on stdout, the rest on stderr; tables by rich on a terminal, plain aligned columns elsewhere.
+
+Texts of models, tools, datasets and users go through `clean`: terminal escapes and control characters never reach a terminal,
+and rich's markup is never interpreted. `--json` is one document, in ASCII, so that nothing in it needs cleaning.
+"""
+
+import csv
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Annotated, Any
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_].*?(?:\x07|\x1b\\|\Z)|[ -/]*[0-~])", re.DOTALL)
+# Control characters but \t and \n; the marks that turn the direction of text; half surrogate pairs.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+CELL = 60
+"""Longest text in a cell of a table."""
+
+Line = tuple[str, str]
+"""A text, of one line or several, and rich's name of its style."""
+
+
+def clean(text: str) -> str:
+    """The text without terminal escapes; other control characters become U+FFFD."""
+    return _CONTROLS.sub("\ufffd", _ESCAPES.sub("", text.replace("\r\n", "\n")))
+
+
+def one_line(text: str, limit: int = CELL) -> str:
+    """The text cleaned, on one line, cut at `limit` characters."""
+    flat = " ".join(clean(text[: 4 * limit + 1000]).split())
+    return flat if len(flat) <= limit else flat[: limit - 3] + "..."
+
+
+def say(text: str) -> None:
+    """A remark, on stderr."""
+    print(clean(text), file=sys.stderr)
+
+
+def show(text: str) -> None:
+    """A line of data, on stdout, at once."""
+    print(clean(text), flush=True)
+
+
+def show_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(plain(value), indent=2, allow_nan=False))
+
+
+def show_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Comma-separated values on stdout, a header first."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(map(clean, columns))
+    writer.writerows([clean(item) if isinstance(item, str) else item for item in map(plain, row)] for row in rows)
+
+
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A table on stdout; on a terminal that is too narrow its lines are wrapped, and nothing is left out."""
+    titles = [one_line(column) for column in columns]
+    cells = [[cell(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
+    if sys.stdout.isatty() and sum(widths) + 3 * len(widths) < console().width:
+        _rich_table(titles, cells)
+        return
+    padded = [[text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in (titles, *cells)]
+    show_lines(("  ".join(row).rstrip(), "" if index else "bold") for index, row in enumerate(padded))
+
+
+def show_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """A table of these columns of the rows, without those that are empty.
+
+    A column may have a short name after a `=`: `sampled_tokens=tokens`.
+    """
+    told = [column for column in columns if any(row[column.partition("=")[0]] not in (None, "") for row in rows)]
+    keys = [column.partition("=")[0] for column in told]
+    show_table([column.rpartition("=")[2] for column in told], [[row[key] for key in keys] for row in rows])
+
+
+def show_lines(lines: Iterable[Line]) -> None:
+    """Texts on stdout, with their styles on a terminal."""
+    if not sys.stdout.isatty():
+        for text, _ in lines:
+            print(clean(text))
+        return
+    from rich.text import Text
+
+    screen = console()
+    for text, style in lines:
+        screen.print(Text(clean(text), style=style), soft_wrap=True)
+
+
+def console(stderr: bool = False) -> Any:
+    """rich's console, which interprets nothing in the texts it is given."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+
+
+def cell(value: Any) -> str:
+    """A value as a short text on one line."""
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.4g}"
+        case datetime():
+            return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
+        case bytes() | memoryview():
+            return f"<{len(value)} bytes>"
+        case dict() | list():
+            return one_line(json.dumps(plain(value), ensure_ascii=False))
+        case _:
+            return one_line(str(value))
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: moments in ISO 8601, bytes in hex, NaN and infinity as null."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case datetime():
+            return value.astimezone(UTC).isoformat()
+        case bytes() | memoryview():
+            return bytes(value).hex()
+        case Mapping():
+            return {str(key): plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [plain(item) for item in value]
+        case Decimal():  # what Postgres makes of a sum
+            return int(value) if value == value.to_integral_value() else float(value)
+        case _:
+            return str(value)
+
+
+def _rich_table(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for index, title in enumerate(titles):
+        numbers = all(_is_number(row[index]) for row in cells)
+        table.add_column(Text(title), justify="right" if numbers else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*(Text(text) for text in row))
+    console().print(table)
+
+
+def _is_number(text: str) -> bool:
+    return text == "-" or re.fullmatch(r"-?[0-9.]+(e[+-]?[0-9]+)?", text) is not None

@@ -1,0 +1,43 @@
+"""Curves in text: a sparkline for a live line, a small plot for a summary."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def buckets(values: Sequence[float], width: int) -> list[float]:
+    """The values as at most `width` means of neighbours."""
+    if len(values) <= width:
+        return list(values)
+    edges = [len(values) * i // width for i in range(width + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """One block per bucket, from the lowest value to the highest."""
+    points = buckets(values, width)
+    if not points:
+        return ""
+    return "".join(BLOCKS[level] for level in _levels(points, len(BLOCKS)))
+
+
+def plot(values: Sequence[float], width: int = 60, height: int = 8) -> list[str]:
+    """The curve as lines of ASCII, its highest and lowest value beside it; empty for fewer than two values."""
+    points = buckets(values, width)
+    if len(points) < 2:
+        return []
+    low, high = min(points), max(points)
+    levels = _levels(points, height)
+    lines = []
+    for level in reversed(range(height)):
+        label = high if level == height - 1 else low if level == 0 else None
+        margin = f"{label:8.3f}" if label is not None else " " * 8
+        lines.append(f"{margin} |{''.join('*' if here == level else ' ' for here in levels)}".rstrip())
+    return [*lines, f"{' ' * 9}+{'-' * len(points)}"]
+
+
+def _levels(points: Sequence[float], height: int) -> list[int]:
+    """Each point's row, from 0 for the lowest to height - 1 for the highest."""
+    low, high = min(points), max(points)
+    return [round((height - 1) * ((point - low) / (high - low))) if high > low else 0 for point in points]

@@ -1,0 +1,40 @@
+"""What `agentrl doctor` asks a process of its own, so that torch and transformers stay out of the command: facts as JSON.
+
+`python -m cli.probe torch` and `python -m cli.probe template FOLDER`.
+"""
+
+import json
+import sys
+from typing import Any
+
+
+def torch_facts() -> dict[str, Any]:
+    """Version, threads, GPUs."""
+    import torch
+
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return {
+        "version": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
+    }
+
+
+def template_facts(folder: str) -> dict[str, Any]:
+    """Whether the model's chat template can be continued after a tool result, and its padding token."""
+    from transformers import AutoTokenizer
+
+    from workflow.chat import Chat
+    from workflow.errors import ModelError
+    from workflow.trajectory import Message
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        _, reason = Chat(tokenizer).continuation([Message("tool", "1", name="calculator")])
+    except (ModelError, OSError, ValueError) as error:
+        return {"error": str(error)}
+    return {"reason": reason, "pad": tokenizer.pad_token}
+
+
+if __name__ == "__main__":
+    print(json.dumps(torch_facts() if sys.argv[1] == "torch" else template_facts(sys.argv[2])))

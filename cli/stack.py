@@ -1,0 +1,149 @@
+"""`agentrl up`, `down`, `worker`, `db`, `config`: the processes, the database's revision, the settings of a run."""
+
+import os
+from contextlib import closing
+from typing import Annotated, Any
+
+import typer
+
+from cli.output import Json, say, show, show_json, show_table
+from cli.submit import Assignments, ConfigFile
+
+db = typer.Typer(help="The database's revision.", no_args_is_help=True, rich_markup_mode=None)
+config = typer.Typer(help="The config of a run.", no_args_is_help=True, rich_markup_mode=None)
+
+
+def up(
+    foreground: Annotated[bool, typer.Option("--foreground", help="Stay in this process until Ctrl-C.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Start the embedded stack.
+
+    A private Redis (where AGENTRL_BROKER_URL names none), a rollout+train worker, a tools worker, a control loop.
+    """
+    from workers import supervisor
+    from workers.process import database
+    from workflow.settings import settings
+
+    where = settings()
+    database()
+    before = supervisor.running(where)
+    if foreground and before is None:
+        say(f"The stack runs here until Ctrl-C; its logs are in {where.stack_dir}.")
+        supervisor.main(stay=True)
+        return
+    started = supervisor.ensure(where, stay=True)
+    pid = supervisor.running(where)
+    if as_json:
+        show_json({"started": started, "pid": pid, "logs": where.stack_dir})
+        return
+    show(f"The stack {'runs' if started else 'runs already'} (supervisor {pid}); its logs are in {where.stack_dir}.")
+
+
+def down() -> None:
+    """Stop the embedded stack; unfinished runs go on at the next `up`."""
+    from workers import supervisor
+    from workflow.settings import settings
+
+    show("The stack is stopped." if supervisor.stop(settings()) else "No stack runs.")
+
+
+def worker(
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="rollout, tools, train, control, or rollout,train.")],
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Threads [rollout 16, tools 64, train 1].", show_default=False)
+    ] = None,
+) -> None:
+    """Run one worker in this process until SIGTERM."""
+    from workers import broker, main
+    from workflow.settings import settings
+
+    roles = [word.strip() for word in role.split(",") if word.strip()]
+    # A broker that somebody named may come up later; the embedded one comes with a stack, or not at all.
+    known = set(roles) <= main.SHARED or (len(roles) == 1 and roles[0] in main.ROLES)
+    if known and not settings().broker_url:
+        broker.require(settings())
+    main.run(roles, concurrency)
+
+
+@db.command("upgrade")
+def upgrade() -> None:
+    """Bring the database to this agentrl's revision.
+
+    On Postgres it also makes the role that `agentrl sql` reads as, with the password in AGENTRL_READER_PASSWORD.
+    """
+    from workflow.settings import settings
+    from workflow.store import migrate
+    from workflow.store.connect import Database
+
+    with closing(Database(settings().database)) as database:
+        before = migrate.current(database)
+        migrate.upgrade(database)
+        show(f"{before or 'empty'} -> {migrate.current(database)}")
+
+
+@db.command("current")
+def current(as_json: Json = False) -> None:
+    """Show the database's revision; exit 4 if it is another."""
+    from workflow.settings import settings
+    from workflow.store import migrate
+    from workflow.store.connect import Database
+    from workflow.store.query import sqlite_file
+
+    file = sqlite_file(settings())
+    found = None
+    if file is None or file.exists():
+        with closing(Database(settings().database)) as database:
+            found = migrate.current(database)
+    if as_json:
+        show_json({"current": found, "head": migrate.head()})
+    else:
+        show(f"{found or 'empty'} (this agentrl: {migrate.head()})")
+    if found != migrate.head():
+        say("Run `agentrl db upgrade`.")
+        raise typer.Exit(4)
+
+
+@config.command("show")
+def show_config(
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="RUN", help="As stored with that run.", show_default=False)
+    ] = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the config that a run would have (or has), as YAML."""
+    values, origins = _values(file, assignments, run)
+    if as_json:
+        show_json([{"key": k, "value": v, "origin": origins[k]} for k, v in values.items()] if origin else values)
+    elif origin:
+        show_table(("key", "value", "origin"), [(key, _yaml(value), origins[key]) for key, value in values.items()])
+    else:
+        for key, value in values.items():
+            show(f"{key}: {_yaml(value)}")
+
+
+def _values(file: Any, assignments: list[str] | None, run: str | None) -> tuple[dict[str, Any], dict[str, str]]:
+    from workflow.config import RunConfig, resolve
+    from workflow.errors import ConfigError
+
+    if run is None:
+        asked, origins = resolve(file, {}, tuple(assignments or ()), os.environ)
+        return asked.flat(), origins
+    if file or assignments:
+        raise ConfigError("--run shows a stored config, which --config and -s cannot change.", "Choose one.")
+    from workers.process import database
+    from workflow.store import planning
+
+    row = planning.find_run(database(), run)
+    values = RunConfig.model_validate(row["config"]).flat()
+    return values, dict.fromkeys(values, f"run {row['name']}")
+
+
+def _yaml(value: Any) -> str:
+    import yaml
+
+    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
+    return text.removesuffix("...\n").strip()

@@ -1,0 +1,69 @@
+"""`agentrl resume`, `pause`, `cancel`: each may be said twice, and says what is kept and what is redone."""
+
+from typing import Any
+
+from cli.output import Json, say, show, show_json
+from cli.watch import RunName
+
+
+def resume(run: RunName, as_json: Json = False) -> None:
+    """Set a paused, failed or stranded run going again."""
+    from cli.submit import start_services
+    from workers.process import database
+    from workflow.store import planning
+
+    before = planning.resume(database(), run)["status"]
+    missing = start_services()
+    _show(run, "running", before, as_json)
+    for line in missing:
+        say(line)
+    say(f"Follow it: agentrl watch {run}")
+
+
+def pause(run: RunName, as_json: Json = False) -> None:
+    """Pause a run: its workers stop after what they hold."""
+    from workers.process import database
+    from workflow.store import planning
+
+    before = planning.find_run(database(), run)["status"]
+    planning.stop(database(), run, "paused", "paused by hand")
+    _show(run, "paused", before, as_json)
+    say(f"Go on: agentrl resume {run}")
+
+
+def cancel(run: RunName, as_json: Json = False) -> None:
+    """End a run for good; what it has stays."""
+    from workers.process import database
+    from workflow.store import planning
+
+    before = planning.find_run(database(), run)["status"]
+    planning.stop(database(), run, "cancelled", "cancelled by hand")
+    _show(run, "cancelled", before, as_json)
+
+
+def _show(run: str, status: str, before: str, as_json: bool) -> None:
+    from workers.process import database
+    from workflow.store import observe
+
+    row, now = observe.describe_run(database(), run), observe.progress(database(), run)
+    kept, redone = _kept(row, now), _redone(status, now)
+    if as_json:
+        show_json({"run": row["run"], "status": status, "before": before, "kept": kept, "redone": redone})
+        return
+    show(f"{row['run']}: {status}" + (" already" if before == status else f" (was {before})"))
+    show(f"  kept:   {kept}")
+    show(f"  redone: {redone}")
+
+
+def _kept(row: Any, now: Any) -> str:
+    done = f"{row['iterations_done']} of {row['iterations']} iterations, policy version {row['policy_version']}, "
+    return done + f"{row['episodes_done']} finished episodes" + (f" ({now['finished']} of the open iteration)" if now else "")
+
+
+def _redone(status: str, now: Any) -> str:
+    if status == "cancelled" or not now:
+        return "nothing"
+    return (
+        f"{now['episodes'] - now['finished']} episodes of iteration {now['iteration']} are not over; {now['running']} of them "
+        "go on from their last committed step. Only a turn in mid-sampling and an update without its commit are redone."
+    )

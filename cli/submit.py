@@ -1,0 +1,173 @@
+"""`agentrl submit`: flags to a RunConfig, the run written, its first chord sent. Where no stack runs, one is started."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cli.output import Json, say, show, show_json, show_table
+from workflow.config import DESCRIPTIONS, RunConfig
+
+_DEFAULTS = RunConfig().flat()
+FLAGS = {
+    "dataset": "dataset.name",
+    "split": "dataset.split",
+    "epochs": "epochs",
+    "model": "model.path",
+    "env": "env",
+    "algorithm": "algorithm.name",
+    "group_size": "rollout.group_size",
+    "tasks_per_iteration": "rollout.tasks_per_iteration",
+    "batch_size": "update.batch_size",
+    "gradient_accumulation_steps": "update.gradient_accumulation_steps",
+    "max_new_tokens": "rollout.max_new_tokens",
+    "max_steps": "rollout.max_steps",
+    "max_samples": "dataset.max_samples",
+    "temperature": "rollout.temperature",
+    "learning_rate": "update.learning_rate",
+    "lora_r": "model.lora_r",
+    "load_in_4bit": "model.load_in_4bit",
+    "seed": "seed",
+    "name": "name",
+    "output_dir": "output_dir",
+}
+"""Flag of `submit` -> key of the config."""
+
+
+def _flag(parameter: str, *names: str) -> Any:
+    key = FLAGS[parameter]
+    default = _DEFAULTS[key]
+    shown = "" if default is None else f" [{str(default).lower() if isinstance(default, bool) else default}]"
+    return typer.Option(*(names or (f"--{parameter.replace('_', '-')}",)), help=DESCRIPTIONS[key] + shown, show_default=False)
+
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="A YAML file of the run.", show_default=False)
+]
+Assignments = Annotated[
+    list[str] | None, typer.Option("-s", "--set", metavar="KEY=VALUE", help="Any key of the config.", show_default=False)
+]
+
+
+def submit(
+    ctx: typer.Context,
+    dataset: Annotated[str | None, _flag("dataset")] = None,
+    split: Annotated[str | None, _flag("split")] = None,
+    epochs: Annotated[int | None, _flag("epochs", "--epochs", "--total-epochs")] = None,
+    model: Annotated[str | None, _flag("model", "--model", "--model-path")] = None,
+    env: Annotated[str | None, _flag("env")] = None,
+    algorithm: Annotated[str | None, _flag("algorithm")] = None,
+    group_size: Annotated[int | None, _flag("group_size", "--group-size", "--samples-per-prompt")] = None,
+    tasks_per_iteration: Annotated[int | None, _flag("tasks_per_iteration")] = None,
+    batch_size: Annotated[int | None, _flag("batch_size")] = None,
+    gradient_accumulation_steps: Annotated[int | None, _flag("gradient_accumulation_steps")] = None,
+    max_new_tokens: Annotated[int | None, _flag("max_new_tokens")] = None,
+    max_steps: Annotated[int | None, _flag("max_steps")] = None,
+    max_samples: Annotated[int | None, _flag("max_samples")] = None,
+    temperature: Annotated[float | None, _flag("temperature")] = None,
+    learning_rate: Annotated[float | None, _flag("learning_rate")] = None,
+    lora_r: Annotated[int | None, _flag("lora_r")] = None,
+    load_in_4bit: Annotated[bool | None, _flag("load_in_4bit", "--load-in-4bit/--no-load-in-4bit")] = None,
+    seed: Annotated[int | None, _flag("seed")] = None,
+    name: Annotated[str | None, _flag("name")] = None,
+    output_dir: Annotated[str | None, _flag("output_dir")] = None,
+    config: ConfigFile = None,
+    assignments: Assignments = None,
+    wait: Annotated[bool, typer.Option("--wait/--detach", help="Follow the run to its end.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, write nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Submit a training run; prints its name."""
+    from workers import submit as submission
+    from workflow.config import resolve
+
+    flags = {FLAGS[parameter]: value for parameter, value in ctx.params.items() if parameter in FLAGS}
+    asked, _ = resolve(config, flags, tuple(assignments or ()), os.environ)
+    prepared = submission.prepare(existing_database(), asked)
+    _say_skipped(prepared.skipped_rows)
+    if dry_run:
+        _show_plan(prepared, as_json)
+        return
+    send(prepared, wait, as_json)
+
+
+def existing_database() -> Any:
+    """The database, or None where it would have to be made: a request is checked before anything is written."""
+    from workers.process import database
+    from workflow.settings import settings
+    from workflow.store.query import sqlite_file
+
+    file = sqlite_file(settings())
+    return None if file is not None and not file.exists() else database()
+
+
+def send(prepared: Any, wait: bool, as_json: bool) -> None:
+    """Starts what must run, writes the run, and follows it if asked to."""
+    from cli.watch import follow_to_end
+    from workers import submit as submission
+    from workers.process import database
+
+    missing = start_services()
+    db = database()
+    made = submission.submit(db, prepared)
+    if as_json:
+        show_json({"run": made.name, "id": made.id, "created": made.created, "iterations": made.iterations})
+    else:
+        show(made.name)
+    say(f"{made.name}: {'submitted' if made.created else 'was submitted before'}, {made.iterations} iterations.")
+    for line in missing:
+        say(line)
+    if wait:
+        follow_to_end(db, made.name)
+    else:
+        say(f"Follow it: agentrl watch {made.name}")
+
+
+def start_services() -> list[str]:
+    """Starts the embedded stack, or looks at the broker that is named; what nobody serves there.
+
+    Raises:
+        ServiceError: the broker or the database does not answer, or the stack does not come up.
+    """
+    from workers import broker, supervisor
+    from workers.presence import missing_workers
+    from workers.process import database
+    from workflow.settings import settings
+
+    database()  # before workers that could not open it are started
+    if settings().broker_url:
+        broker.require(settings())
+        return missing_workers(database())
+    if supervisor.ensure(settings()):
+        say(f"Started the embedded stack; its logs are in {settings().stack_dir}.")
+    return []
+
+
+def _say_skipped(rows: tuple[str, ...]) -> None:
+    if rows:
+        say(f"Left out {len(rows)} malformed rows:")
+        for row in rows[:20]:
+            say(f"  {row}")
+
+
+def _show_plan(prepared: Any, as_json: bool) -> None:
+    submission, config = prepared.submission, prepared.config
+    tasks = len(submission.tasks)
+    plan = {
+        "name": submission.name,
+        "dataset": f"{config.dataset.name} ({config.dataset.split})",
+        "model": submission.policy.base,
+        "env": config.env,
+        "algorithm": config.algorithm.name,
+        "tasks": tasks,
+        "epochs": submission.epochs,
+        "iterations": submission.iterations,
+        "group_size": submission.group_size,
+        "episodes": submission.epochs * tasks * submission.group_size,
+        "output_dir": submission.output_dir,
+    }
+    if as_json:
+        show_json(plan | {"config": submission.config})
+    else:
+        show_table(("plan", ""), list(plan.items()))

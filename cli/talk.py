@@ -1,0 +1,107 @@
+"""A conversation with a policy in this process: the same chat template, sampler, parser and tools as an episode has.
+
+What was sampled is kept as token ids, so that the next turn continues it exactly.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from cli.output import Line
+from workflow.agent import refusal
+from workflow.chat import Chat
+from workflow.config import RolloutConfig, RunConfig
+from workflow.engine import GenerateRequest, TransformersEngine
+from workflow.envs import Env
+from workflow.errors import ToolFailure
+from workflow.models import resolve_model
+from workflow.policy import Policy
+from workflow.settings import settings
+from workflow.tools import Tool
+from workflow.trajectory import Message, PolicyRef, SamplingKey, ToolCall, ToolResult
+
+CHAT_DATASET = "arithmetic"
+"""The dataset whose tiny model the name `tiny` means here."""
+
+
+def open_policy(config: RunConfig, ref: PolicyRef | None) -> tuple[Policy, PolicyRef]:
+    """The loaded model, and the weights to sample from: the run's, or the base as it is.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    base = ref.base if ref else resolve_model(config.model.path, CHAT_DATASET)
+    policy = Policy.load(config.model, base, settings().device, settings().threads)
+    return policy, ref or PolicyRef(base, policy.base_hash)
+
+
+class Talk:
+    """A conversation: `answer` takes the user's words and gives what the policy and its tools say, line by line."""
+
+    def __init__(self, policy: Policy, ref: PolicyRef, env: Env, limits: RolloutConfig, seed: int) -> None:
+        self.chat: Chat = policy.chat
+        self.engine = TransformersEngine(policy, slots=1)
+        self.ref = replace(ref, base_hash=ref.base_hash or policy.base_hash)
+        self.env = env
+        self.limits = limits
+        self.tools: dict[str, Tool] = env.toolset()
+        self.schemas = [tool.schema for tool in self.tools.values()]
+        self.key = SamplingKey(seed, "chat", 0, "chat", 0).bits
+        self.messages: list[Message] = [Message("system", env.system_prompt)] if env.system_prompt else []
+        self.ids: tuple[int, ...] = ()
+        self.sampled = 0
+
+    def close(self) -> None:
+        """Ends the sampler."""
+        self.engine.close()
+
+    def answer(self, words: str) -> Iterator[Line]:
+        """The policy's turns until it calls no tool, at most `max_steps`."""
+        new: Sequence[Message] = (Message("user", words),)
+        for _ in range(self.limits.max_steps):
+            message, complete = self._turn(new)
+            yield from _lines(message)
+            if not message.tool_calls or not complete:
+                if not complete:
+                    yield "(cut at --max-new-tokens)", "yellow"
+                return
+            results = [self._call(index, call) for index, call in enumerate(message.tool_calls)]
+            for result in results:
+                yield f"  -> {result.content}", "red" if result.error_class else "blue"
+            new = self.env.step(message.tool_calls, results)
+        yield f"(stopped after {self.limits.max_steps} turns)", "yellow"
+
+    def _turn(self, new: Sequence[Message]) -> tuple[Message, bool]:
+        following = self.chat.continuation(new, self.schemas)[0] if self.ids else None
+        self.messages += new
+        prompt = self.chat.opening(self.messages, self.schemas) if following is None else self.ids + following
+        request = GenerateRequest(prompt, self.ref, self.key, self.sampled, self.limits.max_new_tokens, self.limits.temperature)
+        completion = self.engine.submit(request).result()
+        message = self.chat.parse(completion.token_ids)
+        self.messages.append(message)
+        complete = completion.finish_reason == "stop"
+        self.ids = prompt + completion.token_ids if complete else ()
+        self.sampled += len(completion.token_ids)
+        return message, complete
+
+    def _call(self, index: int, call: ToolCall) -> ToolResult:
+        refused = refusal(call, index, self.tools, self.limits)
+        if refused is not None:
+            return refused
+        try:
+            return ToolResult(self.tools[call.name].call(call.arguments))
+        except ToolFailure as error:
+            return ToolResult(str(error), "tool_error")
+        except Exception as error:  # noqa: BLE001 - a tool is anybody's code; its fault is shown to the model and the user
+            return ToolResult(f"{call.name} failed: {type(error).__name__}: {error}", "tool_crash")
+
+
+def _lines(message: Message) -> Iterator[Line]:
+    if message.thought:
+        yield f"(thinks) {message.thought}", "italic dim"
+    if message.content:
+        yield message.content, ""
+    for call in message.tool_calls:
+        shown: Any = call.error if call.error else json.dumps(dict(call.arguments), ensure_ascii=False)
+        yield f"  {call.name or '(unreadable call)'} {shown}", "bold blue"

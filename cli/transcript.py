@@ -1,0 +1,122 @@
+"""An episode as a transcript: who said what, which tools ran how long, what it earned, how sure the policy was."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from cli.output import Line, cell, one_line
+from workflow.trajectory import Step
+
+STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue"}
+
+
+def transcript(record: Any, only: int | None = None) -> Iterator[Line]:
+    """The episode (an `EpisodeRecord`) as lines to print; of its steps only `only`, if given."""
+    yield from _head(record.row)
+    for step in record.episode.steps:
+        if only in (None, step.index):
+            calls = [call for call in record.calls if call["step"] == step.index]
+            yield from _step(step, record.steps[step.index], calls)
+    yield from _end(record)
+
+
+def as_document(record: Any, only: int | None = None) -> dict[str, Any]:
+    """The same as one value for JSON, with the exact token ids and logprobs."""
+    chosen = [step for step in record.episode.steps if only in (None, step.index)]
+    return {
+        "episode": record.row,
+        "rewards": [{key: row[key] for key in ("part", "value", "weight", "reward_set")} for row in record.rewards],
+        "steps": [
+            {
+                **record.steps[step.index],
+                "prompt": [{"role": m.role, "content": m.content, "name": m.name} for m in step.prompt],
+                "calls": [call for call in record.calls if call["step"] == step.index],
+                "prompt_ids": step.prompt_ids,
+                "sampled_ids": step.sampled_ids,
+                "behavior_logprobs": step.behavior_logprobs,
+            }
+            for step in chosen
+        ],
+    }
+
+
+def _head(row: Any) -> Iterator[Line]:
+    yield (
+        f"episode {row['id']}  of {row['run']}, iteration {row['iteration']}, task {row['task']}, sample {row['sample']}",
+        "bold",
+    )
+    if row["attempt"]:
+        yield f"  attempt {row['attempt']}: it was begun again, earlier steps are kept under their attempt", "yellow"
+    if row["tainted"]:
+        yield "  tainted: a tool gave another output when its state was rebuilt", "yellow"
+
+
+def _step(step: Step, row: Any, calls: list[Any]) -> Iterator[Line]:
+    yield "", ""
+    yield f"--- step {step.index}  policy v{row['policy_version']}, {cell(row['generate_seconds'])} s, {_tokens(step)}", "bold"
+    if step.new_row:
+        yield f"  a new training row begins here: {step.new_row}", "yellow"
+    for message in step.prompt:
+        if message.role != "tool":  # the step before shows its calls' results
+            yield from _said(message.role, message.content, STYLES[message.role])
+    if step.message.thought:
+        yield from _said("thought", step.message.thought, "italic dim")
+    if step.message.content or not calls:
+        yield from _said("assistant", step.message.content, STYLES["assistant"])
+    for call in calls:
+        yield from _call(call)
+    yield f"  {_logprobs(step)}", "dim"
+
+
+def _said(who: str, text: str, style: str) -> Iterator[Line]:
+    yield f"  {who}:", "bold"
+    yield _indented(text or "(nothing)"), style
+
+
+def _call(call: Any) -> Iterator[Line]:
+    yield f"  call {call['call']}: {call['tool'] or '(unreadable)'}", "bold blue"
+    for name, value in call["arguments"].items():
+        yield _indented(f"{name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"), "blue"
+    error = f"{call['error_class']}, " if call["error_class"] else ""
+    waited = f", {call['queue_seconds']:.3f} s in the queue" if call["queue_seconds"] is not None else ""
+    if call["result"] is None:
+        yield f"    {call['status']}: no result yet", "yellow"
+        return
+    yield f"  result ({error}{call['seconds']:.3f} s{waited}):", "red" if error else "blue"
+    yield _indented(call["result"]), "red" if error else "blue"
+
+
+def _end(record: Any) -> Iterator[Line]:
+    row = record.row
+    yield "", ""
+    outcome = row["stop_reason"] or row["error_class"] or "not over"
+    yield f"{row['status']} ({outcome})  reward {cell(row['reward'])}, advantage {cell(row['advantage'])}", "bold"
+    if row["error"]:
+        yield f"  {row['error']}", "red"
+    for part in record.rewards:
+        yield f"  {part['part']}: {cell(part['value'])} x {cell(part['weight'])}", ""
+    yield f"  answer:    {one_line(row['final_answer'], 400) or '(none)'}", ""
+    yield f"  reference: {one_line(row['reference'], 400)}", ""
+    yield (
+        f"  {row['steps']} steps, {row['prompt_tokens']} + {row['sampled_tokens']} tokens, {row['tool_calls']} tool calls "
+        f"({row['tool_errors']} errors), sampling {row['generate_seconds']:.2f} s, tools {row['tool_seconds']:.3f} s",
+        "dim",
+    )
+
+
+def _tokens(step: Step) -> str:
+    cut = ", cut at the limit" if step.finish_reason == "length" else ""
+    return f"{len(step.prompt_ids)} new + {len(step.sampled_ids)} sampled tokens{cut}"
+
+
+def _logprobs(step: Step) -> str:
+    if not step.behavior_logprobs:
+        return "logprobs: none"
+    values = step.behavior_logprobs
+    least = min(range(len(values)), key=values.__getitem__)
+    mean = sum(values) / len(values)
+    return f"logprobs: mean {mean:.3f}, lowest {values[least]:.3f} at token {least} (id {step.sampled_ids[least]})"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -1,0 +1,239 @@
+"""`agentrl watch`: a run as it goes on. Live on a terminal, else one line per finished iteration; a summary at the end.
+
+It only looks: Ctrl-C detaches, and the run goes on.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Self
+
+import typer
+
+from cli.output import Json, Line, cell, console, say, show, show_json, show_lines
+from cli.plot import plot, sparkline
+
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name or number of the run.", show_default=False)]
+POLL_SECONDS = 0.5
+ALONE_SECONDS = 10.0
+"""Without a control loop for so long, a run is said to be stranded."""
+GOING = ("planned", "running")
+ENDED = ("done", "cancelled")
+
+Row = Any
+
+
+@dataclass
+class View:
+    """What is known of a run: its row, its finished iterations, the counts of its open one, a warning."""
+
+    run: Row
+    iterations: list[Row] = field(default_factory=list)
+    progress: Row = field(default_factory=dict)
+    warning: str = ""
+
+    @property
+    def rewards(self) -> list[float]:
+        """Mean reward of each finished iteration that has one."""
+        return [row["mean_reward"] for row in self.iterations if row["mean_reward"] is not None]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of the newest five finished iterations."""
+        newest = [row for row in self.iterations[-5:] if row["seconds"]]
+        seconds = sum(row["seconds"] for row in newest)
+        return sum(row["tokens"] for row in newest) / seconds if seconds else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the pace of the newest ten finished iterations."""
+        newest = [row["seconds"] for row in self.iterations[-10:] if row["seconds"]]
+        left = self.run["iterations"] - self.run["iterations_done"]
+        return left * sum(newest) / len(newest) if newest else None
+
+
+def watch(run: RunName, as_json: Json = False) -> None:
+    """Follow a run to its end (with --json: its state now)."""
+    from workers.process import database
+
+    db = database()
+    if as_json:
+        view = look(db, run)
+        show_json({"run": view.run, "iterations": view.iterations, "progress": view.progress})
+        return
+    view = follow(db, run, sys.stdout.isatty(), show)
+    show_lines(summary(view))
+    if view.run["status"] != "done":
+        raise typer.Exit(1)
+
+
+def follow_to_end(db: Any, run: str) -> None:
+    """As `watch`, with everything on stderr: what `submit --wait` shows.
+
+    Raises:
+        typer.Exit: 1, unless the run ends as done.
+    """
+    view = follow(db, run, sys.stderr.isatty(), say)
+    for text, _ in summary(view):
+        say(text)
+    if view.run["status"] != "done":
+        raise typer.Exit(1)
+
+
+def look(db: Any, run: str, before: View | None = None) -> View:
+    """The run now; of its iterations only those that `before` does not have are read."""
+    from workflow.store import observe
+
+    known = [] if before is None else before.iterations
+    row = observe.describe_run(db, run)
+    after = known[-1]["iteration"] if known else -1
+    fresh = [item for item in observe.list_iterations(db, run, after) if item["status"] in ENDED]
+    return View(row, [*known, *fresh], observe.progress(db, run))
+
+
+def follow(db: Any, run: str, live: bool, write: Any) -> View:
+    """Shows the run until it is done, paused, failed or cancelled. Ctrl-C says how to stop it, and ends with 130."""
+    view, seen = None, time.monotonic()
+    try:
+        with _Live() if live else _Lines(write) as screen:
+            while True:
+                view = look(db, run, view)
+                if _somebody_works(db):
+                    seen = time.monotonic()
+                view.warning = _stranded(run) if time.monotonic() - seen > ALONE_SECONDS else ""
+                screen.show(view)
+                if view.run["status"] not in GOING:
+                    return view
+                time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        say(f"Detached; the run goes on. Stop it: agentrl cancel {run}")
+        raise
+
+
+@dataclass
+class _Lines:
+    """One line per finished iteration."""
+
+    write: Any
+    shown: int = 0
+    warned: bool = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *ending: object) -> None:
+        return None
+
+    def show(self, view: View) -> None:
+        """Writes the lines that are new."""
+        for row in view.iterations[self.shown :]:
+            self.write(iteration_line(row, view.run["iterations"]))
+        self.shown = len(view.iterations)
+        if view.warning and not self.warned:
+            say(view.warning)
+        self.warned = bool(view.warning)
+
+
+class _Live:
+    """A few lines on the terminal, renewed in place."""
+
+    def __init__(self) -> None:
+        from rich.live import Live
+
+        self.live = Live(console=console(stderr=not sys.stdout.isatty()), auto_refresh=False, transient=True)
+
+    def __enter__(self) -> Self:
+        self.live.__enter__()
+        return self
+
+    def __exit__(self, *ending: Any) -> None:
+        self.live.__exit__(*ending)
+
+    def show(self, view: View) -> None:
+        """Renews the lines."""
+        from rich.text import Text
+
+        self.live.update(Text("\n".join(live_lines(view))), refresh=True)
+
+
+def iteration_line(row: Row, iterations: int) -> str:
+    """A finished iteration in one line."""
+    if row["status"] == "cancelled":
+        return f"iteration {row['iteration'] + 1}/{iterations}  cancelled"
+    parts = [
+        f"iteration {row['iteration'] + 1}/{iterations}",
+        f"epoch {row['epoch'] + 1}",
+        f"reward {cell(row['mean_reward'])}",
+        f"episodes {row['trainable']}/{row['episodes']}",
+        f"tokens {row['tokens']}",
+        f"calls {row['tool_calls']}",
+        f"loss {cell(row['loss'])}",
+        f"{row['seconds'] or 0:.1f} s",
+    ]
+    return "  ".join([*parts, f"no step: {row['skipped']}"] if row["skipped"] else parts)
+
+
+def live_lines(view: View) -> list[str]:
+    """The run in a few lines: bar, reward curve, the open iteration, pace."""
+    run, now = view.run, view.progress
+    done, total = run["iterations_done"], run["iterations"]
+    filled = 40 * done // max(total, 1)
+    lines = [f"{run['run']}  {run['status']}", f"[{'#' * filled}{'.' * (40 - filled)}] {done}/{total} iterations"]
+    if view.rewards:
+        lines.append(f"reward  {sparkline(view.rewards)}  {view.rewards[0]:.3f} -> {view.rewards[-1]:.3f}")
+    if now:
+        lines.append(
+            f"iteration {now['iteration'] + 1}: {now['finished']}/{now['episodes']} episodes, "
+            f"{now['sampled_tokens']} tokens sampled, {now['tool_calls']} tool calls"
+        )
+    if view.tokens_per_second is not None:
+        left = view.seconds_left
+        lines.append(f"{view.tokens_per_second:.0f} tokens/s" + (f", about {duration(left)} left" if left else ""))
+    return [*lines, view.warning] if view.warning else lines
+
+
+def summary(view: View) -> list[Line]:
+    """How the run went, and the commands to look closer."""
+    run, name = view.run, view.run["run"]
+    lines = [(f"{name}: {run['status']}" + (f" after {duration(run['seconds'])}" if run["seconds"] else ""), "bold")]
+    if run["reason"]:
+        lines.append((f"  {run['reason']}", "yellow"))
+    if view.rewards:
+        lines.append((f"  {_rewards(view.rewards)}", ""))
+        lines += [(line, "cyan") for line in plot(view.rewards)]
+    if run["status"] in ("paused", "failed"):
+        lines.append((f"  Go on: agentrl resume {name}", ""))
+    lines += [
+        ("  Look closer:", ""),
+        (f"    agentrl episodes {name} --max-reward 0", ""),
+        ("    agentrl replay EPISODE", ""),
+        (f"    agentrl sql \"SELECT iteration, mean_reward, kl, tokens FROM v_iterations WHERE run = '{name}'\"", ""),
+    ]
+    return lines
+
+
+def _rewards(rewards: Sequence[float]) -> str:
+    some = max(1, len(rewards) // 10)
+    first, last = sum(rewards[:some]) / some, sum(rewards[-some:]) / some
+    return f"reward {first:.3f} -> {last:.3f} (mean of the first and the last {some} of {len(rewards)} iterations)"
+
+
+def duration(seconds: float) -> str:
+    """`75 s`, `12 min`, `3.4 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _somebody_works(db: Any) -> bool:
+    from workflow.store import observe
+
+    return observe.service_holder(db, "control") is not None
+
+
+def _stranded(run: str) -> str:
+    from workflow.settings import settings
+
+    start = "agentrl worker control" if settings().broker_url else f"agentrl resume {run}"
+    return f"No control loop runs, so nothing may be working on {run}. Start one: {start}"

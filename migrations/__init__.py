@@ -1,0 +1,1 @@
+"""Alembic's migrations of the trajectory database; they travel with the package and need no ini file."""

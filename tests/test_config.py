@@ -1,0 +1,164 @@
+"""RunConfig: where values come from, what is refused, and what helps after a mistake."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from workflow.config import DESCRIPTIONS, KEYS, RunConfig, build, resolve
+from workflow.errors import ConfigError
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A small config."""
+    path = tmp_path / "run.yaml"
+    path.write_text("epochs: 5\nseed: 5\nrollout:\n  group_size: 5\nupdate.learning_rate: 1e-5\n")
+    return path
+
+
+def test_without_anything_the_defaults_hold() -> None:
+    config, origins = resolve()
+    assert config == RunConfig()
+    assert (config.model.path, config.dataset.name, config.epochs) == ("Qwen/Qwen2.5-0.5B-Instruct", "gsm8k", 3)
+    assert set(origins.values()) == {"default"}
+    assert tuple(origins) == KEYS == tuple(config.flat())
+
+
+def test_assignments_beat_flags_beat_the_environment_beat_the_file_beat_defaults(file: Path) -> None:
+    environ = {"AGENTRL_RUN_SEED": "6", "AGENTRL_RUN_ROLLOUT__GROUP_SIZE": "6", "AGENTRL_RUN_NAME": "six", "HOME": "/"}
+    flags = {"rollout.group_size": 7, "name": "seven", "epochs": None}
+    config, origins = resolve(file, flags, ("name=eight", "rollout.temperature = 0.5"), environ)
+    assert (config.epochs, config.seed, config.rollout.group_size, config.name) == (5, 6, 7, "eight")
+    assert (config.update.learning_rate, config.rollout.temperature, config.rollout.max_steps) == (1e-5, 0.5, 4)
+    assert {key: origins[key] for key in ("epochs", "seed", "rollout.group_size", "name", "rollout.max_steps")} == {
+        "epochs": str(file),
+        "seed": "environment",
+        "rollout.group_size": "flag",
+        "name": "flag",
+        "rollout.max_steps": "default",
+    }
+
+
+def test_a_config_survives_its_own_flat_form() -> None:
+    config = build({"hooks": ["a:B"], "dataset.max_samples": 3, "model.lora_r": 0})
+    assert build(config.flat()) == config
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("rollout.group_sise", "rollout.group_size"),
+        ("group_size", "rollout.group_size"),
+        ("groupsize", "rollout.group_size"),
+        ("model.learning_rate", "update.learning_rate"),
+        ("epoch", "epochs"),
+    ],
+)
+def test_an_unknown_key_gets_the_closest_one(key: str, suggestion: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(f"{key}: 1\n")
+    ways: list[dict[str, Any]] = [{"assignments": (f"{key}=1",)}, {"flags": {key: 1}}, {"file": path}]
+    for way in ways:
+        with pytest.raises(ConfigError, match=f"Unknown option '{key}'.*Did you mean '{suggestion}'"):
+            resolve(**way)
+
+
+def test_an_unknown_key_of_the_environment_is_refused_too() -> None:
+    with pytest.raises(ConfigError, match=r"Unknown option 'rollout.size' \(environment\)"):
+        resolve(environ={"AGENTRL_RUN_ROLLOUT__SIZE": "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a: [", "is not YAML"),
+        ("- 1", "must hold keys and values, not a list"),
+        ("just text", "must hold keys and values, not a str"),
+        ("1: 2", "Unknown option '1'"),
+        ("rollout: 5", "Unknown option 'rollout'"),
+        ("epochs: many", "epochs: .*found 'many'"),
+        ("epochs: !!python/object/apply:os.getcwd []", "is not YAML"),
+    ],
+)
+def test_a_file_that_is_no_config_is_one_sentence(text: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=why) as caught:
+        resolve(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml': No such file"):
+        resolve(tmp_path / "absent.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        resolve(tmp_path / "binary.yaml")
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    assert resolve(tmp_path / "empty.yaml")[0] == RunConfig()
+
+
+@pytest.mark.parametrize("assignment", ["epochs", "=1", "epochs=[", "epochs={a: 1}"])
+def test_an_assignment_that_cannot_be_read_is_refused(assignment: str) -> None:
+    with pytest.raises(ConfigError):
+        resolve(assignments=(assignment,))
+
+
+def test_a_value_of_the_environment_that_is_no_yaml_is_refused() -> None:
+    with pytest.raises(ConfigError, match="The value of 'AGENTRL_RUN_EPOCHS' is not YAML"):
+        resolve(environ={"AGENTRL_RUN_EPOCHS": "["})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"epochs": 0},
+        {"seed": -1},
+        {"seed": 2**31},
+        {"name": "../up"},
+        {"name": "a\x1b[2J"},
+        {"name": "A"},
+        {"name": ""},
+        {"rollout.temperature": 0},
+        {"rollout.temperature": float("nan")},
+        {"rollout.group_size": 1.5},
+        {"update.learning_rate": -1},
+        {"dataset.max_samples": 0},
+        {"model.load_in_4bit": True, "model.load_in_8bit": True},
+        {"model.load_in_4bit": True, "model.lora_r": 0},
+        {"model.numerics": "exact", "model.dtype": "float32"},
+        {"model.dtype": "float8"},
+    ],
+)
+def test_values_that_do_not_fit_are_refused(values: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="The config does not fit"):
+        build(values)
+
+
+def test_every_wrong_value_is_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"epochs: .*rollout.group_size: "):
+        build({"epochs": 0, "rollout.group_size": 0})
+
+
+def test_a_config_is_frozen() -> None:
+    config = RunConfig()
+    with pytest.raises(ValidationError):
+        config.epochs = 4  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        config.rollout.group_size = 4  # type: ignore[misc]
+
+
+def test_every_key_is_described() -> None:
+    assert set(DESCRIPTIONS) == set(KEYS)
+    assert all(DESCRIPTIONS.values())
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "code", "search_qa"])
+def test_the_example_experiments_are_valid(name: str) -> None:
+    config, origins = resolve(CONFIGS / f"{name}_grpo.yaml")
+    assert (config.dataset.name, config.algorithm.name) == (name, "grpo")
+    assert origins["dataset.name"].endswith(f"{name}_grpo.yaml")

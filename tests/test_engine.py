@@ -1,0 +1,348 @@
+"""The sampler: the draw itself, and that an episode's tokens depend on its request alone."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.models import tiny_random
+from workflow import checkpoint
+from workflow.config import ModelConfig
+from workflow.engine import Completion, GenerateRequest, TransformersEngine
+from workflow.errors import CheckpointError, InfraError, ModelError
+from workflow.policy import Policy, token_logprobs
+from workflow.sampling import sample, uniforms
+from workflow.trajectory import PolicyRef
+
+torch.set_num_threads(1)
+
+BITS = st.integers(0, 2**64 - 1)
+LOGITS = st.lists(st.one_of(st.floats(-80, 80), st.just(-math.inf)), min_size=1, max_size=40).filter(
+    lambda row: max(row) > -math.inf
+)
+PINNED_UNIFORMS = [0.6524484863740322, 0.1663964394676608, 0.23928447285727472]
+UNIT = st.floats(0, 1, exclude_max=True)
+
+
+# --- the draw ---------------------------------------------------------------------------------------------------------------
+
+
+def numbers(keys: list[int], positions: list[int]) -> list[float]:
+    return [float(value) for value in uniforms(np.array(keys, dtype=np.uint64), np.array(positions, dtype=np.uint64))]
+
+
+@given(st.lists(st.tuples(BITS, st.integers(0, 2**40)), min_size=1, max_size=20))
+def test_a_uniform_number_is_below_one_and_depends_on_its_key_and_position_alone(pairs: list[tuple[int, int]]) -> None:
+    keys, positions = [key for key, _ in pairs], [position for _, position in pairs]
+    together = numbers(keys, positions)
+    assert all(0 <= value < 1 for value in together)
+    assert together == [numbers([key], [position])[0] for key, position in pairs]
+
+
+def test_uniform_numbers_stay_the_same_for_ever() -> None:
+    assert numbers([0, 1, 2**64 - 1], [0, 0, 7]) == PINNED_UNIFORMS
+
+
+def test_uniform_numbers_are_uniform_along_positions_and_along_keys() -> None:
+    for draws in (numbers([12345] * 100_000, list(range(100_000))), numbers(list(range(100_000)), [3] * 100_000)):
+        counts, _ = np.histogram(draws, bins=100, range=(0, 1))
+        assert ((counts - 1000) ** 2 / 1000).sum() < 160  # chi-squared, 99 degrees of freedom: p = 1e-4
+        assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.02
+
+
+@given(LOGITS, UNIT, st.floats(0.1, 5))
+def test_a_draw_is_never_of_probability_zero_and_comes_with_its_logprob(row: list[float], u: float, temperature: float) -> None:
+    ids, logprobs = sample(torch.tensor([row]), torch.tensor([u], dtype=torch.float64), temperature)
+    expected = torch.log_softmax(torch.tensor(row) / temperature, dim=-1)
+    assert expected.exp()[ids[0]] > 0
+    assert logprobs.dtype == torch.float32
+    assert torch.isclose(logprobs[0], expected[ids[0]], atol=1e-6)
+
+
+@given(LOGITS, UNIT, UNIT)
+def test_a_larger_uniform_number_draws_no_earlier_token(row: list[float], first: float, second: float) -> None:
+    ids, _ = sample(torch.tensor([row, row]), torch.tensor(sorted([first, second]), dtype=torch.float64), 1.0)
+    assert ids[0] <= ids[1]
+
+
+@given(st.lists(LOGITS.map(lambda row: (row * 40)[:40]), min_size=2, max_size=6), UNIT)
+def test_a_draw_does_not_depend_on_the_other_rows(rows: list[list[float]], u: float) -> None:
+    draws = torch.full((len(rows),), u, dtype=torch.float64)
+    ids, logprobs = sample(torch.tensor(rows, dtype=torch.float64), draws, torch.linspace(0.5, 2, len(rows)))
+    alone = sample(torch.tensor(rows[:1], dtype=torch.float64), draws[:1], 0.5)
+    assert (ids[0], logprobs[0]) == (alone[0][0], alone[1][0])
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0])
+    u = torch.from_numpy(uniforms(np.full(50_000, 9, dtype=np.uint64), np.arange(50_000, dtype=np.uint64)))
+    ids, _ = sample(logits.expand(50_000, -1), u, 0.7)
+    frequencies = torch.bincount(ids, minlength=4) / 50_000
+    assert torch.allclose(frequencies, torch.softmax(logits / 0.7, -1), atol=0.01)
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_random(tmp_path_factory.mktemp("base"))
+
+
+def sharpened(policy: Policy, folder: Path, scale: float, version: int) -> PolicyRef:
+    """A checkpoint whose distributions are far from uniform and depend on every token before."""
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            if parameter.ndim == 2:
+                parameter.mul_(scale)
+    sha256 = checkpoint.write(folder, lambda beside: policy.save_weights(beside / checkpoint.WEIGHTS))
+    policy.load_weights(None)
+    return PolicyRef(str(policy.folder), policy.base_hash, str(folder), sha256, version)
+
+
+@pytest.fixture(scope="module")
+def exact(folder: Path) -> Iterator[Policy]:
+    yield Policy.load(ModelConfig(numerics="exact"), str(folder))
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def ref(exact: Policy, tmp_path_factory: pytest.TempPathFactory) -> PolicyRef:
+    return sharpened(exact, tmp_path_factory.mktemp("v1") / "v1", 4.0, 1)
+
+
+@pytest.fixture
+def engine(exact: Policy) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine(exact)
+    yield engine
+    engine.close()
+
+
+def requests_of(ref: PolicyRef, count: int, new: int = 24) -> list[GenerateRequest]:
+    """Prompts of many lengths, some shared by siblings, at several temperatures."""
+    generator = np.random.default_rng(5)
+    prompts = [tuple(generator.integers(3, 60, size=length).tolist()) for length in (1, 2, 5, 17, 40, 70)]
+    return [
+        GenerateRequest(prompts[i % 6], ref, 1000 + i, 3 * (i % 4), 1 + (new * (1 + i % 5)) // 5, (1.0, 0.8)[i % 2])
+        for i in range(count)
+    ]
+
+
+def same(first: Completion, second: Completion, tolerance: float) -> bool:
+    return (
+        first.token_ids == second.token_ids
+        and first.finish_reason == second.finish_reason
+        and np.allclose(first.logprobs, second.logprobs, rtol=0, atol=tolerance)
+    )
+
+
+def test_an_episode_is_the_same_alone_and_in_any_crowd(exact: Policy, ref: PolicyRef, engine: TransformersEngine) -> None:
+    requests = requests_of(ref, 36)
+    alone = [engine.submit(request).result(60) for request in requests]
+    crowd = [future.result(60) for future in [engine.submit(request) for request in requests]]
+    backwards = [future.result(60) for future in [engine.submit(request) for request in reversed(requests)]][::-1]
+    narrow = TransformersEngine(exact, slots=5)
+    waiting = [future.result(60) for future in [narrow.submit(request) for request in requests]]
+    narrow.close()
+    for other in (crowd, backwards, waiting):
+        assert all(same(a, b, 1e-9) for a, b in zip(alone, other, strict=True))
+    assert len({completion.token_ids for completion in alone}) > 30
+
+
+def test_a_request_may_join_while_others_are_sampled(engine: TransformersEngine, ref: PolicyRef) -> None:
+    long = GenerateRequest((5, 6, 7), ref, 1, 0, 150)
+    late = GenerateRequest((5, 6, 7), ref, 2, 0, 10)
+    alone = [engine.submit(request).result(60) for request in (long, late)]
+    first = engine.submit(long)
+    joined = []
+    while not first.done():
+        joined.append(engine.submit(late).result(60))
+    assert same(first.result(), alone[0], 1e-9)
+    assert len(joined) > 1
+    assert all(same(completion, alone[1], 1e-9) for completion in joined)
+
+
+def test_an_interrupted_turn_goes_on_as_if_it_had_not_been(engine: TransformersEngine, ref: PolicyRef) -> None:
+    whole = engine.submit(GenerateRequest((9, 8, 7), ref, 77, 0, 20)).result(60)
+    kept = whole.token_ids[:8]
+    rest = engine.submit(GenerateRequest((9, 8, 7, *kept), ref, 77, 8, 12)).result(60)
+    assert kept + rest.token_ids == whole.token_ids
+    assert np.allclose(rest.logprobs, whole.logprobs[8:], rtol=0, atol=1e-9)
+
+
+def teacher_forced(policy: Policy, request: GenerateRequest, completion: Completion) -> list[float]:
+    ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
+    with policy.sampling() as model, torch.no_grad():
+        logprobs, _ = token_logprobs(model, ids, torch.ones_like(ids), request.temperature)
+    return logprobs[0, len(request.prompt_ids) - 1 :].tolist()
+
+
+@pytest.mark.parametrize("lora_r", [0, 4], ids=["full weights", "LoRA"])
+def test_float32_logprobs_are_those_of_the_whole_row_read_at_once(folder: Path, tmp_path: Path, lora_r: int) -> None:
+    policy = Policy.load(ModelConfig(lora_r=lora_r), str(folder), device="cpu")
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            parameter.add_(0.05)
+    ref = sharpened(policy, tmp_path / "v1", 2.0, 1)
+    engine = TransformersEngine(policy)
+    requests = requests_of(ref, 24)
+    completions = [future.result(60) for future in [engine.submit(request) for request in requests]]
+    engine.close()
+    for request, completion in zip(requests, completions, strict=True):
+        assert np.allclose(completion.logprobs, teacher_forced(policy, request, completion), rtol=0, atol=1e-5)
+
+
+def test_a_turn_ends_with_its_end_token_or_at_the_limit(engine: TransformersEngine, exact: Policy, ref: PolicyRef) -> None:
+    futures = [engine.submit(GenerateRequest((4, 5), ref, key, 0, 200, 2.0)) for key in range(20)]
+    completions = [future.result(60) for future in futures]
+    ends = exact.chat.end_ids
+    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+    for completion in completions:
+        assert not ends & set(completion.token_ids[:-1])
+        assert (completion.token_ids[-1] in ends) == (completion.finish_reason == "stop")
+        assert len(completion.logprobs) == len(completion.token_ids) <= 200
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == 200
+
+
+def test_sampling_stops_at_the_end_of_the_context(engine: TransformersEngine, exact: Policy, ref: PolicyRef) -> None:
+    room = [(3,) * (exact.max_context - 2), (3,) * exact.max_context, (3,) * (exact.max_context + 1)]
+    completions = [engine.submit(GenerateRequest(prompt, ref, 1, 0, 10, 0.01)).result(60) for prompt in room]
+    assert [len(completion.token_ids) for completion in completions] == [2, 0, 0]
+    assert {completion.finish_reason for completion in completions} == {"length"}
+
+
+def test_rows_of_different_weights_take_turns_in_the_order_they_came(
+    engine: TransformersEngine, exact: Policy, ref: PolicyRef, tmp_path: Path
+) -> None:
+    other = sharpened(exact, tmp_path / "v2", 3.0, 2)
+    base = PolicyRef(str(exact.folder), exact.base_hash)
+    wanted = [GenerateRequest((5, 6), (ref, other, base)[i % 3], 50, 0, 8) for i in range(12)]
+    ended: list[int] = []
+    futures = [engine.submit(request) for request in wanted]
+    for future in futures:
+        future.add_done_callback(lambda done: ended.append(futures.index(done)))
+    together = [future.result(60) for future in futures]
+    alone = [engine.submit(request).result(60) for request in wanted]
+    assert ended == list(range(12))
+    assert all(same(a, b, 1e-9) for a, b in zip(together, alone, strict=True))
+    assert len({completion.token_ids for completion in together}) == 3
+
+
+def test_an_alias_of_the_same_weights_joins_the_batch(engine: TransformersEngine, ref: PolicyRef) -> None:
+    request = GenerateRequest((5, 6), ref, 50, 0, 8)
+    alias = replace(request, policy=replace(ref, version=9))
+    assert same(engine.submit(request).result(60), engine.submit(alias).result(60), 0)
+
+
+def test_weights_that_are_missing_fail_their_own_rows_only(engine: TransformersEngine, ref: PolicyRef, tmp_path: Path) -> None:
+    missing = replace(ref, path=str(tmp_path / "gone"), sha256="0" * 64)
+    good = GenerateRequest((5, 6), ref, 1, 0, 4)
+    futures = [engine.submit(request) for request in (good, replace(good, policy=missing), good)]
+    assert same(futures[0].result(60), futures[2].result(60), 1e-9)
+    with pytest.raises(CheckpointError, match="missing"):
+        futures[1].result(60)
+
+
+@pytest.mark.parametrize("prompt", [(), (-1,), (10**6,)], ids=["empty", "negative", "beyond the vocabulary"])
+def test_a_prompt_beyond_the_vocabulary_is_refused(engine: TransformersEngine, ref: PolicyRef, prompt: tuple[int, ...]) -> None:
+    with pytest.raises(ModelError, match="A prompt needs ids between 0 and"):
+        engine.submit(GenerateRequest(prompt, ref, 1, 0, 4)).result(60)
+
+
+def test_nan_from_the_model_fails_the_row_and_the_thread_lives_on(
+    engine: TransformersEngine, exact: Policy, ref: PolicyRef, tmp_path: Path
+) -> None:
+    with torch.no_grad():
+        next(iter(exact.trainable().values())).fill_(math.nan)
+    broken = sharpened(exact, tmp_path / "nan", 1.0, 3)
+    with pytest.raises(ModelError, match="NaN"):
+        engine.submit(GenerateRequest((5, 6), broken, 1, 0, 4)).result(60)
+    assert engine.submit(GenerateRequest((5, 6), ref, 1, 0, 4)).result(60).token_ids
+
+
+def test_where_memory_runs_out_fewer_rows_go_on_with_the_same_tokens(
+    engine: TransformersEngine, exact: Policy, ref: PolicyRef
+) -> None:
+    requests = requests_of(ref, 24)
+    expected = [future.result(60) for future in [engine.submit(request) for request in requests]]
+    calls: list[int] = []
+
+    def small_card(module: torch.nn.Module, args: object, kwargs: dict[str, torch.Tensor]) -> None:
+        calls.append(len(kwargs["input_ids"]))
+        if calls[-1] > 3 and len(calls) > 6:
+            raise torch.OutOfMemoryError("as if")
+
+    with exact.sampling() as model:
+        hook = model.register_forward_pre_hook(small_card, with_kwargs=True)
+    try:
+        completions = [future.result(60) for future in [engine.submit(request) for request in requests]]
+    finally:
+        hook.remove()
+    assert max(calls) > 3
+    assert all(same(a, b, 1e-9) for a, b in zip(completions, expected, strict=True))
+
+
+def test_an_error_of_the_model_fails_the_live_rows_and_the_thread_lives_on(
+    engine: TransformersEngine, exact: Policy, ref: PolicyRef
+) -> None:
+    def broken(module: torch.nn.Module, args: object) -> None:
+        raise torch.OutOfMemoryError("as if")
+
+    with exact.sampling() as model:
+        hook = model.register_forward_pre_hook(broken)
+    try:
+        with pytest.raises(InfraError, match="Sampling failed: OutOfMemoryError: as if"):
+            engine.submit(GenerateRequest((5, 6), ref, 1, 0, 4)).result(60)
+    finally:
+        hook.remove()
+    assert engine.submit(GenerateRequest((5, 6), ref, 1, 0, 4)).result(60).token_ids
+
+
+def test_a_cancelled_request_is_not_sampled(exact: Policy, ref: PolicyRef) -> None:
+    engine = TransformersEngine(exact, slots=1)
+    with exact.lock:  # so that the first cannot end, and the second has to wait
+        first, second = (engine.submit(GenerateRequest((5, 6), ref, key, 0, 4)) for key in (1, 2))
+        assert second.cancel()
+    assert first.result(60).token_ids
+    assert engine.submit(GenerateRequest((5, 6), ref, 3, 0, 4)).result(60).token_ids
+    engine.close()
+
+
+def test_whoever_asks_for_the_policy_gets_it_between_tokens(engine: TransformersEngine, exact: Policy, ref: PolicyRef) -> None:
+    sampling = engine.submit(GenerateRequest((5, 6), ref, 4, 0, 200, 0.5))
+    turns = 0
+    while not sampling.done():
+        with exact.lock:
+            turns += 1
+    assert turns > 1
+
+
+def test_a_closed_engine_fails_what_is_left_and_what_comes(exact: Policy, ref: PolicyRef) -> None:
+    engine = TransformersEngine(exact, slots=1)
+    futures = [engine.submit(GenerateRequest((5, 6), ref, key, 0, 200)) for key in range(20)]
+    engine.close()
+    futures.append(engine.submit(GenerateRequest((5, 6), ref, 1, 0, 4)))
+    for future in futures[-2:]:
+        with pytest.raises(InfraError, match="closed"):
+            future.result(60)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12), BITS), min_size=1, max_size=20), st.integers(1, 4))
+def test_any_mix_of_prompts_limits_and_slots_gives_each_request_its_own_tokens(
+    exact: Policy, ref: PolicyRef, mix: list[tuple[int, int, int]], slots: int
+) -> None:
+    prompts = [(7,), (7, 8), (7, 8, 9), (3,) * 30, (4,) * 65, (7, 8, 9, 10)]
+    requests = [GenerateRequest(prompts[prompt], ref, key, 0, new) for prompt, new, key in mix]
+    narrow, wide = TransformersEngine(exact, slots=slots), TransformersEngine(exact)
+    few = [future.result(60) for future in [narrow.submit(request) for request in requests]]
+    many = [future.result(60) for future in [wide.submit(request) for request in requests]]
+    narrow.close()
+    wide.close()
+    assert all(same(a, b, 1e-9) for a, b in zip(few, many, strict=True))

@@ -1,0 +1,101 @@
+"""Migrations make exactly the tables of `workflow.db`, with their checks, triggers and views, on both databases."""
+
+import subprocess
+import sys
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import CheckConstraint, create_engine, inspect, text
+from sqlalchemy.exc import ProgrammingError
+
+from workflow import db, views
+from workflow.errors import ServiceError
+from workflow.store.connect import Database
+from workflow.store.migrate import current, downgrade, head, open_database, upgrade
+
+UPGRADE = "import sys; from workflow.store import connect, migrate; migrate.upgrade(connect.Database(sys.argv[1]))"
+
+
+def test_the_migrations_make_what_the_rows_declare(database: Database) -> None:
+    with database.engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, db.metadata) == []
+    assert current(database) == head()
+
+
+def test_every_check_constraint_is_in_the_database(database: Database) -> None:
+    declared = {
+        (table.name, str(constraint.name))
+        for table in db.metadata.tables.values()
+        for constraint in table.constraints
+        if isinstance(constraint, CheckConstraint)
+    }
+    found = inspect(database.engine)
+    present = {(table, check["name"]) for table in found.get_table_names() for check in found.get_check_constraints(table)}
+    assert declared <= {(table, str(name)) for table, name in present}
+    assert declared
+
+
+def test_every_view_and_trigger_is_in_the_database(database: Database) -> None:
+    assert set(inspect(database.engine).get_view_names()) == set(views.VIEWS)
+    query = "SELECT name FROM sqlite_master WHERE type = 'trigger'" if database.is_sqlite else "SELECT tgname FROM pg_trigger"
+    with database.read() as tx:
+        triggers = set(tx.execute(text(query)).scalars())
+    assert {f"guard_{table}" for table in views.GUARDED} <= triggers
+
+
+def test_a_downgrade_to_base_leaves_nothing_and_can_be_upgraded_again(database: Database) -> None:
+    downgrade(database, "base")
+    found = inspect(database.engine)
+    assert found.get_view_names() == []
+    assert found.get_table_names() == ["alembic_version"]
+    assert current(database) is None
+    upgrade(database)
+    assert current(database) == head()
+
+
+def test_an_upgrade_of_an_up_to_date_database_keeps_its_rows(database: Database) -> None:
+    with database.engine.begin() as tx:
+        tx.execute(db.events.insert().values(kind="kept"))
+    upgrade(database)
+    with database.read() as tx:
+        assert tx.execute(text("SELECT kind FROM events")).scalars().all() == ["kept"]
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def empty_url(request: pytest.FixtureRequest) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{request.getfixturevalue('tmp_path') / 'new' / 'agentrl.db'}"
+    url: str = request.getfixturevalue("empty_postgres")
+    return url
+
+
+def test_six_processes_may_upgrade_at_once(empty_url: str) -> None:
+    started = [subprocess.Popen([sys.executable, "-c", UPGRADE, empty_url], stderr=subprocess.PIPE) for _ in range(6)]
+    ended = [(process.communicate()[1], process.returncode) for process in started]
+    assert [code for _, code in ended] == [0] * 6, ended
+    database = Database(empty_url)
+    assert current(database) == head()
+    database.close()
+
+
+def test_sqlite_is_upgraded_by_whoever_opens_it(sqlite: Database) -> None:
+    assert current(sqlite) == head()
+
+
+def test_a_postgres_that_was_not_migrated_is_refused_with_the_command_to_type(empty_postgres: str) -> None:
+    with pytest.raises(ServiceError, match="agentrl db upgrade"):
+        open_database(empty_postgres)
+
+
+def test_the_reader_role_may_select_from_views_and_not_write(postgres: Database) -> None:
+    reader = create_engine(postgres.url.set(username="agentrl_reader"))
+    with reader.connect() as connection:
+        for name in [*db.TABLES_FOR_READERS, *views.VIEWS]:
+            assert connection.execute(text(f"SELECT count(*) FROM {name}")).scalar_one() == 0
+        for statement in ("INSERT INTO events (kind) VALUES ('x')", "SELECT * FROM service_leases"):
+            with pytest.raises(ProgrammingError, match="permission denied"):
+                connection.execute(text(statement))
+            connection.rollback()
+    reader.dispose()

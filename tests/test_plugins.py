@@ -1,0 +1,76 @@
+"""Plug-ins: a file is found by its name, a user's own code by its path, and a wrong name is helped on."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workflow.envs import Env
+from workflow.errors import ConfigError
+from workflow.hooks import Hook, load_hooks
+from workflow.plugins import find, names
+from workflow.trajectory import Message, Task, ToolCall, ToolResult
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def test_every_dataset_tool_reward_and_env_file_defines_what_it_is_named_after() -> None:
+    for kind in ("datasets", "tools", "rewards", "envs"):
+        assert names(kind)
+        for name in names(kind):
+            assert find(kind, name) is not None
+
+
+def test_a_wrong_name_gets_the_closest_one_or_the_list() -> None:
+    with pytest.raises(ConfigError, match=r"No tool is called 'calculater'\. Did you mean 'calculator'"):
+        find("tools", "calculater")
+    with pytest.raises(ConfigError, match=r"Known: .*numeric_answer"):
+        find("rewards", "zzz")
+
+
+@pytest.mark.parametrize("name", ["", "..", "../secrets", "a.b", "calculator.py", "calc\x00", "__init__"])
+def test_a_name_is_never_a_path(name: str) -> None:
+    with pytest.raises(ConfigError, match="No tool is called"):
+        find("tools", name)
+
+
+def test_a_users_own_object_is_found_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_plugins.py").write_text("answer = 42\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert find("rewards", "my_plugins:answer") == 42
+
+
+@pytest.mark.parametrize("path", ["no_such_module:x", "json:no_such_name", ":x", "json:", "..:x"])
+def test_a_path_that_leads_nowhere_is_one_sentence(path: str) -> None:
+    with pytest.raises(ConfigError, match="leads to no object"):
+        find("rewards", path)
+
+
+def test_hooks_are_made_from_their_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_hooks.py").write_text("from workflow.hooks import Hook\nclass Mine(Hook):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    [hook] = load_hooks(["my_hooks:Mine"])
+    assert isinstance(hook, Hook)
+
+
+def test_the_math_env_opens_with_its_prompt_and_offers_the_calculator() -> None:
+    env = find("envs", "math")
+    assert isinstance(env, Env)
+    question = Message("user", "How many?")
+    system, asked = env.reset(Task("t", (question,), "1"))
+    assert (system.role, asked) == ("system", question)
+    assert "calculator" in system.content and "#### <number>" in system.content
+    assert list(env.toolset()) == ["calculator"]
+    observed = env.step([ToolCall("calculator", {"expression": "1+1"})], [ToolResult("2")])
+    assert observed == (Message("tool", "2", name="calculator"),)
+
+
+def test_tools_data_rewards_and_envs_need_no_torch() -> None:
+    code = (
+        "import sys\nfrom workflow.plugins import find, names\n"
+        "for kind in ('datasets', 'tools', 'rewards', 'envs'):\n    [find(kind, name) for name in names(kind)]\n"
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules), 'imported'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)

@@ -1,0 +1,163 @@
+"""An update is committed whole or not at all, by one trainer; it publishes, plans what follows, and may end the run."""
+
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import update
+from sqlalchemy.exc import IntegrityError
+
+from tests.stored import (
+    LEASE,
+    bad_update,
+    claim,
+    claim_training,
+    fail,
+    finish,
+    play,
+    ready,
+    start,
+    status_of_run,
+    submission,
+    update_of,
+    value,
+    values,
+)
+from workflow import db as tables
+from workflow.errors import Fenced, StateError
+from workflow.evaluate import Score
+from workflow.store import observe, planning, rollout, training
+from workflow.store.connect import Database
+
+
+def test_an_iteration_is_claimed_when_every_group_is_terminal_and_by_one_trainer(database: Database) -> None:
+    first, second = start(database, submission())
+    play(database, first)
+    iteration = planning.first_iteration(database, 1)
+    assert training.claim_iteration(database, iteration, "trainer:1", LEASE) is None
+    play(database, second)
+    work = claim_training(database, iteration)
+    assert [len(group.episodes) for group in work.groups] == [2, 2]
+    assert all(len(episode.steps) == 1 for group in work.groups for episode in group.episodes)
+    assert training.claim_iteration(database, iteration, "trainer:2", LEASE) is None
+
+
+def test_a_second_trainer_fences_the_first_out(database: Database) -> None:
+    work = ready(database, submission())
+    training.hand_back_iteration(database, work.id, work.token)
+    heir = claim_training(database, work.id)
+    with pytest.raises(Fenced):
+        training.commit_update(database, work, update_of(work), 3)
+    assert not training.extend_lease(database, work.id, work.token, LEASE)
+    assert training.extend_lease(database, work.id, heir.token, LEASE)
+    assert value(database, "SELECT count(*) FROM policies") == 1
+    training.commit_update(database, heir, update_of(heir), 3)
+    with pytest.raises(Fenced):
+        training.commit_update(database, heir, update_of(heir), 3)
+    assert value(database, "SELECT count(*) FROM policies") == 2
+
+
+def test_an_update_is_committed_whole_or_not_at_all(database: Database) -> None:
+    work = ready(database, submission(epochs=2))
+    broken = update_of(work, advantages={10**9: 0.5})
+    with pytest.raises(IntegrityError):
+        training.commit_update(database, work, broken, 3)
+    for table, rows in {"updates": 0, "consumptions": 0, "policies": 1, "iterations": 1}.items():
+        assert value(database, f"SELECT count(*) FROM {table}") == rows
+    assert training.commit_update(database, work, update_of(work), 3).version == 1
+
+
+def test_the_commit_publishes_the_policy_and_plans_the_next_iteration_with_it(database: Database) -> None:
+    work = ready(database, submission(epochs=2))
+    published = training.commit_update(database, work, update_of(work, dropped={1: "one member"}), 3)
+    assert published.version == 1
+    assert published.next_iteration == planning.first_iteration(database, 1)
+    group, *_ = planning.start_iteration(database, published.next_iteration)
+    following = claim(database, group)
+    assert (following.policy.version, following.policy.path, following.iteration) == (1, "out/v1", 1)
+    (row, _) = observe.list_iterations(database, "first")
+    assert (row["status"], row["mean_reward"], row["loss"], row["dropped_groups"]) == ("done", 0.5, 0.5, 1)
+    assert (row["sampled_tokens"], row["trainable"], row["policy_version"]) == (8, 4, 0)
+    assert value(database, "SELECT count(*) FROM consumptions") == 4
+
+
+def test_a_skipped_update_publishes_an_alias_of_the_same_weights(database: Database) -> None:
+    work = ready(database, submission(epochs=2))
+    training.commit_update(database, work, update_of(work, path="", sha256="", skipped="every group was flat"), 3)
+    policy = observe.find_policy(database, "first", 1)
+    assert (policy["kind"], policy["path"]) == ("alias", "")
+
+
+def test_the_run_is_done_after_its_last_iteration(database: Database) -> None:
+    work = ready(database, submission())
+    assert training.commit_update(database, work, update_of(work), 3).next_iteration is None
+    assert status_of_run(database) == "done"
+    assert observe.unfinished_runs(database) == 0
+    with pytest.raises(StateError, match="done"):
+        planning.resume(database, "first")
+
+
+def test_too_many_bad_updates_in_a_row_fail_the_run_and_resume_goes_on(database: Database) -> None:
+    iteration = ready(database, submission(epochs=4)).id
+    for number in range(2):
+        with database.engine.begin() as tx:  # the claim of `ready`, given back
+            tx.execute(update(tables.iterations).where(tables.iterations.c.id == iteration).values(lease_until=None))
+        work = claim_training(database, iteration)
+        published = training.commit_update(database, work, bad_update(), 2)
+        assert (published.next_iteration is None) == (number == 1)
+        if published.next_iteration is not None:
+            iteration = published.next_iteration
+            for group in planning.start_iteration(database, iteration):
+                play(database, group)
+    assert status_of_run(database) == "failed"
+    planning.resume(database, "first")
+    assert status_of_run(database) == "running"
+    assert observe.snapshot(database, LEASE).runs[0].iterations[0].number == 2
+
+
+def test_with_under_half_of_the_episodes_trainable_the_run_pauses_until_it_is_resumed(database: Database) -> None:
+    for group in start(database, submission()):
+        work = claim(database, group)
+        fail(database, work, 0)
+        last = fail(database, work, 1) if group == 1 else finish(database, work, 1)
+    assert last.iteration is not None
+    assert training.claim_iteration(database, last.iteration, "trainer:1", LEASE) is None
+    assert status_of_run(database) == "paused"
+    assert "only 1 of 4" in planning.find_run(database, "first")["reason"]
+    planning.resume(database, "first")
+    claim_training(database, last.iteration)
+
+
+def test_a_paused_run_gives_no_work_and_a_resumed_one_goes_on(database: Database) -> None:
+    group, _ = start(database, submission())
+    planning.stop(database, "first", "paused")
+    planning.stop(database, "first", "paused")
+    assert rollout.claim_group(database, group, "host:1", LEASE) is None
+    assert observe.snapshot(database, LEASE).runs == ()
+    planning.resume(database, "first")
+    claim(database, group)
+
+
+def test_a_cancelled_run_drops_what_its_workers_still_hold(database: Database) -> None:
+    group, _ = start(database, submission())
+    work = claim(database, group)
+    planning.stop(database, "first", "cancelled")
+    with pytest.raises(Fenced):
+        finish(database, work, 0)
+    assert set(values(database, "SELECT status FROM episodes")) == {"cancelled"}
+    with pytest.raises(StateError, match="cancelled"):
+        planning.resume(database, "first")
+    with pytest.raises(StateError, match="cancelled"):
+        planning.stop(database, "first", "paused")
+
+
+def test_an_eval_run_ends_with_its_score(database: Database) -> None:
+    work = ready(database, submission(kind="eval"))
+    training.finish_eval(database, work, Score(0.5, 0.1, 0.9, 4, 0))
+    assert observe.evaluation(database, "first")["mean_reward"] == 0.5
+    assert status_of_run(database) == "done"
+
+
+def test_the_hash_of_a_base_is_remembered_from_its_first_loading(database: Database) -> None:
+    planning.submit(database, replace(submission(), policy=replace(submission().policy, base_hash="")))
+    assert training.confirm_base(database, 1, "one") == "one"
+    assert training.confirm_base(database, 1, "two") == "one"

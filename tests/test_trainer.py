@@ -1,0 +1,430 @@
+"""The update: the same gradient however it is cut, all or nothing, repeatable to the bit, and it learns."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.models import tiny_random
+from workflow import checkpoint
+from workflow.advantages import relative_to_group
+from workflow.algorithms import Algorithm
+from workflow.algorithms.grpo import grpo
+from workflow.config import AlgorithmConfig, RunConfig, build
+from workflow.engine import GenerateRequest, TransformersEngine
+from workflow.errors import CheckpointError, InfraError
+from workflow.losses import LossTerms, Normaliser, TokenBatch, clipped_with_kl
+from workflow.policy import Policy, token_logprobs
+from workflow.trainer import Trainer, Update, select
+from workflow.trajectory import Episode, Group, Message, PolicyRef, Step, Task
+
+torch.set_num_threads(1)
+
+TURN = Message("assistant", "")
+KINDS = pytest.mark.parametrize("lora_r", [0, 4], ids=["full weights", "LoRA"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_random(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(autouse=True)
+def _free_choice_of_algorithms() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def config(lora_r: int = 0, exact: bool = False, **values: Any) -> RunConfig:
+    named = {key.replace("__", "."): value for key, value in values.items()}
+    numerics = "exact" if exact else "fast"
+    return build({"model.lora_r": lora_r, "model.numerics": numerics, "update.learning_rate": 1e-3} | named)
+
+
+def trainer_of(folder: Path, run: RunConfig) -> tuple[Policy, Trainer]:
+    """A policy somewhat away from its base, so that LoRA's second matrix is not 0, and its trainer."""
+    policy = Policy.load(run.model, str(folder), device="cpu")
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return policy, Trainer(policy, run)
+
+
+def groups_of(count: int = 4, size: int = 4, seed: int = 0, equal: bool = False) -> list[Group]:
+    """Two-turn episodes of many lengths, each with a reward of its own."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(most: int) -> tuple[int, ...]:
+        length = int(torch.randint(1, most + 1, (1,), generator=generator))
+        return tuple(torch.randint(3, 60, (length,), generator=generator).tolist())
+
+    def step(index: int) -> Step:
+        sampled = ids(6)
+        return Step(index, (), ids(8), sampled, (-4.0,) * len(sampled), "stop", TURN, 0)
+
+    def episode(task: Task, number: int) -> Episode:
+        reward = 1.0 if equal else float(torch.rand(1, generator=generator))
+        return Episode(task, steps=(step(0), step(1)), status="done", reward=reward, id=number)
+
+    tasks = [Task(f"train/{number}", (), "") for number in range(count)]
+    return [Group(task, tuple(episode(task, size * number + i) for i in range(size))) for number, task in enumerate(tasks)]
+
+
+def saved(trainer: Trainer, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    checkpoint.write(folder, trainer.save)
+    return load_file(folder / checkpoint.WEIGHTS), load_file(folder / checkpoint.OPTIMIZER)
+
+
+def gradient(trainer: Trainer, folder: Path) -> Tensor:
+    """The gradient of the only step so far: Adam's first moment is a tenth of it."""
+    moments = saved(trainer, folder)[1]
+    return torch.cat([moments[name].flatten() * 10 for name in sorted(moments) if name.endswith(":exp_avg")])
+
+
+def unchanged(trainer: Trainer, folder: Path, before: tuple[dict[str, Tensor], dict[str, Tensor]]) -> bool:
+    now = saved(trainer, folder)
+    return all(
+        old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
+        for old, new in zip(before, now, strict=True)
+    )
+
+
+# --- the same gradient --------------------------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_the_gradient_does_not_depend_on_the_split_into_microbatches(folder: Path, tmp_path: Path, lora_r: int) -> None:
+    found = []
+    splits = [(10**6, 1), (10**6, 3), (64, 1), (1, 1)]
+    for number, (tokens, accumulation) in enumerate(splits):
+        values = {"update.microbatch_tokens": tokens, "update.gradient_accumulation_steps": accumulation}
+        _, trainer = trainer_of(folder, config(lora_r, True, update__max_grad_norm=1e9, algorithm__kl_coef=0.1, **values))
+        update = trainer.update(groups_of(), 0)
+        assert update.skipped is None
+        found.append((gradient(trainer, tmp_path / str(number)), update.metrics))
+    whole, metrics = found[0]
+    assert whole.norm() > 0
+    assert metrics["grad_norm"] == pytest.approx(float(whole.norm()), rel=1e-9)
+    for other, other_metrics in found[1:]:
+        assert torch.allclose(other, whole, rtol=1e-9, atol=1e-13)
+        assert {**other_metrics, "seconds": 0} == pytest.approx({**metrics, "seconds": 0}, rel=1e-9, abs=1e-12)
+
+
+def test_eight_episodes_at_once_are_eight_accumulated(folder: Path, tmp_path: Path) -> None:
+    weights = []
+    for accumulation in (1, 8):
+        _, trainer = trainer_of(folder, config(0, True, update__gradient_accumulation_steps=accumulation))
+        trainer.update(groups_of(2, 4), 0)
+        weights.append(saved(trainer, tmp_path / str(accumulation))[0])
+    assert all(torch.allclose(weights[0][name], weights[1][name], rtol=0, atol=1e-9) for name in weights[0])
+
+
+def test_the_gradient_does_not_depend_on_the_order_of_the_groups(folder: Path, tmp_path: Path) -> None:
+    gradients = []
+    for order in (1, -1):
+        _, trainer = trainer_of(folder, config(0, True))
+        trainer.update(groups_of()[::order], 0)
+        gradients.append(gradient(trainer, tmp_path / str(order)))
+    assert torch.allclose(gradients[0], gradients[1], rtol=1e-9, atol=1e-13)
+
+
+def test_the_gradient_is_the_policy_gradient_of_the_sampled_tokens(folder: Path, tmp_path: Path) -> None:
+    run = config(0, True, update__max_grad_norm=1e9, rollout__temperature=0.7)
+    policy, trainer = trainer_of(folder, run)
+    groups = [*groups_of(2, 3), *groups_of(1, 3, seed=9, equal=True)]
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
+    for group, credits in zip(groups, relative_to_group(groups), strict=True):
+        for episode, advantage in zip(group.episodes, credits, strict=True):
+            first, second = episode.steps
+            ids = torch.tensor([episode.context_ids])
+            with policy.training() as model:
+                logprobs, _ = token_logprobs(model, ids, torch.ones_like(ids), 0.7)
+            sampled = [False] * len(first.prompt_ids) + [True] * len(first.sampled_ids)
+            sampled += [False] * len(second.prompt_ids) + [True] * len(second.sampled_ids)
+            total = total - advantage * logprobs[0][torch.tensor(sampled[1:])].sum()
+            count += episode.sampled_count
+    names = sorted(policy.trainable())
+    expected = torch.autograd.grad(total / count, [policy.trainable()[name] for name in names])
+    trainer.update(groups, 0)
+    assert torch.allclose(
+        gradient(trainer, tmp_path / "v1"), torch.cat([tensor.flatten() for tensor in expected]), rtol=1e-9, atol=1e-13
+    )
+
+
+def test_tokens_that_were_not_sampled_do_not_train(folder: Path, tmp_path: Path) -> None:
+    """What the sampler claimed of its tokens, and tokens after the last sampled one, change nothing."""
+    groups = groups_of(2, 4)
+
+    def with_tail(episode: Episode) -> Episode:
+        steps = tuple(replace(step, behavior_logprobs=(-9.0,) * len(step.sampled_ids)) for step in episode.steps)
+        tail = Step(2, (), (7, 8, 9), (), (), "length", TURN, 0)
+        return replace(episode, steps=(*steps, tail))
+
+    gradients = []
+    for number, one in enumerate((groups, [Group(g.task, tuple(map(with_tail, g.episodes))) for g in groups])):
+        _, trainer = trainer_of(folder, config(0, True))
+        trainer.update(one, 0)
+        gradients.append(gradient(trainer, tmp_path / str(number)))
+    assert torch.allclose(gradients[0], gradients[1], rtol=1e-9, atol=1e-13)
+
+
+# --- what is reported ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_update_says_what_it_did(folder: Path) -> None:
+    _, trainer = trainer_of(folder, config(algorithm__kl_coef=0.05))
+    groups = groups_of()
+    update = trainer.update(groups, 0)
+    assert update.skipped is None
+    assert update.dropped == {}
+    assert update.metrics["tokens"] == sum(episode.sampled_count for group in groups for episode in group.episodes)
+    assert update.metrics["rows"] == 16
+    assert update.metrics["ratio"] == pytest.approx(1, abs=1e-6)
+    assert update.metrics["clip_fraction"] == 0
+    assert all(update.metrics[name] > 0 for name in ("kl", "grad_norm", "seconds"))
+    assert 0 < update.metrics["entropy"] < math.log(10**4)
+    assert update.metrics["sampler_difference_max"] >= update.metrics["sampler_difference_mean"] > 0
+    assert update.advantages == {
+        episode.id: pytest.approx(value)
+        for group, values in zip(groups, relative_to_group(groups), strict=True)
+        for episode, value in zip(group.episodes, values, strict=True)
+    }
+    assert len(update.steps) == 1
+
+
+def test_minibatches_are_optimizer_steps_against_the_policy_that_started(folder: Path) -> None:
+    _, trainer = trainer_of(folder, config(update__batch_size=4, update__learning_rate=1e-2))
+    update = trainer.update([*groups_of(), *groups_of()], 0)
+    assert len(update.steps) == 8
+    assert update.steps[0]["ratio"] == pytest.approx(1, abs=1e-6)
+    assert abs(update.steps[4]["ratio"] - 1) > 1e-4
+    assert update.metrics["tokens"] == sum(step["tokens"] for step in update.steps)
+
+
+def test_without_a_kl_coefficient_no_kl_is_claimed(folder: Path) -> None:
+    _, trainer = trainer_of(folder, config())
+    assert "kl" not in trainer.update(groups_of(), 0).metrics
+
+
+# --- all or nothing -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_with_one_finished_episode_is_dropped_with_the_reason() -> None:
+    whole, broken = groups_of(2, 3)
+    lost = tuple(replace(episode, status="infra_error") for episode in broken.episodes[:2])
+    broken = Group(broken.task, (*lost, broken.episodes[2]))
+    assert select([whole, broken], needs_group=True) == ([whole], {"train/1": "1 of 3 episodes finished"})
+    assert select([broken], needs_group=False) == ([Group(broken.task, broken.episodes[2:])], {})
+
+
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [
+        ([], "no group has enough finished episodes"),
+        (groups_of(2, 1), "no group has enough finished episodes"),
+        (groups_of(equal=True), "no advantage differs from 0"),
+    ],
+    ids=["no groups", "groups of one", "equal rewards"],
+)
+def test_with_nothing_to_learn_the_weights_stay(folder: Path, tmp_path: Path, groups: list[Group], reason: str) -> None:
+    _, trainer = trainer_of(folder, config())
+    trainer.update(groups_of(seed=3), 0)
+    before = saved(trainer, tmp_path / "before")
+    assert trainer.update(groups, 1).skipped == reason
+    assert unchanged(trainer, tmp_path / "after", before)
+
+
+def test_a_nan_in_the_model_is_a_reason_to_skip(folder: Path, tmp_path: Path) -> None:
+    policy, trainer = trainer_of(folder, config())
+    trainer.update(groups_of(), 0)
+    weight = list(policy.trainable().values())[3]
+    healthy = weight.detach().clone()
+    before = saved(trainer, tmp_path / "before")
+    with torch.no_grad():
+        weight.fill_(math.nan)
+    assert trainer.update(groups_of(), 1).skipped == "the loss is nan and the gradient's norm is nan"
+    with torch.no_grad():
+        weight.copy_(healthy)
+    assert unchanged(trainer, tmp_path / "after", before)
+    assert trainer.update(groups_of(), 1).skipped is None
+
+
+def _nan_on_long_rows(batch: TokenBatch, options: AlgorithmConfig, normaliser: Normaliser) -> LossTerms:
+    terms = clipped_with_kl(batch, options, normaliser)
+    return replace(terms, loss=terms.loss * (math.nan if normaliser.width > 40 else 1.0))
+
+
+def _two_rows_at_most(batch: TokenBatch, options: AlgorithmConfig, normaliser: Normaliser) -> LossTerms:
+    if len(batch.mask) > 2:
+        raise torch.OutOfMemoryError("as if")
+    return clipped_with_kl(batch, options, normaliser)
+
+
+def _nothing_fits(batch: TokenBatch, options: AlgorithmConfig, normaliser: Normaliser) -> LossTerms:
+    raise torch.OutOfMemoryError("as if")
+
+
+def _broken_on_long_rows(batch: TokenBatch, options: AlgorithmConfig, normaliser: Normaliser) -> LossTerms:
+    if normaliser.width > 40:
+        raise RuntimeError("a bug")
+    return clipped_with_kl(batch, options, normaliser)
+
+
+nan_later = Algorithm("nan_later", grpo.credit, f"{__name__}:_nan_on_long_rows", needs_group=True)
+hungry = Algorithm("hungry", grpo.credit, f"{__name__}:_two_rows_at_most", needs_group=True)
+starving = Algorithm("starving", grpo.credit, f"{__name__}:_nothing_fits", needs_group=True)
+broken_later = Algorithm("broken_later", grpo.credit, f"{__name__}:_broken_on_long_rows", needs_group=True)
+
+
+def then_a_long_group() -> list[Group]:
+    short, long = groups_of(2)
+    step = replace(long.episodes[0].steps[0], prompt_ids=(5,) * 50)
+    longer = replace(long.episodes[0], steps=(step, *long.episodes[0].steps[1:]))
+    return [short, Group(long.task, (longer, *long.episodes[1:]))]
+
+
+def test_a_nan_in_a_later_minibatch_undoes_the_earlier_ones(folder: Path, tmp_path: Path) -> None:
+    _, trainer = trainer_of(folder, config(update__batch_size=4, algorithm__name="tests.test_trainer:nan_later"))
+    trainer.update(groups_of(), 0)
+    before = saved(trainer, tmp_path / "before")
+    assert "the loss is nan" in str(trainer.update(then_a_long_group(), 1).skipped)
+    assert unchanged(trainer, tmp_path / "after", before)
+
+
+def test_an_error_in_a_later_minibatch_undoes_the_earlier_ones_and_is_raised(folder: Path, tmp_path: Path) -> None:
+    _, trainer = trainer_of(folder, config(update__batch_size=4, algorithm__name="tests.test_trainer:broken_later"))
+    before = saved(trainer, tmp_path / "before")
+    with pytest.raises(RuntimeError, match="a bug"):
+        trainer.update(then_a_long_group(), 0)
+    assert unchanged(trainer, tmp_path / "after", before)
+
+
+def test_where_memory_runs_out_smaller_microbatches_give_the_same_gradient(folder: Path, tmp_path: Path) -> None:
+    gradients: list[Tensor] = []
+    for name in ("grpo", "tests.test_trainer:hungry"):
+        _, trainer = trainer_of(folder, config(0, True, algorithm__name=name))
+        assert trainer.update(groups_of(), 0).skipped is None
+        gradients.append(gradient(trainer, tmp_path / str(len(gradients))))
+    assert torch.allclose(gradients[0], gradients[1], rtol=1e-9, atol=1e-13)
+
+
+def test_where_not_even_one_row_fits_the_error_says_so(folder: Path, tmp_path: Path) -> None:
+    _, trainer = trainer_of(folder, config(algorithm__name="tests.test_trainer:starving"))
+    before = saved(trainer, tmp_path / "before")
+    with pytest.raises(InfraError, match=r"Memory does not suffice for one row of \d+ tokens. Lower rollout.max_new_tokens"):
+        trainer.update(groups_of(), 0)
+    assert unchanged(trainer, tmp_path / "after", before)
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_going_on_from_a_checkpoint_is_going_on(folder: Path, tmp_path: Path, lora_r: int) -> None:
+    run = config(lora_r, update__batch_size=8, algorithm__kl_coef=0.1, update__weight_decay=0.01)
+    _, through = trainer_of(folder, run)
+    through.update(groups_of(seed=1), 0)
+    checkpoint.write(tmp_path / "v1", through.save)
+    through.update(groups_of(seed=2), 1)
+    expected = checkpoint.write(tmp_path / "v2", through.save)
+
+    again = Trainer(Policy.load(run.model, str(folder), device="cpu"), run)
+    again.load(tmp_path / "v1")
+    again.update(groups_of(seed=2), 1)
+    assert checkpoint.write(tmp_path / "again", again.save) == expected
+    assert checkpoint.verify(tmp_path / "again") == checkpoint.verify(tmp_path / "v2")
+
+
+@KINDS
+def test_dropout_is_drawn_from_the_iteration_so_an_update_can_be_repeated(folder: Path, tmp_path: Path, lora_r: int) -> None:
+    run = config(lora_r, model__lora_dropout=0.3)
+    hashes: list[str] = []
+    for _ in range(2):
+        _, trainer = trainer_of(folder, run)
+        torch.rand(len(hashes) + 1)
+        trainer.update(groups_of(), 4)
+        hashes.append(checkpoint.write(tmp_path / str(len(hashes)), trainer.save))
+    assert hashes[0] == hashes[1]
+
+
+@KINDS
+def test_loading_nothing_starts_afresh_from_the_base(folder: Path, tmp_path: Path, lora_r: int) -> None:
+    run = config(lora_r)
+    untouched = checkpoint.write(tmp_path / "v0", Trainer(Policy.load(run.model, str(folder), device="cpu"), run).save)
+    _, trainer = trainer_of(folder, run)
+    trainer.update(groups_of(), 0)
+    trainer.load(None)
+    assert checkpoint.write(tmp_path / "fresh", trainer.save) == untouched
+    assert checkpoint.verify(tmp_path / "fresh") == checkpoint.verify(tmp_path / "v0")
+    assert trainer.updates == 0
+
+
+def test_an_altered_checkpoint_is_not_loaded(folder: Path, tmp_path: Path) -> None:
+    _, trainer = trainer_of(folder, config())
+    checkpoint.write(tmp_path / "v1", trainer.save)
+    (tmp_path / "v1" / checkpoint.STATE).write_text('{"iteration": 7}')
+    with pytest.raises(CheckpointError, match=r"state.json has \d+ bytes where"):
+        trainer.load(tmp_path / "v1")
+
+
+def test_the_optimizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    _, other = trainer_of(folder, config(lora_r=4))
+    other.update(groups_of(), 0)
+    checkpoint.write(tmp_path / "lora", other.save)
+    _, trainer = trainer_of(folder, config())
+    with pytest.raises(CheckpointError):
+        trainer.load(tmp_path / "lora")
+
+
+# --- it learns ----------------------------------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_a_rewarded_set_of_tokens_becomes_likely(tmp_path: Path, lora_r: int) -> None:
+    """Sampler and trainer together: sample one token, reward the even ones, update, publish, again."""
+    run = config(lora_r, update__learning_rate=1e-2)
+    policy = Policy.load(run.model, str(sharp_base(tmp_path / "base")), device="cpu")
+    trainer, engine = Trainer(policy, run), TransformersEngine(policy)
+    ref = PolicyRef(str(policy.folder), policy.base_hash)
+    means = []
+    for iteration in range(20):
+        groups = [_bandit_group(engine, ref, iteration, number) for number in range(4)]
+        means.append(sum(e.reward or 0 for group in groups for e in group.episodes) / 64)
+        update: Update = trainer.update(groups, iteration)
+        if not update.skipped:
+            assert update.metrics["sampler_difference_max"] < 1e-5
+        path = tmp_path / f"v{iteration + 1}"
+        ref = replace(ref, path=str(path), sha256=checkpoint.write(path, trainer.save), version=iteration + 1)
+    engine.close()
+    assert means[0] < 0.7, means
+    assert sum(means[-5:]) / 5 > 0.85, means
+
+
+def sharp_base(folder: Path) -> Path:
+    """A base whose embeddings are so large that an adapter alone can make a token likely."""
+    file = tiny_random(folder) / "model.safetensors"
+    weights = load_file(file)
+    weights["model.embed_tokens.weight"] *= 0.3 / weights["model.embed_tokens.weight"].std()
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+def _bandit_group(engine: TransformersEngine, ref: PolicyRef, iteration: int, number: int) -> Group:
+    prompt = (5 + number, 6, 7)
+    keys = [iteration * 1000 + number * 100 + sample for sample in range(16)]
+    futures = [engine.submit(GenerateRequest(prompt, ref, key, 0, 1)) for key in keys]
+    task = Task(f"train/{number}", (), "")
+    episodes = []
+    for key, completion in zip(keys, [future.result(60) for future in futures], strict=True):
+        step = Step(0, (), prompt, completion.token_ids, completion.logprobs, completion.finish_reason, TURN, ref.version)
+        reward = float(completion.token_ids[0] % 2 == 0)
+        episodes.append(Episode(task, steps=(step,), status="done", reward=reward, id=key))
+    return Group(task, tuple(episodes))

@@ -1,0 +1,44 @@
+"""The control loop: every few seconds compare the rows with the world and send what is missing. One at a time, by a lease.
+
+It needs no memory and no clock of its own: killed and started anywhere else it goes on as before, and it mends lost messages,
+lost workers, a lost Redis and a lost control loop in the same way.
+"""
+
+from logging import getLogger
+
+from workers.dispatch import dispatch, send_rollouts, send_train
+from workers.process import database, stopping, worker_name
+from workflow.errors import ServiceError
+from workflow.scheduler import Dispatch, SendRollouts, SendTrain, plan
+from workflow.settings import settings
+from workflow.store import observe
+
+log = getLogger("agentrl.control")
+
+
+def run() -> None:
+    """Ticks until the process is told to stop."""
+    while not stopping.is_set():
+        try:
+            tick()
+        except ServiceError as error:
+            log.warning("%s", error)
+        stopping.wait(settings().tick_seconds)
+
+
+def tick() -> int:
+    """Sends what is missing, if no other control loop does; returns how many messages that took."""
+    where, db = settings(), database()
+    if not observe.take_service_lease(db, "control", worker_name(), 3 * where.tick_seconds + 2):
+        return 0
+    actions = plan(observe.snapshot(db, where.lease_seconds))
+    for action in actions:
+        log.info("sending %s", action)
+        match action:
+            case Dispatch(iteration, _):
+                dispatch(db, iteration)
+            case SendRollouts(groups):
+                send_rollouts(db, groups)
+            case SendTrain(iteration):
+                send_train(db, iteration)
+    return len(actions)

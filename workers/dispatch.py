@@ -1,0 +1,59 @@
+"""Messages are sent from here: an iteration as a chord, single rollouts, the train job, a tool call.
+
+Each sending is written to its row after the message is out; sent twice is harmless, written but not sent is mended by the
+control loop.
+"""
+
+from collections.abc import Sequence
+
+from celery import chord
+from kombu.exceptions import OperationalError
+
+from workers.app import app
+from workflow.errors import ServiceError
+from workflow.scheduler import headers
+from workflow.store import planning
+from workflow.store.connect import Database
+
+
+def dispatch(db: Database, iteration: int) -> None:
+    """Sends the iteration as a chord: rollout jobs, then its train job."""
+    groups = planning.start_iteration(db, iteration)
+    if not groups:
+        send_train(db, iteration)
+        return
+    jobs = [app.signature("agentrl.rollout", args=[part], immutable=True) for part in headers(tuple(groups))]
+    with _reaching():
+        chord(jobs)(app.signature("agentrl.train", args=[iteration], immutable=True))
+
+
+def send_rollouts(db: Database, groups: Sequence[int]) -> None:
+    """Sends these groups' rollouts again, alone."""
+    for part in headers(tuple(groups)):
+        with _reaching():
+            app.send_task("agentrl.rollout", args=[part], ignore_result=True)
+    planning.mark_groups_sent(db, groups)
+
+
+def send_train(db: Database, iteration: int) -> None:
+    """Sends the iteration's train job."""
+    with _reaching():
+        app.send_task("agentrl.train", args=[iteration], ignore_result=True)
+    planning.mark_train_sent(db, iteration)
+
+
+def send_call(call: int, reply_to: str) -> None:
+    """Sends one tool call; the worker that runs it wakes `reply_to` when the result is recorded."""
+    with _reaching():
+        app.send_task("agentrl.call", args=[call, reply_to], ignore_result=True)
+
+
+class _reaching:  # noqa: N801 - reads as a phrase: `with _reaching()`
+    """Turns the broker's failure into ours."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OperationalError | OSError):
+            raise ServiceError(f"The broker does not take messages: {error}.", "See `agentrl doctor`.") from error

@@ -1,0 +1,313 @@
+"""One claimed group at work: load the record, ask `next_action`, act, commit; nothing is remembered that is not in the rows.
+
+A step is two transactions. *Sampled*: prompt, ids, logprobs and one pending row per tool call; only then are the calls sent.
+*Observed*: all results, in the order of the calls; only then does the policy read them.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from queue import SimpleQueue
+from typing import Any
+
+from workers.dispatch import send_call
+from workers.replies import Replies
+from workflow.agent import CallTools, Finish, Generate, next_action, refusal
+from workflow.chat import Chat
+from workflow.config import RunConfig
+from workflow.engine import Completion, Engine, GenerateRequest
+from workflow.envs import Env
+from workflow.errors import RewardError
+from workflow.hooks import Hook, load_hooks
+from workflow.plugins import find
+from workflow.rewards import score, total
+from workflow.settings import settings
+from workflow.store import rollout as store
+from workflow.store import steps
+from workflow.store.connect import Database
+from workflow.store.rollout import GroupWork, Outcome
+from workflow.store.steps import CallRecord, Sampled
+from workflow.trajectory import Episode, Message, SamplingKey, Step, StopReason
+
+RESEND_SECONDS = 30.0
+"""A call without a result is sent again after this long; whichever answer comes first counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What the loop wakes up for: a completion of `episode`, or the answer to its tool call `call`."""
+
+    group: int
+    episode: int
+    completion: "Future[Completion] | None" = None
+    call: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A prompt that is being sampled from."""
+
+    messages: tuple[Message, ...]
+    prompt_ids: tuple[int, ...]
+    new_row: str | None
+
+
+@dataclass
+class _Waiting:
+    """A step whose calls are out: their ids in order, and when they were last sent."""
+
+    calls: list[int]
+    sent: float
+
+
+@dataclass
+class GroupRollout:
+    """Drives the unfinished episodes of one group. `live` until they are finished or the group is lost."""
+
+    db: Database
+    work: GroupWork
+    config: RunConfig
+    engine: Engine
+    chat: Chat
+    inbox: "SimpleQueue[Event]"
+    iteration_ready: int | None = None
+    _episodes: dict[int, Episode] = field(default_factory=dict)
+    _drafts: dict[int, _Draft] = field(default_factory=dict)
+    _waiting: dict[int, _Waiting] = field(default_factory=dict)
+    _lost: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.config.env is not None
+        self.env: Env = find("envs", self.config.env)
+        self.tools = self.env.toolset()
+        self.schemas = [tool.schema for tool in self.tools.values()]
+        self.hooks: tuple[Hook, ...] = load_hooks(self.config.hooks)
+        self._episodes = {episode.id: episode for episode in self.work.episodes}
+
+    @property
+    def live(self) -> bool:
+        """Whether there is something left to do."""
+        return bool(self._episodes) and not self._lost
+
+    def lose(self) -> None:
+        """Another worker has the group, or this attempt is over: nothing more is written."""
+        self._lost = True
+        for waiting in list(self._waiting.values()):
+            for call in waiting.calls:
+                _replies().forget(call)
+
+    def start(self) -> None:
+        """Sets every episode going from where its record stands."""
+        for episode in list(self._episodes.values()):
+            if episode.steps and self.env.resumability == "restart":
+                steps.restart_episode(self.db, self.work.fence, episode.id)
+                episode = Episode(episode.task, episode.sample, id=episode.id, status="running")
+                self._episodes[episode.id] = episode
+            self._hook(episode, lambda hook, episode=episode: hook.on_rollout_start(episode))  # type: ignore[misc]
+        self._advance(list(self._episodes.values()))
+
+    def handle(self, events: Sequence[Event]) -> None:
+        """Commits what was sampled and observed, and goes on."""
+        sampled = [event for event in events if event.completion is not None and event.episode in self._drafts]
+        if sampled:
+            self._commit_sampled(sampled)
+        answered = {event.episode for event in events if event.call}
+        if answered:
+            self._observe(answered)
+
+    def look(self) -> None:
+        """Reads the rows of calls that nobody woke us for, and sends again what seems lost."""
+        self._observe(set(self._waiting))
+        now = time.monotonic()
+        for waiting in self._waiting.values():
+            if now - waiting.sent > RESEND_SECONDS:
+                self._send(waiting)
+
+    # acting
+
+    def _advance(self, episodes: Sequence[Episode]) -> None:
+        outcomes = []
+        for episode in episodes:
+            if episode.id not in self._episodes:
+                continue
+            match next_action(episode, self.env, self.config.rollout):
+                case Generate(messages):
+                    self._generate(episode, messages)
+                case CallTools(step):
+                    self._call(episode, steps.calls_of(self.db, episode.id, step.index))
+                case Finish(stop_reason):
+                    outcomes.append(self._outcome(episode, stop_reason))
+        self._close(outcomes)
+
+    def _generate(self, episode: Episode, messages: tuple[Message, ...]) -> None:
+        self._hook(episode, lambda hook: hook.on_trace_start(episode))
+        if episode.id not in self._episodes:
+            return
+        draft = self._draft(episode, messages)
+        self._drafts[episode.id] = draft
+        context = draft.prompt_ids if draft.new_row else episode.context_ids + draft.prompt_ids
+        rollout = self.config.rollout
+        key = SamplingKey(self.work.seed, self.work.kind, self.work.iteration, self.work.task.key, episode.sample)
+        request = GenerateRequest(
+            prompt_ids=context,
+            policy=self.work.policy,
+            key=key.bits,
+            position=episode.sampled_count,
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+        )
+        future = self.engine.submit(request)
+        future.add_done_callback(partial(_completed, self.inbox, self.work.fence.group, episode.id))
+
+    def _draft(self, episode: Episode, messages: tuple[Message, ...]) -> _Draft:
+        if not episode.steps:
+            return _Draft(messages, self.chat.opening(messages, self.schemas), None)
+        ids, reason = self.chat.continuation(messages, self.schemas)
+        if ids is not None:
+            return _Draft(messages, ids, None)
+        return _Draft(messages, self.chat.opening((*episode.messages, *messages), self.schemas), reason)
+
+    def _call(self, episode: Episode, calls: list[int]) -> None:
+        waiting = self._waiting[episode.id] = _Waiting(calls, 0.0)
+        answered = steps.results_of(self.db, calls)
+        if len(answered) == len(calls):
+            self._observe({episode.id})
+            return
+        for call in calls:
+            if call not in answered:
+                _replies().expect(call, partial(_answered, self.inbox, self.work.fence.group, episode.id))
+        self._send(waiting, answered)
+
+    def _send(self, waiting: _Waiting, answered: Any = ()) -> None:
+        waiting.sent = time.monotonic()
+        for call in waiting.calls:
+            if call not in answered:
+                send_call(call, _replies().address)
+
+    # committing
+
+    def _commit_sampled(self, events: Sequence[Event]) -> None:
+        records = [self._record(event) for event in events]
+        calls = steps.commit_sampled(self.db, self.work.fence, records)
+        plain = []
+        for record, ids in zip(records, calls, strict=True):
+            episode = self._episodes[record.episode].with_step(record.step)
+            self._episodes[episode.id] = episode
+            if record.step.pending:
+                # All of them may be answered already: a call that cannot be sent is answered as it is recorded.
+                if all(item.result for item in record.calls):
+                    self._waiting[episode.id] = _Waiting(ids, 0.0)
+                elif isinstance(next_action(episode, self.env, self.config.rollout), CallTools):
+                    self._call(episode, ids)
+                    continue
+            else:
+                self._hook(episode, lambda hook, episode=episode: hook.on_trace_end(episode))  # type: ignore[misc]
+            plain.append(episode)
+        ready = {episode.id for episode in plain if episode.id in self._waiting}
+        if ready:
+            self._observe(ready)
+        self._advance([episode for episode in plain if episode.id not in ready])
+
+    def _record(self, event: Event) -> Sampled:
+        assert event.completion is not None
+        completion = event.completion.result()
+        draft = self._drafts.pop(event.episode)
+        message = self.chat.parse(completion.token_ids)
+        step = Step(
+            index=len(self._episodes[event.episode].steps),
+            prompt=draft.messages,
+            prompt_ids=draft.prompt_ids,
+            sampled_ids=completion.token_ids,
+            behavior_logprobs=completion.logprobs,
+            finish_reason=completion.finish_reason,
+            message=message,
+            policy_version=self.work.policy.version,
+            seconds=completion.seconds,
+            new_row=draft.new_row,
+        )
+        calls = tuple(
+            CallRecord(
+                call,
+                self.tools[call.name].effects if call.name in self.tools else "none",
+                refusal(call, index, self.tools, self.config.rollout),
+            )
+            for index, call in enumerate(message.tool_calls)
+        )
+        text = self.chat.decode(completion.token_ids)
+        return Sampled(event.episode, step, self.work.policy_id, text, calls)
+
+    def _observe(self, candidates: set[int]) -> None:
+        """T2 for those whose calls are all answered, in one transaction."""
+        open_calls = [call for episode in candidates & self._waiting.keys() for call in self._waiting[episode].calls]
+        if not open_calls:
+            return
+        results = steps.results_of(self.db, open_calls)
+        observed = []
+        for episode_id in sorted(candidates & self._waiting.keys()):
+            calls = self._waiting[episode_id].calls
+            if all(call in results for call in calls):
+                step = replace(self._episodes[episode_id].steps[-1], results=tuple(results[call] for call in calls))
+                observed.append((episode_id, step))
+        if not observed:
+            return
+        steps.commit_observed(self.db, self.work.fence, observed)
+        for episode_id, step in observed:
+            for call in self._waiting.pop(episode_id).calls:
+                _replies().forget(call)
+            self._episodes[episode_id] = episode = self._episodes[episode_id].with_step(step)
+            self._hook(episode, lambda hook, episode=episode: hook.on_trace_end(episode))  # type: ignore[misc]
+        self._advance([self._episodes[episode_id] for episode_id, _ in observed if episode_id in self._episodes])
+
+    def _outcome(self, episode: Episode, stop_reason: StopReason) -> Outcome:
+        try:
+            return self._scored(episode, stop_reason)
+        except RewardError as error:
+            return Outcome(episode.id, "failed", error_class="RewardError", error=str(error))
+
+    def _scored(self, episode: Episode, stop_reason: StopReason) -> Outcome:
+        weights = self.work.weights
+        ended = Episode(episode.task, episode.sample, episode.steps, "done", stop_reason, id=episode.id)
+        parts = score(ended, weights)
+        scored = Episode(
+            episode.task, episode.sample, episode.steps, "done", stop_reason, parts, total(parts, weights), episode.id
+        )
+        for hook in self.hooks:
+            try:
+                parts |= hook.on_rollout_end(scored)
+            except Exception as error:
+                raise RewardError(f"{type(hook).__name__}.on_rollout_end raised {type(error).__name__}: {error}") from error
+        return Outcome(episode.id, "done", stop_reason, total(parts, weights), parts, episode.final_answer)
+
+    def _close(self, outcomes: Sequence[Outcome]) -> None:
+        if not outcomes:
+            return
+        finished = store.finish_episodes(self.db, self.work.fence, outcomes, self.work.reward_set, self.work.weights)
+        for outcome in outcomes:
+            self._episodes.pop(outcome.episode, None)
+        if finished.iteration is not None:
+            self.iteration_ready = finished.iteration
+
+    def _hook(self, episode: Episode, call: Callable[[Hook], None]) -> None:
+        """Calls every hook; one that raises fails the episode, loudly."""
+        for hook in self.hooks:
+            try:
+                call(hook)
+            except Exception as error:  # noqa: BLE001 - anybody's code; the episode fails with its words
+                failure = Outcome(episode.id, "failed", error_class="HookError", error=f"{type(error).__name__}: {error}")
+                self._close([failure])
+                return
+
+
+def _completed(inbox: "SimpleQueue[Event]", group: int, episode: int, future: "Future[Completion]") -> None:
+    inbox.put(Event(group, episode, completion=future))
+
+
+def _answered(inbox: "SimpleQueue[Event]", group: int, episode: int, call: int) -> None:
+    inbox.put(Event(group, episode, call=call))
+
+
+@cache
+def _replies() -> Replies:
+    return Replies(settings())

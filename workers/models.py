@@ -1,0 +1,94 @@
+"""The model of a worker process: one base at a time, loaded at first use and kept between jobs; sampler and trainer share it.
+
+A job that needs another base waits until nobody uses the present one; nobody new is let in before it.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from logging import getLogger
+from typing import Any
+
+from workflow.config import ModelConfig
+from workflow.engine import Engine, TransformersEngine
+from workflow.policy import Policy
+from workflow.settings import settings
+from workflow.trainer import Trainer
+
+log = getLogger("agentrl.models")
+
+
+@dataclass
+class Loaded:
+    """A base in memory with its engine, and the trainer state that is in its trainable weights."""
+
+    policy: Policy
+    engine: Engine
+    trainer: Trainer | None = None
+    trainer_holds: tuple[int, str] | None = None
+    """(run id, checkpoint path) that the trainable weights and the optimizer are exactly at; None after a failed update."""
+
+
+@dataclass
+class Models:
+    """Hands out the loaded base; see the module's text for who waits for whom."""
+
+    _key: str = ""
+    _loaded: Loaded | None = None
+    _users: int = 0
+    _line: "deque[tuple[int, str]]" = field(default_factory=deque)
+    _tickets: int = 0
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @contextmanager
+    def use(self, config: ModelConfig, base: str) -> Iterator[Loaded]:
+        """The base loaded as `config` says; many may use it at once.
+
+        Raises:
+            ModelError: it cannot be loaded.
+        """
+        key = f"{base}|{config.model_dump_json(exclude={'path'})}"
+        with self._changed:
+            loaded = self._enter(key, config, base)
+        try:
+            yield loaded
+        finally:
+            with self._changed:
+                self._users -= 1
+                self._changed.notify_all()
+
+    def _enter(self, key: str, config: ModelConfig, base: str) -> Loaded:
+        self._tickets += 1
+        ticket = (self._tickets, key)
+        self._line.append(ticket)
+        try:
+            self._changed.wait_for(lambda: self._line[0] == ticket and (self._key == key or not self._users))
+            if self._key != key or self._loaded is None:
+                self._replace(key, config, base)
+            assert self._loaded is not None
+            self._users += 1
+            return self._loaded
+        finally:
+            self._line.remove(ticket)
+            self._changed.notify_all()
+
+    def _replace(self, key: str, config: ModelConfig, base: str) -> None:
+        if self._loaded is not None:
+            log.info("changing bases: %s leaves", self._key.split("|")[0])
+            self._loaded.engine.close()
+            self._loaded, self._key = None, ""
+        log.info("loading %s", base)
+        where = settings()
+        policy = Policy.load(config, base, where.device, where.threads)
+        self._loaded = Loaded(policy, _engine(policy))
+        self._key = key
+
+
+def _engine(policy: Policy) -> Any:
+    return TransformersEngine(policy)
+
+
+models = Models()
+"""The one of this process."""

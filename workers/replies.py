@@ -1,0 +1,92 @@
+"""How a rollout process hears that a tool call is answered: one Redis list per process, one thread that reads it.
+
+A reply carries only the call's id; the result is in the row, and whoever waits also looks there now and then.
+"""
+
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from functools import cached_property
+from logging import getLogger
+
+import redis
+
+from workers.broker import client, in_memory
+from workflow.settings import Settings
+
+log = getLogger("agentrl.replies")
+WAIT_SECONDS = 2
+KEEP_SECONDS = 3600
+
+
+_here: "dict[str, Replies]" = {}
+"""The lists of this process: where the tools share it, nothing goes through Redis."""
+
+
+class Replies:
+    """The list of this process; each call's waiter is called once, from the reader's thread."""
+
+    def __init__(self, where: Settings) -> None:
+        self.address = f"agentrl.replies.{uuid.uuid4().hex}"
+        self._where = where
+        self._waiting: dict[int, Callable[[int], None]] = {}
+        _here[self.address] = self
+        if not in_memory(where):
+            threading.Thread(target=self._run, name="replies", daemon=True).start()
+
+    def expect(self, call: int, answered: Callable[[int], None]) -> None:
+        """Calls `answered(call)` when the call's reply comes in."""
+        self._waiting[call] = answered
+
+    def forget(self, call: int) -> None:
+        """No longer waits for it."""
+        self._waiting.pop(call, None)
+
+    def answer(self, call: int) -> None:
+        """Calls whoever waits for the call."""
+        answered = self._waiting.pop(call, None)
+        if answered:
+            answered(call)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                with client(self._where) as connection:
+                    self._read(connection)
+            except (redis.RedisError, OSError) as error:
+                log.info("the broker is away: %s", error)
+                time.sleep(0.5)
+
+    def _read(self, connection: "redis.Redis") -> None:
+        while True:
+            reply = connection.blpop([self.address], timeout=WAIT_SECONDS)
+            if reply is None:
+                continue
+            more = connection.lpop(self.address, 1000) or []
+            for call in (reply[1], *more):
+                self.answer(int(call))
+
+
+class Waker:
+    """The tools side: pushes the ids of answered calls onto their processes' lists."""
+
+    def __init__(self, where: Settings) -> None:
+        self._where = where
+
+    @cached_property
+    def _redis(self) -> "redis.Redis":
+        return client(self._where)
+
+    def wake(self, address: str, call: int) -> None:
+        """Wakes who waits for the call; a broker that is away is no harm, since the waiter looks at the row too."""
+        if address in _here:
+            _here[address].answer(call)
+            return
+        try:
+            with self._redis.pipeline(transaction=False) as pipe:
+                pipe.rpush(address, call)
+                pipe.expire(address, KEEP_SECONDS)
+                pipe.execute()
+        except (redis.RedisError, OSError) as error:
+            log.info("could not wake %s: %s", address, error)

@@ -1,0 +1,147 @@
+"""The `rollout` job: claim groups, drive their episodes until each is finished, hand back what cannot be.
+
+One job drives all episodes of its groups from one inbox: the engine and the tools put what they finished there, the loop
+commits it and asks `next_action` what follows. While some episodes wait for a tool the others go on sampling.
+"""
+
+import time
+from collections.abc import Sequence
+from logging import getLogger
+from queue import Empty, SimpleQueue
+
+from celery.exceptions import Ignore
+
+from workers.app import app
+from workers.dispatch import send_train
+from workers.episodes import Event, GroupRollout
+from workers.models import models
+from workers.process import database, heartbeat, stopping, worker_name
+from workflow.config import RunConfig
+from workflow.errors import AgentRLError, CheckpointError, Fenced, ModelError, ServiceError
+from workflow.settings import settings
+from workflow.store import rollout as store
+from workflow.store import training
+from workflow.store.rollout import GroupWork
+
+log = getLogger("agentrl.rollout")
+POLL_SECONDS = 2.0
+"""How often waiting episodes look at the rows themselves."""
+
+GATHER_SECONDS = 0.005
+"""Rows that end in one decoding step, and calls answered together, are committed and go on together."""
+
+
+@app.task(name="agentrl.rollout")
+def rollout(groups: list[int]) -> int:
+    """Rolls out the groups; returns how many of them are finished.
+
+    A group that a live worker holds is left to it: the message is then acknowledged without counting for the chord.
+    """
+    claimed = [store.claim_group(database(), group, worker_name(), settings().lease_seconds) for group in groups]
+    works = [work for work in claimed if work is not None]
+    for batch in _by_run(works):
+        _roll_out(batch)
+    if not store.all_closed(database(), groups):
+        raise Ignore()
+    return len(groups)
+
+
+def _by_run(works: Sequence[GroupWork]) -> list[list[GroupWork]]:
+    runs: dict[int, list[GroupWork]] = {}
+    for work in works:
+        runs.setdefault(work.run_id, []).append(work)
+    return list(runs.values())
+
+
+def _roll_out(works: Sequence[GroupWork]) -> None:
+    """Drives the groups of one run; every failure ends at the boundary that it belongs to."""
+    config = RunConfig.model_validate(works[0].config)
+    inbox: SimpleQueue[Event] = SimpleQueue()
+    beat = heartbeat()
+    try:
+        with models.use(config.model, works[0].policy.base) as loaded:
+            in_force = training.confirm_base(database(), works[0].run_id, loaded.policy.base_hash)
+            if in_force != loaded.policy.base_hash:
+                raise ModelError(f"The run was made with base {in_force[:12]}, here it is {loaded.policy.base_hash[:12]}.")
+            rollouts = {
+                work.fence.group: GroupRollout(database(), work, config, loaded.engine, loaded.policy.chat, inbox)
+                for work in works
+            }
+            for driver in rollouts.values():
+                beat.hold_group(driver.work.fence, driver.lose)
+            _drive(rollouts, inbox)
+    except (ModelError, CheckpointError) as error:
+        log.error("%s: %s", works[0].run, error)
+        training.fail_run(database(), works[0].run_id, str(error))
+        _give_back(works)
+    finally:
+        for work in works:
+            beat.drop_group(work.fence)
+
+
+def _drive(rollouts: dict[int, GroupRollout], inbox: "SimpleQueue[Event]") -> None:
+    for driver in rollouts.values():
+        _guarded(driver, driver.start)
+    while any(driver.live for driver in rollouts.values()):
+        if stopping.is_set():
+            _give_back([driver.work for driver in rollouts.values() if driver.live])
+            return
+        events = _drain(inbox)
+        for group, driver in rollouts.items():
+            mine = [event for event in events if event.group == group]
+            if driver.live and mine:
+                _guarded(driver, lambda driver=driver, mine=mine: driver.handle(mine))
+            elif driver.live and not events:
+                _guarded(driver, driver.look)
+
+
+def _guarded(driver: GroupRollout, act) -> None:  # type: ignore[no-untyped-def]
+    """A fenced group is dropped, a failure of the system costs the group an attempt; neither touches the others."""
+    try:
+        act()
+    except Fenced as error:
+        log.info("%s", error)
+        driver.lose()
+    except (ModelError, CheckpointError):
+        raise
+    except (AgentRLError, OSError, RuntimeError) as error:
+        log.exception("group %d failed", driver.work.fence.group)
+        driver.lose()
+        last = store.fail_attempt(
+            database(), driver.work.fence, type(error).__name__, str(error), driver.config.rollout.max_attempts
+        )
+        if last:
+            _after_last(driver)
+    if driver.iteration_ready is not None:
+        _try_send_train(driver.iteration_ready)
+        driver.iteration_ready = None
+
+
+def _after_last(driver: GroupRollout) -> None:
+    iteration = store.ready_iteration(database(), driver.work.fence.group)
+    if iteration is not None:
+        _try_send_train(iteration)
+
+
+def _try_send_train(iteration: int) -> None:
+    try:
+        send_train(database(), iteration)
+    except ServiceError as error:
+        log.warning("the control loop will send train(%d): %s", iteration, error)
+
+
+def _give_back(works: Sequence[GroupWork]) -> None:
+    for work in works:
+        store.hand_back(database(), work.fence)
+
+
+def _drain(inbox: "SimpleQueue[Event]") -> list[Event]:
+    """All events that are there, waiting for the first and a moment for those that come with it."""
+    events: list[Event] = []
+    try:
+        events.append(inbox.get(timeout=POLL_SECONDS))
+        time.sleep(GATHER_SECONDS)
+        while True:
+            events.append(inbox.get_nowait())
+    except Empty:
+        return events

@@ -1,0 +1,180 @@
+"""Submitting: check everything, write the run's rows in one transaction, send its first chord.
+
+Whatever is wrong with the request is said before anything is written; a broker that is away leaves a run that the control loop
+will start.
+"""
+
+import platform
+import subprocess
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from workers import broker
+from workers.dispatch import dispatch
+from workflow import __version__
+from workflow.algorithms import Algorithm
+from workflow.config import RunConfig
+from workflow.datasets import load_tasks
+from workflow.envs import Env
+from workflow.errors import ConfigError, ConflictError, ModelError
+from workflow.hooks import load_hooks
+from workflow.models import base_hash, resolve_model
+from workflow.plugins import find
+from workflow.rewards import code_hash
+from workflow.settings import settings
+from workflow.store import observe, planning
+from workflow.store.connect import Database
+from workflow.store.planning import Submission, Submitted
+from workflow.trajectory import PolicyRef
+
+PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "celery", "sqlalchemy")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked request. `named`: a person chose the name; else another is taken where somebody was faster."""
+
+    submission: Submission
+    config: RunConfig
+    skipped_rows: tuple[str, ...]
+    named: bool
+
+
+def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy: PolicyRef | None = None) -> Prepared:
+    """Checks the whole request and makes the submission; writes nothing.
+
+    Args:
+        db: to find a free name in; None where no database was made yet.
+        policy: the weights to start from; unset: the model as `config` names it.
+
+    Raises:
+        AgentRLError: of the kind that is wrong, in one sentence.
+    """
+    loaded = load_tasks(config.dataset)
+    config = config.model_copy(update={"env": config.env or loaded.env})
+    assert config.env is not None
+    env: Env = find("envs", config.env)
+    env.toolset()
+    load_hooks(config.hooks)
+    _check_algorithm(config, kind)
+    ref = policy or starting_policy(config)
+    named = config.name is not None
+    name = config.name or _free_name(db, _stem(config, kind))
+    config = config.model_copy(update={"name": name})
+    output = Path(config.output_dir).resolve() if config.output_dir else settings().root / "runs" / name
+    submission = Submission(
+        name=name,
+        kind=kind,
+        config=config.model_dump(mode="json"),
+        manifest=manifest(config),
+        policy=ref,
+        tasks=loaded.tasks,
+        dataset=config.dataset.name,
+        seed=config.seed,
+        epochs=config.epochs,
+        tasks_per_iteration=config.rollout.tasks_per_iteration,
+        group_size=config.rollout.group_size,
+        weights=env.rewards,
+        code_hash=code_hash(env.rewards),
+        output_dir=str(output),
+    )
+    return Prepared(submission, config, loaded.skipped, named)
+
+
+def submit(db: Database, prepared: Prepared) -> Submitted:
+    """Writes the run, or finds the one of this name, and sends its first iteration.
+
+    Raises:
+        ConflictError: the name belongs to another run.
+        ServiceError: the broker does not take messages; the run is written, and starts when the control loop can send.
+    """
+    made = _written(db, prepared)
+    if made.created:
+        for hook in load_hooks(prepared.config.hooks):
+            hook.on_run_start(made.name, prepared.submission.config)
+        if not broker.in_memory(settings()):  # else only the stack itself can send, and its control loop does
+            dispatch(db, planning.first_iteration(db, made.id))
+    return made
+
+
+def _written(db: Database, prepared: Prepared) -> Submitted:
+    submission = prepared.submission
+    while True:
+        try:
+            made = planning.submit(db, submission)
+            if made.created or prepared.named:
+                return made
+        except ConflictError:
+            if prepared.named:
+                raise
+        name = planning.free_name(db, submission.name.rpartition("-")[0])
+        # The folder is made from the name too, unless a person chose it.
+        folder = submission.output_dir.removesuffix(submission.name) + name
+        output = submission.output_dir if prepared.config.output_dir else folder
+        submission = replace(submission, name=name, config={**submission.config, "name": name}, output_dir=output)
+
+
+def starting_policy(config: RunConfig) -> PolicyRef:
+    """The base as it is. A local folder's hash is taken now, a hub model's when a worker first loads it."""
+    base = resolve_model(config.model.path, config.dataset.name)
+    folder = Path(base)
+    if not folder.is_dir():
+        if folder.is_absolute() or base.startswith("."):
+            raise ModelError(f"There is no model in {base!r}.", "Pass a folder in the hub's format, a hub name, or tiny.")
+        return PolicyRef(base, "")
+    return PolicyRef(base, base_hash(folder))
+
+
+def stored_policy(db: Database, run: str, version: int | None) -> PolicyRef:
+    """The policy that a run published.
+
+    Raises:
+        NotFoundError: no such run or version.
+    """
+    row = observe.find_policy(db, run, version)
+    return PolicyRef(row["base"], row["base_hash"], row["path"], row["sha256"], row["version"])
+
+
+def _check_algorithm(config: RunConfig, kind: str) -> None:
+    algorithm: Algorithm = find("algorithms", config.algorithm.name)
+    if kind == "train" and algorithm.needs_group and config.rollout.group_size < 2:
+        raise ConfigError(
+            f"{algorithm.name} compares the episodes of a group, and a group of one has nobody to compare with.",
+            "Set --group-size to 2 or more.",
+        )
+
+
+def _free_name(db: Database | None, stem: str) -> str:
+    return planning.free_name(db, stem) if db else f"{stem}-1"
+
+
+def _stem(config: RunConfig, kind: str) -> str:
+    words = [Path(config.dataset.name.rpartition(":")[2]).stem, Path(config.model.path).name]
+    stem = "-".join(word for word in [*words, "eval" if kind == "eval" else ""] if word).lower()
+    return "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in stem)[:56]
+
+
+def manifest(config: RunConfig) -> dict[str, Any]:
+    """What one needs to know to make the run again, beside its config."""
+    return {
+        "agentrl": __version__,
+        "git": _git_revision(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "packages": {name: metadata.version(name) for name in PACKAGES},
+    }
+
+
+@cache
+def _git_revision() -> str:
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()

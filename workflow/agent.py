@@ -1,0 +1,85 @@
+"""next_action(episode, env): what an episode needs next, decided from its record alone.
+
+The rollout loop is: load the record, ask `next_action`, act, commit, ask again. Since nothing else is remembered, an
+episode goes on after any crash from what was committed. The model's mistakes are decided here too: they become observations
+or a stop_reason.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workflow.config import RolloutConfig
+from workflow.envs import Env
+from workflow.tools import Tool
+from workflow.trajectory import UNCLOSED, Episode, Message, Step, StopReason, ToolCall, ToolResult
+
+MAX_ARGUMENT_CHARACTERS = 65536
+"""Longer arguments are not sent to a tool; the model is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Sample a turn: these messages are new to the policy."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallTools:
+    """Run the calls of this step, wait for all results and record them in the order of the calls."""
+
+    step: Step
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The episode is over."""
+
+    stop_reason: StopReason
+
+
+Action = Generate | CallTools | Finish
+
+
+def next_action(episode: Episode, env: Env, limits: RolloutConfig) -> Action:
+    """What the episode needs next."""
+    if not episode.steps:
+        return Generate(env.reset(episode.task))
+    step = episode.steps[-1]
+    if step.finish_reason == "length":
+        return Finish("max_tokens")
+    if any(call.error == UNCLOSED for call in step.message.tool_calls):
+        return Finish("parse_error")
+    if step.pending:
+        return CallTools(step)
+    if not step.message.tool_calls:
+        return Finish("answered")
+    if sum(step.seconds + sum(r.seconds for r in step.results or ()) for step in episode.steps) > limits.timeout_seconds:
+        return Finish("timeout")
+    if len(episode.steps) >= limits.max_steps:
+        return Finish("max_steps")
+    return Generate(env.step(step.message.tool_calls, step.results or ()))
+
+
+def refusal(call: ToolCall, index: int, tools: Mapping[str, Tool], limits: RolloutConfig) -> ToolResult | None:
+    """What the model is told at once about a call that cannot be sent; None for one that can."""
+    if call.error is not None:
+        return ToolResult(call.error, "parse_error")
+    if index >= limits.max_tool_calls:
+        return ToolResult(f"only {limits.max_tool_calls} calls are accepted in one turn", "too_many_calls")
+    if call.name not in tools:
+        return ToolResult(f"unknown tool {call.name[:100]!r}; known: {', '.join(sorted(tools)) or 'none'}", "unknown_tool")
+    if _size(call.arguments) > MAX_ARGUMENT_CHARACTERS:
+        return ToolResult(f"the arguments are longer than {MAX_ARGUMENT_CHARACTERS} characters", "bad_arguments")
+    return None
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(str(key)) + _size(item) for key, item in value.items())
+    if isinstance(value, Sequence):
+        return sum(_size(item) for item in value)
+    return 8

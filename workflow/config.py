@@ -1,0 +1,236 @@
+"""RunConfig: the whole experiment as one frozen value, from YAML, flags and `-s key=value`. Unknown keys are refused.
+
+Precedence: flags > environment (`AGENTRL_RUN_<KEY>`, dots as `__`) > file > defaults. `origins` remembers where each value
+came from.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from workflow.errors import ConfigError, did_you_mean
+
+NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
+ENV_PREFIX = "AGENTRL_RUN_"
+
+
+class Section(BaseModel):
+    """A part of the config: frozen, and strict about its keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class DatasetConfig(Section):
+    """Which tasks."""
+
+    name: str = Field("gsm8k", description="gsm8k, arithmetic, a .jsonl file, or package.module:name")
+    split: str = Field("train", description="train or test")
+    max_samples: int | None = Field(None, ge=1, description="Only the first N tasks")
+    skip_bad_rows: bool = Field(False, description="Leave malformed rows of a .jsonl file out, and say which")
+
+
+class ModelConfig(Section):
+    """Which weights, and which part of them trains."""
+
+    path: str = Field("Qwen/Qwen2.5-0.5B-Instruct", description="Hub name, folder, or a model made by `agentrl sft`")
+    load_in_4bit: bool = Field(False, description="Quantise the frozen base to 4 bits (bitsandbytes NF4); LoRA trains")
+    load_in_8bit: bool = Field(False, description="Quantise the frozen base to 8 bits; LoRA trains")
+    lora_r: int | None = Field(
+        None, ge=0, le=1024, description="LoRA rank; 0 trains all weights; unset: 8, or 0 below 50M parameters"
+    )
+    lora_alpha: float = Field(16.0, gt=0, description="LoRA scale is alpha / r")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the LoRA input while training")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: bfloat16 on GPUs, else float32")
+    numerics: Literal["fast", "exact"] = Field("fast", description="exact: CPU, float64, one thread, bit for bit repeatable")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.load_in_4bit and self.load_in_8bit:
+            raise ValueError("load_in_4bit and load_in_8bit exclude each other")
+        if (self.load_in_4bit or self.load_in_8bit) and self.lora_r == 0:
+            raise ValueError("a quantised base cannot train all weights: set lora_r above 0")
+        if self.numerics == "exact" and (self.load_in_4bit or self.load_in_8bit or self.dtype != "auto"):
+            raise ValueError("numerics: exact computes in float64 and takes neither a quantised base nor another dtype")
+        return self
+
+
+class RolloutConfig(Section):
+    """How episodes are made."""
+
+    group_size: int = Field(8, ge=1, le=1024, description="Episodes per task and iteration")
+    tasks_per_iteration: int = Field(16, ge=1, le=4096, description="Groups per iteration")
+    temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature; the trainer divides by it too")
+    max_new_tokens: int = Field(256, ge=1, le=131072, description="Sampled tokens per step")
+    max_steps: int = Field(4, ge=1, le=1000, description="Policy turns per episode")
+    max_tool_calls: int = Field(8, ge=1, le=1000, description="Calls accepted in one turn; the rest are told so")
+    timeout_seconds: float = Field(600.0, gt=0, description="Seconds of sampling and tools in one episode")
+    max_attempts: int = Field(3, ge=1, description="Failures of the system before an episode ends as infra_error")
+
+
+class AlgorithmConfig(Section):
+    """How episodes are credited and what is minimised."""
+
+    name: str = Field("grpo", description="A file of workflow/algorithms, or package.module:name")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratio is clipped below 1 - clip_low")
+    clip_high: float = Field(0.2, gt=0, description="Ratio is clipped above 1 + clip_high")
+    kl_coef: float = Field(0.0, ge=0, description="Weight of the k3 KL to the reference in the loss")
+
+
+class UpdateConfig(Section):
+    """How one train step runs."""
+
+    learning_rate: float = Field(1e-4, gt=0, description="AdamW step size")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW decoupled weight decay")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this")
+    batch_size: int | None = Field(None, ge=1, description="Episodes per optimizer step; unset: all of the iteration")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="Microbatches per optimizer step, at least")
+    microbatch_tokens: int = Field(4096, ge=1, description="Padded tokens in one forward/backward, at most")
+    max_bad_updates: int = Field(3, ge=1, description="Updates with a NaN in a row before the run fails")
+
+
+class RunConfig(Section):
+    """One experiment."""
+
+    name: str | None = Field(None, pattern=NAME_PATTERN, description="Unique name; unset: made from dataset and model")
+    seed: int = Field(0, ge=0, lt=2**31, description="Orders tasks and keys every random draw")
+    epochs: int = Field(3, ge=1, description="Passes over the dataset")
+    env: str | None = Field(None, description="A file of workflow/envs; unset: the dataset's own")
+    output_dir: str | None = Field(None, description="Where checkpoints go; unset: inside AGENTRL_HOME")
+    hooks: tuple[str, ...] = Field((), description="Hook classes, package.module:ClassName")
+    dataset: DatasetConfig = DatasetConfig()
+    model: ModelConfig = ModelConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    update: UpdateConfig = UpdateConfig()
+
+    def flat(self) -> dict[str, Any]:
+        """`{"rollout.group_size": 8, ...}`, in the order of the fields."""
+        return dict(_flatten(self.model_dump(mode="json")))
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+KEYS = tuple(RunConfig().flat())
+"""Every dotted key of the config."""
+
+DESCRIPTIONS = {
+    prefix + name: field.description or ""
+    for prefix, section in [("", RunConfig), *((f"{n}.", type(getattr(RunConfig(), n))) for n in RunConfig.model_fields)]
+    if isinstance(section, type) and issubclass(section, Section)
+    for name, field in section.model_fields.items()
+    if prefix + name in KEYS
+}
+
+
+def resolve(
+    file: Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+    assignments: tuple[str, ...] = (),
+    environ: Mapping[str, str] | None = None,
+) -> tuple[RunConfig, dict[str, str]]:
+    """The config and, for every dotted key, where its value came from (`default`, the file, `AGENTRL_RUN_...`, `flag`).
+
+    Args:
+        file: a YAML file with nested or dotted keys.
+        flags: dotted key -> value, None where the flag was not given.
+        assignments: `key=value` strings; values are read as YAML.
+        environ: environment variables.
+
+    Raises:
+        ConfigError: an unknown key (with a suggestion), a value of the wrong kind, an unreadable file.
+    """
+    layers = [
+        (str(file), _read_yaml(file) if file else {}),
+        ("environment", _from_environ(environ or {})),
+        ("flag", {key: value for key, value in (flags or {}).items() if value is not None}),
+        ("flag", dict(_parse_assignment(text) for text in assignments)),
+    ]
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(KEYS, "default")
+    for origin, layer in layers:
+        for key, value in layer.items():
+            if key not in KEYS:
+                raise ConfigError(f"Unknown option {key!r} ({origin}).", _suggest(key))
+            values[key] = value
+            origins[key] = origin
+    return build(values), origins
+
+
+def build(values: Mapping[str, Any]) -> RunConfig:
+    """The config from dotted keys.
+
+    Raises:
+        ConfigError: naming each key whose value does not fit.
+    """
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, leaf = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[leaf] = value
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(str(part) for part in item['loc']) or 'config'}: {item['msg'].removeprefix('Value error, ')}"
+            f" (found {item['input']!r:.80})"
+            for item in error.errors()
+        )
+        raise ConfigError(f"The config does not fit: {problems}.", "See `agentrl config show`.") from error
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"Cannot read the config {str(path)!r}: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(path)!r} is not YAML: {' '.join(str(error).split())}.") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{str(path)!r} must hold keys and values, not a {type(tree).__name__}.")
+    return dict(_flatten(tree))
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        name.removeprefix(ENV_PREFIX).lower().replace("__", "."): _yaml_value(name, value)
+        for name, value in environ.items()
+        if name.startswith(ENV_PREFIX)
+    }
+
+
+def _parse_assignment(text: str) -> tuple[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator:
+        raise ConfigError(f"{text!r} is no assignment.", "Write -s key=value, for example -s rollout.group_size=4.")
+    return key.strip(), _yaml_value(key.strip(), value)
+
+
+def _yaml_value(name: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"The value of {name!r} is not YAML: {text!r:.80}.", "Quote it as YAML text.") from error
+
+
+def _suggest(key: str) -> str:
+    same_leaf = [known for known in KEYS if known.rpartition(".")[2] == key.rpartition(".")[2]]
+    if same_leaf:
+        return f"Did you mean {same_leaf[0]!r}?"
+    hint = did_you_mean(key, KEYS)
+    if hint.startswith("Did"):
+        return hint
+    leaf = did_you_mean(key.rpartition(".")[2], [known.rpartition(".")[2] for known in KEYS])
+    if leaf.startswith("Did"):
+        word = leaf.split("'")[1]
+        return f"Did you mean {next(known for known in KEYS if known.rpartition('.')[2] == word)!r}?"
+    return "`agentrl config show` lists them."

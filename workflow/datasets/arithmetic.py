@@ -1,0 +1,107 @@
+"""arithmetic: generated sums in words, `What is 12 plus 7?`, in three levels of difficulty; the same ones for ever.
+
+512 tasks to train on, 256 held out, and 16,384 more (split `warmup`) for supervised fine-tuning; no question is in two
+splits. The demonstrations come from a deliberately unreliable teacher: the form is always right (one calculator call, then
+its result as the answer), but it often takes one operator for another. So a model that imitates it solves about half,
+and what is left to learn by reinforcement is what the words mean.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from workflow.datasets import Dataset
+from workflow.errors import DatasetError
+from workflow.trajectory import Message, Task, ToolCall
+
+OPERATORS = {"plus": "+", "minus": "-", "times": "*"}
+SPLITS = {"test": 256, "train": 512, "warmup": 16_384}
+LEVELS = (2, range(1, 21)), (2, range(10, 100)), (3, range(1, 11))
+"""Level -> how many numbers, from which range."""
+
+CONFUSED = {"plus": "-", "minus": "*", "times": "+"}
+MISTAKEN = 0.4
+"""How often the teacher writes the confused operator. (One confusion per word, because a model learns it ten times faster
+than operators drawn at random, at the same share of right answers.)"""
+
+
+def load(split: str) -> Iterator[Task]:
+    """The tasks of `train`, `test` or `warmup`; `metadata["level"]` is 1 to 3.
+
+    Raises:
+        DatasetError: another split.
+    """
+    if split not in SPLITS:
+        raise DatasetError(f"arithmetic has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
+    names = list(SPLITS)
+    start = sum(SPLITS[name] for name in names[: names.index(split)])
+    taken = islice(_distinct(), start, start + SPLITS[split])
+    return (_task(f"{split}/{i}", level, words) for i, (level, words) in enumerate(taken))
+
+
+def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
+    """For each task a conversation in two turns: a calculator call that is often the wrong one, then what it returned."""
+    rng = random.Random(f"arithmetic demonstrations {seed}")
+    for task in tasks:
+        words = str(task.metadata["words"]).split()
+        signs = [(CONFUSED if rng.random() < MISTAKEN else OPERATORS)[word] for word in words[1::2]]
+        expression = _expression(words[::2], signs)
+        result = _value(expression)
+        call = ToolCall("calculator", {"expression": expression})
+        yield (
+            *task.messages,
+            Message("assistant", "", tool_calls=(call,)),
+            Message("tool", result, name="calculator"),
+            Message("assistant", result),
+        )
+
+
+def _distinct() -> Iterator[tuple[int, str]]:
+    """Level and words of an endless row of questions: the levels in turn, none twice while the small levels last."""
+    rng = random.Random("arithmetic")
+    seen: set[str] = set()
+    reserved = SPLITS["test"] + SPLITS["train"]
+    count = 0
+    while True:
+        level = count % len(LEVELS)
+        words = _words(rng, *LEVELS[level])
+        if words in seen:
+            continue
+        # The small levels have fewer questions than the warm-up needs: those may repeat, but only among themselves.
+        if count < reserved:
+            seen.add(words)
+        count += 1
+        yield level + 1, words
+
+
+def _words(rng: random.Random, count: int, numbers: range) -> str:
+    words = [str(rng.choice(numbers))]
+    for _ in range(count - 1):
+        words += [rng.choice(list(OPERATORS)), str(rng.choice(numbers))]
+    return " ".join(words)
+
+
+def _task(key: str, level: int, words: str) -> Task:
+    parts = words.split()
+    reference = _value(_expression(parts[::2], [OPERATORS[word] for word in parts[1::2]]))
+    return Task(key, (Message("user", f"What is {words}?"),), reference, {"level": level, "words": words})
+
+
+def _expression(numbers: Sequence[str], signs: Sequence[str]) -> str:
+    return numbers[0] + "".join(sign + number for sign, number in zip(signs, numbers[1:], strict=True))
+
+
+def _value(expression: str) -> str:
+    """Of whole numbers with + - *, products first."""
+    terms = expression.replace("-", "+-").split("+")
+    return str(sum(_product(term) for term in terms))
+
+
+def _product(term: str) -> int:
+    value = 1
+    for factor in term.split("*"):
+        value *= int(factor)
+    return value
+
+
+arithmetic = Dataset(load=load, env="arithmetic", demonstrations=demonstrations, sft_split="warmup")

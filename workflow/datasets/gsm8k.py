@@ -1,0 +1,94 @@
+"""gsm8k: 7,473 training and 1,319 test problems of school mathematics (Cobbe et al. 2021, arXiv:2110.14168).
+
+The published JSON lines are read from the folder AGENTRL_GSM8K_DIR, where it is set, else from the hub. A task's
+reference is the number after `####`; its key ends in the row's number, counted from 1 as the lines of the file are.
+
+The solutions carry their computations as `<<48/2=24>>`: in a demonstration each becomes a call of the calculator.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from workflow.datasets import Dataset
+from workflow.datasets.jsonl import Row, malformed, read_file, read_rows
+from workflow.errors import DatasetError, did_you_mean
+from workflow.plugins import find
+from workflow.settings import settings
+from workflow.trajectory import Message, Task, ToolCall
+
+Calculate = Callable[[Mapping[str, Any]], str]
+SPLITS = ("train", "test")
+ANNOTATION = re.compile(r"<<(.*?)=[^=]*?>>")
+HINT = "Set AGENTRL_GSM8K_DIR to the folder that holds train.jsonl and test.jsonl."
+
+
+def load(split: str) -> Iterator[Task]:
+    """The split's tasks, in the published order.
+
+    Raises:
+        DatasetError: an unknown split, neither folder nor hub within reach, or rows that are not gsm8k's.
+    """
+    return (_task(split, row) for row in _rows(split))
+
+
+def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
+    """For each task its question, calculator calls with their real results, and the final answer.
+
+    Args:
+        tasks: tasks of this dataset.
+        seed: not used; the published solutions are what they are.
+    """
+    splits = {task.key.split("/")[1] for task in tasks}
+    solutions = {_key(split, row): row.reference for split in splits for row in _rows(split)}
+    calculate = find("tools", "calculator").call
+    return ((*task.messages, *_turns(solutions[task.key], task.reference, calculate)) for task in tasks)
+
+
+def _turns(solution: str, reference: str, calculate: Calculate) -> Iterator[Message]:
+    # Splitting at a pattern with one group gives text, expression, text, expression, ..., text.
+    *pieces, rest = ANNOTATION.split(solution.rpartition("####")[0])
+    for text, expression in zip(islice(pieces, 0, None, 2), islice(pieces, 1, None, 2), strict=True):
+        call = ToolCall("calculator", {"expression": expression})
+        yield Message("assistant", text.strip(), tool_calls=(call,))
+        yield Message("tool", calculate(call.arguments), name="calculator")
+    yield Message("assistant", f"{rest.strip()}\n#### {reference}".strip())
+
+
+def _task(split: str, row: Row) -> Task:
+    annotations = len(ANNOTATION.findall(row.reference))
+    return Task(_key(split, row), row.messages, _number(row), {"annotations": annotations})
+
+
+def _key(split: str, row: Row) -> str:
+    return f"gsm8k/{split}/{row.line}"
+
+
+def _number(row: Row) -> str:
+    return row.reference.rpartition("####")[2].strip().replace(",", "")
+
+
+def _rows(split: str) -> list[Row]:
+    if split not in SPLITS:
+        raise DatasetError(f"gsm8k has no split {split!r}.", did_you_mean(split, SPLITS))
+    folder = settings().gsm8k_dir
+    rows, problems = read_file(Path(folder) / f"{split}.jsonl") if folder else read_rows(_from_hub(split))
+    problems += [f"line {row.line}: no '#### ANSWER' in the answer" for row in rows if "####" not in row.reference]
+    if problems:
+        raise malformed(f"gsm8k {split}", problems, "Take the published files.")
+    return rows
+
+
+def _from_hub(split: str) -> list[bytes]:
+    try:
+        from datasets import load_dataset  # type: ignore[import-untyped]  # slow, and needed only here
+
+        return [json.dumps(row).encode() for row in load_dataset("openai/gsm8k", "main", split=split)]
+    except Exception as error:  # the hub's client raises dozens of kinds; each means the same here
+        raise DatasetError(f"gsm8k cannot be loaded from the hub ({type(error).__name__}).", HINT) from error
+
+
+gsm8k = Dataset(load=load, env="math", demonstrations=demonstrations)

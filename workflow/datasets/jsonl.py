@@ -1,0 +1,210 @@
+"""jsonl: any file of JSON lines as a dataset. `--dataset FILE.jsonl`
+
+One object per line: `question` or `prompt` (text) or `messages` (a list of `{"role", "content"}`), and `answer` or
+`reference` (text or a number). Whatever else the object holds becomes the task's metadata. UTF-8, with or without a
+byte-order mark, lines ended by LF or CRLF; blank lines are passed over. A task's key is its file's name and line.
+
+Every malformed line is found before anything is refused, so that a file is repaired once.
+"""
+
+import codecs
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from workflow.datasets import Dataset
+from workflow.errors import DatasetError
+from workflow.trajectory import Message, Task
+
+ENV = "math"
+MAX_PROMPT_BYTES = 1_000_000
+SHOWN_PROBLEMS = 20
+SKIP_HINT = "Correct them, or leave them out with -s dataset.skip_bad_rows=true."
+PROMPTS = ("question", "prompt", "messages")
+REFERENCES = ("answer", "reference")
+ROLES = ("system", "user", "assistant")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # all but \n and \t; half surrogate pairs too
+ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One well-formed line. `line` counts from 1."""
+
+    line: int
+    messages: tuple[Message, ...]
+    reference: str
+    metadata: Mapping[str, Any]
+
+
+def jsonl(path: str | Path) -> Dataset:
+    """The dataset that a file of JSON lines is. Its one split is `train`."""
+    return Dataset(load=lambda split: iter(read_tasks(Path(path), split)[0]), env=ENV)
+
+
+def read_tasks(path: Path, split: str = "train", skip_bad_rows: bool = False) -> tuple[list[Task], list[str]]:
+    """The file's tasks, and what was wrong with the lines that were left out (`line N: why`).
+
+    Raises:
+        DatasetError: another split than `train`; the file cannot be read; a line is malformed and `skip_bad_rows` is off.
+    """
+    if split != "train":
+        raise DatasetError(f"{str(path)!r} is one split, 'train', and {split!r} was asked.", "Name the other split's file.")
+    rows, problems = read_file(path)
+    if problems and not skip_bad_rows:
+        raise malformed(str(path), problems, SKIP_HINT)
+    return [Task(f"{path.stem}/{row.line}", row.messages, row.reference, row.metadata) for row in rows], problems
+
+
+def read_file(path: Path) -> tuple[list[Row], list[str]]:
+    """`read_rows` of a file.
+
+    Raises:
+        DatasetError: there is no such file, or it cannot be read.
+    """
+    try:
+        with path.open("rb") as lines:
+            return read_rows(lines)
+    except OSError as error:
+        raise DatasetError(f"Cannot read the dataset {str(path)!r}: {error.strerror}.", "Check the path.") from error
+
+
+def malformed(source: str, problems: list[str], hint: str) -> DatasetError:
+    """The error that shows the first problems and counts the others."""
+    shown = "".join(f"\n  {problem}" for problem in islice(problems, SHOWN_PROBLEMS))
+    more = len(problems) - SHOWN_PROBLEMS
+    return DatasetError(
+        f"{source!r} has {len(problems)} malformed row{'s' * (len(problems) > 1)}:{shown}\n"
+        + (f"  ... and {more} more.\n" if more > 0 else ""),
+        hint,
+    )
+
+
+def read_rows(lines: Iterable[bytes]) -> tuple[list[Row], list[str]]:
+    """The well-formed rows, and for each other line `line N: why`, in the order of the file."""
+    rows: list[Row] = []
+    problems: list[str] = []
+    seen: dict[tuple[tuple[Message, ...], str], int] = {}
+    for number, raw in enumerate(lines, start=1):
+        line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+        if not line.strip():
+            continue
+        try:
+            row = _row(number, line)
+            first = seen.setdefault((row.messages, row.reference), number)
+            if first != number:
+                raise ValueError(f"the same question and answer as line {first}")
+            rows.append(row)
+        except ValueError as error:
+            problems.append(f"line {number}: {error}")
+    return rows, problems
+
+
+def _row(number: int, line: bytes) -> Row:
+    row = _decode(line)
+    prompt = _only_one_of(PROMPTS, row)
+    reference = _only_one_of(REFERENCES, row)
+    metadata = {key: value for key, value in row.items() if key not in (prompt, reference)}
+    _refuse_unstorable(metadata)
+    messages = _messages(row[prompt]) if prompt == "messages" else (Message("user", _prompt_text(prompt, row[prompt])),)
+    return Row(number, messages, _reference(reference, row[reference]), metadata)
+
+
+def _decode(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 (byte {error.start + 1})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at character {error.pos + 1})") from error
+    except RecursionError as error:
+        raise ValueError("not JSON that can be read (nested too deeply)") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"must be an object, not {_kind(row)}")
+    return row
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number that JSON knows")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text:.40} is too large")
+    return value
+
+
+def _refuse_unstorable(metadata: Mapping[str, Any]) -> None:
+    text = json.dumps(metadata, ensure_ascii=False)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError("half a surrogate pair in the metadata") from error
+    if ESCAPED_NUL.search(text):
+        raise ValueError("a NUL character in the metadata")
+
+
+def _only_one_of(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
+    present = [name for name in names if name in row]
+    if len(present) != 1:
+        found = " and ".join(map(repr, present)) if present else "none"
+        raise ValueError(f"must have one of {', '.join(map(repr, names))}; found {found}")
+    return present[0]
+
+
+def _messages(value: object) -> tuple[Message, ...]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"'messages' must be a list that is not empty, not {_kind(value)}")
+    messages = tuple(_message(index, item) for index, item in enumerate(value))
+    _refuse_large(sum(len(message.content.encode()) for message in messages))
+    if messages[-1].role != "user":
+        raise ValueError(f"the last message must be the user's, not the {messages[-1].role}'s")
+    return messages
+
+
+def _message(index: int, item: object) -> Message:
+    where = f"messages[{index}]"
+    if not isinstance(item, dict) or set(item) != {"role", "content"}:
+        raise ValueError(f"{where} must hold 'role' and 'content' and nothing else")
+    if item["role"] not in ROLES:
+        raise ValueError(f"{where}.role must be one of {', '.join(ROLES)}")
+    return Message(item["role"], _prompt_text(f"{where}.content", item["content"]))
+
+
+def _prompt_text(name: str, value: object) -> str:
+    text = _text(name, value)
+    _refuse_large(len(text.encode()))
+    return text
+
+
+def _refuse_large(size: int) -> None:
+    if size > MAX_PROMPT_BYTES:
+        raise ValueError(f"the prompt has {size / 1e6:.1f} MB; at most {MAX_PROMPT_BYTES / 1e6:.0f} MB is taken")
+
+
+def _reference(name: str, value: object) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"{Decimal(repr(value)):f}"
+    return _text(name, value)
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name!r} must be text, not {_kind(value)}")
+    if not value.strip():
+        raise ValueError(f"{name!r} is empty")
+    control = CONTROL.search(value)
+    if control:
+        raise ValueError(f"control character U+{ord(control.group()):04X} in {name!r} (character {control.start() + 1})")
+    return value
+
+
+def _kind(value: object) -> str:
+    return {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}.get(type(value), "a number")

@@ -1,0 +1,5 @@
+"""arithmetic: a calculator, and a reward for the right final number."""
+
+from workflow.envs import Env
+
+arithmetic = Env(tools=("calculator",), rewards={"numeric_answer": 1.0})

@@ -1,0 +1,106 @@
+"""One error class per boundary. A message says what was asked, what was found and what to type next.
+
+Every class carries the exit code that the command line returns for it. The model's own mistakes are never errors: they
+become observations or a `stop_reason` (see `workflow.agent`).
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class AgentRLError(Exception):
+    """Base of all errors that a person can act upon.
+
+    Args:
+        message: one sentence: what was asked and what was found.
+        hint: the next command to type, or the change to make; empty where there is none.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}".strip()
+
+
+class ConfigError(AgentRLError):
+    """An option, key or value of the experiment that cannot be used as given."""
+
+    exit_code = 2
+
+
+class DatasetError(AgentRLError):
+    """A dataset that cannot be read, or rows that are malformed."""
+
+    exit_code = 2
+
+
+class ConflictError(AgentRLError):
+    """Something of that name exists and differs from what was asked."""
+
+    exit_code = 3
+
+
+class ServiceError(AgentRLError):
+    """The database, the broker or a worker does not answer, or is not ready to be used."""
+
+    exit_code = 4
+
+
+class NotFoundError(AgentRLError):
+    """No run, episode, policy or plug-in of that name."""
+
+    exit_code = 5
+
+
+class StateError(AgentRLError):
+    """The thing exists, but its state does not allow what was asked."""
+
+    exit_code = 6
+
+
+class AccessDenied(AgentRLError):
+    """A query that is not a plain read."""
+
+    exit_code = 7
+
+
+class ModelError(AgentRLError):
+    """A model, tokenizer or chat template that cannot be loaded or does not fit the run."""
+
+    exit_code = 8
+
+
+class CheckpointError(AgentRLError):
+    """A checkpoint that is incomplete, altered or belongs to something else."""
+
+    exit_code = 9
+
+
+class ToolFailure(AgentRLError):
+    """A tool could not do what the model asked; its message is the observation that the model reads."""
+
+
+class RewardError(AgentRLError):
+    """A reward function raised, or returned what is no finite number. It fails its episode, never scores it 0."""
+
+
+class InfraError(AgentRLError):
+    """The system, not the model, failed an episode: a lost worker, a sandbox that is down."""
+
+
+class Fenced(AgentRLError):
+    """Another worker holds the row now; what this one computed is discarded."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The sentence that helps after an unknown name: the closest match, or the list of known ones."""
+    names = sorted(known)
+    close = get_close_matches(word, names, n=1)
+    if close:
+        return f"Did you mean {close[0]!r}?"
+    return f"Known: {', '.join(names)}." if names else "None is known."

@@ -1,0 +1,37 @@
+"""Places where a user's own code is called: subclass `Hook`, override what you need, name it in `hooks:` of the run.
+
+Hooks run inside the workers, in the order given. A hook that raises fails its episode (or the update) loudly.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from workflow.plugins import find
+from workflow.trajectory import Episode
+
+
+class Hook:
+    """Does nothing at every place; override the ones you need."""
+
+    def on_run_start(self, run: str, config: Mapping[str, object]) -> None:
+        """The run's rows exist; nothing has been sent yet. Called once, by the process that submits."""
+
+    def on_rollout_start(self, episode: Episode) -> None:
+        """An episode is about to start, or to go on after a worker was lost."""
+
+    def on_trace_start(self, episode: Episode) -> None:
+        """The next step of the episode is about to be sampled."""
+
+    def on_trace_end(self, episode: Episode) -> None:
+        """A step and its tool results are recorded."""
+
+    def on_rollout_end(self, episode: Episode) -> Mapping[str, float]:
+        """The episode is over and scored; what is returned is added to its reward parts (weight 1)."""
+        return {}
+
+    def on_update_end(self, run: str, iteration: int, metrics: Mapping[str, float]) -> None:
+        """An update is committed and its policy published."""
+
+
+def load_hooks(paths: Sequence[str]) -> tuple[Hook, ...]:
+    """One instance of each named hook class (`package.module:ClassName`)."""
+    return tuple(find("hooks", path)() for path in paths)

@@ -1,0 +1,87 @@
+"""Which model a name means, where its files are, and their hash; without loading it, so without torch.
+
+A model is a folder in the hub's format: `config.json`, `*.safetensors`, tokenizer files. A name is `tiny` (made by
+`agentrl sft`), a folder in the models directory, a path, or a name on the hub.
+"""
+
+import hashlib
+from pathlib import Path
+
+from workflow.errors import ModelError
+from workflow.settings import settings
+
+TINY = "tiny"
+_TEXT_FILES = (
+    "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+
+
+def resolve_model(name: str, dataset: str) -> str:
+    """The folder (or hub name, as it is) that a model's name means for runs on that dataset.
+
+    Raises:
+        ModelError: `tiny` was not made for this dataset yet.
+    """
+    folder = settings().models_dir / (made_name(name, dataset) if name == TINY else name)
+    if (folder / "config.json").is_file():
+        return str(folder.resolve())
+    if name == TINY:
+        raise ModelError(
+            f"The tiny model for {dataset!r} does not exist yet.", f"Make it: agentrl sft --dataset {dataset} --model tiny"
+        )
+    return str(Path(name).expanduser().resolve()) if Path(name).expanduser().is_dir() else name
+
+
+def made_name(model: str, dataset: str) -> str:
+    """The name that `agentrl sft` gives to what it makes: `tiny-arithmetic`."""
+    return f"{Path(model).name}-{Path(dataset).stem}"
+
+
+def model_folder(path: str) -> Path:
+    """The local folder of a model, fetched from the hub where it is not here yet.
+
+    Raises:
+        ModelError: no such folder, and the hub does not know it or cannot be reached.
+    """
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.is_dir():
+        raise ModelError(f"The folder {path!r} holds no config.json.", "Pass --model PATH of a model, or --model tiny.")
+    if folder.is_absolute() or path.startswith("."):
+        raise ModelError(f"There is no folder {path!r}.", "Pass --model PATH of a model, or --model tiny.")
+    return _from_hub(path)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    hint = "Pass --model PATH of a local folder, or --model tiny."
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja"]))
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelError(f"No model is called {name!r}, here or on the hub.", hint) from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(f"Cannot reach the hub for {name!r}.", hint) from error
+
+
+def base_hash(folder: Path) -> str:
+    """sha256 over a model's weights, config and tokenizer files (about a second per gigabyte).
+
+    Raises:
+        ModelError: the folder holds no `*.safetensors`.
+    """
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise ModelError(f"The folder {str(folder)!r} holds no *.safetensors.", "Convert the model: save_pretrained(...)")
+    texts = [folder / name for name in _TEXT_FILES if (folder / name).is_file()]
+    lines = [f"{file.name} {sha256_file(file)}" for file in [*texts, *weights]]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def sha256_file(file: Path) -> str:
+    """sha256 of a file's bytes, in hex."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,315 @@
+"""The model: a base, the part of it that trains, and the frozen published weights that sampling reads.
+
+Two kinds. `lora`: one base (4-bit, 8-bit or whole) with two adapter slots, `policy` that the optimizer writes and `sampler`
+that holds what was published; the reference is the base with its adapter switched off. `full`: all weights of a small
+model train, and the sampler is a second, frozen copy. So one process serves rollout and train with one base, and sampling
+never reads a tensor that the optimizer writes.
+
+Modules are handed out by the context managers `sampling`, `training` and `reference`; each holds `lock` while it is open,
+because they share one base. Keep them short.
+"""
+
+import copy
+import logging
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.utils import logging as transformers_logging
+
+from workflow.chat import Chat
+from workflow.checkpoint import WEIGHTS
+from workflow.config import ModelConfig
+from workflow.errors import CheckpointError, ModelError
+from workflow.models import base_hash, model_folder, sha256_file
+from workflow.trajectory import PolicyRef
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+# Said once per layer and step: what int8 does to its inputs, and a name that peft still uses.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SMALL = 50_000_000
+"""Below this many parameters all weights train, unless the config says otherwise."""
+
+Slot = Literal["policy", "sampler"]
+
+
+class Policy:
+    """A loaded model. Make one with `Policy.load`.
+
+    Attributes:
+        base_hash: names the base in every `PolicyRef`.
+        kind: `lora` or `full`.
+        max_context: tokens that fit into one row.
+        lock: held by whoever uses the modules.
+    """
+
+    def __init__(self, config: ModelConfig, folder: Path, device: str) -> None:
+        self.config = config
+        self.folder = folder
+        self.device = torch.device(device)
+        self.lock = threading.RLock()
+        self.base_hash = base_hash(folder)
+        self.tokenizer = _tokenizer(folder)
+        self.chat = Chat(self.tokenizer)
+        self.rank = lora_rank(config, folder)
+        self.kind: Literal["lora", "full"] = "lora" if self.rank else "full"
+        base = self._base()
+        self.max_context = int(base.config.max_position_embeddings)
+        self._reference: nn.Module | None = None
+        self._published = ""
+        self._models: dict[Slot, Any] = self._lora_slots(base) if self.rank else self._full_slots(base)
+        self._initial = {name: tensor.detach().clone() for name, tensor in self._slot("policy").items()} if self.rank else {}
+
+    @classmethod
+    def load(cls, config: ModelConfig, path: str, device: str = "auto", threads: int = 0) -> "Policy":
+        """Loads a base and makes its trainable part.
+
+        Args:
+            config: quantisation, LoRA and numerics. `numerics: exact` computes on the CPU in float64, one thread.
+            path: a folder in the hub's format, or a hub name (see `workflow.models.resolve_model`).
+            device: auto takes a GPU where there is one.
+            threads: CPU threads for the whole process; 0 leaves torch's choice.
+
+        Raises:
+            ModelError: not found, the hub not reached, or files that do not make a model.
+        """
+        if config.numerics == "exact":
+            if device not in ("auto", "cpu"):
+                raise ModelError(f"numerics: exact runs on the cpu, not on {device!r}.", "Set AGENTRL_DEVICE=cpu.")
+            device, threads = "cpu", 1
+            torch.use_deterministic_algorithms(True)
+        if threads:
+            torch.set_num_threads(threads)
+        return cls(config, model_folder(path), pick_device(device))
+
+    @contextmanager
+    def sampling(self) -> Iterator[nn.Module]:
+        """The frozen published weights, in eval mode; the caller computes without gradient."""
+        with self.lock:
+            model = self._active("sampler")
+            yield model.eval() if model.training else model
+
+    @contextmanager
+    def training(self) -> Iterator[nn.Module]:
+        """The trained weights, in train mode."""
+        with self.lock:
+            yield self._active("policy").train()
+
+    @contextmanager
+    def reference(self) -> Iterator[nn.Module]:
+        """The base as it was before training, in eval mode: adapter off, or a frozen copy made on first use."""
+        with self.lock:
+            if self.kind == "lora":
+                with self._active("policy").eval().disable_adapter():
+                    yield self._models["policy"]
+                return
+            if self._reference is None:
+                self._reference = _frozen(self._base())
+            yield self._reference
+
+    def publish(self, ref: PolicyRef) -> None:
+        """Makes `ref`'s weights the ones that `sampling` reads; an empty path is the base as it is.
+
+        Raises:
+            CheckpointError: made for another base, missing, or altered since its sha256 was recorded.
+        """
+        if ref.sha256 == self._published:
+            return
+        if ref.base_hash not in ("", self.base_hash):  # empty: submitted where the base was not at hand
+            raise CheckpointError(f"Policy version {ref.version} was trained on another base ({ref.base_hash[:12]}).")
+        file = Path(ref.path) / WEIGHTS
+        weights = _checked(file, ref.sha256) if ref.path else self._base_weights()
+        with self.lock:
+            self._fill("sampler", weights)
+            self._published = ref.sha256
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """What the optimizer trains, by its name in the weights file."""
+        return self._slot("policy")
+
+    def save_weights(self, file: Path) -> None:
+        """Writes the trained part as one safetensors file, in the dtype it trains in."""
+        with self.lock:
+            tensors = {name: p.detach().to("cpu", copy=True).contiguous() for name, p in self.trainable().items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    def load_weights(self, file: Path | None) -> None:
+        """Sets the trained part from a file; None goes back to the base.
+
+        Raises:
+            CheckpointError: the file is missing, broken, or of another model.
+        """
+        weights = self._base_weights() if file is None else _read(file)
+        with self.lock:
+            self._fill("policy", weights)
+
+    def _base(self) -> Any:
+        dtype = _dtype(self.config, self.device, self.kind)
+        extra = _placement(self.config, dtype, self.device)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **extra)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ModelError(f"The files in {str(self.folder)!r} make no model: {error}.") from error
+        return _trainable_4bit(model) if self.config.load_in_4bit else model
+
+    def _lora_slots(self, base: Any) -> dict[Slot, Any]:
+        lora = lora_config(self.config, self.rank)
+        from peft import get_peft_model
+
+        # Every process that loads this base must start from the same adapter, whatever was drawn before.
+        with torch.random.fork_rng():
+            torch.manual_seed(int(self.base_hash[:8], 16))
+            model = get_peft_model(base, lora, adapter_name="policy")
+            model.add_adapter("sampler", lora)
+        return {"policy": model, "sampler": model}
+
+    def _full_slots(self, base: Any) -> dict[Slot, Any]:
+        return {"policy": base, "sampler": _frozen(copy.deepcopy(base))}
+
+    def _active(self, slot: Slot) -> Any:
+        model = self._models[slot]
+        if self.kind == "lora" and model.active_adapter != slot:
+            model.set_adapter(slot, inference_mode=slot == "sampler")
+        return model
+
+    def _slot(self, slot: Slot) -> dict[str, nn.Parameter]:
+        parameters = self._models[slot].named_parameters()
+        if self.kind == "full":
+            return dict(parameters)
+        return {name.replace(f".{slot}.", "."): p for name, p in parameters if f".{slot}." in name}
+
+    def _base_weights(self) -> Mapping[str, Tensor]:
+        return self._initial if self.kind == "lora" else dict(self._base().named_parameters())
+
+    @torch.no_grad()
+    def _fill(self, slot: Slot, weights: Mapping[str, Tensor]) -> None:
+        parameters = self._slot(slot)
+        if {n: p.shape for n, p in parameters.items()} != {n: t.shape for n, t in weights.items()}:
+            raise CheckpointError(f"The weights do not fit this model: {len(weights)} tensors for {len(parameters)}.")
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+
+
+def token_logprobs(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Logprob of every token given those before it, and the entropy of the distribution it was drawn from.
+
+    Args:
+        input_ids: (B, T), padded on the right.
+        attention_mask: (B, T), 1 where there is a token.
+        temperature: logits are divided by it, as the sampler did.
+
+    Returns:
+        Two tensors (B, T - 1) for the tokens 1..T-1, in nats: float32, or float64 where the model computes in it.
+    """
+    position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+    logits = model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False).logits
+    logits = logits[:, :-1]  # (B, T-1, V)
+    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+    everything = torch.log_softmax(logits, dim=-1)
+    logprobs = everything.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+    return logprobs, -(everything.exp() * everything).sum(-1)
+
+
+def pick_device(device: str) -> str:
+    """`auto` as what this machine has."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def lora_rank(config: ModelConfig, folder: Path) -> int:
+    """The LoRA rank in force; 0 trains all weights."""
+    if config.lora_r is not None:
+        return config.lora_r
+    if config.load_in_4bit or config.load_in_8bit:
+        return 8
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))  # type: ignore[no-untyped-call]
+    return 0 if sum(p.numel() for p in empty.parameters()) < SMALL else 8
+
+
+def lora_config(config: ModelConfig, rank: int) -> "LoraConfig":
+    """LoRA on all linear projections (Hu et al. 2021; all layers as in QLoRA, Dettmers et al. 2023)."""
+    # Here and not above: with bitsandbytes it takes as long to import as everything else, and full weights need neither.
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=rank,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # annotated int; only divided by r
+        lora_dropout=config.lora_dropout,
+        target_modules=list(PROJECTIONS),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"The files in {str(folder)!r} make no tokenizer: {error}.") from error
+
+
+def _dtype(config: ModelConfig, device: torch.device, kind: str) -> torch.dtype:
+    if config.numerics == "exact":
+        return torch.float64
+    if config.dtype != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
+    # Weights that the optimizer writes need more bits than bfloat16 has for steps of 1e-4.
+    return torch.bfloat16 if device.type == "cuda" and kind == "lora" else torch.float32
+
+
+def _placement(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    place: dict[str, Any] = {"device_map": {"": device}}
+    if config.load_in_8bit:
+        place["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
+    if config.load_in_4bit:
+        place["quantization_config"] = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+        )
+    return place
+
+
+def _trainable_4bit(model: Any) -> Any:
+    """Without bitsandbytes' repacking for the CPU: the first sampled token would do it for good, and then nothing trains."""
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def _frozen(model: Any) -> Any:
+    return model.requires_grad_(False).eval()
+
+
+def _checked(file: Path, sha256: str) -> dict[str, Tensor]:
+    if not file.is_file():
+        raise CheckpointError(f"The checkpoint {str(file)!r} is missing.", "Restore it, or `agentrl resume` from an older one.")
+    found = sha256_file(file)
+    if found != sha256:
+        raise CheckpointError(f"{str(file)!r} has sha256 {found[:12]}, the record says {sha256[:12]}: it was altered.")
+    return _read(file)
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"Cannot read the weights {str(file)!r}: {error}.") from error

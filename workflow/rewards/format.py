@@ -1,0 +1,35 @@
+"""format: the share of an episode's turns that are well formed, from 0.0 to 1.0.
+
+A turn is well formed if all of these hold:
+
+- it ended by itself, not by the limit on its tokens;
+- every tool call in it could be read (a name the tool set has or not, and arguments that fit or not, is no matter here);
+- no tag is left over in its text: a `<think>` or `<tool_call>` that was opened was closed, once each;
+- where it calls no tool, its last line is `#### N` or the whole of it is a bare number `N`. N is a number as people write
+  it: an optional sign and `$`, digits with or without thousands separators, decimals, an optional `%`, no unit.
+
+An episode without a turn scores 0.0.
+"""
+
+import re
+
+from workflow.trajectory import Episode, Step
+
+LEFT_OVER = re.compile(r"</?(?:think|tool_call)>")
+ANSWER = re.compile(r"(?:(?:.*\n)?[ \t]*####[ \t]*)?[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?%?", re.DOTALL)
+
+
+def format(episode: Episode) -> float:
+    """The share of turns that are well formed."""
+    if not episode.steps:
+        return 0.0
+    return sum(map(_well_formed, episode.steps)) / len(episode.steps)
+
+
+def _well_formed(step: Step) -> bool:
+    message = step.message
+    if step.finish_reason != "stop" or LEFT_OVER.search(message.content) or LEFT_OVER.search(message.thought):
+        return False
+    if message.tool_calls:
+        return all(call.error is None for call in message.tool_calls)
+    return ANSWER.fullmatch(message.content.strip()) is not None

@@ -1,0 +1,59 @@
+"""The machine: where data lives, which database, which broker. Read from the environment (`AGENTRL_*`), never from a run's
+file.
+
+The default is a folder `.agentrl` in the current directory that holds a SQLite file, a private Redis and the models; two
+variables point anywhere else.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """Machine-wide settings; each field is the environment variable `AGENTRL_<NAME>`."""
+
+    model_config = SettingsConfigDict(env_prefix="AGENTRL_", frozen=True, extra="ignore")
+
+    home: Path = Field(default=Path(".agentrl"), description="Folder for the database, models, checkpoints, logs.")
+    database_url: str = Field(default="", description="SQLAlchemy URL; empty: SQLite in home.")
+    database_reader_url: str = Field(
+        default="", description="Postgres URL that `agentrl sql` logs in with; empty: database_url as the role agentrl_reader."
+    )
+    reader_password: str = Field(default="", description="Password of agentrl_reader, set by `agentrl db upgrade`.")
+    broker_url: str = Field(default="", description="redis:// URL of a broker; empty: the embedded one.")
+    redis_server: str = Field(default="", description="Path of a redis-server binary for the embedded broker.")
+    gsm8k_dir: Path | None = Field(default=None, description="Folder with gsm8k's train.jsonl and test.jsonl.")
+    lease_seconds: float = Field(default=30.0, gt=0, description="How long a claim lives without a heartbeat.")
+    tick_seconds: float = Field(default=2.0, gt=0, description="How often the control loop compares rows with the world.")
+    idle_stop_seconds: float = Field(default=60.0, ge=0, description="When an embedded stack stops after its last run.")
+    device: str = Field(default="auto", description="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")
+    threads: int = Field(default=0, ge=0, description="CPU threads of the model; 0: torch's choice.")
+
+    @property
+    def root(self) -> Path:
+        """The absolute data folder."""
+        return self.home.expanduser().resolve()
+
+    @property
+    def database(self) -> str:
+        """The database URL in force."""
+        return self.database_url or f"sqlite:///{self.root / 'agentrl.db'}"
+
+    @property
+    def models_dir(self) -> Path:
+        """Where `agentrl sft` puts the models it makes."""
+        return self.root / "models"
+
+    @property
+    def stack_dir(self) -> Path:
+        """Pid files, sockets and logs of the embedded stack."""
+        return self.root / "stack"
+
+
+@lru_cache(maxsize=1)
+def settings() -> Settings:
+    """The settings of this process, read once."""
+    return Settings()

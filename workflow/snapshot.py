@@ -1,0 +1,66 @@
+"""What the control loop sees: the unfinished work of all runs as plain values, read in one query set by `store.observe`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """How a job stands with its row.
+
+    Args:
+        held: a live worker holds the row's lease.
+        expired_ago: seconds since the lease ran out or was handed back; None if the row is held or never was.
+        sent_ago: seconds since its message was last sent; None if never.
+        sends: how often it was sent.
+    """
+
+    held: bool
+    expired_ago: float | None
+    sent_ago: float | None
+    sends: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """A group that is not terminal."""
+
+    id: int
+    claim: Claim
+
+
+@dataclass(frozen=True, slots=True)
+class IterationState:
+    """An iteration that is not done. `groups` holds only those that are not terminal: empty means ready to train."""
+
+    id: int
+    number: int
+    groups: tuple[GroupState, ...]
+    train: Claim
+
+    @property
+    def ready(self) -> bool:
+        """Every slot is terminal."""
+        return not self.groups
+
+    @property
+    def dispatched(self) -> bool:
+        """Its chord was sent at least once."""
+        return bool(self.train.sends) or any(group.claim.sends for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """A running run: its open iterations, in order, and the median seconds that one of its groups takes."""
+
+    id: int
+    name: str
+    iterations: tuple[IterationState, ...]
+    group_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All running runs, and the lease that a claim lives for (seconds)."""
+
+    runs: tuple[RunState, ...]
+    lease_seconds: float

@@ -1,0 +1,12 @@
+"""The store: every query by name, values in and values out. Only `workers` and `cli` open it.
+
+- `connect`   the database, its transactions, its migrations' state
+- `planning`  a run and its iterations are written, sent and cancelled
+- `rollout`   groups are claimed, handed back, finished
+- `steps`     a step's two transactions: sampled, observed
+- `calls`     tool calls are started once in effect and answered once
+- `training`  iterations are claimed, updates committed, policies published
+- `migrate`   Alembic under a lock, views and triggers
+- `rows`      rows to values and back
+- `observe`   what the control loop and a person want to know
+"""

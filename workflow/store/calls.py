@@ -1,0 +1,75 @@
+"""Tool calls are started once in effect and answered once, whoever runs them and however often they are delivered."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Connection, case, select, update
+
+from workflow import db
+from workflow.store.connect import reading, transaction
+from workflow.store.rows import clean
+from workflow.trajectory import ToolResult
+
+UNKNOWN_OUTCOME = ToolResult(
+    "The worker was lost while this call ran; it may or may not have taken effect, and is not run again.", "unknown_outcome"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CallWork:
+    """What a tools worker needs of one call."""
+
+    id: int
+    env: str
+    tool: str
+    arguments: Mapping[str, Any]
+    effects: str
+
+
+@reading
+def find_call(tx: Connection, call: int) -> CallWork | None:
+    """The call, or None if it is answered or its episode is over."""
+    calls, episodes = db.tool_calls, db.episodes
+    row = tx.execute(
+        select(calls, db.runs.c.config)
+        .join(episodes, (episodes.c.id == calls.c.episode_id) & (episodes.c.attempt == calls.c.attempt))
+        .join(db.runs, db.runs.c.id == episodes.c.run_id)
+        .where(calls.c.id == call, calls.c.result.is_(None), episodes.c.status == "running")
+    ).one_or_none()
+    if row is None:
+        return None
+    return CallWork(row.id, row.config["env"], row.tool, row.arguments, row.effects)
+
+
+@transaction
+def start_once(tx: Connection, call: int, worker: str) -> bool:
+    """Commits the start of a call that must not run twice; False if it was started before."""
+    started = tx.execute(
+        update(db.tool_calls)
+        .where(db.tool_calls.c.id == call, db.tool_calls.c.status == "pending")
+        .values(status="started", worker=worker, starts=db.tool_calls.c.starts + 1, started_at=datetime.now(UTC))
+    )
+    return bool(started.rowcount)
+
+
+@transaction
+def record_result(tx: Connection, call: int, result: ToolResult, started_at: datetime, worker: str) -> bool:
+    """Records the call's result, unless it has one; returns whether this one counts."""
+    calls = db.tool_calls
+    recorded = tx.execute(
+        update(calls)
+        .where(calls.c.id == call, calls.c.result.is_(None))
+        .values(
+            status="unknown_outcome" if result.error_class == "unknown_outcome" else "done",
+            result=clean(result.content),
+            error_class=result.error_class,
+            seconds=result.seconds,
+            worker=worker,
+            starts=calls.c.starts + case((calls.c.effects == "once", 0), else_=1),
+            started_at=db.first_utc(calls.c.started_at, started_at),
+            finished_at=datetime.now(UTC),
+        )
+    )
+    return bool(recorded.rowcount)

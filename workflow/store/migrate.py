@@ -1,0 +1,137 @@
+"""Migrations, applied under a lock so that many workers may start at once; views and triggers are made anew after each.
+
+SQLite is upgraded by whoever opens it; on Postgres a person says `agentrl db upgrade`, and workers refuse to start before that.
+"""
+
+import fcntl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from psycopg import sql
+from sqlalchemy import Connection, text
+
+import migrations
+from workflow import db, views
+from workflow.errors import ServiceError
+from workflow.settings import settings
+from workflow.store.connect import Database
+
+LOCK_KEY = 7213094551
+LOCK_SECONDS = 60.0
+
+
+def head() -> str:
+    """The revision that this code wants."""
+    revision = ScriptDirectory.from_config(_config()).get_current_head()
+    assert revision is not None
+    return revision
+
+
+def current(database: Database) -> str | None:
+    """The revision of the database; None for an empty one."""
+    with database.read() as tx:
+        return MigrationContext.configure(tx).get_current_revision()
+
+
+def open_database(url: str) -> Database:
+    """The database, ready to use: SQLite is upgraded at once.
+
+    Raises:
+        ServiceError: a Postgres database that is not at this code's revision, or does not answer.
+    """
+    database = Database(url)
+    found = current(database)
+    if found == head():
+        return database
+    if database.is_sqlite:
+        upgrade(database)
+        return database
+    database.close()
+    raise ServiceError(
+        f"The database is at revision {found or 'none'}, this agentrl needs {head()}.", "Run `agentrl db upgrade` first."
+    )
+
+
+def upgrade(database: Database, revision: str = "head") -> None:
+    """Brings the database to `revision`, its views and triggers made anew."""
+    with _locked(database):
+        _migrate(database, lambda config: command.upgrade(config, revision))
+
+
+def downgrade(database: Database, revision: str) -> None:
+    """Takes the database back to `revision` (`base` for empty)."""
+    with _locked(database):
+        _migrate(database, lambda config: command.downgrade(config, revision))
+
+
+def _migrate(database: Database, run) -> None:  # type: ignore[no-untyped-def]
+    with database.engine.begin() as connection:
+        views.drop(connection)
+        run(_config(connection))
+        if MigrationContext.configure(connection).get_current_revision() == head():
+            views.create(connection)
+            if not database.is_sqlite:
+                _grant(connection)
+
+
+def _grant(tx: Connection) -> None:
+    """The role that `agentrl sql` reads as: SELECT on named tables and views, nothing else."""
+    tx.execute(
+        text(
+            "DO $$ BEGIN CREATE ROLE agentrl_reader LOGIN; "
+            "EXCEPTION WHEN duplicate_object OR unique_violation THEN NULL; END $$"
+        )
+    )
+    names = ", ".join([*db.TABLES_FOR_READERS, *views.VIEWS])
+    tx.execute(text("GRANT USAGE ON SCHEMA public TO agentrl_reader"))
+    tx.execute(text(f"GRANT SELECT ON {names} TO agentrl_reader"))
+    for function in views.FUNCTIONS:
+        tx.execute(text(f"GRANT EXECUTE ON FUNCTION {function}(bytea) TO agentrl_reader"))
+    if settings().reader_password:
+        login = sql.SQL("ALTER ROLE agentrl_reader PASSWORD {}").format(settings().reader_password)
+        tx.connection.cursor().execute(login)  # a role's password takes no parameter
+
+
+def _config(connection: Connection | None = None) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+    config.attributes["connection"] = connection
+    return config
+
+
+@contextmanager
+def _locked(database: Database) -> Iterator[None]:
+    if database.is_sqlite:
+        with Path(f"{database.url.database}.lock").open("w") as file:
+            _wait(lambda: _try_flock(file.fileno()))
+            yield
+        return
+    with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        query = text("SELECT pg_try_advisory_lock(:key)")
+        _wait(lambda: bool(connection.execute(query, {"key": LOCK_KEY}).scalar_one()))
+        try:
+            yield
+        finally:
+            connection.execute(text("SELECT pg_advisory_unlock(:key)"), {"key": LOCK_KEY})
+
+
+def _try_flock(fileno: int) -> bool:
+    try:
+        fcntl.flock(fileno, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _wait(attempt) -> None:  # type: ignore[no-untyped-def]
+    deadline = time.monotonic() + LOCK_SECONDS
+    while not attempt():
+        if time.monotonic() > deadline:
+            raise ServiceError(f"Another process has been migrating the database for {LOCK_SECONDS:.0f} s.", "Try again.")
+        time.sleep(0.05)

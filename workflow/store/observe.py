@@ -1,0 +1,256 @@
+"""What the control loop and people want to know: snapshots, lists, one episode whole. Lists read no blob and no long text."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Connection, func, select, text, update
+
+from workflow import db
+from workflow.db import now_ms
+from workflow.errors import NotFoundError
+from workflow.snapshot import Claim, GroupState, IterationState, RunState, Snapshot
+from workflow.store.connect import insert, reading, transaction
+from workflow.store.planning import OPEN, run_row
+from workflow.store.rows import load_episodes, task_value
+from workflow.trajectory import Episode
+
+Row = Mapping[str, Any]
+
+
+@reading
+def snapshot(tx: Connection, lease_seconds: float) -> Snapshot:
+    """The unfinished work of all running runs."""
+    now = int(tx.execute(select(now_ms())).scalar_one())
+    running = tx.execute(select(db.runs.c.id, db.runs.c.name).where(db.runs.c.status == "running").order_by(db.runs.c.id))
+    return Snapshot(
+        tuple(
+            RunState(run_id, name, _open_iterations(tx, run_id, now), _group_seconds(tx, run_id)) for run_id, name in running
+        ),
+        lease_seconds,
+    )
+
+
+def _open_iterations(tx: Connection, run_id: int, now: int) -> tuple[IterationState, ...]:
+    iterations, groups = db.iterations, db.groups
+    rows = tx.execute(
+        select(iterations).where(iterations.c.run_id == run_id, iterations.c.status.in_(OPEN)).order_by(iterations.c.number)
+    ).all()
+    states = []
+    for row in rows:
+        members = tx.execute(
+            select(groups.c.id, groups.c.worker, groups.c.lease_until, groups.c.sent_ms, groups.c.sends)
+            .where(groups.c.iteration_id == row.id, groups.c.status.in_(OPEN))
+            .order_by(groups.c.slot)
+        )
+        states.append(
+            IterationState(
+                id=row.id,
+                number=row.number,
+                groups=tuple(GroupState(m.id, _claim(now, m.lease_until, m.sent_ms, m.sends)) for m in members),
+                train=_claim(now, row.lease_until, row.train_sent_ms, row.train_sends),
+            )
+        )
+    return tuple(states)
+
+
+def _claim(now: int, lease_until: int | None, sent_ms: int | None, sends: int) -> Claim:
+    held = lease_until is not None and lease_until >= now
+    expired_ago = None if lease_until is None or held else (now - lease_until) / 1000
+    return Claim(held, expired_ago, None if sent_ms is None else (now - sent_ms) / 1000, sends)
+
+
+def _group_seconds(tx: Connection, run_id: int) -> float:
+    groups = db.groups.c
+    recent = tx.execute(
+        select(groups.started_at, groups.finished_at)
+        .where(groups.run_id == run_id, groups.status == "done", groups.finished_at.is_not(None))
+        .order_by(groups.id.desc())
+        .limit(32)
+    ).all()
+    seconds = sorted((row.finished_at - row.started_at).total_seconds() for row in recent)
+    return seconds[len(seconds) // 2] if seconds else 0.0
+
+
+@reading
+def unfinished_runs(tx: Connection) -> int:
+    """How many runs are running: an embedded stack stops some time after this is 0."""
+    return int(tx.execute(select(func.count()).where(db.runs.c.status == "running")).scalar_one())
+
+
+@transaction
+def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -> bool:
+    """Takes or renews the lease of a service that must run once; False while another holds it."""
+    leases = db.service_leases
+    until = now_ms() + int(seconds * 1000)
+    made = tx.execute(
+        insert(tx, leases)
+        .values(name=name, holder=holder, lease_until=until)
+        .on_conflict_do_nothing(index_elements=["name"])
+        .returning(leases.c.name)
+    ).scalar_one_or_none()
+    if made:
+        return True
+    renewed = tx.execute(
+        update(leases)
+        .where(leases.c.name == name, (leases.c.holder == holder) | (leases.c.lease_until < now_ms()))
+        .values(holder=holder, lease_until=until)
+    )
+    return bool(renewed.rowcount)
+
+
+@reading
+def service_holder(tx: Connection, name: str) -> str | None:
+    """Who holds the service's lease now; None where nobody does."""
+    leases = db.service_leases
+    return tx.execute(
+        select(leases.c.holder).where(leases.c.name == name, leases.c.lease_until >= now_ms())
+    ).scalar_one_or_none()
+
+
+# lists for people
+
+
+@reading
+def list_runs(tx: Connection, limit: int = 50) -> list[Row]:
+    """The newest runs, from `v_runs`."""
+    return _rows(tx, "SELECT * FROM v_runs ORDER BY id DESC LIMIT :limit", limit=limit)
+
+
+@reading
+def describe_run(tx: Connection, run: str) -> Row:
+    """One run, from `v_runs`.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    return _rows(tx, "SELECT * FROM v_runs WHERE id = :id", id=run_row(tx, run)["id"])[0]
+
+
+@reading
+def list_iterations(tx: Connection, run: str, after: int = -1) -> list[Row]:
+    """The run's iterations after number `after`, from `v_iterations`."""
+    query = "SELECT * FROM v_iterations WHERE run = :run AND iteration > :after ORDER BY iteration"
+    return _rows(tx, query, run=run_row(tx, run)["name"], after=after)
+
+
+@reading
+def progress(tx: Connection, run: str) -> Row:
+    """Counts of the run's episodes by status, and of the tokens and tool calls of those in the open iteration."""
+    run_id = run_row(tx, run)["id"]
+    query = """
+        SELECT i.number AS iteration, count(*) AS episodes,
+               count(*) FILTER (WHERE e.status NOT IN ('planned', 'running')) AS finished,
+               count(*) FILTER (WHERE e.status = 'running') AS running,
+               CAST(coalesce(sum(e.sampled_tokens), 0) AS BIGINT) AS sampled_tokens,
+               CAST(coalesce(sum(e.tool_calls), 0) AS BIGINT) AS tool_calls
+        FROM iterations i JOIN episodes e ON e.iteration_id = i.id
+        WHERE i.run_id = :id AND i.status IN ('planned', 'running') GROUP BY i.number ORDER BY i.number"""
+    rows = _rows(tx, query, id=run_id)
+    return rows[0] if rows else {}
+
+
+EPISODE_FILTERS = {
+    "iteration": "iteration = :iteration",
+    "status": "status = :status",
+    "stop_reason": "stop_reason = :stop_reason",
+    "task": "task = :task",
+    "min_reward": "reward >= :min_reward",
+    "max_reward": "reward <= :max_reward",
+    "tool_errors": "tool_errors >= :tool_errors",
+}
+"""Filter of `list_episodes` -> its condition."""
+
+
+@reading
+def list_episodes(tx: Connection, run: str, filters: Mapping[str, Any], limit: int = 50, offset: int = 0) -> list[Row]:
+    """The run's episodes that meet all filters (keys of EPISODE_FILTERS), in order of their ids, from `v_episodes`."""
+    conditions = ["run = :run", *(EPISODE_FILTERS[name] for name in filters)]
+    query = f"SELECT * FROM v_episodes WHERE {' AND '.join(conditions)} ORDER BY id LIMIT :limit OFFSET :offset"
+    return _rows(tx, query, run=run_row(tx, run)["name"], limit=limit, offset=offset, **filters)
+
+
+@reading
+def list_events(tx: Connection, run: str) -> list[Row]:
+    """What happened to the run, oldest first."""
+    query = select(db.events).where(db.events.c.run_id == run_row(tx, run)["id"]).order_by(db.events.c.id)
+    return [dict(row) for row in tx.execute(query).mappings()]
+
+
+@reading
+def evaluation(tx: Connection, run: str) -> Row:
+    """The result of an eval run.
+
+    Raises:
+        NotFoundError: the run is no evaluation, or not done.
+    """
+    query = select(db.evals).where(db.evals.c.run_id == run_row(tx, run)["id"])
+    row = tx.execute(query).mappings().one_or_none()
+    if row is None:
+        raise NotFoundError(f"Run {run!r} has no evaluation result.", f"agentrl watch {run}")
+    return dict(row)
+
+
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """One episode whole: its row of `v_episodes`, its value with every step, its step, call and reward rows."""
+
+    row: Row
+    episode: Episode
+    steps: Sequence[Row]
+    calls: Sequence[Row]
+    rewards: Sequence[Row]
+
+
+@reading
+def find_episode(tx: Connection, episode: int) -> EpisodeRecord:
+    """The episode with all its steps.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    rows = _rows(tx, "SELECT * FROM v_episodes WHERE id = :id", id=episode)
+    if not rows:
+        raise NotFoundError(f"There is no episode {episode}.", "List them with `agentrl episodes RUN`.")
+    task_id = tx.execute(select(db.episodes.c.task_id).where(db.episodes.c.id == episode)).scalar_one()
+    task = task_value(tx.execute(select(db.tasks).where(db.tasks.c.id == task_id)).mappings().one())
+    (value,) = load_episodes(tx, db.episodes.c.id == episode, {task_id: task})
+    return EpisodeRecord(
+        row=rows[0],
+        episode=value,
+        steps=_rows(tx, "SELECT * FROM v_steps WHERE episode_id = :id ORDER BY step", id=episode),
+        calls=_rows(tx, "SELECT * FROM v_tool_calls WHERE episode_id = :id ORDER BY step, call", id=episode),
+        rewards=_rows(tx, "SELECT * FROM v_rewards WHERE episode_id = :id ORDER BY id", id=episode),
+    )
+
+
+@reading
+def find_policy(tx: Connection, run: str, version: int | None) -> Row:
+    """The run's policy of that version (the newest if None), with the run's base and its hash.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    row = run_row(tx, run)
+    query = select(db.policies).where(db.policies.c.run_id == row["id"])
+    query = query.where(db.policies.c.version == version) if version is not None else query
+    found = tx.execute(query.order_by(db.policies.c.version.desc()).limit(1)).mappings().one_or_none()
+    if found is None:
+        raise NotFoundError(f"Run {row['name']!r} has no policy version {version}.", f"agentrl watch {row['name']}")
+    return {**found, "base": row["base"], "base_hash": row["base_hash"], "config": row["config"]}
+
+
+def _rows(tx: Connection, query: str, **parameters: Any) -> list[Row]:
+    rows = tx.execute(text(query), parameters).mappings()
+    return [{name: _typed(name, value) for name, value in row.items()} for row in rows]
+
+
+def _typed(name: str, value: Any) -> Any:
+    """SQLite's views forget what is a moment, a truth value or JSON."""
+    if name.endswith("_at") and isinstance(value, str):
+        return datetime.fromisoformat(value).replace(tzinfo=UTC)
+    if name == "arguments" and isinstance(value, str):
+        return json.loads(value)
+    return bool(value) if name == "tainted" else value

@@ -1,0 +1,335 @@
+"""Runs are submitted, their iterations planned, sent, paused and cancelled.
+
+All rows of an iteration (itself, its groups, their episodes) are inserted in one transaction: the first at submission, each
+next one in the commit of the update before. Publishing a message can fail or repeat; work cannot be forgotten.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Connection, func, select, update
+
+from workflow import db
+from workflow.db import now_ms
+from workflow.errors import ConflictError, NotFoundError, StateError
+from workflow.store.connect import insert, reading, transaction
+from workflow.store.rows import clean, clean_tree, message_row
+from workflow.trajectory import PolicyRef, Task
+
+OPEN = ("planned", "running")
+RESUMABLE = ("paused", "failed", "running")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A run as it is asked for.
+
+    Args:
+        name: unique; the run with this name is returned if it was submitted with the same config.
+        kind: `train`, or `eval` for one iteration without an update.
+        config, manifest: stored with the run.
+        policy: the weights it starts from.
+        tasks: the dataset's rows, in the dataset's order.
+        weights, code_hash: reward name -> weight, and the hash of the rewards' source.
+    """
+
+    name: str
+    kind: str
+    config: Mapping[str, Any]
+    manifest: Mapping[str, Any]
+    policy: PolicyRef
+    tasks: Sequence[Task]
+    dataset: str
+    seed: int
+    epochs: int
+    tasks_per_iteration: int
+    group_size: int
+    weights: Mapping[str, float]
+    code_hash: str
+    output_dir: str = ""
+
+    @property
+    def iterations(self) -> int:
+        """epochs x ceil(tasks / tasks_per_iteration)."""
+        return self.epochs * -(-len(self.tasks) // self.tasks_per_iteration)
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """The run's id and name, and whether this call made it."""
+
+    id: int
+    name: str
+    created: bool
+    iterations: int = field(default=0)
+
+
+def task_order(seed: int, epoch: int, keys: Sequence[str]) -> list[int]:
+    """Positions of the tasks in the order of hash(seed, epoch, task): the same on every machine."""
+    digests = [hashlib.sha256(f"{seed}|{epoch}|{key}".encode()).digest() for key in keys]
+    return sorted(range(len(keys)), key=digests.__getitem__)
+
+
+@transaction
+def submit(tx: Connection, submission: Submission) -> Submitted:
+    """Writes the run with its tasks, its starting policy and its first iteration, or finds the same one.
+
+    Raises:
+        ConflictError: a run of that name exists and was submitted with another config.
+    """
+    run_id = _insert_run(tx, submission)
+    if run_id is None:
+        return _existing(tx, submission)
+    _insert_tasks(tx, run_id, submission.tasks)
+    ref = submission.policy
+    policy_id = tx.execute(
+        db.policies.insert()
+        .values(run_id=run_id, version=0, kind="trained" if ref.path else "base", path=ref.path, sha256=ref.sha256)
+        .returning(db.policies.c.id)
+    ).scalar_one()
+    tx.execute(
+        db.reward_sets.insert().values(
+            run_id=run_id, name="default", code_hash=submission.code_hash, weights=dict(submission.weights)
+        )
+    )
+    insert_iteration(tx, run_id, 0, policy_id)
+    log(tx, run_id, "submitted", detail=f"{submission.iterations} iterations")
+    return Submitted(run_id, submission.name, True, submission.iterations)
+
+
+def _insert_run(tx: Connection, submission: Submission) -> int | None:
+    statement = (
+        insert(tx, db.runs)
+        .values(
+            name=submission.name,
+            kind=submission.kind,
+            status="running",
+            config=dict(submission.config),
+            manifest=dict(submission.manifest),
+            seed=submission.seed,
+            dataset=submission.dataset,
+            base=submission.policy.base,
+            base_hash=submission.policy.base_hash,
+            epochs=submission.epochs,
+            iterations=submission.iterations,
+            output_dir=submission.output_dir,
+            created_at=datetime.now(UTC),
+        )
+        .on_conflict_do_nothing(index_elements=["name"])
+        .returning(db.runs.c.id)
+    )
+    return tx.execute(statement).scalar_one_or_none()
+
+
+def _existing(tx: Connection, submission: Submission) -> Submitted:
+    row = tx.execute(select(db.runs).where(db.runs.c.name == submission.name)).mappings().one()
+    if row["config"] != dict(submission.config) or row["kind"] != submission.kind:
+        raise ConflictError(
+            f"A run called {submission.name!r} exists with another config.",
+            f"Choose another --name, or look at it with `agentrl config show --run {submission.name}`.",
+        )
+    return Submitted(row["id"], row["name"], False, row["iterations"])
+
+
+def _insert_tasks(tx: Connection, run_id: int, tasks: Sequence[Task]) -> None:
+    rows = [
+        {
+            "content_hash": task.content_hash,
+            "key": clean(task.key),
+            "messages": [message_row(message) for message in task.messages],
+            "reference": clean(task.reference),
+            "metadata": clean_tree(dict(task.metadata)),
+        }
+        for task in tasks
+    ]
+    tx.execute(insert(tx, db.tasks).on_conflict_do_nothing(index_elements=["content_hash"]), rows)
+    hashes = [task.content_hash for task in tasks]
+    ids: dict[str, int] = {}
+    for start in range(0, len(hashes), 500):
+        chunk = hashes[start : start + 500]
+        found = tx.execute(select(db.tasks.c.content_hash, db.tasks.c.id).where(db.tasks.c.content_hash.in_(chunk)))
+        ids |= {row.content_hash: row.id for row in found}
+    tx.execute(db.run_tasks.insert(), [{"run_id": run_id, "task_id": ids[content_hash]} for content_hash in hashes])
+
+
+def insert_iteration(tx: Connection, run_id: int, number: int, policy_id: int) -> int:
+    """One iteration with its groups and episodes, planned; episodes sample with exactly that policy. Returns its id."""
+    run = tx.execute(select(db.runs).where(db.runs.c.id == run_id)).mappings().one()
+    per_epoch = run["iterations"] // run["epochs"]
+    epoch, position = divmod(number, per_epoch)
+    rollout = run["config"]["rollout"]
+    tasks = tx.execute(
+        select(db.tasks.c.id, db.tasks.c.key).join(db.run_tasks).where(db.run_tasks.c.run_id == run_id).order_by(db.tasks.c.id)
+    ).all()
+    order = task_order(run["seed"], epoch, [task.key for task in tasks])
+    start = position * rollout["tasks_per_iteration"]
+    chosen = [tasks[index].id for index in order[start : start + rollout["tasks_per_iteration"]]]
+    iteration_id: int = tx.execute(
+        db.iterations.insert()
+        .values(run_id=run_id, number=number, epoch=epoch, policy_id=policy_id, episodes=len(chosen) * rollout["group_size"])
+        .returning(db.iterations.c.id)
+    ).scalar_one()
+    _insert_groups(tx, run_id, iteration_id, run["kind"], chosen, rollout["group_size"])
+    return iteration_id
+
+
+def _insert_groups(tx: Connection, run_id: int, iteration_id: int, kind: str, tasks: Sequence[int], size: int) -> None:
+    tx.execute(
+        db.groups.insert(),
+        [
+            {"run_id": run_id, "iteration_id": iteration_id, "task_id": task_id, "slot": slot, "kind": kind}
+            for slot, task_id in enumerate(tasks)
+        ],
+    )
+    rows = tx.execute(select(db.groups.c.id, db.groups.c.task_id).where(db.groups.c.iteration_id == iteration_id)).all()
+    tx.execute(
+        db.episodes.insert(),
+        [
+            {"run_id": run_id, "iteration_id": iteration_id, "group_id": row.id, "task_id": row.task_id, "sample": sample}
+            for row in rows
+            for sample in range(size)
+        ],
+    )
+
+
+def log(tx: Connection, run_id: int | None, kind: str, subject: str = "", detail: str = "") -> None:
+    """Adds to the run's event log."""
+    tx.execute(db.events.insert().values(run_id=run_id, kind=kind, subject=subject, detail=clean(detail)))
+
+
+@transaction
+def mark_groups_sent(tx: Connection, groups: Sequence[int]) -> None:
+    """Remembers when each group's message was last sent, and how often."""
+    tx.execute(update(db.groups).where(db.groups.c.id.in_(groups)).values(sent_ms=now_ms(), sends=db.groups.c.sends + 1))
+
+
+@transaction
+def mark_train_sent(tx: Connection, iteration: int) -> None:
+    """Remembers when the iteration's train job was last sent, and how often."""
+    tx.execute(
+        update(db.iterations)
+        .where(db.iterations.c.id == iteration)
+        .values(train_sent_ms=now_ms(), train_sends=db.iterations.c.train_sends + 1)
+    )
+
+
+@transaction
+def start_iteration(tx: Connection, iteration: int) -> list[int]:
+    """Marks the iteration running and its groups sent; returns the groups that are not terminal, in slot order."""
+    started = tx.execute(
+        update(db.iterations)
+        .where(db.iterations.c.id == iteration, db.iterations.c.status == "planned")
+        .values(status="running", started_at=datetime.now(UTC))
+        .returning(db.iterations.c.run_id)
+    ).scalar_one_or_none()
+    if started is not None:
+        tx.execute(
+            update(db.runs).where(db.runs.c.id == started, db.runs.c.started_at.is_(None)).values(started_at=datetime.now(UTC))
+        )
+    open_groups = db.groups.c.status.in_(OPEN)
+    tx.execute(
+        update(db.groups)
+        .where(db.groups.c.iteration_id == iteration, open_groups)
+        .values(sent_ms=now_ms(), sends=db.groups.c.sends + 1)
+    )
+    rows = tx.execute(
+        select(db.groups.c.id).where(db.groups.c.iteration_id == iteration, open_groups).order_by(db.groups.c.slot)
+    )
+    return list(rows.scalars())
+
+
+@reading
+def find_run(tx: Connection, run: str) -> dict[str, Any]:
+    """The run's row, by name or id.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    return run_row(tx, run)
+
+
+def run_row(tx: Connection, run: str) -> dict[str, Any]:
+    """As find_run, inside a transaction."""
+    query = select(db.runs).where(db.runs.c.name == run)
+    row = tx.execute(query).mappings().one_or_none()
+    if row is None and run.isdigit():
+        row = tx.execute(select(db.runs).where(db.runs.c.id == int(run))).mappings().one_or_none()
+    if row is None:
+        raise NotFoundError(f"There is no run {run!r}.", "List them with `agentrl runs`.")
+    return dict(row)
+
+
+@reading
+def free_name(tx: Connection, stem: str) -> str:
+    """`stem-N` with the first N that no run has."""
+    taken = set(tx.execute(select(db.runs.c.name).where(db.runs.c.name.startswith(f"{stem}-", autoescape=True))).scalars())
+    number = 1
+    while f"{stem}-{number}" in taken:
+        number += 1
+    return f"{stem}-{number}"
+
+
+@transaction
+def resume(tx: Connection, run: str) -> dict[str, Any]:
+    """Sets a paused or failed run running again, and lets what nobody holds be sent at once.
+
+    An iteration that paused the run because too few of its episodes ended well then trains with those there are.
+
+    Raises:
+        StateError: the run is done or cancelled.
+    """
+    row = run_row(tx, run)
+    if row["status"] not in RESUMABLE:
+        raise StateError(f"Run {row['name']!r} is {row['status']}: nothing is left to do.", f"agentrl watch {row['name']}")
+    if row["status"] != "running":
+        tx.execute(
+            update(db.runs)
+            .where(db.runs.c.id == row["id"])
+            .values(status="running", reason="", bad_updates=0, finished_at=None)
+        )
+        log(tx, row["id"], "resumed")
+    # A message sent before the pause may be gone: what is not held is sent again at once.
+    for table, sent in ((db.groups, {"sent_ms": None, "sends": 0}), (db.iterations, {"train_sent_ms": None, "train_sends": 0})):
+        tx.execute(update(table).where(table.c.run_id == row["id"], table.c.status.in_(OPEN), _unheld(table)).values(sent))
+    if row["status"] == "paused":
+        tx.execute(
+            update(db.iterations)
+            .where(db.iterations.c.run_id == row["id"], db.iterations.c.status.in_(OPEN))
+            .values(accept_partial=True)
+        )
+    return row
+
+
+def _unheld(table: Any) -> Any:
+    return func.coalesce(table.c.lease_until, 0) < now_ms()
+
+
+@transaction
+def stop(tx: Connection, run: str, status: str, reason: str = "") -> dict[str, Any]:
+    """Pauses, cancels or fails a run: its workers finish or drop what they hold, nothing new is sent. Idempotent.
+
+    Raises:
+        StateError: the run is already over.
+    """
+    row = run_row(tx, run)
+    if row["status"] == status:
+        return row
+    if row["status"] in ("done", "cancelled") or (row["status"] == "failed" and status == "paused"):
+        raise StateError(f"Run {row['name']!r} is {row['status']} already.", f"agentrl watch {row['name']}")
+    over = datetime.now(UTC) if status in ("cancelled", "failed") else None
+    tx.execute(update(db.runs).where(db.runs.c.id == row["id"]).values(status=status, reason=reason, finished_at=over))
+    if status == "cancelled":
+        for table in (db.episodes, db.groups, db.iterations):
+            tx.execute(update(table).where(table.c.run_id == row["id"], table.c.status.in_(OPEN)).values(status="cancelled"))
+    log(tx, row["id"], status, detail=reason)
+    return {**row, "status": status}
+
+
+@reading
+def first_iteration(tx: Connection, run_id: int) -> int:
+    """The run's first iteration that is not over."""
+    query = select(db.iterations.c.id).where(db.iterations.c.run_id == run_id, db.iterations.c.status.in_(OPEN))
+    return int(tx.execute(query.order_by(db.iterations.c.number).limit(1)).scalar_one())

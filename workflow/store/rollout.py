@@ -1,0 +1,314 @@
+"""Rollouts are claimed, handed back, given up; their episodes finished.
+
+Every write of a rollout is fenced by its group's attempt: a worker that was thought lost and comes back finds that its attempt
+is over, and what it computed is discarded. Tool results are fenced by nothing: the first one counts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Connection, func, select, update
+
+from workflow import db
+from workflow.db import now_ms
+from workflow.errors import Fenced
+from workflow.store.connect import reading, transaction
+from workflow.store.planning import OPEN, log
+from workflow.store.rows import clean, load_episodes, task_value
+from workflow.trajectory import Episode, PolicyRef, Task
+
+MAX_LOSSES = 5
+"""A row held in this many worker losses is poison: its episodes end as infra_error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """A claim: writes count only while the group is at this attempt."""
+
+    group: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class GroupWork:
+    """All that a rollout job needs of one group; `episodes` are the unfinished ones, with their committed steps."""
+
+    fence: Fence
+    run_id: int
+    run: str
+    config: Mapping[str, Any]
+    seed: int
+    kind: str
+    iteration: int
+    policy: PolicyRef
+    policy_id: int
+    task: Task
+    weights: Mapping[str, float]
+    reward_set: int
+    episodes: tuple[Episode, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an episode ended: done with a stop_reason and reward parts, or failed / infra_error with an error."""
+
+    episode: int
+    status: str
+    stop_reason: str | None = None
+    reward: float | None = None
+    parts: Mapping[str, float] | None = None
+    final_answer: str = ""
+    error_class: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What became complete with an episode: its group, and then perhaps its iteration."""
+
+    group: bool
+    iteration: int | None
+
+
+# claims
+
+
+@transaction
+def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -> GroupWork | None:
+    """Takes the group's lease and loads its work; None if it is finished, held by a live worker, or its run is not running."""
+    groups, runs = db.groups, db.runs
+    before = tx.execute(
+        select(groups.c.worker, groups.c.losses, runs.c.status)
+        .join(runs, runs.c.id == groups.c.run_id)
+        .where(groups.c.id == group, groups.c.status.in_(OPEN), func.coalesce(groups.c.lease_until, 0) < now_ms())
+        .with_for_update(of=groups)
+    ).one_or_none()
+    if before is None or before.status != "running":
+        return None
+    # A worker that hands its claim back clears its name; one that is still named there was lost.
+    losses = before.losses + (1 if before.worker else 0)
+    attempt = tx.execute(
+        update(groups)
+        .where(groups.c.id == group)
+        .values(
+            attempt=groups.c.attempt + 1,
+            status="running",
+            worker=worker,
+            losses=losses,
+            lease_until=now_ms() + int(lease_seconds * 1000),
+            started_at=db.first_utc(groups.c.started_at, datetime.now(UTC)),
+        )
+        .returning(groups.c.attempt)
+    ).scalar_one()
+    fence = Fence(group, attempt)
+    if losses >= MAX_LOSSES:
+        _give_up(tx, fence, "lost", f"its worker was lost {losses} times")
+        return None
+    return _load_work(tx, fence)
+
+
+def _load_work(tx: Connection, fence: Fence) -> GroupWork:
+    row = (
+        tx.execute(
+            select(
+                db.groups.c.run_id,
+                db.groups.c.kind,
+                db.runs.c.name,
+                db.runs.c.config,
+                db.runs.c.seed,
+                db.runs.c.base,
+                db.runs.c.base_hash,
+                db.iterations.c.number,
+                db.iterations.c.policy_id,
+                db.policies.c.version,
+                db.policies.c.path,
+                db.policies.c.sha256,
+                db.tasks,
+                db.reward_sets.c.id.label("reward_set"),
+                db.reward_sets.c.weights,
+            )
+            .select_from(db.groups)
+            .join(db.runs, db.runs.c.id == db.groups.c.run_id)
+            .join(db.iterations, db.iterations.c.id == db.groups.c.iteration_id)
+            .join(db.policies, db.policies.c.id == db.iterations.c.policy_id)
+            .join(db.tasks, db.tasks.c.id == db.groups.c.task_id)
+            .join(db.reward_sets, (db.reward_sets.c.run_id == db.runs.c.id) & (db.reward_sets.c.name == "default"))
+            .where(db.groups.c.id == fence.group)
+        )
+        .mappings()
+        .one()
+    )
+    task = task_value(row)
+    unfinished = db.episodes.c.status.in_(OPEN)
+    return GroupWork(
+        fence=fence,
+        run_id=row["run_id"],
+        run=row["name"],
+        config=row["config"],
+        seed=row["seed"],
+        kind=row["kind"],
+        iteration=row["number"],
+        policy=PolicyRef(row["base"], row["base_hash"], row["path"], row["sha256"], row["version"]),
+        policy_id=row["policy_id"],
+        task=task,
+        weights=row["weights"],
+        reward_set=row["reward_set"],
+        episodes=load_episodes(tx, (db.episodes.c.group_id == fence.group) & unfinished, {row["id"]: task}),
+    )
+
+
+@reading
+def all_closed(tx: Connection, groups: Sequence[int]) -> bool:
+    """Whether every one of the groups is terminal."""
+    still_open = select(func.count()).where(db.groups.c.id.in_(groups), db.groups.c.status.in_(OPEN))
+    return tx.execute(still_open).scalar_one() == 0
+
+
+@reading
+def ready_iteration(tx: Connection, group: int) -> int | None:
+    """The group's iteration if all of its groups are terminal."""
+    mine = select(db.groups.c.iteration_id).where(db.groups.c.id == group).scalar_subquery()
+    rows = tx.execute(select(db.groups.c.iteration_id, db.groups.c.status).where(db.groups.c.iteration_id == mine)).all()
+    return None if any(row.status in OPEN for row in rows) else int(rows[0].iteration_id)
+
+
+@transaction
+def extend_leases(tx: Connection, fences: Sequence[Fence], lease_seconds: float) -> set[int]:
+    """The heartbeat: the groups of `fences` that are still ours, their leases renewed."""
+    held = set()
+    for fence in fences:
+        extended = tx.execute(
+            update(db.groups)
+            .where(db.groups.c.id == fence.group, db.groups.c.attempt == fence.attempt, db.groups.c.status == "running")
+            .values(lease_until=now_ms() + int(lease_seconds * 1000))
+        )
+        if extended.rowcount:
+            held.add(fence.group)
+    return held
+
+
+@transaction
+def hand_back(tx: Connection, fence: Fence) -> None:
+    """Ends the claim before its time: the group is sent again at once, and no loss is counted."""
+    tx.execute(
+        update(db.groups)
+        .where(db.groups.c.id == fence.group, db.groups.c.attempt == fence.attempt)
+        .values(lease_until=now_ms() - 1, worker="")
+    )
+
+
+@transaction
+def fail_attempt(tx: Connection, fence: Fence, error_class: str, error: str, max_attempts: int) -> bool:
+    """Counts a failure of the system against the group; at `max_attempts` its unfinished episodes end as infra_error.
+
+    Returns whether that was the last attempt.
+    """
+    failures = tx.execute(
+        update(db.groups)
+        .where(db.groups.c.id == fence.group, db.groups.c.attempt == fence.attempt, db.groups.c.status == "running")
+        .values(failures=db.groups.c.failures + 1, lease_until=now_ms() - 1, worker="")
+        .returning(db.groups.c.failures, db.groups.c.run_id)
+    ).one_or_none()
+    if failures is None:
+        return False
+    log(tx, failures.run_id, "group_failed", f"group {fence.group}", f"{error_class}: {error}")
+    if failures.failures >= max_attempts:
+        _give_up(tx, fence, error_class, error)
+        return True
+    return False
+
+
+def _give_up(tx: Connection, fence: Fence, error_class: str, error: str) -> None:
+    tx.execute(
+        update(db.episodes)
+        .where(db.episodes.c.group_id == fence.group, db.episodes.c.status.in_(OPEN))
+        .values(status="infra_error", error_class=error_class, error=clean(error), finished_at=datetime.now(UTC))
+    )
+    _close_group(tx, fence)
+
+
+# ends
+
+
+@transaction
+def finish_episodes(
+    tx: Connection, fence: Fence, outcomes: Sequence[Outcome], reward_set: int, weights: Mapping[str, float]
+) -> Finished:
+    """Ends episodes with their rewards, and with the last one their group.
+
+    Raises:
+        Fenced: another worker holds the group.
+    """
+    check(tx, fence)
+    open_ones = set(_open_episodes(tx, fence))
+    ended = [outcome for outcome in outcomes if outcome.episode in open_ones]
+    for outcome in ended:
+        tx.execute(
+            update(db.episodes)
+            .where(db.episodes.c.id == outcome.episode)
+            .values(
+                status=outcome.status,
+                stop_reason=outcome.stop_reason,
+                reward=outcome.reward,
+                final_answer=clean(outcome.final_answer),
+                error_class=outcome.error_class,
+                error=clean(outcome.error),
+                started_at=db.first_utc(db.episodes.c.started_at, datetime.now(UTC)),
+                finished_at=datetime.now(UTC),
+            )
+        )
+    parts = [
+        {
+            "reward_set_id": reward_set,
+            "episode_id": outcome.episode,
+            "part": part,
+            "value": value,
+            "weight": weights.get(part, 1.0),
+        }
+        for outcome in ended
+        for part, value in (outcome.parts or {}).items()
+    ]
+    if parts:
+        tx.execute(db.rewards.insert(), parts)
+    return _close_group(tx, fence)
+
+
+def _open_episodes(tx: Connection, fence: Fence) -> list[int]:
+    query = select(db.episodes.c.id).where(db.episodes.c.group_id == fence.group, db.episodes.c.status.in_(OPEN))
+    return list(tx.execute(query).scalars())
+
+
+def _close_group(tx: Connection, fence: Fence) -> Finished:
+    if _open_episodes(tx, fence):
+        return Finished(False, None)
+    episodes = db.episodes
+    members = tx.execute(select(episodes.c.status, episodes.c.reward).where(episodes.c.group_id == fence.group)).all()
+    rewards = [member.reward for member in members if member.status == "done"]
+    mean = sum(rewards) / len(rewards) if rewards else None
+    std = (sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)) ** 0.5 if len(rewards) > 1 else None
+    iteration_id = tx.execute(select(db.groups.c.iteration_id).where(db.groups.c.id == fence.group)).scalar_one()
+    # Locked, so that of two groups that finish at once the second sees the first.
+    tx.execute(select(db.iterations.c.id).where(db.iterations.c.id == iteration_id).with_for_update())
+    tx.execute(
+        update(db.groups)
+        .where(db.groups.c.id == fence.group, db.groups.c.attempt == fence.attempt)
+        .values(status="done", mean_reward=mean, std_reward=std, finished_at=datetime.now(UTC), lease_until=None)
+    )
+    still_open = tx.execute(
+        select(func.count()).where(db.groups.c.iteration_id == iteration_id, db.groups.c.status.in_(OPEN))
+    ).scalar_one()
+    return Finished(True, None if still_open else iteration_id)
+
+
+def check(tx: Connection, fence: Fence) -> None:
+    """Raises Fenced unless the claim is still ours."""
+    # An update, not a select: on Postgres it locks the row against a claim that would overtake us.
+    ours = tx.execute(
+        update(db.groups)
+        .where(db.groups.c.id == fence.group, db.groups.c.attempt == fence.attempt, db.groups.c.status == "running")
+        .values(attempt=fence.attempt)
+    )
+    if not ours.rowcount:
+        raise Fenced(f"Group {fence.group} is no longer held by attempt {fence.attempt}.")

@@ -1,0 +1,135 @@
+"""Rows to values and back: packed token arrays, messages, whole episodes with their steps."""
+
+import math
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, select
+
+from workflow import db
+from workflow.trajectory import Episode, Message, Step, Task, ToolCall, ToolResult
+
+
+def load_episodes(tx: Connection, condition: Any, tasks: Mapping[int, Task]) -> tuple[Episode, ...]:
+    """The episodes that meet the condition with the steps of their current attempt, in order of group and sample."""
+    order = (db.episodes.c.group_id, db.episodes.c.sample)
+    rows = tx.execute(select(db.episodes).where(condition).order_by(*order)).mappings().all()
+    steps = _load_steps(tx, condition)
+    return tuple(
+        Episode(
+            task=tasks[row["task_id"]],
+            sample=row["sample"],
+            steps=tuple(steps.get(row["id"], ())),
+            status=row["status"],
+            stop_reason=row["stop_reason"],
+            reward=row["reward"],
+            id=row["id"],
+            error=row["error"],
+        )
+        for row in rows
+    )
+
+
+def _load_steps(tx: Connection, condition: Any) -> dict[int, list[Step]]:
+    of_attempt = (db.episodes.c.id == db.steps.c.episode_id) & (db.episodes.c.attempt == db.steps.c.attempt)
+    rows = tx.execute(
+        select(db.steps, db.step_tokens.c.prompt_ids, db.step_tokens.c.sampled_ids, db.step_tokens.c.behavior_logprobs)
+        .add_columns(db.policies.c.version)
+        .join(db.episodes, of_attempt)
+        .join(db.step_tokens, db.step_tokens.c.step_id == db.steps.c.id)
+        .join(db.policies, db.policies.c.id == db.steps.c.policy_id)
+        .where(condition)
+        .order_by(db.steps.c.episode_id, db.steps.c.number)
+    ).mappings()
+    calls = _load_calls(tx, condition)
+    found: dict[int, list[Step]] = {}
+    for row in rows:
+        made = calls.get(row["id"], [])
+        found.setdefault(row["episode_id"], []).append(_step_value(row, made))
+    return found
+
+
+def _load_calls(tx: Connection, condition: Any) -> dict[int, list[Any]]:
+    rows = tx.execute(
+        select(db.tool_calls)
+        .join(db.episodes, db.episodes.c.id == db.tool_calls.c.episode_id)
+        .where(condition)
+        .order_by(db.tool_calls.c.step_id, db.tool_calls.c.call)
+    )
+    found: dict[int, list[Any]] = {}
+    for row in rows:
+        found.setdefault(row.step_id, []).append(row)
+    return found
+
+
+def _step_value(row: Mapping[Any, Any], calls: Sequence[Any]) -> Step:
+    made = tuple(
+        ToolCall(call.tool, call.arguments, call.result if call.error_class == "parse_error" else None) for call in calls
+    )
+    results = tuple(ToolResult(call.result or "", call.error_class, call.seconds) for call in calls)
+    return Step(
+        index=row["number"],
+        prompt=tuple(message_value(message) for message in row["prompt"]),
+        prompt_ids=tuple(unpack("i", row["prompt_ids"])),
+        sampled_ids=tuple(unpack("i", row["sampled_ids"])),
+        behavior_logprobs=tuple(unpack("f", row["behavior_logprobs"])),
+        finish_reason=row["finish_reason"],
+        message=Message("assistant", row["content"], row["thought"], made),
+        policy_version=row["version"],
+        seconds=row["generate_seconds"],
+        results=results if row["observed_at"] is not None else None,
+        new_row=row["new_row"],
+    )
+
+
+def task_value(row: Mapping[Any, Any]) -> Task:
+    """The task of a row that carries the tasks columns."""
+    return Task(row["key"], tuple(message_value(m) for m in row["messages"]), row["reference"], row["metadata"])
+
+
+def message_value(row: Mapping[str, str]) -> Message:
+    """The message of a JSON column."""
+    return Message(row["role"], row["content"], name=row.get("name", ""))  # type: ignore[arg-type]
+
+
+def message_row(message: Message) -> dict[str, str]:
+    """The message as a JSON column holds it."""
+    row = {"role": message.role, "content": clean(message.content)}
+    return row | {"name": message.name} if message.name else row
+
+
+def clean(text: str) -> str:
+    """The text as every database can hold it: NUL and lone surrogates replaced (the exact tokens are kept beside)."""
+    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")
+
+
+def clean_tree(value: Any) -> Any:
+    """A JSON value whose strings and numbers every database can hold."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, Mapping):
+        return {clean(str(key)): clean_tree(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [clean_tree(item) for item in value]
+    return value
+
+
+def pack(kind: str, values: Iterable[float]) -> bytes:
+    """Little-endian int32 (`i`) or float32 (`f`), 4 bytes a value."""
+    packed = array(kind, values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack(kind: str, blob: bytes) -> list[Any]:
+    """The values of a blob made by `pack`."""
+    packed = array(kind)
+    packed.frombytes(blob)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tolist()

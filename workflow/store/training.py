@@ -1,0 +1,320 @@
+"""Iterations are claimed for training, updates committed, policies published: all of it or nothing, and only once.
+
+The token counted up at the claim and checked at the commit fences a second trainer out. Only the commit publishes: the
+checkpoint's files are there before it, and mean nothing without it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Connection, func, select, update
+
+from workflow import db
+from workflow.db import now_ms
+from workflow.errors import Fenced
+from workflow.evaluate import Score
+from workflow.store.connect import insert, transaction
+from workflow.store.planning import OPEN, insert_iteration, log
+from workflow.store.rollout import MAX_LOSSES
+from workflow.store.rows import clean, load_episodes, task_value
+from workflow.trajectory import Group, PolicyRef
+
+
+@dataclass(frozen=True)
+class IterationWork:
+    """All that a train job needs of one iteration. `policy` is what the update starts from, with its optimizer state."""
+
+    id: int
+    token: int
+    run_id: int
+    run: str
+    kind: str
+    config: Mapping[str, Any]
+    seed: int
+    number: int
+    policy: PolicyRef
+    output_dir: str
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """What an update leaves behind.
+
+    Args:
+        metrics: one mapping per optimizer step; those of `db.UPDATE_METRICS`, `rows` and `tokens` are kept.
+        advantages: episode id -> advantage, for the episodes that were consumed.
+        dropped: slot -> why its group did not train.
+        path, sha256: the new checkpoint; empty if the update was skipped.
+        skipped: why no step was taken; empty if one was.
+        bad: the skip came from a NaN or Inf, and counts towards the run's failure.
+        seconds: of the update.
+    """
+
+    metrics: Sequence[Mapping[str, float]]
+    advantages: Mapping[int, float]
+    dropped: Mapping[int, str] = field(default_factory=dict)
+    path: str = ""
+    sha256: str = ""
+    skipped: str = ""
+    bad: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The policy version that the commit published, and the next iteration if there is one."""
+
+    version: int
+    next_iteration: int | None
+
+
+@transaction
+def claim_iteration(tx: Connection, iteration: int, worker: str, lease_seconds: float) -> IterationWork | None:
+    """Takes the iteration's lease and loads its episodes; None if it is not ready, over, held, or its run is not running.
+
+    With fewer than half of the planned episodes done the run is paused instead, and says why.
+    """
+    row = _claimable(tx, iteration)
+    if row is None:
+        return None
+    done = tx.execute(
+        select(func.count()).where(db.episodes.c.iteration_id == iteration, db.episodes.c.status == "done")
+    ).scalar_one()
+    if row["kind"] == "train" and 2 * done < row["episodes"] and not row["accept_partial"]:
+        reason = f"iteration {row['number']}: only {done} of {row['episodes']} episodes can train"
+        _set_run(tx, row["run_id"], "paused", reason)
+        return None
+    losses = row["losses"] + (1 if row["worker"] else 0)
+    if losses >= MAX_LOSSES:
+        _set_run(tx, row["run_id"], "failed", f"iteration {row['number']}: its trainer was lost {losses} times")
+        return None
+    token = tx.execute(
+        update(db.iterations)
+        .where(db.iterations.c.id == iteration)
+        .values(
+            train_token=db.iterations.c.train_token + 1,
+            worker=worker,
+            losses=losses,
+            lease_until=now_ms() + int(lease_seconds * 1000),
+        )
+        .returning(db.iterations.c.train_token)
+    ).scalar_one()
+    return IterationWork(
+        id=iteration,
+        token=token,
+        run_id=row["run_id"],
+        run=row["name"],
+        kind=row["kind"],
+        config=row["config"],
+        seed=row["seed"],
+        number=row["number"],
+        policy=_published(tx, row["run_id"], row["base"], row["base_hash"]),
+        output_dir=row["output_dir"],
+        groups=_load_groups(tx, iteration),
+    )
+
+
+def _claimable(tx: Connection, iteration: int) -> Mapping[str, Any] | None:
+    iterations, runs = db.iterations, db.runs
+    open_groups = (
+        select(func.count()).where(db.groups.c.iteration_id == iteration, db.groups.c.status.in_(OPEN)).scalar_subquery()
+    )
+    query = (
+        select(iterations, runs.c.name, runs.c.kind, runs.c.config, runs.c.seed, runs.c.base, runs.c.base_hash)
+        .add_columns(runs.c.output_dir)
+        .join(runs, runs.c.id == iterations.c.run_id)
+        .where(iterations.c.id == iteration, iterations.c.status.in_(OPEN), runs.c.status == "running")
+        .where(open_groups == 0, func.coalesce(iterations.c.lease_until, 0) < now_ms())
+        .with_for_update(of=iterations)
+    )
+    row = tx.execute(query).mappings().one_or_none()
+    return dict(row) if row else None
+
+
+def _published(tx: Connection, run_id: int, base: str, base_hash: str) -> PolicyRef:
+    latest = select(db.policies).where(db.policies.c.run_id == run_id).order_by(db.policies.c.version.desc()).limit(1)
+    row = tx.execute(latest).one()
+    return PolicyRef(base, base_hash, row.path, row.sha256, row.version)
+
+
+def _load_groups(tx: Connection, iteration: int) -> tuple[Group, ...]:
+    rows = tx.execute(
+        select(db.groups.c.slot, db.tasks)
+        .join(db.tasks, db.tasks.c.id == db.groups.c.task_id)
+        .where(db.groups.c.iteration_id == iteration)
+        .order_by(db.groups.c.slot)
+    ).mappings()
+    tasks = {row["id"]: task_value(row) for row in rows}
+    episodes = load_episodes(tx, db.episodes.c.iteration_id == iteration, tasks)
+    members: dict[str, list[Any]] = {task.key: [] for task in tasks.values()}
+    for episode in episodes:
+        members[episode.task.key].append(episode)
+    return tuple(Group(task, tuple(members[task.key])) for task in tasks.values())
+
+
+@transaction
+def extend_lease(tx: Connection, iteration: int, token: int, lease_seconds: float) -> bool:
+    """The trainer's heartbeat; False if another trainer holds the iteration."""
+    extended = tx.execute(
+        update(db.iterations)
+        .where(db.iterations.c.id == iteration, db.iterations.c.train_token == token)
+        .values(lease_until=now_ms() + int(lease_seconds * 1000))
+    )
+    return bool(extended.rowcount)
+
+
+@transaction
+def hand_back_iteration(tx: Connection, iteration: int, token: int) -> None:
+    """Ends the trainer's claim before its time, without counting a loss."""
+    tx.execute(
+        update(db.iterations)
+        .where(db.iterations.c.id == iteration, db.iterations.c.train_token == token)
+        .values(lease_until=now_ms() - 1, worker="")
+    )
+
+
+@transaction
+def commit_update(tx: Connection, work: IterationWork, record: UpdateRecord, max_bad_updates: int) -> Published:
+    """One commit: iteration done, episodes consumed, policy published, next iteration planned (or the run done).
+
+    Raises:
+        Fenced: another trainer holds the iteration, or it is over; what was computed is discarded.
+    """
+    _close_iteration(tx, work, record)
+    if record.metrics:
+        columns = ("rows", "tokens", *db.UPDATE_METRICS)
+        rows = [
+            {"run_id": work.run_id, "iteration_id": work.id, "minibatch": i} | {name: step.get(name) for name in columns}
+            for i, step in enumerate(record.metrics)
+        ]
+        tx.execute(db.updates.insert(), rows)
+    if record.advantages:
+        tx.execute(
+            db.consumptions.insert(),
+            [
+                {"run_id": work.run_id, "iteration_id": work.id, "episode_id": episode, "advantage": advantage}
+                for episode, advantage in record.advantages.items()
+            ],
+        )
+    for slot, reason in record.dropped.items():
+        tx.execute(
+            update(db.groups).where(db.groups.c.iteration_id == work.id, db.groups.c.slot == slot).values(dropped=reason)
+        )
+    policy_id = _publish(tx, work, record)
+    return Published(work.number + 1, _go_on(tx, work, record, policy_id, max_bad_updates))
+
+
+def _close_iteration(tx: Connection, work: IterationWork, record: UpdateRecord) -> None:
+    closed = tx.execute(
+        update(db.iterations)
+        .where(db.iterations.c.id == work.id, db.iterations.c.train_token == work.token, db.iterations.c.status.in_(OPEN))
+        .values(
+            status="done",
+            lease_until=None,
+            skipped=record.skipped,
+            dropped_groups=len(record.dropped),
+            trainable=sum(episode.trainable for group in work.groups for episode in group.episodes),
+            update_seconds=record.seconds,
+            finished_at=datetime.now(UTC),
+            **_sums(tx, work.id),
+        )
+    )
+    if not closed.rowcount:
+        raise Fenced(f"Iteration {work.number} of {work.run} is no longer held by train token {work.token}.")
+
+
+def _sums(tx: Connection, iteration: int) -> dict[str, Any]:
+    episodes = db.episodes.c
+    summed = ("prompt_tokens", "sampled_tokens", "tool_calls", "tool_errors")
+    row = tx.execute(
+        select(
+            func.avg(episodes.reward).filter(episodes.status == "done").label("mean_reward"),
+            func.max(episodes.finished_at, type_=db.Utc()).label("rolled_out_at"),
+            *(func.coalesce(func.sum(episodes[name]), 0).label(name) for name in summed),
+        ).where(episodes.iteration_id == iteration)
+    )
+    return dict(row.mappings().one())
+
+
+def _publish(tx: Connection, work: IterationWork, record: UpdateRecord) -> int:
+    ref = work.policy
+    trained = bool(record.path)
+    policy_id: int = tx.execute(
+        db.policies.insert()
+        .values(
+            run_id=work.run_id,
+            version=work.number + 1,
+            kind="trained" if trained else "alias",
+            path=record.path if trained else ref.path,
+            sha256=record.sha256 if trained else ref.sha256,
+        )
+        .returning(db.policies.c.id)
+    ).scalar_one()
+    return policy_id
+
+
+def _go_on(tx: Connection, work: IterationWork, record: UpdateRecord, policy_id: int, max_bad: int) -> int | None:
+    run = tx.execute(select(db.runs).where(db.runs.c.id == work.run_id).with_for_update()).mappings().one()
+    bad = run["bad_updates"] + 1 if record.bad else 0
+    tx.execute(update(db.runs).where(db.runs.c.id == work.run_id).values(bad_updates=bad))
+    if work.number + 1 >= run["iterations"]:
+        _set_run(tx, work.run_id, "done", "")
+        return None
+    following = insert_iteration(tx, work.run_id, work.number + 1, policy_id)
+    if bad >= max_bad:
+        _set_run(tx, work.run_id, "failed", f"{bad} updates in a row were skipped: {record.skipped}")
+        return None
+    return following if run["status"] == "running" else None
+
+
+@transaction
+def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
+    """Ends an eval run with its score.
+
+    Raises:
+        Fenced: another worker holds the iteration.
+    """
+    _close_iteration(tx, work, UpdateRecord((), {}))
+    tx.execute(
+        insert(tx, db.evals)
+        .values(
+            run_id=work.run_id,
+            policy=f"{work.policy.base}@{work.policy.path or 'base'}",
+            dataset=work.config["dataset"]["name"],
+            split=work.config["dataset"]["split"],
+            episodes=score.episodes,
+            errors=score.errors,
+            mean_reward=score.mean,
+            low=score.low,
+            high=score.high,
+        )
+        .on_conflict_do_nothing(index_elements=["run_id"])
+    )
+    _set_run(tx, work.run_id, "done", "")
+
+
+@transaction
+def confirm_base(tx: Connection, run: int, base_hash: str) -> str:
+    """Remembers the hash of the run's base at its first loading; returns the one in force."""
+    tx.execute(update(db.runs).where(db.runs.c.id == run, db.runs.c.base_hash == "").values(base_hash=base_hash))
+    return str(tx.execute(select(db.runs.c.base_hash).where(db.runs.c.id == run)).scalar_one())
+
+
+@transaction
+def fail_run(tx: Connection, run: int, reason: str) -> None:
+    """Ends the run as failed; `agentrl resume` takes it up again once the cause is mended."""
+    _set_run(tx, run, "failed", reason)
+
+
+def _set_run(tx: Connection, run_id: int, status: str, reason: str) -> None:
+    over = datetime.now(UTC) if status in ("done", "failed") else None
+    changed = tx.execute(
+        update(db.runs)
+        .where(db.runs.c.id == run_id, db.runs.c.status.in_(("planned", "running", "paused")))
+        .values(status=status, reason=clean(reason), finished_at=over)
+    )
+    if changed.rowcount:
+        log(tx, run_id, status, detail=reason)

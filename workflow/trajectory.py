@@ -1,0 +1,207 @@
+"""The language of agentrl as plain values: Task, Message, ToolCall, ToolResult, Step, Episode, Group, and their states.
+
+Nothing here knows a database, a process or a tensor: rewards, losses, replay and export run on these values alone.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+Status = Literal["planned", "running", "done", "failed", "infra_error", "cancelled"]
+StopReason = Literal["answered", "max_steps", "max_tokens", "parse_error", "tool_error", "timeout"]
+FinishReason = Literal["stop", "length"]
+
+TRANSITIONS: Mapping[str, frozenset[str]] = {
+    "planned": frozenset({"running", "infra_error", "cancelled"}),
+    "running": frozenset({"running", "done", "failed", "infra_error", "cancelled"}),
+    "done": frozenset(),
+    "failed": frozenset(),
+    "infra_error": frozenset(),
+    "cancelled": frozenset(),
+}
+"""Which status an episode may take after which; the database enforces that terminal ones stay terminal."""
+
+TERMINAL = frozenset(status for status, following in TRANSITIONS.items() if not following)
+
+
+UNCLOSED = "<tool_call> was not closed"
+"""The `error` of a call inside of which the policy stopped: the episode ends as parse_error, since no answer can follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call that the policy wrote. `error` says why it could not be read; `name` may then be empty."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a call returned, as the model reads it. `error_class` is None for success."""
+
+    content: str
+    error_class: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of the conversation. `name` is the tool's, where the role is `tool`."""
+
+    role: Role
+    content: str
+    thought: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One dataset row. `key` names it within its dataset for ever (`train/17`); `reference` is the gold answer."""
+
+    key: str
+    messages: tuple[Message, ...]
+    reference: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def content_hash(self) -> str:
+        """Hash of what the row says, so that an edited row is another task."""
+        text = json.dumps([[(m.role, m.content) for m in self.messages], self.reference, dict(self.metadata)], sort_keys=True)
+        return hashlib.sha256(f"{self.key}\0{text}".encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One policy turn: the prompt tokens that were new, the tokens that were sampled, the calls, their results.
+
+    Token ids are exact and never re-tokenised. `prompt_ids` continues the previous step's tokens, unless `new_row` says
+    why the template could not be continued; then it holds the whole prompt. `behavior_logprobs` has one natural-log
+    value per sampled token, at the sampling temperature. `results` is None until they are all observed.
+    """
+
+    index: int
+    prompt: tuple[Message, ...]
+    prompt_ids: tuple[int, ...]
+    sampled_ids: tuple[int, ...]
+    behavior_logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    message: Message
+    policy_version: int
+    seconds: float = 0.0
+    results: tuple[ToolResult, ...] | None = None
+    new_row: str | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether tool results are still to be observed."""
+        return bool(self.message.tool_calls) and self.results is None
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One attempt at one task: its steps so far and, at the end, why it stopped and what it earned."""
+
+    task: Task
+    sample: int = 0
+    steps: tuple[Step, ...] = ()
+    status: Status = "planned"
+    stop_reason: StopReason | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    reward: float | None = None
+    id: int = 0
+    error: str = ""
+
+    def with_step(self, step: Step) -> "Episode":
+        """This episode, one step later (the same index replaces)."""
+        return replace(self, steps=(*self.steps[: step.index], step), status="running")
+
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        """All tokens of the current training row: what the next prompt must start with."""
+        ids: list[int] = []
+        for step in self.steps:
+            if step.new_row is not None:
+                ids = []
+            ids += step.prompt_ids
+            ids += step.sampled_ids
+        return tuple(ids)
+
+    @property
+    def sampled_count(self) -> int:
+        """Tokens sampled so far: the position at which sampling goes on."""
+        return sum(len(step.sampled_ids) for step in self.steps)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation as the policy has seen and made it."""
+        return tuple(message for step in self.steps for message in (*step.prompt, step.message))
+
+    @property
+    def final_answer(self) -> str:
+        """The text of the last turn, where it called no tool; else empty."""
+        if not self.steps or self.steps[-1].message.tool_calls:
+            return ""
+        return self.steps[-1].message.content
+
+    @property
+    def trainable(self) -> bool:
+        """Done, whatever the stop_reason."""
+        return self.status == "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The episodes of one task in one iteration: they share a baseline."""
+
+    task: Task
+    episodes: tuple[Episode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRef:
+    """Which weights: a base by its hash, and what was trained on it by the sha256 of its file.
+
+    Args:
+        base: name or folder of the base model.
+        base_hash: hash of the base's weights and tokenizer files.
+        path: checkpoint folder; empty for the base as it is (version 0).
+        sha256: of the checkpoint's trained weights; empty for the base.
+        version: the run's policy_version.
+    """
+
+    base: str
+    base_hash: str
+    path: str = ""
+    sha256: str = ""
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingKey:
+    """What an episode's random draws depend on; attempt, worker and batch row are not in it.
+
+    Args:
+        seed: the run's seed.
+        purpose: `train`, `eval` or `fork:EPISODE:STEP`.
+        iteration: index of the iteration.
+        task: the task's key.
+        sample: number of the episode within its group.
+    """
+
+    seed: int
+    purpose: str
+    iteration: int
+    task: str
+    sample: int
+
+    @property
+    def bits(self) -> int:
+        """The key as 64 bits."""
+        text = f"{self.seed}|{self.purpose}|{self.iteration}|{self.task}|{self.sample}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")

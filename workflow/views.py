@@ -1,0 +1,175 @@
+"""Views and functions for people, and the triggers that keep terminal states terminal: SQL made anew after every migration.
+
+A view joins what a question needs and names things as a researcher would; none reads a blob. The triggers refuse to move an
+episode, group, iteration or run out of a terminal state, whoever writes.
+"""
+
+from sqlalchemy import Connection, text
+
+from workflow.trajectory import TERMINAL
+
+VIEWS = {
+    "v_runs": """
+        SELECT r.id, r.name AS run, r.kind, r.status, r.reason, r.dataset, r.base AS model, r.seed, r.epochs, r.iterations,
+               (SELECT count(*) FROM iterations i WHERE i.run_id = r.id AND i.status = 'done') AS iterations_done,
+               (SELECT max(p.version) FROM policies p WHERE p.run_id = r.id) AS policy_version,
+               (SELECT count(*) FROM episodes e WHERE e.run_id = r.id AND e.status = 'done') AS episodes_done,
+               (SELECT i.mean_reward FROM iterations i WHERE i.run_id = r.id AND i.mean_reward IS NOT NULL
+                ORDER BY i.number DESC LIMIT 1) AS last_reward,
+               r.created_at, r.started_at, r.finished_at, {seconds:r.started_at,r.finished_at} AS seconds
+        FROM runs r""",
+    "v_iterations": """
+        SELECT i.id, r.name AS run, i.epoch, i.number AS iteration, i.status, i.skipped, i.episodes, i.trainable,
+               i.dropped_groups,
+               (SELECT count(*) FROM groups g WHERE g.iteration_id = i.id AND g.std_reward = 0) AS flat_groups,
+               i.mean_reward, p.version AS policy_version, u.loss, u.kl, u.entropy, u.clip_fraction, u.grad_norm,
+               u.sampler_difference_max, i.prompt_tokens + i.sampled_tokens AS tokens, i.prompt_tokens,
+               i.sampled_tokens, i.tool_calls, i.tool_errors, i.update_seconds,
+               {seconds:i.started_at,i.rolled_out_at} AS rollout_seconds,
+               {seconds:i.started_at,i.finished_at} AS seconds, i.started_at, i.finished_at
+        FROM iterations i
+        JOIN runs r ON r.id = i.run_id
+        JOIN policies p ON p.id = i.policy_id
+        LEFT JOIN (SELECT iteration_id, avg(loss) AS loss, avg(kl) AS kl, avg(entropy) AS entropy,
+                          avg(clip_fraction) AS clip_fraction, avg(grad_norm) AS grad_norm,
+                          max(sampler_difference_max) AS sampler_difference_max
+                   FROM updates GROUP BY iteration_id) u ON u.iteration_id = i.id""",
+    "v_groups": """
+        SELECT g.id, r.name AS run, i.number AS iteration, g.slot, g.kind, g.status, g.dropped, t.key AS task, t.reference,
+               g.mean_reward, g.std_reward, g.attempt, g.losses, g.failures, g.worker, g.started_at, g.finished_at,
+               {seconds:g.started_at,g.finished_at} AS seconds
+        FROM groups g
+        JOIN runs r ON r.id = g.run_id
+        JOIN iterations i ON i.id = g.iteration_id
+        JOIN tasks t ON t.id = g.task_id""",
+    "v_episodes": """
+        SELECT e.id, r.name AS run, i.epoch, i.number AS iteration, g.slot, e.sample, t.key AS task, e.status, e.stop_reason,
+               e.reward, c.advantage, e.final_answer, t.reference, p.version AS policy_version, e.steps, e.prompt_tokens,
+               e.sampled_tokens, e.tool_calls, e.tool_errors, e.generate_seconds, e.tool_seconds,
+               {seconds:e.started_at,e.finished_at} AS seconds, e.error_class, e.error, e.tainted, e.attempt, e.parent_id,
+               e.fork_step, e.group_id, e.started_at, e.finished_at
+        FROM episodes e
+        JOIN runs r ON r.id = e.run_id
+        JOIN iterations i ON i.id = e.iteration_id
+        JOIN groups g ON g.id = e.group_id
+        JOIN tasks t ON t.id = e.task_id
+        JOIN policies p ON p.id = i.policy_id
+        LEFT JOIN consumptions c ON c.episode_id = e.id AND c.run_id = e.run_id AND c.stage = 'train'""",
+    "v_steps": """
+        SELECT s.id, r.name AS run, i.number AS iteration, s.episode_id, s.number AS step, s.attempt, s.thought, s.content,
+               s.text, s.finish_reason, s.prompt_tokens, s.sampled_tokens,
+               s.logprob_sum / nullif(s.sampled_tokens, 0) AS mean_logprob, s.generate_seconds, p.version AS policy_version,
+               s.new_row, s.sampled_at, s.observed_at
+        FROM steps s
+        JOIN episodes e ON e.id = s.episode_id AND e.attempt = s.attempt
+        JOIN iterations i ON i.id = e.iteration_id
+        JOIN runs r ON r.id = e.run_id
+        JOIN policies p ON p.id = s.policy_id""",
+    "v_tool_calls": """
+        SELECT c.id, r.name AS run, i.number AS iteration, c.episode_id, c.step, c.call, c.tool, c.arguments, c.status,
+               c.result, c.error_class, c.effects, c.starts, c.seconds, {seconds:c.created_at,c.started_at} AS queue_seconds,
+               c.worker, c.created_at, c.started_at, c.finished_at
+        FROM tool_calls c
+        JOIN episodes e ON e.id = c.episode_id AND e.attempt = c.attempt
+        JOIN iterations i ON i.id = e.iteration_id
+        JOIN runs r ON r.id = e.run_id""",
+    "v_rewards": """
+        SELECT w.id, r.name AS run, i.number AS iteration, w.episode_id, t.key AS task, s.name AS reward_set, w.part, w.value,
+               w.weight
+        FROM rewards w
+        JOIN reward_sets s ON s.id = w.reward_set_id
+        JOIN episodes e ON e.id = w.episode_id
+        JOIN iterations i ON i.id = e.iteration_id
+        JOIN runs r ON r.id = e.run_id
+        JOIN tasks t ON t.id = e.task_id""",
+    "v_updates": """
+        SELECT u.id, r.name AS run, i.epoch, i.number AS iteration, u.minibatch, u.rows, u.tokens, u.loss, u.kl, u.entropy,
+               u.clip_fraction, u.ratio, u.grad_norm, u.learning_rate, u.sampler_difference_mean,
+               u.sampler_difference_max
+        FROM updates u
+        JOIN iterations i ON i.id = u.iteration_id
+        JOIN runs r ON r.id = u.run_id""",
+}
+
+FUNCTIONS = {
+    "rl_i4": "bits",
+    "rl_f4": """
+        CASE WHEN (bits >> 23) & 255 = 255 THEN NULL ELSE
+          (CASE WHEN bits < 0 THEN -1.0::float8 ELSE 1.0::float8 END)
+          * (CASE WHEN (bits >> 23) & 255 = 0 THEN (bits & 8388607) * power(2::float8, -149)
+             ELSE ((bits & 8388607) + 8388608) * power(2::float8, ((bits >> 23) & 255) - 150) END) END""",
+}
+"""Postgres function -> the value of one packed little-endian word; SQLite's are made by `workflow.store.query`."""
+
+GUARDED = {
+    "episodes": sorted(TERMINAL),
+    "groups": ["cancelled", "done"],
+    "iterations": ["cancelled", "done"],
+    "runs": ["cancelled", "done"],
+}
+"""Table -> statuses that no update may leave. A failed run may be resumed."""
+
+
+def create(tx: Connection) -> None:
+    """Makes every view and trigger."""
+    for name, query in VIEWS.items():
+        tx.execute(text(f"CREATE VIEW {name} AS {_dialect(query, tx.dialect.name)}"))
+    if tx.dialect.name == "postgresql":
+        for name, value in FUNCTIONS.items():
+            tx.execute(text(_unpacking(name, value)))
+    for table, statuses in GUARDED.items():
+        for statement in _guard(table, statuses, tx.dialect.name):
+            tx.execute(text(statement))
+
+
+def drop(tx: Connection) -> None:
+    """Removes every view and trigger, present or not: a migration runs without them."""
+    for name in VIEWS:
+        tx.execute(text(f"DROP VIEW IF EXISTS {name}"))
+    if tx.dialect.name == "postgresql":
+        for name in FUNCTIONS:
+            tx.execute(text(f"DROP FUNCTION IF EXISTS {name}(bytea)"))
+    for table in GUARDED:
+        if tx.dialect.name == "postgresql":
+            tx.execute(text(f"DROP FUNCTION IF EXISTS guard_{table}() CASCADE"))
+        else:
+            tx.execute(text(f"DROP TRIGGER IF EXISTS guard_{table}"))
+
+
+def _dialect(query: str, dialect: str) -> str:
+    head, *parts = query.split("{seconds:")
+    pieces = [head]
+    for part in parts:
+        moments, rest = part.split("}", 1)
+        start, end = moments.split(",")
+        if dialect == "postgresql":
+            pieces.append(f"extract(epoch FROM ({end} - {start}))::float8{rest}")
+        else:
+            pieces.append(f"((julianday({end}) - julianday({start})) * 86400.0){rest}")
+    return "".join(pieces)
+
+
+def _unpacking(name: str, value: str) -> str:
+    word = " | ".join(f"(get_byte(blob, 4 * i + {byte}) << {8 * byte})" for byte in range(4))
+    return f"""
+        CREATE FUNCTION {name}(blob bytea) RETURNS text LANGUAGE sql IMMUTABLE STRICT AS $$
+          SELECT coalesce('[' || string_agg(coalesce(({value})::text, 'null'), ', ' ORDER BY i) || ']', '[]')
+          FROM (SELECT i, {word} AS bits FROM generate_series(0, length(blob) / 4 - 1) AS i) AS words
+        $$"""
+
+
+def _guard(table: str, statuses: list[str], dialect: str) -> list[str]:
+    listed = ", ".join(f"'{status}'" for status in statuses)
+    condition = f"OLD.status IN ({listed}) AND NEW.status <> OLD.status"
+    message = f"a finished row of {table} keeps its status"
+    if dialect == "postgresql":
+        return [
+            f"CREATE FUNCTION guard_{table}() RETURNS trigger LANGUAGE plpgsql AS "
+            f"$$ BEGIN RAISE EXCEPTION '{message}' USING ERRCODE = 'check_violation'; END $$",
+            f"CREATE TRIGGER guard_{table} BEFORE UPDATE OF status ON {table} FOR EACH ROW "
+            f"WHEN ({condition}) EXECUTE FUNCTION guard_{table}()",
+        ]
+    return [
+        f"CREATE TRIGGER guard_{table} BEFORE UPDATE OF status ON {table} FOR EACH ROW "
+        f"WHEN {condition} BEGIN SELECT RAISE(ABORT, '{message}'); END"
+    ]
