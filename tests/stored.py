@@ -53,7 +53,9 @@ def submission(
 def start(db: Database, wanted: Submission) -> list[int]:
     """Submits the run and sends its first iteration; returns its groups."""
     made = planning.submit(db, wanted)
-    return planning.start_iteration(db, planning.first_iteration(db, made.id))
+    groups = planning.start_iteration(db, planning.first_iteration(db, made.id))
+    planning.mark_groups_sent(db, groups)
+    return groups
 
 
 def claim(db: Database, group: int, worker: str = "host:1", lease: float = LEASE) -> GroupWork:

@@ -61,7 +61,8 @@ def test_the_math_env_opens_with_its_prompt_and_offers_the_calculator() -> None:
     question = Message("user", "How many?")
     system, asked = env.reset(Task("t", (question,), "1"))
     assert (system.role, asked) == ("system", question)
-    assert "calculator" in system.content and "#### <number>" in system.content
+    assert "calculator" in system.content
+    assert "#### <number>" in system.content
     assert list(env.toolset()) == ["calculator"]
     observed = env.step([ToolCall("calculator", {"expression": "1+1"})], [ToolResult("2")])
     assert observed == (Message("tool", "2", name="calculator"),)

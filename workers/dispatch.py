@@ -25,6 +25,7 @@ def dispatch(db: Database, iteration: int) -> None:
     jobs = [app.signature("agentrl.rollout", args=[part], immutable=True) for part in headers(tuple(groups))]
     with _reaching():
         chord(jobs)(app.signature("agentrl.train", args=[iteration], immutable=True))
+    planning.mark_groups_sent(db, groups)
 
 
 def send_rollouts(db: Database, groups: Sequence[int]) -> None:

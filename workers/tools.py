@@ -26,6 +26,8 @@ from workflow.trajectory import ToolResult
 
 log = getLogger("agentrl.tools")
 MAX_RESULT_CHARACTERS = 65536
+GRACE_SECONDS = 5.0
+"""How much longer than its tool's limit a call may take to be recorded."""
 
 
 @app.task(name="agentrl.call")
@@ -34,14 +36,20 @@ def call(call_id: int, reply_to: str) -> None:
     work = calls.find_call(database(), call_id)
     if work is not None:
         started = datetime.now(UTC)
-        calls.record_result(database(), call_id, _result(work), started, worker_name())
+        result = _result(work)
+        if result is None:
+            return
+        calls.record_result(database(), call_id, result, started, worker_name())
     _waker().wake(reply_to, call_id)
 
 
-def _result(work: CallWork) -> ToolResult:
+def _result(work: CallWork) -> ToolResult | None:
+    """What the call came to; None while another worker may still be running it, and it must not run twice."""
     tool = toolset(work.env)[work.tool]
-    if work.effects == "once" and not calls.start_once(database(), work.id, worker_name()):
-        return UNKNOWN_OUTCOME
+    if work.effects == "once":
+        start = calls.start_once(database(), work.id, worker_name(), tool.timeout_seconds + GRACE_SECONDS)
+        if start != "ours":
+            return UNKNOWN_OUTCOME if start == "lost" else None
     return run_tool(tool, work)
 
 

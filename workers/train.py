@@ -7,6 +7,8 @@ exactly the published checkpoint; after anything else the trainer loads that fir
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from logging import getLogger
 from pathlib import Path
 
@@ -36,7 +38,7 @@ def train(iteration: int) -> None:
     fenced = threading.Event()
     heartbeat().hold_iteration(work.id, work.token, fenced.set)
     try:
-        published = _conclude(work) if work.kind == "eval" else _train(work, fenced)
+        published = _conclude(work) if work.kind == "eval" else _thread().submit(_train, work, fenced).result()
     except Fenced as error:
         log.info("%s", error)
     except (ModelError, CheckpointError, InfraError) as error:
@@ -47,6 +49,12 @@ def train(iteration: int) -> None:
         _go_on(work, published)
     finally:
         heartbeat().drop_iteration(work.id, work.token)
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    """All updates run in one thread: glibc keeps what a thread freed for that thread, a copy of the activations in each."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
 
 
 def _conclude(work: IterationWork) -> Published:

@@ -200,7 +200,7 @@ iterations = Table(
     Column("train_sent_ms", BigInteger, nullable=True),
     Column("train_sends", Integer, nullable=False, server_default="0"),
     Column("losses", Integer, nullable=False, server_default="0"),
-    Column("accept_partial", Boolean, nullable=False, server_default="0"),
+    Column("too_few", String(8), nullable=False, server_default=""),
     _count("episodes"),
     _count("trainable"),
     _count("dropped_groups"),
@@ -217,6 +217,7 @@ iterations = Table(
     _at("finished_at"),
     UniqueConstraint("run_id", "number"),
     _one_of("status", WORK_STATUS),
+    _one_of("too_few", ("", "paused", "accepted")),
 )
 
 groups = Table(
@@ -332,6 +333,7 @@ tool_calls = Table(
     Column("result", Text, nullable=True),
     Column("error_class", String(32), nullable=True),
     Column("starts", Integer, nullable=False, server_default="0"),
+    Column("lease_until", BigInteger, nullable=True),
     _text("worker"),
     _seconds("seconds"),
     _created(),

@@ -287,7 +287,7 @@ def _placement(config: ModelConfig, dtype: torch.dtype, device: torch.device) ->
 
 def _trainable_4bit(model: Any) -> Any:
     """Without bitsandbytes' repacking for the CPU: the first sampled token would do it for good, and then nothing trains."""
-    from bitsandbytes.nn import Linear4bit
+    from bitsandbytes.nn.modules import Linear4bit
 
     for module in model.modules():
         if isinstance(module, Linear4bit):

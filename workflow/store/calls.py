@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import Connection, case, select, update
 
 from workflow import db
+from workflow.db import now_ms
 from workflow.store.connect import reading, transaction
 from workflow.store.rows import clean
 from workflow.trajectory import ToolResult
@@ -44,14 +45,27 @@ def find_call(tx: Connection, call: int) -> CallWork | None:
 
 
 @transaction
-def start_once(tx: Connection, call: int, worker: str) -> bool:
-    """Commits the start of a call that must not run twice; False if it was started before."""
+def start_once(tx: Connection, call: int, worker: str, seconds: float) -> Literal["ours", "running", "lost"]:
+    """Commits the start of a call that must not run twice and may take `seconds`.
+
+    Returns `ours` for the one that may run it, `running` while that one may still be at it, `lost` after that.
+    """
+    calls = db.tool_calls
     started = tx.execute(
-        update(db.tool_calls)
-        .where(db.tool_calls.c.id == call, db.tool_calls.c.status == "pending")
-        .values(status="started", worker=worker, starts=db.tool_calls.c.starts + 1, started_at=datetime.now(UTC))
+        update(calls)
+        .where(calls.c.id == call, calls.c.status == "pending")
+        .values(
+            status="started",
+            worker=worker,
+            starts=calls.c.starts + 1,
+            lease_until=now_ms() + int(seconds * 1000),
+            started_at=datetime.now(UTC),
+        )
     )
-    return bool(started.rowcount)
+    if started.rowcount:
+        return "ours"
+    lost = select(calls.c.id).where(calls.c.id == call, calls.c.lease_until < now_ms())
+    return "lost" if tx.execute(lost).first() else "running"
 
 
 @transaction

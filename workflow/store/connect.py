@@ -6,8 +6,10 @@ writers); one that loses its connection is run again, which is safe since every 
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -38,8 +40,7 @@ class Database:
         self.url = parsed
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self.engine = self._sqlite() if self.is_sqlite else self._postgres()
-        # SQLite has one writer, and who finds it busy sleeps and asks again: threads of one process wait in line instead.
-        self._line = threading.Lock() if self.is_sqlite else nullcontext()
+        self._together = _Together(self.engine)
 
     def _sqlite(self) -> Engine:
         if self.url.database:
@@ -71,7 +72,9 @@ class Database:
         pause = 0.05
         while True:
             try:
-                with self._line, self.engine.begin() as connection:
+                if self.is_sqlite:
+                    return self._together.run(work)
+                with self.engine.begin() as connection:
                     return work(connection)
             except DBAPIError as error:
                 if not _passing(error):
@@ -98,6 +101,64 @@ class Database:
     def close(self) -> None:
         """Gives all connections back."""
         self.engine.dispose()
+
+
+@dataclass
+class _Errand:
+    """One thread's work in a shared transaction, and what came of it."""
+
+    work: Callable[[Connection], Any]
+    done: bool = False
+    result: Any = None
+    error: BaseException | None = None
+
+
+class _Together:
+    """Group commit for SQLite: while one thread of the process writes, the others wait in line; the next takes them all.
+
+    SQLite has one writer, and who finds it busy sleeps and asks again; so a process had better ask once for all its threads.
+    Each errand has a savepoint: one that raises undoes itself alone.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._turn = threading.Lock()
+        self._line: deque[_Errand] = deque()
+
+    def run(self, work: Callable[[Connection], T]) -> T:
+        """The work's result, once it is committed."""
+        mine = _Errand(work)
+        self._line.append(mine)
+        with self._turn:
+            if not mine.done:
+                self._take_all()
+        if mine.error is not None:
+            raise mine.error
+        result: T = mine.result
+        return result
+
+    def _take_all(self) -> None:
+        taken = [self._line.popleft() for _ in range(len(self._line))]
+        try:
+            with self._engine.begin() as connection:
+                for errand in taken:
+                    self._do(connection, errand, alone=len(taken) == 1)
+        except Exception as error:  # noqa: BLE001 - nothing was committed: each thread raises it, or tries again
+            for errand in taken:
+                errand.error = errand.error or error
+        for errand in taken:
+            errand.done = True
+
+    @staticmethod
+    def _do(connection: Connection, errand: _Errand, alone: bool) -> None:
+        if alone:
+            errand.result = errand.work(connection)
+            return
+        try:
+            with connection.begin_nested():
+                errand.result = errand.work(connection)
+        except Exception as error:  # noqa: BLE001 - its thread raises it; the others' work stands
+            errand.error = error
 
 
 def transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable[Concatenate[Database, P], T]:

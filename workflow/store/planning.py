@@ -218,7 +218,7 @@ def mark_train_sent(tx: Connection, iteration: int) -> None:
 
 @transaction
 def start_iteration(tx: Connection, iteration: int) -> list[int]:
-    """Marks the iteration running and its groups sent; returns the groups that are not terminal, in slot order."""
+    """Marks the iteration running; returns its groups that are not terminal, in slot order."""
     started = tx.execute(
         update(db.iterations)
         .where(db.iterations.c.id == iteration, db.iterations.c.status == "planned")
@@ -229,16 +229,8 @@ def start_iteration(tx: Connection, iteration: int) -> list[int]:
         tx.execute(
             update(db.runs).where(db.runs.c.id == started, db.runs.c.started_at.is_(None)).values(started_at=datetime.now(UTC))
         )
-    open_groups = db.groups.c.status.in_(OPEN)
-    tx.execute(
-        update(db.groups)
-        .where(db.groups.c.iteration_id == iteration, open_groups)
-        .values(sent_ms=now_ms(), sends=db.groups.c.sends + 1)
-    )
-    rows = tx.execute(
-        select(db.groups.c.id).where(db.groups.c.iteration_id == iteration, open_groups).order_by(db.groups.c.slot)
-    )
-    return list(rows.scalars())
+    mine = select(db.groups.c.id).where(db.groups.c.iteration_id == iteration, db.groups.c.status.in_(OPEN))
+    return list(tx.execute(mine.order_by(db.groups.c.slot)).scalars())
 
 
 @reading
@@ -294,12 +286,11 @@ def resume(tx: Connection, run: str) -> dict[str, Any]:
     # A message sent before the pause may be gone: what is not held is sent again at once.
     for table, sent in ((db.groups, {"sent_ms": None, "sends": 0}), (db.iterations, {"train_sent_ms": None, "train_sends": 0})):
         tx.execute(update(table).where(table.c.run_id == row["id"], table.c.status.in_(OPEN), _unheld(table)).values(sent))
-    if row["status"] == "paused":
-        tx.execute(
-            update(db.iterations)
-            .where(db.iterations.c.run_id == row["id"], db.iterations.c.status.in_(OPEN))
-            .values(accept_partial=True)
-        )
+    tx.execute(
+        update(db.iterations)
+        .where(db.iterations.c.run_id == row["id"], db.iterations.c.too_few == "paused")
+        .values(too_few="accepted")
+    )
     return row
 
 

@@ -83,7 +83,8 @@ def claim_iteration(tx: Connection, iteration: int, worker: str, lease_seconds: 
     done = tx.execute(
         select(func.count()).where(db.episodes.c.iteration_id == iteration, db.episodes.c.status == "done")
     ).scalar_one()
-    if row["kind"] == "train" and 2 * done < row["episodes"] and not row["accept_partial"]:
+    if row["kind"] == "train" and 2 * done < row["episodes"] and row["too_few"] != "accepted":
+        tx.execute(update(db.iterations).where(db.iterations.c.id == iteration).values(too_few="paused"))
         reason = f"iteration {row['number']}: only {done} of {row['episodes']} episodes can train"
         _set_run(tx, row["run_id"], "paused", reason)
         return None
