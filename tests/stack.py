@@ -30,7 +30,7 @@ class Stack:
         self.environment = {
             **os.environ,
             "AGENTRL_HOME": str(home),
-            "AGENTRL_LEASE_SECONDS": "2",
+            "AGENTRL_LEASE_SECONDS": "5",
             "AGENTRL_TICK_SECONDS": "0.5",
             "AGENTRL_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -83,13 +83,13 @@ class Stack:
         """Waits until the run has the status."""
         self.wait(lambda: observe.describe_run(self.database, run)["status"] == status, f"{run} being {status}")
 
-    def kill_worker(self, role: str) -> None:
-        """kill -9 of the embedded stack's worker of that role."""
+    def kill_worker(self, role: str, number: int = signal.SIGKILL) -> None:
+        """Sends the embedded stack's worker of that role a signal, kill -9 unless another is asked for."""
         found = subprocess.run(["pgrep", "-f", f"workers.main {role}$"], capture_output=True, text=True, check=False)
         mine = [pid for pid in map(int, found.stdout.split()) if self._is_mine(pid)]
         assert mine, f"no worker {role} runs"
         for pid in mine:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
     def _is_mine(self, pid: int) -> bool:
         try:

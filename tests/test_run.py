@@ -3,6 +3,7 @@ trains.
 """
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,6 +87,18 @@ def test_a_rollout_worker_killed_in_the_middle_costs_no_episode(stack: Stack, mo
     assert_whole(stack.database, iterations=6, episodes=96)
 
 
+def test_a_worker_that_is_told_to_stop_hands_its_claims_back_and_no_loss_is_counted(stack: Stack, model: Path) -> None:
+    run = stack.agentrl(
+        "submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "16", *SMALL, "--max-new-tokens", "200"
+    ).strip()
+    stack.wait(lambda: count(stack.database, "SELECT count(*) FROM steps") > 4, "the first steps")
+    stack.kill_worker("rollout,train", signal.SIGTERM)
+    stack.wait_for(run)
+    assert_whole(stack.database, iterations=4, episodes=64)
+    assert count(stack.database, "SELECT max(losses) FROM groups") == 0
+    assert count(stack.database, "SELECT max(attempt) FROM groups") == 2
+
+
 def test_a_paused_run_stands_still_until_it_is_resumed(stack: Stack, model: Path) -> None:
     run = stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "16", *SMALL).strip()
     stack.agentrl("pause", run)
@@ -131,3 +144,100 @@ def test_an_evaluation_is_a_run_of_its_own_with_an_interval(stack: Stack, model:
     assert said["episodes"] == 6
     assert said["low"] <= said["mean_reward"] <= said["high"]
     assert count(stack.database, "SELECT count(*) FROM policies") == 1
+
+
+def hub_cache(folder: Path, name: str) -> Path:
+    """A hub cache that holds one random model under that name, as a download would have left it."""
+    repository = folder / "hub" / f"models--{name.replace('/', '--')}"
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    tiny_random(repository / "snapshots" / revision)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    return folder
+
+
+def gsm8k_rows(folder: Path) -> Path:
+    """Two rows in the published format."""
+    rows = [
+        {"question": "Ann has 2 pens and buys 3. How many?", "answer": "2+3=<<2+3=5>>5 pens.\n#### 5"},
+        {"question": "Four boxes of 6 eggs. How many eggs?", "answer": "4*6=<<4*6=24>>24 eggs.\n#### 24"},
+    ]
+    folder.mkdir()
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_the_first_command_of_the_readme_runs_from_a_hub_cache(short_folder: Path) -> None:
+    stack = Stack(
+        short_folder / "home",
+        HF_HOME=str(hub_cache(short_folder / "hf", "Qwen/Qwen2.5-0.5B-Instruct")),
+        AGENTRL_GSM8K_DIR=str(gsm8k_rows(short_folder / "gsm8k")),
+        AGENTRL_IDLE_STOP_SECONDS="3600",
+    )
+    try:
+        run = stack.agentrl("submit", "--dataset", "gsm8k", "--epochs", "3").strip()
+        stack.wait_for(run)
+        assert_whole(stack.database, iterations=3, episodes=48)
+        assert observe.describe_run(stack.database, run)["model"] == "Qwen/Qwen2.5-0.5B-Instruct"
+        assert count(stack.database, "SELECT count(*) FROM runs WHERE length(base_hash) = 64") == 1
+    finally:
+        stack.close()
+
+
+HOOK = """
+from pathlib import Path
+
+from workflow.hooks import Hook
+
+
+class Diary(Hook):
+    def _note(self, place):
+        with Path(__file__).with_name("diary").open("a") as file:
+            file.write(place + "\\n")
+
+    def on_run_start(self, run, config): self._note("run_start")
+    def on_rollout_start(self, episode): self._note("rollout_start")
+    def on_trace_start(self, episode): self._note("trace_start")
+    def on_trace_end(self, episode): self._note("trace_end")
+    def on_update_end(self, run, iteration, metrics): self._note("update_end")
+
+    def on_rollout_end(self, episode):
+        self._note("rollout_end")
+        if episode.sample == 3:
+            raise ValueError("no third one")
+        return {"turns": float(len(episode.steps))}
+"""
+
+
+def test_hooks_are_called_and_add_reward_parts_and_one_that_raises_fails_its_episode(short_folder: Path, model: Path) -> None:
+    (short_folder / "diary_hook.py").write_text(HOOK.replace("\\\\", "\\"))
+    stack = Stack(short_folder / "home", PYTHONPATH=str(short_folder), AGENTRL_IDLE_STOP_SECONDS="3600")
+    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "4", "-s", "hooks=[diary_hook:Diary]")
+    try:
+        stack.agentrl("submit", *asked, *SMALL, "--wait")
+    finally:
+        stack.close()
+    noted = (short_folder / "diary").read_text().split()
+    steps = count(stack.database, "SELECT count(*) FROM steps")
+    assert {place: noted.count(place) for place in set(noted)} == {
+        "run_start": 1,
+        "rollout_start": 16,
+        "trace_start": steps,
+        "trace_end": steps,
+        "rollout_end": 16,
+        "update_end": 1,
+    }
+    assert count(stack.database, "SELECT count(*) FROM rewards WHERE part = 'turns' AND value >= 1") == 12
+    assert count(stack.database, "SELECT count(*) FROM episodes WHERE status = 'failed' AND error LIKE '%no third one%'") == 4
+    assert count(stack.database, "SELECT count(*) FROM episodes WHERE status = 'done' AND reward >= 1") == 12
+
+
+def test_without_any_redis_the_stack_is_one_process_and_says_so(short_folder: Path, model: Path) -> None:
+    stack = Stack(short_folder / "home", AGENTRL_REDIS_SERVER="none", AGENTRL_IDLE_STOP_SECONDS="3600")
+    try:
+        stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", *SMALL, "--wait")
+        assert_whole(stack.database, iterations=2, episodes=32)
+        assert "in-memory broker" in stack.logs()
+    finally:
+        stack.close()

@@ -27,7 +27,7 @@ from workflow.settings import settings
 from workflow.store import rollout as store
 from workflow.store import steps
 from workflow.store.connect import Database
-from workflow.store.rollout import GroupWork, Outcome
+from workflow.store.rollout import Fence, GroupWork, Outcome
 from workflow.store.steps import CallRecord, Sampled
 from workflow.trajectory import Episode, Message, SamplingKey, Step, StopReason
 
@@ -64,7 +64,7 @@ class _Waiting:
 
 @dataclass
 class GroupRollout:
-    """Drives the unfinished episodes of one group. `live` until they are finished or the group is lost."""
+    """Drives the unfinished episodes of one group. `live` until they are finished or the group's fence is among the `lost`."""
 
     db: Database
     work: GroupWork
@@ -72,11 +72,11 @@ class GroupRollout:
     engine: Engine
     chat: Chat
     inbox: "SimpleQueue[Event]"
+    lost: set[Fence]
     iteration_ready: int | None = None
     _episodes: dict[int, Episode] = field(default_factory=dict)
     _drafts: dict[int, _Draft] = field(default_factory=dict)
     _waiting: dict[int, _Waiting] = field(default_factory=dict)
-    _lost: bool = False
 
     def __post_init__(self) -> None:
         assert self.config.env is not None
@@ -89,11 +89,11 @@ class GroupRollout:
     @property
     def live(self) -> bool:
         """Whether there is something left to do."""
-        return bool(self._episodes) and not self._lost
+        return bool(self._episodes) and self.work.fence not in self.lost
 
     def lose(self) -> None:
         """Another worker has the group, or this attempt is over: nothing more is written."""
-        self._lost = True
+        self.lost.add(self.work.fence)
         for waiting in list(self._waiting.values()):
             for call in waiting.calls:
                 _replies().forget(call)

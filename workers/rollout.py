@@ -5,7 +5,8 @@ commits it and asks `next_action` what follows. While some episodes wait for a t
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from logging import getLogger
 from queue import Empty, SimpleQueue
 
@@ -17,11 +18,11 @@ from workers.episodes import Event, GroupRollout
 from workers.models import models
 from workers.process import database, heartbeat, stopping, worker_name
 from workflow.config import RunConfig
-from workflow.errors import AgentRLError, CheckpointError, Fenced, ModelError, ServiceError
+from workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, ModelError, ServiceError
 from workflow.settings import settings
 from workflow.store import rollout as store
 from workflow.store import training
-from workflow.store.rollout import GroupWork
+from workflow.store.rollout import Fence, GroupWork
 
 log = getLogger("agentrl.rollout")
 POLL_SECONDS = 2.0
@@ -56,27 +57,43 @@ def _by_run(works: Sequence[GroupWork]) -> list[list[GroupWork]]:
 def _roll_out(works: Sequence[GroupWork]) -> None:
     """Drives the groups of one run; every failure ends at the boundary that it belongs to."""
     config = RunConfig.model_validate(works[0].config)
-    inbox: SimpleQueue[Event] = SimpleQueue()
-    beat = heartbeat()
+    lost: set[Fence] = set()
+    for work in works:  # from now on: loading a model may take longer than a lease
+        heartbeat().hold_group(work.fence, partial(lost.add, work.fence))
     try:
         with models.use(config.model, works[0].policy.base) as loaded:
-            in_force = training.confirm_base(database(), works[0].run_id, loaded.policy.base_hash)
-            if in_force != loaded.policy.base_hash:
-                raise ModelError(f"The run was made with base {in_force[:12]}, here it is {loaded.policy.base_hash[:12]}.")
+            _check_base(works[0], loaded.policy.base_hash)
+            inbox: SimpleQueue[Event] = SimpleQueue()
             rollouts = {
-                work.fence.group: GroupRollout(database(), work, config, loaded.engine, loaded.policy.chat, inbox)
+                work.fence.group: GroupRollout(database(), work, config, loaded.engine, loaded.policy.chat, inbox, lost)
                 for work in works
             }
-            for driver in rollouts.values():
-                beat.hold_group(driver.work.fence, driver.lose)
             _drive(rollouts, inbox)
-    except (ModelError, CheckpointError) as error:
+    except (ConfigError, ModelError, CheckpointError) as error:
         log.error("%s: %s", works[0].run, error)
         training.fail_run(database(), works[0].run_id, str(error))
         _give_back(works)
+    except (AgentRLError, OSError, RuntimeError) as error:
+        log.exception("%s: no rollout", works[0].run)
+        for work in works:
+            _count_failure(work, config, error)
     finally:
         for work in works:
-            beat.drop_group(work.fence)
+            heartbeat().drop_group(work.fence)
+
+
+def _check_base(work: GroupWork, found: str) -> None:
+    in_force = training.confirm_base(database(), work.run_id, found)
+    if in_force != found:
+        raise ModelError(f"The run was made with base {in_force[:12]}, here {work.policy.base!r} is {found[:12]}.")
+
+
+def _count_failure(work: GroupWork, config: RunConfig, error: Exception) -> None:
+    attempts = config.rollout.max_attempts
+    if store.fail_attempt(database(), work.fence, type(error).__name__, str(error), attempts):
+        iteration = store.ready_iteration(database(), work.fence.group)
+        if iteration is not None:
+            _try_send_train(iteration)
 
 
 def _drive(rollouts: dict[int, GroupRollout], inbox: "SimpleQueue[Event]") -> None:
@@ -90,37 +107,27 @@ def _drive(rollouts: dict[int, GroupRollout], inbox: "SimpleQueue[Event]") -> No
         for group, driver in rollouts.items():
             mine = [event for event in events if event.group == group]
             if driver.live and mine:
-                _guarded(driver, lambda driver=driver, mine=mine: driver.handle(mine))
+                _guarded(driver, partial(driver.handle, mine))
             elif driver.live and not events:
                 _guarded(driver, driver.look)
 
 
-def _guarded(driver: GroupRollout, act) -> None:  # type: ignore[no-untyped-def]
+def _guarded(driver: GroupRollout, act: Callable[[], None]) -> None:
     """A fenced group is dropped, a failure of the system costs the group an attempt; neither touches the others."""
     try:
         act()
     except Fenced as error:
         log.info("%s", error)
         driver.lose()
-    except (ModelError, CheckpointError):
+    except (ConfigError, ModelError, CheckpointError):
         raise
     except (AgentRLError, OSError, RuntimeError) as error:
         log.exception("group %d failed", driver.work.fence.group)
         driver.lose()
-        last = store.fail_attempt(
-            database(), driver.work.fence, type(error).__name__, str(error), driver.config.rollout.max_attempts
-        )
-        if last:
-            _after_last(driver)
+        _count_failure(driver.work, driver.config, error)
     if driver.iteration_ready is not None:
         _try_send_train(driver.iteration_ready)
         driver.iteration_ready = None
-
-
-def _after_last(driver: GroupRollout) -> None:
-    iteration = store.ready_iteration(database(), driver.work.fence.group)
-    if iteration is not None:
-        _try_send_train(iteration)
 
 
 def _try_send_train(iteration: int) -> None:

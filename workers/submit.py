@@ -21,7 +21,7 @@ from workflow.datasets import load_tasks
 from workflow.envs import Env
 from workflow.errors import ConfigError, ConflictError, ModelError
 from workflow.hooks import load_hooks
-from workflow.models import base_hash, resolve_model
+from workflow.models import base_hash, check_on_hub, resolve_model
 from workflow.plugins import find
 from workflow.rewards import code_hash
 from workflow.settings import settings
@@ -118,12 +118,17 @@ def _written(db: Database, prepared: Prepared) -> Submitted:
 
 
 def starting_policy(config: RunConfig) -> PolicyRef:
-    """The base as it is. A local folder's hash is taken now, a hub model's when a worker first loads it."""
+    """The base as it is. A local folder's hash is taken now, a hub model's when a worker first loads it.
+
+    Raises:
+        ModelError: there is no such folder, and no such model on the hub.
+    """
     base = resolve_model(config.model.path, config.dataset.name)
     folder = Path(base)
     if not folder.is_dir():
         if folder.is_absolute() or base.startswith("."):
             raise ModelError(f"There is no model in {base!r}.", "Pass a folder in the hub's format, a hub name, or tiny.")
+        check_on_hub(base)
         return PolicyRef(base, "")
     return PolicyRef(base, base_hash(folder))
 

@@ -5,7 +5,6 @@ renames. `verify` reads everything back and names the file that is missing, trun
 publishes a checkpoint, so a folder that no row names is a leftover and may be replaced.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from workflow.errors import CheckpointError
+from workflow.models import sha256_file
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
@@ -82,12 +82,6 @@ def verify(folder: Path) -> Mapping[str, FileRecord]:
         if sha256_file(path) != record.sha256:
             raise _broken(folder, f"{name} was altered: its sha256 is not the manifest's")
     return manifest
-
-
-def sha256_file(path: Path) -> str:
-    """The sha256 of a file's content, as 64 hex digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _beside(folder: Path, suffix: str) -> Path:

@@ -11,6 +11,9 @@ from workflow.errors import ModelError
 from workflow.settings import settings
 
 TINY = "tiny"
+HUB_HINT = "Pass --model PATH of a local folder, or --model tiny."
+HUB_SECONDS = 5.0
+"""How long the hub may take to say whether a model exists."""
 _TEXT_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "vocab.json", "merges.txt", "chat_template.jinja",
@@ -54,17 +57,34 @@ def model_folder(path: str) -> Path:
     return _from_hub(path)
 
 
+def check_on_hub(name: str) -> None:
+    """Makes sure that a hub model exists: in the cache, or else on the hub, which is asked once and not waited for.
+
+    Raises:
+        ModelError: the hub does not know it, or cannot be reached.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            HfApi().model_info(name, timeout=HUB_SECONDS)
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelError(f"No model is called {name!r}, here or on the hub.", HUB_HINT) from error
+    except Exception as error:
+        raise ModelError(f"Cannot reach the hub for {name!r}.", HUB_HINT) from error
+
+
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    hint = "Pass --model PATH of a local folder, or --model tiny."
     try:
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja"]))
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ModelError(f"No model is called {name!r}, here or on the hub.", hint) from error
+        raise ModelError(f"No model is called {name!r}, here or on the hub.", HUB_HINT) from error
     except (LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"Cannot reach the hub for {name!r}.", hint) from error
+        raise ModelError(f"Cannot reach the hub for {name!r}.", HUB_HINT) from error
 
 
 def base_hash(folder: Path) -> str:
