@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from logging import getLogger
 
-from workflow.errors import ServiceError
 from workflow.store import rollout, training
 from workflow.store.connect import Database
 from workflow.store.rollout import Fence
@@ -52,8 +51,8 @@ class Heartbeat:
         while not pause.wait(self.lease_seconds / 3):
             try:
                 self._beat()
-            except ServiceError as error:
-                log.warning("leases could not be renewed: %s", error)
+            except Exception:
+                log.exception("leases could not be renewed")
 
     def _beat(self) -> None:
         with self._lock:

@@ -143,11 +143,12 @@ class _Together:
             with self._engine.begin() as connection:
                 for errand in taken:
                     self._do(connection, errand, alone=len(taken) == 1)
-        except Exception as error:  # noqa: BLE001 - nothing was committed: each thread raises it, or tries again
+        except BaseException as error:  # noqa: BLE001 - nothing was committed: each thread raises it, or tries again
             for errand in taken:
                 errand.error = errand.error or error
-        for errand in taken:
-            errand.done = True
+        finally:
+            for errand in taken:
+                errand.done = True
 
     @staticmethod
     def _do(connection: Connection, errand: _Errand, alone: bool) -> None:

@@ -1,0 +1,92 @@
+"""Transactions: written together where threads wait for SQLite's turn, undone alone, tried again where the database was away."""
+
+import sqlite3
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from sqlalchemy import Connection, text
+from sqlalchemy.exc import IntegrityError
+
+from workflow.errors import ConfigError, ServiceError
+from workflow.store import connect
+from workflow.store.connect import Database
+
+
+def note(tx: Connection, kind: str) -> str:
+    """One event row."""
+    tx.execute(text("INSERT INTO events (kind) VALUES (:kind)"), {"kind": kind})
+    return kind
+
+
+def noted(database: Database) -> list[str]:
+    """The kinds of all events, in their order."""
+    with database.read() as tx:
+        return list(tx.execute(text("SELECT kind FROM events ORDER BY id")).scalars())
+
+
+def test_threads_write_everything_once_and_each_gets_its_own_answer(database: Database) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda number: database.write(lambda tx: note(tx, f"n{number}")), range(200)))
+    assert answers == [f"n{number}" for number in range(200)]
+    assert sorted(noted(database)) == sorted(answers)
+
+
+def test_one_that_raises_undoes_itself_alone(sqlite: Database) -> None:
+    """The first holds the turn until the others wait in line, so that they are written together."""
+    waiting = threading.Barrier(3)
+
+    def slow(tx: Connection) -> str:
+        waiting.wait()
+        time.sleep(0.2)
+        return note(tx, "slow")
+
+    def broken(tx: Connection) -> str:
+        note(tx, "undone")
+        tx.execute(text("INSERT INTO events (kind) VALUES (NULL)"))
+        return "never"
+
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(sqlite.write, slow)
+        bad = pool.submit(lambda: (waiting.wait(), sqlite.write(broken)))
+        good = pool.submit(lambda: (waiting.wait(), sqlite.write(lambda tx: note(tx, "good"))))
+        assert first.result() == "slow"
+        assert good.result()[1] == "good"
+        with pytest.raises(IntegrityError):
+            bad.result()
+    assert noted(sqlite) == ["slow", "good"]
+
+
+def test_a_process_that_writes_at_the_same_time_is_waited_for(sqlite: Database) -> None:
+    other = sqlite3.connect(str(sqlite.url.database), isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    threading.Timer(0.3, lambda: other.execute("COMMIT")).start()
+    assert sqlite.write(lambda tx: note(tx, "after")) == "after"
+    other.close()
+
+
+def test_a_connection_that_postgres_closed_is_made_anew_and_the_work_done_once(postgres: Database) -> None:
+    tries = []
+
+    def work(tx: Connection) -> str:
+        tries.append(1)
+        if len(tries) == 1:
+            tx.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
+        return note(tx, "kept")
+
+    assert postgres.write(work) == "kept"
+    assert (len(tries), noted(postgres)) == (2, ["kept"])
+
+
+def test_a_database_that_stays_away_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.2)
+    away = Database("postgresql://nobody:secret@127.0.0.1:1/none")
+    with pytest.raises(ServiceError, match="does not answer") as caught:
+        away.write(lambda tx: note(tx, "never"))
+    assert "secret" not in str(caught.value)
+
+
+def test_a_url_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no database URL"):
+        Database("not a url")
