@@ -1,4 +1,4 @@
-"""Transactions: written together where threads wait for SQLite's turn, undone alone, tried again where the database was away."""
+"""Transactions: written together where threads wait for SQLite's turn, undone alone, tried again if the database was away."""
 
 import sqlite3
 import threading

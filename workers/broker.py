@@ -115,13 +115,19 @@ def client(where: Settings) -> "redis.Redis":
 
 def answers(where: Settings) -> bool:
     """Whether the broker's Redis answers a ping; one in memory always does."""
+    return _silence(where) is None
+
+
+def _silence(where: Settings) -> str | None:
+    """Why the broker's Redis does not answer; None if it does."""
     if in_memory(where):
-        return True
+        return None
     try:
         with client(where) as connection:
-            return bool(connection.ping())
-    except (redis.RedisError, OSError):
-        return False
+            connection.ping()
+    except (redis.RedisError, OSError, ValueError) as error:
+        return " ".join(str(error).split())[:200]
+    return None
 
 
 def require(where: Settings) -> None:
@@ -130,6 +136,15 @@ def require(where: Settings) -> None:
     Raises:
         ServiceError: it does not.
     """
-    if not answers(where):
-        shown = f"The broker {where.broker_url}" if where.broker_url else f"The embedded Redis ({socket_path(where)})"
-        raise ServiceError(f"{shown} does not answer.", "Start it (`agentrl up`), or check AGENTRL_BROKER_URL.")
+    reason = _silence(where)
+    if reason is None:
+        return
+    if where.broker_url:
+        raise ServiceError(f"The broker {_shown(where.broker_url)} does not answer: {reason}.", "Check AGENTRL_BROKER_URL.")
+    raise ServiceError(f"The embedded Redis ({socket_path(where)}) does not answer: {reason}.", "Start it: agentrl up")
+
+
+def _shown(url: str) -> str:
+    """The URL without its password."""
+    head, separator, rest = url.rpartition("@")
+    return f"{head.partition('://')[0]}://***@{rest}" if separator else url

@@ -89,4 +89,4 @@ class Waker:
                 pipe.expire(address, KEEP_SECONDS)
                 pipe.execute()
         except (redis.RedisError, OSError) as error:
-            log.info("could not wake %s: %s", address, error)
+            log.debug("could not wake %s: %s", address, error)

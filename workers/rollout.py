@@ -73,6 +73,9 @@ def _roll_out(works: Sequence[GroupWork]) -> None:
         log.error("%s: %s", works[0].run, error)
         training.fail_run(database(), works[0].run_id, str(error))
         _give_back(works)
+    except ServiceError as error:
+        log.warning("%s: no rollout now: %s", works[0].run, error)
+        _give_back(works)
     except (AgentRLError, OSError, RuntimeError) as error:
         log.exception("%s: no rollout", works[0].run)
         for work in works:
@@ -121,6 +124,10 @@ def _guarded(driver: GroupRollout, act: Callable[[], None]) -> None:
         driver.lose()
     except (ConfigError, ModelError, CheckpointError):
         raise
+    except ServiceError as error:  # the database or the broker was away for long: no attempt of the group's
+        log.warning("group %d is handed back: %s", driver.work.fence.group, error)
+        driver.lose()
+        _give_back([driver.work])
     except (AgentRLError, OSError, RuntimeError) as error:
         log.exception("group %d failed", driver.work.fence.group)
         driver.lose()

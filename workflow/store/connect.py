@@ -58,9 +58,17 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A connection to read from; sees one state of the database."""
+        """A connection to read from, for whoever would rather fail than wait; sees one state of the database."""
         with self._reached(), self.engine.connect().execution_options(agentrl_read=True) as connection, connection.begin():
             yield connection
+
+    def ask(self, query: Callable[[Connection], T]) -> T:
+        """Runs `query` in one read transaction, again where the connection was lost.
+
+        Raises:
+            ServiceError: the database stayed away for RETRY_SECONDS.
+        """
+        return self._again(lambda: self._ask_once(query))
 
     def write(self, work: Callable[[Connection], T]) -> T:
         """Runs `work` in one transaction, again where the connection was lost.
@@ -68,14 +76,24 @@ class Database:
         Raises:
             ServiceError: the database stayed away for RETRY_SECONDS.
         """
+        return self._again(lambda: self._write_once(work))
+
+    def _ask_once(self, query: Callable[[Connection], T]) -> T:
+        with self.engine.connect().execution_options(agentrl_read=True) as connection, connection.begin():
+            return query(connection)
+
+    def _write_once(self, work: Callable[[Connection], T]) -> T:
+        if self.is_sqlite:
+            return self._together.run(work)
+        with self.engine.begin() as connection:
+            return work(connection)
+
+    def _again(self, attempt: Callable[[], T]) -> T:
         deadline = time.monotonic() + RETRY_SECONDS
         pause = 0.05
         while True:
             try:
-                if self.is_sqlite:
-                    return self._together.run(work)
-                with self.engine.begin() as connection:
-                    return work(connection)
+                return attempt()
             except DBAPIError as error:
                 if not _passing(error):
                     raise
@@ -177,8 +195,7 @@ def reading(query: Callable[Concatenate[Connection, P], T]) -> Callable[Concaten
 
     @wraps(query)
     def run(db: Database, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with db.read() as tx:
-            return query(tx, *args, **kwargs)
+        return db.ask(lambda tx: query(tx, *args, **kwargs))
 
     return run
 
