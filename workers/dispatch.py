@@ -7,6 +7,7 @@ control loop.
 from collections.abc import Sequence
 
 from celery import chord
+from celery.result import AsyncResult, GroupResult
 from kombu.exceptions import OperationalError
 
 from workers.app import app
@@ -24,8 +25,16 @@ def dispatch(db: Database, iteration: int) -> None:
         return
     jobs = [app.signature("agentrl.rollout", args=[part], immutable=True) for part in headers(tuple(groups))]
     with _reaching():
-        chord(jobs)(app.signature("agentrl.train", args=[iteration], immutable=True))
+        body = chord(jobs)(app.signature("agentrl.train", args=[iteration], immutable=True))
+        _let_go(body)
     planning.mark_groups_sent(db, groups)
+
+
+def _let_go(body: AsyncResult) -> None:
+    """Ends Celery's subscriptions to the results of a chord: nobody waits for them, the rows tell."""
+    header = body.parent.results if isinstance(body.parent, GroupResult) else [body.parent]
+    for result in (body, *header):
+        result.backend.on_result_fulfilled(result)
 
 
 def send_rollouts(db: Database, groups: Sequence[int]) -> None:

@@ -4,7 +4,6 @@ Whatever is wrong with the request is said before anything is written; a broker 
 will start.
 """
 
-import gc
 import platform
 import subprocess
 from dataclasses import dataclass, replace
@@ -98,8 +97,6 @@ def submit(db: Database, prepared: Prepared) -> Submitted:
             hook.on_run_start(made.name, prepared.submission.config)
         if not broker.in_memory(settings()):  # else only the stack itself can send, and its control loop does
             dispatch(db, planning.first_iteration(db, made.id))
-            # A chord's results refer to each other, and complain if they are first collected while Python shuts down.
-            gc.collect()
     return made
 
 

@@ -7,13 +7,12 @@ A model is a folder in the hub's format: `config.json`, `*.safetensors`, tokeniz
 import hashlib
 from pathlib import Path
 
+from workflow import hub
 from workflow.errors import ModelError
 from workflow.settings import settings
 
 TINY = "tiny"
 HUB_HINT = "Pass --model PATH of a local folder, or --model tiny."
-HUB_SECONDS = 5.0
-"""How long the hub may take to say whether a model exists."""
 _TEXT_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "vocab.json", "merges.txt", "chat_template.jinja",
@@ -58,21 +57,31 @@ def model_folder(path: str) -> Path:
 
 
 def check_on_hub(name: str) -> None:
-    """Makes sure that a hub model exists: in the cache, or else on the hub, which is asked once and not waited for.
+    """Makes sure that a hub model exists, in the cache or on the hub.
 
     Raises:
         ModelError: the hub does not know it, or cannot be reached.
     """
-    from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     try:
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            HfApi().model_info(name, timeout=HUB_SECONDS)
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ModelError(f"No model is called {name!r}, here or on the hub.", HUB_HINT) from error
-    except Exception as error:
-        raise ModelError(f"Cannot reach the hub for {name!r}.", HUB_HINT) from error
+        cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError as error:
+        raise _unknown(name) from error
+    said = "known" if cached else hub.ask("model", name)
+    if said == "unknown":
+        raise _unknown(name)
+    if said == "away":
+        raise _away(name)
+
+
+def _unknown(name: str) -> ModelError:
+    return ModelError(f"No model is called {name!r}, here or on the hub.", HUB_HINT)
+
+
+def _away(name: str) -> ModelError:
+    return ModelError(f"Cannot reach the hub for {name!r}.", HUB_HINT)
 
 
 def _from_hub(name: str) -> Path:
@@ -82,9 +91,9 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja"]))
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ModelError(f"No model is called {name!r}, here or on the hub.", HUB_HINT) from error
+        raise _unknown(name) from error
     except (LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"Cannot reach the hub for {name!r}.", HUB_HINT) from error
+        raise _away(name) from error
 
 
 def base_hash(folder: Path) -> str:

@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from workflow import hub
 from workflow.datasets import Dataset
 from workflow.datasets.jsonl import Row, malformed, read_file, read_rows
 from workflow.errors import DatasetError, did_you_mean
@@ -84,9 +85,12 @@ def _rows(split: str) -> list[Row]:
 
 def _from_hub(split: str) -> list[bytes]:
     try:
-        from datasets import load_dataset  # type: ignore[import-untyped]  # slow, and needed only here
+        from datasets import DownloadConfig, load_dataset  # type: ignore[import-untyped]  # slow, and needed only here
 
-        return [json.dumps(row).encode() for row in load_dataset("openai/gsm8k", "main", split=split)]
+        # A hub that does not answer would be asked again for half a minute; then what was fetched before must do.
+        cached = DownloadConfig(local_files_only=hub.ask("dataset", "openai/gsm8k") != "known")
+        rows = load_dataset("openai/gsm8k", "main", split=split, download_config=cached)
+        return [json.dumps(row).encode() for row in rows]
     except Exception as error:  # the hub's client raises dozens of kinds; each means the same here
         raise DatasetError(f"gsm8k cannot be loaded from the hub ({type(error).__name__}).", HINT) from error
 

@@ -1,0 +1,20 @@
+"""The hub, asked once whether it knows a name, and not waited for: its own client would ask again for half a minute."""
+
+from typing import Literal
+
+SECONDS = 5.0
+
+
+def ask(kind: Literal["model", "dataset"], name: str) -> Literal["known", "unknown", "away"]:
+    """What the hub says of a model or dataset of that name; `away` where it does not answer."""
+    from huggingface_hub import HfApi  # slow to import, and seldom needed
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    api = HfApi()
+    try:
+        (api.model_info if kind == "model" else api.dataset_info)(name, timeout=SECONDS)
+    except (RepositoryNotFoundError, HFValidationError):
+        return "unknown"
+    except Exception:  # noqa: BLE001 - no network, offline mode, no answer: each transport has its own
+        return "away"
+    return "known"
