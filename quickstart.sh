@@ -13,11 +13,12 @@ part() { # part NAME COMMAND...: runs it and remembers its seconds
     parts+=$(printf '  %-12s %4d s' "$name" $((SECONDS - start)))$'\n'
 }
 
-run=quickstart-$(date +%m%d-%H%M%S)
 held_out=(--dataset arithmetic -n 256)
 
 part environment "${MAKE:-make}" env
 [ -f "${AGENTRL_HOME:-.agentrl}/models/tiny-arithmetic/config.json" ] || part warm-start agentrl sft --dataset arithmetic --model tiny
+run=quickstart
+if agentrl events "$run" >/dev/null 2>&1; then run=quickstart-$(date +%m%d-%H%M%S); fi # the second time
 part before agentrl eval --policy tiny "${held_out[@]}"
 part train agentrl submit --dataset arithmetic --model tiny --epochs 3 --name "$run" --wait
 part after agentrl eval --policy "$run" "${held_out[@]}"

@@ -113,7 +113,7 @@ def _database(where: Any) -> Check:
 
 
 def _broker(where: Any) -> Iterator[Check]:
-    from workers import broker, supervisor
+    from workers import broker, embedded
 
     if not where.broker_url:
         server = broker.find_server(where)
@@ -123,7 +123,7 @@ def _broker(where: Any) -> Iterator[Check]:
             )
         else:
             yield Check("redis", "ok", server)
-        if supervisor.running(where) is None:
+        if embedded.running(where) is None:
             yield Check("stack", "ok", "does not run; `agentrl submit` starts it")
             return
     if not broker.answers(where):
@@ -185,7 +185,7 @@ def _template(model: str) -> Check:
 
 def _probe(*arguments: str) -> dict[str, Any]:
     """Facts from `cli.probe` in a process of its own."""
-    command = [sys.executable, "-m", "cli.probe", *arguments]
+    command = [sys.executable, "-P", "-m", "cli.probe", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
     except subprocess.TimeoutExpired:

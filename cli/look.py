@@ -18,8 +18,16 @@ EPISODE_COLUMNS = (
 )  # fmt: skip
 
 
+GREATEST = 2**63 - 1
+"""No database takes a greater number."""
+
+
 def _filter(text: str) -> Any:
     return typer.Option(help=text, show_default=False)
+
+
+def _whole_filter(text: str) -> Any:
+    return typer.Option(help=text, show_default=False, max=GREATEST)
 
 
 Limit = Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")]
@@ -46,7 +54,7 @@ def _short(run: Any) -> dict[str, Any]:
 
 def episodes(
     run: RunName,
-    iteration: Annotated[int | None, _filter("Only of this iteration (from 0).")] = None,
+    iteration: Annotated[int | None, _whole_filter("Only of this iteration (from 0).")] = None,
     status: Annotated[str | None, _filter("Only planned, running, done, failed, infra_error or cancelled ones.")] = None,
     stop_reason: Annotated[
         str | None, _filter("Only answered, max_steps, max_tokens, parse_error, tool_error or timeout.")
@@ -54,9 +62,9 @@ def episodes(
     task: Annotated[str | None, _filter("Only of the task of this key.")] = None,
     min_reward: Annotated[float | None, _filter("Only with at least this reward.")] = None,
     max_reward: Annotated[float | None, _filter("Only with at most this reward.")] = None,
-    tool_errors: Annotated[int | None, _filter("Only with at least so many failed tool calls.")] = None,
+    tool_errors: Annotated[int | None, _whole_filter("Only with at least so many failed tool calls.")] = None,
     limit: Limit = 50,
-    offset: Annotated[int, typer.Option(min=0, help="Pass over so many.")] = 0,
+    offset: Annotated[int, typer.Option(min=0, max=GREATEST, help="Pass over so many.")] = 0,
     as_json: Json = False,
 ) -> None:
     """List a run's episodes."""

@@ -1,109 +1,26 @@
-"""`agentrl`: all commands, and the one place where an error becomes a sentence, the next command to type and an exit code.
+"""`agentrl`: runs one command line.
 
 Exit codes: 0 done, 1 failed, 2 bad input, 3 exists and differs, 4 a service is away, 5 not found, 6 wrong state, 7 denied,
 8 model, 9 checkpoint, 130 interrupted.
 """
 
+import os
 import sys
-import traceback
 from collections.abc import Sequence
-from typing import Annotated
 
-import typer
-from typer.exceptions import TyperException
-
-from cli import ask, doctor, look, model, stack, steer, submit, watch
-from cli.output import say
-from workflow.errors import AgentRLError, ConfigError
-
-app = typer.Typer(
-    name="agentrl",
-    help="Reinforcement learning for language-model agents that call tools.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 128},
-)
-
-for command in (
-    submit.submit,
-    watch.watch,
-    look.runs,
-    look.episodes,
-    look.replay,
-    look.events,
-    steer.resume,
-    steer.pause,
-    steer.cancel,
-    ask.sql,
-    model.sft,
-    model.evaluate,
-    model.chat,
-    stack.up,
-    stack.down,
-    stack.worker,
-    doctor.doctor,
-):
-    app.command({"evaluate": "eval"}.get(command.__name__))(command)
-app.add_typer(stack.db, name="db")
-app.add_typer(stack.config, name="config")
-
-
-def _version(asked: bool) -> None:
-    if asked:
-        from workflow import __version__
-
-        print(__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def start(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
-) -> None:
-    """Reinforcement learning for language-model agents that call tools."""
-    from pydantic import ValidationError
-
-    from workflow.settings import settings
-
-    try:
-        settings()
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = f"AGENTRL_{'_'.join(map(str, first['loc'])).upper()}"
-        raise ConfigError(
-            f"{name} does not fit: {first['msg']} (found {first['input']!r:.80}).", "Correct or unset it."
-        ) from error
+STDOUT = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in words
     try:
-        code = app([word for word in words if word != "--debug"], prog_name="agentrl", standalone_mode=False)
-    except (KeyboardInterrupt, typer.Abort):
+        from cli.app import run  # takes a third of a second, in which Ctrl-C is none the less an answer
+
+        code = run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
         return 130
-    except TyperException as error:
-        said = error.format_message()
-        if said.startswith("Usage:"):  # no command was named: this is its help
-            say(said)
-        else:
-            say(f"agentrl: {said}")
-            say(f"  agentrl {'' if said.startswith('No such command') else words[0] + ' '}--help")
-        return 2
-    except AgentRLError as error:
-        if debug:
-            traceback.print_exc()
-        say(f"agentrl: {error.message}")
-        if error.hint:
-            say(f"  {error.hint}")
-        return error.exit_code
-    except Exception as error:  # noqa: BLE001 - the last resort: said in one sentence, whole with --debug
-        if debug:
-            traceback.print_exc()
-        say(f"agentrl: unexpected {type(error).__name__}: {' '.join(str(error).split())[:500]}")
-        say("  Run it again with --debug for the traceback.")
-        return 1
-    return code if isinstance(code, int) else 0
+    except BrokenPipeError:  # `| head` has what it wanted; what is still buffered must not fail at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
+        return 0

@@ -139,7 +139,7 @@ def evaluate(
 
     config, ref = evaluation_of(policy, dataset, split, n, group_size, temperature)
     prepared = submission.prepare(existing_database(), config, kind="eval", policy=ref)
-    missing = start_services()
+    missing = start_services(required=True)
     made = submission.submit(database(), prepared)
     for line in [f"{made.name}: {len(prepared.submission.tasks)} tasks x {group_size}", *missing]:
         say(line)

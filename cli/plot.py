@@ -28,6 +28,8 @@ def plot(values: Sequence[float], width: int = 60, height: int = 8) -> list[str]
     if len(points) < 2:
         return []
     low, high = min(points), max(points)
+    if low == high:
+        height = 1
     levels = _levels(points, height)
     lines = []
     for level in reversed(range(height)):

@@ -21,19 +21,19 @@ def up(
 
     A private Redis (where AGENTRL_BROKER_URL names none), a rollout+train worker, a tools worker, a control loop.
     """
-    from workers import supervisor
+    from workers import embedded, supervisor
     from workers.process import database
     from workflow.settings import settings
 
     where = settings()
     database()
-    before = supervisor.running(where)
+    before = embedded.running(where)
     if foreground and before is None:
         say(f"The stack runs here until Ctrl-C; its logs are in {where.stack_dir}.")
         supervisor.main(stay=True)
         return
-    started = supervisor.ensure(where, stay=True)
-    pid = supervisor.running(where)
+    started = embedded.ensure(where, stay=True)
+    pid = embedded.running(where)
     if as_json:
         show_json({"started": started, "pid": pid, "logs": where.stack_dir})
         return
@@ -42,10 +42,10 @@ def up(
 
 def down() -> None:
     """Stop the embedded stack; unfinished runs go on at the next `up`."""
-    from workers import supervisor
+    from workers import embedded
     from workflow.settings import settings
 
-    show("The stack is stopped." if supervisor.stop(settings()) else "No stack runs.")
+    show("The stack is stopped." if embedded.stop(settings()) else "No stack runs.")
 
 
 def worker(

@@ -13,7 +13,7 @@ def resume(run: RunName, as_json: Json = False) -> None:
     from workflow.store import planning
 
     before = planning.resume(database(), run)["status"]
-    missing = start_services()
+    missing = start_services(required=False)
     _show(run, "running", before, as_json)
     for line in missing:
         say(line)
@@ -57,13 +57,17 @@ def _show(run: str, status: str, before: str, as_json: bool) -> None:
 
 def _kept(row: Any, now: Any) -> str:
     done = f"{row['iterations_done']} of {row['iterations']} iterations, policy version {row['policy_version']}, "
-    return done + f"{row['episodes_done']} finished episodes" + (f" ({now['finished']} of the open iteration)" if now else "")
+    over = f"; of the open iteration {now['finished']} of {now['episodes']} are over, done or failed" if now else ""
+    return f"{done}{row['episodes_done']} episodes done{over}"
 
 
 def _redone(status: str, now: Any) -> str:
     if status == "cancelled" or not now:
         return "nothing"
+    left = now["episodes"] - now["finished"]
+    if not left:
+        return f"no episode; iteration {now['iteration']} trains with those that are done"
     return (
-        f"{now['episodes'] - now['finished']} episodes of iteration {now['iteration']} are not over; {now['running']} of them "
+        f"{left} episodes of iteration {now['iteration']} are not over; {now['running']} of them "
         "go on from their last committed step. Only a turn in mid-sampling and an update without its commit are redone."
     )

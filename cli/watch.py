@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self
 
 import typer
 
-from cli.output import Json, Line, cell, console, say, show, show_json, show_lines
+from cli.output import Json, Line, cell, console, one_line, say, show, show_json, show_lines
 from cli.plot import plot, sparkline
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name or number of the run.", show_default=False)]
@@ -21,16 +21,20 @@ ALONE_SECONDS = 10.0
 GOING = ("planned", "running")
 ENDED = ("done", "cancelled")
 
+OVER = " (trains with the episodes there are)"
+"""What going on means for an open iteration none of whose episodes is left to run."""
+
 Row = Any
 
 
 @dataclass
 class View:
-    """What is known of a run: its row, its finished iterations, the counts of its open one, a warning."""
+    """What is known of a run: its row, its finished iterations, the counts of its open one, its failures, a warning."""
 
     run: Row
     iterations: list[Row] = field(default_factory=list)
     progress: Row = field(default_factory=dict)
+    failure: Row = field(default_factory=dict)
     warning: str = ""
 
     @property
@@ -89,7 +93,8 @@ def look(db: Any, run: str, before: View | None = None) -> View:
     row = observe.describe_run(db, run)
     after = known[-1]["iteration"] if known else -1
     fresh = [item for item in observe.list_iterations(db, run, after) if item["status"] in ENDED]
-    return View(row, [*known, *fresh], observe.progress(db, run))
+    failure = {} if row["status"] in GOING else observe.most_frequent_failure(db, run)
+    return View(row, [*known, *fresh], observe.progress(db, run), failure)
 
 
 def follow(db: Any, run: str, live: bool, write: Any) -> View:
@@ -202,8 +207,11 @@ def summary(view: View) -> list[Line]:
     if view.rewards:
         lines.append((f"  {_rewards(view.rewards)}", ""))
         lines += [(line, "cyan") for line in plot(view.rewards)]
+    lines += _failures(view)
     if run["status"] in ("paused", "failed"):
-        lines.append((f"  Go on: agentrl resume {name}", ""))
+        now = view.progress
+        over = now and now["finished"] == now["episodes"]
+        lines.append((f"  Go on: agentrl resume {name}" + (OVER if over else ""), ""))
     lines += [
         ("  Look closer:", ""),
         (f"    agentrl episodes {name} --max-reward 0", ""),
@@ -213,10 +221,23 @@ def summary(view: View) -> list[Line]:
     return lines
 
 
+def _failures(view: View) -> list[Line]:
+    most, name = view.failure, view.run["run"]
+    if not most:
+        return []
+    return [
+        (f"  {most['failed']} episodes failed, {most['episodes']} of them with: {one_line(most['error'], 300)}", "red"),
+        (f"    agentrl episodes {name} --status {most['status']}", ""),
+    ]
+
+
 def _rewards(rewards: Sequence[float]) -> str:
     some = max(1, len(rewards) // 10)
+    if len(rewards) == 1:
+        return f"reward {rewards[0]:.3f} (one iteration)"
     first, last = sum(rewards[:some]) / some, sum(rewards[-some:]) / some
-    return f"reward {first:.3f} -> {last:.3f} (mean of the first and the last {some} of {len(rewards)} iterations)"
+    meant = "the first and the last of" if some == 1 else f"mean of the first and the last {some} of"
+    return f"reward {first:.3f} -> {last:.3f} ({meant} {len(rewards)} iterations)"
 
 
 def duration(seconds: float) -> str:

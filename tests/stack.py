@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from workers import supervisor
+from workers import embedded
 from workflow.settings import Settings
 from workflow.store import observe
 from workflow.store.connect import Database
@@ -18,8 +18,9 @@ DEADLINE_SECONDS = 240.0
 
 SMALL = (
     "--epochs", "1", "--group-size", "4", "--tasks-per-iteration", "4", "--max-new-tokens", "12", "--max-steps", "2",
+    "-s", "hooks=[tests.lucky:Lucky]",
 )  # fmt: skip
-"""Options of a run that takes seconds."""
+"""Options of a run that takes seconds, and has something to learn."""
 
 
 class Stack:
@@ -104,7 +105,7 @@ class Stack:
 
     def close(self) -> None:
         """Stops everything."""
-        supervisor.stop(self.settings)
+        embedded.stop(self.settings)
         for process in self._workers:
             process.terminate()
         for process in self._workers:

@@ -1,7 +1,9 @@
 """Small runs in a real database, played by hand: no model, no queue, every query of the store."""
 
 from collections.abc import Mapping
+from itertools import count
 from typing import Any
+from uuid import uuid4
 
 from sqlalchemy import text
 
@@ -15,6 +17,7 @@ from workflow.store.training import IterationWork, UpdateRecord
 from workflow.trajectory import Message, PolicyRef, Step, Task, ToolCall, ToolResult
 
 LEASE = 60.0
+_workers = count(1)
 EXPIRED = -1.0
 """A lease that has run out when it is taken: its worker is as good as lost."""
 
@@ -36,7 +39,7 @@ def submission(
         name=name,
         kind=kind,
         config=config.model_dump(mode="json"),
-        manifest={"agentrl": "0"},
+        manifest={"agentrl": "0", "id": uuid4().hex},
         policy=PolicyRef("tiny", "hash"),
         tasks=[task(number) for number in range(tasks)],
         dataset="arithmetic",
@@ -58,9 +61,9 @@ def start(db: Database, wanted: Submission) -> list[int]:
     return groups
 
 
-def claim(db: Database, group: int, worker: str = "host:1", lease: float = LEASE) -> GroupWork:
-    """The claim of a group that is free."""
-    work = rollout.claim_group(db, group, worker, lease)
+def claim(db: Database, group: int, worker: str = "", lease: float = LEASE) -> GroupWork:
+    """The claim of a group that is free, by a worker of its own unless one is named."""
+    work = rollout.claim_group(db, group, worker or f"host:{next(_workers)}", lease)
     assert work is not None
     return work
 
@@ -122,7 +125,7 @@ def ready(db: Database, wanted: Submission) -> IterationWork:
 
 def claim_training(db: Database, iteration: int, lease: float = LEASE) -> IterationWork:
     """The claim of an iteration that is free."""
-    work = training.claim_iteration(db, iteration, "trainer:1", lease)
+    work = training.claim_iteration(db, iteration, f"trainer:{next(_workers)}", lease)
     assert work is not None
     return work
 

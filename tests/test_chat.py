@@ -41,6 +41,11 @@ turns = st.builds(
 )  # fmt: skip
 
 
+def call_of(argument: str) -> str:
+    """A call with one argument, written in JSON."""
+    return f'<tool_call>{{"name": "f", "arguments": {{"x": {argument}}}}}</tool_call>'
+
+
 @given(turns)
 def test_a_rendered_turn_reads_back_as_the_same_message(message: Message) -> None:
     assert chat().parse(chat().turn(message)) == message
@@ -105,6 +110,9 @@ def test_the_call_is_written_as_qwen_writes_it() -> None:
         ('<tool_call>{"name": "f", "arguments": {}}', "was not closed"),
         ('<tool_call><tool_call>{"name": "f", "arguments": {}}</tool_call>', "inside"),
         (f"<tool_call>{'[' * 100_000}</tool_call>", "no valid JSON"),
+        (call_of("[" * 63 + "]" * 63), "nest 64"),
+        (call_of("[" * 900 + "]" * 900), "nest 64"),
+        (call_of('{"x": ' * 70 + "1" + "}" * 70), "nest 64"),
     ],
 )
 def test_a_call_that_cannot_be_read_says_why_and_stays_in_the_content(text: str, why: str) -> None:
@@ -144,6 +152,19 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
     bare.chat_template = None
     with pytest.raises(ModelError, match="no chat template"):
         Chat(bare)
+
+
+def test_a_call_may_nest_as_deep_as_is_said_and_wide_calls_are_no_deep_ones() -> None:
+    for value in ("[" * 62 + "]" * 62, "[" + ",".join(["[[]]"] * 500) + "]"):
+        (call,) = parse_text(call_of(value)).tool_calls
+        assert call.arguments == {"x": json.loads(value)}
+
+
+def test_a_template_whose_turns_end_in_no_special_token_is_refused_at_once() -> None:
+    endless = tiny_tokenizer([])
+    endless.chat_template = "{% for m in messages %}### {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    with pytest.raises(ModelError, match="ends a turn without a special token"):
+        Chat(endless)
 
 
 def test_a_template_that_refuses_the_messages_is_a_model_error() -> None:

@@ -18,13 +18,15 @@ from hypothesis import strategies as st
 from cli.main import main
 from cli.output import clean, one_line
 from cli.plot import buckets, plot, sparkline
+from cli.watch import look, summary
 from tests.conftest import missing
 from tests.models import tiny_random
 from tests.stack import SMALL, Stack
 from workers import broker
+from workers.app import make_app
 from workers.process import _open as open_once
 from workflow.settings import Settings, settings
-from workflow.store import calls, planning, rollout, steps, training
+from workflow.store import calls, observe, planning, rollout, steps, training
 from workflow.store.connect import Database
 from workflow.store.migrate import open_database
 from workflow.store.planning import Submission
@@ -210,6 +212,10 @@ BAD = [
     (["submit", "--config", "nowhere.yaml", "--dry-run"], 2, "nowhere.yaml"),
     (["submit", "--dataset", "arithmetic", "--model", "/nowhere/model", "--dry-run"], 8, "or tiny"),
     (["submit", "--dataset", "arithmetic", "--model", "tiny"], 8, "agentrl sft"),
+    (["submit", "--dataset", "jsonl"], 2, "--dataset FILE.jsonl"),
+    (["submit", "--dataset", "arithmetic", "--algorithm", "os:path", "--dry-run"], 2, "no Algorithm"),
+    (["submit", "--dataset", "arithmetic", "--env", "os:path", "--dry-run"], 2, "no Env"),
+    (["submit", "--dataset", "arithmetic", "-s", "hooks=[x]", "--dry-run"], 2, "package.module:Class"),
     (["submit", "--dataset", "arithmetic", "--epochs", "0", "--dry-run"], 2, "epochs"),
     (["submit", "--no-such-option"], 2, "--no-such-option"),
     (["submit", "--epochs", "three"], 2, "--epochs"),
@@ -234,6 +240,14 @@ def test_bad_input_is_one_sentence_a_next_step_and_a_code_and_writes_nothing(
     assert hint in complaint
     assert len(complaint.splitlines()) <= 5
     assert not home.exists()
+
+
+def test_a_dataset_without_demonstrations_is_not_sent_to_sft(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}')
+    told = agentrl(capsys, "submit", "--dataset", str(tmp_path / "mine.jsonl"), "--model", "tiny", code=8)
+    assert "agentrl sft --dataset arithmetic --model tiny, then pass --model tiny-arithmetic" in told
 
 
 def test_a_group_of_one_is_refused_by_an_algorithm_that_compares(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,6 +278,11 @@ def test_a_setting_of_the_environment_that_does_not_fit_is_named(tmp_path: Path)
     done = process(["-m", "cli", "runs"], tmp_path / "home", AGENTRL_THREADS="many")
     assert done.returncode == 2
     assert "AGENTRL_THREADS" in done.stderr
+
+
+@pytest.mark.parametrize("words", ["watch 999999999999999999999999999999", "watch ²", "replay 99999999999999999999"])
+def test_a_number_that_no_database_takes_is_not_found(run: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "agentrl" in agentrl(capsys, *words.split(), code=5)
 
 
 def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path) -> None:
@@ -299,6 +318,8 @@ def test_episodes_are_filtered_and_paged(run: str, capsys: pytest.CaptureFixture
     assert ids("--limit", "3") + ids("--limit", "5", "--offset", "3") == everything
     assert "cancelled" in agentrl(capsys, "episodes", run, "--status", "canceled", code=2)
     agentrl(capsys, "episodes", "nobody", code=5)
+    for option in ("--iteration", "--offset", "--tool-errors"):
+        assert option in agentrl(capsys, "episodes", run, option, "9" * 23, code=2)
 
 
 def test_replay_shows_thought_call_result_reward_and_logprobs_and_no_terminal_escape(
@@ -319,6 +340,7 @@ def test_replay_shows_thought_call_result_reward_and_logprobs_and_no_terminal_es
     assert document["steps"][0]["calls"][0]["arguments"]["expression"].startswith("2 + 2")
     agentrl(capsys, "replay", str(episode["id"]), "--step", "9", code=5)
     agentrl(capsys, "replay", "999", code=5)
+    agentrl(capsys, "replay", "9" * 23, code=5)
 
 
 def test_sql_prints_a_table_csv_or_json(run: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,13 +370,53 @@ def test_config_show_says_where_each_value_comes_from(
     assert "rollout.group_size: 2" in agentrl(capsys, "config", "show", "--run", run)
 
 
+def test_a_reader_that_goes_away_is_no_failure(run: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "cli", "runs"],
+        env={**os.environ, "AGENTRL_HOME": str(settings().root)},
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_ctrl_c_during_the_start_is_no_traceback() -> None:
+    """The interrupt comes while the commands are being imported."""
+    code = (
+        "import sys\nclass Interrupt:\n    def find_spec(self, name, *_):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\nfrom cli.main import main\nsys.exit(main(['runs']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_failed_episodes_are_told_with_their_most_frequent_error(data: Database, run: str) -> None:
+    second = next(state for state in observe.snapshot(data, 30).runs[0].iterations)
+    errors = iter(["reward 'x' raised KeyError", "once", "reward 'x' raised KeyError", "reward 'x' raised KeyError"])
+    for group in second.groups:
+        work = rollout.claim_group(data, group.id, "test:1", 30)
+        assert work is not None
+        failed = [Outcome(e.id, "failed", error_class="RewardError", error=next(errors)) for e in work.episodes]
+        rollout.finish_episodes(data, work.fence, failed, work.reward_set, work.weights)
+    planning.stop(data, run, "paused", "only 0 of 4 episodes can train")
+    text = "\n".join(line for line, _ in summary(look(data, run)))
+    assert "4 episodes failed, 3 of them with: reward 'x' raised KeyError" in text
+    assert f"agentrl episodes {run} --status failed" in text
+    assert f"agentrl resume {run} (trains with the episodes there are)" in text
+
+
 # steering
 
 
 def test_pause_and_cancel_may_be_said_twice_and_say_what_is_kept(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     first = agentrl(capsys, "pause", run)
     assert "was running" in first
-    assert "1 of 2 iterations, policy version 1, 4 finished episodes" in first
+    assert "1 of 2 iterations, policy version 1, 4 episodes done; of the open iteration 0 of 4 are over" in first
     assert "4 episodes of iteration 1 are not over" in first
     assert "already" in agentrl(capsys, "pause", run)
     assert "was paused" in agentrl(capsys, "cancel", run)
@@ -374,11 +436,29 @@ def test_watch_ends_with_a_summary_and_1_for_a_run_that_is_not_done(run: str, ca
 
 
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
-def test_a_named_broker_without_workers_says_what_to_start(
+def test_without_workers_on_a_named_broker_nothing_is_submitted_unless_detached(
+    data: Database, tcp_redis: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AGENTRL_BROKER_URL", tcp_redis)
+    settings.cache_clear()
+    monkeypatch.setattr("cli.submit.START_SECONDS", 0.1)
+    monkeypatch.setattr("workers.app.app", make_app(settings()))
+    monkeypatch.setattr("workers.presence.app", make_app(settings()))
+    words = ["submit", "--dataset", "arithmetic", "--max-samples", "2", "--model", str(_folder_like_a_model(tmp_path))]
+    for extra in ([], ["--wait"]):
+        complaint = agentrl(capsys, *words, *extra, code=4)
+        assert "agentrl worker rollout" in complaint
+        assert "--detach" in complaint
+    assert json.loads(agentrl(capsys, "runs", "--json")) == []
+
+
+@pytest.mark.parametrize("data", ["sqlite"], indirect=True)
+def test_who_detaches_from_a_named_broker_without_workers_is_told_what_to_start(
     run: str, tcp_redis: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = _folder_like_a_model(tmp_path)
     words = ["-m", "cli", "submit", "--dataset", "arithmetic", "--max-samples", "2", "--model", str(model), "--name", "alone"]
+    words.append("--detach")
     done = process(words, settings().root, AGENTRL_BROKER_URL=tcp_redis)
     assert (done.returncode, done.stdout) == (0, "alone\n"), done.stderr
     for part in ("worker rollout", "worker tools", "worker train", "worker control", "watch alone"):
@@ -481,3 +561,7 @@ def test_a_plot_has_one_mark_per_column_and_its_extremes_beside_it(values: list[
     lines = plot(values, width)
     assert sum(line.count("*") for line in lines) == len(buckets(values, width)) == min(len(values), width)
     assert len(sparkline(values, width)) == min(len(values), width)
+
+
+def test_a_flat_curve_is_one_line() -> None:
+    assert plot([0.5] * 3) == ["   0.500 |***", "         +---"]

@@ -162,3 +162,10 @@ def test_the_example_experiments_are_valid(name: str) -> None:
     config, origins = resolve(CONFIGS / f"{name}_grpo.yaml")
     assert (config.dataset.name, config.algorithm.name) == (name, "grpo")
     assert origins["dataset.name"].endswith(f"{name}_grpo.yaml")
+
+
+@pytest.mark.parametrize("key", ["update.learning_rate", "algorithm.kl_coef", "model.lora_alpha", "rollout.timeout_seconds"])
+@pytest.mark.parametrize("value", [".inf", ".nan"])
+def test_a_number_that_is_not_finite_is_refused(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        resolve(assignments=(f"{key}={value}",))

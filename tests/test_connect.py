@@ -4,14 +4,16 @@ import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, event, text
 from sqlalchemy.exc import IntegrityError
 
 from workflow.errors import ConfigError, ServiceError
 from workflow.store import connect
 from workflow.store.connect import Database
+from workflow.store.migrate import open_database
 
 
 def note(tx: Connection, kind: str) -> str:
@@ -90,3 +92,53 @@ def test_a_database_that_stays_away_is_said_in_one_sentence(monkeypatch: pytest.
 def test_a_url_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="no database URL"):
         Database("not a url")
+
+
+@pytest.mark.parametrize(
+    "url", ["mysql://a/b", "sqlite+other:///x", "sqlite://", "sqlite:///:memory:", "postgresql://u:pw@h:x/n"]
+)
+def test_a_url_of_no_file_and_no_postgres_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(ConfigError, match="AGENTRL_DATABASE_URL") as caught:
+        Database(url)
+    assert "pw" not in str(caught.value)
+
+
+def test_a_file_that_is_no_database_and_a_folder_that_cannot_be_made_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "text.db").write_text("This is no database, however long one reads in it.\n" * 100)
+    for file in ("text.db", ""):
+        with pytest.raises(ServiceError, match=r"cannot be used: (file is not a database|unable to open)"):
+            open_database(f"sqlite:///{tmp_path / file}")
+    with pytest.raises(ServiceError, match="cannot be made"):
+        Database(f"sqlite:///{tmp_path / 'text.db' / 'below.db'}")
+
+
+def test_a_file_that_may_not_be_written_is_said_to_be_so(sqlite: Database) -> None:
+    event.listen(sqlite.engine, "connect", lambda driver, _: driver.execute("PRAGMA query_only = ON"))
+    sqlite.close()
+    with pytest.raises(ServiceError, match="cannot be used: attempt to write a readonly database"):
+        sqlite.write(lambda tx: note(tx, "never"))
+
+
+def test_when_sqlite_undoes_everything_the_others_are_written_all_the_same(sqlite: Database) -> None:
+    """A full disk undoes the whole transaction, not one savepoint: nobody may be told that what was undone is kept."""
+    with sqlite.read() as tx:
+        pages = int(tx.execute(text("PRAGMA page_count")).scalar_one())
+    event.listen(sqlite.engine, "connect", lambda driver, _: driver.execute(f"PRAGMA max_page_count = {pages + 4}"))
+    sqlite.close()
+    waiting = threading.Barrier(4)
+
+    def first(tx: Connection) -> str:
+        waiting.wait()
+        time.sleep(0.3)
+        return note(tx, "first")
+
+    def late(kind: str) -> str:
+        waiting.wait()
+        return sqlite.write(lambda tx: note(tx, kind))
+
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(sqlite.write, first), pool.submit(late, "x" * 1_000_000)]
+        futures += [pool.submit(late, "second"), pool.submit(late, "third")]
+        told = [future.exception() for future in futures]
+    assert [error is None for error in told] == [True, False, True, True]
+    assert sorted(noted(sqlite)) == ["first", "second", "third"]

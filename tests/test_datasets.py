@@ -172,7 +172,6 @@ def test_a_file_of_json_lines_is_a_dataset(tmp_path: Path) -> None:
     assert dict(loaded.tasks[0].metadata) == {"source": "me"}
     assert [message.role for message in loaded.tasks[2].messages] == ["system", "user"]
     assert (loaded.env, loaded.skipped) == ("math", ())
-    assert list(find("datasets", "jsonl")(path).load("train")) == list(loaded.tasks)
 
 
 def test_windows_line_ends_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:
@@ -205,7 +204,9 @@ def test_windows_line_ends_and_a_byte_order_mark_are_read(tmp_path: Path) -> Non
         ({"question": "a", "answer": "1", "note": "\x00"}, "NUL"),
         (b'{"question": "a", "answer": "1", "note": "\\udc00"}', "surrogate"),
         ({"question": "a" * 10_000_000, "answer": "1"}, "the prompt has 10.0 MB; at most 1 MB"),
-        ({"messages": [], "answer": "1"}, "'messages' must be a list that is not empty"),
+        ({"messages": [], "answer": "1"}, "'messages' is an empty list"),
+        ({"messages": {}, "answer": "1"}, "'messages' must be a list, not an object"),
+        (b'{"question": "?", "answer": ' + b"1" * 5000 + b"}", "a number of 5000 digits is too large"),
         ({"messages": [{"role": "user"}], "answer": "1"}, r"messages\[0\] must hold 'role' and 'content'"),
         ({"messages": [{"role": "tool", "content": "x"}], "answer": "1"}, r"messages\[0\].role must be one of"),
         ({"messages": [{"role": "assistant", "content": "x"}], "answer": "1"}, "the last message must be the user's"),
@@ -274,7 +275,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(DatasetError, match="Is a directory"):
         load_tasks(DatasetConfig(name=str(tmp_path / "folder.jsonl")))
-    with pytest.raises(DatasetError, match="holds no task"):
+    with pytest.raises(DatasetError, match=r"holds no task\. Write one JSON object per line"):
         load_tasks(DatasetConfig(name=str(write(tmp_path / "empty.jsonl", b""))))
     with pytest.raises(DatasetError, match="one split, 'train'"):
         read_tasks(write(tmp_path / "one.jsonl", GOOD), "test")
@@ -285,12 +286,23 @@ def test_names_splits_and_options_that_a_dataset_does_not_know_are_refused() -> 
         load_tasks(DatasetConfig(name="gsm8"))
     with pytest.raises(ConfigError, match="No dataset is called"):
         load_tasks(DatasetConfig(name="../../etc/passwd\x1b"))
-    with pytest.raises(ConfigError, match="'jsonl' is no dataset"):
+    with pytest.raises(DatasetError, match=r"jsonl is a format.*--dataset FILE\.jsonl"):
         load_tasks(DatasetConfig(name="jsonl"))
     with pytest.raises(DatasetError, match=r"no split 'trian'\. Did you mean 'train'"):
         load_tasks(DatasetConfig(name="gsm8k", split="trian"))
     with pytest.raises(ConfigError, match=r"skip_bad_rows is for \.jsonl files"):
         load_tasks(DatasetConfig(name="gsm8k", skip_bad_rows=True))
+
+
+def test_a_loader_that_raises_or_yields_no_task_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "from workflow.datasets import Dataset\nraising = Dataset(load=lambda split: (1 / 0 for _ in 'a'), env='math')\n"
+    module += "strange = Dataset(load=lambda split: iter(['2 + 2']), env='math')\n"
+    (tmp_path / "users_loaders.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DatasetError, match=r"'users_loaders:raising' cannot be loaded: ZeroDivisionError: division by zero"):
+        load_tasks(DatasetConfig(name="users_loaders:raising"))
+    with pytest.raises(DatasetError, match="'users_loaders:strange' yields a str, no Task"):
+        load_tasks(DatasetConfig(name="users_loaders:strange"))
 
 
 def test_two_tasks_of_one_key_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

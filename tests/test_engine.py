@@ -304,6 +304,26 @@ def test_an_error_of_the_model_fails_the_live_rows_and_the_thread_lives_on(
     assert engine.submit(GenerateRequest((5, 6), ref, 1, 0, 4)).result(60).token_ids
 
 
+@pytest.mark.filterwarnings("ignore:Exception in thread sampler")
+def test_a_sampler_that_ends_leaves_nobody_waiting(exact: Policy, ref: PolicyRef) -> None:
+    def leave(module: torch.nn.Module, args: object) -> None:
+        raise SystemExit
+
+    engine = TransformersEngine(exact, slots=2)
+    with exact.sampling() as model:
+        futures = [engine.submit(GenerateRequest((5, 6), ref, key, 0, 4)) for key in range(5)]
+        hook = model.register_forward_pre_hook(leave)
+    try:
+        for future in futures:
+            with pytest.raises(InfraError, match="closed"):
+                future.result(60)
+    finally:
+        hook.remove()
+    with pytest.raises(InfraError, match="closed"):
+        engine.submit(GenerateRequest((5, 6), ref, 9, 0, 4)).result(60)
+    engine.close()
+
+
 def test_a_cancelled_request_is_not_sampled(exact: Policy, ref: PolicyRef) -> None:
     engine = TransformersEngine(exact, slots=1)
     with exact.lock:  # so that the first cannot end, and the second has to wait

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from workflow import rewards
 from workflow.envs import Env
 from workflow.errors import ConfigError
 from workflow.hooks import Hook, load_hooks
@@ -36,16 +37,59 @@ def test_a_name_is_never_a_path(name: str) -> None:
 
 
 def test_a_users_own_object_is_found_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_plugins.py").write_text("answer = 42\n")
+    (tmp_path / "my_plugins.py").write_text("def answer(episode):\n    return 42\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert find("rewards", "my_plugins:answer") == 42
+    assert find("rewards", "my_plugins:answer")(None) == 42
 
 
 @pytest.mark.parametrize("path", ["no_such_module:x", "json:no_such_name", ":x", "json:", "..:x"])
 def test_a_path_that_leads_nowhere_is_one_sentence(path: str) -> None:
     with pytest.raises(ConfigError, match="leads to no object"):
         find("rewards", path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def f(:\n", r"bad_file\.py:1: SyntaxError"),
+        ("x = 1\nimport no_such_module\n", r"bad_file\.py:2: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("x = 1 / 0\n", r"bad_file\.py:1: ZeroDivisionError"),
+        ("raise SystemExit(3)\n", r"bad_file\.py:1: SystemExit: 3"),
+        ("x = 1\n", "has no attribute 'thing'"),
+        ("thing = 1\n", "nothing that can be called but of type int"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_named_with_its_line_and_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+) -> None:
+    (tmp_path / "bad_file.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "bad_file", raising=False)
+    with pytest.raises(ConfigError, match=rf"'bad_file:thing' \(rewards\) .*{said}"):
+        find("rewards", "bad_file:thing")
+
+
+def test_a_dropped_file_that_is_broken_or_lacks_its_object_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lacking_one.py").write_text("")
+    (tmp_path / "broken_one.py").write_text("import no_such_module\n")
+    monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"'lacking_one' \(rewards\): .*lacking_one\.py defines no 'lacking_one'"):
+        find("rewards", "lacking_one")
+    with pytest.raises(ConfigError, match=r"'broken_one' \(rewards\) cannot be imported: .*broken_one\.py:1: "):
+        find("rewards", "broken_one")
+
+
+@pytest.mark.parametrize("kind", ["datasets", "tools", "envs", "algorithms", "rewards"])
+def test_an_object_of_the_wrong_kind_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'os:path' \({kind}\) is no.* of type module"):
+        find(kind, "os:path")
+
+
+@pytest.mark.parametrize("path", ["x", "os:path", "workflow.trajectory:Task", "no_module:x"])
+def test_a_hook_that_is_none_is_one_sentence(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"Write package\.module:|no class derived from Hook|nothing that can be called"):
+        load_hooks([path])
 
 
 def test_hooks_are_made_from_their_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

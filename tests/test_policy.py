@@ -149,6 +149,25 @@ def test_a_flipped_bit_a_missing_file_and_another_base_are_refused(policy: Polic
     assert torch.equal(sampled(policy), before)
 
 
+def test_a_base_that_was_made_anew_in_its_folder_is_not_taken_for_the_old_one(tmp_path: Path) -> None:
+    folder = tiny_random(tmp_path / "m")
+    policy = Policy.load(config(lora_r=0), str(folder), device="cpu")
+    before = trained(policy)
+    disturb(policy)
+    ref = checkpoint(policy, tmp_path / "v1")
+    policy.publish(ref)
+    tiny_random(folder, seed=1)
+    with pytest.raises(CheckpointError, match="was made anew"):
+        policy.load_weights(None)
+    with pytest.raises(CheckpointError, match="was made anew"):
+        policy.publish(PolicyRef("tiny", policy.base_hash))
+    with pytest.raises(CheckpointError, match="was made anew"):
+        anchor(policy)
+    tiny_random(folder)
+    policy.load_weights(None)
+    assert torch.equal(trained(policy), before)
+
+
 def test_weights_of_another_shape_or_broken_ones_are_refused(policy: Policy, tmp_path: Path) -> None:
     wider = Policy.load(config(lora_r=5), str(tiny_random(tmp_path / "m", layers=1)), device="cpu")
     ref = checkpoint(wider, tmp_path / "v1")

@@ -1,8 +1,11 @@
 """`agentrl sql` on SQLite and on a real Postgres: what it answers, and every way out that was tried."""
 
 import json
+import shutil
 import sqlite3
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -215,3 +218,31 @@ def test_what_was_packed_is_what_the_functions_show(values: list[float]) -> None
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))
 def test_what_was_packed_as_ids_is_what_the_functions_show(values: list[int]) -> None:
     assert json.loads(rl_i4(struct.pack(f"<{len(values)}i", *values)) or "") == values
+
+
+def test_columns_of_one_name_are_numbered(asked: Settings) -> None:
+    assert query(asked, "SELECT 1 AS a, 2 AS a, 3 AS a_2, 4 AS a")[0] == ["a", "a_2", "a_2_2", "a_3"]
+
+
+def test_half_a_surrogate_pair_is_bad_input(asked: Settings) -> None:
+    with pytest.raises(ConfigError, match="surrogate"):
+        query(asked, "SELECT '\udcff'")
+
+
+def test_a_database_that_may_not_be_written_is_read(sqlite: Database, short_folder: Path) -> None:
+    sqlite.close()
+    shutil.copy(str(sqlite.url.database), short_folder / "sealed.db")
+    short_folder.chmod(0o555)
+    code = "import os, sys; from workflow.settings import Settings; from workflow.store.query import query\n"
+    code += "os.getuid() or os.setuid(65534)  # nothing is sealed for root\n"
+    code += "print(query(Settings(database_url=sys.argv[1]), 'SELECT count(*) FROM v_runs')[1])"
+    words = [sys.executable, "-c", code, f"sqlite:///{short_folder / 'sealed.db'}"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.stdout == "[(0,)]\n", done.stderr
+
+
+def test_a_file_that_is_no_database_and_a_folder_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "text.db").write_text("This is no database.\n" * 1000)
+    for file in (tmp_path / "text.db", tmp_path):
+        with pytest.raises(ServiceError, match="cannot be read"):
+            query(Settings(database_url=f"sqlite:///{file}"), "SELECT * FROM v_runs")

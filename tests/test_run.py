@@ -15,6 +15,7 @@ from tests.models import tiny_random
 from tests.stack import SMALL, Stack
 from workers import broker
 from workers.app import broker_url
+from workflow import checkpoint
 from workflow.settings import Settings
 from workflow.store import observe
 from workflow.store.connect import Database
@@ -42,12 +43,15 @@ def count(database: Database, query: str) -> int:
         return int(tx.execute(text(query)).scalar_one())
 
 
-def assert_whole(database: Database, iterations: int, episodes: int) -> None:
+def assert_whole(database: Database, iterations: int, episodes: int, trained: int = 1) -> None:
     """What every finished run owes: each planned episode ended once, was consumed at most once, each version is there."""
     assert count(database, "SELECT count(*) FROM iterations WHERE status = 'done'") == iterations
     assert count(database, "SELECT count(*) FROM episodes") == episodes
     assert count(database, "SELECT count(*) FROM episodes WHERE status = 'done'") == episodes
     assert count(database, "SELECT count(*) FROM policies") == iterations + 1
+    steps = count(database, "SELECT count(*) FROM policies WHERE kind = 'trained'")
+    assert steps >= trained
+    assert steps + count(database, "SELECT count(*) FROM iterations WHERE skipped <> ''") == iterations
     assert count(database, "SELECT count(*) FROM (SELECT episode_id FROM consumptions GROUP BY 1 HAVING count(*) > 1) x") == 0
     assert count(database, "SELECT count(*) FROM steps WHERE id NOT IN (SELECT step_id FROM step_tokens)") == 0
     unanswered = "SELECT count(*) FROM tool_calls WHERE result IS NULL AND episode_id IN"
@@ -178,7 +182,7 @@ def test_the_first_command_of_the_readme_runs_from_a_hub_cache(short_folder: Pat
     try:
         run = stack.agentrl("submit", "--dataset", "gsm8k", "--epochs", "3").strip()
         stack.wait_for(run)
-        assert_whole(stack.database, iterations=3, episodes=48)
+        assert_whole(stack.database, iterations=3, episodes=48, trained=0)  # a random model is hardly ever right
         assert observe.describe_run(stack.database, run)["model"] == "Qwen/Qwen2.5-0.5B-Instruct"
         assert count(stack.database, "SELECT count(*) FROM runs WHERE length(base_hash) = 64") == 1
     finally:
@@ -213,9 +217,9 @@ class Diary(Hook):
 def test_hooks_are_called_and_add_reward_parts_and_one_that_raises_fails_its_episode(short_folder: Path, model: Path) -> None:
     (short_folder / "diary_hook.py").write_text(HOOK.replace("\\\\", "\\"))
     stack = Stack(short_folder / "home", PYTHONPATH=str(short_folder), AGENTRL_IDLE_STOP_SECONDS="3600")
-    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "4", "-s", "hooks=[diary_hook:Diary]")
+    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "4", "--epochs", "1", "--group-size", "4")
     try:
-        stack.agentrl("submit", *asked, *SMALL, "--wait")
+        stack.agentrl("submit", *asked, "--max-new-tokens", "12", "-s", "hooks=[diary_hook:Diary]", "--wait")
     finally:
         stack.close()
     noted = (short_folder / "diary").read_text().split()
@@ -231,6 +235,18 @@ def test_hooks_are_called_and_add_reward_parts_and_one_that_raises_fails_its_epi
     assert count(stack.database, "SELECT count(*) FROM rewards WHERE part = 'turns' AND value >= 1") == 12
     assert count(stack.database, "SELECT count(*) FROM episodes WHERE status = 'failed' AND error LIKE '%no third one%'") == 4
     assert count(stack.database, "SELECT count(*) FROM episodes WHERE status = 'done' AND reward >= 1") == 12
+
+
+def test_two_runs_into_one_folder_keep_their_checkpoints_and_the_newest_can_be_sampled(stack: Stack, model: Path) -> None:
+    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", "--output-dir", str(stack.home / "out"))
+    for seed in ("0", "1"):
+        stack.agentrl("submit", *asked, *SMALL, "--seed", seed, "--name", f"seed-{seed}", "--wait")
+    with stack.database.read() as tx:
+        trained = list(tx.execute(text("SELECT path, sha256 FROM policies WHERE kind = 'trained'")).all())
+    assert len({row.path for row in trained}) == 4
+    assert all(checkpoint.sha256_file(Path(row.path) / checkpoint.WEIGHTS) == row.sha256 for row in trained)
+    said = json.loads(stack.agentrl("eval", "--policy", "seed-0@2", "-n", "2", "--json"))
+    assert said["episodes"] == 2
 
 
 def test_without_any_redis_the_stack_is_one_process_and_says_so(short_folder: Path, model: Path) -> None:

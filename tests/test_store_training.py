@@ -1,5 +1,6 @@
 """An update is committed whole or not at all, by one trainer; it publishes, plans what follows, and may end the run."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ from sqlalchemy import update
 from sqlalchemy.exc import IntegrityError
 
 from tests.stored import (
+    EXPIRED,
     LEASE,
     bad_update,
     claim,
@@ -15,6 +17,7 @@ from tests.stored import (
     finish,
     play,
     ready,
+    sampled,
     start,
     status_of_run,
     submission,
@@ -23,10 +26,11 @@ from tests.stored import (
     values,
 )
 from workflow import db as tables
-from workflow.errors import Fenced, StateError
+from workflow.errors import Fenced, ModelError, StateError
 from workflow.evaluate import Score
-from workflow.store import observe, planning, rollout, training
+from workflow.store import observe, planning, rollout, steps, training
 from workflow.store.connect import Database
+from workflow.store.rollout import MAX_LOSSES
 
 
 def test_an_iteration_is_claimed_when_every_group_is_terminal_and_by_one_trainer(database: Database) -> None:
@@ -51,9 +55,78 @@ def test_a_second_trainer_fences_the_first_out(database: Database) -> None:
     assert training.extend_lease(database, work.id, heir.token, LEASE)
     assert value(database, "SELECT count(*) FROM policies") == 1
     training.commit_update(database, heir, update_of(heir), 3)
-    with pytest.raises(Fenced):
-        training.commit_update(database, heir, update_of(heir), 3)
     assert value(database, "SELECT count(*) FROM policies") == 2
+
+
+def test_a_commit_whose_answer_was_lost_is_recognised_and_not_fenced(database: Database) -> None:
+    work = ready(database, submission(epochs=2))
+    published = training.commit_update(database, work, update_of(work), 3)
+    assert training.commit_update(database, work, update_of(work), 3) == published
+    assert value(database, "SELECT count(*) FROM policies") == 2
+    assert value(database, "SELECT count(*) FROM iterations") == 2
+
+
+def test_a_claim_whose_answer_was_lost_is_recognised_and_counts_no_loss(database: Database) -> None:
+    group, _ = start(database, submission())
+    first, again = (rollout.claim_group(database, group, "host:1/a", LEASE) for _ in range(2))
+    assert first is not None
+    assert again is not None
+    assert rollout.claim_group(database, group, "host:1/b", LEASE) is None
+    assert value(database, "SELECT max(losses) FROM groups") == 0
+    with pytest.raises(Fenced):
+        steps.commit_sampled(database, first.fence, [sampled(first)])
+
+
+def test_a_lease_that_was_handed_back_is_not_renewed(database: Database) -> None:
+    group, _ = start(database, submission())
+    fence = claim(database, group).fence
+    rollout.hand_back(database, fence)
+    assert rollout.extend_leases(database, [fence], LEASE) == set()
+    claim(database, group)
+    work = ready(database, submission("other"))
+    training.hand_back_iteration(database, work.id, work.token)
+    assert not training.extend_lease(database, work.id, work.token, LEASE)
+
+
+def test_a_run_whose_trainer_was_lost_too_often_can_be_resumed(database: Database) -> None:
+    work = ready(database, submission())
+    training.hand_back_iteration(database, work.id, work.token)
+    for _ in range(MAX_LOSSES):
+        claim_training(database, work.id, lease=EXPIRED)
+    assert training.claim_iteration(database, work.id, "trainer:last", LEASE) is None
+    assert status_of_run(database) == "failed"
+    planning.resume(database, "first")
+    heir = claim_training(database, work.id)
+    training.commit_update(database, heir, update_of(heir), 3)
+    assert status_of_run(database) == "done"
+
+
+def test_an_update_that_keeps_failing_fails_its_run_with_the_reason(database: Database) -> None:
+    work = ready(database, submission())
+    training.fail_update(database, work, "RuntimeError: no memory", 2)
+    assert status_of_run(database) == "running"
+    training.fail_update(database, claim_training(database, work.id), "RuntimeError: no memory", 2)
+    assert status_of_run(database) == "failed"
+    assert "no memory" in value(database, "SELECT reason FROM runs")
+
+
+def test_the_last_update_ends_a_run_that_was_failed_meanwhile(database: Database) -> None:
+    work = ready(database, submission())
+    training.fail_run(database, work.run_id, "thought lost")
+    training.commit_update(database, work, update_of(work), 3)
+    assert status_of_run(database) == "done"
+
+
+def test_an_evaluation_without_one_finished_episode_has_no_mean(database: Database) -> None:
+    run = submission(kind="eval")
+    start(database, run)
+    for (group,) in [(g,) for g in values(database, "SELECT id FROM groups")]:
+        work = claim(database, group)
+        rollout.fail_attempt(database, work.fence, "Lost", "", 1)
+    (iteration,) = values(database, "SELECT id FROM iterations")
+    training.finish_eval(database, claim_training(database, iteration), Score(math.nan, math.nan, math.nan, 0, 4))
+    assert values(database, "SELECT mean_reward FROM evals") == [None]
+    assert set(values(database, "SELECT error FROM episodes")) == {"Lost"}
 
 
 def test_an_update_is_committed_whole_or_not_at_all(database: Database) -> None:
@@ -159,5 +232,9 @@ def test_an_eval_run_ends_with_its_score(database: Database) -> None:
 
 def test_the_hash_of_a_base_is_remembered_from_its_first_loading(database: Database) -> None:
     planning.submit(database, replace(submission(), policy=replace(submission().policy, base_hash="")))
-    assert training.confirm_base(database, 1, "one") == "one"
-    assert training.confirm_base(database, 1, "two") == "one"
+    training.confirm_base(database, 1, "one", {"tokenizer": "t"})
+    training.confirm_base(database, 1, "one", {"tokenizer": "t"})
+    for base, tokenizer in (("two", "t"), ("one", "u")):
+        with pytest.raises(ModelError, match="was made with base one"):
+            training.confirm_base(database, 1, base, {"tokenizer": tokenizer})
+    assert value(database, "SELECT base_hash FROM runs") == "one"

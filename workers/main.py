@@ -25,6 +25,9 @@ ROLES = ("rollout", "tools", "train", "control")
 SUPERVISOR = "AGENTRL_SUPERVISOR"
 """Environment variable with the supervisor's pid: its workers end when it does."""
 
+ORPHAN_SECONDS = 40.0
+"""How long a worker without a supervisor has to hand its claims back."""
+
 CONCURRENCY = {"rollout": 16, "tools": 64, "train": 1}
 """Threads per queue: a rollout job mostly waits for the engine, a tool call for its tool."""
 
@@ -43,7 +46,7 @@ def run(roles: list[str], concurrency: int | None = None) -> None:
     set_up_logging()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if SUPERVISOR in os.environ:
-        threading.Thread(target=_end_with, args=[int(os.environ[SUPERVISOR])], name="supervised", daemon=True).start()
+        threading.Thread(target=_end_with, args=[int(os.environ[SUPERVISOR]), roles], name="supervised", daemon=True).start()
     if roles == ["control"]:
         _run_control()
     else:
@@ -56,10 +59,18 @@ def set_up_logging() -> None:
     logging.getLogger("agentrl").setLevel(logging.INFO)
 
 
-def _end_with(supervisor: int) -> None:
+def _end_with(supervisor: int, roles: list[str]) -> None:
+    """Ends this process when its supervisor is gone; the control loop, which holds nothing, takes the private Redis along."""
     while os.getppid() == supervisor:
         time.sleep(1.0)
+    logging.getLogger("agentrl").warning("the supervisor is gone")
+    if roles == ["control"]:
+        from workers.embedded import end_orphaned_redis
+
+        end_orphaned_redis(settings())
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)  # nobody is left to do it
 
 
 def _run_control() -> None:

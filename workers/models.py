@@ -1,6 +1,7 @@
 """The model of a worker process: one base at a time, loaded at first use and kept between jobs; sampler and trainer share it.
 
-A job that needs another base waits until nobody uses the present one; nobody new is let in before it.
+A job that needs another base waits until nobody uses the present one; nobody new is let in before it. A folder whose files
+were replaced (`agentrl sft --force`) is another base.
 """
 
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import getLogger
+from pathlib import Path
 from typing import Any
 
 from workflow.config import ModelConfig
@@ -49,7 +51,7 @@ class Models:
         Raises:
             ModelError: it cannot be loaded.
         """
-        key = f"{base}|{config.model_dump_json(exclude={'path'})}"
+        key = f"{base}|{config.model_dump_json(exclude={'path'})}|{_stamp(Path(base))}"
         with self._changed:
             loaded = self._enter(key, config, base)
         try:
@@ -84,6 +86,12 @@ class Models:
         policy = Policy.load(config, base, where.device, where.threads)
         self._loaded = Loaded(policy, _engine(policy))
         self._key = key
+
+
+def _stamp(folder: Path) -> str:
+    """Tells a folder that was made anew from the one that was loaded; hashing gigabytes for every job would be too slow."""
+    files = sorted(file for file in folder.glob("*") if file.suffix in (".safetensors", ".json", ".jinja", ".txt"))
+    return " ".join(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}" for file in files for stat in [file.stat()])
 
 
 def _engine(policy: Policy) -> Any:

@@ -4,11 +4,17 @@ import os
 import socket
 import threading
 from functools import cache
+from typing import TYPE_CHECKING
+from uuid import uuid4
 
 from workers.heartbeat import Heartbeat
 from workflow.settings import settings
+from workflow.store import training
 from workflow.store.connect import Database
 from workflow.store.migrate import open_database
+
+if TYPE_CHECKING:
+    from workflow.policy import Policy
 
 stopping = threading.Event()
 """Set when the process was asked to stop: rollouts hand their claims back."""
@@ -17,8 +23,23 @@ _lock = threading.Lock()
 
 
 def worker_name() -> str:
-    """host:pid, as rows remember who worked on them."""
+    """host:pid of this process."""
     return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def claim_name() -> str:
+    """host:pid/N: one claim of this process, as rows remember who works on them; each call gives another."""
+    return f"{worker_name()}/{uuid4().hex[:8]}"
+
+
+def confirm_base(run: int, policy: "Policy") -> None:
+    """Makes sure that the base in memory is the one the run was made with; the first to load it says which that is.
+
+    Raises:
+        ModelError: it is another.
+    """
+    hashes = {"tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
+    training.confirm_base(database(), run, policy.base_hash, hashes)
 
 
 def database() -> Database:

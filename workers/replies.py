@@ -65,7 +65,10 @@ class Replies:
                 continue
             more = connection.lpop(self.address, 1000) or []
             for call in (reply[1], *more):
-                self.answer(int(call))
+                if call.isdigit():
+                    self.answer(int(call))
+                else:  # anybody can push onto a list in Redis; the reader of all replies must not end for it
+                    log.warning("no call's id on %s: %.80r", self.address, call)
 
 
 class Waker:

@@ -16,9 +16,9 @@ from workers.app import app
 from workers.dispatch import send_train
 from workers.episodes import Event, GroupRollout
 from workers.models import models
-from workers.process import database, heartbeat, stopping, worker_name
+from workers.process import claim_name, confirm_base, database, heartbeat, stopping
 from workflow.config import RunConfig
-from workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, ModelError, ServiceError
+from workflow.errors import CheckpointError, ConfigError, Fenced, ModelError, ServiceError
 from workflow.settings import settings
 from workflow.store import rollout as store
 from workflow.store import training
@@ -38,7 +38,7 @@ def rollout(groups: list[int]) -> int:
 
     A group that a live worker holds is left to it: the message is then acknowledged without counting for the chord.
     """
-    claimed = [store.claim_group(database(), group, worker_name(), settings().lease_seconds) for group in groups]
+    claimed = [store.claim_group(database(), group, claim_name(), settings().lease_seconds) for group in groups]
     works = [work for work in claimed if work is not None]
     for batch in _by_run(works):
         _roll_out(batch)
@@ -56,13 +56,13 @@ def _by_run(works: Sequence[GroupWork]) -> list[list[GroupWork]]:
 
 def _roll_out(works: Sequence[GroupWork]) -> None:
     """Drives the groups of one run; every failure ends at the boundary that it belongs to."""
-    config = RunConfig.model_validate(works[0].config)
     lost: set[Fence] = set()
     for work in works:  # from now on: loading a model may take longer than a lease
         heartbeat().hold_group(work.fence, partial(lost.add, work.fence))
     try:
+        config = RunConfig.model_validate(works[0].config)
         with models.use(config.model, works[0].policy.base) as loaded:
-            _check_base(works[0], loaded.policy.base_hash)
+            confirm_base(works[0].run_id, loaded.policy)
             inbox: SimpleQueue[Event] = SimpleQueue()
             rollouts = {
                 work.fence.group: GroupRollout(database(), work, config, loaded.engine, loaded.policy.chat, inbox, lost)
@@ -76,23 +76,17 @@ def _roll_out(works: Sequence[GroupWork]) -> None:
     except ServiceError as error:
         log.warning("%s: no rollout now: %s", works[0].run, error)
         _give_back(works)
-    except (AgentRLError, OSError, RuntimeError) as error:
+    except Exception as error:
         log.exception("%s: no rollout", works[0].run)
         for work in works:
-            _count_failure(work, config, error)
+            _count_failure(work, error)
     finally:
         for work in works:
             heartbeat().drop_group(work.fence)
 
 
-def _check_base(work: GroupWork, found: str) -> None:
-    in_force = training.confirm_base(database(), work.run_id, found)
-    if in_force != found:
-        raise ModelError(f"The run was made with base {in_force[:12]}, here {work.policy.base!r} is {found[:12]}.")
-
-
-def _count_failure(work: GroupWork, config: RunConfig, error: Exception) -> None:
-    attempts = config.rollout.max_attempts
+def _count_failure(work: GroupWork, error: Exception) -> None:
+    attempts = work.config["rollout"]["max_attempts"]
     if store.fail_attempt(database(), work.fence, type(error).__name__, str(error), attempts):
         iteration = store.ready_iteration(database(), work.fence.group)
         if iteration is not None:
@@ -128,10 +122,10 @@ def _guarded(driver: GroupRollout, act: Callable[[], None]) -> None:
         log.warning("group %d is handed back: %s", driver.work.fence.group, error)
         driver.lose()
         _give_back([driver.work])
-    except (AgentRLError, OSError, RuntimeError) as error:
+    except Exception as error:
         log.exception("group %d failed", driver.work.fence.group)
         driver.lose()
-        _count_failure(driver.work, driver.config, error)
+        _count_failure(driver.work, error)
     if driver.iteration_ready is not None:
         _try_send_train(driver.iteration_ready)
         driver.iteration_ready = None

@@ -4,6 +4,7 @@ Whatever is wrong with the request is said before anything is written; a broker 
 will start.
 """
 
+import os
 import platform
 import subprocess
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from workers import broker
 from workers.dispatch import dispatch
@@ -53,6 +55,7 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     Raises:
         AgentRLError: of the kind that is wrong, in one sentence.
     """
+    config = _absolute(config)
     loaded = load_tasks(config.dataset)
     config = config.model_copy(update={"env": config.env or loaded.env})
     assert config.env is not None
@@ -62,9 +65,10 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     _check_algorithm(config, kind)
     ref = policy or starting_policy(config)
     named = config.name is not None
-    name = config.name or _free_name(db, _stem(config, kind))
-    config = config.model_copy(update={"name": name})
-    output = Path(config.output_dir).resolve() if config.output_dir else settings().root / "runs" / name
+    name = config.name or _free_name(db, _stem(config, kind, policy))
+    config = RunConfig.model_validate(config.model_dump() | {"name": name})
+    output = Path(config.output_dir) if config.output_dir else settings().root / "runs" / name
+    _check_writable(output)
     submission = Submission(
         name=name,
         kind=kind,
@@ -156,15 +160,34 @@ def _free_name(db: Database | None, stem: str) -> str:
     return planning.free_name(db, stem) if db else f"{stem}-1"
 
 
-def _stem(config: RunConfig, kind: str) -> str:
+def _absolute(config: RunConfig) -> RunConfig:
+    """Files by their whole path: a run is resumed and evaluated from anywhere."""
+    dataset, output = config.dataset, config.output_dir
+    if dataset.name.endswith(".jsonl"):
+        dataset = dataset.model_copy(update={"name": str(Path(dataset.name).expanduser().resolve())})
+    if output:
+        output = str(Path(output).expanduser().resolve())
+    return config.model_copy(update={"dataset": dataset, "output_dir": output})
+
+
+def _check_writable(folder: Path) -> None:
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"No checkpoint can be written to {str(folder)!r}: {str(there)!r} is no folder one may write to.")
+
+
+def _stem(config: RunConfig, kind: str, policy: PolicyRef | None) -> str:
     words = [Path(config.dataset.name.rpartition(":")[2]).stem, Path(config.model.path).name]
-    stem = "-".join(word for word in [*words, "eval" if kind == "eval" else ""] if word).lower()
-    return "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in stem)[:56]
+    words += [f"v{policy.version}" if policy else "", "eval" if kind == "eval" else ""]
+    stem = "-".join(word for word in words if word).lower()
+    plain = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in stem)
+    return plain.lstrip("._-")[:48] or "run"
 
 
 def manifest(config: RunConfig) -> dict[str, Any]:
     """What one needs to know to make the run again, beside its config."""
     return {
+        "id": uuid4().hex,
         "agentrl": __version__,
         "git": _git_revision(),
         "python": platform.python_version(),

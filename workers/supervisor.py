@@ -1,11 +1,10 @@
-"""The embedded stack: one supervisor process over a private Redis and three workers, for a machine where nothing runs yet.
+"""The supervisor: one process over a private Redis and three workers, for a machine where nothing runs yet.
 
 `agentrl up` starts it, and so does `submit` where no broker is named; it restarts the dead with back-off, and one that `submit`
-started stops some time after the last run. `AGENTRL_BROKER_URL` set, it leaves Redis out and supervises the workers alone.
+started stops some time after the last run, unless `up` was said since. `AGENTRL_BROKER_URL` set, it leaves Redis out and
+supervises the workers alone.
 """
 
-import fcntl
-import json
 import os
 import signal
 import subprocess
@@ -13,11 +12,9 @@ import sys
 import time
 from dataclasses import dataclass
 from logging import getLogger
-from pathlib import Path
 from types import FrameType
-from typing import IO
 
-from workers import broker
+from workers import broker, embedded
 from workers.main import SUPERVISOR, run_together, set_up_logging
 from workers.process import database
 from workflow.errors import ServiceError
@@ -29,8 +26,6 @@ WORKERS = ("rollout,train", "tools", "control")
 CALM_SECONDS = 30.0
 """A process that lived this long is started again at once; one that died sooner waits longer each time."""
 MAX_BACKOFF = 30.0
-START_SECONDS = 20.0
-STOP_SECONDS = 40.0
 
 
 @dataclass
@@ -45,11 +40,10 @@ class Child:
 
 
 class Supervisor:
-    """Keeps the children alive until told to stop, or until no run has been running for `idle_seconds`."""
+    """Keeps the children alive until told to stop, or until no run has been running for a while and nobody said `up`."""
 
-    def __init__(self, where: Settings, idle_seconds: float | None) -> None:
+    def __init__(self, where: Settings) -> None:
         self.where = where
-        self.idle_seconds = idle_seconds
         self.stopping = False
         self.busy_at = time.monotonic()
         self.children: list[Child] = []
@@ -80,12 +74,27 @@ class Supervisor:
                 self.stopping = self.stopping or self._idle()
 
     def _idle(self) -> bool:
-        """Whether no run has been running for long enough to stop."""
-        if self.idle_seconds is None:
+        """Whether no run has been running for long enough to stop; if so, the state file says so before anybody is stopped."""
+        if not self._quiet():
             return False
-        if observe.unfinished_runs(database()):
+        embedded.write_state(self.where, stopping=True)
+        if self._quiet():  # who asked before the file was written relies on this stack, who asks later waits for its end
+            return True
+        embedded.write_state(self.where, stopping=False)
+        return False
+
+    def _quiet(self) -> bool:
+        if embedded.stay_file(self.where).exists() or embedded.asked_lately(self.where) or self._busy():
             self.busy_at = time.monotonic()
-        return time.monotonic() - self.busy_at > self.idle_seconds
+            return False
+        return time.monotonic() - self.busy_at > self.where.idle_stop_seconds
+
+    def _busy(self) -> bool:
+        try:
+            return observe.unfinished_runs(database()) > 0
+        except Exception as error:  # noqa: BLE001 - nothing that the database does is a reason to end the workers
+            log.warning("taken for busy: %s", error)
+            return True
 
     def _revive(self, child: Child) -> None:
         code = child.process.poll()
@@ -107,8 +116,8 @@ class Supervisor:
     def _start(self, role: str) -> "subprocess.Popen[bytes]":
         if role == "redis":
             return broker.start_server(self.where)
-        command = [sys.executable, "-m", "workers.main", role]
-        with log_file(self.where, role).open("ab") as output:
+        command = [sys.executable, "-P", "-m", "workers.main", role]
+        with embedded.log_file(self.where, role).open("ab") as output:
             environment = {**os.environ, SUPERVISOR: str(os.getpid())}
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
 
@@ -116,100 +125,37 @@ class Supervisor:
         self.stopping = True
 
     def _end(self) -> None:
+        embedded.write_state(self.where, stopping=True)
         workers = [child for child in self.children if child.role != "redis"]
         for group in (workers, [child for child in self.children if child.role == "redis"]):
             for child in group:
                 child.process.terminate()
             for child in group:
                 try:
-                    child.process.wait(STOP_SECONDS)
+                    child.process.wait(embedded.STOP_SECONDS)
                 except subprocess.TimeoutExpired:
                     child.process.kill()
 
 
-def log_file(where: Settings, role: str) -> Path:
-    """Where a process of the embedded stack writes its log."""
-    return where.stack_dir / f"{role.replace(',', '-')}.log"
-
-
-def running(where: Settings) -> int | None:
-    """The pid of the supervisor of this data folder; None where there is none."""
-    try:
-        with (where.stack_dir / "supervisor.lock").open("r") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return None
-    except FileNotFoundError:
-        return None
-    except BlockingIOError:
-        state = where.stack_dir / "supervisor.json"
-        return int(json.loads(state.read_text())["pid"]) if state.is_file() else 0
-
-
-def ensure(where: Settings, stay: bool = False) -> bool:
-    """Starts the embedded stack unless it runs; returns whether it was started.
-
-    Args:
-        stay: it stops only when told to.
-
-    Raises:
-        ServiceError: it does not come up.
-    """
-    if running(where) is not None:
-        _await_broker(where, None)
-        return False
-    where.stack_dir.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "workers.supervisor", *(["--stay"] if stay else [])]
-    with log_file(where, "supervisor").open("ab") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
-    _await_broker(where, process)
-    return True
-
-
-def _await_broker(where: Settings, process: "subprocess.Popen[bytes] | None") -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while not (broker.answers(where) and running(where) is not None):
-        # Of several that start at once all but one end at once with 0.
-        if (process is not None and process.poll()) or time.monotonic() > deadline:
-            raise ServiceError("The embedded stack does not come up.", f"See {log_file(where, 'supervisor')}.")
-        time.sleep(0.05)
-
-
-def stop(where: Settings) -> bool:
-    """Stops the embedded stack and waits for its end; False where none runs. Unfinished runs go on at the next start."""
-    pid = running(where)
-    if not pid:
-        return False
-    os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + STOP_SECONDS + 10
-    while running(where) is not None:
-        if time.monotonic() > deadline:
-            raise ServiceError(f"The supervisor {pid} does not stop.", f"kill -9 {pid}")
-        time.sleep(0.05)
-    return True
-
-
-def _hold_lock(where: Settings) -> IO[str] | None:
-    file = (where.stack_dir / "supervisor.lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    (where.stack_dir / "supervisor.json").write_text(json.dumps({"pid": os.getpid()}))
-    return file
-
-
 def main(stay: bool) -> None:
-    """The supervisor process."""
+    """The supervisor process; `stay`: it stops only when told to."""
     where = settings()
     where.stack_dir.mkdir(parents=True, exist_ok=True)
     set_up_logging()
-    lock = _hold_lock(where)
+    lock = embedded.hold_lock(where)
     if lock is None:
         return
     with lock:
-        Supervisor(where, None if stay else where.idle_stop_seconds).run()
+        if stay:
+            embedded.stay_file(where).touch()
+        else:
+            embedded.stay_file(where).unlink(missing_ok=True)
+        embedded.write_state(where, stopping=False)
+        try:
+            Supervisor(where).run()
+        finally:
+            (where.stack_dir / "supervisor.json").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
-    main("--stay" in sys.argv[1:])
+    main(stay=False)

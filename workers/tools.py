@@ -6,14 +6,15 @@ such and counted. A call that must not run twice commits its start first.
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from datetime import UTC, datetime
 from functools import cache
 from logging import getLogger
+from typing import Any
 
 from workers.app import app
-from workers.process import database, worker_name
+from workers.process import claim_name, database, worker_name
 from workers.replies import Waker
 from workflow.envs import Env
 from workflow.errors import ToolFailure
@@ -45,9 +46,14 @@ def call(call_id: int, reply_to: str) -> None:
 
 def _result(work: CallWork) -> ToolResult | None:
     """What the call came to; None while another worker may still be running it, and it must not run twice."""
-    tool = toolset(work.env)[work.tool]
+    try:
+        tool = toolset(work.env)[work.tool]
+    except (Exception, SystemExit) as error:
+        # Told to the model: unanswered, the call would be sent again and again to a worker that cannot import it.
+        log.exception("tool %s of env %s cannot be loaded", work.tool, work.env)
+        return ToolResult(f"{work.tool} cannot be loaded: {type(error).__name__}: {str(error)[:1000]}", "tool_crash")
     if work.effects == "once":
-        start = calls.start_once(database(), work.id, worker_name(), tool.timeout_seconds + GRACE_SECONDS)
+        start = calls.start_once(database(), work.id, claim_name(), tool.timeout_seconds + GRACE_SECONDS)
         if start != "ours":
             return UNKNOWN_OUTCOME if start == "lost" else None
     return run_tool(tool, work)
@@ -60,16 +66,25 @@ def run_tool(tool: Tool, work: CallWork) -> ToolResult:
     def result(content: str, error_class: str | None = None) -> ToolResult:
         return ToolResult(content[:MAX_RESULT_CHARACTERS], error_class, time.perf_counter() - start)
 
-    future = _threads().submit(tool.call, work.arguments)
-    try:
-        return result(future.result(timeout=tool.timeout_seconds))
-    except FutureTimeout:
+    answer: Future[str] = Future()
+    # A thread of its own for each call: one that never ends takes nobody else's place.
+    threading.Thread(target=_answer, args=(answer, tool, work.arguments), name=f"tool-{tool.name}", daemon=True).start()
+    if not wait([answer], tool.timeout_seconds).done:
         return result(f"{tool.name} took longer than {tool.timeout_seconds:g} s", "timeout")
-    except ToolFailure as error:
+    error = answer.exception()
+    if error is None:
+        return result(answer.result())
+    if isinstance(error, ToolFailure):
         return result(str(error), "tool_error")
-    except Exception as error:
-        log.exception("tool %s raised", tool.name)
-        return result(f"{tool.name} failed: {type(error).__name__}: {error}", "tool_crash")
+    log.error("tool %s raised", tool.name, exc_info=error)
+    return result(f"{tool.name} failed: {type(error).__name__}: {error}", "tool_crash")
+
+
+def _answer(answer: "Future[str]", tool: Tool, arguments: Mapping[str, Any]) -> None:
+    try:
+        answer.set_result(str(tool.call(arguments)))
+    except BaseException as error:  # noqa: BLE001 - anybody's code, and `exit()` in it; it is recorded as the call's result
+        answer.set_exception(error)
 
 
 @cache
@@ -77,11 +92,6 @@ def toolset(env: str) -> dict[str, Tool]:
     """The tools of the run's env, by the name the model writes."""
     found: Env = find("envs", env)
     return found.toolset()
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=64, thread_name_prefix="tool")
 
 
 _lock = threading.Lock()

@@ -15,10 +15,10 @@ from pathlib import Path
 from workers.app import app
 from workers.dispatch import dispatch
 from workers.models import Loaded, models
-from workers.process import database, heartbeat, worker_name
+from workers.process import claim_name, confirm_base, database, heartbeat
 from workflow import checkpoint
 from workflow.config import RunConfig
-from workflow.errors import CheckpointError, Fenced, InfraError, ModelError, ServiceError
+from workflow.errors import CheckpointError, ConfigError, Fenced, ModelError, ServiceError
 from workflow.evaluate import evaluate
 from workflow.hooks import load_hooks
 from workflow.settings import settings
@@ -32,7 +32,7 @@ log = getLogger("agentrl.train")
 @app.task(name="agentrl.train")
 def train(iteration: int) -> None:
     """Trains on the iteration, unless it is not ready, done already, or another trainer has it."""
-    work = training.claim_iteration(database(), iteration, worker_name(), settings().lease_seconds)
+    work = training.claim_iteration(database(), iteration, claim_name(), settings().lease_seconds)
     if work is None:
         return
     fenced = threading.Event()
@@ -41,10 +41,15 @@ def train(iteration: int) -> None:
         published = _conclude(work) if work.kind == "eval" else _thread().submit(_train, work, fenced).result()
     except Fenced as error:
         log.info("%s", error)
-    except (ModelError, CheckpointError, InfraError) as error:
-        log.error("%s: %s", work.run, error)
+    except ServiceError as error:  # the database was away for long: no attempt of the iteration's
+        log.warning("iteration %d of %s is handed back: %s", work.number, work.run, error)
         training.hand_back_iteration(database(), work.id, work.token)
-        training.fail_run(database(), work.run_id, str(error))
+    except (ConfigError, ModelError, CheckpointError) as error:
+        log.error("%s: %s", work.run, error)
+        training.fail_update(database(), work, str(error), max_attempts=1)
+    except Exception as error:
+        log.exception("%s: iteration %d was not trained", work.run, work.number)
+        training.fail_update(database(), work, f"{type(error).__name__}: {error}", work.config["rollout"]["max_attempts"])
     else:
         _go_on(work, published)
     finally:
@@ -65,13 +70,14 @@ def _conclude(work: IterationWork) -> Published:
 def _train(work: IterationWork, fenced: threading.Event) -> Published:
     config = RunConfig.model_validate(work.config)
     with models.use(config.model, work.policy.base) as loaded:
+        confirm_base(work.run_id, loaded.policy)
         trainer = _at(work, config, loaded)
         loaded.trainer_holds = None  # until the commit says that what is in memory is what is published
         started = time.perf_counter()
         update = trainer.update(work.groups, work.number)
         if fenced.is_set():
             raise Fenced(f"Iteration {work.number} of {work.run} was taken over.")
-        folder = Path(work.output_dir) / f"v{work.number + 1:05d}.t{work.token}"
+        folder = Path(work.output_dir) / f"v{work.number + 1:05d}.t{work.token}.{work.key}"
         sha256 = "" if update.skipped else checkpoint.write(folder, trainer.save)
         record = _record(work, update, trainer, "" if update.skipped else str(folder), sha256, started)
         try:
@@ -79,7 +85,8 @@ def _train(work: IterationWork, fenced: threading.Event) -> Published:
         except Fenced:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        loaded.trainer_holds = (work.run_id, record.path or work.policy.path)
+        if not update.bad:
+            loaded.trainer_holds = (work.run_id, record.path or work.policy.path)
     metrics = {"reward": _mean_reward(work), **update.metrics}
     for hook in load_hooks(config.hooks):
         hook.on_update_end(work.run, work.number, metrics)
@@ -90,8 +97,10 @@ def _at(work: IterationWork, config: RunConfig, loaded: Loaded) -> Trainer:
     """The trainer at exactly the state that this update starts from."""
     wanted = (work.run_id, work.policy.path)
     if loaded.trainer is None or loaded.trainer_holds != wanted:
-        loaded.trainer = Trainer(loaded.policy, config)
-        loaded.trainer.load(Path(work.policy.path) if work.policy.path else None)
+        loaded.trainer, loaded.trainer_holds = None, None  # nothing is held until it is loaded whole
+        trainer = Trainer(loaded.policy, config)
+        trainer.load(Path(work.policy.path) if work.policy.path else None)
+        loaded.trainer = trainer
     return loaded.trainer
 
 
@@ -115,8 +124,9 @@ def _mean_reward(work: IterationWork) -> float:
 
 
 def _go_on(work: IterationWork, published: Published) -> None:
-    if work.policy.path:
-        checkpoint.drop_optimizer(Path(work.output_dir), keep=2)
+    stale = training.optimizer_to_drop(database(), work.run_id)
+    if stale:
+        checkpoint.drop_optimizer(Path(stale))
     if published.next_iteration is None:
         return
     try:

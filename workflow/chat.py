@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 Schema = Mapping[str, Any]
 """A tool as chat templates take it: `{"type": "function", "function": {...}}`."""
 
+MAX_NESTING = 64
+"""Objects and arrays within each other in one tool call; whatever stores and sends a call recurses over them."""
+
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 _BLOCK = re.compile(f"{CALL}(.*?)(?:{END_CALL}|\\Z)", re.DOTALL)
@@ -41,6 +44,9 @@ class Chat:
     Args:
         tokenizer: with a chat template whose turns end with one special token.
 
+    Attributes:
+        end_ids: the ids that end a turn: the template's end-of-turn token and the tokenizer's end of sequence.
+
     Raises:
         ModelError: the tokenizer has no chat template, or its turns end without a special token.
     """
@@ -52,6 +58,8 @@ class Chat:
             )
         self.tokenizer = tokenizer
         self._prefixes: dict[str, tuple[int, ...]] = {}
+        # Here and not at first use: that is the sampler's thread, too late to refuse a model.
+        self.end_ids = frozenset({self._prefix(())[-1], *self._end_of_sequence()})
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> tuple[int, ...]:
         """The prompt of an episode's first step, generation prompt included.
@@ -106,13 +114,6 @@ class Chat:
         return self._render([_ASKED], (), generate=True)
 
     @cached_property
-    def end_ids(self) -> frozenset[int]:
-        """The ids that end a turn: the template's end-of-turn token and the tokenizer's end of sequence."""
-        end = {self._prefix(())[-1]}
-        eos = self.tokenizer.eos_token_id
-        return frozenset(end if eos is None else end | {eos})
-
-    @cached_property
     def template_hash(self) -> str:
         """sha256 of the chat template."""
         return hashlib.sha256(json.dumps(self.tokenizer.chat_template, sort_keys=True).encode()).hexdigest()
@@ -123,6 +124,10 @@ class Chat:
         probe = self._encode("Ünï 12345.6 == \tfoo_bar(  )\n\n<tool_call>{\"a\": [1, 'b']}</tool_call> 漢字 🙂")
         text = json.dumps([self.tokenizer.get_vocab(), probe], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def _end_of_sequence(self) -> tuple[int, ...]:
+        eos = self.tokenizer.eos_token_id
+        return () if eos is None else (int(eos),)
 
     @cached_property
     def _special(self) -> dict[str, int]:
@@ -211,12 +216,23 @@ def _read_call(block: re.Match[str]) -> ToolCall:
     except (ValueError, RecursionError) as error:
         nested = f"{CALL} inside {CALL}; " if CALL in block[1] else ""
         return _unreadable(f"{nested}no valid JSON: {error}")
+    if _nesting(call) > MAX_NESTING:
+        return _unreadable(f"a call may nest {MAX_NESTING} objects and arrays within each other, not more")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         return _unreadable('a call is an object with a "name" and "arguments"')
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
         return _unreadable(f'"arguments" must be an object, not {type(arguments).__name__}')
     return ToolCall(call["name"], arguments)
+
+
+def _nesting(value: Any) -> int:
+    """How many objects and arrays stand within each other; counted level by level, without recursion."""
+    level, depth = [value], 0
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return depth
 
 
 def _unreadable(why: str) -> ToolCall:

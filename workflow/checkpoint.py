@@ -55,14 +55,9 @@ def write(folder: Path, writer: Callable[[Path], None]) -> str:
     return manifest[WEIGHTS].sha256
 
 
-def drop_optimizer(parent: Path, keep: int) -> None:
-    """Removes the optimizer's state from all checkpoints in `parent` but the last `keep`; their weights stay.
-
-    Only the newest ones can still be trained on, while any policy can be asked again what it sampled.
-    """
-    finished = sorted(folder for folder in parent.iterdir() if (folder / MANIFEST).is_file())
-    for folder in finished[: -keep or None]:
-        (folder / OPTIMIZER).unlink(missing_ok=True)
+def drop_optimizer(folder: Path) -> None:
+    """Removes the optimizer's state from a checkpoint that nothing trains on any more; its weights can still be sampled."""
+    (folder / OPTIMIZER).unlink(missing_ok=True)
 
 
 def verify(folder: Path) -> Mapping[str, FileRecord]:

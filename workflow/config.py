@@ -20,14 +20,14 @@ ENV_PREFIX = "AGENTRL_RUN_"
 class Section(BaseModel):
     """A part of the config: frozen, and strict about its keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class DatasetConfig(Section):
     """Which tasks."""
 
     name: str = Field("gsm8k", description="gsm8k, arithmetic, a .jsonl file, or package.module:name")
-    split: str = Field("train", description="train or test")
+    split: str = Field("train", description="train, test, or another that the dataset has")
     max_samples: int | None = Field(None, ge=1, description="Only the first N tasks")
     skip_bad_rows: bool = Field(False, description="Leave malformed rows of a .jsonl file out, and say which")
 
@@ -67,7 +67,7 @@ class RolloutConfig(Section):
     max_steps: int = Field(4, ge=1, le=1000, description="Policy turns per episode")
     max_tool_calls: int = Field(8, ge=1, le=1000, description="Calls accepted in one turn; the rest are told so")
     timeout_seconds: float = Field(600.0, gt=0, description="Seconds of sampling and tools in one episode")
-    max_attempts: int = Field(3, ge=1, description="Failures of the system before an episode ends as infra_error")
+    max_attempts: int = Field(3, ge=1, le=100, description="Failures of the system before an episode ends as infra_error")
 
 
 class AlgorithmConfig(Section):
@@ -82,13 +82,13 @@ class AlgorithmConfig(Section):
 class UpdateConfig(Section):
     """How one train step runs."""
 
-    learning_rate: float = Field(1e-4, gt=0, description="AdamW step size")
+    learning_rate: float = Field(1e-4, gt=0, le=1, description="AdamW step size")
     weight_decay: float = Field(0.0, ge=0, description="AdamW decoupled weight decay")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this")
     batch_size: int | None = Field(None, ge=1, description="Episodes per optimizer step; unset: all of the iteration")
     gradient_accumulation_steps: int = Field(1, ge=1, description="Microbatches per optimizer step, at least")
     microbatch_tokens: int = Field(4096, ge=1, description="Padded tokens in one forward/backward, at most")
-    max_bad_updates: int = Field(3, ge=1, description="Updates with a NaN in a row before the run fails")
+    max_bad_updates: int = Field(3, ge=1, le=1000, description="Updates with a NaN in a row before the run fails")
 
 
 class RunConfig(Section):
@@ -96,7 +96,7 @@ class RunConfig(Section):
 
     name: str | None = Field(None, pattern=NAME_PATTERN, description="Unique name; unset: made from dataset and model")
     seed: int = Field(0, ge=0, lt=2**31, description="Orders tasks and keys every random draw")
-    epochs: int = Field(3, ge=1, description="Passes over the dataset")
+    epochs: int = Field(3, ge=1, le=100_000, description="Passes over the dataset")
     env: str | None = Field(None, description="A file of workflow/envs; unset: the dataset's own")
     output_dir: str | None = Field(None, description="Where checkpoints go; unset: inside AGENTRL_HOME")
     hooks: tuple[str, ...] = Field((), description="Hook classes, package.module:ClassName")
@@ -191,7 +191,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"Cannot read the config {str(path)!r}: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, bytes that are no UTF-8
         raise ConfigError(f"{str(path)!r} is not YAML: {' '.join(str(error).split())}.") from error
     if tree is None:
         return {}

@@ -363,7 +363,7 @@ rewards = Table(
     _id(),
     _key("reward_set_id", "reward_sets"),
     _key("episode_id", "episodes", index=True),
-    Column("part", String(64), nullable=False),
+    _text("part"),
     Column("value", Float(53), nullable=False),
     Column("weight", Float(53), nullable=False),
     UniqueConstraint("reward_set_id", "episode_id", "part"),

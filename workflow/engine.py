@@ -142,6 +142,7 @@ class TransformersEngine:
         self._rows: list[_Row] = []
         self._weights = ("", "")
         self._waiting: deque[_Row] = deque()
+        self._joining: list[_Row] = []
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
@@ -180,12 +181,16 @@ class TransformersEngine:
 
     @torch.no_grad()
     def _run(self) -> None:
-        while self._wait():
-            self._admit(self._take())
-            if self._rows:
-                self._advance()
-        with self._changed:
-            _fail([*self._rows, *self._waiting], _closed())
+        try:
+            while self._wait():
+                self._joining = self._take()
+                self._admit(self._joining)
+                if self._rows:
+                    self._advance()
+        finally:  # whatever ends the thread, nobody waits for it any longer
+            with self._changed:
+                self._closed = True
+                _fail([*self._rows, *self._joining, *self._waiting], _closed())
 
     def _wait(self) -> bool:
         """Until there is something to do (True) or the engine is closed (False)."""
@@ -360,7 +365,8 @@ def _fail(rows: Sequence[_Row], error: Exception) -> None:
         error = InfraError(f"Sampling failed: {type(cause).__name__}: {cause}.")
         error.__cause__ = cause
     for row in rows:
-        if row.future.running() or row.future.set_running_or_notify_cancel():
+        over = row.future.done() and not row.future.cancelled()
+        if row.future.running() or (not over and row.future.set_running_or_notify_cancel()):
             row.future.set_exception(error)
 
 

@@ -5,6 +5,7 @@ Hooks run inside the workers, in the order given. A hook that raises fails its e
 
 from collections.abc import Mapping, Sequence
 
+from workflow.errors import ConfigError
 from workflow.plugins import find
 from workflow.trajectory import Episode
 
@@ -33,5 +34,21 @@ class Hook:
 
 
 def load_hooks(paths: Sequence[str]) -> tuple[Hook, ...]:
-    """One instance of each named hook class (`package.module:ClassName`)."""
-    return tuple(find("hooks", path)() for path in paths)
+    """One instance of each named hook class (`package.module:ClassName`).
+
+    Raises:
+        ConfigError: a path leads to no such class, or the class cannot be made without arguments.
+    """
+    return tuple(_made(path) for path in paths)
+
+
+def _made(path: str) -> Hook:
+    found = find("hooks", path)
+    if not (isinstance(found, type) and issubclass(found, Hook)):
+        raise ConfigError(f"{path!r} (hooks) is no class derived from Hook.", "Derive it: class Mine(workflow.hooks.Hook).")
+    try:
+        return found()
+    except Exception as error:
+        raise ConfigError(
+            f"The hook {path!r} cannot be made: {type(error).__name__}: {error}.", "Correct the class."
+        ) from error

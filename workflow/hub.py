@@ -18,3 +18,10 @@ def ask(kind: Literal["model", "dataset"], name: str) -> Literal["known", "unkno
     except Exception:  # noqa: BLE001 - no network, offline mode, no answer: each transport has its own
         return "away"
     return "known"
+
+
+def go_offline() -> None:
+    """From now on this process takes only what was fetched before. Call it before `datasets` is imported."""
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = True

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from workflow import hub
 from workflow.errors import ModelError
+from workflow.plugins import find
 from workflow.settings import settings
 
 TINY = "tiny"
@@ -24,15 +25,24 @@ def resolve_model(name: str, dataset: str) -> str:
 
     Raises:
         ModelError: `tiny` was not made for this dataset yet.
+        ConfigError: nor is there such a dataset.
     """
     folder = settings().models_dir / (made_name(name, dataset) if name == TINY else name)
     if (folder / "config.json").is_file():
         return str(folder.resolve())
     if name == TINY:
-        raise ModelError(
-            f"The tiny model for {dataset!r} does not exist yet.", f"Make it: agentrl sft --dataset {dataset} --model tiny"
-        )
+        raise _no_tiny(dataset)
     return str(Path(name).expanduser().resolve()) if Path(name).expanduser().is_dir() else name
+
+
+def _no_tiny(dataset: str) -> ModelError:
+    said = f"The tiny model for {dataset!r} does not exist yet"
+    if not dataset.endswith(".jsonl") and find("datasets", dataset).demonstrations is not None:
+        return ModelError(f"{said}.", f"Make it: agentrl sft --dataset {dataset} --model tiny")
+    return ModelError(
+        f"{said}, and no demonstrations to make it from.",
+        "Make another's: agentrl sft --dataset arithmetic --model tiny, then pass --model tiny-arithmetic",
+    )
 
 
 def made_name(model: str, dataset: str) -> str:

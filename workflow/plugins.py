@@ -7,12 +7,16 @@
 import importlib
 import pkgutil
 import sys
+import traceback
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 from workflow.errors import ConfigError, did_you_mean
 
 KINDS = ("datasets", "tools", "rewards", "envs", "algorithms")
+_CLASSES = {"datasets": "Dataset", "tools": "Tool", "envs": "Env", "algorithms": "Algorithm"}
+_PATH_HINT = "Write package.module:name, importable from here."
 
 
 def names(kind: str) -> list[str]:
@@ -25,26 +29,74 @@ def find(kind: str, name: str) -> Any:
     """The plug-in of that kind and name.
 
     Raises:
-        ConfigError: no such plug-in, or `package.module:name` does not lead to an object.
+        ConfigError: no such plug-in, its file cannot be imported, or what it defines is of another kind.
     """
     if ":" in name:
-        return _user_object(kind, name)
+        found = _user_object(kind, name)
+    elif kind in KINDS:
+        found = _own_object(kind, name)
+    else:
+        raise ConfigError(f"{name!r} ({kind}) is no path to an object.", "Write package.module:Class.")
+    _check(kind, name, found)
+    return found
+
+
+def _own_object(kind: str, name: str) -> Any:
     known = names(kind)
     if name not in known:
         raise ConfigError(f"No {kind.removesuffix('s')} is called {name!r}.", did_you_mean(name, known))
-    module = importlib.import_module(f"workflow.{kind}.{name}")
-    return getattr(module, name)
+    module = _imported(kind, name, f"workflow.{kind}.{name}")
+    if name not in vars(module):
+        raise ConfigError(f"{name!r} ({kind}): {module.__file__} defines no {name!r}.", "Name the object after its file.")
+    return vars(module)[name]
 
 
 def _user_object(kind: str, path: str) -> Any:
     module_name, _, attribute = path.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)
-    hint = "Write package.module:name, importable from here."
+        sys.path.append(here)  # last: a person's `workers` folder is not ours
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
-        raise ConfigError(f"{path!r} ({kind}) leads to no object: it is no path of names.", hint)
+        raise ConfigError(f"{path!r} ({kind}) leads to no object: it is no path of names.", _PATH_HINT)
     try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{path!r} ({kind}) leads to no object: {error}.", hint) from error
+        return getattr(_imported(kind, path, module_name), attribute)
+    except AttributeError as error:
+        raise ConfigError(f"{path!r} ({kind}) leads to no object: {error}.", _PATH_HINT) from error
+
+
+def _imported(kind: str, name: str, module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{name!r} ({kind}) leads to no object: {error}.", _PATH_HINT) from error
+        raise _broken(kind, name, error) from error
+    except (Exception, SystemExit) as error:
+        raise _broken(kind, name, error) from error
+
+
+def _broken(kind: str, name: str, error: BaseException) -> ConfigError:
+    said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": ")
+    return ConfigError(f"{name!r} ({kind}) cannot be imported: {_where(error)}{said}.", "Correct the file.")
+
+
+def _where(error: BaseException) -> str:
+    """`FILE:LINE: ` of the first line outside of the import machinery; a file with a wrong syntax has none that ran."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: "
+    machinery = (__file__, importlib.__file__)
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename not in machinery and not frame.filename.startswith("<frozen"):
+            return f"{frame.filename}:{frame.lineno}: "
+    return ""
+
+
+def _check(kind: str, name: str, found: Any) -> None:
+    if kind not in _CLASSES:
+        fits, wanted = callable(found), "nothing that can be called"
+    else:
+        wanted = f"no {_CLASSES[kind]}"
+        fits = isinstance(found, getattr(importlib.import_module(f"workflow.{kind}"), _CLASSES[kind]))
+    # What an Algorithm names, its credit and its loss, are functions.
+    if not fits and not (kind == "algorithms" and isinstance(found, FunctionType)):
+        raise ConfigError(f"{name!r} ({kind}) is {wanted} but of type {type(found).__name__}.", "Name another.")

@@ -111,21 +111,26 @@ class Policy:
 
     @contextmanager
     def reference(self) -> Iterator[nn.Module]:
-        """The base as it was before training, in eval mode: adapter off, or a frozen copy made on first use."""
+        """The base as it was before training, in eval mode: adapter off, or a frozen copy made on first use.
+
+        Raises:
+            CheckpointError: the base's files are not those that were loaded first.
+        """
         with self.lock:
             if self.kind == "lora":
                 with self._active("policy").eval().disable_adapter():
                     yield self._models["policy"]
                 return
             if self._reference is None:
-                self._reference = _frozen(self._base())
+                self._reference = _frozen(self._base_again())
             yield self._reference
 
     def publish(self, ref: PolicyRef) -> None:
         """Makes `ref`'s weights the ones that `sampling` reads; an empty path is the base as it is.
 
         Raises:
-            CheckpointError: made for another base, missing, or altered since its sha256 was recorded.
+            CheckpointError: made for another base, missing, or altered since its sha256 was recorded; or, for the base,
+                its files are not those that were loaded first.
         """
         if ref.sha256 == self._published:
             return
@@ -151,7 +156,8 @@ class Policy:
         """Sets the trained part from a file; None goes back to the base.
 
         Raises:
-            CheckpointError: the file is missing, broken, or of another model.
+            CheckpointError: the file is missing, broken, or of another model; or, for the base, its files are not those
+                that were loaded first.
         """
         weights = self._base_weights() if file is None else _read(file)
         with self.lock:
@@ -193,7 +199,18 @@ class Policy:
         return {name.replace(f".{slot}.", "."): p for name, p in parameters if f".{slot}." in name}
 
     def _base_weights(self) -> Mapping[str, Tensor]:
-        return self._initial if self.kind == "lora" else dict(self._base().named_parameters())
+        return self._initial if self.kind == "lora" else dict(self._base_again().named_parameters())
+
+    def _base_again(self) -> Any:
+        """The base read from its folder once more; checked after reading, so that no change slips in between."""
+        base = self._base()
+        found = base_hash(self.folder)
+        if found != self.base_hash:
+            raise CheckpointError(
+                f"The base in {str(self.folder)!r} was made anew: it was {self.base_hash[:12]}, now it is {found[:12]}.",
+                "Submit a new run, or put the old files back.",
+            )
+        return base
 
     @torch.no_grad()
     def _fill(self, slot: Slot, weights: Mapping[str, Tensor]) -> None:

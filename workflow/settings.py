@@ -7,8 +7,9 @@ variables point anywhere else.
 
 from functools import lru_cache
 from pathlib import Path
+from urllib.parse import quote
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -32,6 +33,11 @@ class Settings(BaseSettings):
     device: str = Field(default="auto", description="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")
     threads: int = Field(default=0, ge=0, description="CPU threads of the model; 0: torch's choice.")
 
+    @field_validator("home", mode="before")
+    @classmethod
+    def _home(cls, value: object) -> object:
+        return value or ".agentrl"  # set but empty means not set
+
     @property
     def root(self) -> Path:
         """The absolute data folder."""
@@ -40,7 +46,7 @@ class Settings(BaseSettings):
     @property
     def database(self) -> str:
         """The database URL in force."""
-        return self.database_url or f"sqlite:///{self.root / 'agentrl.db'}"
+        return self.database_url or f"sqlite:///{quote(str(self.root / 'agentrl.db'))}"
 
     @property
     def models_dir(self) -> Path:

@@ -54,7 +54,7 @@ class Update:
         advantages: by episode id, of the episodes that were used.
         dropped: why a group was not used, by task key.
         skipped: why the weights were left as they were; None where they were updated.
-        bad: they were left because something was not finite.
+        bad: something was not finite; what is in memory may be spoiled, and the last checkpoint is to be loaded.
     """
 
     metrics: Metrics = field(default_factory=dict)
@@ -221,6 +221,8 @@ class Trainer:
         if not math.isfinite(sums["loss"]) or not math.isfinite(norm):
             raise NotFinite(f"the loss is {sums['loss']} and the gradient's norm is {norm}")
         self._optimizer.step()
+        if not all(bool(parameter.isfinite().all()) for parameter in self._parameters.values()):
+            raise NotFinite("the step left weights that are not finite")
         read = _counts(minibatch.rows).tokens
         whole = {"loss", "sampler_difference_max"}
         metrics = {name: value if name in whole else value / read for name, value in sums.items()}

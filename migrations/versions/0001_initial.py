@@ -272,7 +272,7 @@ def upgrade() -> None:
         sa.Column("id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
         sa.Column("reward_set_id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=False),
         sa.Column("episode_id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=False),
-        sa.Column("part", sa.String(length=64), nullable=False),
+        sa.Column("part", sa.Text(), server_default="", nullable=False),
         sa.Column("value", sa.Float(precision=53), nullable=False),
         sa.Column("weight", sa.Float(precision=53), nullable=False),
         sa.ForeignKeyConstraint(["episode_id"], ["episodes.id"], name=op.f("fk_rewards_episode_id")),

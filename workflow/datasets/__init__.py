@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from workflow.config import DatasetConfig
-from workflow.errors import ConfigError, DatasetError
+from workflow.errors import AgentRLError, ConfigError, DatasetError
 from workflow.plugins import find
 from workflow.trajectory import Message, Task
 
@@ -49,27 +49,41 @@ def load_tasks(config: DatasetConfig) -> Loaded:
 
     Raises:
         ConfigError: no dataset is called so, or `skip_bad_rows` is asked of one that is no .jsonl file.
-        DatasetError: no such file or split, malformed rows, no task at all, or two tasks of one key.
+        DatasetError: no such file or split, malformed rows, a loader that raises or yields what is no Task, no task at all,
+            or two tasks of one key.
     """
     found, env, skipped = _read(config)
-    tasks = tuple(islice(found, config.max_samples))
+    tasks = _taken(config, found)
     if not tasks:
-        raise DatasetError(f"The split {config.split!r} of {config.name!r} holds no task.", "Name another.")
+        hint = "Write one JSON object per line into it." if config.name.endswith(".jsonl") else "Name another."
+        raise DatasetError(f"The split {config.split!r} of {config.name!r} holds no task.", hint)
     key, count = Counter(task.key for task in tasks).most_common(1)[0]
     if count > 1:
         raise DatasetError(f"{count} tasks of {config.name!r} have the key {key!r}.", "Give every task a key of its own.")
     return Loaded(tasks, env, tuple(skipped))
 
 
-def _read(config: DatasetConfig) -> tuple[Iterable[Task], str, list[str]]:
+def _taken(config: DatasetConfig, found: Callable[[], Iterable[Task]]) -> tuple[Task, ...]:
+    try:
+        tasks = tuple(islice(found(), config.max_samples))
+    except AgentRLError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        raise DatasetError(f"The dataset {config.name!r} cannot be loaded: {said}.", "Correct its load().") from error
+    strange = next((task for task in tasks if not isinstance(task, Task)), None)
+    if strange is not None:
+        raise DatasetError(f"The dataset {config.name!r} yields a {type(strange).__name__}, no Task.", "Correct its load().")
+    return tasks
+
+
+def _read(config: DatasetConfig) -> tuple[Callable[[], Iterable[Task]], str, list[str]]:
     if config.name.endswith(".jsonl"):
         from workflow.datasets.jsonl import ENV, read_tasks  # it imports this file
 
         tasks, skipped = read_tasks(Path(config.name), config.split, config.skip_bad_rows)
-        return tasks, ENV, skipped
+        return lambda: tasks, ENV, skipped
     if config.skip_bad_rows:
         raise ConfigError(f"skip_bad_rows is for .jsonl files, and the dataset is {config.name!r}.", "Leave it out.")
-    dataset = find("datasets", config.name)
-    if not isinstance(dataset, Dataset):
-        raise ConfigError(f"{config.name!r} is no dataset but a {type(dataset).__name__}.", "Name a FILE.jsonl or a `Dataset`.")
-    return dataset.load(config.split), dataset.env, []
+    dataset: Dataset = find("datasets", config.name)
+    return lambda: dataset.load(config.split), dataset.env, []

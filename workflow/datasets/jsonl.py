@@ -11,7 +11,7 @@ import codecs
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import islice
@@ -24,6 +24,8 @@ from workflow.trajectory import Message, Task
 
 ENV = "math"
 MAX_PROMPT_BYTES = 1_000_000
+MAX_DIGITS = 4300
+"""Python reads no longer whole number from text."""
 SHOWN_PROBLEMS = 20
 SKIP_HINT = "Correct them, or leave them out with -s dataset.skip_bad_rows=true."
 PROMPTS = ("question", "prompt", "messages")
@@ -41,11 +43,6 @@ class Row:
     messages: tuple[Message, ...]
     reference: str
     metadata: Mapping[str, Any]
-
-
-def jsonl(path: str | Path) -> Dataset:
-    """The dataset that a file of JSON lines is. Its one split is `train`."""
-    return Dataset(load=lambda split: iter(read_tasks(Path(path), split)[0]), env=ENV)
 
 
 def read_tasks(path: Path, split: str = "train", skip_bad_rows: bool = False) -> tuple[list[Task], list[str]]:
@@ -80,8 +77,8 @@ def malformed(source: str, problems: list[str], hint: str) -> DatasetError:
     shown = "".join(f"\n  {problem}" for problem in islice(problems, SHOWN_PROBLEMS))
     more = len(problems) - SHOWN_PROBLEMS
     return DatasetError(
-        f"{source!r} has {len(problems)} malformed row{'s' * (len(problems) > 1)}:{shown}\n"
-        + (f"  ... and {more} more.\n" if more > 0 else ""),
+        f"{source!r} has {len(problems)} malformed row{'s' * (len(problems) > 1)}:{shown}"
+        + (f"\n  ... and {more} more." if more > 0 else ""),
         hint,
     )
 
@@ -118,7 +115,7 @@ def _row(number: int, line: bytes) -> Row:
 
 def _decode(line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
+        row = json.loads(line.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite, parse_int=_whole)
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 (byte {error.start + 1})") from error
     except json.JSONDecodeError as error:
@@ -141,6 +138,12 @@ def _finite(text: str) -> float:
     return value
 
 
+def _whole(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits is too large; write it as text")
+    return int(text)
+
+
 def _refuse_unstorable(metadata: Mapping[str, Any]) -> None:
     text = json.dumps(metadata, ensure_ascii=False)
     try:
@@ -160,8 +163,10 @@ def _only_one_of(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
 
 
 def _messages(value: object) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"'messages' must be a list that is not empty, not {_kind(value)}")
+    if not isinstance(value, list):
+        raise ValueError(f"'messages' must be a list, not {_kind(value)}")
+    if not value:
+        raise ValueError("'messages' is an empty list")
     messages = tuple(_message(index, item) for index, item in enumerate(value))
     _refuse_large(sum(len(message.content.encode()) for message in messages))
     if messages[-1].role != "user":
@@ -208,3 +213,10 @@ def _text(name: str, value: object) -> str:
 
 def _kind(value: object) -> str:
     return {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
+
+
+def _refuse(split: str) -> Iterator[Task]:
+    raise DatasetError("jsonl is a format, no dataset: the file is missing.", "Name it: --dataset FILE.jsonl")
+
+
+jsonl = Dataset(load=_refuse, env=ENV)

@@ -46,7 +46,7 @@ def find_call(tx: Connection, call: int) -> CallWork | None:
 
 @transaction
 def start_once(tx: Connection, call: int, worker: str, seconds: float) -> Literal["ours", "running", "lost"]:
-    """Commits the start of a call that must not run twice and may take `seconds`.
+    """Commits the start of a call that must not run twice and may take `seconds`; `worker` names this very try.
 
     Returns `ours` for the one that may run it, `running` while that one may still be at it, `lost` after that.
     """
@@ -62,7 +62,8 @@ def start_once(tx: Connection, call: int, worker: str, seconds: float) -> Litera
             started_at=datetime.now(UTC),
         )
     )
-    if started.rowcount:
+    mine = select(calls.c.id).where(calls.c.id == call, calls.c.worker == worker)
+    if started.rowcount or tx.execute(mine).first():
         return "ours"
     lost = select(calls.c.id).where(calls.c.id == call, calls.c.lease_until < now_ms())
     return "lost" if tx.execute(lost).first() else "running"

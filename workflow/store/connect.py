@@ -7,14 +7,14 @@ writers); one that loses its connection is run again, which is safe since every 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from sqlalchemy import Connection, Engine, Table, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Engine, ExceptionContext, Table, create_engine, event, make_url
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 
@@ -26,28 +26,56 @@ T = TypeVar("T")
 RETRY_SECONDS = 30.0
 """How long a transaction is tried again while the database is away."""
 
+URL_HINT = "Set AGENTRL_DATABASE_URL to sqlite:///FILE or postgresql://USER@HOST/NAME."
+_UNUSABLE = ("not a database", "unable to open", "readonly database", "disk image is malformed")
+"""What SQLite says of a file that no patience makes a database of."""
+
+
+def database_url(text: str) -> URL:
+    """The URL of a SQLite file or a Postgres database.
+
+    Raises:
+        ConfigError: it is none, or one of another kind.
+    """
+    try:
+        url = make_url(text)
+    except (ArgumentError, ValueError) as error:  # not shown: it may hold a password
+        raise ConfigError("AGENTRL_DATABASE_URL is no database URL.", URL_HINT) from error
+    if url.drivername in ("postgres", "postgresql", "postgresql+psycopg"):
+        return url.set(drivername="postgresql+psycopg")
+    if url.drivername not in ("sqlite", "sqlite+pysqlite"):
+        raise ConfigError(f"AGENTRL_DATABASE_URL asks for {url.drivername!r}; SQLite and Postgres are known.", URL_HINT)
+    if url.database in (None, "", ":memory:"):
+        raise ConfigError("AGENTRL_DATABASE_URL names no file, and several processes share the database.", URL_HINT)
+    return url
+
 
 class Database:
     """One database; threads share it, each transaction has a connection of its own."""
 
     def __init__(self, url: str) -> None:
-        try:
-            parsed = make_url(url)
-        except ArgumentError as error:
-            raise ConfigError(f"{url!r} is no database URL.", "Use sqlite:///FILE or postgresql://USER@HOST/NAME.") from error
-        if parsed.drivername in ("postgres", "postgresql"):
-            parsed = parsed.set(drivername="postgresql+psycopg")
-        self.url = parsed
-        self.is_sqlite = parsed.get_backend_name() == "sqlite"
+        """Opens nothing yet, but makes the folder of a SQLite file.
+
+        Raises:
+            ConfigError: no URL of a SQLite file or a Postgres database.
+            ServiceError: the folder cannot be made.
+        """
+        self.url = database_url(url)
+        self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self.engine = self._sqlite() if self.is_sqlite else self._postgres()
         self._together = _Together(self.engine)
 
     def _sqlite(self) -> Engine:
-        if self.url.database:
-            Path(self.url.database).parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(str(self.url.database)).parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            said = f"The database's folder {str(folder)!r} cannot be made: {error.strerror}."
+            raise ServiceError(said, "Set AGENTRL_HOME, or AGENTRL_DATABASE_URL, to another.") from error
         engine = create_engine(self.url, connect_args={"timeout": 30.0}, pool_size=32, max_overflow=64)
         event.listen(engine, "connect", _configure_sqlite)
         event.listen(engine, "begin", _begin_immediate)
+        event.listen(engine, "handle_error", _refuse_unusable)
         return engine
 
     def _postgres(self) -> Engine:
@@ -157,22 +185,31 @@ class _Together:
 
     def _take_all(self) -> None:
         taken = [self._line.popleft() for _ in range(len(self._line))]
+        left = taken
         try:
-            with self._engine.begin() as connection:
-                for errand in taken:
-                    self._do(connection, errand, alone=len(taken) == 1)
+            while left:
+                culprit = self._commit(left)
+                left = [errand for errand in left if errand is not culprit] if culprit else []
         except BaseException as error:  # noqa: BLE001 - nothing was committed: each thread raises it, or tries again
-            for errand in taken:
+            for errand in left:
                 errand.error = errand.error or error
         finally:
             for errand in taken:
                 errand.done = True
 
+    def _commit(self, errands: Sequence[_Errand]) -> _Errand | None:
+        """Runs them in one transaction. Returns the one at whose failure SQLite undid all (a full disk), if there was one."""
+        with self._engine.begin() as connection:
+            for errand in errands:
+                errand.error = None
+                self._do(connection, errand)
+                driver = connection.connection.dbapi_connection
+                if errand.error is not None and driver is not None and not driver.in_transaction:
+                    return errand
+        return None
+
     @staticmethod
-    def _do(connection: Connection, errand: _Errand, alone: bool) -> None:
-        if alone:
-            errand.result = errand.work(connection)
-            return
+    def _do(connection: Connection, errand: _Errand) -> None:
         try:
             with connection.begin_nested():
                 errand.result = errand.work(connection)
@@ -227,3 +264,11 @@ def _configure_sqlite(connection: Any, record: object) -> None:
 def _begin_immediate(connection: Connection) -> None:
     reads = connection.get_execution_options().get("agentrl_read", False)
     connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
+
+
+def _refuse_unusable(context: ExceptionContext) -> None:
+    reason = " ".join(str(context.original_exception).split())
+    if context.engine is not None and any(words in reason for words in _UNUSABLE):
+        file = context.engine.url.database
+        hint = "Give it write access, or set AGENTRL_DATABASE_URL, or AGENTRL_HOME, to another place."
+        raise ServiceError(f"The database {file!r} cannot be used: {reason}.", hint) from context.original_exception

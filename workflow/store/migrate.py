@@ -7,6 +7,7 @@ import fcntl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import getLogger
 from pathlib import Path
 
 from alembic import command
@@ -14,6 +15,7 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from psycopg import sql
+from psycopg.errors import InsufficientPrivilege
 from sqlalchemy import Connection, text
 
 import migrations
@@ -22,6 +24,7 @@ from workflow.errors import ServiceError
 from workflow.settings import settings
 from workflow.store.connect import Database
 
+log = getLogger("agentrl.migrate")
 LOCK_KEY = 7213094551
 LOCK_SECONDS = 60.0
 
@@ -82,20 +85,41 @@ def _migrate(database: Database, run) -> None:  # type: ignore[no-untyped-def]
 
 def _grant(tx: Connection) -> None:
     """The role that `agentrl sql` reads as: SELECT on named tables and views, nothing else."""
-    tx.execute(
-        text(
-            "DO $$ BEGIN CREATE ROLE agentrl_reader LOGIN; "
-            "EXCEPTION WHEN duplicate_object OR unique_violation THEN NULL; END $$"
+    if not _has_reader(tx):
+        log.warning(
+            "This login may not make the role that `agentrl sql` reads as. Let a superuser type: CREATE ROLE agentrl_reader "
+            "LOGIN; then run `agentrl db upgrade` again."
         )
-    )
+        return
     names = ", ".join([*db.TABLES_FOR_READERS, *views.VIEWS])
     tx.execute(text("GRANT USAGE ON SCHEMA public TO agentrl_reader"))
     tx.execute(text(f"GRANT SELECT ON {names} TO agentrl_reader"))
     for function in views.FUNCTIONS:
         tx.execute(text(f"GRANT EXECUTE ON FUNCTION {function}(bytea) TO agentrl_reader"))
     if settings().reader_password:
-        login = sql.SQL("ALTER ROLE agentrl_reader PASSWORD {}").format(settings().reader_password)
-        tx.connection.cursor().execute(login)  # a role's password takes no parameter
+        _set_password(tx, settings().reader_password)
+
+
+def _has_reader(tx: Connection) -> bool:
+    """Whether the role is there, made now if need be and may be."""
+    found = text("SELECT count(*) FROM pg_roles WHERE rolname = 'agentrl_reader'")
+    if not tx.execute(found).scalar_one():
+        # Another database of the same server may be making it too.
+        passing = "duplicate_object OR unique_violation OR insufficient_privilege"
+        tx.execute(text(f"DO $$ BEGIN CREATE ROLE agentrl_reader LOGIN; EXCEPTION WHEN {passing} THEN NULL; END $$"))
+    return bool(tx.execute(found).scalar_one())
+
+
+def _set_password(tx: Connection, password: str) -> None:
+    login = sql.SQL("ALTER ROLE agentrl_reader PASSWORD {}").format(password)  # a role's password takes no parameter
+    try:
+        with tx.begin_nested():
+            tx.connection.cursor().execute(login)
+    except InsufficientPrivilege:
+        log.warning(
+            "This login may not set the password of agentrl_reader: AGENTRL_READER_PASSWORD is left aside. Let a superuser "
+            "type: ALTER ROLE agentrl_reader PASSWORD '...';"
+        )
 
 
 def _config(connection: Connection | None = None) -> Config:

@@ -12,12 +12,14 @@ from workflow import db
 from workflow.db import now_ms
 from workflow.errors import NotFoundError
 from workflow.snapshot import Claim, GroupState, IterationState, RunState, Snapshot
-from workflow.store.connect import insert, reading, transaction
+from workflow.store.connect import Database, insert, reading, transaction
 from workflow.store.planning import OPEN, run_row
 from workflow.store.rows import load_episodes, task_value
 from workflow.trajectory import Episode
 
 Row = Mapping[str, Any]
+MAX_ID = 2**63 - 1
+"""No database takes a greater number."""
 
 
 @reading
@@ -74,10 +76,14 @@ def _group_seconds(tx: Connection, run_id: int) -> float:
     return seconds[len(seconds) // 2] if seconds else 0.0
 
 
-@reading
-def unfinished_runs(tx: Connection) -> int:
-    """How many runs are running: an embedded stack stops some time after this is 0."""
-    return int(tx.execute(select(func.count()).where(db.runs.c.status == "running")).scalar_one())
+def unfinished_runs(database: Database) -> int:
+    """How many runs are running: an embedded stack stops some time after this is 0.
+
+    Raises:
+        ServiceError: the database is away; said at once, since who asks has workers to look after.
+    """
+    with database.read() as tx:
+        return int(tx.execute(select(func.count()).where(db.runs.c.status == "running")).scalar_one())
 
 
 @transaction
@@ -152,6 +158,18 @@ def progress(tx: Connection, run: str) -> Row:
     return rows[0] if rows else {}
 
 
+@reading
+def most_frequent_failure(tx: Connection, run: str) -> Row:
+    """How many of the run's episodes ended as failed or infra_error (`failed`), and the `error` of most of them with its
+    `status` and count (`episodes`); empty where none did."""
+    query = """
+        SELECT status, error, count(*) AS episodes, CAST(sum(count(*)) OVER () AS BIGINT) AS failed FROM episodes
+        WHERE run_id = :id AND status IN ('failed', 'infra_error')
+        GROUP BY status, error ORDER BY count(*) DESC, min(id) LIMIT 1"""
+    rows = _rows(tx, query, id=run_row(tx, run)["id"])
+    return rows[0] if rows else {}
+
+
 EPISODE_FILTERS = {
     "iteration": "iteration = :iteration",
     "status": "status = :status",
@@ -211,7 +229,7 @@ def find_episode(tx: Connection, episode: int) -> EpisodeRecord:
     Raises:
         NotFoundError: there is none.
     """
-    rows = _rows(tx, "SELECT * FROM v_episodes WHERE id = :id", id=episode)
+    rows = _rows(tx, "SELECT * FROM v_episodes WHERE id = :id", id=episode) if abs(episode) <= MAX_ID else []
     if not rows:
         raise NotFoundError(f"There is no episode {episode}.", "List them with `agentrl episodes RUN`.")
     task_id = tx.execute(select(db.episodes.c.task_id).where(db.episodes.c.id == episode)).scalar_one()
@@ -235,7 +253,8 @@ def find_policy(tx: Connection, run: str, version: int | None) -> Row:
     """
     row = run_row(tx, run)
     query = select(db.policies).where(db.policies.c.run_id == row["id"])
-    query = query.where(db.policies.c.version == version) if version is not None else query
+    # A version that no database takes is one that no policy has.
+    query = query.where(db.policies.c.version == min(version, MAX_ID)) if version is not None else query
     found = tx.execute(query.order_by(db.policies.c.version.desc()).limit(1)).mappings().one_or_none()
     if found is None:
         raise NotFoundError(f"Run {row['name']!r} has no policy version {version}.", f"agentrl watch {row['name']}")

@@ -87,7 +87,7 @@ def submit(tx: Connection, submission: Submission) -> Submitted:
     ref = submission.policy
     policy_id = tx.execute(
         db.policies.insert()
-        .values(run_id=run_id, version=0, kind="trained" if ref.path else "base", path=ref.path, sha256=ref.sha256)
+        .values(run_id=run_id, version=ref.version, kind="trained" if ref.path else "base", path=ref.path, sha256=ref.sha256)
         .returning(db.policies.c.id)
     ).scalar_one()
     tx.execute(
@@ -126,6 +126,8 @@ def _insert_run(tx: Connection, submission: Submission) -> int | None:
 
 def _existing(tx: Connection, submission: Submission) -> Submitted:
     row = tx.execute(select(db.runs).where(db.runs.c.name == submission.name)).mappings().one()
+    if row["manifest"].get("id") == submission.manifest.get("id"):  # ours: the answer of the commit was lost
+        return Submitted(row["id"], row["name"], True, row["iterations"])
     if row["config"] != dict(submission.config) or row["kind"] != submission.kind:
         raise ConflictError(
             f"A run called {submission.name!r} exists with another config.",
@@ -247,7 +249,7 @@ def run_row(tx: Connection, run: str) -> dict[str, Any]:
     """As find_run, inside a transaction."""
     query = select(db.runs).where(db.runs.c.name == run)
     row = tx.execute(query).mappings().one_or_none()
-    if row is None and run.isdigit():
+    if row is None and run.isascii() and run.isdigit() and len(run) < 19:
         row = tx.execute(select(db.runs).where(db.runs.c.id == int(run))).mappings().one_or_none()
     if row is None:
         raise NotFoundError(f"There is no run {run!r}.", "List them with `agentrl runs`.")
@@ -283,14 +285,19 @@ def resume(tx: Connection, run: str) -> dict[str, Any]:
             .values(status="running", reason="", bad_updates=0, finished_at=None)
         )
         log(tx, row["id"], "resumed")
-    # A message sent before the pause may be gone: what is not held is sent again at once.
+    # A message sent before the pause may be gone: what is not held is sent again at once, and its losses are forgiven.
+    fresh = {"losses": 0, "worker": ""}
     for table, sent in ((db.groups, {"sent_ms": None, "sends": 0}), (db.iterations, {"train_sent_ms": None, "train_sends": 0})):
-        tx.execute(update(table).where(table.c.run_id == row["id"], table.c.status.in_(OPEN), _unheld(table)).values(sent))
+        mine = (table.c.run_id == row["id"], table.c.status.in_(OPEN), _unheld(table))
+        tx.execute(update(table).where(*mine).values({**sent, **fresh}))
     tx.execute(
         update(db.iterations)
         .where(db.iterations.c.run_id == row["id"], db.iterations.c.too_few == "paused")
         .values(too_few="accepted")
     )
+    open_ones = select(func.count()).where(db.iterations.c.run_id == row["id"], db.iterations.c.status.in_(OPEN))
+    if not tx.execute(open_ones).scalar_one():
+        tx.execute(update(db.runs).where(db.runs.c.id == row["id"]).values(status="done", finished_at=datetime.now(UTC)))
     return row
 
 

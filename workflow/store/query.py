@@ -7,23 +7,25 @@ read-only transaction of a mightier login is left with `commit; ...`). Both have
 `rl_i4(blob)` and `rl_f4(blob)` give the packed int32 and float32 of `step_tokens` as a JSON array, on both databases.
 """
 
+import itertools
 import json
 import math
+import os
 import sqlite3
 import threading
 import time
 from collections.abc import Iterable
-from itertools import islice
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import psycopg
-from sqlalchemy import URL, make_url
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy import URL
 
 from workflow.errors import AccessDenied, AgentRLError, ConfigError, NotFoundError, ServiceError
 from workflow.settings import Settings
+from workflow.store.connect import database_url
 from workflow.store.rows import unpack
 
 READER = "agentrl_reader"
@@ -34,6 +36,7 @@ MAX_ANSWER = 256 * 1024 * 1024
 
 _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 _FORBIDDEN_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"}
+_UNREADABLE = ("locked", "unable to open", "readonly", "not a database", "disk I/O", "image is malformed")
 _LOGIN_REFUSED = ("authentication failed", "no password supplied", "does not exist", "pg_hba.conf", "not permitted to log in")
 
 Table = tuple[list[str], list[tuple[Any, ...]]]
@@ -52,13 +55,25 @@ def query(settings: Settings, sql: str, limit: int = 10_000, seconds: float = 5.
         raise AccessDenied(f"The query has {len(sql)} characters, and {MAX_SQL} are allowed.", "Ask for less at a time.")
     if "\0" in sql:
         raise AccessDenied("The query holds a NUL character.", "Leave it out.")
+    if any("\ud800" <= letter <= "\udfff" for letter in sql):
+        raise ConfigError("The query holds half a surrogate pair, which is no text.", "Leave it out.")
     file = sqlite_file(settings)
-    return _postgres(settings, sql, limit, seconds) if file is None else _sqlite(file, sql, limit, seconds)
+    columns, rows = _postgres(settings, sql, limit, seconds) if file is None else _sqlite(file, sql, limit, seconds)
+    return _numbered(columns), rows
+
+
+def _numbered(columns: list[str]) -> list[str]:
+    """`a, a` as `a, a_2`: no two of one name, so that a row is a JSON object."""
+    told: list[str] = []
+    for column in columns:
+        count = next(n for n in itertools.count(1) if (column if n == 1 else f"{column}_{n}") not in told)
+        told.append(column if count == 1 else f"{column}_{count}")
+    return told
 
 
 def _collect(rows: Iterable[tuple[Any, ...]], limit: int) -> list[tuple[Any, ...]]:
     found, size = [], 0
-    for row in islice(rows, limit):
+    for row in itertools.islice(rows, limit):
         found.append(row)
         size += sum(len(value) for value in row if isinstance(value, str | bytes))
         if size > MAX_ANSWER:
@@ -68,12 +83,7 @@ def _collect(rows: Iterable[tuple[Any, ...]], limit: int) -> list[tuple[Any, ...
 
 def sqlite_file(settings: Settings) -> Path | None:
     """The SQLite file in force, there or not; None for another database."""
-    try:
-        url = make_url(settings.database)
-    except ArgumentError as error:
-        raise ConfigError(
-            "AGENTRL_DATABASE_URL is no database URL.", "Use sqlite:///FILE or postgresql://USER@HOST/NAME."
-        ) from error
+    url = database_url(settings.database)
     return Path(url.database or "") if url.get_backend_name() == "sqlite" else None
 
 
@@ -93,22 +103,26 @@ def rl_f4(blob: bytes | None) -> str | None:
 def _sqlite(file: Path, sql: str, limit: int, seconds: float) -> Table:
     if not file.exists():
         raise NotFoundError(f"There is no database {str(file)!r} yet.", "Make a first run: agentrl submit --help")
-    connection = sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True, timeout=seconds)
+    deadline = time.monotonic() + seconds
     try:
-        deadline = _guard(connection, seconds)
-        try:
+        with closing(sqlite3.connect(f"file:{quote(str(file))}?{_access(file)}", uri=True, timeout=seconds)) as connection:
+            _guard(connection, deadline)
             cursor = connection.execute(sql)
             rows = _collect(cursor, limit)
-        except (sqlite3.Error, sqlite3.Warning, OverflowError) as error:
-            raise _sqlite_refusal(error, time.monotonic() > deadline, seconds) from error
-        if cursor.description is None:
-            raise AccessDenied("The query gives no rows.", "Write one SELECT.")
-        return [column[0] for column in cursor.description], rows
-    finally:
-        connection.close()
+    except (sqlite3.Error, sqlite3.Warning, OverflowError) as error:
+        raise _sqlite_refusal(error, time.monotonic() > deadline, seconds) from error
+    if cursor.description is None:
+        raise AccessDenied("The query gives no rows.", "Write one SELECT.")
+    return [column[0] for column in cursor.description], rows
 
 
-def _guard(connection: sqlite3.Connection, seconds: float) -> float:
+def _access(file: Path) -> str:
+    """WAL mode wants to make files beside the database. Where it may not, and none is there, nobody writes either."""
+    sealed = not os.access(file.parent, os.W_OK) and not Path(f"{file}-wal").exists()
+    return "immutable=1" if sealed else "mode=ro"
+
+
+def _guard(connection: sqlite3.Connection, deadline: float) -> None:
     connection.create_function("rl_i4", 1, rl_i4, deterministic=True)
     connection.create_function("rl_f4", 1, rl_f4, deterministic=True)
     connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
@@ -116,9 +130,7 @@ def _guard(connection: sqlite3.Connection, seconds: float) -> float:
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 1000)  # no deadline reaches into a long match
     connection.set_authorizer(_authorize)
-    deadline = time.monotonic() + seconds
     connection.set_progress_handler(lambda: time.monotonic() > deadline, 1000)
-    return deadline
 
 
 def _authorize(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
@@ -133,11 +145,11 @@ def _sqlite_refusal(error: Exception, late: bool, seconds: float) -> AgentRLErro
         return _too_slow(seconds)
     if "one statement" in message:
         return AccessDenied("Only one statement is allowed.", "Write one SELECT.")
-    if any(words in message for words in ("not authorized", "authorization denied", "prohibited", "readonly")):
+    if any(words in message for words in ("not authorized", "authorization denied", "prohibited")):
         return AccessDenied(f"The query does more than read: {message}.", "Write one SELECT.")
     if "too big" in message or "too large" in message:
         return AccessDenied(f"The query asks for too much: {message}.", "Ask for less at a time.")
-    if "locked" in message or "unable to open" in message:
+    if any(words in message for words in _UNREADABLE):
         return ServiceError(f"The database cannot be read: {message}.", "Try again; `agentrl doctor`.")
     return ConfigError(f"The query does not work: {message}.", "The views are v_runs, v_iterations, v_episodes, v_steps, ...")
 
@@ -173,9 +185,9 @@ def _postgres(settings: Settings, sql: str, limit: int, seconds: float) -> Table
 def reader_url(settings: Settings) -> URL:
     """Where `agentrl sql` logs in: AGENTRL_DATABASE_READER_URL, or the database's URL with the reader role's name."""
     if settings.database_reader_url:
-        url = make_url(settings.database_reader_url)
+        url = database_url(settings.database_reader_url)
     else:
-        url = make_url(settings.database).set(username=READER, password=settings.reader_password or None)
+        url = database_url(settings.database).set(username=READER, password=settings.reader_password or None)
     return url.set(drivername="postgresql")
 
 

@@ -77,18 +77,23 @@ class Finished:
 
 @transaction
 def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -> GroupWork | None:
-    """Takes the group's lease and loads its work; None if it is finished, held by a live worker, or its run is not running."""
+    """Takes the group's lease and loads its work; None if it is finished, held by a live worker, or its run is not running.
+
+    Args:
+        worker: a name of this very claim: a claim whose answer was lost is recognised by it.
+    """
     groups, runs = db.groups, db.runs
     before = tx.execute(
         select(groups.c.worker, groups.c.losses, runs.c.status)
         .join(runs, runs.c.id == groups.c.run_id)
-        .where(groups.c.id == group, groups.c.status.in_(OPEN), func.coalesce(groups.c.lease_until, 0) < now_ms())
+        .where(groups.c.id == group, groups.c.status.in_(OPEN))
+        .where((func.coalesce(groups.c.lease_until, 0) < now_ms()) | (groups.c.worker == worker))
         .with_for_update(of=groups)
     ).one_or_none()
     if before is None or before.status != "running":
         return None
     # A worker that hands its claim back clears its name; one that is still named there was lost.
-    losses = before.losses + (1 if before.worker else 0)
+    losses = before.losses + (1 if before.worker not in ("", worker) else 0)
     attempt = tx.execute(
         update(groups)
         .where(groups.c.id == group)
@@ -182,6 +187,7 @@ def extend_leases(tx: Connection, fences: Sequence[Fence], lease_seconds: float)
         extended = tx.execute(
             update(db.groups)
             .where(db.groups.c.id == fence.group, db.groups.c.attempt == fence.attempt, db.groups.c.status == "running")
+            .where(db.groups.c.worker != "")  # not handed back in between
             .values(lease_until=now_ms() + int(lease_seconds * 1000))
         )
         if extended.rowcount:
@@ -224,7 +230,7 @@ def _give_up(tx: Connection, fence: Fence, error_class: str, error: str) -> None
     tx.execute(
         update(db.episodes)
         .where(db.episodes.c.group_id == fence.group, db.episodes.c.status.in_(OPEN))
-        .values(status="infra_error", error_class=error_class, error=clean(error), finished_at=datetime.now(UTC))
+        .values(status="infra_error", error_class=error_class, error=clean(error) or error_class, finished_at=datetime.now(UTC))
     )
     _close_group(tx, fence)
 

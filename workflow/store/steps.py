@@ -6,10 +6,10 @@ together.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, select, update
+from sqlalchemy import Connection, bindparam, func, select, update
 
 from workflow import db
 from workflow.store.connect import insert, reading, transaction
@@ -135,7 +135,7 @@ def _count_steps(tx: Connection, records: Sequence[Sampled]) -> None:
         .where(episodes.id == bindparam("episode"))
         .values(
             status="running",
-            started_at=db.first_utc(episodes.started_at, datetime.now(UTC)),
+            started_at=func.coalesce(episodes.started_at, bindparam("began", type_=db.Utc())),
             steps=episodes.steps + 1,
             prompt_tokens=episodes.prompt_tokens + bindparam("prompted"),
             sampled_tokens=episodes.sampled_tokens + bindparam("sampled"),
@@ -152,6 +152,7 @@ def _count_steps(tx: Connection, records: Sequence[Sampled]) -> None:
                 "sampled": len(record.step.sampled_ids),
                 "calls": len(record.calls),
                 "seconds": record.step.seconds,
+                "began": datetime.now(UTC) - timedelta(seconds=record.step.seconds),
             }
             for record in records
         ],

@@ -13,9 +13,9 @@ from sqlalchemy import Connection, func, select, update
 
 from workflow import db
 from workflow.db import now_ms
-from workflow.errors import Fenced
+from workflow.errors import Fenced, ModelError
 from workflow.evaluate import Score
-from workflow.store.connect import insert, transaction
+from workflow.store.connect import insert, reading, transaction
 from workflow.store.planning import OPEN, insert_iteration, log
 from workflow.store.rollout import MAX_LOSSES
 from workflow.store.rows import clean, load_episodes, task_value
@@ -24,7 +24,10 @@ from workflow.trajectory import Group, PolicyRef
 
 @dataclass(frozen=True)
 class IterationWork:
-    """All that a train job needs of one iteration. `policy` is what the update starts from, with its optimizer state."""
+    """All that a train job needs of one iteration.
+
+    `policy` is what the update starts from, with its optimizer state; `key` tells this run's checkpoints from all others.
+    """
 
     id: int
     token: int
@@ -36,6 +39,7 @@ class IterationWork:
     number: int
     policy: PolicyRef
     output_dir: str
+    key: str
     groups: tuple[Group, ...]
 
 
@@ -77,7 +81,7 @@ def claim_iteration(tx: Connection, iteration: int, worker: str, lease_seconds: 
 
     With fewer than half of the planned episodes done the run is paused instead, and says why.
     """
-    row = _claimable(tx, iteration)
+    row = _claimable(tx, iteration, worker)
     if row is None:
         return None
     done = tx.execute(
@@ -88,7 +92,7 @@ def claim_iteration(tx: Connection, iteration: int, worker: str, lease_seconds: 
         reason = f"iteration {row['number']}: only {done} of {row['episodes']} episodes can train"
         _set_run(tx, row["run_id"], "paused", reason)
         return None
-    losses = row["losses"] + (1 if row["worker"] else 0)
+    losses = row["losses"] + (1 if row["worker"] not in ("", worker) else 0)
     if losses >= MAX_LOSSES:
         _set_run(tx, row["run_id"], "failed", f"iteration {row['number']}: its trainer was lost {losses} times")
         return None
@@ -114,21 +118,22 @@ def claim_iteration(tx: Connection, iteration: int, worker: str, lease_seconds: 
         number=row["number"],
         policy=_published(tx, row["run_id"], row["base"], row["base_hash"]),
         output_dir=row["output_dir"],
+        key=row["manifest"].get("id", "")[:8],
         groups=_load_groups(tx, iteration),
     )
 
 
-def _claimable(tx: Connection, iteration: int) -> Mapping[str, Any] | None:
+def _claimable(tx: Connection, iteration: int, worker: str) -> Mapping[str, Any] | None:
     iterations, runs = db.iterations, db.runs
     open_groups = (
         select(func.count()).where(db.groups.c.iteration_id == iteration, db.groups.c.status.in_(OPEN)).scalar_subquery()
     )
     query = (
         select(iterations, runs.c.name, runs.c.kind, runs.c.config, runs.c.seed, runs.c.base, runs.c.base_hash)
-        .add_columns(runs.c.output_dir)
+        .add_columns(runs.c.output_dir, runs.c.manifest)
         .join(runs, runs.c.id == iterations.c.run_id)
         .where(iterations.c.id == iteration, iterations.c.status.in_(OPEN), runs.c.status == "running")
-        .where(open_groups == 0, func.coalesce(iterations.c.lease_until, 0) < now_ms())
+        .where(open_groups == 0, (func.coalesce(iterations.c.lease_until, 0) < now_ms()) | (iterations.c.worker == worker))
         .with_for_update(of=iterations)
     )
     row = tx.execute(query).mappings().one_or_none()
@@ -161,7 +166,7 @@ def extend_lease(tx: Connection, iteration: int, token: int, lease_seconds: floa
     """The trainer's heartbeat; False if another trainer holds the iteration."""
     extended = tx.execute(
         update(db.iterations)
-        .where(db.iterations.c.id == iteration, db.iterations.c.train_token == token)
+        .where(db.iterations.c.id == iteration, db.iterations.c.train_token == token, db.iterations.c.worker != "")
         .values(lease_until=now_ms() + int(lease_seconds * 1000))
     )
     return bool(extended.rowcount)
@@ -178,12 +183,31 @@ def hand_back_iteration(tx: Connection, iteration: int, token: int) -> None:
 
 
 @transaction
+def fail_update(tx: Connection, work: IterationWork, error: str, max_attempts: int) -> None:
+    """Hands the iteration back after a failure of the system; the run fails with the last of `max_attempts`."""
+    failed = tx.execute(
+        update(db.iterations)
+        .where(db.iterations.c.id == work.id, db.iterations.c.train_token == work.token, db.iterations.c.status.in_(OPEN))
+        .values(losses=db.iterations.c.losses + 1, lease_until=now_ms() - 1, worker="")
+        .returning(db.iterations.c.losses)
+    ).scalar_one_or_none()
+    if failed is None:
+        return
+    log(tx, work.run_id, "update_failed", f"iteration {work.number}", clean(error))
+    if failed >= max_attempts:
+        _set_run(tx, work.run_id, "failed", f"iteration {work.number}: {error}")
+
+
+@transaction
 def commit_update(tx: Connection, work: IterationWork, record: UpdateRecord, max_bad_updates: int) -> Published:
     """One commit: iteration done, episodes consumed, policy published, next iteration planned (or the run done).
 
     Raises:
         Fenced: another trainer holds the iteration, or it is over; what was computed is discarded.
     """
+    committed = _committed(tx, work)
+    if committed is not None:
+        return committed
     _close_iteration(tx, work, record)
     if record.metrics:
         columns = ("rows", "tokens", *db.UPDATE_METRICS)
@@ -206,6 +230,22 @@ def commit_update(tx: Connection, work: IterationWork, record: UpdateRecord, max
         )
     policy_id = _publish(tx, work, record)
     return Published(work.number + 1, _go_on(tx, work, record, policy_id, max_bad_updates))
+
+
+def _committed(tx: Connection, work: IterationWork) -> Published | None:
+    """What this very claim has published already: then the commit's answer was lost, not the commit."""
+    mine = select(db.iterations.c.id).where(
+        db.iterations.c.id == work.id, db.iterations.c.train_token == work.token, db.iterations.c.status == "done"
+    )
+    if tx.execute(mine).first() is None:
+        return None
+    following = (
+        select(db.iterations.c.id)
+        .join(db.runs, db.runs.c.id == db.iterations.c.run_id)
+        .where(db.iterations.c.run_id == work.run_id, db.iterations.c.number == work.number + 1)
+        .where(db.iterations.c.status.in_(OPEN), db.runs.c.status == "running")
+    )
+    return Published(work.number + 1, tx.execute(following).scalar_one_or_none())
 
 
 def _close_iteration(tx: Connection, work: IterationWork, record: UpdateRecord) -> None:
@@ -262,7 +302,8 @@ def _go_on(tx: Connection, work: IterationWork, record: UpdateRecord, policy_id:
     bad = run["bad_updates"] + 1 if record.bad else 0
     tx.execute(update(db.runs).where(db.runs.c.id == work.run_id).values(bad_updates=bad))
     if work.number + 1 >= run["iterations"]:
-        _set_run(tx, work.run_id, "done", "")
+        # Also a run that was failed meanwhile: nothing is left to resume.
+        _set_run(tx, work.run_id, "done", "", (*OPEN, "paused", "failed"))
         return None
     following = insert_iteration(tx, work.run_id, work.number + 1, policy_id)
     if bad >= max_bad:
@@ -288,9 +329,8 @@ def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
             split=work.config["dataset"]["split"],
             episodes=score.episodes,
             errors=score.errors,
-            mean_reward=score.mean,
-            low=score.low,
-            high=score.high,
+            # NULL where no episode was done: a NaN would compare as anything.
+            **({"mean_reward": score.mean, "low": score.low, "high": score.high} if score.episodes else {}),
         )
         .on_conflict_do_nothing(index_elements=["run_id"])
     )
@@ -298,10 +338,32 @@ def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
 
 
 @transaction
-def confirm_base(tx: Connection, run: int, base_hash: str) -> str:
-    """Remembers the hash of the run's base at its first loading; returns the one in force."""
-    tx.execute(update(db.runs).where(db.runs.c.id == run, db.runs.c.base_hash == "").values(base_hash=base_hash))
-    return str(tx.execute(select(db.runs.c.base_hash).where(db.runs.c.id == run)).scalar_one())
+def confirm_base(tx: Connection, run: int, base_hash: str, chat_hashes: Mapping[str, str]) -> None:
+    """Remembers at the first loading what the run's base is, and makes sure at each later one that it is the same.
+
+    Args:
+        chat_hashes: of the tokenizer and the chat template, kept in the manifest.
+
+    Raises:
+        ModelError: here the base, its tokenizer or its template is another.
+    """
+    row = tx.execute(select(db.runs).where(db.runs.c.id == run).with_for_update()).mappings().one()
+    known = {name: row["manifest"].get(name, found) for name, found in chat_hashes.items()}
+    if row["base_hash"] not in ("", base_hash) or known != dict(chat_hashes):
+        raise ModelError(
+            f"Run {row['name']!r} was made with base {row['base_hash'][:12]}, here {row['base']!r} is {base_hash[:12]}.",
+            "Bring the same model here, or submit a new run.",
+        )
+    if row["base_hash"] == "" or not chat_hashes.keys() <= row["manifest"].keys():
+        manifest = {**row["manifest"], **chat_hashes}
+        tx.execute(update(db.runs).where(db.runs.c.id == run).values(base_hash=base_hash, manifest=manifest))
+
+
+@reading
+def optimizer_to_drop(tx: Connection, run: int, keep: int = 2) -> str | None:
+    """The checkpoint whose optimizer state no update can need any more: the one before the last `keep`."""
+    trained = select(db.policies.c.path).where(db.policies.c.run_id == run, db.policies.c.kind == "trained")
+    return tx.execute(trained.order_by(db.policies.c.version.desc()).offset(keep).limit(1)).scalar_one_or_none()
 
 
 @transaction
@@ -310,11 +372,11 @@ def fail_run(tx: Connection, run: int, reason: str) -> None:
     _set_run(tx, run, "failed", reason)
 
 
-def _set_run(tx: Connection, run_id: int, status: str, reason: str) -> None:
+def _set_run(tx: Connection, run_id: int, status: str, reason: str, leaving: Sequence[str] = (*OPEN, "paused")) -> None:
     over = datetime.now(UTC) if status in ("done", "failed") else None
     changed = tx.execute(
         update(db.runs)
-        .where(db.runs.c.id == run_id, db.runs.c.status.in_(("planned", "running", "paused")))
+        .where(db.runs.c.id == run_id, db.runs.c.status.in_(leaving))
         .values(status=status, reason=clean(reason), finished_at=over)
     )
     if changed.rowcount:

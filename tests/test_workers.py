@@ -1,0 +1,375 @@
+"""The processes' own code: a tool call is always answered, an episode always ends, a replaced model is loaded anew."""
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from tests.models import chat, tiny_random
+from tests.scripted import ScriptedEngine
+from tests.stored import CALL, claim, sampled, start, submission, values
+from workers import broker, dispatch, episodes, process
+from workers.app import make_app
+from workers.episodes import RESENDS, GroupRollout
+from workers.models import Models
+from workers.replies import Replies, Waker
+from workers.tools import call, run_tool
+from workflow.config import ModelConfig, RunConfig
+from workflow.envs import Env
+from workflow.errors import InfraError
+from workflow.hooks import Hook
+from workflow.settings import Settings, settings
+from workflow.store import calls, steps
+from workflow.store.calls import CallWork
+from workflow.store.connect import Database
+from workflow.tools import Tool
+from workflow.trajectory import Episode, Message, Task, ToolCall, ToolResult
+
+# --- one tool call ----------------------------------------------------------------------------------------------------------
+
+
+def listing(x: str) -> list[str]:
+    """Returns what is no text."""
+    return [x]
+
+
+def raw(x: str) -> bytes:
+    """Returns what is no text."""
+    return x.encode()
+
+
+def leaving(x: str) -> str:
+    """Ends the process."""
+    raise SystemExit(x)
+
+
+def impatient(x: str) -> str:
+    """Gives up waiting for something of its own."""
+    raise TimeoutError("the page did not load")
+
+
+ended = threading.Event()
+
+
+def hanging(x: str) -> str:
+    """Ends when the test does."""
+    ended.wait(60)
+    return x
+
+
+def quick(x: str) -> str:
+    """Says it again."""
+    return x
+
+
+def work_for(function: Callable[..., Any]) -> CallWork:
+    """A call with the argument 1."""
+    return CallWork(1, "math", function.__name__, {"x": "1"}, "none")
+
+
+@pytest.mark.parametrize(
+    ("function", "content", "error_class"),
+    [
+        (quick, "1", None),
+        (listing, "['1']", None),
+        (raw, "b'1'", None),
+        (leaving, "leaving failed: SystemExit: 1", "tool_crash"),
+        (impatient, "impatient failed: TimeoutError: the page did not load", "tool_crash"),
+    ],
+)
+def test_whatever_a_tool_does_is_a_text_for_the_model(
+    function: Callable[..., Any], content: str, error_class: str | None
+) -> None:
+    found = run_tool(Tool(function), work_for(function))
+    assert (found.content, found.error_class) == (content, error_class)
+
+
+def test_calls_that_never_end_take_no_place_from_others() -> None:
+    stuck = [threading.Thread(target=run_tool, args=(Tool(hanging), work_for(hanging)), daemon=True) for _ in range(100)]
+    for thread in stuck:
+        thread.start()
+    try:
+        assert run_tool(Tool(quick), work_for(quick)).content == "1"
+        assert run_tool(Tool(hanging, timeout_seconds=0.05), work_for(hanging)).error_class == "timeout"
+    finally:
+        ended.set()
+        for thread in stuck:
+            thread.join()
+
+
+@pytest.fixture
+def own_database(home: Path, sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
+    """The process's database, for jobs that are called here."""
+    monkeypatch.setenv("AGENTRL_DATABASE_URL", str(sqlite.url))
+    monkeypatch.setenv("AGENTRL_REDIS_SERVER", "none")
+    settings.cache_clear()
+    process._open.cache_clear()
+    yield process.database()
+    process.database().close()
+    process._open.cache_clear()
+
+
+@pytest.mark.parametrize("env", ["no_such_module_anywhere:env", f"{__name__}:leaving_env", f"{__name__}:bare"])
+def test_a_call_whose_tool_cannot_be_loaded_is_answered(own_database: Database, env: str) -> None:
+    wanted = submission()
+    group, *_ = start(own_database, replace(wanted, config={**wanted.config, "env": env}))
+    work = claim(own_database, group)
+    ((number,), *_) = steps.commit_sampled(own_database, work.fence, [sampled(work, calls=(CALL,))])
+    call(number, Replies(settings()).address)
+    found = steps.results_of(own_database, [number])[number]
+    assert found.error_class == "tool_crash"
+    assert "calculator cannot be loaded" in found.content
+
+
+# --- a group's episodes -----------------------------------------------------------------------------------------------------
+
+
+class LeavingEnv(Env):
+    """Its tools end the process that loads them."""
+
+    def toolset(self) -> dict[str, Tool]:
+        """Never returns."""
+        raise SystemExit("not here")
+
+
+class NoReset(Env):
+    """Cannot open an episode."""
+
+    def reset(self, task: Task) -> tuple[Message, ...]:
+        """Raises."""
+        raise ValueError("no world today")
+
+
+class NoStep(Env):
+    """Opens episodes and then fails."""
+
+    def step(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> tuple[Message, ...]:
+        """Raises."""
+        raise KeyError("state")
+
+
+class Mute(Env):
+    """Says what is no message."""
+
+    def step(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> tuple[Message, ...]:
+        """Returns text."""
+        return ("42",)  # type: ignore[return-value]
+
+
+class Outage(Env):
+    """Knows that the failure is the system's."""
+
+    def reset(self, task: Task) -> tuple[Message, ...]:
+        """Raises."""
+        raise InfraError("The sandbox is down.")
+
+
+TOOLS = ("calculator",)
+leaving_env, bare = LeavingEnv(), Env()
+no_reset, no_step, mute, outage = NoReset(tools=TOOLS), NoStep(tools=TOOLS), Mute(tools=TOOLS), Outage(tools=TOOLS)
+
+
+class Returns(Hook):
+    """Adds a part to the reward."""
+
+    parts: Any = None
+
+    def on_rollout_end(self, episode: Episode) -> Mapping[str, float]:
+        """The parts, as they are."""
+        return self.parts  # type: ignore[no-any-return]
+
+
+class Good(Returns):
+    """A number in a string's clothes is a number."""
+
+    parts: Any = {"bonus": "0.5"}  # noqa: RUF012
+
+
+class NotANumber(Returns):
+    """Divides nothing by nothing."""
+
+    parts: Any = {"bonus": math.nan}  # noqa: RUF012
+
+
+class Endless(Returns):
+    """Each part is finite, their sum is not."""
+
+    parts: Any = {"a": 1e308, "b": 1e308}  # noqa: RUF012
+
+
+class Missing(Returns):
+    """Has no value yet."""
+
+    parts: Any = {"bonus": None}  # noqa: RUF012
+
+
+class Words(Returns):
+    """Says it in words."""
+
+    parts: Any = {"bonus": "much"}  # noqa: RUF012
+
+
+class Nothing(Returns):
+    """Forgot to return."""
+
+
+class LongName(Returns):
+    """Names a part by its whole path."""
+
+    parts: Any = {"a" * 65: 1.0}  # noqa: RUF012
+
+
+ANSWER = chat().turn(Message("assistant", "#### 42"))
+ASK = chat().turn(Message("assistant", "", tool_calls=(CALL.call,)))
+
+
+@pytest.fixture
+def in_memory(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Jobs go to a broker of this process, where nobody takes them."""
+    monkeypatch.setenv("AGENTRL_REDIS_SERVER", "none")
+    settings.cache_clear()
+    monkeypatch.setattr(dispatch, "app", make_app(settings()))
+    episodes._replies.cache_clear()
+    yield
+    episodes._replies.cache_clear()
+
+
+def rollout_of(db: Database, turns: Sequence[Sequence[int]], **config: Any) -> GroupRollout:
+    """The first group of a run, whose policy says these turns."""
+    wanted = submission(tasks=1)
+    group, *_ = start(db, replace(wanted, config={**wanted.config, **config}))
+    work = claim(db, group)
+    engine = ScriptedEngine(turns, workers=1)
+    return GroupRollout(db, work, RunConfig.model_validate(work.config), engine, chat(), SimpleQueue(), set())
+
+
+def play(driver: GroupRollout, turns: int) -> None:
+    """Starts the group, and commits so many turns as they come."""
+    driver.start()
+    for _ in range(turns):
+        driver.handle([driver.inbox.get(timeout=60)])
+
+
+def ends(db: Database) -> set[tuple[Any, ...]]:
+    """How the episodes ended."""
+    with db.read() as tx:
+        return {tuple(row) for row in tx.execute(text("SELECT status, error_class, error, reward FROM episodes"))}
+
+
+@pytest.mark.parametrize(
+    ("hook", "why"),
+    [
+        (NotANumber, "NotANumber.on_rollout_end returned nan for 'bonus'"),
+        (Endless, "the weighted sum of the reward parts is inf"),
+        (Missing, "Missing.on_rollout_end raised TypeError"),
+        (Words, "could not convert string to float: 'much'"),
+        (Nothing, "Nothing.on_rollout_end raised AttributeError"),
+        (LongName, "a name has 1 to 64 printable characters"),
+    ],
+)
+def test_a_hooks_reward_that_is_none_fails_its_episode_loudly(sqlite: Database, hook: type, why: str) -> None:
+    play(rollout_of(sqlite, [ANSWER, ANSWER], hooks=[f"{__name__}:{hook.__name__}"]), turns=2)
+    ((status, error_class, error, reward),) = ends(sqlite)
+    assert (status, error_class, reward) == ("failed", "RewardError", None)
+    assert why in error
+
+
+def test_a_hooks_reward_part_counts_as_the_number_it_is(sqlite: Database) -> None:
+    play(rollout_of(sqlite, [ANSWER, ANSWER], hooks=[f"{__name__}:Good"]), turns=2)
+    assert {status for status, *_ in ends(sqlite)} == {"done"}
+    assert values(sqlite, "SELECT value FROM rewards WHERE part = 'bonus'") == [0.5, 0.5]
+
+
+def test_an_env_that_cannot_open_an_episode_fails_it(sqlite: Database) -> None:
+    play(rollout_of(sqlite, [], env=f"{__name__}:no_reset"), turns=0)
+    assert ends(sqlite) == {("failed", "EnvError", "ValueError: no world today", None)}
+
+
+def test_an_env_that_says_the_system_failed_is_believed(sqlite: Database) -> None:
+    with pytest.raises(InfraError, match="sandbox is down"):
+        play(rollout_of(sqlite, [], env=f"{__name__}:outage"), turns=0)
+
+
+def answer(db: Database, driver: GroupRollout) -> None:
+    """Records a result for every call, as a tools worker would, and looks."""
+    for number in values(db, "SELECT id FROM tool_calls WHERE result IS NULL"):
+        calls.record_result(db, number, ToolResult("42"), datetime.now(UTC), "host:2")
+    driver.look()
+
+
+@pytest.mark.parametrize(("env", "error"), [("no_step", "KeyError: 'state'"), ("mute", "the env must give messages with text")])
+def test_an_env_that_cannot_go_on_fails_its_episode(sqlite: Database, in_memory: None, env: str, error: str) -> None:
+    driver = rollout_of(sqlite, [ASK, ASK], env=f"{__name__}:{env}")
+    play(driver, turns=2)
+    answer(sqlite, driver)
+    ((status, error_class, found, _),) = ends(sqlite)
+    assert (status, error_class) == ("failed", "EnvError")
+    assert error in found
+    assert not driver.live
+
+
+def test_a_call_that_nobody_answers_is_sent_again_a_few_times_and_then_the_attempt_fails(
+    sqlite: Database, in_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes, "RESEND_SECONDS", -1000.0)
+    driver = rollout_of(sqlite, [ASK, ASK])
+    play(driver, turns=2)
+    for _ in range(RESENDS):
+        driver.look()
+    with pytest.raises(InfraError, match="sent 6 times and not answered"):
+        driver.look()
+
+
+def test_a_call_that_is_answered_late_is_observed(sqlite: Database, in_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episodes, "RESEND_SECONDS", -1000.0)
+    driver = rollout_of(sqlite, [ASK, ASK, ANSWER, ANSWER])
+    play(driver, turns=2)
+    for _ in range(RESENDS):
+        driver.look()
+    answer(sqlite, driver)
+    for _ in range(2):
+        driver.handle([driver.inbox.get(timeout=60)])
+    assert {status for status, *_ in ends(sqlite)} == {"done"}
+
+
+# --- the model --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_folder_that_was_made_anew_is_loaded_anew_and_an_unchanged_one_is_kept(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTRL_DEVICE", "cpu")
+    settings.cache_clear()
+    folder, models = tiny_random(tmp_path / "m"), Models()
+    with models.use(ModelConfig(), str(folder)) as first:
+        before = first.policy.base_hash
+    with models.use(ModelConfig(), str(folder)) as again:
+        assert again is first
+    tiny_random(folder, seed=1)
+    with models.use(ModelConfig(), str(folder)) as anew:
+        assert anew.policy.base_hash != before
+        anew.engine.close()
+
+
+# --- replies ----------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_reply_does_not_end_the_reader(redis_server: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    replies, heard = Replies(redis_server), threading.Event()
+    replies.expect(7, lambda call: heard.set())
+    with broker.client(redis_server) as connection:
+        connection.rpush(replies.address, "not a call", b"\xff", "²")
+    Waker(redis_server).wake("agentrl.replies.elsewhere", 7)
+    with broker.client(redis_server) as connection:
+        connection.rpush(replies.address, 7)
+    assert heard.wait(30)
+    assert "no call's id" in caplog.text
