@@ -9,11 +9,16 @@ from cli.watch import RunName
 def resume(run: RunName, as_json: Json = False) -> None:
     """Set a paused, failed or stranded run going again."""
     from cli.submit import start_services
+    from workers import broker
+    from workers.control import send_missing
     from workers.process import database
+    from workflow.settings import settings
     from workflow.store import planning
 
     before = planning.resume(database(), run)["status"]
     missing = start_services(required=False)
+    if not broker.in_memory(settings()):
+        send_missing()  # also where no control loop runs
     _show(run, "running", before, as_json)
     for line in missing:
         say(line)

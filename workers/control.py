@@ -33,7 +33,13 @@ def tick() -> int:
     where, db = settings(), database()
     if not observe.take_service_lease(db, "control", worker_name(), 3 * where.tick_seconds + 2):
         return 0
-    actions = plan(observe.snapshot(db, where.lease_seconds))
+    return send_missing()
+
+
+def send_missing() -> int:
+    """Sends what is missing, whoever else may do so: a message too many changes nothing. Returns how many that took."""
+    db = database()
+    actions = plan(observe.snapshot(db, settings().lease_seconds))
     for action in actions:
         log.info("sending %s", action)
         match action:

@@ -9,7 +9,7 @@ import pkgutil
 import sys
 import traceback
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from workflow.errors import ConfigError, did_you_mean
@@ -97,6 +97,5 @@ def _check(kind: str, name: str, found: Any) -> None:
     else:
         wanted = f"no {_CLASSES[kind]}"
         fits = isinstance(found, getattr(importlib.import_module(f"workflow.{kind}"), _CLASSES[kind]))
-    # What an Algorithm names, its credit and its loss, are functions.
-    if not fits and not (kind == "algorithms" and isinstance(found, FunctionType)):
+    if not fits:
         raise ConfigError(f"{name!r} ({kind}) is {wanted} but of type {type(found).__name__}.", "Name another.")

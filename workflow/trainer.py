@@ -92,8 +92,8 @@ class Trainer:
         self._policy = policy
         self._config = config
         self._algorithm: Algorithm = find("algorithms", config.algorithm.name)
-        self._credit: Credit = find("algorithms", self._algorithm.credit)
-        self._loss: Loss = find("algorithms", self._algorithm.loss)
+        self._credit: Credit = find("credits", self._algorithm.credit)
+        self._loss: Loss = find("losses", self._algorithm.loss)
         self._microbatch_tokens = config.update.microbatch_tokens
         self._fresh()
 
