@@ -96,6 +96,7 @@ def _count_failure(work: GroupWork, error: Exception) -> None:
 def _drive(rollouts: dict[int, GroupRollout], inbox: "SimpleQueue[Event]") -> None:
     for driver in rollouts.values():
         _guarded(driver, driver.start)
+    looked = time.monotonic()
     while any(driver.live for driver in rollouts.values()):
         if stopping.is_set():
             _give_back([driver.work for driver in rollouts.values() if driver.live])
@@ -105,8 +106,11 @@ def _drive(rollouts: dict[int, GroupRollout], inbox: "SimpleQueue[Event]") -> No
             mine = [event for event in events if event.group == group]
             if driver.live and mine:
                 _guarded(driver, partial(driver.handle, mine))
-            elif driver.live and not events:
-                _guarded(driver, driver.look)
+        if time.monotonic() - looked > POLL_SECONDS:  # also while others keep the inbox busy
+            looked = time.monotonic()
+            for driver in rollouts.values():
+                if driver.live:
+                    _guarded(driver, driver.look)
 
 
 def _guarded(driver: GroupRollout, act: Callable[[], None]) -> None:
