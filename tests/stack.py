@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from workers import embedded
+from tests.conftest import missing
+from workers import broker, embedded
 from workflow.settings import Settings
 from workflow.store import observe
 from workflow.store.connect import Database
@@ -21,6 +23,16 @@ SMALL = (
     "-s", "hooks=[tests.lucky:Lucky]",
 )  # fmt: skip
 """Options of a run that takes seconds, and has something to learn."""
+
+
+@contextmanager
+def embedded_stack(folder: Path, idle_seconds: str) -> "Iterator[Stack]":
+    """The embedded stack of a data folder in `folder`, not started yet, that stops when idle for so long."""
+    if broker.find_server(Settings(home=folder)) is None:
+        missing("a Redis server")
+    made = Stack(folder / "home", AGENTRL_IDLE_STOP_SECONDS=idle_seconds)
+    yield made
+    made.close()
 
 
 class Stack:

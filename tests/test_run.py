@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from tests.conftest import missing
 from tests.models import tiny_random
-from tests.stack import SMALL, Stack
-from workers import broker
+from tests.stack import SMALL, Stack, embedded_stack
 from workers.app import broker_url
 from workflow import checkpoint
 from workflow.settings import Settings
@@ -30,11 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def stack(short_folder: Path) -> Iterator[Stack]:
     """The embedded stack, started by the first submit."""
-    if broker.find_server(Settings(home=short_folder)) is None:
-        missing("a Redis server")
-    made = Stack(short_folder / "home", AGENTRL_IDLE_STOP_SECONDS="3600")
-    yield made
-    made.close()
+    with embedded_stack(short_folder, idle_seconds="3600") as made:
+        yield made
 
 
 def count(database: Database, query: str) -> int:

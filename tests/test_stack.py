@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine, create_engine, text
 
-from tests.conftest import missing
-from tests.stack import Stack
+from tests.stack import Stack, embedded_stack
 from workers import broker, control, dispatch, embedded, supervisor
 from workers.process import stopping
 from workflow.errors import ConfigError, ServiceError
@@ -27,11 +26,8 @@ from workflow.store.migrate import current, head, upgrade
 @pytest.fixture
 def stack(short_folder: Path) -> Iterator[Stack]:
     """The embedded stack, not started yet, that is idle at once."""
-    if broker.find_server(Settings(home=short_folder)) is None:
-        missing("a Redis server")
-    made = Stack(short_folder / "home", AGENTRL_IDLE_STOP_SECONDS="0")
-    yield made
-    made.close()
+    with embedded_stack(short_folder, idle_seconds="0") as made:
+        yield made
 
 
 def asked_long_ago(stack: Stack) -> None:

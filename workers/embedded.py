@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from logging import getLogger
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +19,6 @@ from workers import broker
 from workflow.errors import ServiceError
 from workflow.settings import Settings
 
-log = getLogger("agentrl.embedded")
 START_SECONDS = 20.0
 ASKED_SECONDS = 20.0
 """Whoever asked for the stack has so long to write its run before the stack counts as idle."""

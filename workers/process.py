@@ -38,8 +38,13 @@ def confirm_base(run: int, policy: "Policy") -> None:
     Raises:
         ModelError: it is another.
     """
-    hashes = {"tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
-    training.confirm_base(database(), run, policy.base_hash, hashes)
+    _confirm(run, policy.base_hash, policy.chat.tokenizer_hash, policy.chat.template_hash)
+
+
+@cache
+def _confirm(run: int, base_hash: str, tokenizer: str, template: str) -> None:
+    # Once for each run and base: the record does not change, and every job would take the database's write lock to look.
+    training.confirm_base(database(), run, base_hash, {"tokenizer": tokenizer, "template": template})
 
 
 def database() -> Database:
