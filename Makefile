@@ -11,7 +11,7 @@ ifneq ($(wildcard ../shared/data/gsm8k),)
 export AGENTRL_GSM8K_DIR ?= $(abspath ../shared/data/gsm8k)
 endif
 
-.PHONY: env quickstart test lint format wheel-test compose-test clean
+.PHONY: env quickstart test faults disturbed bench lint format wheel-test compose-test clean
 
 env: .venv/.stamp
 
@@ -26,7 +26,19 @@ quickstart:
 	MAKE="$(MAKE)" ./quickstart.sh
 
 test: env
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
+
+# Every fault at every hit of every fault point, three experiments at a time: about half an hour, into build/faults.json.
+faults: env
+	$(BIN)/python -m tests.faults
+
+# The same run left alone and struck some 30 times, in four modes: about half an hour, into build/disturbed.json.
+disturbed: env
+	$(BIN)/python -m tests.faults.disturbed
+
+# What is measured, with its spread, into build/bench.json: about five minutes.
+bench: env
+	$(BIN)/python -m bench
 
 lint: env
 	$(BIN)/ruff check .

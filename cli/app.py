@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from cli import ask, doctor, look, model, stack, steer, submit, watch
+from cli import ask, doctor, fork, keep, look, model, stack, steer, submit, watch
 from cli.output import say
 from workflow.errors import AgentRLError, ConfigError
 
@@ -27,6 +27,9 @@ for command in (
     look.episodes,
     look.replay,
     look.events,
+    fork.fork,
+    fork.rescore,
+    fork.why,
     steer.resume,
     steer.pause,
     steer.cancel,
@@ -37,6 +40,8 @@ for command in (
     stack.up,
     stack.down,
     stack.worker,
+    keep.gc,
+    keep.vacuum,
     doctor.doctor,
 ):
     app.command({"evaluate": "eval"}.get(command.__name__))(command)

@@ -16,8 +16,8 @@ def sql(
 ) -> None:
     """Ask the database: read-only, 5 s, 10,000 rows.
 
-    Views: v_runs, v_iterations, v_groups, v_episodes, v_steps, v_tool_calls, v_rewards, v_updates. rl_i4(blob) and rl_f4(blob)
-    give the token ids and logprobs of step_tokens as JSON.
+    Views: v_runs, v_iterations, v_groups, v_episodes, v_steps, v_tool_calls, v_rewards, v_updates, v_ledger. rl_i4(blob)
+    and rl_f4(blob) give the token ids and logprobs of step_tokens as JSON.
     """
     from workflow.errors import ConfigError
     from workflow.settings import settings

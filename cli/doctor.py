@@ -60,6 +60,8 @@ def _checks(model: str | None) -> Iterator[Check]:
     yield _torch()
     yield _database(where)
     yield from _broker(where)
+    if where.checkpoints:
+        yield _checkpoints(where)
     yield _disk(where)
     yield _gsm8k(where)
     yield _models(where)
@@ -144,6 +146,16 @@ def _workers() -> Check:
     if missing:
         return Check("workers", "warn", " ".join(missing))
     return Check("workers", "ok", ", ".join(f"{queue} {count}" for queue, count in served_queues().items()) + ", control 1")
+
+
+def _checkpoints(where: Any) -> Check:
+    from workflow import remote
+
+    try:
+        remote.checked_place(where.checkpoint_root)
+    except AgentRLError as error:
+        return Check("store", "fail", error.message, error.hint)
+    return Check("store", "ok", where.checkpoint_root)
 
 
 def _disk(where: Any) -> Check:

@@ -4,9 +4,12 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from cli.diff import diff as compared
 from cli.output import Json, cell, say, show, show_json, show_lines, show_rows
 from cli.transcript import as_document, transcript
+from cli.verify import verify as verified
 from cli.watch import RunName
+from workflow.errors import ConfigError
 
 RUN_COLUMNS = (
     "id", "run", "kind", "status", "dataset", "model", "done=iterations", "episodes_done=episodes", "last_reward=reward",
@@ -90,7 +93,7 @@ def episodes(
 
 
 def _check_words(status: str | None, stop_reason: str | None) -> None:
-    from workflow.errors import ConfigError, did_you_mean
+    from workflow.errors import did_you_mean
     from workflow.trajectory import TRANSITIONS, StopReason
 
     for word, known, option in ((status, TRANSITIONS, "--status"), (stop_reason, get_args(StopReason), "--stop-reason")):
@@ -101,12 +104,29 @@ def _check_words(status: str | None, stop_reason: str | None) -> None:
 def replay(
     episode: Annotated[int, typer.Argument(metavar="EPISODE", help="Number of the episode.", show_default=False)],
     step: Annotated[int | None, typer.Option(min=0, help="Only this step.", show_default=False)] = None,
+    verify: Annotated[
+        str | None,
+        typer.Option(metavar="tools|tokens|rewards|all", help="Do it again; exit 1 if it differs.", show_default=False),
+    ] = None,
+    diff: Annotated[
+        int | None,
+        typer.Option(metavar="OTHER", help="Compare with another episode; exit 1 if they differ.", show_default=False),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show an episode's transcript.
+    """Show an episode's transcript, or whether it is true.
 
-    Messages, thoughts, tool calls with results and times, reward parts, logprobs, policy version.
+    Messages, thoughts, tool calls with results and times, reward parts, logprobs, policy version. With --verify the tools
+    run again (none that must run once), the tokens are scored and drawn again under the stored weights, the rewards
+    computed again, and the first difference is named.
     """
+    if sum(option is not None for option in (step, verify, diff)) > 1:
+        raise ConfigError("--step, --verify and --diff are three different questions.", "Ask one at a time.")
+    if verify is not None:
+        raise typer.Exit(verified(episode, verify, as_json))
+    if diff is not None:
+        raise typer.Exit(compared(episode, diff, as_json))
+
     from workers.process import database
     from workflow.errors import NotFoundError
     from workflow.store import observe

@@ -40,6 +40,11 @@ def sft(
 
     if learning_rate is not None and learning_rate <= 0:
         raise ConfigError(f"--learning-rate must be above 0, not {learning_rate:g}.")
+    if dataset.endswith(".jsonl"):
+        raise ConfigError(
+            f"{dataset!r} holds questions and answers, and no demonstrations to imitate.",
+            "Write a dataset file with `demonstrations`; see workflow/datasets/arithmetic.py.",
+        )
     found: Dataset = find("datasets", dataset)
     path = model if model == "tiny" else resolve_model(model, dataset)
     target = settings().models_dir / _model_name(name, made_name(path, dataset))

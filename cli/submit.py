@@ -9,6 +9,7 @@ import typer
 
 from cli.output import Json, say, show, show_json, show_table
 from workflow.config import DESCRIPTIONS, RunConfig
+from workflow.errors import ConfigError
 
 START_SECONDS = 30.0
 """How long the workers of a named broker may take to come up before a run is refused for want of them."""
@@ -76,6 +77,20 @@ def submit(
     seed: Annotated[int | None, _flag("seed")] = None,
     name: Annotated[str | None, _flag("name")] = None,
     output_dir: Annotated[str | None, _flag("output_dir")] = None,
+    from_groups: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RUN|GROUP", help="Train on stored groups: a fork run's, or by number.", show_default=False),
+    ] = None,
+    from_episodes: Annotated[
+        list[str] | None, typer.Option(metavar="RUN", help="Train on a run's stored episodes.", show_default=False)
+    ] = None,
+    reward_set: Annotated[
+        str | None, typer.Option(help="Whose rewards train on stored episodes [default].", show_default=False)
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(metavar="RUN[@V]", help="With stored episodes: start from this policy [theirs].", show_default=False),
+    ] = None,
     config: ConfigFile = None,
     assignments: Assignments = None,
     wait: Annotated[
@@ -92,13 +107,34 @@ def submit(
     from workflow.config import resolve
 
     flags = {FLAGS[parameter]: value for parameter, value in ctx.params.items() if parameter in FLAGS}
-    asked, _ = resolve(config, flags, tuple(assignments or ()), os.environ)
-    prepared = submission.prepare(existing_database(), asked)
+    flags |= _source(from_groups or [], from_episodes or [], reward_set)
+    asked, origins = resolve(config, flags, tuple(assignments or ()), os.environ)
+    if not asked.source.given and (policy or asked.source.reward_set != "default"):
+        raise ConfigError("--policy and --reward-set go with stored episodes only.", "Add --from-episodes RUN.")
+    prepared = _from_stored(asked, origins, policy) if asked.source.given else submission.prepare(existing_database(), asked)
     _say_skipped(prepared.skipped_rows)
     if dry_run:
         _show_plan(prepared, as_json)
         return
     send(prepared, wait, as_json)
+
+
+def _source(groups: list[str], runs: list[str], reward_set: str | None) -> dict[str, Any]:
+    """The flags that name stored episodes, as keys of the config."""
+    numbers = [int(word) for word in groups if word.isascii() and word.isdigit()]
+    named = [*(word for word in groups if not (word.isascii() and word.isdigit())), *runs]
+    return {"source.groups": numbers or None, "source.runs": named or None, "source.reward_set": reward_set}
+
+
+def _from_stored(asked: RunConfig, origins: dict[str, str], policy: str | None) -> Any:
+    from cli.model import find_policy
+    from workers.process import database
+    from workers.stored import prepare_stored
+
+    start = find_policy(policy)[1] if policy else None
+    if policy and start is None:
+        raise ConfigError(f"{policy!r} is no policy of a run.", "Write --policy RUN or --policy RUN@3.")
+    return prepare_stored(database(), asked, origins, start)
 
 
 def existing_database() -> Any:
@@ -191,11 +227,11 @@ def _show_plan(prepared: Any, as_json: bool) -> None:
         "model": submission.policy.base,
         "env": config.env,
         "algorithm": config.algorithm.name,
-        "tasks": tasks,
+        "tasks": tasks or f"{len(submission.groups)} stored groups",
         "epochs": submission.epochs,
         "iterations": submission.iterations,
         "group_size": submission.group_size,
-        "episodes": submission.epochs * tasks * submission.group_size,
+        "episodes": submission.epochs * tasks * submission.group_size or "stored",
         "output_dir": submission.output_dir,
     }
     if as_json:

@@ -47,6 +47,8 @@ def _head(row: Any) -> Iterator[Line]:
     )
     if row["attempt"]:
         yield f"  attempt {row['attempt']}: it was begun again, earlier steps are kept under their attempt", "yellow"
+    if row["parent_id"] is not None:
+        yield f"  forked from episode {row['parent_id']}, whose first {row['inherited_steps']} steps it has", "yellow"
     if row["tainted"]:
         yield "  tainted: a tool gave another output when its state was rebuilt", "yellow"
 

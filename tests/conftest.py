@@ -26,6 +26,11 @@ def missing(what: str) -> None:
     pytest.skip(f"{what} is missing")
 
 
+def forbidden(right: str) -> None:
+    """Skips the test: a right that only the machine's owner can give is no service that CI promises."""
+    pytest.skip(f"this machine does not give {right}")
+
+
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     """A folder whose path leaves room for a socket's name: those may have 104 bytes in all."""

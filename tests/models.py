@@ -7,8 +7,9 @@ from pathlib import Path
 from transformers import Qwen2Tokenizer
 
 from workflow.chat import Chat
+from workflow.config import ModelConfig
 from workflow.datasets.arithmetic import arithmetic
-from workflow.sft import conversation_texts
+from workflow.sft import Recipe, conversation_texts, sft
 from workflow.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 
@@ -28,3 +29,10 @@ def tiny_random(folder: Path, seed: int = 0, layers: int = 2, width: int = 32) -
     """A random Qwen2 of about 40,000 parameters with the tiny tokenizer, saved in `folder`."""
     save_tiny(folder, tiny_model(len(tokenizer()), seed, layers, width), tokenizer())
     return folder
+
+
+def tiny_calling(folder: Path) -> Path:
+    """A random model of the same size that has learned in a few seconds to call the calculator, and little else."""
+    base = tiny_random(folder / "random")
+    config = ModelConfig.model_validate({"path": str(base), "lora_r": 0})
+    return sft(arithmetic, str(base), folder / "calling", recipe=Recipe(60, 16, 1e-2), config=config, device="cpu")

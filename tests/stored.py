@@ -1,6 +1,7 @@
 """Small runs in a real database, played by hand: no model, no queue, every query of the store."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 from uuid import uuid4
@@ -63,7 +64,7 @@ def start(db: Database, wanted: Submission) -> list[int]:
 
 def claim(db: Database, group: int, worker: str = "", lease: float = LEASE) -> GroupWork:
     """The claim of a group that is free, by a worker of its own unless one is named."""
-    work = rollout.claim_group(db, group, worker or f"host:{next(_workers)}", lease)
+    work = rollout.claim_group(db, group, worker or f"claim:{next(_workers)}", lease)
     assert work is not None
     return work
 
@@ -158,3 +159,17 @@ def value(database: Database, query: str, **parameters: Any) -> Any:
 def status_of_run(database: Database) -> str:
     """Of the only run."""
     return str(value(database, "SELECT status FROM runs"))
+
+
+@contextmanager
+def altered(database: Database, table: str, column: str, condition: str, to: Any) -> Iterator[None]:
+    """One value of one row is another for a while."""
+    before = value(database, f"SELECT {column} FROM {table} WHERE {condition}")
+    change = text(f"UPDATE {table} SET {column} = :to WHERE {condition}")
+    with database.engine.begin() as tx:
+        assert tx.execute(change, {"to": to}).rowcount == 1
+    try:
+        yield
+    finally:
+        with database.engine.begin() as tx:
+            tx.execute(change, {"to": before})

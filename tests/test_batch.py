@@ -65,7 +65,7 @@ def test_the_masked_ids_of_a_batch_are_exactly_what_was_sampled(episodes: list[E
 
 
 def row_of(number: int, length: int) -> Row:
-    return Row(number, 0, (1,) * length, (True,) * length, (0.0,) * length)
+    return Row(number, 0, (1,) * length, (True,) * length, (True,) * length, (0.0,) * length)
 
 
 @given(st.lists(st.integers(1, 30), max_size=30), st.integers(1, 100), st.integers(1, 8))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workflow.checkpoint import MANIFEST, WEIGHTS, sha256_file, verify, write
+from workflow.checkpoint import MANIFEST, WEIGHTS, remove_rivals, sha256_file, verify, write
 from workflow.errors import CheckpointError
 
 
@@ -127,3 +127,13 @@ def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
 def test_the_manifest_lists_size_and_hash_of_every_file(folder: Path) -> None:
     files = json.loads((folder / MANIFEST).read_text())["files"]
     assert files[WEIGHTS] == {"size": 700, "sha256": sha256_file(folder / WEIGHTS)}
+
+
+def test_what_killed_trainers_left_beside_a_published_checkpoint_goes_and_all_else_stays(tmp_path: Path) -> None:
+    mine = tmp_path / "v00002.t3.abc"
+    others = [tmp_path / name for name in ("v00001.t1.abc", "v00002.t1.xyz", "v00012.t1.abc")]
+    rivals = [tmp_path / name for name in ("v00002.t1.abc", "v00002.t2.abc.tmp", "v00002.t1.abc.old")]
+    for folder in (mine, *others, *rivals):
+        folder.mkdir()
+    remove_rivals(mine)
+    assert set(tmp_path.iterdir()) == {mine, *others}

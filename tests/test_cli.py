@@ -221,6 +221,7 @@ BAD = [
     (["submit", "--epochs", "three"], 2, "--epochs"),
     (["nonsense"], 2, "nonsense"),
     (["sft", "--dataset", "arithmetik"], 2, "arithmetic"),
+    (["sft", "--dataset", "mine.jsonl"], 2, "no demonstrations"),
     (["sft", "--dataset", "arithmetic", "--name", "../x"], 2, "--name"),
     (["eval", "--policy", "tiny", "--dataset", "arithmetic"], 8, "agentrl sft"),
     (["eval", "--policy", "nobody@3"], 5, "agentrl runs"),

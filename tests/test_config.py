@@ -169,3 +169,10 @@ def test_the_example_experiments_are_valid(name: str) -> None:
 def test_a_number_that_is_not_finite_is_refused(key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=key):
         resolve(assignments=(f"{key}={value}",))
+
+
+def test_a_key_that_is_written_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("epochs: 1\nrollout:\n  group_size: 2\n  group_size: 4\n")
+    with pytest.raises(ConfigError, match="'group_size' is written twice"):
+        resolve(file)

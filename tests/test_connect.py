@@ -142,3 +142,12 @@ def test_when_sqlite_undoes_everything_the_others_are_written_all_the_same(sqlit
         told = [future.exception() for future in futures]
     assert [error is None for error in told] == [True, False, True, True]
     assert sorted(noted(sqlite)) == ["first", "second", "third"]
+
+
+def test_all_that_one_read_sees_is_of_one_state(database: Database) -> None:
+    with database.read() as tx:
+        before = tx.execute(text("SELECT count(*) FROM events")).scalar_one()
+        database.write(lambda writing: writing.execute(text("INSERT INTO events (kind) VALUES ('between')")))
+        assert tx.execute(text("SELECT count(*) FROM events")).scalar_one() == before
+    with database.read() as tx:
+        assert tx.execute(text("SELECT count(*) FROM events")).scalar_one() == before + 1

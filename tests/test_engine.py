@@ -217,7 +217,7 @@ def test_sampling_stops_at_the_end_of_the_context(engine: TransformersEngine, ex
     assert {completion.finish_reason for completion in completions} == {"length"}
 
 
-def test_rows_of_different_weights_take_turns_in_the_order_they_came(
+def test_rows_of_different_weights_never_mix_and_those_of_the_same_weights_go_together(
     engine: TransformersEngine, exact: Policy, ref: PolicyRef, tmp_path: Path
 ) -> None:
     other = sharpened(exact, tmp_path / "v2", 3.0, 2)
@@ -229,7 +229,7 @@ def test_rows_of_different_weights_take_turns_in_the_order_they_came(
         future.add_done_callback(lambda done: ended.append(futures.index(done)))
     together = [future.result(60) for future in futures]
     alone = [engine.submit(request).result(60) for request in wanted]
-    assert ended == list(range(12))
+    assert ended == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11], "the first in line says whose turn it is"
     assert all(same(a, b, 1e-9) for a, b in zip(together, alone, strict=True))
     assert len({completion.token_ids for completion in together}) == 3
 

@@ -19,6 +19,7 @@ from workflow.settings import Settings, settings
 from workflow.store.connect import Database
 from workflow.store.migrate import upgrade
 from workflow.store.query import MAX_SQL, query, rl_f4, rl_i4
+from workflow.views import VIEWS
 
 IDS = (1, -2, 2**31 - 1, -(2**31), 0)
 LOGPROBS = (-0.6931471824645996, 0.0, -1e-42, 3.4e38, float("nan"), -12.25, 1.5)
@@ -49,7 +50,7 @@ def test_a_select_gives_columns_and_rows(asked: Settings) -> None:
 
 
 def test_every_view_can_be_asked_and_an_empty_answer_has_columns(asked: Settings) -> None:
-    for view in ("v_runs", "v_iterations", "v_groups", "v_episodes", "v_steps", "v_tool_calls", "v_rewards", "v_updates"):
+    for view in VIEWS:
         columns, rows = query(asked, f"SELECT * FROM {view};  -- with a comment")
         assert len(columns) > 5
         assert not rows

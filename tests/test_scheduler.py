@@ -1,12 +1,15 @@
-"""plan() sends what is missing and nothing else, decided from a snapshot alone."""
+"""plan() sends what is missing and nothing else, decided from a snapshot alone; no run starves another."""
 
 from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.stored import claim_training, play, submission, update_of
 from workflow.scheduler import MAX_DOUBLINGS, MAX_HEADER, Action, Dispatch, SendRollouts, SendTrain, headers, plan
 from workflow.snapshot import Claim, GroupState, IterationState, RunState, Snapshot
+from workflow.store import observe, planning, training
+from workflow.store.connect import Database
 
 LEASE = 30.0
 NEVER = Claim(held=False, expired_ago=None, sent_ago=None, sends=0)
@@ -47,6 +50,12 @@ def test_a_group_whose_worker_was_lost_after_the_last_message_is_sent_at_once() 
     assert plan(world(HELD, sent(31.0, expired_ago=0.5))) == [SendRollouts((2,))]
 
 
+def test_what_was_sent_before_the_clock_was_set_back_is_sent_again_at_once_unless_it_is_held() -> None:
+    assert plan(world(HELD, sent(-3600.0))) == [SendRollouts((2,))]
+    assert plan(world(replace(HELD, sent_ago=-3600.0))) == []
+    assert plan(world(train=sent(-0.1))) == [SendTrain(7)]
+
+
 def test_a_lost_message_is_sent_again_after_two_leases() -> None:
     assert plan(world(HELD, sent(2 * LEASE))) == []
     assert plan(world(HELD, sent(2 * LEASE + 1))) == [SendRollouts((2,))]
@@ -70,7 +79,7 @@ claims = st.builds(
     lambda held, expired, ago, sends: Claim(held, None if held else expired, ago if sends else None, sends),
     st.booleans(),
     st.none() | seconds,
-    seconds,
+    st.floats(-1e5, 1e5),  # negative: the clock was set back
     st.integers(0, 20),
 )
 
@@ -150,3 +159,32 @@ def test_headers_hold_every_group_once_in_at_most_128_jobs(number: int) -> None:
     assert [group for part in parts for group in part] == list(range(number))
     assert len(parts) <= MAX_HEADER
     assert all(parts)
+
+
+def test_a_small_run_behind_a_big_one_has_its_turn_after_each_iteration_of_the_big_one(sqlite: Database) -> None:
+    """One queue of rollouts, taken in order by four workers at a time, and one of updates, as Celery has them."""
+    planning.submit(sqlite, submission("big", tasks=16, epochs=6, tasks_per_iteration=16))
+    planning.submit(sqlite, submission("small", tasks=1, epochs=3, seed=1))
+    queue: list[tuple[str, tuple[int, ...]]] = []
+    ended: list[str] = []
+    while observe.unfinished_runs(sqlite):
+        for action in plan(observe.snapshot(sqlite, LEASE)):
+            if isinstance(action, Dispatch):
+                groups = planning.start_iteration(sqlite, action.iteration)
+                queue += [("rollout", tuple(part)) for part in headers(tuple(groups))]
+                planning.mark_groups_sent(sqlite, groups)
+            elif isinstance(action, SendTrain):
+                queue.append(("train", (action.iteration,)))
+                planning.mark_train_sent(sqlite, action.iteration)
+        for kind, ids in [queue.pop(0) for _ in queue[:4]]:
+            if kind == "rollout":
+                for group in ids:
+                    play(sqlite, group)
+            else:
+                work = claim_training(sqlite, ids[0])
+                training.commit_update(sqlite, work, update_of(work), 3)
+                ended.append(work.run)
+    turns = "".join(name[0] for name in ended)
+    assert turns.count("b") == 6
+    assert turns.count("s") == 3
+    assert "bbb" not in turns[: turns.rindex("s")], "it never waits for more than what stood before it"

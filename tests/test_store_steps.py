@@ -1,12 +1,12 @@
 """A step is stored exactly as it was sampled, its calls are answered once in effect, whatever is repeated or comes late."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import text
 
 from tests.stored import (
     CALL,
@@ -91,10 +91,11 @@ def test_a_call_with_effects_is_started_once_and_then_has_an_unknown_outcome(dat
     work = claim(database, group)
     once = replace(CALL, effects="once")
     ((call,),) = steps.commit_sampled(database, work.fence, [sampled(work, calls=(once,))])
-    assert calls.start_once(database, call, "tools:1", 0.2) == "ours"
-    assert calls.start_once(database, call, "tools:2", 0.2) == "running"
-    time.sleep(0.3)
-    assert calls.start_once(database, call, "tools:2", 0.2) == "lost"
+    assert calls.start_once(database, call, "tools:1", 60) == "ours"
+    assert calls.start_once(database, call, "tools:2", 60) == "running"
+    with database.engine.begin() as tx:
+        tx.execute(text("UPDATE tool_calls SET lease_until = 0"))
+    assert calls.start_once(database, call, "tools:2", 60) == "lost"
     assert calls.record_result(database, call, UNKNOWN_OUTCOME, datetime.now(UTC), "tools:2")
     assert values(database, "SELECT status || starts FROM tool_calls") == ["unknown_outcome1"]
 

@@ -58,6 +58,13 @@ def test_a_second_trainer_fences_the_first_out(database: Database) -> None:
     assert value(database, "SELECT count(*) FROM policies") == 2
 
 
+def test_a_late_heartbeat_takes_no_lease_of_what_is_over(database: Database) -> None:
+    work = ready(database, submission())
+    training.commit_update(database, work, update_of(work), 3)
+    assert not training.extend_lease(database, work.id, work.token, LEASE)
+    assert value(database, f"SELECT lease_until FROM iterations WHERE id = {work.id}") is None
+
+
 def test_a_commit_whose_answer_was_lost_is_recognised_and_not_fenced(database: Database) -> None:
     work = ready(database, submission(epochs=2))
     published = training.commit_update(database, work, update_of(work), 3)

@@ -220,9 +220,9 @@ def test_without_a_kl_coefficient_no_kl_is_claimed(folder: Path) -> None:
 def test_a_group_with_one_finished_episode_is_dropped_with_the_reason() -> None:
     whole, broken = groups_of(2, 3)
     lost = tuple(replace(episode, status="infra_error") for episode in broken.episodes[:2])
-    broken = Group(broken.task, (*lost, broken.episodes[2]))
-    assert select([whole, broken], needs_group=True) == ([whole], {"train/1": "1 of 3 episodes finished"})
-    assert select([broken], needs_group=False) == ([Group(broken.task, broken.episodes[2:])], {})
+    broken = Group(broken.task, (*lost, broken.episodes[2]), slot=1)
+    assert select([whole, broken], needs_group=True) == ([whole], {1: "1 of 3 episodes can train"})
+    assert select([broken], needs_group=False) == ([Group(broken.task, broken.episodes[2:], slot=1)], {})
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 import logging
 import math
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -11,6 +13,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from kombu import Connection
 from sqlalchemy import text
 
 from tests.models import chat, tiny_random
@@ -21,6 +24,7 @@ from workers.app import make_app
 from workers.episodes import RESENDS, GroupRollout
 from workers.models import Models
 from workers.replies import Replies, Waker
+from workers.supervisor import Child, Supervisor
 from workers.tools import call, run_tool
 from workflow.config import ModelConfig, RunConfig
 from workflow.envs import Env
@@ -359,6 +363,60 @@ def test_a_model_folder_that_was_made_anew_is_loaded_anew_and_an_unchanged_one_i
         anew.engine.close()
 
 
+def test_jobs_of_two_bases_take_turns_and_a_base_is_not_changed_for_each_job(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTRL_DEVICE", "cpu")
+    settings.cache_clear()
+    bases, models = {name: str(tiny_random(tmp_path / name)) for name in "AB"}, Models()
+    entered: list[str] = []
+
+    def job(name: str) -> None:
+        with models.use(ModelConfig(), bases[name]):
+            entered.append(name)
+
+    waiting = [threading.Thread(target=job, args=[name]) for name in "BABABA"]
+    with models.use(ModelConfig(), bases["A"]):
+        for number, thread in enumerate(waiting, start=1):
+            thread.start()
+            while len(models._line) < number:  # so that they stand in this order
+                thread.join(0.01)
+        assert entered == [], "nobody new is let in before one that waits for another base"
+    for thread in waiting:
+        thread.join()
+    assert entered == ["B", "B", "B", "A", "A", "A"]
+    with models.use(ModelConfig(), bases["A"]) as loaded:
+        loaded.engine.close()
+
+
+# --- the supervisor ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_is_killed_again_and_again_is_not_kept_back_longer_than_half_a_lease(tmp_path: Path) -> None:
+    watching = Supervisor(Settings(home=tmp_path, lease_seconds=4.0))
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    child, waits = Child("tools", process, started=time.monotonic()), []
+    for _ in range(6):
+        child.restart_at = None
+        watching._revive(child)
+        waits.append(child.backoff)
+    assert waits == [1.0, 2.0, 2.0, 2.0, 2.0, 2.0]
+
+
+# --- the link to Redis ------------------------------------------------------------------------------------------------------
+
+
+def test_a_link_that_is_given_up_with_a_message_in_hand_is_a_lost_one_and_no_reason_to_end(redis_server: Settings) -> None:
+    with Connection(broker.broker_url(redis_server)) as connection:
+        held = connection.SimpleQueue("held")
+        held.put({})
+        held.get(timeout=10)
+        connection.transport.client = None  # so Celery leaves it when Redis goes away, before it closes the channel again
+        with pytest.raises(connection.connection_errors):
+            connection.default_channel.close()
+
+
 # --- replies ----------------------------------------------------------------------------------------------------------------
 
 
@@ -368,7 +426,7 @@ def test_what_is_no_reply_does_not_end_the_reader(redis_server: Settings, caplog
     replies.expect(7, lambda call: heard.set())
     with broker.client(redis_server) as connection:
         connection.rpush(replies.address, "not a call", b"\xff", "²")
-    Waker(redis_server).wake("agentrl.replies.elsewhere", 7)
+    Waker(redis_server).wake(f"agentrl.replies.{'0' * 32}", 7)
     with broker.client(redis_server) as connection:
         connection.rpush(replies.address, 7)
     assert heard.wait(30)

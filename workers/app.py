@@ -5,18 +5,22 @@ queues and `tools.<host>`, and refuses the rest.
 """
 
 import re
+from logging import getLogger
 from typing import Any
 
 from celery import Celery
+from celery.signals import task_failure
 from kombu import Queue
+from kombu.transport import TRANSPORT_ALIASES
 
 from workers.broker import SOCKET_SCHEME, broker_url, in_memory
-from workflow.errors import ServiceError
+from workflow.errors import ConfigError, ServiceError
 from workflow.settings import Settings, settings
 
 QUEUES = ("rollout", "tools", "train")
 _HOST_QUEUE = re.compile(r"tools\.[a-z0-9][a-z0-9.-]{0,63}")
 _DAY = 86400
+TRANSPORT_ALIASES |= dict.fromkeys(("redis", "rediss"), "workers.transport:Transport")
 
 
 def route(name: str, args: Any, kwargs: Any, options: Any, task: Any = None, **kw: Any) -> dict[str, Any]:
@@ -31,6 +35,17 @@ def route(name: str, args: Any, kwargs: Any, options: Any, task: Any = None, **k
     if queue not in QUEUES:
         raise ServiceError(f"There is no queue {queue!r}.", f"Queues: {', '.join(QUEUES)}, tools.<host>.")
     return {"queue": queue}
+
+
+def row_id(value: object) -> int:
+    """The value, if it can be a row's id: anybody who reaches the broker can write a message.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if type(value) is not int or not 0 < value < 2**63:
+        raise ConfigError(f"A job came with {value!r:.100} where a row's id belongs.")
+    return value
 
 
 def make_app(where: Settings) -> Celery:
@@ -58,6 +73,10 @@ def make_app(where: Settings) -> Celery:
             "global_keyprefix": "agentrl.",
             "retry_policy": {"max_retries": 3, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.5},
         },
+        # Celery's own 120 s of patience with a silent link are four leases.
+        redis_socket_timeout=10.0,
+        redis_socket_connect_timeout=5.0,
+        redis_retry_on_timeout=True,
         task_publish_retry_policy={"max_retries": 3, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.5},
         broker_transport_options={
             "visibility_timeout": 6 * 3600,
@@ -79,4 +98,11 @@ def make_app(where: Settings) -> Celery:
     return app
 
 
+def say_away(sender: Any = None, exception: BaseException | None = None, **context: Any) -> None:
+    """A service that was away for long is one line in the log; the jobs say `throws`, so that Celery adds no traceback."""
+    if isinstance(exception, ServiceError):
+        getLogger("agentrl.app").warning("%s gave up: %s", getattr(sender, "name", "a job"), exception)
+
+
+task_failure.connect(say_away, weak=False)
 app = make_app(settings())

@@ -9,6 +9,7 @@ from logging import getLogger
 from workers.dispatch import dispatch, send_rollouts, send_train
 from workers.process import database, stopping, worker_name
 from workflow.errors import ServiceError
+from workflow.faults import faultpoint
 from workflow.scheduler import Dispatch, SendRollouts, SendTrain, plan
 from workflow.settings import settings
 from workflow.store import observe
@@ -42,6 +43,7 @@ def send_missing() -> int:
     actions = plan(observe.snapshot(db, settings().lease_seconds))
     for action in actions:
         log.info("sending %s", action)
+        faultpoint("control.before")
         match action:
             case Dispatch(iteration, _):
                 dispatch(db, iteration)
@@ -49,4 +51,5 @@ def send_missing() -> int:
                 send_rollouts(db, groups)
             case SendTrain(iteration):
                 send_train(db, iteration)
+        faultpoint("control.after")
     return len(actions)

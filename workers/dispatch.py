@@ -14,6 +14,7 @@ from kombu.exceptions import OperationalError
 
 from workers.app import app
 from workflow.errors import ServiceError
+from workflow.faults import faultpoint
 from workflow.scheduler import headers
 from workflow.store import planning
 from workflow.store.connect import Database
@@ -26,10 +27,11 @@ def dispatch(db: Database, iteration: int) -> None:
         send_train(db, iteration)
         return
     jobs = [app.signature("agentrl.rollout", args=[part], immutable=True) for part in headers(tuple(groups))]
-    with _reaching():
+    moment = planning.moment(db)
+    with _reaching("chord"):
         body = chord(jobs)(app.signature("agentrl.train", args=[iteration], immutable=True))
         _let_go(body)
-    planning.mark_groups_sent(db, groups)
+    planning.mark_groups_sent(db, groups, moment)
 
 
 def _let_go(body: AsyncResult) -> None:
@@ -43,30 +45,35 @@ def _let_go(body: AsyncResult) -> None:
 
 def send_rollouts(db: Database, groups: Sequence[int]) -> None:
     """Sends these groups' rollouts again, alone."""
+    moment = planning.moment(db)
     for part in headers(tuple(groups)):
-        with _reaching():
+        with _reaching("rollouts"):
             app.send_task("agentrl.rollout", args=[part], ignore_result=True)
-    planning.mark_groups_sent(db, groups)
+    planning.mark_groups_sent(db, groups, moment)
 
 
 def send_train(db: Database, iteration: int) -> None:
     """Sends the iteration's train job."""
-    with _reaching():
+    moment = planning.moment(db)
+    with _reaching("train"):
         app.send_task("agentrl.train", args=[iteration], ignore_result=True)
-    planning.mark_train_sent(db, iteration)
+    planning.mark_train_sent(db, iteration, moment)
 
 
 def send_call(call: int, reply_to: str) -> None:
     """Sends one tool call; the worker that runs it wakes `reply_to` when the result is recorded."""
-    with _reaching():
+    with _reaching("call"):
         app.send_task("agentrl.call", args=[call, reply_to], ignore_result=True)
 
 
-class _reaching:  # noqa: N801 - reads as a phrase: `with _reaching()`
-    """Turns the broker's failure into ours."""
+class _reaching:  # noqa: N801 - reads as a phrase: `with _reaching("train")`
+    """Turns the broker's failure into ours. `what` is sent between the fault points `send_WHAT.before` and `.after`."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
 
     def __enter__(self) -> None:
-        return None
+        faultpoint(f"send_{self._what}.before")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         # Celery's result store gives up with a plain RuntimeError.
@@ -75,3 +82,5 @@ class _reaching:  # noqa: N801 - reads as a phrase: `with _reaching()`
             raise ServiceError(
                 f"The broker does not take messages: {' '.join(str(error).split())}.", "See `agentrl doctor`."
             ) from error
+        if error is None:
+            faultpoint(f"send_{self._what}.after")

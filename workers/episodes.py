@@ -20,6 +20,7 @@ from workflow.config import RunConfig
 from workflow.engine import Completion, Engine, GenerateRequest
 from workflow.envs import Env
 from workflow.errors import InfraError, RewardError
+from workflow.faults import faultpoint
 from workflow.hooks import Hook, load_hooks
 from workflow.plugins import find
 from workflow.rewards import checked, score, total
@@ -32,7 +33,7 @@ from workflow.store.steps import CallRecord, Sampled
 from workflow.trajectory import Episode, Message, SamplingKey, Step, StopReason
 
 RESEND_SECONDS = 30.0
-"""A call without a result is sent again after this long, and its tool's limit; whichever answer comes first counts."""
+"""A call without a result is sent again after a lease, at most this long, and its tool's limit; the first answer counts."""
 
 RESENDS = 5
 """After so many of them in vain nobody seems to serve the tools: the group fails an attempt instead of waiting for ever."""
@@ -86,7 +87,8 @@ class GroupRollout:
         assert self.config.env is not None
         self.env: Env = find("envs", self.config.env)
         self.tools = self.env.toolset()
-        self._patience = RESEND_SECONDS + max((tool.timeout_seconds for tool in self.tools.values()), default=0.0)
+        longest = max((tool.timeout_seconds for tool in self.tools.values()), default=0.0)
+        self._patience = min(RESEND_SECONDS, settings().lease_seconds) + longest
         self.schemas = [tool.schema for tool in self.tools.values()]
         self.hooks: tuple[Hook, ...] = load_hooks(self.config.hooks)
         self._episodes = {episode.id: episode for episode in self.work.episodes}
@@ -106,9 +108,9 @@ class GroupRollout:
     def start(self) -> None:
         """Sets every episode going from where its record stands."""
         for episode in list(self._episodes.values()):
-            if episode.steps and self.env.resumability == "restart":
+            if episode.begun and self.env.resumability == "restart":
                 steps.restart_episode(self.db, self.work.fence, episode.id)
-                episode = Episode(episode.task, episode.sample, id=episode.id, status="running")
+                episode = replace(episode, steps=episode.steps[: episode.inherited], status="running")
                 self._episodes[episode.id] = episode
             self._hook(episode, lambda hook, episode=episode: hook.on_rollout_start(episode))  # type: ignore[misc]
         self._advance(list(self._episodes.values()))
@@ -163,6 +165,8 @@ class GroupRollout:
         try:
             action = next_action(episode, self.env, self.config.rollout)
             if isinstance(action, Generate):
+                if self.work.opening and not episode.begun:
+                    action = Generate(self.work.opening)
                 _check_messages(action.messages)
         except InfraError:  # the env says so itself: another attempt may go well
             raise
@@ -178,7 +182,7 @@ class GroupRollout:
         self._drafts[episode.id] = draft
         context = draft.prompt_ids if draft.new_row else episode.context_ids + draft.prompt_ids
         rollout = self.config.rollout
-        key = SamplingKey(self.work.seed, self.work.kind, self.work.iteration, self.work.task.key, episode.sample)
+        key = SamplingKey.of(episode, self.work.seed, self.work.kind, self.work.iteration)
         request = GenerateRequest(
             prompt_ids=context,
             policy=self.work.policy,
@@ -189,6 +193,7 @@ class GroupRollout:
         )
         future = self.engine.submit(request)
         future.add_done_callback(partial(_completed, self.inbox, self.work.fence.group, episode.id))
+        faultpoint("generate.sent")
 
     def _draft(self, episode: Episode, messages: tuple[Message, ...]) -> _Draft:
         if not episode.steps:
@@ -298,11 +303,9 @@ class GroupRollout:
 
     def _scored(self, episode: Episode, stop_reason: StopReason) -> Outcome:
         weights = self.work.weights
-        ended = Episode(episode.task, episode.sample, episode.steps, "done", stop_reason, id=episode.id)
+        ended = replace(episode, status="done", stop_reason=stop_reason)
         parts = score(ended, weights)
-        scored = Episode(
-            episode.task, episode.sample, episode.steps, "done", stop_reason, parts, total(parts, weights), episode.id
-        )
+        scored = replace(ended, rewards=parts, reward=total(parts, weights))
         for hook in self.hooks:
             parts |= _hook_parts(hook, scored)
         return Outcome(episode.id, "done", stop_reason, total(parts, weights), parts, episode.final_answer)

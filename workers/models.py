@@ -1,7 +1,8 @@
 """The model of a worker process: one base at a time, loaded at first use and kept between jobs; sampler and trainer share it.
 
-A job that needs another base waits until nobody uses the present one; nobody new is let in before it. A folder whose files
-were replaced (`agentrl sft --force`) is another base.
+A job that needs another base waits until nobody uses the present one; nobody new is let in before it, and with it comes in
+whoever waits for the same base: two runs take turns, and bases are not changed for each job. A folder whose files were
+replaced (`agentrl sft --force`) is another base.
 """
 
 import threading
@@ -11,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
-from typing import Any
 
 from workflow.config import ModelConfig
 from workflow.engine import Engine, TransformersEngine
+from workflow.errors import ModelError
 from workflow.policy import Policy
 from workflow.settings import settings
 from workflow.trainer import Trainer
@@ -42,6 +43,7 @@ class Models:
     _users: int = 0
     _line: "deque[tuple[int, str]]" = field(default_factory=deque)
     _tickets: int = 0
+    _invited: int = 0
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     @contextmanager
@@ -66,7 +68,7 @@ class Models:
         ticket = (self._tickets, key)
         self._line.append(ticket)
         try:
-            self._changed.wait_for(lambda: self._line[0] == ticket and (self._key == key or not self._users))
+            self._changed.wait_for(lambda: self._may_enter(ticket))
             if self._key != key or self._loaded is None:
                 self._replace(key, config, base)
             assert self._loaded is not None
@@ -75,6 +77,12 @@ class Models:
         finally:
             self._line.remove(ticket)
             self._changed.notify_all()
+
+    def _may_enter(self, ticket: tuple[int, str]) -> bool:
+        # Who already waited for this base when it came: they go in whoever stands before them.
+        invited = [other for other in self._line if other[0] <= self._invited and other[1] == self._key]
+        first = self._line[0] == ticket
+        return ticket in invited or (first and (ticket[1] == self._key or not (self._users or invited)))
 
     def _replace(self, key: str, config: ModelConfig, base: str) -> None:
         if self._loaded is not None:
@@ -85,7 +93,7 @@ class Models:
         where = settings()
         policy = Policy.load(config, base, where.device, where.threads)
         self._loaded = Loaded(policy, _engine(policy))
-        self._key = key
+        self._key, self._invited = key, self._tickets
 
 
 def _stamp(folder: Path) -> str:
@@ -94,8 +102,16 @@ def _stamp(folder: Path) -> str:
     return " ".join(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}" for file in files for stat in [file.stat()])
 
 
-def _engine(policy: Policy) -> Any:
-    return TransformersEngine(policy)
+def _engine(policy: Policy) -> Engine:
+    """The sampler for this policy.
+
+    Raises:
+        ModelError: the run wants every draw repeatable, and this sampler's depend on more than the request.
+    """
+    engine: Engine = TransformersEngine(policy)
+    if policy.config.numerics == "exact" and not engine.keyed:
+        raise ModelError("numerics: exact needs a sampler that is keyed, and this one is not.", "Use TransformersEngine.")
+    return engine
 
 
 models = Models()

@@ -3,11 +3,14 @@
 import os
 import socket
 import threading
+from collections.abc import Callable
 from functools import cache
+from logging import getLogger
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from workers.heartbeat import Heartbeat
+from workflow.errors import ServiceError
 from workflow.settings import settings
 from workflow.store import training
 from workflow.store.connect import Database
@@ -16,6 +19,7 @@ from workflow.store.migrate import open_database
 if TYPE_CHECKING:
     from workflow.policy import Policy
 
+log = getLogger("agentrl.process")
 stopping = threading.Event()
 """Set when the process was asked to stop: rollouts hand their claims back."""
 
@@ -45,6 +49,21 @@ def confirm_base(run: int, policy: "Policy") -> None:
 def _confirm(run: int, base_hash: str, tokenizer: str, template: str) -> None:
     # Once for each run and base: the record does not change, and every job would take the database's write lock to look.
     training.confirm_base(database(), run, base_hash, {"tokenizer": tokenizer, "template": template})
+
+
+def until_written(write: Callable[[], object]) -> None:
+    """Writes as soon as the database takes it: a claim that nobody hands back counts as a lost worker. Gives up when the
+    process is to stop.
+    """
+    while True:
+        try:
+            write()
+        except ServiceError as error:
+            log.warning("%s", error)
+            if stopping.wait(1.0):
+                return
+        else:
+            return
 
 
 def database() -> Database:

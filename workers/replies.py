@@ -3,6 +3,7 @@
 A reply carries only the call's id; the result is in the row, and whoever waits also looks there now and then.
 """
 
+import re
 import threading
 import time
 import uuid
@@ -13,11 +14,13 @@ from logging import getLogger
 import redis
 
 from workers.broker import client, in_memory
+from workflow.errors import ConfigError
 from workflow.settings import Settings
 
 log = getLogger("agentrl.replies")
 WAIT_SECONDS = 2
 KEEP_SECONDS = 3600
+_ADDRESS = re.compile(r"agentrl\.replies\.[0-9a-f]{32}")
 
 
 _here: "dict[str, Replies]" = {}
@@ -82,7 +85,13 @@ class Waker:
         return client(self._where)
 
     def wake(self, address: str, call: int) -> None:
-        """Wakes who waits for the call; a broker that is away is no harm, since the waiter looks at the row too."""
+        """Wakes who waits for the call; a broker that is away is no harm, since the waiter looks at the row too.
+
+        Raises:
+            ConfigError: the address is none of ours; anybody can write a message, and Redis holds other lists too.
+        """
+        if not (isinstance(address, str) and _ADDRESS.fullmatch(address)):
+            raise ConfigError(f"A tool call came with {address!r:.100} where the list for its reply belongs.")
         if address in _here:
             _here[address].answer(call)
             return

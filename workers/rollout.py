@@ -12,13 +12,16 @@ from queue import Empty, SimpleQueue
 
 from celery.exceptions import Ignore
 
-from workers.app import app
+from workers import mend
+from workers.app import app, row_id
 from workers.dispatch import send_train
 from workers.episodes import Event, GroupRollout
 from workers.models import models
-from workers.process import claim_name, confirm_base, database, heartbeat, stopping
+from workers.process import claim_name, confirm_base, database, heartbeat, stopping, until_written
+from workflow import mirror
 from workflow.config import RunConfig
 from workflow.errors import CheckpointError, ConfigError, Fenced, ModelError, ServiceError
+from workflow.faults import faultpoint
 from workflow.settings import settings
 from workflow.store import rollout as store
 from workflow.store import training
@@ -32,19 +35,32 @@ GATHER_SECONDS = 0.005
 """Rows that end in one decoding step, and calls answered together, are committed and go on together."""
 
 
-@app.task(name="agentrl.rollout")
+@app.task(name="agentrl.rollout", throws=(ServiceError,))
 def rollout(groups: list[int]) -> int:
     """Rolls out the groups; returns how many of them are finished.
 
     A group that a live worker holds is left to it: the message is then acknowledged without counting for the chord.
     """
-    claimed = [store.claim_group(database(), group, claim_name(), settings().lease_seconds) for group in groups]
-    works = [work for work in claimed if work is not None]
-    for batch in _by_run(works):
+    groups = [row_id(group) for group in groups]
+    for batch in _by_run(_claim(groups)):
         _roll_out(batch)
+    faultpoint("rollout.end")
     if not store.all_closed(database(), groups):
         raise Ignore()
     return len(groups)
+
+
+def _claim(groups: Sequence[int]) -> list[GroupWork]:
+    """Those of the groups that nobody holds."""
+    works: list[GroupWork] = []
+    try:
+        for group in groups:
+            work = store.claim_group(database(), group, claim_name(), settings().lease_seconds)
+            works += [work] if work is not None else []
+    except ServiceError:
+        _give_back(works)
+        raise
+    return works
 
 
 def _by_run(works: Sequence[GroupWork]) -> list[list[GroupWork]]:
@@ -61,6 +77,7 @@ def _roll_out(works: Sequence[GroupWork]) -> None:
         heartbeat().hold_group(work.fence, partial(lost.add, work.fence))
     try:
         config = RunConfig.model_validate(works[0].config)
+        _bring(works)
         with models.use(config.model, works[0].policy.base) as loaded:
             confirm_base(works[0].run_id, loaded.policy)
             inbox: SimpleQueue[Event] = SimpleQueue()
@@ -70,9 +87,7 @@ def _roll_out(works: Sequence[GroupWork]) -> None:
             }
             _drive(rollouts, inbox)
     except (ConfigError, ModelError, CheckpointError) as error:
-        log.error("%s: %s", works[0].run, error)
-        training.fail_run(database(), works[0].run_id, str(error))
-        _give_back(works)
+        _refuse(works, error)
     except ServiceError as error:
         log.warning("%s: no rollout now: %s", works[0].run, error)
         _give_back(works)
@@ -83,6 +98,25 @@ def _roll_out(works: Sequence[GroupWork]) -> None:
     finally:
         for work in works:
             heartbeat().drop_group(work.fence)
+
+
+def _refuse(works: Sequence[GroupWork], error: Exception) -> None:
+    """Ends the run, for it would fail again and again; unless it is its own checkpoint, which can be made again."""
+    broken = {work.policy for work in works} if isinstance(error, CheckpointError) else set()
+    reported = {mend.report(works[0].run_id, policy, "weights") for policy in broken}
+    waiting = [iteration for iteration in reported if iteration is not None]
+    if not waiting:
+        log.error("%s: %s", works[0].run, error)
+        training.fail_run(database(), works[0].run_id, str(error))
+    _give_back(works)
+    for iteration in waiting:
+        mend.ask_for(iteration)
+
+
+def _bring(works: Sequence[GroupWork]) -> None:
+    """Brings their weights to this host, so that the sampler, which all jobs share, need not wait for a network."""
+    for policy in {work.policy for work in works if work.policy.path}:
+        mirror.local(policy.path, policy.sha256)
 
 
 def _count_failure(work: GroupWork, error: Exception) -> None:
@@ -144,7 +178,7 @@ def _try_send_train(iteration: int) -> None:
 
 def _give_back(works: Sequence[GroupWork]) -> None:
     for work in works:
-        store.hand_back(database(), work.fence)
+        until_written(partial(store.hand_back, database(), work.fence))
 
 
 def _drain(inbox: "SimpleQueue[Event]") -> list[Event]:

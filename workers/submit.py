@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from workers import broker
 from workers.dispatch import dispatch
-from workflow import __version__
+from workflow import __version__, remote
 from workflow.algorithms import Algorithm
 from workflow.config import RunConfig
 from workflow.datasets import load_tasks
@@ -26,7 +26,7 @@ from workflow.hooks import load_hooks
 from workflow.models import base_hash, check_on_hub, resolve_model
 from workflow.plugins import find
 from workflow.rewards import code_hash
-from workflow.settings import settings
+from workflow.settings import is_url, settings
 from workflow.store import observe, planning
 from workflow.store.connect import Database
 from workflow.store.planning import Submission, Submitted
@@ -65,10 +65,9 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     _check_algorithm(config, kind)
     ref = policy or starting_policy(config)
     named = config.name is not None
-    name = config.name or _free_name(db, _stem(config, kind, policy))
+    name = config.name or free_name(db, _stem(config, kind, policy))
     config = RunConfig.model_validate(config.model_dump() | {"name": name})
-    output = Path(config.output_dir) if config.output_dir else settings().root / "runs" / name
-    _check_writable(output)
+    output = output_folder(config, name)
     submission = Submission(
         name=name,
         kind=kind,
@@ -83,7 +82,7 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
         group_size=config.rollout.group_size,
         weights=env.rewards,
         code_hash=code_hash(env.rewards),
-        output_dir=str(output),
+        output_dir=output,
     )
     return Prepared(submission, config, loaded.skipped, named)
 
@@ -142,6 +141,7 @@ def stored_policy(db: Database, run: str, version: int | None) -> PolicyRef:
 
     Raises:
         NotFoundError: no such run or version.
+        CheckpointError: its weights were collected.
     """
     row = observe.find_policy(db, run, version)
     return PolicyRef(row["base"], row["base_hash"], row["path"], row["sha256"], row["version"])
@@ -156,7 +156,8 @@ def _check_algorithm(config: RunConfig, kind: str) -> None:
         )
 
 
-def _free_name(db: Database | None, stem: str) -> str:
+def free_name(db: Database | None, stem: str) -> str:
+    """`stem-N`, where no run has that name yet."""
     return planning.free_name(db, stem) if db else f"{stem}-1"
 
 
@@ -165,9 +166,23 @@ def _absolute(config: RunConfig) -> RunConfig:
     dataset, output = config.dataset, config.output_dir
     if dataset.name.endswith(".jsonl"):
         dataset = dataset.model_copy(update={"name": str(Path(dataset.name).expanduser().resolve())})
-    if output:
+    if output and not is_url(output):
         output = str(Path(output).expanduser().resolve())
     return config.model_copy(update={"dataset": dataset, "output_dir": output})
+
+
+def output_folder(config: RunConfig, name: str) -> str:
+    """Where the run's checkpoints go: a folder, or a URL.
+
+    Raises:
+        ConfigError: nothing can be written there.
+        ServiceError: the store at the URL does not answer.
+    """
+    place = config.output_dir or f"{settings().checkpoint_root}/{name}"
+    folder = remote.checked_place(place)
+    if folder is not None:
+        _check_writable(folder)
+    return place
 
 
 def _check_writable(folder: Path) -> None:

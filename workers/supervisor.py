@@ -7,36 +7,40 @@ supervises the workers alone.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from logging import getLogger
 from types import FrameType
 
-from workers import broker, embedded
+from workers import broker, embedded, oom
 from workers.main import SUPERVISOR, run_together, set_up_logging
 from workers.process import database
 from workflow.errors import ServiceError
 from workflow.settings import Settings, settings
 from workflow.store import observe
+from workflow.store.rollout import OOM_HINT, record_oom
 
 log = getLogger("agentrl.supervisor")
 WORKERS = ("rollout,train", "tools", "control")
 CALM_SECONDS = 30.0
 """A process that lived this long is started again at once; one that died sooner waits longer each time."""
 MAX_BACKOFF = 30.0
+"""Nor longer than half a lease: what the dead process held waits that long anyway, and must not wait for the living."""
 
 
 @dataclass
 class Child:
-    """One supervised process and when it may be started again."""
+    """One supervised process, when it may be started again, and how often the out-of-memory killer had struck before it."""
 
     role: str
     process: "subprocess.Popen[bytes]"
     started: float
     backoff: float = 0.5
     restart_at: float | None = None
+    kills: int = field(default_factory=oom.kills)
 
 
 class Supervisor:
@@ -103,15 +107,25 @@ class Supervisor:
             return
         if child.restart_at is None:
             calm = now - child.started > CALM_SECONDS
-            child.backoff = 0.5 if calm else min(2 * child.backoff, MAX_BACKOFF)
+            child.backoff = 0.5 if calm else min(2 * child.backoff, MAX_BACKOFF, self.where.lease_seconds / 2)
             child.restart_at = now + (0.0 if calm else child.backoff)
             log.warning("%s ended with %s; again in %.1f s", child.role, code, child.restart_at - now)
+            if code == -signal.SIGKILL and oom.kills() > child.kills:
+                self._tell_oom(child)
         if now >= child.restart_at:
             try:
                 child.process, child.started, child.restart_at = self._start(child.role), now, None
+                child.kills = oom.kills()
             except ServiceError as error:
                 child.restart_at = now + MAX_BACKOFF
                 log.error("%s", error)
+
+    def _tell_oom(self, child: Child) -> None:
+        log.error("%s was killed by the kernel, out of memory. %s", child.role, OOM_HINT)
+        try:
+            record_oom(database(), f"{socket.gethostname()}:{child.process.pid}", child.role)
+        except Exception as error:  # noqa: BLE001 - nothing that the database does is a reason to end the workers
+            log.warning("not told: %s", error)
 
     def _start(self, role: str) -> "subprocess.Popen[bytes]":
         if role == "redis":

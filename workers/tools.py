@@ -13,11 +13,12 @@ from functools import cache
 from logging import getLogger
 from typing import Any
 
-from workers.app import app
+from workers.app import app, row_id
 from workers.process import claim_name, database, worker_name
 from workers.replies import Waker
 from workflow.envs import Env
-from workflow.errors import ToolFailure
+from workflow.errors import ServiceError, ToolFailure
+from workflow.faults import faultpoint
 from workflow.plugins import find
 from workflow.settings import settings
 from workflow.store import calls
@@ -31,17 +32,20 @@ GRACE_SECONDS = 5.0
 """How much longer than its tool's limit a call may take to be recorded."""
 
 
-@app.task(name="agentrl.call")
+@app.task(name="agentrl.call", throws=(ServiceError,))
 def call(call_id: int, reply_to: str) -> None:
     """Runs the call unless it is answered already."""
-    work = calls.find_call(database(), call_id)
+    work = calls.find_call(database(), row_id(call_id))
     if work is not None:
         started = datetime.now(UTC)
         result = _result(work)
         if result is None:
             return
+        faultpoint("run_tool.after")
         calls.record_result(database(), call_id, result, started, worker_name())
+    faultpoint("wake.before")
     _waker().wake(reply_to, call_id)
+    faultpoint("call.end")
 
 
 def _result(work: CallWork) -> ToolResult | None:
@@ -61,6 +65,7 @@ def _result(work: CallWork) -> ToolResult | None:
 
 def run_tool(tool: Tool, work: CallWork) -> ToolResult:
     """The tool's answer within its time limit; never raises for what the tool did."""
+    faultpoint("run_tool.before")
     start = time.perf_counter()
 
     def result(content: str, error_class: str | None = None) -> ToolResult:

@@ -4,54 +4,56 @@ The checkpoint's folder is whole before the commit and means nothing without it.
 exactly the published checkpoint; after anything else the trainer loads that first.
 """
 
-import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from logging import getLogger
-from pathlib import Path
 
-from workers.app import app
+from workers import mend
+from workers.app import app, row_id
 from workers.dispatch import dispatch
 from workers.models import Loaded, models
-from workers.process import claim_name, confirm_base, database, heartbeat
-from workflow import checkpoint
+from workers.process import claim_name, confirm_base, database, heartbeat, until_written
+from workflow import mirror
 from workflow.config import RunConfig
 from workflow.errors import CheckpointError, ConfigError, Fenced, ModelError, ServiceError
 from workflow.evaluate import evaluate
+from workflow.faults import faultpoint
 from workflow.hooks import load_hooks
 from workflow.settings import settings
-from workflow.store import training
+from workflow.store import mending, training
+from workflow.store.mending import Rebuild
 from workflow.store.training import IterationWork, Published, UpdateRecord
 from workflow.trainer import Trainer, Update
 
 log = getLogger("agentrl.train")
 
 
-@app.task(name="agentrl.train")
+@app.task(name="agentrl.train", throws=(ServiceError,))
 def train(iteration: int) -> None:
     """Trains on the iteration, unless it is not ready, done already, or another trainer has it."""
-    work = training.claim_iteration(database(), iteration, claim_name(), settings().lease_seconds)
+    work = training.claim_iteration(database(), row_id(iteration), claim_name(), settings().lease_seconds)
     if work is None:
         return
     fenced = threading.Event()
     heartbeat().hold_iteration(work.id, work.token, fenced.set)
     try:
-        published = _conclude(work) if work.kind == "eval" else _thread().submit(_train, work, fenced).result()
+        published = _act(work, fenced)
     except Fenced as error:
         log.info("%s", error)
     except ServiceError as error:  # the database was away for long: no attempt of the iteration's
         log.warning("iteration %d of %s is handed back: %s", work.number, work.run, error)
-        training.hand_back_iteration(database(), work.id, work.token)
+        until_written(partial(training.hand_back_iteration, database(), work.id, work.token))
     except (ConfigError, ModelError, CheckpointError) as error:
-        log.error("%s: %s", work.run, error)
-        training.fail_update(database(), work, str(error), max_attempts=1)
+        until_written(partial(_refuse, work, error))
     except Exception as error:
         log.exception("%s: iteration %d was not trained", work.run, work.number)
         training.fail_update(database(), work, f"{type(error).__name__}: {error}", work.config["rollout"]["max_attempts"])
     else:
         _go_on(work, published)
+        faultpoint("train.end")
     finally:
         heartbeat().drop_iteration(work.id, work.token)
 
@@ -62,8 +64,18 @@ def _thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
 
 
+def _act(work: IterationWork, fenced: threading.Event) -> Published:
+    if work.kind != "train":
+        return _conclude(work)
+    return _thread().submit(_rebuild if work.rebuilds else _train, work, fenced).result()
+
+
 def _conclude(work: IterationWork) -> Published:
-    training.finish_eval(database(), work, evaluate(work.groups))
+    """Ends a run that updates nothing."""
+    if work.kind == "eval":
+        training.finish_eval(database(), work, evaluate(work.groups))
+    else:
+        training.finish_fork(database(), work)
     return Published(0, None)
 
 
@@ -74,16 +86,18 @@ def _train(work: IterationWork, fenced: threading.Event) -> Published:
         trainer = _at(work, config, loaded)
         loaded.trainer_holds = None  # until the commit says that what is in memory is what is published
         started = time.perf_counter()
+        faultpoint("update.before")
         update = trainer.update(work.groups, work.number)
+        faultpoint("update.after")
         if fenced.is_set():
             raise Fenced(f"Iteration {work.number} of {work.run} was taken over.")
-        folder = Path(work.output_dir) / f"v{work.number + 1:05d}.t{work.token}.{work.key}"
-        sha256 = "" if update.skipped else checkpoint.write(folder, trainer.save)
-        record = _record(work, update, trainer, "" if update.skipped else str(folder), sha256, started)
+        path = _path(work)
+        sha256 = "" if update.skipped else mirror.write(path, trainer.save)
+        record = _record(work, update, trainer, "" if update.skipped else path, sha256, started)
         try:
             published = training.commit_update(database(), work, record, config.update.max_bad_updates)
         except Fenced:
-            shutil.rmtree(folder, ignore_errors=True)
+            mirror.remove(path)
             raise
         if not update.bad:
             loaded.trainer_holds = (work.run_id, record.path or work.policy.path)
@@ -93,23 +107,79 @@ def _train(work: IterationWork, fenced: threading.Event) -> Published:
     return published
 
 
+def _rebuild(work: IterationWork, fenced: threading.Event) -> Published:
+    """Makes the run's broken checkpoint again by the update that made it; the iteration then goes on with it."""
+    rebuild = mending.rebuild_of(database(), work)
+    broken = rebuild.broken
+    if not mirror.fault_of(broken.path, broken.sha256, "all"):  # somebody put the files back
+        mending.commit_rebuild(database(), work, broken, broken.path, broken.sha256)
+        return Published(broken.version, work.id)
+    if not rebuild.groups:
+        raise mend.beyond_repair(work, rebuild, "it came from another run")
+    config = RunConfig.model_validate(work.config)
+    with models.use(config.model, work.policy.base) as loaded:
+        confirm_base(work.run_id, loaded.policy)
+        _repeat(work, rebuild, config, loaded, fenced)
+    log.warning("version %d of %s was made again", broken.version, work.run)
+    return Published(broken.version, work.id)
+
+
+def _repeat(work: IterationWork, rebuild: Rebuild, config: RunConfig, loaded: Loaded, fenced: threading.Event) -> None:
+    """The update that made the broken checkpoint, once more, into a folder of its own."""
+    source = replace(work, number=rebuild.broken.version - 1, policy=rebuild.start, groups=rebuild.groups)
+    try:
+        trainer = _at(source, config, loaded)
+    except CheckpointError as error:
+        raise mend.beyond_repair(work, rebuild, error.message.rstrip(".")) from error
+    loaded.trainer_holds = None
+    mend.check_repeated(work, rebuild, trainer.update(source.groups, source.number))
+    if fenced.is_set():
+        raise Fenced(f"Version {rebuild.broken.version} of {work.run} is made again by another trainer.")
+    path = _path(source, "r")
+    sha256 = mirror.write(path, trainer.save)
+    try:
+        mending.commit_rebuild(database(), work, rebuild.broken, path, sha256)
+    except Fenced:
+        mirror.remove(path)
+        raise
+    loaded.trainer_holds = (work.run_id, path)
+
+
+def _refuse(work: IterationWork, error: Exception) -> None:
+    """Ends the run, for it would fail again and again; unless it is its own checkpoint, which can be made again."""
+    reported = isinstance(error, CheckpointError) and not work.rebuilds
+    waiting = mend.report(work.run_id, work.policy, _part(work)) if reported else None
+    if waiting is None:
+        log.error("%s: %s", work.run, error)
+        training.fail_update(database(), work, str(error), max_attempts=1)
+        return
+    training.hand_back_iteration(database(), work.id, work.token)
+    mend.ask_for(waiting)
+
+
 def _at(work: IterationWork, config: RunConfig, loaded: Loaded) -> Trainer:
     """The trainer at exactly the state that this update starts from."""
     wanted = (work.run_id, work.policy.path)
     if loaded.trainer is None or loaded.trainer_holds != wanted:
         loaded.trainer, loaded.trainer_holds = None, None  # nothing is held until it is loaded whole
         trainer = Trainer(loaded.policy, config)
-        trainer.load(Path(work.policy.path) if work.policy.path else None)
+        part = _part(work)
+        folder = mirror.local(work.policy.path, work.policy.sha256, part) if work.policy.path else None
+        trainer.load(folder, fresh=part == "start")
         loaded.trainer = trainer
     return loaded.trainer
 
 
+def _part(work: IterationWork) -> mirror.Part:
+    """What the update starts from: of another run's checkpoint all but the optimizer, which is not ours."""
+    return "all" if work.policy.path.endswith(work.key) else "start"
+
+
 def _record(work: IterationWork, update: Update, trainer: Trainer, path: str, sha256: str, started: float) -> UpdateRecord:
-    slots = {group.task.key: slot for slot, group in enumerate(work.groups)}
     return UpdateRecord(
         metrics=[{**step, "learning_rate": trainer.learning_rate} for step in update.steps],
         advantages=update.advantages,
-        dropped={slots[key]: reason for key, reason in update.dropped.items()},
+        dropped=update.dropped,
         path=path,
         sha256=sha256,
         skipped=update.skipped or "",
@@ -123,13 +193,29 @@ def _mean_reward(work: IterationWork) -> float:
     return sum(rewards) / len(rewards) if rewards else 0.0
 
 
+def _path(work: IterationWork, mark: str = "t") -> str:
+    """Where the update's checkpoint goes; `r` marks one that is made again, under the token of a later iteration."""
+    return f"{work.output_dir.rstrip('/')}/v{work.number + 1:05d}.{mark}{work.token}.{work.key}"
+
+
 def _go_on(work: IterationWork, published: Published) -> None:
+    if published.next_iteration is not None:
+        try:
+            dispatch(database(), published.next_iteration)
+        except ServiceError as error:
+            log.warning("the control loop will send iteration %d: %s", work.number + 1, error)
+    if work.rebuilds:
+        return
+    mirror.remove_rivals(_path(work))
+    faultpoint("rivals.removed")
     stale = training.optimizer_to_drop(database(), work.run_id)
     if stale:
-        checkpoint.drop_optimizer(Path(stale))
-    if published.next_iteration is None:
-        return
+        _drop_optimizer(stale)
+
+
+def _drop_optimizer(path: str) -> None:
     try:
-        dispatch(database(), published.next_iteration)
+        mirror.drop_optimizer(path)
     except ServiceError as error:
-        log.warning("the control loop will send iteration %d: %s", work.number + 1, error)
+        log.warning("it takes space until `agentrl gc`: %s", error)
+    faultpoint("optimizer.dropped")

@@ -25,7 +25,8 @@ class Row:
         episode: index into the episodes it was made from.
         index: which row of that episode.
         input_ids: exact ids, never re-tokenised.
-        action_mask: True where the policy sampled the token.
+        action_mask: True where the policy sampled the token: a fact.
+        loss_mask: the part of it that trains: not what a fork has from its parent.
         behavior_logprobs: as the sampler computed them; 0 where the token was not sampled.
     """
 
@@ -33,6 +34,7 @@ class Row:
     index: int
     input_ids: tuple[int, ...]
     action_mask: tuple[bool, ...]
+    loss_mask: tuple[bool, ...]
     behavior_logprobs: tuple[float, ...]
 
     @property
@@ -43,10 +45,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Rows for one forward and backward; all tensors (B, T), `rows` says which row of which episode each line is.
-
-    `loss_mask` is the part of `action_mask` that trains; today all of it.
-    """
+    """Rows for one forward and backward; all tensors (B, T), `rows` says which row of which episode each line is."""
 
     rows: tuple[Row, ...]
     input_ids: Tensor
@@ -57,11 +56,13 @@ class Microbatch:
 
 
 def rows_of(episodes: Sequence[Episode]) -> list[Row]:
-    """The training rows of the episodes, in order; a row in which nothing was sampled teaches nothing and is left out."""
+    """The training rows of the episodes, in order; a row in which nothing trains is left out."""
     rows = [
-        _row(number, index, steps) for number, episode in enumerate(episodes) for index, steps in enumerate(_unbroken(episode))
+        _row(number, index, steps, episode.fork_step)
+        for number, episode in enumerate(episodes)
+        for index, steps in enumerate(unbroken(episode))
     ]
-    return [row for row in rows if any(row.action_mask)]
+    return [row for row in rows if any(row.loss_mask)]
 
 
 def microbatches(rows: Sequence[Row], tokens: int, at_least: int = 1) -> list[list[Row]]:
@@ -83,13 +84,12 @@ def microbatches(rows: Sequence[Row], tokens: int, at_least: int = 1) -> list[li
 def collate(rows: Sequence[Row], device: torch.device | str = "cpu") -> Microbatch:
     """The rows as tensors, padded on the right to the longest."""
     width = max(len(row.input_ids) for row in rows)
-    action_mask = _tensor([row.action_mask for row in rows], width, torch.bool, device)
     return Microbatch(
         rows=tuple(rows),
         input_ids=_tensor([row.input_ids for row in rows], width, torch.int64, device),
         attention_mask=_tensor([(1,) * len(row.input_ids) for row in rows], width, torch.int64, device),
-        action_mask=action_mask,
-        loss_mask=action_mask,
+        action_mask=_tensor([row.action_mask for row in rows], width, torch.bool, device),
+        loss_mask=_tensor([row.loss_mask for row in rows], width, torch.bool, device),
         behavior_logprobs=_tensor([row.behavior_logprobs for row in rows], width, torch.float32, device),
     )
 
@@ -102,7 +102,8 @@ def padded(lines: Sequence[Tensor], like: Tensor) -> Tensor:
     return whole
 
 
-def _unbroken(episode: Episode) -> Iterator[list[Step]]:
+def unbroken(episode: Episode) -> Iterator[list[Step]]:
+    """The episode's steps, cut where one opens a new training row."""
     current: list[Step] = []
     for step in episode.steps:
         if step.new_row is not None and current:
@@ -113,15 +114,17 @@ def _unbroken(episode: Episode) -> Iterator[list[Step]]:
         yield current
 
 
-def _row(episode: int, index: int, steps: Sequence[Step]) -> Row:
+def _row(episode: int, index: int, steps: Sequence[Step], fork_step: int) -> Row:
     ids: list[int] = []
     mask: list[bool] = []
+    trains: list[bool] = []
     logprobs: list[float] = []
     for step in steps:
         ids += (*step.prompt_ids, *step.sampled_ids)
         mask += [False] * len(step.prompt_ids) + [True] * len(step.sampled_ids)
+        trains += [False] * len(step.prompt_ids) + [step.index >= fork_step] * len(step.sampled_ids)
         logprobs += (*(0.0,) * len(step.prompt_ids), *step.behavior_logprobs)
-    return Row(episode, index, tuple(ids), tuple(mask), tuple(logprobs))
+    return Row(episode, index, tuple(ids), tuple(mask), tuple(trains), tuple(logprobs))
 
 
 def _tensor(values: Sequence[Sequence[float]], width: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -8,11 +8,14 @@ publishes a checkpoint, so a folder that no row names is a leftover and may be r
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from workflow.errors import CheckpointError
+from workflow.faults import faultpoint
 from workflow.models import sha256_file
 
 MANIFEST = "manifest.json"
@@ -43,12 +46,15 @@ def write(folder: Path, writer: Callable[[Path], None]) -> str:
         _remove_leftovers(folder)
         beside.mkdir(parents=True)
         writer(beside)
+        faultpoint("checkpoint.written")
         manifest = _seal(beside)
+        faultpoint("checkpoint.sealed")
         _swap(beside, folder)
-    except OSError as error:
+        faultpoint("checkpoint.renamed")
+    except (OSError, SafetensorError) as error:  # safetensors has no OSError for a full disk
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise CheckpointError(
-            f"Cannot write the checkpoint {str(folder)!r}: {error.strerror or error}.",
-            "Free disk space, then `agentrl resume`.",
+            f"Cannot write the checkpoint {str(folder)!r}: {reason}.", "Free disk space, then `agentrl resume`."
         ) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -60,23 +66,36 @@ def drop_optimizer(folder: Path) -> None:
     (folder / OPTIMIZER).unlink(missing_ok=True)
 
 
-def verify(folder: Path) -> Mapping[str, FileRecord]:
-    """The manifest of a checkpoint whose every file is as it was written.
+def remove_rivals(folder: Path) -> None:
+    """Removes what killed trainers left beside the published `vVERSION.tTOKEN.KEY`: the same of another token, or its half."""
+    version, _, key = folder.name.split(".")
+    for rival in folder.parent.glob(f"{version}.t*.{key}*"):
+        if rival != folder:
+            shutil.rmtree(rival, ignore_errors=True)  # a trainer that is not dead yet may still write there
+
+
+def verify(folder: Path, without: Collection[str] = ()) -> Mapping[str, FileRecord]:
+    """The manifest of a checkpoint whose every file, but those `without` which one can do, is as it was written.
 
     Raises:
         CheckpointError: naming the first file that is missing, truncated or altered.
     """
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     for name, record in manifest.items():
-        path = folder / name
-        if not path.is_file():
-            raise _broken(folder, f"{name} is missing")
-        size = path.stat().st_size
-        if size != record.size:
-            raise _broken(folder, f"{name} has {size} bytes where {record.size} were written")
-        if sha256_file(path) != record.sha256:
-            raise _broken(folder, f"{name} was altered: its sha256 is not the manifest's")
+        fault = "" if name in without else fault_of(folder / name, record)
+        if fault:
+            raise broken(folder, f"{name} {fault}")
     return manifest
+
+
+def fault_of(file: Path, record: FileRecord) -> str:
+    """What is wrong with a file; empty if it is as it was written."""
+    if not file.is_file():
+        return "is missing"
+    size = file.stat().st_size
+    if size != record.size:
+        return f"has {size} bytes where {record.size} were written"
+    return "" if sha256_file(file) == record.sha256 else "was altered: its sha256 is not the manifest's"
 
 
 def _beside(folder: Path, suffix: str) -> Path:
@@ -124,17 +143,27 @@ def _sync(paths: Iterable[Path]) -> None:
             os.close(descriptor)
 
 
-def _read_manifest(folder: Path) -> Mapping[str, FileRecord]:
+def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
+    """What a checkpoint's manifest says of its files, by name.
+
+    Args:
+        called: what an error calls the checkpoint, where the folder holds a copy of it.
+
+    Raises:
+        CheckpointError: there is no manifest, or it cannot be read.
+    """
     try:
         tree = json.loads((folder / MANIFEST).read_bytes())
         return {name: FileRecord(int(entry["size"]), str(entry["sha256"])) for name, entry in tree["files"].items()}
     except FileNotFoundError as error:
-        raise _broken(folder, f"{MANIFEST} is missing") from error
+        raise broken(called or folder, f"{MANIFEST} is missing") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _broken(folder, f"{MANIFEST} cannot be read") from error
+        raise broken(called or folder, f"{MANIFEST} cannot be read") from error
 
 
-def _broken(folder: Path, found: str) -> CheckpointError:
+def broken(where: Path | str, found: str) -> CheckpointError:
+    """The error of a checkpoint, in a folder or at a URL, that is not as it was written."""
     return CheckpointError(
-        f"The checkpoint {str(folder)!r} is not whole: {found}.", "Restore the folder, or `agentrl resume` from an earlier one."
+        f"The checkpoint {str(where)!r} is not whole: {found}.",
+        "Put the files back; a run that is not over makes its newest checkpoint again by itself.",
     )

@@ -91,6 +91,19 @@ class UpdateConfig(Section):
     max_bad_updates: int = Field(3, ge=1, le=1000, description="Updates with a NaN in a row before the run fails")
 
 
+class SourceConfig(Section):
+    """Stored episodes to train on, instead of rolling out."""
+
+    runs: tuple[str, ...] = Field((), description="Train on the finished groups of these runs")
+    groups: tuple[int, ...] = Field((), description="Train on these groups, by their numbers")
+    reward_set: str = Field("default", pattern=NAME_PATTERN, description="Whose rewards train; `agentrl rescore` makes sets")
+
+    @property
+    def given(self) -> bool:
+        """Whether the run makes no episode of its own."""
+        return bool(self.runs or self.groups)
+
+
 class RunConfig(Section):
     """One experiment."""
 
@@ -105,6 +118,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     update: UpdateConfig = UpdateConfig()
+    source: SourceConfig = SourceConfig()
 
     def flat(self) -> dict[str, Any]:
         """`{"rollout.group_size": 8, ...}`, in the order of the fields."""
@@ -186,9 +200,22 @@ def build(values: Mapping[str, Any]) -> RunConfig:
         raise ConfigError(f"The config does not fit: {problems}.", "See `agentrl config show`.") from error
 
 
+class _OnceLoader(yaml.SafeLoader):
+    """Refuses a key that is written twice, where YAML would quietly take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping of a node."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is written twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
     except OSError as error:
         raise ConfigError(f"Cannot read the config {str(path)!r}: {error.strerror}.") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, bytes that are no UTF-8

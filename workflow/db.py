@@ -116,6 +116,11 @@ def _created() -> Column[datetime]:
     return Column("created_at", Utc, nullable=False, server_default=func.now())
 
 
+def _run_name() -> Column[str]:
+    # In the row itself, so that a run's newest rows are one range of an index: Postgres finds no such range through a join.
+    return Column("run", String(64), nullable=False)
+
+
 def _one_of(column: str, values: tuple[str, ...]) -> CheckConstraint:
     listed = ", ".join(f"'{value}'" for value in values)
     return CheckConstraint(f"{column} IN ({listed})", name=column)
@@ -146,11 +151,12 @@ runs = Table(
     Column("iterations", Integer, nullable=False),
     _text("output_dir"),
     Column("bad_updates", Integer, nullable=False, server_default="0"),
+    Column("reward_set", String(64), nullable=False, server_default="default"),
     _created(),
     _at("started_at"),
     _at("finished_at"),
     _one_of("status", RUN_STATUS),
-    _one_of("kind", ("train", "eval")),
+    _one_of("kind", ("train", "eval", "fork")),
 )
 
 tasks = Table(
@@ -171,6 +177,14 @@ run_tasks = Table(
     Column("task_id", Id, ForeignKey("tasks.id"), primary_key=True),
 )
 
+run_groups = Table(
+    "run_groups",
+    metadata,
+    Column("run_id", Id, ForeignKey("runs.id"), primary_key=True),
+    Column("group_id", Id, ForeignKey("groups.id"), primary_key=True),
+)
+"""The stored groups that a run trains on, where it makes none of its own."""
+
 policies = Table(
     "policies",
     metadata,
@@ -180,6 +194,8 @@ policies = Table(
     Column("kind", String(8), nullable=False),
     _text("path"),
     _text("sha256"),
+    _at("collected_at"),
+    _text("broken"),
     _created(),
     UniqueConstraint("run_id", "version"),
     _one_of("kind", ("base", "trained", "alias")),
@@ -238,6 +254,7 @@ groups = Table(
     Column("losses", Integer, nullable=False, server_default="0"),
     Column("failures", Integer, nullable=False, server_default="0"),
     _text("dropped"),
+    Column("opening", JSON(none_as_null=True), nullable=True),
     _number("mean_reward"),
     _number("std_reward"),
     _at("started_at"),
@@ -246,6 +263,16 @@ groups = Table(
     _one_of("status", WORK_STATUS),
     _one_of("kind", ("train", "eval", "fork")),
 )
+
+iteration_groups = Table(
+    "iteration_groups",
+    metadata,
+    Column("iteration_id", Id, ForeignKey("iterations.id"), primary_key=True),
+    Column("slot", Integer, primary_key=True, autoincrement=False),
+    _key("group_id", "groups", index=True),
+    _text("dropped"),
+)
+"""The stored groups of one iteration of such a run."""
 
 episodes = Table(
     "episodes",
@@ -271,8 +298,9 @@ episodes = Table(
     _seconds("generate_seconds"),
     _seconds("tool_seconds"),
     Column("tainted", Boolean, nullable=False, server_default="0"),
-    _key("parent_id", "episodes", nullable=True),
+    _key("parent_id", "episodes", nullable=True, index=True),
     Column("fork_step", Integer, nullable=True),
+    Column("inherited_steps", Integer, nullable=False, server_default="0"),
     _created(),
     _at("started_at"),
     _at("finished_at"),
@@ -282,6 +310,7 @@ episodes = Table(
     CheckConstraint("status <> 'done' OR reward IS NOT NULL", name="done_has_reward"),
     CheckConstraint("status NOT IN ('failed', 'infra_error') OR error <> ''", name="failed_has_error"),
     Index("ix_episodes_run_status", "run_id", "status"),
+    Index("ix_episodes_run", "run_id", "id"),
 )
 
 steps = Table(
@@ -304,7 +333,9 @@ steps = Table(
     _seconds("generate_seconds"),
     Column("sampled_at", Utc, nullable=False),
     _at("observed_at"),
+    _run_name(),
     UniqueConstraint("episode_id", "attempt", "number"),
+    Index("ix_steps_run", "run", "id"),
     _one_of("finish_reason", ("stop", "length")),
 )
 
@@ -339,7 +370,9 @@ tool_calls = Table(
     _created(),
     _at("started_at"),
     _at("finished_at"),
+    _run_name(),
     UniqueConstraint("episode_id", "attempt", "step", "call"),
+    Index("ix_tool_calls_run", "run", "id"),
     _one_of("status", CALL_STATUS),
     _one_of("effects", EFFECTS),
     CheckConstraint("(status IN ('done', 'unknown_outcome')) = (result IS NOT NULL)", name="finished_has_result"),
@@ -366,7 +399,9 @@ rewards = Table(
     _text("part"),
     Column("value", Float(53), nullable=False),
     Column("weight", Float(53), nullable=False),
+    _run_name(),
     UniqueConstraint("reward_set_id", "episode_id", "part"),
+    Index("ix_rewards_run", "run", "id"),
 )
 
 UPDATE_METRICS = (
@@ -441,6 +476,16 @@ service_leases = Table(
     _text("holder"),
     Column("lease_until", BigInteger, nullable=False),
 )
+
+
+SET_BACK = 10
+"""A lease that ends later than this many of its lives from now was written before the database's clock was set back."""
+
+
+def free(lease_until: Column[int], seconds: float) -> ColumnElement[bool]:
+    """Whether nobody holds a lease of so many seconds, by the database's own clock. One set back keeps nobody waiting long."""
+    until = func.coalesce(lease_until, 0)
+    return (until < now_ms()) | (until > now_ms() + int(SET_BACK * seconds * 1000))
 
 
 def first_utc(column: Column[datetime], moment: datetime) -> ColumnElement[datetime]:

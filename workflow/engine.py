@@ -7,7 +7,7 @@ rounding of the model's own sums; `numerics: exact` leaves none that matter).
 
 `TransformersEngine` runs the model of a `Policy` in one thread. Waiting requests join between two tokens, siblings with the
 same prompt share its prefill, ended rows leave at once. Rows of different weights never share a batch: when the request at
-the head of the queue wants others, the batch drains first.
+the head of the queue wants others, the batch drains first, and then all that want those go together.
 """
 
 import math
@@ -205,16 +205,20 @@ class TransformersEngine:
             return not self._closed
 
     def _take(self) -> list[_Row]:
-        """The waiting rows that may join now: from the head on, as long as they want the same weights."""
+        """The waiting rows that may join now: from the head on, as long as they want the weights that are sampled from.
+
+        A new batch takes whoever wants the weights of the first in line: two runs take turns, and not with each row.
+        """
         taken: list[_Row] = []
         with self._changed:
+            if not self._rows and self._waiting:
+                self._weights = _weights(self._waiting[0].request.policy)
+                self._waiting = deque(sorted(self._waiting, key=lambda row: _weights(row.request.policy) != self._weights))
             while self._waiting and len(self._rows) + len(taken) < self._limit:
-                wanted = _weights(self._waiting[0].request.policy)
-                if (self._rows or taken) and wanted != self._weights:
+                if _weights(self._waiting[0].request.policy) != self._weights:
                     break
                 row = self._waiting.popleft()
                 if row.future.running() or row.future.set_running_or_notify_cancel():
-                    self._weights = wanted
                     taken.append(row)
         return taken
 

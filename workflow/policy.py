@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils import logging as transformers_logging
 
+from workflow import mirror
 from workflow.chat import Chat
 from workflow.checkpoint import WEIGHTS
 from workflow.config import ModelConfig
@@ -131,13 +132,13 @@ class Policy:
         Raises:
             CheckpointError: made for another base, missing, or altered since its sha256 was recorded; or, for the base,
                 its files are not those that were loaded first.
+            ServiceError: it is kept at a URL that does not answer.
         """
         if ref.sha256 == self._published:
             return
         if ref.base_hash not in ("", self.base_hash):  # empty: submitted where the base was not at hand
             raise CheckpointError(f"Policy version {ref.version} was trained on another base ({ref.base_hash[:12]}).")
-        file = Path(ref.path) / WEIGHTS
-        weights = _checked(file, ref.sha256) if ref.path else self._base_weights()
+        weights = _checked(mirror.local(ref.path, ref.sha256) / WEIGHTS, ref.sha256) if ref.path else self._base_weights()
         with self.lock:
             self._fill("sampler", weights)
             self._published = ref.sha256
@@ -318,7 +319,10 @@ def _frozen(model: Any) -> Any:
 
 def _checked(file: Path, sha256: str) -> dict[str, Tensor]:
     if not file.is_file():
-        raise CheckpointError(f"The checkpoint {str(file)!r} is missing.", "Restore it, or `agentrl resume` from an older one.")
+        raise CheckpointError(
+            f"The checkpoint {str(file)!r} is missing.",
+            "Put it back; a run that is not over makes its newest checkpoint again by itself.",
+        )
     found = sha256_file(file)
     if found != sha256:
         raise CheckpointError(f"{str(file)!r} has sha256 {found[:12]}, the record says {sha256[:12]}: it was altered.")

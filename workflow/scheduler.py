@@ -7,7 +7,7 @@ sent is sent again, alone.
 
 from dataclasses import dataclass
 
-from workflow.snapshot import Claim, IterationState, Snapshot
+from workflow.snapshot import Claim, IterationState, RunState, Snapshot
 
 MAX_HEADER = 128
 """Jobs in one chord header; an iteration of more groups carries several in each."""
@@ -43,12 +43,13 @@ Action = Dispatch | SendRollouts | SendTrain
 
 def plan(snapshot: Snapshot) -> list[Action]:
     """The messages that are missing; empty where all that can move is moving."""
-    return [
-        action
-        for run in snapshot.runs
-        for iteration in run.iterations
-        for action in _plan_iteration(iteration, snapshot.lease_seconds, run.group_seconds)
-    ]
+    return [action for run in snapshot.runs for action in _plan_run(run, snapshot.lease_seconds)]
+
+
+def _plan_run(run: RunState, lease: float) -> list[Action]:
+    if run.broken:  # the train job of the first iteration makes the checkpoint again; until then nothing else moves
+        return [SendTrain(first.id) for first in run.iterations[:1] if _missing(first.train, lease)]
+    return [action for iteration in run.iterations for action in _plan_iteration(iteration, lease, run.group_seconds)]
 
 
 def _plan_iteration(iteration: IterationState, lease: float, group_seconds: float) -> list[Action]:
@@ -63,8 +64,8 @@ def _plan_iteration(iteration: IterationState, lease: float, group_seconds: floa
 def _missing(claim: Claim, patience: float) -> bool:
     if claim.held:
         return False
-    if claim.sent_ago is None:
-        return True
+    if claim.sent_ago is None or claim.sent_ago < 0:
+        return True  # never sent, or the clock was set back since: then nobody knows how long ago
     if claim.expired_ago is not None and claim.expired_ago < claim.sent_ago:
         return True  # its worker was lost, or handed it back, after the last message
     # The message may still wait in a queue behind others: wait longer after each sending.

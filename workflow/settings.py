@@ -13,6 +13,11 @@ from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
+def is_url(path: str) -> bool:
+    """Whether it is `scheme://...`, and no path of this host."""
+    return "://" in path
+
+
 class Settings(BaseSettings):
     """Machine-wide settings; each field is the environment variable `AGENTRL_<NAME>`."""
 
@@ -30,6 +35,10 @@ class Settings(BaseSettings):
     lease_seconds: float = Field(default=30.0, gt=0, description="How long a claim lives without a heartbeat.")
     tick_seconds: float = Field(default=2.0, gt=0, description="How often the control loop compares rows with the world.")
     idle_stop_seconds: float = Field(default=60.0, ge=0, description="When an embedded stack stops after its last run.")
+    checkpoints: str = Field(
+        default="",
+        description="Where new runs keep checkpoints: s3://BUCKET/PREFIX, file:///MOUNT or a folder; empty: runs in home.",
+    )
     device: str = Field(default="auto", description="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")
     threads: int = Field(default=0, ge=0, description="CPU threads of the model; 0: torch's choice.")
 
@@ -52,6 +61,18 @@ class Settings(BaseSettings):
     def models_dir(self) -> Path:
         """Where `agentrl sft` puts the models it makes."""
         return self.root / "models"
+
+    @property
+    def checkpoint_root(self) -> str:
+        """The folder or URL under which each new run has a folder for its checkpoints."""
+        if is_url(self.checkpoints):
+            return self.checkpoints.rstrip("/")
+        return str(Path(self.checkpoints).expanduser().resolve() if self.checkpoints else self.root / "runs")
+
+    @property
+    def cache_dir(self) -> Path:
+        """Copies of checkpoints that are kept at a URL."""
+        return self.root / "cache"
 
     @property
     def stack_dir(self) -> Path:

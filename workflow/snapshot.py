@@ -9,8 +9,8 @@ class Claim:
 
     Args:
         held: a live worker holds the row's lease.
-        expired_ago: seconds since the lease ran out or was handed back; None if the row is held or never was.
-        sent_ago: seconds since its message was last sent; None if never.
+        expired_ago: seconds since the lease ran out or was handed back; None if the row is held, never was, or nobody knows.
+        sent_ago: seconds since its message was last sent; None if never, negative if the clock was set back since.
         sends: how often it was sent.
     """
 
@@ -50,12 +50,16 @@ class IterationState:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """A running run: its open iterations, in order, and the median seconds that one of its groups takes."""
+    """A running run: its open iterations, in order, and the median seconds that one of its groups takes.
+
+    `broken`: a checkpoint of it is to be made again before anything samples with it or trains on it.
+    """
 
     id: int
     name: str
     iterations: tuple[IterationState, ...]
     group_seconds: float
+    broken: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -52,7 +53,7 @@ class Update:
             maximum `_max` (|sampler's - trainer's logprob|).
         steps: the same per optimizer step.
         advantages: by episode id, of the episodes that were used.
-        dropped: why a group was not used, by task key.
+        dropped: why a group was not used, by slot.
         skipped: why the weights were left as they were; None where they were updated.
         bad: something was not finite; what is in memory may be spoiled, and the last checkpoint is to be loaded.
     """
@@ -60,7 +61,7 @@ class Update:
     metrics: Metrics = field(default_factory=dict)
     steps: tuple[Metrics, ...] = ()
     advantages: Mapping[int, float] = field(default_factory=dict)
-    dropped: Mapping[str, str] = field(default_factory=dict)
+    dropped: Mapping[int, str] = field(default_factory=dict)
     skipped: str | None = None
     bad: bool = False
 
@@ -130,8 +131,8 @@ class Trainer:
         state = {"iteration": self.iteration, "updates": self.updates, "learning_rate": self.learning_rate}
         (folder / checkpoint.STATE).write_text(json.dumps(state))
 
-    def load(self, folder: Path | None) -> None:
-        """Restores what `save` wrote, bit for bit; None starts afresh from the base.
+    def load(self, folder: Path | None, fresh: bool = False) -> None:
+        """Restores what `save` wrote, bit for bit; None starts afresh from the base, `fresh` from the folder's weights alone.
 
         Raises:
             CheckpointError: a file is missing, altered or of another model.
@@ -140,14 +141,19 @@ class Trainer:
             self._policy.load_weights(None)
             self._fresh()
             return
-        checkpoint.verify(folder)
+        checkpoint.verify(folder, without=(checkpoint.OPTIMIZER,) if fresh else ())
         self._policy.load_weights(folder / checkpoint.WEIGHTS)
         self._fresh()
-        self._set_moments(load_file(folder / checkpoint.OPTIMIZER))
-        state = json.loads((folder / checkpoint.STATE).read_text())
-        self.iteration = int(state["iteration"])
-        self.updates = int(state["updates"])
-        self.learning_rate = float(state["learning_rate"])
+        if fresh:
+            return
+        try:
+            self._set_moments(load_file(folder / checkpoint.OPTIMIZER))
+            state = json.loads((folder / checkpoint.STATE).read_text())
+            self.iteration = int(state["iteration"])
+            self.updates = int(state["updates"])
+            self.learning_rate = float(state["learning_rate"])
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise checkpoint.broken(folder, f"the optimizer's state cannot be read: {error}") from error
 
     @property
     def learning_rate(self) -> float:
@@ -179,9 +185,18 @@ class Trainer:
         teaching = [([row for row in part if kl or credit[row.episode]], part) for part in parts]
         teaching = [(some, part) for some, part in teaching if some]
         used = [row for some, _ in teaching for row in some]
-        proximal = self._constants(used, self._policy.training) if len(teaching) > 1 else {}
+        proximal = self._proximal(used, one_step=len(teaching) == 1)
         reference = self._constants(used, self._policy.reference) if kl else {}
         return [_Minibatch(some, _counts(part), credit, proximal, reference) for some, part in teaching]
+
+    def _proximal(self, rows: Sequence[Row], one_step: bool) -> Constants:
+        """What the ratio is against; empty for the weights as they are when the step begins.
+
+        Stored episodes were sampled by other weights: there the sampler's own logprobs, which PPO's clip then bounds.
+        """
+        if self._config.source.given:
+            return {row.key: torch.tensor(row.behavior_logprobs[1:], device=self._policy.device) for row in rows}
+        return {} if one_step else self._constants(rows, self._policy.training)
 
     def _constants(self, rows: Sequence[Row], module: Callable[[], AbstractContextManager[nn.Module]]) -> Constants:
         """Logprobs of the rows as the module says them before the update, without dropout."""
@@ -253,7 +268,8 @@ class Trainer:
         )
         terms = self._loss(tokens, self._config.algorithm, minibatch.normaliser)
         terms.loss.backward()  # type: ignore[no-untyped-call]
-        difference = (batch.behavior_logprobs[:, 1:] - old).abs() * mask
+        ours = logprobs.detach() if self._config.source.given else old
+        difference = (batch.behavior_logprobs[:, 1:] - ours).abs() * mask
         sums = {
             "loss": terms.loss.detach(),
             "entropy": (entropy.detach() * mask).sum(),
@@ -314,8 +330,8 @@ class Trainer:
         self._set_moments(moments)
 
 
-def select(groups: Sequence[Group], needs_group: bool) -> tuple[list[Group], dict[str, str]]:
-    """The groups with their trainable episodes only, and why others are dropped, by task key.
+def select(groups: Sequence[Group], needs_group: bool) -> tuple[list[Group], dict[int, str]]:
+    """The groups with their trainable episodes only, and why others are dropped, by slot.
 
     A group-relative algorithm needs 2 finished episodes in a group, any other 1.
     """
@@ -323,14 +339,14 @@ def select(groups: Sequence[Group], needs_group: bool) -> tuple[list[Group], dic
     for group in groups:
         done = tuple(episode for episode in group.episodes if episode.trainable)
         if len(done) >= (2 if needs_group else 1):
-            kept.append(Group(group.task, done))
+            kept.append(Group(group.task, done, group.slot))
         else:
-            dropped[group.task.key] = f"{len(done)} of {len(group.episodes)} episodes finished"
+            dropped[group.slot] = f"{len(done)} of {len(group.episodes)} episodes can train"
     return kept, dropped
 
 
 def _counts(rows: Sequence[Row]) -> Normaliser:
-    tokens = sum(sum(row.action_mask) for row in rows)
+    tokens = sum(sum(row.loss_mask) for row in rows)
     return Normaliser(tokens, len(rows), max(len(row.input_ids) for row in rows) - 1)
 
 

@@ -25,6 +25,8 @@ TRANSITIONS: Mapping[str, frozenset[str]] = {
 """Which status an episode may take after which; the database enforces that terminal ones stay terminal."""
 
 TERMINAL = frozenset(status for status, following in TRANSITIONS.items() if not following)
+OPEN = ("planned", "running")
+"""What is not terminal."""
 
 
 UNCLOSED = "<tool_call> was not closed"
@@ -105,7 +107,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One attempt at one task: its steps so far and, at the end, why it stopped and what it earned."""
+    """One attempt at one task: its steps so far and, at the end, why it stopped and what it earned.
+
+    A fork begins with `inherited` steps of its parent, and trains from step `fork_step` on; `tainted` says that a tool gave
+    another output when its state was rebuilt, so that the record is no longer what one policy and one world would do.
+    """
 
     task: Task
     sample: int = 0
@@ -116,6 +122,10 @@ class Episode:
     reward: float | None = None
     id: int = 0
     error: str = ""
+    parent_id: int | None = None
+    fork_step: int = 0
+    inherited: int = 0
+    tainted: bool = False
 
     def with_step(self, step: Step) -> "Episode":
         """This episode, one step later (the same index replaces)."""
@@ -150,17 +160,23 @@ class Episode:
         return self.steps[-1].message.content
 
     @property
+    def begun(self) -> bool:
+        """Whether it has sampled anything itself."""
+        return len(self.steps) > self.inherited
+
+    @property
     def trainable(self) -> bool:
-        """Done, whatever the stop_reason."""
-        return self.status == "done"
+        """Done, whatever the stop_reason, with a reward, and not tainted."""
+        return self.status == "done" and self.reward is not None and not self.tainted
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The episodes of one task in one iteration: they share a baseline."""
+    """The episodes of one task in one iteration: they share a baseline. `slot` is its place in the iteration."""
 
     task: Task
     episodes: tuple[Episode, ...]
+    slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +207,7 @@ class SamplingKey:
         purpose: `train`, `eval` or `fork:EPISODE:STEP`.
         iteration: index of the iteration.
         task: the task's key.
-        sample: number of the episode within its group.
+        sample: number of the episode within its group; it counts on when forks add some.
     """
 
     seed: int
@@ -199,6 +215,12 @@ class SamplingKey:
     iteration: int
     task: str
     sample: int
+
+    @classmethod
+    def of(cls, episode: Episode, seed: int, kind: str, iteration: int) -> "SamplingKey":
+        """The key of an episode of a group of that kind, in the iteration of that number of a run with that seed."""
+        purpose = kind if episode.parent_id is None else f"fork:{episode.parent_id}:{episode.fork_step}"
+        return cls(seed, purpose, iteration, episode.task.key, episode.sample)
 
     @property
     def bits(self) -> int:

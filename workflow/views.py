@@ -8,6 +8,31 @@ from sqlalchemy import Connection, text
 
 from workflow.trajectory import TERMINAL
 
+_FATES = """
+        SELECT r.name AS run, i.number AS iteration, e.id AS episode_id, t.key AS task, {slot} AS slot, e.sample, e.reward,
+               c.advantage, {dropped} AS dropped, i.skipped,
+               CASE WHEN e.status IN ('planned', 'running') THEN 'open'
+                    WHEN e.status <> 'done' THEN e.status
+                    WHEN r.kind = 'eval' THEN 'evaluated'
+                    WHEN r.kind = 'fork' THEN 'forked'
+                    WHEN c.id IS NULL AND i.status = 'cancelled' THEN 'cancelled'
+                    WHEN c.id IS NULL AND i.status <> 'done' THEN 'waiting'
+                    WHEN c.id IS NULL AND e.tainted THEN 'tainted'
+                    WHEN c.id IS NULL AND {dropped} <> '' THEN 'too_few'
+                    WHEN c.id IS NULL THEN 'no_reward'
+                    WHEN c.advantage = 0 AND NOT EXISTS (
+                      SELECT 1 FROM episodes sibling
+                      JOIN consumptions other ON other.episode_id = sibling.id AND other.run_id = i.run_id
+                      WHERE sibling.group_id = e.group_id AND other.advantage <> 0) THEN 'no_variance'
+                    WHEN i.skipped <> '' THEN 'skipped'
+                    ELSE 'trained' END AS fate
+        FROM {members}
+        JOIN runs r ON r.id = i.run_id
+        JOIN tasks t ON t.id = e.task_id
+        LEFT JOIN consumptions c ON c.run_id = i.run_id AND c.episode_id = e.id AND c.stage = 'train'"""
+_OWN = "iterations i JOIN groups g ON g.iteration_id = i.id JOIN episodes e ON e.group_id = g.id"
+_STORED = "iterations i JOIN iteration_groups g ON g.iteration_id = i.id JOIN episodes e ON e.group_id = g.group_id"
+
 VIEWS = {
     "v_runs": """
         SELECT r.id, r.name AS run, r.kind, r.status, r.reason, r.dataset, r.base AS model, r.seed, r.epochs, r.iterations,
@@ -47,7 +72,7 @@ VIEWS = {
                e.reward, c.advantage, e.final_answer, t.reference, p.version AS policy_version, e.steps, e.prompt_tokens,
                e.sampled_tokens, e.tool_calls, e.tool_errors, e.generate_seconds, e.tool_seconds,
                {seconds:e.started_at,e.finished_at} AS seconds, e.error_class, e.error, e.tainted, e.attempt, e.parent_id,
-               e.fork_step, e.group_id, e.started_at, e.finished_at
+               e.fork_step, e.inherited_steps, e.group_id, e.started_at, e.finished_at
         FROM episodes e
         JOIN runs r ON r.id = e.run_id
         JOIN iterations i ON i.id = e.iteration_id
@@ -56,31 +81,28 @@ VIEWS = {
         JOIN policies p ON p.id = i.policy_id
         LEFT JOIN consumptions c ON c.episode_id = e.id AND c.run_id = e.run_id AND c.stage = 'train'""",
     "v_steps": """
-        SELECT s.id, r.name AS run, i.number AS iteration, s.episode_id, s.number AS step, s.attempt, s.thought, s.content,
+        SELECT s.id, s.run, i.number AS iteration, s.episode_id, s.number AS step, s.attempt, s.thought, s.content,
                s.text, s.finish_reason, s.prompt_tokens, s.sampled_tokens,
                s.logprob_sum / nullif(s.sampled_tokens, 0) AS mean_logprob, s.generate_seconds, p.version AS policy_version,
                s.new_row, s.sampled_at, s.observed_at
         FROM steps s
         JOIN episodes e ON e.id = s.episode_id AND e.attempt = s.attempt
         JOIN iterations i ON i.id = e.iteration_id
-        JOIN runs r ON r.id = e.run_id
         JOIN policies p ON p.id = s.policy_id""",
     "v_tool_calls": """
-        SELECT c.id, r.name AS run, i.number AS iteration, c.episode_id, c.step, c.call, c.tool, c.arguments, c.status,
+        SELECT c.id, c.run, i.number AS iteration, c.episode_id, c.step, c.call, c.tool, c.arguments, c.status,
                c.result, c.error_class, c.effects, c.starts, c.seconds, {seconds:c.created_at,c.started_at} AS queue_seconds,
                c.worker, c.created_at, c.started_at, c.finished_at
         FROM tool_calls c
         JOIN episodes e ON e.id = c.episode_id AND e.attempt = c.attempt
-        JOIN iterations i ON i.id = e.iteration_id
-        JOIN runs r ON r.id = e.run_id""",
+        JOIN iterations i ON i.id = e.iteration_id""",
     "v_rewards": """
-        SELECT w.id, r.name AS run, i.number AS iteration, w.episode_id, t.key AS task, s.name AS reward_set, w.part, w.value,
+        SELECT w.id, w.run, i.number AS iteration, w.episode_id, t.key AS task, s.name AS reward_set, w.part, w.value,
                w.weight
         FROM rewards w
         JOIN reward_sets s ON s.id = w.reward_set_id
         JOIN episodes e ON e.id = w.episode_id
         JOIN iterations i ON i.id = e.iteration_id
-        JOIN runs r ON r.id = e.run_id
         JOIN tasks t ON t.id = e.task_id""",
     "v_updates": """
         SELECT u.id, r.name AS run, i.epoch, i.number AS iteration, u.minibatch, u.rows, u.tokens, u.loss, u.kl, u.entropy,
@@ -89,6 +111,10 @@ VIEWS = {
         FROM updates u
         JOIN iterations i ON i.id = u.iteration_id
         JOIN runs r ON r.id = u.run_id""",
+    # What became of each planned episode, in its own run and in those that trained on it as a stored one.
+    "v_ledger": " UNION ALL ".join(
+        _FATES.format(slot="g.slot", dropped="g.dropped", members=members) for members in (_OWN, _STORED)
+    ),
 }
 
 FUNCTIONS = {

@@ -2,10 +2,16 @@
 
 - `connect`   the database, its transactions, its migrations' state
 - `planning`  a run and its iterations are written, sent and cancelled
+- `forks`     episodes leave a stored one at a step; stored groups are trained on
 - `rollout`   groups are claimed, handed back, finished
 - `steps`     a step's two transactions: sampled, observed
 - `calls`     tool calls are started once in effect and answered once
 - `training`  iterations are claimed, updates committed, policies published
+- `scoring`   reward sets beside the first
+- `ledger`    what became of every planned episode
+- `keeping`   checkpoints are collected
+- `mending`   broken checkpoints are made again
+- `compact`   the database is compacted
 - `migrate`   Alembic under a lock, views and triggers
 - `rows`      rows to values and back
 - `observe`   what the control loop and a person want to know

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from sqlalchemy import Connection, case, select, update
+from sqlalchemy import Connection, bindparam, case, func, select, update
 
 from workflow import db
 from workflow.db import now_ms
 from workflow.store.connect import reading, transaction
+from workflow.store.prepared import Prepared
 from workflow.store.rows import clean
 from workflow.trajectory import ToolResult
 
@@ -65,26 +66,30 @@ def start_once(tx: Connection, call: int, worker: str, seconds: float) -> Litera
     mine = select(calls.c.id).where(calls.c.id == call, calls.c.worker == worker)
     if started.rowcount or tx.execute(mine).first():
         return "ours"
-    lost = select(calls.c.id).where(calls.c.id == call, calls.c.lease_until < now_ms())
+    lost = select(calls.c.id).where(calls.c.id == call, db.free(calls.c.lease_until, seconds))
     return "lost" if tx.execute(lost).first() else "running"
+
+
+_CALLS = db.tool_calls.c
+_RECORD = Prepared(
+    update(db.tool_calls)
+    .where(_CALLS.id == bindparam("call_id"), _CALLS.result.is_(None))
+    .values(
+        starts=_CALLS.starts + case((_CALLS.effects == "once", 0), else_=1),
+        started_at=func.coalesce(_CALLS.started_at, bindparam("began", type_=db.Utc())),
+    )
+)
 
 
 @transaction
 def record_result(tx: Connection, call: int, result: ToolResult, started_at: datetime, worker: str) -> bool:
     """Records the call's result, unless it has one; returns whether this one counts."""
-    calls = db.tool_calls
-    recorded = tx.execute(
-        update(calls)
-        .where(calls.c.id == call, calls.c.result.is_(None))
-        .values(
-            status="unknown_outcome" if result.error_class == "unknown_outcome" else "done",
-            result=clean(result.content),
-            error_class=result.error_class,
-            seconds=result.seconds,
-            worker=worker,
-            starts=calls.c.starts + case((calls.c.effects == "once", 0), else_=1),
-            started_at=db.first_utc(calls.c.started_at, started_at),
-            finished_at=datetime.now(UTC),
-        )
-    )
-    return bool(recorded.rowcount)
+    values = {
+        "status": "unknown_outcome" if result.error_class == "unknown_outcome" else "done",
+        "result": clean(result.content),
+        "error_class": result.error_class,
+        "seconds": result.seconds,
+        "worker": worker,
+        "finished_at": datetime.now(UTC),
+    }
+    return bool(_RECORD.run(tx, {**values, "call_id": call, "began": started_at}))

@@ -17,8 +17,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, Table, create_engine, event, make_url
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from workflow.errors import ConfigError, ServiceError
+from workflow.faults import faultpoint
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,9 +28,40 @@ T = TypeVar("T")
 RETRY_SECONDS = 30.0
 """How long a transaction is tried again while the database is away."""
 
+POOL = 8
+"""Postgres connections of a process; its threads take turns on them, for a small server allows only some dozens."""
+
+POOL_SECONDS = 60.0
+"""How long a thread waits for its turn."""
+
+_SILENCE_HERE = {
+    "connect_timeout": 10,
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+}
+"""A link that is cut without a word is given up after about 10 s; the kernel alone would wait for 15 minutes, or two hours."""
+
+_SILENCE_THERE = {
+    "tcp_keepalives_idle": 5,
+    "tcp_keepalives_interval": 2,
+    "tcp_keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+    "idle_in_transaction_session_timeout": 15_000,
+    "lock_timeout": 10_000,
+}
+"""The same for the server, in s and ms: a host that is cut off, or stopped, in a transaction leaves its rows to the others, and
+who waits for somebody's lock gets to know it.
+"""
+
 URL_HINT = "Set AGENTRL_DATABASE_URL to sqlite:///FILE or postgresql://USER@HOST/NAME."
+PLANNING = {"random_page_cost": 1.1}
+"""Postgres plans for a spinning disk unless told otherwise: it would read a whole table to find one run's newest steps."""
+
 _UNUSABLE = ("not a database", "unable to open", "readonly database", "disk image is malformed")
 """What SQLite says of a file that no patience makes a database of."""
+_FULL = "database or disk is full"
 
 
 def database_url(text: str) -> URL:
@@ -79,15 +112,21 @@ class Database:
         return engine
 
     def _postgres(self) -> Engine:
-        # Threads of a rollout worker take turns on few connections: a small server allows only some dozens.
-        return create_engine(
-            self.url, pool_size=4, max_overflow=4, pool_timeout=60, pool_pre_ping=True, connect_args={"connect_timeout": 10}
+        engine = create_engine(
+            self.url,
+            pool_size=POOL // 2,
+            max_overflow=POOL - POOL // 2,
+            pool_timeout=POOL_SECONDS,
+            pool_pre_ping=True,
+            connect_args=_SILENCE_HERE,
         )
+        event.listen(engine, "connect", _configure_postgres)
+        return engine
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A connection to read from, for whoever would rather fail than wait; sees one state of the database."""
-        with self._reached(), self.engine.connect().execution_options(agentrl_read=True) as connection, connection.begin():
+        with self._reached(), self._reading() as connection, connection.begin():
             yield connection
 
     def ask(self, query: Callable[[Connection], T]) -> T:
@@ -107,8 +146,13 @@ class Database:
         return self._again(lambda: self._write_once(work))
 
     def _ask_once(self, query: Callable[[Connection], T]) -> T:
-        with self.engine.connect().execution_options(agentrl_read=True) as connection, connection.begin():
+        with self._reading() as connection, connection.begin():
             return query(connection)
+
+    def _reading(self) -> Connection:
+        """All that one transaction on it reads is of one state: SQLite's way, and Postgres' if it is asked to."""
+        options = {"agentrl_read": True} if self.is_sqlite else {"isolation_level": "REPEATABLE READ"}
+        return self.engine.connect().execution_options(**options)
 
     def _write_once(self, work: Callable[[Connection], T]) -> T:
         if self.is_sqlite:
@@ -122,6 +166,8 @@ class Database:
         while True:
             try:
                 return attempt()
+            except PoolTimeout as error:
+                raise self._gone(f"all {POOL} connections of this process have been busy for {POOL_SECONDS:g} s") from error
             except DBAPIError as error:
                 if not _passing(error):
                     raise
@@ -140,12 +186,15 @@ class Database:
             raise
 
     def _away(self, error: DBAPIError) -> ServiceError:
+        return self._gone(" ".join(str(error.orig).split()))
+
+    def _gone(self, reason: str) -> ServiceError:
         shown = self.url.render_as_string(hide_password=True)
-        reason = " ".join(str(error.orig).split())
         return ServiceError(f"The database {shown} does not answer: {reason}.", "Check AGENTRL_DATABASE_URL; `agentrl doctor`.")
 
     def close(self) -> None:
         """Gives all connections back."""
+        self._together.close()
         self.engine.dispose()
 
 
@@ -163,11 +212,12 @@ class _Together:
     """Group commit for SQLite: while one thread of the process writes, the others wait in line; the next takes them all.
 
     SQLite has one writer, and who finds it busy sleeps and asks again; so a process had better ask once for all its threads.
-    Each errand has a savepoint: one that raises undoes itself alone.
+    Where there are several, each errand has a savepoint: one that raises undoes itself alone.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._connection: Connection | None = None
         self._turn = threading.Lock()
         self._line: deque[_Errand] = deque()
 
@@ -191,6 +241,7 @@ class _Together:
                 culprit = self._commit(left)
                 left = [errand for errand in left if errand is not culprit] if culprit else []
         except BaseException as error:  # noqa: BLE001 - nothing was committed: each thread raises it, or tries again
+            self._leave()
             for errand in left:
                 errand.error = errand.error or error
         finally:
@@ -199,7 +250,12 @@ class _Together:
 
     def _commit(self, errands: Sequence[_Errand]) -> _Errand | None:
         """Runs them in one transaction. Returns the one at whose failure SQLite undid all (a full disk), if there was one."""
-        with self._engine.begin() as connection:
+        connection = self._connection = self._connection or self._engine.connect()
+        with connection.begin():
+            if len(errands) == 1:  # what fails undoes all there is
+                errands[0].error = None
+                errands[0].result = errands[0].work(connection)
+                return None
             for errand in errands:
                 errand.error = None
                 self._do(connection, errand)
@@ -207,6 +263,16 @@ class _Together:
                 if errand.error is not None and driver is not None and not driver.in_transaction:
                     return errand
         return None
+
+    def close(self) -> None:
+        """Gives the connection back: it is kept from one transaction to the next, which saves a quarter of a short one."""
+        with self._turn:
+            self._leave()
+
+    def _leave(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
     @staticmethod
     def _do(connection: Connection, errand: _Errand) -> None:
@@ -218,11 +284,22 @@ class _Together:
 
 
 def transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable[Concatenate[Database, P], T]:
-    """A query as one write transaction: `claim_group(db, ...)` runs `claim_group(tx, ...)` inside `db.write`."""
+    """A query as one write transaction: `claim_group(db, ...)` runs `claim_group(tx, ...)` inside `db.write`.
+
+    Its fault points are `claim_group.before`, done but not committed, and `claim_group.after`, committed but nobody knows.
+    """
+    before, after = f"{query.__name__}.before", f"{query.__name__}.after"
 
     @wraps(query)
     def run(db: Database, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return db.write(lambda tx: query(tx, *args, **kwargs))
+        def work(tx: Connection) -> T:
+            result = query(tx, *args, **kwargs)
+            faultpoint(before)
+            return result
+
+        result = db.write(work)
+        faultpoint(after)
+        return result
 
     return run
 
@@ -240,6 +317,18 @@ def reading(query: Callable[Concatenate[Connection, P], T]) -> Callable[Concaten
 def insert(tx: Connection, table: Table) -> "postgresql.Insert | sqlite.Insert":
     """The dialect's INSERT, which knows ON CONFLICT."""
     return postgresql.insert(table) if tx.dialect.name == "postgresql" else sqlite.insert(table)
+
+
+@contextmanager
+def driver_cursor(tx: Connection, text: str) -> Iterator[Any]:
+    """A cursor of the driver itself, to run `text`; its errors are raised as SQLAlchemy's."""
+    cursor: Any = tx.connection.cursor()
+    try:
+        yield cursor
+    except Exception as error:  # noqa: BLE001 - it tells a lost connection from a violated constraint, and raises its own
+        tx._handle_dbapi_exception(error, text, None, cursor, None)
+    finally:
+        cursor.close()
 
 
 def _passing(error: DBAPIError) -> bool:
@@ -261,9 +350,17 @@ def _configure_sqlite(connection: Any, record: object) -> None:
         connection.execute(f"PRAGMA {pragma}")
 
 
+def _configure_postgres(connection: Any, record: object) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(";".join(f"SET {name} = {value}" for name, value in {**_SILENCE_THERE, **PLANNING}.items()))
+    connection.commit()
+
+
 def _begin_immediate(connection: Connection) -> None:
     reads = connection.get_execution_options().get("agentrl_read", False)
-    connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
+    begin = "BEGIN" if reads else "BEGIN IMMEDIATE"
+    with driver_cursor(connection, begin) as cursor:
+        cursor.execute(begin)
 
 
 def _refuse_unusable(context: ExceptionContext) -> None:
@@ -272,3 +369,6 @@ def _refuse_unusable(context: ExceptionContext) -> None:
         file = context.engine.url.database
         hint = "Give it write access, or set AGENTRL_DATABASE_URL, or AGENTRL_HOME, to another place."
         raise ServiceError(f"The database {file!r} cannot be used: {reason}.", hint) from context.original_exception
+    if context.engine is not None and reason == _FULL:
+        said = f"The disk of the database {context.engine.url.database!r} is full, or its quota is used up."
+        raise ServiceError(said, "Free space there; runs then go on by themselves.") from context.original_exception

@@ -74,13 +74,29 @@ def downgrade(database: Database, revision: str) -> None:
 
 
 def _migrate(database: Database, run) -> None:  # type: ignore[no-untyped-def]
-    with database.engine.begin() as connection:
+    with _unchecked(database) as connection, connection.begin():
         views.drop(connection)
         run(_config(connection))
         if MigrationContext.configure(connection).get_current_revision() == head():
             views.create(connection)
             if not database.is_sqlite:
                 _grant(connection)
+
+
+@contextmanager
+def _unchecked(database: Database) -> Iterator[Connection]:
+    """A connection that lets SQLite drop a table that others refer to: that is how it alters one."""
+    with database.engine.connect() as connection:
+        if not database.is_sqlite:
+            yield connection
+            return
+        driver = connection.connection.driver_connection
+        assert driver is not None
+        driver.execute("PRAGMA foreign_keys=OFF")  # has no effect inside a transaction
+        try:
+            yield connection
+        finally:
+            driver.execute("PRAGMA foreign_keys=ON")
 
 
 def _grant(tx: Connection) -> None:

@@ -10,12 +10,12 @@ from sqlalchemy import Connection, func, select, text, update
 
 from workflow import db
 from workflow.db import now_ms
-from workflow.errors import NotFoundError
+from workflow.errors import CheckpointError, NotFoundError
 from workflow.snapshot import Claim, GroupState, IterationState, RunState, Snapshot
 from workflow.store.connect import Database, insert, reading, transaction
-from workflow.store.planning import OPEN, run_row
+from workflow.store.planning import is_broken, run_row
 from workflow.store.rows import load_episodes, task_value
-from workflow.trajectory import Episode
+from workflow.trajectory import OPEN, Episode
 
 Row = Mapping[str, Any]
 MAX_ID = 2**63 - 1
@@ -26,16 +26,21 @@ MAX_ID = 2**63 - 1
 def snapshot(tx: Connection, lease_seconds: float) -> Snapshot:
     """The unfinished work of all running runs."""
     now = int(tx.execute(select(now_ms())).scalar_one())
-    running = tx.execute(select(db.runs.c.id, db.runs.c.name).where(db.runs.c.status == "running").order_by(db.runs.c.id))
+    running = tx.execute(
+        select(db.runs.c.id, db.runs.c.name, is_broken(db.runs.c.id))
+        .where(db.runs.c.status == "running")
+        .order_by(db.runs.c.id)
+    )
     return Snapshot(
         tuple(
-            RunState(run_id, name, _open_iterations(tx, run_id, now), _group_seconds(tx, run_id)) for run_id, name in running
+            RunState(run_id, name, _open_iterations(tx, run_id, now, lease_seconds), _group_seconds(tx, run_id), broken)
+            for run_id, name, broken in running
         ),
         lease_seconds,
     )
 
 
-def _open_iterations(tx: Connection, run_id: int, now: int) -> tuple[IterationState, ...]:
+def _open_iterations(tx: Connection, run_id: int, now: int, lease: float) -> tuple[IterationState, ...]:
     iterations, groups = db.iterations, db.groups
     rows = tx.execute(
         select(iterations).where(iterations.c.run_id == run_id, iterations.c.status.in_(OPEN)).order_by(iterations.c.number)
@@ -51,16 +56,16 @@ def _open_iterations(tx: Connection, run_id: int, now: int) -> tuple[IterationSt
             IterationState(
                 id=row.id,
                 number=row.number,
-                groups=tuple(GroupState(m.id, _claim(now, m.lease_until, m.sent_ms, m.sends)) for m in members),
-                train=_claim(now, row.lease_until, row.train_sent_ms, row.train_sends),
+                groups=tuple(GroupState(m.id, _claim(now, lease, m.lease_until, m.sent_ms, m.sends)) for m in members),
+                train=_claim(now, lease, row.lease_until, row.train_sent_ms, row.train_sends),
             )
         )
     return tuple(states)
 
 
-def _claim(now: int, lease_until: int | None, sent_ms: int | None, sends: int) -> Claim:
-    held = lease_until is not None and lease_until >= now
-    expired_ago = None if lease_until is None or held else (now - lease_until) / 1000
+def _claim(now: int, lease: float, lease_until: int | None, sent_ms: int | None, sends: int) -> Claim:
+    held = lease_until is not None and now <= lease_until <= now + db.SET_BACK * lease * 1000
+    expired_ago = None if lease_until is None or lease_until >= now else (now - lease_until) / 1000
     return Claim(held, expired_ago, None if sent_ms is None else (now - sent_ms) / 1000, sends)
 
 
@@ -101,7 +106,7 @@ def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -
         return True
     renewed = tx.execute(
         update(leases)
-        .where(leases.c.name == name, (leases.c.holder == holder) | (leases.c.lease_until < now_ms()))
+        .where(leases.c.name == name, (leases.c.holder == holder) | db.free(leases.c.lease_until, seconds))
         .values(holder=holder, lease_until=until)
     )
     return bool(renewed.rowcount)
@@ -171,23 +176,25 @@ def most_frequent_failure(tx: Connection, run: str) -> Row:
 
 
 EPISODE_FILTERS = {
-    "iteration": "iteration = :iteration",
+    "iteration": "iteration_id = (SELECT id FROM iterations WHERE run_id = :run_id AND number = :iteration)",
     "status": "status = :status",
     "stop_reason": "stop_reason = :stop_reason",
-    "task": "task = :task",
+    "task": "task_id IN (SELECT id FROM tasks WHERE key = :task)",
     "min_reward": "reward >= :min_reward",
     "max_reward": "reward <= :max_reward",
     "tool_errors": "tool_errors >= :tool_errors",
 }
-"""Filter of `list_episodes` -> its condition."""
+"""Filter of `list_episodes` -> its condition on the episodes of run `:run_id`."""
 
 
 @reading
 def list_episodes(tx: Connection, run: str, filters: Mapping[str, Any], limit: int = 50, offset: int = 0) -> list[Row]:
     """The run's episodes that meet all filters (keys of EPISODE_FILTERS), in order of their ids, from `v_episodes`."""
-    conditions = ["run = :run", *(EPISODE_FILTERS[name] for name in filters)]
-    query = f"SELECT * FROM v_episodes WHERE {' AND '.join(conditions)} ORDER BY id LIMIT :limit OFFSET :offset"
-    return _rows(tx, query, run=run_row(tx, run)["name"], limit=limit, offset=offset, **filters)
+    conditions = " AND ".join(["run_id = :run_id", *(EPISODE_FILTERS[name] for name in filters)])
+    # The page first, from one table: the view would join all the rows that are passed over.
+    page = f"SELECT id FROM episodes WHERE {conditions} ORDER BY id LIMIT :limit OFFSET :offset"
+    query = f"SELECT v.* FROM ({page}) page JOIN v_episodes v ON v.id = page.id ORDER BY page.id"
+    return _rows(tx, query, run_id=run_row(tx, run)["id"], limit=limit, offset=offset, **filters)
 
 
 @reading
@@ -229,6 +236,11 @@ def find_episode(tx: Connection, episode: int) -> EpisodeRecord:
     Raises:
         NotFoundError: there is none.
     """
+    return episode_record(tx, episode)
+
+
+def episode_record(tx: Connection, episode: int) -> EpisodeRecord:
+    """As find_episode, inside a transaction."""
     rows = _rows(tx, "SELECT * FROM v_episodes WHERE id = :id", id=episode) if abs(episode) <= MAX_ID else []
     if not rows:
         raise NotFoundError(f"There is no episode {episode}.", "List them with `agentrl episodes RUN`.")
@@ -238,10 +250,19 @@ def find_episode(tx: Connection, episode: int) -> EpisodeRecord:
     return EpisodeRecord(
         row=rows[0],
         episode=value,
-        steps=_rows(tx, "SELECT * FROM v_steps WHERE episode_id = :id ORDER BY step", id=episode),
-        calls=_rows(tx, "SELECT * FROM v_tool_calls WHERE episode_id = :id ORDER BY step, call", id=episode),
+        steps=_with_inherited(tx, "SELECT * FROM v_steps WHERE episode_id = :id ORDER BY step", rows[0]),
+        calls=_with_inherited(tx, "SELECT * FROM v_tool_calls WHERE episode_id = :id ORDER BY step, call", rows[0]),
         rewards=_rows(tx, "SELECT * FROM v_rewards WHERE episode_id = :id ORDER BY id", id=episode),
     )
+
+
+def _with_inherited(tx: Connection, query: str, episode: Row) -> list[Row]:
+    """The query's rows of the episode, after those of the steps that it has from its parent."""
+    own = _rows(tx, query, id=episode["id"])
+    if episode["parent_id"] is None:
+        return own
+    (parent,) = _rows(tx, "SELECT * FROM v_episodes WHERE id = :id", id=episode["parent_id"])
+    return [*(row for row in _with_inherited(tx, query, parent) if row["step"] < episode["inherited_steps"]), *own]
 
 
 @reading
@@ -250,6 +271,7 @@ def find_policy(tx: Connection, run: str, version: int | None) -> Row:
 
     Raises:
         NotFoundError: there is none.
+        CheckpointError: its weights were collected.
     """
     row = run_row(tx, run)
     query = select(db.policies).where(db.policies.c.run_id == row["id"])
@@ -258,7 +280,17 @@ def find_policy(tx: Connection, run: str, version: int | None) -> Row:
     found = tx.execute(query.order_by(db.policies.c.version.desc()).limit(1)).mappings().one_or_none()
     if found is None:
         raise NotFoundError(f"Run {row['name']!r} has no policy version {version}.", f"agentrl watch {row['name']}")
+    if found["collected_at"] is not None:
+        raise collected(row["name"], found)
     return {**found, "base": row["base"], "base_hash": row["base_hash"], "config": row["config"]}
+
+
+def collected(run: str, policy: Mapping[Any, Any]) -> CheckpointError:
+    """What to say to whoever wants the weights of a policy (its row) that `agentrl gc` took."""
+    return CheckpointError(
+        f"Policy version {policy['version']} of {run!r} was collected on {policy['collected_at']:%Y-%m-%d}.",
+        f"Its episodes are still there; {run}@N takes another version, {run} the newest.",
+    )
 
 
 def _rows(tx: Connection, query: str, **parameters: Any) -> list[Row]:

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import ColumnElement, Connection, exists, func, select, update
 
 from workflow import db
 from workflow.db import now_ms
 from workflow.errors import ConflictError, NotFoundError, StateError
 from workflow.store.connect import insert, reading, transaction
+from workflow.store.forks import Fork, insert_fork
 from workflow.store.rows import clean, clean_tree, message_row
-from workflow.trajectory import PolicyRef, Task
+from workflow.trajectory import OPEN, PolicyRef, Task
 
-OPEN = ("planned", "running")
 RESUMABLE = ("paused", "failed", "running")
 
 
@@ -29,11 +29,14 @@ class Submission:
 
     Args:
         name: unique; the run with this name is returned if it was submitted with the same config.
-        kind: `train`, or `eval` for one iteration without an update.
+        kind: `train`, `eval` for one iteration without an update, or `fork` for one group without an update.
         config, manifest: stored with the run.
         policy: the weights it starts from.
         tasks: the dataset's rows, in the dataset's order.
         weights, code_hash: reward name -> weight, and the hash of the rewards' source.
+        groups: stored groups to train on; empty for a run that makes its own from the tasks.
+        reward_set: whose rewards train.
+        fork: of a fork run, where it leaves its parent.
     """
 
     name: str
@@ -50,11 +53,14 @@ class Submission:
     weights: Mapping[str, float]
     code_hash: str
     output_dir: str = ""
+    groups: Sequence[int] = ()
+    reward_set: str = "default"
+    fork: Fork | None = None
 
     @property
     def iterations(self) -> int:
-        """epochs x ceil(tasks / tasks_per_iteration)."""
-        return self.epochs * -(-len(self.tasks) // self.tasks_per_iteration)
+        """epochs x ceil(tasks / tasks_per_iteration), of stored groups instead of tasks where it trains on those."""
+        return self.epochs * -(-(len(self.groups) or len(self.tasks)) // self.tasks_per_iteration)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +101,13 @@ def submit(tx: Connection, submission: Submission) -> Submitted:
             run_id=run_id, name="default", code_hash=submission.code_hash, weights=dict(submission.weights)
         )
     )
-    insert_iteration(tx, run_id, 0, policy_id)
+    if submission.groups:
+        tx.execute(db.run_groups.insert(), [{"run_id": run_id, "group_id": group} for group in submission.groups])
+    if submission.fork:
+        (task,) = tx.execute(select(db.run_tasks.c.task_id).where(db.run_tasks.c.run_id == run_id)).scalars()
+        insert_fork(tx, run_id, policy_id, task, submission.group_size, submission.fork)
+    else:
+        insert_iteration(tx, run_id, 0, policy_id)
     log(tx, run_id, "submitted", detail=f"{submission.iterations} iterations")
     return Submitted(run_id, submission.name, True, submission.iterations)
 
@@ -116,6 +128,7 @@ def _insert_run(tx: Connection, submission: Submission) -> int | None:
             epochs=submission.epochs,
             iterations=submission.iterations,
             output_dir=submission.output_dir,
+            reward_set=submission.reward_set,
             created_at=datetime.now(UTC),
         )
         .on_conflict_do_nothing(index_elements=["name"])
@@ -128,7 +141,8 @@ def _existing(tx: Connection, submission: Submission) -> Submitted:
     row = tx.execute(select(db.runs).where(db.runs.c.name == submission.name)).mappings().one()
     if row["manifest"].get("id") == submission.manifest.get("id"):  # ours: the answer of the commit was lost
         return Submitted(row["id"], row["name"], True, row["iterations"])
-    if row["config"] != dict(submission.config) or row["kind"] != submission.kind:
+    asked = (dict(submission.config), submission.kind, submission.manifest.get("fork"))
+    if (row["config"], row["kind"], row["manifest"].get("fork")) != asked:
         raise ConflictError(
             f"A run called {submission.name!r} exists with another config.",
             f"Choose another --name, or look at it with `agentrl config show --run {submission.name}`.",
@@ -137,6 +151,8 @@ def _existing(tx: Connection, submission: Submission) -> Submitted:
 
 
 def _insert_tasks(tx: Connection, run_id: int, tasks: Sequence[Task]) -> None:
+    if not tasks:
+        return
     rows = [
         {
             "content_hash": task.content_hash,
@@ -158,24 +174,47 @@ def _insert_tasks(tx: Connection, run_id: int, tasks: Sequence[Task]) -> None:
 
 
 def insert_iteration(tx: Connection, run_id: int, number: int, policy_id: int) -> int:
-    """One iteration with its groups and episodes, planned; episodes sample with exactly that policy. Returns its id."""
+    """One iteration with its groups and episodes, planned; episodes sample with exactly that policy. Returns its id.
+
+    A run that trains on stored groups gets the next of those instead, and nothing to roll out.
+    """
     run = tx.execute(select(db.runs).where(db.runs.c.id == run_id)).mappings().one()
-    per_epoch = run["iterations"] // run["epochs"]
-    epoch, position = divmod(number, per_epoch)
-    rollout = run["config"]["rollout"]
-    tasks = tx.execute(
-        select(db.tasks.c.id, db.tasks.c.key).join(db.run_tasks).where(db.run_tasks.c.run_id == run_id).order_by(db.tasks.c.id)
-    ).all()
-    order = task_order(run["seed"], epoch, [task.key for task in tasks])
-    start = position * rollout["tasks_per_iteration"]
-    chosen = [tasks[index].id for index in order[start : start + rollout["tasks_per_iteration"]]]
+    stored = tx.execute(select(db.run_groups.c.group_id).where(db.run_groups.c.run_id == run_id)).scalars().all()
+    epoch, chosen = _stored(run, number, stored) if stored else _tasks(tx, run, number)
+    size = run["config"]["rollout"]["group_size"]
+    planned = _size_of(tx, chosen) if stored else len(chosen) * size
     iteration_id: int = tx.execute(
         db.iterations.insert()
-        .values(run_id=run_id, number=number, epoch=epoch, policy_id=policy_id, episodes=len(chosen) * rollout["group_size"])
+        .values(run_id=run_id, number=number, epoch=epoch, policy_id=policy_id, episodes=planned)
         .returning(db.iterations.c.id)
     ).scalar_one()
-    _insert_groups(tx, run_id, iteration_id, run["kind"], chosen, rollout["group_size"])
+    if stored:
+        lent = [{"iteration_id": iteration_id, "slot": slot, "group_id": group} for slot, group in enumerate(chosen)]
+        tx.execute(db.iteration_groups.insert(), lent)
+    else:
+        _insert_groups(tx, run_id, iteration_id, run["kind"], chosen, size)
     return iteration_id
+
+
+def _stored(run: Mapping[Any, Any], number: int, groups: Sequence[int]) -> tuple[int, list[int]]:
+    return _chosen(run, number, sorted(groups), [str(group) for group in sorted(groups)])
+
+
+def _tasks(tx: Connection, run: Mapping[Any, Any], number: int) -> tuple[int, list[int]]:
+    mine = select(db.tasks.c.id, db.tasks.c.key).join(db.run_tasks).where(db.run_tasks.c.run_id == run["id"])
+    tasks = tx.execute(mine.order_by(db.tasks.c.id)).all()
+    return _chosen(run, number, [task.id for task in tasks], [task.key for task in tasks])
+
+
+def _chosen(run: Mapping[Any, Any], number: int, ids: Sequence[int], keys: Sequence[str]) -> tuple[int, list[int]]:
+    """The epoch of the iteration of that number, and those of the ids whose turn it is."""
+    epoch, position = divmod(number, run["iterations"] // run["epochs"])
+    order, size = task_order(run["seed"], epoch, keys), run["config"]["rollout"]["tasks_per_iteration"]
+    return epoch, [ids[index] for index in order[position * size : (position + 1) * size]]
+
+
+def _size_of(tx: Connection, groups: Sequence[int]) -> int:
+    return tx.execute(select(func.count()).where(db.episodes.c.group_id.in_(groups))).scalar_one()
 
 
 def _insert_groups(tx: Connection, run_id: int, iteration_id: int, kind: str, tasks: Sequence[int], size: int) -> None:
@@ -202,19 +241,31 @@ def log(tx: Connection, run_id: int | None, kind: str, subject: str = "", detail
     tx.execute(db.events.insert().values(run_id=run_id, kind=kind, subject=subject, detail=clean(detail)))
 
 
-@transaction
-def mark_groups_sent(tx: Connection, groups: Sequence[int]) -> None:
-    """Remembers when each group's message was last sent, and how often."""
-    tx.execute(update(db.groups).where(db.groups.c.id.in_(groups)).values(sent_ms=now_ms(), sends=db.groups.c.sends + 1))
+@reading
+def moment(tx: Connection) -> int:
+    """The database's clock, in ms: read it before a message is sent, and mark it as sent then."""
+    return int(tx.execute(select(now_ms())).scalar_one())
 
 
 @transaction
-def mark_train_sent(tx: Connection, iteration: int) -> None:
-    """Remembers when the iteration's train job was last sent, and how often."""
+def mark_groups_sent(tx: Connection, groups: Sequence[int], sent_ms: int | None = None) -> None:
+    """Remembers how often each group's message was sent, and when last.
+
+    Args:
+        sent_ms: the `moment` before; unset: now. A worker may have taken the message, and be lost, before it is marked; marked
+            as sent later than that, it would be waited for as if it lay in a queue.
+    """
+    marks = {"sent_ms": now_ms() if sent_ms is None else sent_ms, "sends": db.groups.c.sends + 1}
+    tx.execute(update(db.groups).where(db.groups.c.id.in_(groups)).values(marks))
+
+
+@transaction
+def mark_train_sent(tx: Connection, iteration: int, sent_ms: int | None = None) -> None:
+    """Remembers how often the iteration's train job was sent, and when last: see `mark_groups_sent`."""
     tx.execute(
         update(db.iterations)
         .where(db.iterations.c.id == iteration)
-        .values(train_sent_ms=now_ms(), train_sends=db.iterations.c.train_sends + 1)
+        .values(train_sent_ms=now_ms() if sent_ms is None else sent_ms, train_sends=db.iterations.c.train_sends + 1)
     )
 
 
@@ -299,6 +350,11 @@ def resume(tx: Connection, run: str) -> dict[str, Any]:
     if not tx.execute(open_ones).scalar_one():
         tx.execute(update(db.runs).where(db.runs.c.id == row["id"]).values(status="done", finished_at=datetime.now(UTC)))
     return row
+
+
+def is_broken(run_id: Any) -> ColumnElement[bool]:
+    """Whether one of the run's checkpoints was found broken and waits to be made again."""
+    return exists().where(db.policies.c.run_id == run_id, db.policies.c.broken != "")
 
 
 def _unheld(table: Any) -> Any:

@@ -25,7 +25,7 @@ from sqlalchemy import URL
 
 from workflow.errors import AccessDenied, AgentRLError, ConfigError, NotFoundError, ServiceError
 from workflow.settings import Settings
-from workflow.store.connect import database_url
+from workflow.store.connect import PLANNING, database_url
 from workflow.store.rows import unpack
 
 READER = "agentrl_reader"
@@ -193,7 +193,8 @@ def reader_url(settings: Settings) -> URL:
 
 def _reader(settings: Settings, seconds: float) -> "psycopg.Connection[tuple[Any, ...]]":
     url = reader_url(settings)
-    options = f"-c default_transaction_read_only=on -c statement_timeout={int(seconds * 1000)}"
+    chosen = {"default_transaction_read_only": "on", "statement_timeout": int(seconds * 1000), **PLANNING}
+    options = " ".join(f"-c {name}={value}" for name, value in chosen.items())
     try:
         return psycopg.connect(**_parts(url), connect_timeout=5, options=options)
     except psycopg.OperationalError as error:

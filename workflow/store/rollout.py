@@ -9,18 +9,22 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import Connection, bindparam, func, select, union, update
 
 from workflow import db
 from workflow.db import now_ms
 from workflow.errors import Fenced
 from workflow.store.connect import reading, transaction
-from workflow.store.planning import OPEN, log
-from workflow.store.rows import clean, load_episodes, task_value
-from workflow.trajectory import Episode, PolicyRef, Task
+from workflow.store.planning import log
+from workflow.store.prepared import Prepared
+from workflow.store.rows import clean, load_episodes, message_value, task_value
+from workflow.trajectory import OPEN, Episode, Message, PolicyRef, Task
 
 MAX_LOSSES = 5
 """A row held in this many worker losses is poison: its episodes end as infra_error."""
+
+OOM_HINT = "Lower rollout.group_size or update.microbatch_tokens, or set model.load_in_4bit=true."
+"""What to do where the kernel kills workers for want of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +35,21 @@ class Fence:
     attempt: int
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a claim holds: the group's run, and of each of its episodes the attempt and the number of steps."""
+
+    run: str
+    attempts: Mapping[int, int]
+    steps: Mapping[int, int]
+
+
 @dataclass(frozen=True)
 class GroupWork:
-    """All that a rollout job needs of one group; `episodes` are the unfinished ones, with their committed steps."""
+    """All that a rollout job needs of one group; `episodes` are the unfinished ones, with their committed steps.
+
+    `opening` is what a fork's first own step reads instead of what the env says; None for what the env says.
+    """
 
     fence: Fence
     run_id: int
@@ -48,6 +64,7 @@ class GroupWork:
     weights: Mapping[str, float]
     reward_set: int
     episodes: tuple[Episode, ...]
+    opening: tuple[Message, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,10 +101,10 @@ def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -
     """
     groups, runs = db.groups, db.runs
     before = tx.execute(
-        select(groups.c.worker, groups.c.losses, runs.c.status)
+        select(groups.c.run_id, groups.c.worker, groups.c.losses, runs.c.status)
         .join(runs, runs.c.id == groups.c.run_id)
         .where(groups.c.id == group, groups.c.status.in_(OPEN))
-        .where((func.coalesce(groups.c.lease_until, 0) < now_ms()) | (groups.c.worker == worker))
+        .where(db.free(groups.c.lease_until, lease_seconds) | (groups.c.worker == worker))
         .with_for_update(of=groups)
     ).one_or_none()
     if before is None or before.status != "running":
@@ -109,7 +126,8 @@ def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -
     ).scalar_one()
     fence = Fence(group, attempt)
     if losses >= MAX_LOSSES:
-        _give_up(tx, fence, "lost", f"its worker was lost {losses} times")
+        hint = memory_hint(tx, before.run_id, before.worker)
+        _give_up(tx, fence, "oom" if hint else "lost", f"its worker was lost {losses} times{hint}")
         return None
     return _load_work(tx, fence)
 
@@ -120,6 +138,7 @@ def _load_work(tx: Connection, fence: Fence) -> GroupWork:
             select(
                 db.groups.c.run_id,
                 db.groups.c.kind,
+                db.groups.c.opening,
                 db.runs.c.name,
                 db.runs.c.config,
                 db.runs.c.seed,
@@ -161,6 +180,7 @@ def _load_work(tx: Connection, fence: Fence) -> GroupWork:
         weights=row["weights"],
         reward_set=row["reward_set"],
         episodes=load_episodes(tx, (db.episodes.c.group_id == fence.group) & unfinished, {row["id"]: task}),
+        opening=tuple(message_value(message) for message in row["opening"]) if row["opening"] else None,
     )
 
 
@@ -196,11 +216,30 @@ def extend_leases(tx: Connection, fences: Sequence[Fence], lease_seconds: float)
 
 
 @transaction
+def record_oom(tx: Connection, worker: str, role: str) -> None:
+    """Tells every run of which the worker `host:pid` holds something that the kernel killed it, out of memory."""
+    held = [
+        select(table.c.run_id).where(table.c.worker.startswith(f"{worker}/", autoescape=True), table.c.status.in_(OPEN))
+        for table in (db.groups, db.iterations)
+    ]
+    runs: set[int | None] = set(tx.execute(union(*held)).scalars())
+    for run in runs or {None}:
+        log(tx, run, "oom", worker, f"the worker {role} was killed, out of memory. {OOM_HINT}")
+
+
+def memory_hint(tx: Connection, run: int, claim: str) -> str:
+    """What to add to the loss of a claim's worker: the hint if it was killed for want of memory, else nothing."""
+    events, worker = db.events.c, claim.partition("/")[0]
+    query = select(events.id).where(events.run_id == run, events.kind == "oom", events.subject == worker)
+    return f", the last time out of memory. {OOM_HINT}" if tx.execute(query.limit(1)).first() else ""
+
+
+@transaction
 def hand_back(tx: Connection, fence: Fence) -> None:
     """Ends the claim before its time: the group is sent again at once, and no loss is counted."""
     tx.execute(
         update(db.groups)
-        .where(db.groups.c.id == fence.group, db.groups.c.attempt == fence.attempt)
+        .where(db.groups.c.id == fence.group, db.groups.c.attempt == fence.attempt, db.groups.c.status == "running")
         .values(lease_until=now_ms() - 1, worker="")
     )
 
@@ -214,6 +253,7 @@ def fail_attempt(tx: Connection, fence: Fence, error_class: str, error: str, max
     failures = tx.execute(
         update(db.groups)
         .where(db.groups.c.id == fence.group, db.groups.c.attempt == fence.attempt, db.groups.c.status == "running")
+        .where(db.groups.c.worker != "")  # one failure may be reported by the episode's loop and by the job's
         .values(failures=db.groups.c.failures + 1, lease_until=now_ms() - 1, worker="")
         .returning(db.groups.c.failures, db.groups.c.run_id)
     ).one_or_none()
@@ -247,7 +287,7 @@ def finish_episodes(
     Raises:
         Fenced: another worker holds the group.
     """
-    check(tx, fence)
+    held = check(tx, fence)
     open_ones = set(_open_episodes(tx, fence))
     ended = [outcome for outcome in outcomes if outcome.episode in open_ones]
     for outcome in ended:
@@ -267,6 +307,7 @@ def finish_episodes(
         )
     parts = [
         {
+            "run": held.run,
             "reward_set_id": reward_set,
             "episode_id": outcome.episode,
             "part": part,
@@ -308,13 +349,25 @@ def _close_group(tx: Connection, fence: Fence) -> Finished:
     return Finished(True, None if still_open else iteration_id)
 
 
-def check(tx: Connection, fence: Fence) -> None:
-    """Raises Fenced unless the claim is still ours."""
-    # An update, not a select: on Postgres it locks the row against a claim that would overtake us.
-    ours = tx.execute(
-        update(db.groups)
-        .where(db.groups.c.id == fence.group, db.groups.c.attempt == fence.attempt, db.groups.c.status == "running")
-        .values(attempt=fence.attempt)
-    )
-    if not ours.rowcount:
+_HELD = Prepared(
+    select(db.runs.c.name, db.episodes.c.id, db.episodes.c.attempt, db.episodes.c.inherited_steps + db.episodes.c.steps)
+    .select_from(db.groups)
+    .join(db.runs, db.runs.c.id == db.groups.c.run_id)
+    .join(db.episodes, db.episodes.c.group_id == db.groups.c.id)
+    .where(db.groups.c.id == bindparam("group"), db.groups.c.attempt == bindparam("attempt"))
+    .where(db.groups.c.status == "running")
+    .with_for_update(of=db.groups, key_share=True)  # on Postgres it locks the row against a claim that would overtake us
+)
+
+
+def check(tx: Connection, fence: Fence) -> Held:
+    """What the claim holds, where it is still ours.
+
+    Raises:
+        Fenced: it is not.
+    """
+    rows = _HELD.rows(tx, {"group": fence.group, "attempt": fence.attempt})
+    if not rows:
         raise Fenced(f"Group {fence.group} is no longer held by attempt {fence.attempt}.")
+    attempts = {episode: attempt for _, episode, attempt, _ in rows}
+    return Held(rows[0][0], attempts, {episode: steps for _, episode, _, steps in rows})

@@ -1,35 +1,50 @@
 """Rows to values and back: packed token arrays, messages, whole episodes with their steps."""
 
 import math
-import sys
-from array import array
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, select
+from sqlalchemy import ColumnElement, Connection, select
 
 from workflow import db
 from workflow.trajectory import Episode, Message, Step, Task, ToolCall, ToolResult
 
 
 def load_episodes(tx: Connection, condition: Any, tasks: Mapping[int, Task]) -> tuple[Episode, ...]:
-    """The episodes that meet the condition with the steps of their current attempt, in order of group and sample."""
+    """The episodes that meet the condition with the steps of their current attempt, in order of group and sample.
+
+    A fork's first steps are read through its parent, whose task is the same.
+    """
     order = (db.episodes.c.group_id, db.episodes.c.sample)
     rows = tx.execute(select(db.episodes).where(condition).order_by(*order)).mappings().all()
     steps = _load_steps(tx, condition)
+    inherited = _inherited(tx, rows, tasks)
     return tuple(
         Episode(
             task=tasks[row["task_id"]],
             sample=row["sample"],
-            steps=tuple(steps.get(row["id"], ())),
+            steps=(*inherited.get(row["id"], ()), *steps.get(row["id"], ())),
             status=row["status"],
             stop_reason=row["stop_reason"],
             reward=row["reward"],
             id=row["id"],
             error=row["error"],
+            parent_id=row["parent_id"],
+            fork_step=row["fork_step"] or 0,
+            inherited=row["inherited_steps"],
+            tainted=row["tainted"],
         )
         for row in rows
     )
+
+
+def _inherited(tx: Connection, rows: Sequence[Mapping[Any, Any]], tasks: Mapping[int, Task]) -> dict[int, tuple[Step, ...]]:
+    ids = {row["parent_id"] for row in rows if row["parent_id"] is not None}
+    parents = {parent.id: parent for parent in load_episodes(tx, db.episodes.c.id.in_(ids), tasks)} if ids else {}
+    return {
+        row["id"]: parents[row["parent_id"]].steps[: row["inherited_steps"]] for row in rows if row["parent_id"] is not None
+    }
 
 
 def _load_steps(tx: Connection, condition: Any) -> dict[int, list[Step]]:
@@ -84,6 +99,12 @@ def _step_value(row: Mapping[Any, Any], calls: Sequence[Any]) -> Step:
     )
 
 
+def members_of(iteration: int) -> ColumnElement[bool]:
+    """The condition on `episodes`: those of the iteration, its own or those of the stored groups that it trains on."""
+    stored = select(db.iteration_groups.c.group_id).where(db.iteration_groups.c.iteration_id == iteration)
+    return (db.episodes.c.iteration_id == iteration) | db.episodes.c.group_id.in_(stored)
+
+
 def task_value(row: Mapping[Any, Any]) -> Task:
     """The task of a row that carries the tasks columns."""
     return Task(row["key"], tuple(message_value(m) for m in row["messages"]), row["reference"], row["metadata"])
@@ -120,16 +141,10 @@ def clean_tree(value: Any) -> Any:
 
 def pack(kind: str, values: Iterable[float]) -> bytes:
     """Little-endian int32 (`i`) or float32 (`f`), 4 bytes a value."""
-    packed = array(kind, values)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    numbers = tuple(values)
+    return struct.pack(f"<{len(numbers)}{kind}", *numbers)
 
 
 def unpack(kind: str, blob: bytes) -> list[Any]:
     """The values of a blob made by `pack`."""
-    packed = array(kind)
-    packed.frombytes(blob)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tolist()
+    return list(struct.unpack(f"<{len(blob) // 4}{kind}", blob))

@@ -4,7 +4,7 @@ Nothing reaches the `tools` queue before T1, and the policy reads nothing before
 together.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, func, select, update
 
 from workflow import db
-from workflow.store.connect import insert, reading, transaction
-from workflow.store.rollout import Fence, check
+from workflow.store.connect import reading, transaction
+from workflow.store.prepared import Prepared
+from workflow.store.rollout import Fence, Held, check
 from workflow.store.rows import clean, clean_tree, message_row, pack
 from workflow.trajectory import Step, ToolCall, ToolResult
 
@@ -38,6 +39,37 @@ class Sampled:
     calls: tuple[CallRecord, ...]
 
 
+_EPISODES, _STEPS, _CALLS = db.episodes.c, db.steps.c, db.tool_calls.c
+_THE_STEP = (
+    (_STEPS.episode_id == bindparam("of_episode"))
+    & (_STEPS.attempt == bindparam("of_attempt"))
+    & (_STEPS.number == bindparam("of_number"))
+)
+_STEP_ID = select(_STEPS.id).where(_THE_STEP).scalar_subquery()
+_NEW_STEP = Prepared(db.steps.insert().inline())
+_NEW_TOKENS = Prepared(db.step_tokens.insert().values(step_id=_STEP_ID).inline())
+_NEW_CALL = Prepared(db.tool_calls.insert().values(step_id=_STEP_ID).inline())
+_COUNT_STEP = Prepared(
+    update(db.episodes)
+    .where(_EPISODES.id == bindparam("episode"))
+    .values(
+        status="running",
+        started_at=func.coalesce(_EPISODES.started_at, bindparam("began", type_=db.Utc())),
+        steps=_EPISODES.steps + 1,
+        prompt_tokens=_EPISODES.prompt_tokens + bindparam("prompted"),
+        sampled_tokens=_EPISODES.sampled_tokens + bindparam("sampled"),
+        tool_calls=_EPISODES.tool_calls + bindparam("calls"),
+        generate_seconds=_EPISODES.generate_seconds + bindparam("seconds"),
+    )
+)
+_CALLS_OF_GROUP = Prepared(
+    select(_CALLS.id, _CALLS.episode_id, _CALLS.step)
+    .join(db.episodes, (_EPISODES.id == _CALLS.episode_id) & (_EPISODES.attempt == _CALLS.attempt))
+    .where(_EPISODES.group_id == bindparam("group"), _CALLS.step.between(bindparam("first"), bindparam("last")))
+    .order_by(_CALLS.call)
+)
+
+
 @transaction
 def commit_sampled(tx: Connection, fence: Fence, records: Sequence[Sampled]) -> list[list[int]]:
     """T1: the steps as they were sampled, at most one per episode, one pending row per tool call.
@@ -47,40 +79,24 @@ def commit_sampled(tx: Connection, fence: Fence, records: Sequence[Sampled]) -> 
     Raises:
         Fenced: another worker holds the group.
     """
-    check(tx, fence)
-    attempts = _attempts(tx, fence)
-    made = _insert_steps(tx, records, attempts)
-    fresh = [record for record in records if record.episode in made]
+    held = check(tx, fence)
+    fresh = [record for record in records if record.step.index >= held.steps[record.episode]]
     if fresh:
-        tx.execute(db.step_tokens.insert(), [_token_row(made[record.episode], record.step) for record in fresh])
-        _count_steps(tx, fresh)
-    calls = [row for record in fresh for row in _call_rows(record, attempts[record.episode], made[record.episode])]
+        _NEW_STEP.run(tx, *(_step_row(record, held) for record in fresh))
+        _NEW_TOKENS.run(tx, *(_token_row(record, held) for record in fresh))
+        _COUNT_STEP.run(tx, *(_counts(record) for record in fresh))
+    calls = [row for record in fresh for row in _call_rows(record, held)]
     if calls:
-        tx.execute(db.tool_calls.insert(), calls)
-    return _ids_of_calls(tx, records, attempts)
+        _NEW_CALL.run(tx, *calls)
+    return _ids_of_calls(tx, fence, records)
 
 
-def _attempts(tx: Connection, fence: Fence) -> dict[int, int]:
-    rows = tx.execute(select(db.episodes.c.id, db.episodes.c.attempt).where(db.episodes.c.group_id == fence.group))
-    return {row.id: row.attempt for row in rows}
-
-
-def _insert_steps(tx: Connection, records: Sequence[Sampled], attempts: Mapping[int, int]) -> dict[int, int]:
-    """Episode -> id of its new step; those that were there before are left out."""
-    statement = (
-        insert(tx, db.steps)
-        .on_conflict_do_nothing(index_elements=["episode_id", "attempt", "number"])
-        .returning(db.steps.c.episode_id, db.steps.c.id)
-    )
-    rows = tx.execute(statement, [_step_row(record, attempts[record.episode]) for record in records])
-    return {row.episode_id: row.id for row in rows}
-
-
-def _step_row(record: Sampled, attempt: int) -> dict[str, Any]:
+def _step_row(record: Sampled, held: Held) -> dict[str, Any]:
     step = record.step
     return {
+        "run": held.run,
         "episode_id": record.episode,
-        "attempt": attempt,
+        "attempt": held.attempts[record.episode],
         "number": step.index,
         "policy_id": record.policy_id,
         "prompt": [message_row(message) for message in step.prompt],
@@ -97,22 +113,28 @@ def _step_row(record: Sampled, attempt: int) -> dict[str, Any]:
     }
 
 
-def _token_row(step_id: int, step: Step) -> dict[str, Any]:
+def _key(record: Sampled, held: Held) -> dict[str, int]:
+    return {"of_episode": record.episode, "of_attempt": held.attempts[record.episode], "of_number": record.step.index}
+
+
+def _token_row(record: Sampled, held: Held) -> dict[str, Any]:
+    step = record.step
     return {
-        "step_id": step_id,
+        **_key(record, held),
         "prompt_ids": pack("i", step.prompt_ids),
         "sampled_ids": pack("i", step.sampled_ids),
         "behavior_logprobs": pack("f", step.behavior_logprobs),
     }
 
 
-def _call_rows(record: Sampled, attempt: int, step_id: int) -> list[dict[str, Any]]:
+def _call_rows(record: Sampled, held: Held) -> list[dict[str, Any]]:
     now = datetime.now(UTC)
     return [
         {
+            **_key(record, held),
+            "run": held.run,
             "episode_id": record.episode,
-            "step_id": step_id,
-            "attempt": attempt,
+            "attempt": held.attempts[record.episode],
             "step": record.step.index,
             "call": index,
             "tool": clean(item.call.name)[:128],
@@ -128,47 +150,24 @@ def _call_rows(record: Sampled, attempt: int, step_id: int) -> list[dict[str, An
     ]
 
 
-def _count_steps(tx: Connection, records: Sequence[Sampled]) -> None:
-    episodes = db.episodes.c
-    statement = (
-        update(db.episodes)
-        .where(episodes.id == bindparam("episode"))
-        .values(
-            status="running",
-            started_at=func.coalesce(episodes.started_at, bindparam("began", type_=db.Utc())),
-            steps=episodes.steps + 1,
-            prompt_tokens=episodes.prompt_tokens + bindparam("prompted"),
-            sampled_tokens=episodes.sampled_tokens + bindparam("sampled"),
-            tool_calls=episodes.tool_calls + bindparam("calls"),
-            generate_seconds=episodes.generate_seconds + bindparam("seconds"),
-        )
-    )
-    tx.execute(
-        statement,
-        [
-            {
-                "episode": record.episode,
-                "prompted": len(record.step.prompt_ids),
-                "sampled": len(record.step.sampled_ids),
-                "calls": len(record.calls),
-                "seconds": record.step.seconds,
-                "began": datetime.now(UTC) - timedelta(seconds=record.step.seconds),
-            }
-            for record in records
-        ],
-    )
+def _counts(record: Sampled) -> dict[str, Any]:
+    return {
+        "episode": record.episode,
+        "prompted": len(record.step.prompt_ids),
+        "sampled": len(record.step.sampled_ids),
+        "calls": len(record.calls),
+        "seconds": record.step.seconds,
+        "began": datetime.now(UTC) - timedelta(seconds=record.step.seconds),
+    }
 
 
-def _ids_of_calls(tx: Connection, records: Sequence[Sampled], attempts: Mapping[int, int]) -> list[list[int]]:
-    calls = db.tool_calls.c
-    episodes = [record.episode for record in records if record.calls]
-    if not episodes:
-        return [[] for _ in records]
-    query = select(calls.id, calls.episode_id, calls.attempt, calls.step).where(calls.episode_id.in_(episodes))
-    found: dict[tuple[int, int, int], list[int]] = {}
-    for row in tx.execute(query.order_by(calls.call)):
-        found.setdefault((row.episode_id, row.attempt, row.step), []).append(row.id)
-    return [found.get((record.episode, attempts[record.episode], record.step.index), []) for record in records]
+def _ids_of_calls(tx: Connection, fence: Fence, records: Sequence[Sampled]) -> list[list[int]]:
+    steps = [record.step.index for record in records if record.calls]
+    found: dict[tuple[int, int], list[int]] = {}
+    if steps:
+        for call, episode, step in _CALLS_OF_GROUP.rows(tx, {"group": fence.group, "first": min(steps), "last": max(steps)}):
+            found.setdefault((episode, step), []).append(call)
+    return [found.get((record.episode, record.step.index), []) for record in records]
 
 
 @reading
@@ -187,6 +186,14 @@ def calls_of(tx: Connection, episode: int, step: int) -> list[int]:
     return list(tx.execute(query.order_by(calls.call)).scalars())
 
 
+_OBSERVED = Prepared(update(db.steps).where(_THE_STEP, _STEPS.observed_at.is_(None)))
+_COUNT_RESULTS = Prepared(
+    update(db.episodes)
+    .where(_EPISODES.id == bindparam("episode"))
+    .values(tool_errors=_EPISODES.tool_errors + bindparam("errors"), tool_seconds=_EPISODES.tool_seconds + bindparam("seconds"))
+)
+
+
 @transaction
 def commit_observed(tx: Connection, fence: Fence, observed: Sequence[tuple[int, Step]]) -> None:
     """T2: each (episode, step) has all its results, in the order of the calls; only now may the model see them.
@@ -194,26 +201,14 @@ def commit_observed(tx: Connection, fence: Fence, observed: Sequence[tuple[int, 
     Raises:
         Fenced: another worker holds the group.
     """
-    check(tx, fence)
+    held = check(tx, fence)
     for episode, step in observed:
-        steps, episodes = db.steps, db.episodes
         results = step.results or ()
-        attempt = select(episodes.c.attempt).where(episodes.c.id == episode).scalar_subquery()
-        changed = tx.execute(
-            update(steps)
-            .where(steps.c.episode_id == episode, steps.c.attempt == attempt, steps.c.number == step.index)
-            .where(steps.c.observed_at.is_(None))
-            .values(observed_at=datetime.now(UTC))
-        )
-        if changed.rowcount:
-            tx.execute(
-                update(episodes)
-                .where(episodes.c.id == episode)
-                .values(
-                    tool_errors=episodes.c.tool_errors + sum(result.error_class is not None for result in results),
-                    tool_seconds=episodes.c.tool_seconds + sum(result.seconds for result in results),
-                )
-            )
+        key = {"of_episode": episode, "of_attempt": held.attempts[episode], "of_number": step.index}
+        if _OBSERVED.run(tx, {**key, "observed_at": datetime.now(UTC)}):
+            errors = sum(result.error_class is not None for result in results)
+            seconds = sum(result.seconds for result in results)
+            _COUNT_RESULTS.run(tx, {"episode": episode, "errors": errors, "seconds": seconds})
 
 
 @transaction

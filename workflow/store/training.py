@@ -5,28 +5,29 @@ checkpoint's files are there before it, and mean nothing without it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import Connection, func, select, union_all, update
 
 from workflow import db
 from workflow.db import now_ms
 from workflow.errors import Fenced, ModelError
 from workflow.evaluate import Score
 from workflow.store.connect import insert, reading, transaction
-from workflow.store.planning import OPEN, insert_iteration, log
-from workflow.store.rollout import MAX_LOSSES
-from workflow.store.rows import clean, load_episodes, task_value
-from workflow.trajectory import Group, PolicyRef
+from workflow.store.planning import insert_iteration, is_broken, log
+from workflow.store.rollout import MAX_LOSSES, memory_hint
+from workflow.store.rows import clean, load_episodes, members_of, task_value
+from workflow.trajectory import OPEN, Episode, Group, PolicyRef
 
 
 @dataclass(frozen=True)
 class IterationWork:
     """All that a train job needs of one iteration.
 
-    `policy` is what the update starts from, with its optimizer state; `key` tells this run's checkpoints from all others.
+    `policy` is what the update starts from, with its optimizer state; `key` tells this run's checkpoints from all others. With
+    `rebuilds` the run's checkpoint is to be made again first, and there are no groups yet.
     """
 
     id: int
@@ -41,6 +42,7 @@ class IterationWork:
     output_dir: str
     key: str
     groups: tuple[Group, ...]
+    rebuilds: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,20 +83,19 @@ def claim_iteration(tx: Connection, iteration: int, worker: str, lease_seconds: 
 
     With fewer than half of the planned episodes done the run is paused instead, and says why.
     """
-    row = _claimable(tx, iteration, worker)
+    row = _claimable(tx, iteration, worker, lease_seconds)
     if row is None:
         return None
-    done = tx.execute(
-        select(func.count()).where(db.episodes.c.iteration_id == iteration, db.episodes.c.status == "done")
-    ).scalar_one()
-    if row["kind"] == "train" and 2 * done < row["episodes"] and row["too_few"] != "accepted":
+    done = tx.execute(select(func.count()).where(members_of(iteration), db.episodes.c.status == "done")).scalar_one()
+    if row["kind"] == "train" and not row["broken"] and 2 * done < row["episodes"] and row["too_few"] != "accepted":
         tx.execute(update(db.iterations).where(db.iterations.c.id == iteration).values(too_few="paused"))
         reason = f"iteration {row['number']}: only {done} of {row['episodes']} episodes can train"
         _set_run(tx, row["run_id"], "paused", reason)
         return None
     losses = row["losses"] + (1 if row["worker"] not in ("", worker) else 0)
     if losses >= MAX_LOSSES:
-        _set_run(tx, row["run_id"], "failed", f"iteration {row['number']}: its trainer was lost {losses} times")
+        hint = memory_hint(tx, row["run_id"], row["worker"])
+        _set_run(tx, row["run_id"], "failed", f"iteration {row['number']}: its trainer was lost {losses} times{hint}")
         return None
     token = tx.execute(
         update(db.iterations)
@@ -119,21 +120,23 @@ def claim_iteration(tx: Connection, iteration: int, worker: str, lease_seconds: 
         policy=_published(tx, row["run_id"], row["base"], row["base_hash"]),
         output_dir=row["output_dir"],
         key=row["manifest"].get("id", "")[:8],
-        groups=_load_groups(tx, iteration),
+        groups=() if row["broken"] else load_groups(tx, iteration, row["reward_set"]),
+        rebuilds=row["broken"],
     )
 
 
-def _claimable(tx: Connection, iteration: int, worker: str) -> Mapping[str, Any] | None:
+def _claimable(tx: Connection, iteration: int, worker: str, lease_seconds: float) -> Mapping[str, Any] | None:
     iterations, runs = db.iterations, db.runs
     open_groups = (
         select(func.count()).where(db.groups.c.iteration_id == iteration, db.groups.c.status.in_(OPEN)).scalar_subquery()
     )
     query = (
         select(iterations, runs.c.name, runs.c.kind, runs.c.config, runs.c.seed, runs.c.base, runs.c.base_hash)
-        .add_columns(runs.c.output_dir, runs.c.manifest)
+        .add_columns(runs.c.output_dir, runs.c.manifest, runs.c.reward_set, is_broken(runs.c.id).label("broken"))
         .join(runs, runs.c.id == iterations.c.run_id)
         .where(iterations.c.id == iteration, iterations.c.status.in_(OPEN), runs.c.status == "running")
-        .where(open_groups == 0, (func.coalesce(iterations.c.lease_until, 0) < now_ms()) | (iterations.c.worker == worker))
+        .where((open_groups == 0) | is_broken(runs.c.id))
+        .where(db.free(iterations.c.lease_until, lease_seconds) | (iterations.c.worker == worker))
         .with_for_update(of=iterations)
     )
     row = tx.execute(query).mappings().one_or_none()
@@ -146,27 +149,55 @@ def _published(tx: Connection, run_id: int, base: str, base_hash: str) -> Policy
     return PolicyRef(base, base_hash, row.path, row.sha256, row.version)
 
 
-def _load_groups(tx: Connection, iteration: int) -> tuple[Group, ...]:
-    rows = tx.execute(
-        select(db.groups.c.slot, db.tasks)
-        .join(db.tasks, db.tasks.c.id == db.groups.c.task_id)
-        .where(db.groups.c.iteration_id == iteration)
-        .order_by(db.groups.c.slot)
-    ).mappings()
+def _slots(tx: Connection, iteration: int) -> dict[int, tuple[int, int]]:
+    """Group -> its slot and task: the iteration's own groups, or the stored ones that it trains on."""
+    groups, stored = db.groups.c, db.iteration_groups.c
+    own = select(groups.id, groups.slot, groups.task_id).where(groups.iteration_id == iteration)
+    lent = (
+        select(groups.id, stored.slot, groups.task_id)
+        .join(db.iteration_groups, stored.group_id == groups.id)
+        .where(stored.iteration_id == iteration)
+    )
+    rows = tx.execute(union_all(own, lent)).all()
+    return {row.id: (row.slot, row.task_id) for row in sorted(rows, key=lambda row: row.slot)}
+
+
+def load_groups(tx: Connection, iteration: int, reward_set: str) -> tuple[Group, ...]:
+    """What the iteration trains on, with the rewards of that set."""
+    slots = _slots(tx, iteration)
+    rows = tx.execute(select(db.tasks).where(db.tasks.c.id.in_({task for _, task in slots.values()}))).mappings()
     tasks = {row["id"]: task_value(row) for row in rows}
-    episodes = load_episodes(tx, db.episodes.c.iteration_id == iteration, tasks)
-    members: dict[str, list[Any]] = {task.key: [] for task in tasks.values()}
-    for episode in episodes:
-        members[episode.task.key].append(episode)
-    return tuple(Group(task, tuple(members[task.key])) for task in tasks.values())
+    members: dict[int, list[Episode]] = {group: [] for group in slots}
+    of_group = select(db.episodes.c.id, db.episodes.c.group_id).where(members_of(iteration))
+    groups = {row.id: row.group_id for row in tx.execute(of_group)}
+    for episode in _rewarded(tx, iteration, load_episodes(tx, members_of(iteration), tasks), reward_set):
+        members[groups[episode.id]].append(episode)
+    return tuple(Group(tasks[task], tuple(members[group]), slot) for group, (slot, task) in slots.items())
+
+
+def _rewarded(tx: Connection, iteration: int, episodes: Sequence[Episode], reward_set: str) -> list[Episode]:
+    """The episodes with their reward in that set of their own run; one that has none there cannot train."""
+    if reward_set == "default":
+        return list(episodes)
+    sets, rewards = db.reward_sets.c, db.rewards.c
+    query = (
+        select(rewards.episode_id, func.sum(rewards.value * rewards.weight).label("reward"))
+        .join(db.reward_sets, sets.id == rewards.reward_set_id)
+        .join(db.episodes, (db.episodes.c.id == rewards.episode_id) & (db.episodes.c.run_id == sets.run_id))
+        .where(members_of(iteration), sets.name == reward_set)
+        .group_by(rewards.episode_id)
+    )
+    found = {row.episode_id: row.reward for row in tx.execute(query)}
+    return [replace(episode, reward=found.get(episode.id)) for episode in episodes]
 
 
 @transaction
 def extend_lease(tx: Connection, iteration: int, token: int, lease_seconds: float) -> bool:
-    """The trainer's heartbeat; False if another trainer holds the iteration."""
+    """The trainer's heartbeat; False if another trainer holds the iteration, or it is over."""
     extended = tx.execute(
         update(db.iterations)
         .where(db.iterations.c.id == iteration, db.iterations.c.train_token == token, db.iterations.c.worker != "")
+        .where(db.iterations.c.status.in_(OPEN))
         .values(lease_until=now_ms() + int(lease_seconds * 1000))
     )
     return bool(extended.rowcount)
@@ -177,7 +208,7 @@ def hand_back_iteration(tx: Connection, iteration: int, token: int) -> None:
     """Ends the trainer's claim before its time, without counting a loss."""
     tx.execute(
         update(db.iterations)
-        .where(db.iterations.c.id == iteration, db.iterations.c.train_token == token)
+        .where(db.iterations.c.id == iteration, db.iterations.c.train_token == token, db.iterations.c.status.in_(OPEN))
         .values(lease_until=now_ms() - 1, worker="")
     )
 
@@ -225,9 +256,8 @@ def commit_update(tx: Connection, work: IterationWork, record: UpdateRecord, max
             ],
         )
     for slot, reason in record.dropped.items():
-        tx.execute(
-            update(db.groups).where(db.groups.c.iteration_id == work.id, db.groups.c.slot == slot).values(dropped=reason)
-        )
+        for table in (db.groups, db.iteration_groups):
+            tx.execute(update(table).where(table.c.iteration_id == work.id, table.c.slot == slot).values(dropped=reason))
     policy_id = _publish(tx, work, record)
     return Published(work.number + 1, _go_on(tx, work, record, policy_id, max_bad_updates))
 
@@ -260,24 +290,24 @@ def _close_iteration(tx: Connection, work: IterationWork, record: UpdateRecord) 
             trainable=sum(episode.trainable for group in work.groups for episode in group.episodes),
             update_seconds=record.seconds,
             finished_at=datetime.now(UTC),
-            **_sums(tx, work.id),
+            **_sums(tx, work),
         )
     )
     if not closed.rowcount:
         raise Fenced(f"Iteration {work.number} of {work.run} is no longer held by train token {work.token}.")
 
 
-def _sums(tx: Connection, iteration: int) -> dict[str, Any]:
+def _sums(tx: Connection, work: IterationWork) -> dict[str, Any]:
     episodes = db.episodes.c
     summed = ("prompt_tokens", "sampled_tokens", "tool_calls", "tool_errors")
     row = tx.execute(
         select(
-            func.avg(episodes.reward).filter(episodes.status == "done").label("mean_reward"),
             func.max(episodes.finished_at, type_=db.Utc()).label("rolled_out_at"),
             *(func.coalesce(func.sum(episodes[name]), 0).label(name) for name in summed),
-        ).where(episodes.iteration_id == iteration)
+        ).where(members_of(work.id))
     )
-    return dict(row.mappings().one())
+    done = [e.reward for group in work.groups for e in group.episodes if e.status == "done" and e.reward is not None]
+    return {**row.mappings().one(), "mean_reward": sum(done) / len(done) if done else None}
 
 
 def _publish(tx: Connection, work: IterationWork, record: UpdateRecord) -> int:
@@ -301,14 +331,14 @@ def _go_on(tx: Connection, work: IterationWork, record: UpdateRecord, policy_id:
     run = tx.execute(select(db.runs).where(db.runs.c.id == work.run_id).with_for_update()).mappings().one()
     bad = run["bad_updates"] + 1 if record.bad else 0
     tx.execute(update(db.runs).where(db.runs.c.id == work.run_id).values(bad_updates=bad))
-    if work.number + 1 >= run["iterations"]:
-        # Also a run that was failed meanwhile: nothing is left to resume.
-        _set_run(tx, work.run_id, "done", "", (*OPEN, "paused", "failed"))
-        return None
-    following = insert_iteration(tx, work.run_id, work.number + 1, policy_id)
+    last = work.number + 1 >= run["iterations"]
+    following = None if last else insert_iteration(tx, work.run_id, work.number + 1, policy_id)
     if bad >= max_bad:
         _set_run(tx, work.run_id, "failed", f"{bad} updates in a row were skipped: {record.skipped}")
         return None
+    if last:
+        # Also a run that was failed meanwhile: nothing is left to resume.
+        _set_run(tx, work.run_id, "done", "", (*OPEN, "paused", "failed"))
     return following if run["status"] == "running" else None
 
 
@@ -338,6 +368,17 @@ def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
 
 
 @transaction
+def finish_fork(tx: Connection, work: IterationWork) -> None:
+    """Ends a fork run: its group is there to be looked at and trained on.
+
+    Raises:
+        Fenced: another worker holds the iteration.
+    """
+    _close_iteration(tx, work, UpdateRecord((), {}))
+    _set_run(tx, work.run_id, "done", "")
+
+
+@transaction
 def confirm_base(tx: Connection, run: int, base_hash: str, chat_hashes: Mapping[str, str]) -> None:
     """Remembers at the first loading what the run's base is, and makes sure at each later one that it is the same.
 
@@ -363,6 +404,7 @@ def confirm_base(tx: Connection, run: int, base_hash: str, chat_hashes: Mapping[
 def optimizer_to_drop(tx: Connection, run: int, keep: int = 2) -> str | None:
     """The checkpoint whose optimizer state no update can need any more: the one before the last `keep`."""
     trained = select(db.policies.c.path).where(db.policies.c.run_id == run, db.policies.c.kind == "trained")
+    trained = trained.where(db.policies.c.version > 0)  # which a run that starts from another's policy has from there
     return tx.execute(trained.order_by(db.policies.c.version.desc()).offset(keep).limit(1)).scalar_one_or_none()
 
 

@@ -1,0 +1,124 @@
+"""`agentrl fork`, `rescore`, `why`: what could have been, what it would have earned, and what became of it."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from cli.output import Json, Line, cell, say, show, show_json, show_lines, show_rows
+from cli.watch import RunName
+
+EpisodeNumber = Annotated[int, typer.Argument(metavar="EPISODE", help="Number of the episode.", show_default=False)]
+
+
+def fork(
+    episode: EpisodeNumber,
+    step: Annotated[int, typer.Option(min=0, help="The first step that is sampled anew.", show_default=False)],
+    n: Annotated[int, typer.Option("-n", min=1, max=1024, help="How many forks.")] = 8,
+    edit_message: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="What the step reads instead of the last message before it.", show_default=False),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(metavar="V", help="Version of its run, or RUN@V [the one that sampled the step].", show_default=False),
+    ] = None,
+    with_parent: Annotated[bool, typer.Option("--with-parent", help="The episode itself joins the group.")] = False,
+    name: Annotated[str | None, typer.Option(help="Name of the fork run.", show_default=False)] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the forks to their end.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Go on with an episode from one of its steps, several times; prints the fork run's name."""
+    from cli.submit import send
+    from workers.fork import ForkRequest, prepare_fork
+    from workers.process import database
+
+    asked = ForkRequest(episode, step, n, edit_message, policy, with_parent, name)
+    prepared = prepare_fork(database(), asked)
+    send(prepared, wait or None, as_json)
+    say(f"Train on it: agentrl submit --from-groups {prepared.submission.name}")
+
+
+def rescore(
+    run: RunName,
+    reward: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME[=WEIGHT]", help="A reward, package.module:function too; may be repeated.", show_default=False
+        ),
+    ],
+    name: Annotated[str | None, typer.Option(help="Name of the reward set [the first reward's].", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """Score a run's episodes by other rewards; the scores they have stay as they are."""
+    from workers.process import database
+    from workers.rescore import rescore as score_again
+
+    made = score_again(database(), run, reward, name)
+    if as_json:
+        show_json(made)
+        return
+    show(f"{made['run']}: reward set {made['reward_set']}, {made['episodes']} episodes scored, {made['changed']} differ")
+    show(f"  mean {cell(made['mean_before'])} -> {cell(made['mean'])}")
+    for part in made["parts"]:
+        show(f"  {part['part']}: mean {cell(part['mean'])} x {cell(part['weight'])}")
+    say(f"Train on it: agentrl submit --from-episodes {made['run']} --reward-set {made['reward_set']}")
+
+
+def why(episode: EpisodeNumber, as_json: Json = False) -> None:
+    """Tell what became of an episode: the update that trained on it, or why none did."""
+    from workers.process import database
+    from workflow.store import ledger
+
+    found = ledger.why(database(), episode)
+    if as_json:
+        show_json(found)
+        return
+    show_lines(_told(found))
+    show_rows([_table_row(row, found["iteration"]) for row in found["iterations"]], COLUMNS)
+
+
+COLUMNS = (
+    "iteration", "planned", "trained", "no_variance=no variance", "too_few=too few", "skipped", "tainted",
+    "no_reward=no reward", "failed", "infra_error", "cancelled", "evaluated", "forked", "waiting", "open",
+)  # fmt: skip
+"""Fates, in the table; a column where nothing ended so is left out."""
+
+SENTENCES = {
+    "trained": "trained: advantage {advantage} in the update of iteration {iteration}, which made policy version {version}",
+    "no_variance": "taught nothing: the rewards of its group are all alike, so that its advantage is 0",
+    "too_few": "not trained: its group was dropped, {dropped}",
+    "skipped": "not trained: the update of iteration {iteration} was skipped, {skipped}",
+    "tainted": "not trained: a tool gave another output when its state was rebuilt",
+    "no_reward": "not trained: it has no reward in the set that was trained on",
+    "failed": "not trained: it failed ({error})",
+    "infra_error": "not trained: the system failed it ({error})",
+    "cancelled": "not trained: the run was cancelled",
+    "evaluated": "made to measure a policy, and trained by no update",
+    "forked": "made by a fork; train on its group: agentrl submit --from-groups {run}",
+    "waiting": "done, and not trained yet: its iteration is still open",
+    "open": "not over yet: {status}",
+}
+"""Fate -> what a person is told."""
+
+
+def _told(found: Any) -> Iterator[Line]:
+    yield f"episode {found['id']}  of {found['run']}, iteration {found['iteration']}, task {found['task']}", "bold"
+    yield f"  {_sentence(found)}", ""
+    if found["attempt"]:
+        yield f"  begun again {found['attempt']} times: the steps of earlier attempts are superseded, and kept", "yellow"
+    if found["parent_id"] is not None:
+        yield f"  forked from episode {found['parent_id']} at step {found['fork_step']}", ""
+    for other in found["elsewhere"]:
+        yield f"  in run {other['run']}: {_sentence(found | other)}", ""
+    yield "", ""
+
+
+def _sentence(fate: Mapping[str, Any]) -> str:
+    shown = {**fate, "advantage": cell(fate["advantage"]), "version": fate["iteration"] + 1}
+    return SENTENCES[fate["fate"]].format(**shown)
+
+
+def _table_row(row: Mapping[str, Any], here: int) -> dict[str, Any]:
+    counts = {name: count or None for name, count in row.items() if name not in ("iteration", "planned")}
+    return {**row, **counts, "iteration": f"{row['iteration']}{' <-' if row['iteration'] == here else ''}"}

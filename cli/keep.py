@@ -1,0 +1,81 @@
+"""`agentrl gc`, `agentrl vacuum`: what no row needs leaves the disk, and the database gives back what it does not use."""
+
+from typing import Annotated, Any
+
+import typer
+
+from cli.output import Json, say, show, show_json, show_table
+
+
+def gc(
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN]...", help="Only of these runs.", show_default=False)
+    ] = None,
+    keep_last: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Of runs that are over keep only the newest N adapters, also where episodes name others.",
+            metavar="N",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove what no row needs from the checkpoint folders.
+
+    Leftovers of killed trainers, optimizer state of all but the last two checkpoints, adapters that no episode names.
+    """  # fmt: skip
+    from workers.process import database
+    from workflow.collect import KINDS
+    from workflow.store import keeping
+
+    places = keeping.checkpoints(database(), tuple(runs or ()))
+    freed = {place.run: _collect(database(), place, keep_last, dry_run) for place in places}
+    totals = {kind: sum(run[kind] for run in freed.values()) for kind in KINDS}
+    if as_json:
+        show_json(
+            {"dry_run": dry_run, "bytes": totals, "runs": {run: part for run, part in freed.items() if any(part.values())}}
+        )
+        return
+    rows = [(run, *(_size(part[kind]) for kind in KINDS)) for run, part in freed.items() if any(part.values())]
+    if rows:
+        show_table(("run", *KINDS), [*rows, ("all", *(_size(totals[kind]) for kind in KINDS))])
+    show(f"{_size(sum(totals.values()))} {'would be' if dry_run else 'were'} freed.")
+
+
+def _collect(db: Any, place: Any, keep_last: int | None, dry_run: bool) -> dict[str, int]:
+    """One run; bytes by kind."""
+    from workflow import collect
+    from workflow.store import keeping
+
+    folders = collect.listed(place.output_dir, place.key)
+    present = {folder.name for folder in folders}
+    decide = keeping.needs if dry_run else keeping.collect
+    waste = collect.waste(folders, decide(db, place.run_id, present, keep_last), place.key)
+    for item in () if dry_run else waste:
+        collect.remove(place.output_dir, item)
+    return {kind: sum(item.bytes for item in waste if item.kind == kind) for kind in collect.KINDS}
+
+
+def vacuum(as_json: Json = False) -> None:
+    """Compact the database; runs may go on meanwhile."""
+    from workers.process import database
+    from workflow.store import compact
+
+    done = compact.vacuum(database())
+    if as_json:
+        show_json({"before": done.before, "after": done.after})
+    else:
+        show(f"{_size(done.before)} -> {_size(done.after)}")
+    if done.left:
+        say("Somebody reads an older state: the log beside the file shrinks at the next vacuum.")
+
+
+def _size(count: int) -> str:
+    """Bytes in the unit that keeps the number short."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 1 << power:
+            return f"{count / (1 << power):.1f} {unit}"
+    return f"{count} bytes"

@@ -1,0 +1,215 @@
+"""`agentrl replay EPISODE --verify WHAT`: is the record true? The episode is done again, and the report names what differs."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from cli.output import Line, cell, one_line, say, show_json, show_lines
+from workflow.errors import CheckpointError, ConfigError, did_you_mean
+from workflow.trajectory import ToolResult
+
+if TYPE_CHECKING:
+    from workflow.compare import TokenDifference
+    from workflow.replay import RewardsReport, TokensReport, ToolsReport
+    from workflow.store.origin import Origin
+
+TOOLS, TOKENS, REWARDS = "tools", "tokens", "rewards"
+WHAT = (TOOLS, TOKENS, REWARDS, "all")
+"""What can be verified."""
+
+SHOWN = 200
+"""Characters of a text in a report, at most."""
+
+
+def verify(episode: int, what: str, as_json: bool) -> int:
+    """Does the episode again and prints what came of it; 0 where all that could be verified is the same, else 1.
+
+    Raises:
+        CheckpointError: tokens alone were asked for, and the weights that sampled them are gone.
+        ModelError: the base here is another than the run's.
+    """
+    from workers.process import database
+    from workflow.store.origin import find_origin
+
+    if what not in WHAT:
+        raise ConfigError(f"--verify does not know {what!r}.", did_you_mean(what, WHAT))
+    origin = find_origin(database(), episode)
+    asked = WHAT[:3] if what == "all" else (what,)
+    reports: dict[str, Any] = {name: check(origin) for name, check in _CHECKS.items() if name in asked}
+    same = all(report.same for found in reports.values() for report in (found if isinstance(found, list) else [found]))
+    if as_json:
+        show_json({"episode": episode, "same": same, **{name: _document(found) for name, found in reports.items()}})
+    else:
+        show_lines(_report(origin, reports, same))
+    tokens: TokensReport | None = reports.get(TOKENS)
+    if tokens is not None:
+        _remark(tokens)
+    if what == TOKENS and same and tokens and tokens.unverified and not tokens.steps:
+        raise CheckpointError(
+            f"No token of episode {episode} was verified.", "Verify what is left: --verify tools, --verify rewards."
+        )
+    return 0 if same else 1
+
+
+def _remark(report: "TokensReport") -> None:
+    for sentence in report.unverified:
+        say(f"NOT VERIFIED: {sentence}")
+    if report.precision == "float32" and (report.logprob or report.draw):
+        say("This was computed in float32. A LoRA policy with dtype: auto samples in bfloat16 on a GPU: verify it on one.")
+
+
+def _document(found: Any) -> Any:
+    return [_document(report) for report in found] if isinstance(found, list) else {"same": found.same, **asdict(found)}
+
+
+# doing it again
+
+
+def _check_tools(origin: "Origin") -> "ToolsReport":
+    from workers.tools import run_tool
+    from workflow.plugins import find
+    from workflow.replay import check_tools
+    from workflow.store.calls import CallWork
+    from workflow.store.rows import clean
+
+    name = str(origin.config["env"])
+    tools = find("envs", name).toolset()
+
+    def run(tool: str, arguments: Mapping[str, Any]) -> ToolResult:
+        if tool not in tools:
+            return ToolResult(f"the env {name!r} has no tool {tool!r} now", "unknown_tool")
+        result = run_tool(tools[tool], CallWork(0, name, tool, arguments, tools[tool].effects))
+        return replace(result, content=clean(result.content))  # as the record holds it
+
+    return check_tools(origin.record.episode, origin.record.calls, run)
+
+
+def _check_tokens(origin: "Origin") -> "TokensReport":
+    from workflow.config import RunConfig
+    from workflow.plugins import find
+    from workflow.replay import gone
+    from workflow.rescoring import check_tokens, open_policy
+    from workflow.settings import settings
+
+    config = RunConfig.model_validate(origin.config)
+    where = settings()
+    policy = open_policy(config.model, origin.base, origin.base_hash, origin.manifest, where.device, where.threads)
+    schemas = [tool.schema for tool in find("envs", str(config.env)).toolset().values()]
+    lost = gone(origin.policies, origin.collected)
+    temperature = config.rollout.temperature
+    return check_tokens(origin.record.episode, origin.policies, lost, policy, schemas, origin.key.bits, temperature)
+
+
+def _check_rewards(origin: "Origin") -> "list[RewardsReport]":
+    from workflow.replay import check_rewards
+
+    return [
+        check_rewards(origin.record.episode, name, scored.weights, scored.parts, scored.code_hash)
+        for name, scored in origin.reward_sets.items()
+        if scored.parts
+    ]
+
+
+_CHECKS: Mapping[str, Callable[["Origin"], Any]] = {TOOLS: _check_tools, TOKENS: _check_tokens, REWARDS: _check_rewards}
+
+
+# the report
+
+
+def _report(origin: "Origin", reports: Mapping[str, Any], same: bool) -> Iterator[Line]:
+    row = origin.record.row
+    yield (
+        f"episode {row['id']}  of {row['run']}, iteration {row['iteration']}, task {row['task']}, sample {row['sample']}",
+        "bold",
+    )
+    if TOOLS in reports:
+        yield from _tools(reports[TOOLS])
+    if TOKENS in reports:
+        yield from _tokens(reports[TOKENS])
+    if REWARDS in reports:
+        yield from _rewards(reports[REWARDS], row["status"])
+    partly = TOKENS in reports and reports[TOKENS].unverified
+    alike = ("the same, as far as it could be verified", "yellow") if partly else ("the same", "green")
+    yield alike if same else ("NOT the same", "bold red")
+
+
+def _tools(report: "ToolsReport") -> Iterator[Line]:
+    taken = ", ".join(f"{count} {reason}" for reason, count in report.taken.items())
+    said = f", from the record: {taken}" if taken else ""
+    yield f"tools    {report.ran} calls run again, {report.differing} differ{said}", colour(report.same)
+    if (first := report.first) is not None:
+        yield f"  first: step {first.step}, call {first.call} ({first.tool})", "red"
+        yield f"    recorded: {_result(first.recorded)}", ""
+        yield f"    now:      {_result(first.found)}", ""
+
+
+def _result(result: ToolResult) -> str:
+    return f"{f'({result.error_class}) ' if result.error_class else ''}{quoted(result.content)}"
+
+
+def _tokens(report: "TokensReport") -> Iterator[Line]:
+    differ = 0 if report.prompt is None else 1
+    parents = f", {report.parents} steps are the parent's" if report.parents else ""
+    yield f"prompts  {report.prompts} rendered again, {'one' if differ else 'none'} differs{parents}", colour(not differ)
+    if report.prompt is not None:
+        yield from parting(report.prompt, "recorded:", "rendered:")
+    yield from _scores(report)
+    if (off := report.logprob) is not None:
+        yield f"  first: step {off.step}, token {off.token} ({off.id} {quoted(off.text)})", "red"
+        yield f"    recorded: {off.recorded:.7g}", ""
+        yield f"    now:      {off.found:.7g}", ""
+    yield from _draws(report)
+
+
+def _scores(report: "TokensReport") -> Iterator[Line]:
+    tokens = sum(step.tokens for step in report.steps)
+    greatest = max((step.max_difference for step in report.steps), default=0.0)
+    said = f"|difference| at most {greatest:.2g} (tolerance {report.logprob_tolerance:g})"
+    yield f"logprobs {tokens} scored again in {report.precision}, {said}", colour(report.logprob is None)
+    for step in report.steps:
+        difference = f"|difference| at most {step.max_difference:.2g}, mean {step.mean_difference:.2g}"
+        yield f"  step {step.step}, policy v{step.policy_version}: {step.tokens} tokens, {difference}", "dim"
+
+
+def _draws(report: "TokensReport") -> Iterator[Line]:
+    same, ties, mismatches = (sum(getattr(step, name) for step in report.steps) for name in ("same", "ties", "mismatches"))
+    said = f"{same} same, {ties} ties (within {report.draw_tolerance:g}), {mismatches} mismatches"
+    yield f"draws    {same + ties + mismatches} drawn again: {said}", colour(report.draw is None)
+    if (missed := report.draw) is not None:
+        yield f"  first: step {missed.step}, token {missed.token} (position {missed.position})", "red"
+        yield f"    recorded: {missed.recorded_id} {quoted(missed.recorded)}", ""
+        yield f"    drawn:    {missed.drawn_id} {quoted(missed.drawn)}, {missed.distance:.2g} beyond", ""
+
+
+def _rewards(reports: "list[RewardsReport]", status: str) -> Iterator[Line]:
+    if not reports:
+        yield f"rewards  none: the episode is {status}", ""
+    for report in reports:
+        hooks = f"; from the record: {', '.join(report.hooks)} (hooks)" if report.hooks else ""
+        code = "" if report.same_code else "; the rewards' code is another now"
+        said = f"{report.parts} parts computed again, {len(report.differences) or 'none'} differ{hooks}{code}"
+        yield f"rewards  {report.reward_set}: {said}", colour(report.same)
+        for item in report.differences:
+            yield f"  {item.part}: recorded {number(item.recorded)}, now {number(item.found)}", "red"
+
+
+def parting(found: "TokenDifference", left: str, right: str) -> Iterator[Line]:
+    """Where two token sequences part, one line for each side after its name."""
+    yield f"  first: step {found.step}, {found.part} token {found.index}", "red"
+    for name, token, text in zip((left, right), found.ids, found.texts, strict=True):
+        yield f"    {name} {'(no more)' if token is None else f'{token} {quoted(text)}'}", ""
+
+
+def colour(same: bool) -> str:
+    """The style of a line of the report."""
+    return "" if same else "red"
+
+
+def quoted(text: str) -> str:
+    """A text in quotation marks, what cannot be seen escaped."""
+    return repr(one_line(text, SHOWN)) if len(text) > SHOWN else repr(text)
+
+
+def number(value: float | str | None) -> str:
+    """A number with all its digits; what was raised instead of it as it is."""
+    return one_line(value, SHOWN) if isinstance(value, str) else cell(value) if value is None else repr(value)

@@ -1,0 +1,31 @@
+"""`python -m tests.eaten CGROUP GROUP`: a supervisor whose child claims the group and then more memory than the cgroup has."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from workers.process import database
+from workers.supervisor import Child, Supervisor
+from workflow.settings import settings
+from workflow.store import rollout
+
+HOARD = "open('/proc/self/oom_score_adj', 'w').write('1000'); input(); hoard = b'x' * 2**29"
+
+
+def main(cgroup: str, group: str) -> None:
+    """Starts the child, sees it die, and looks at it as a supervisor does."""
+    (Path(cgroup) / "cgroup.procs").write_text(str(os.getpid()))
+    process = subprocess.Popen([sys.executable, "-c", HOARD], stdin=subprocess.PIPE)
+    child = Child("rollout,train", process, time.monotonic())
+    assert rollout.claim_group(database(), int(group), f"{socket.gethostname()}:{process.pid}/claim", -1.0)
+    process.communicate(b"\n")
+    assert process.returncode == -signal.SIGKILL, process.returncode
+    Supervisor(settings())._revive(child)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

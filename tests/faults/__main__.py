@@ -1,0 +1,80 @@
+"""`python -m tests.faults`: every fault at every hit of every point (`make faults`), or with `--sample` what CI has time for.
+
+Writes `build/faults.json`, a list of {fault, action, hit, hits, prelude, outcome, seconds, violated}, and prints a table. Exits
+with 1 if an invariant was violated.
+"""
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tests.faults.loop import ACTIONS, Case, Result, every, laboratory, play, recordings, sample
+
+Row = dict[str, Any]
+
+
+def main() -> int:
+    """Plays the loop."""
+    asked = _asked()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+    rows: list[Row] = []
+
+    def told(case: Case, result: Result) -> None:
+        rows.append(_row(case, result))
+        print(f"{case.fault:60} {result.outcome:10} {result.seconds:5.1f} s  {', '.join(result.deaths)}", flush=True)
+        for line in result.violated:
+            print(f"    {line}", flush=True)
+
+    with laboratory() as bare:
+        lab, recorded = recordings(bare)
+        chosen = (sample if asked.sample else every)(recorded, asked.action)
+        cases = [case for case in chosen if not asked.point or case.point in asked.point]
+        asked.json.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            play(lab, cases, recorded[""].record, asked.jobs, not asked.sample, told)
+        finally:  # what is known after half an hour is kept
+            asked.json.write_text(json.dumps(rows, indent=1))
+    print(table(rows, {prelude: recording.seconds for prelude, recording in recorded.items()}))
+    return int(any(row["outcome"] == "violated" for row in rows))
+
+
+def _asked() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--sample", action="store_true", help="the first, a middle and the last hit of each point")
+    parser.add_argument("--action", action="append", choices=ACTIONS, help="only this; may be repeated")
+    parser.add_argument("--point", action="append", help="only this; may be repeated")
+    parser.add_argument("--jobs", type=int, default=3, help="experiments side by side")
+    parser.add_argument("--json", type=Path, default=Path("build/faults.json"))
+    asked = parser.parse_args()
+    asked.action = asked.action or list(ACTIONS)
+    return asked
+
+
+def _row(case: Case, result: Result) -> Row:
+    fields = asdict(case) | asdict(result)
+    return {"fault": fields.pop("point"), **fields, "seconds": round(result.seconds, 2)}
+
+
+def table(rows: Sequence[Row], undisturbed: dict[str, float]) -> str:
+    """One line per point: hits, how many faults it stood, and what they cost in seconds beyond the undisturbed run."""
+    lines = ["| point | hits | faults | passed | seconds lost: median | most |", "|---|---|---|---|---|---|"]
+    touched = [row for row in rows if row["outcome"] != "untouched"]
+    for point in sorted({row["fault"] for row in touched}):
+        mine = [row for row in touched if row["fault"] == point]
+        passed = sum(row["outcome"] == "recovered" for row in mine)
+        lost = [max(0.0, row["seconds"] - undisturbed[row["prelude"]]) for row in mine]
+        hits = mine[0]["hits"]
+        lines.append(f"| {point} | {hits} | {len(mine)} | {passed} | {median(lost):.1f} | {max(lost):.1f} |")
+    passed = sum(row["outcome"] == "recovered" for row in touched)
+    lines.append(f"| all | | {len(touched)} | {passed} | | |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""The loop: every fault point, hit by hit, until a run passes untouched; several experiments side by side.
+
+First an undisturbed run says how often each point is hit, and what the run comes to. Points that only a recovery passes are
+found by runs with a fault of their own, and tested with a second fault on top of it.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.faults.experiment import Experiment, forked
+from tests.faults.record import Record, complete, read, violations
+
+PRELUDES = ("", "submit.after:1:kill", "commit_sampled.after:2:kill")
+"""Nothing; a submitter that dies before its first message; a rollout worker that dies and whose groups are sent again."""
+
+IN_RECOVERY = ("control", "send_rollouts")
+"""Points that an undisturbed run passes only by chance, where a tick of the control loop was faster than a message."""
+
+ZOMBIES = (
+    "claim_group.after",
+    "generate.sent",
+    "commit_sampled.before",
+    "run_tool.after",
+    "update.after",
+    "checkpoint.renamed",
+)
+"""Where standing still until the lease is over is another thing than dying."""
+
+ACTIONS = ("kill", "raise", "sleep")
+MOST_HITS = 100
+
+_PRELOADED = (
+    "torch._dynamo",
+    "transformers.models.qwen2.modeling_qwen2",
+    "alembic.command",
+    "celery.apps.worker",
+    "celery.app.amqp",
+    "celery.app.control",
+    "celery.app.events",
+    "celery.app.log",
+    "celery.backends.redis",
+    "celery.concurrency.thread",
+    "celery.worker.consumer",
+    "celery.worker.strategy",
+    "kombu.transport.redis",
+    "sqlalchemy.dialects.sqlite",
+    "workflow.sft",
+    "workflow.trainer",
+    "workflow.engine",
+    "workflow.store.migrate",
+    "workflow.store.observe",
+    "workflow.store.training",
+    "tests.faults.world",
+)
+"""What the workers import, but for the workers themselves: their app reads the environment when it is imported."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault to try: what happens at which hit of which point, after which prelude; `hits` as in the recorded run."""
+
+    point: str
+    action: str
+    hit: int
+    hits: int
+    prelude: str = ""
+
+    @property
+    def fault(self) -> str:
+        """As AGENTRL_FAULT takes it."""
+        return ",".join(filter(None, [self.prelude, f"{self.point}:{self.hit}:{self.action}"]))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a case: `untouched` (the point was not hit so often), `recovered` or `violated`."""
+
+    outcome: str
+    seconds: float = 0.0
+    deaths: tuple[str, ...] = ()
+    violated: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A run with nothing but its prelude: how long it took, the hits of every point, what it came to."""
+
+    seconds: float
+    hits: dict[str, int]
+    record: Record = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Laboratory:
+    """What all experiments share; `folder` has a short path."""
+
+    folder: Path
+    seed: int = 0
+
+    def experiment(self, name: str, fault: str) -> Experiment:
+        """A new experiment in a folder of its own."""
+        folder = self.folder / name
+        folder.mkdir()
+        return Experiment(folder, self.folder / "model", self.folder / "migrated.db", self.seed, fault)
+
+
+@contextmanager
+def laboratory() -> Iterator[Laboratory]:
+    """Everything imported, a model made, a database migrated; this process itself begins no thread and opens nothing."""
+    for name in ("OMP", "OPENBLAS", "MKL"):
+        os.environ[f"{name}_NUM_THREADS"] = "1"
+    os.environ |= {"AGENTRL_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    for module in _PRELOADED:
+        importlib.import_module(module)
+    assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1, "a thread does not survive a fork"
+    with TemporaryDirectory(prefix="arl-", dir="/tmp") as folder:
+        made = Laboratory(Path(folder))
+        _wait(forked(lambda: _furnish(made.folder), made.folder / "log"), made.folder / "log")
+        yield made
+
+
+def _furnish(folder: Path) -> None:
+    from tests.faults.world import make_model
+    from workflow.store.migrate import open_database
+
+    open_database(f"sqlite:///{folder / 'migrated.db'}").close()
+    make_model(folder / "model")
+
+
+def _wait(pid: int, log: Path) -> None:
+    _, status = os.waitpid(pid, 0)
+    if status:
+        raise AssertionError(log.read_text())
+
+
+def recordings(lab: Laboratory) -> tuple[Laboratory, dict[str, Recording]]:
+    """The runs without a fault but their preludes, and the laboratory with a seed whose run has all that we want to disturb.
+
+    Raises:
+        AssertionError: no seed has; or a prelude alone breaks the run.
+    """
+    for seed in range(10):
+        lab = replace(lab, seed=seed)
+        plain = _recorded(lab, "")
+        if complete(plain.record):
+            break
+    else:
+        raise AssertionError(f"No seed gives a run with two turns in every episode: {plain.record}")
+    found = {"": plain}
+    for prelude in PRELUDES[1:]:
+        found[prelude] = _recorded(lab, prelude)
+        wrong = violations(found[prelude].record, plain.record, prelude)
+        assert not wrong, f"{prelude}: {wrong}"
+    return lab, found
+
+
+def _recorded(lab: Laboratory, prelude: str) -> Recording:
+    experiment = lab.experiment(f"r{lab.seed}{PRELUDES.index(prelude)}", prelude)
+    answer = experiment.folder / "answer.json"
+
+    def work() -> None:
+        seconds = experiment.run()
+        assert not experiment.violations, experiment.violations
+        answer.write_text(json.dumps(asdict(Recording(seconds, hits_of(experiment), read(experiment.home)))))
+
+    _wait(forked(work, experiment.folder / "log"), experiment.folder / "log")
+    return Recording(**json.loads(answer.read_text()))
+
+
+def hits_of(experiment: Experiment) -> dict[str, int]:
+    """How often each point was hit."""
+    return {file.name: file.stat().st_size for file in sorted((experiment.folder / "hits").iterdir())}
+
+
+def every(recorded: dict[str, Recording], actions: Sequence[str]) -> list[Case]:
+    """The first hit of every point, from which `play` goes on; a point belongs to the first prelude that leads to it."""
+    seen: set[str] = set()
+    cases = []
+    for prelude, recording in recorded.items():
+        later = () if prelude else IN_RECOVERY
+        new = {point: hits for point, hits in recording.hits.items() if point not in seen and not point.startswith(later)}
+        cases += [Case(point, action, 1, hits, prelude) for point, hits in new.items() for action in actions]
+        seen |= new.keys()
+    return cases
+
+
+def sample(recorded: dict[str, Recording], actions: Sequence[str]) -> list[Case]:
+    """Kill at the first, a middle and the last hit of every point; raise at the first; sleep where it matters."""
+    cases = []
+    for case in every(recorded, actions):
+        if case.action == "kill":
+            cases += [replace(case, hit=hit) for hit in sorted({1, (case.hits + 1) // 2, case.hits})]
+        elif case.action == "raise" or case.point in ZOMBIES:
+            cases.append(case)
+    return cases
+
+
+def play(
+    lab: Laboratory, cases: Sequence[Case], undisturbed: Record, jobs: int, on: bool, told: Callable[[Case, Result], None]
+) -> None:
+    """Plays the cases, `jobs` at a time; `on`: from each on to the next hit, until a run is untouched.
+
+    How often a point is hit varies a little, since what ends together is committed together: without `on`, a last hit that did
+    not happen gives way to the one before it.
+    """
+    waiting = deque(cases)
+    running: dict[int, tuple[Case, Experiment]] = {}
+    number = 0
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            case, number = waiting.popleft(), number + 1
+            experiment = lab.experiment(str(number), case.fault)
+            running[_begun(case, experiment, undisturbed)] = (case, experiment)
+        pid, _ = os.waitpid(-1, 0)
+        case, experiment = running.pop(pid)
+        result = _ended(experiment)
+        told(case, result)
+        if result.outcome != "violated":
+            shutil.rmtree(experiment.folder)
+        following = _following(case, result.outcome != "untouched", on)
+        if following:
+            waiting.appendleft(replace(case, hit=following))
+
+
+def _following(case: Case, touched: bool, on: bool) -> int:
+    """The hit to try next; 0 for none."""
+    if on:
+        return case.hit + 1 if touched and case.hit < MOST_HITS else 0
+    return 0 if touched else case.hit - 1
+
+
+def _begun(case: Case, experiment: Experiment, undisturbed: Record) -> int:
+    def work() -> None:
+        seconds = experiment.run()
+        wrong = experiment.violations or violations(read(experiment.home), undisturbed, case.fault)
+        hit = hits_of(experiment).get(case.point, 0) >= case.hit
+        outcome = "violated" if wrong else "recovered" if hit else "untouched"
+        result = Result(outcome, seconds, tuple(experiment.deaths), tuple(wrong))
+        (experiment.folder / "answer.json").write_text(json.dumps(asdict(result)))
+
+    return forked(work, experiment.folder / "log")
+
+
+def _ended(experiment: Experiment) -> Result:
+    answer = experiment.folder / "answer.json"
+    if not answer.exists():
+        return Result("violated", violated=(f"the experiment itself failed: {(experiment.folder / 'log').read_text()}",))
+    found = json.loads(answer.read_text())
+    return Result(found["outcome"], found["seconds"], tuple(found["deaths"]), tuple(found["violated"]))

@@ -1,0 +1,156 @@
+"""What a run left behind, as plain values, and what is wrong with it: the invariants I1 to I6.
+
+- I1 every planned episode, group and iteration ended exactly once, as without the fault; every call is answered, and one that
+  must not run twice has not
+- I2 no episode was consumed twice
+- I3 policy k came from exactly the episodes of iteration k - 1
+- I4 token ids and weights are bit for bit those of the undisturbed run
+- I5 no process, temporary file, unpublished checkpoint or live lease is left
+- I6 the views tell the true state
+"""
+
+import hashlib
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from tests.faults import world
+
+Record = dict[str, Any]
+"""JSON: `episodes`, `consumed` and `policies` by their names, `wrong`: what needs no comparison to be wrong."""
+
+IN_TOOLS = ("start_once", "run_tool", "record_result", "wake", "call")
+"""Points of the tools worker. What it leaves of the once-only calls it was running is unknown, and the model is told so."""
+
+PLANNED = world.ITERATIONS * world.GROUPS * world.EPISODES
+
+_EPISODES = """
+    SELECT e.id, i.number || ' ' || t.key || ' ' || e.sample AS name, e.status, e.stop_reason, e.reward, e.steps
+    FROM episodes e JOIN iterations i ON i.id = e.iteration_id JOIN tasks t ON t.id = e.task_id"""
+
+_TOKENS = """
+    SELECT st.prompt_ids, st.sampled_ids FROM steps s JOIN step_tokens st ON st.step_id = s.id
+    WHERE s.episode_id = ? ORDER BY s.attempt, s.number"""
+
+_COUNTS = {
+    "I1: {} groups are not done": "SELECT count(*) FROM groups WHERE status <> 'done'",
+    "I1: {} iterations are not done": "SELECT count(*) FROM iterations WHERE status <> 'done'",
+    "I1: {} episodes were scored twice": (
+        "SELECT count(*) FROM (SELECT 1 FROM rewards GROUP BY episode_id, part HAVING count(*) > 1)"
+    ),
+    "I1: {} calls have no result": "SELECT count(*) FROM tool_calls WHERE result IS NULL",
+    "I1: {} once-only calls were started twice": "SELECT count(*) FROM tool_calls WHERE effects = 'once' AND starts > 1",
+    "I2: {} episodes were consumed twice": (
+        "SELECT count(*) FROM (SELECT 1 FROM consumptions GROUP BY episode_id HAVING count(*) > 1)"
+    ),
+    "I3: {} episodes were consumed by another iteration": (
+        "SELECT count(*) FROM consumptions c JOIN episodes e ON e.id = c.episode_id WHERE e.iteration_id <> c.iteration_id"
+    ),
+    "I3: {} steps are of another policy than the iteration's": (
+        "SELECT count(*) FROM steps s JOIN episodes e ON e.id = s.episode_id JOIN iterations i ON i.id = e.iteration_id"
+        " WHERE s.policy_id <> i.policy_id"
+    ),
+    "I5: {} groups are held": "SELECT count(*) FROM groups WHERE lease_until > :now",
+    "I5: {} iterations are held": "SELECT count(*) FROM iterations WHERE lease_until > :now",
+    "I5: {} services are held for long": "SELECT count(*) FROM service_leases WHERE lease_until > :now + 60000",
+    "I6: {} runs are not shown as done": "SELECT count(*) FROM v_runs WHERE status <> 'done' OR iterations_done <> iterations",
+    "I6: {} iterations are shown with other episodes than planned": (
+        f"SELECT count(*) FROM v_iterations WHERE episodes <> {world.GROUPS * world.EPISODES} OR trainable <> episodes"
+    ),
+}
+
+
+def read(home: Path) -> Record:
+    """What lies in the data folder of a run that is over."""
+    with closing(sqlite3.connect(home / "agentrl.db")) as db:
+        db.row_factory = sqlite3.Row
+        found = list(db.execute(_EPISODES))
+        names = {row["id"]: row["name"] for row in found}
+        return {
+            "episodes": {
+                row["name"]: [row["status"], row["stop_reason"], row["reward"], row["steps"], _tokens(db, row["id"])]
+                for row in found
+            },
+            "consumed": {names[row["episode_id"]]: row["advantage"] for row in db.execute("SELECT * FROM consumptions")},
+            "policies": {str(row["version"]): _policy(row) for row in db.execute("SELECT * FROM policies")},
+            "calls": _one(db, "SELECT count(*) FROM tool_calls WHERE error_class IS NULL"),
+            "unknown": _one(db, "SELECT count(*) FROM tool_calls WHERE status = 'unknown_outcome'"),
+            "wrong": [*_counted(db), *_noted(db, home), *_left(db, home)],
+        }
+
+
+def violations(record: Record, undisturbed: Record, fault: str) -> list[str]:
+    """What is wrong with the record; empty where all invariants hold."""
+    wrong = list(record["wrong"])
+    for invariant, part in (("I1, I4", "episodes"), ("I2", "consumed"), ("I3, I4", "policies")):
+        mine, theirs = record[part], undisturbed[part]
+        wrong += [
+            f"{invariant}: {part} {name}: {mine.get(name)} instead of {theirs.get(name)}"
+            for name in sorted(mine.keys() | theirs.keys())
+            if mine.get(name) != theirs.get(name)
+        ]
+    allowed = world.GROUPS * world.EPISODES if any(part.startswith(IN_TOOLS) for part in fault.split(",")) else 0
+    if record["unknown"] > allowed:
+        wrong.append(f"I1: the outcome of {record['unknown']} calls is unknown")
+    return wrong
+
+
+def complete(record: Record) -> bool:
+    """Whether an undisturbed run has all that there is to disturb: two turns everywhere, and weights that change each time."""
+    episodes = record["episodes"].values()
+    kinds = [kind for kind, *_ in record["policies"].values()]
+    return (
+        len(episodes) == PLANNED
+        and record["calls"] == PLANNED * world.TURNS
+        and all(status == "done" and steps == world.TURNS for status, _, _, steps, _ in episodes)
+        and kinds == ["base", *["trained"] * world.ITERATIONS]
+    )
+
+
+def _one(db: sqlite3.Connection, query: str) -> int:
+    return int(db.execute(query, {"now": int(time.time() * 1000)} if ":now" in query else {}).fetchone()[0])
+
+
+def _tokens(db: sqlite3.Connection, episode: int) -> str:
+    digest = hashlib.sha256()
+    for row in db.execute(_TOKENS, [episode]):
+        digest.update(b"%d %b %b" % (len(row[0]), row[0], row[1]))
+    return digest.hexdigest()[:16]
+
+
+def _policy(row: sqlite3.Row) -> list[str]:
+    """Kind, the hash that was recorded, and the hash of what lies there."""
+    file = Path(row["path"]) / "weights.safetensors"
+    there = hashlib.sha256(file.read_bytes()).hexdigest() if row["path"] and file.is_file() else ""
+    return [row["kind"], row["sha256"], there]
+
+
+def _counted(db: sqlite3.Connection) -> Iterator[str]:
+    for sentence, query in _COUNTS.items():
+        found = _one(db, query)
+        if found:
+            yield sentence.format(found)
+
+
+def _noted(db: sqlite3.Connection, home: Path) -> Iterator[str]:
+    """The once-only tool really ran as often as the rows say."""
+    file = home / world.NOTES
+    ran = len(file.read_bytes()) if file.exists() else 0
+    query = "SELECT count(*) FROM tool_calls WHERE effects = 'once' AND starts > 0 AND status = '{}'"  # not the refused
+    done, unknown = (_one(db, query.format(status)) for status in ("done", "unknown_outcome"))
+    if not done <= ran <= done + unknown:
+        yield f"I1: {done} once-only calls are done and {unknown} unknown, but the tool ran {ran} times"
+
+
+def _left(db: sqlite3.Connection, home: Path) -> Iterator[str]:
+    published = {Path(row[0]).name for row in db.execute("SELECT path FROM policies WHERE path <> ''")}
+    there = {path.name for path in (home / "runs" / world.RUN).iterdir()}
+    if there != published:
+        yield f"I5: checkpoints left over {sorted(there - published)}, missing {sorted(published - there)}"
+    known = {"agentrl.db", "agentrl.db-wal", "agentrl.db-shm", "runs", "stack", world.NOTES}
+    strange = {path.name for path in home.iterdir()} - known | {path.name for path in (home.parent / "tmp").iterdir()}
+    if strange:
+        yield f"I5: files left over {sorted(strange)}"

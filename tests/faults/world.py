@@ -1,0 +1,117 @@
+"""A run that takes a second and does all that a run does: two turns, each with a call, and updates of real weights.
+
+The first turn's tool may run twice; its result is read by the policy. The second turn's may not; nobody reads its result, so
+that the tokens stay the same also where its outcome is unknown. Rewards follow from the sampled tokens, in which are random
+digits.
+"""
+
+import random
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+
+from workflow.config import RunConfig, build
+from workflow.datasets import Dataset
+from workflow.envs import Env
+from workflow.hooks import Hook
+from workflow.settings import settings
+from workflow.tools import Tool
+from workflow.trajectory import Episode, Message, Task, ToolCall
+
+RUN = "faults"
+ITERATIONS, GROUPS, EPISODES, TURNS = 3, 2, 2, 2
+"""Three iterations: the optimizer state of a policy is dropped two policies later."""
+
+NOTES = "notes"
+WARM_UP_STEPS = 60
+
+
+def plus(a: int, b: int) -> str:
+    """Adds."""
+    return str(a + b)
+
+
+def note(digit: int) -> str:
+    """Writes a digit down."""
+    with (settings().root / NOTES).open("a") as notes:
+        notes.write(str(digit % 10))
+    return "noted"
+
+
+plus_tool = Tool(plus, timeout_seconds=0.5)
+note_tool = Tool(note, effects="once", timeout_seconds=0.5)
+world = Env(tools=(f"{__name__}:plus_tool", f"{__name__}:note_tool"))
+
+
+def load(split: str) -> Iterator[Task]:
+    """Tasks without end."""
+    number = 0
+    while True:
+        yield Task(f"{split}/{number}", (Message("user", f"Play {number % 10}."),), "")
+        number += 1
+
+
+def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
+    """Both calls, with random digits."""
+    dice = random.Random(seed)
+    for task in tasks:
+        a, b, c = (dice.randrange(10) for _ in range(3))
+        yield (
+            *task.messages,
+            Message("assistant", "", tool_calls=(ToolCall("plus", {"a": a, "b": b}),)),
+            Message("tool", str(a + b), name="plus"),
+            Message("assistant", "", tool_calls=(ToolCall("note", {"digit": c}),)),
+        )
+
+
+tasks = Dataset(load=load, env=f"{__name__}:world", demonstrations=demonstrations)
+
+
+class Chance(Hook):
+    """Rewards chance: a number between 0 and 1 that follows from the sampled tokens alone."""
+
+    def on_rollout_end(self, episode: Episode) -> Mapping[str, float]:
+        """Their hash."""
+        return {"chance": zlib.crc32(repr([step.sampled_ids for step in episode.steps]).encode()) / 2**32}
+
+
+def make_model(folder: Path) -> None:
+    """A model of some 100,000 parameters that has learned to make both calls."""
+    import torch
+
+    from workflow.chat import Chat
+    from workflow.sft import Recipe, conversation_texts, conversations, train
+    from workflow.tiny import save_tiny, tiny_model, tiny_tokenizer
+
+    torch.set_num_threads(1)
+    shown = list(islice(load("warmup"), 16 * WARM_UP_STEPS))
+    tokenizer = tiny_tokenizer(conversation_texts(tasks, shown[:200], 0))
+    model = tiny_model(len(tokenizer), 0, layers=2, width=64)
+    examples = [
+        ([token for ids, _ in segments for token in ids], [said for ids, said in segments for _ in ids])
+        for segments in conversations(Chat(tokenizer), tasks, shown, 0)
+    ]
+    train(model, examples, Recipe(WARM_UP_STEPS, 16, 1e-2), lambda step, steps, loss: None)
+    save_tiny(folder, model, tokenizer)
+
+
+def config(model: Path, seed: int) -> RunConfig:
+    """The run."""
+    return build(
+        {
+            "name": RUN,
+            "seed": seed,
+            "epochs": 1,
+            "env": tasks.env,
+            "hooks": (f"{__name__}:Chance",),
+            "dataset.name": f"{__name__}:tasks",
+            "dataset.max_samples": ITERATIONS * GROUPS,
+            "model.path": str(model),
+            "model.numerics": "exact",
+            "rollout.tasks_per_iteration": GROUPS,
+            "rollout.group_size": EPISODES,
+            "rollout.max_steps": TURNS,
+            "rollout.max_new_tokens": 24,
+        }
+    )

@@ -1,0 +1,231 @@
+"""Forks, training on stored groups, new rewards over old episodes, and the ledger: on one real run with two turns and tools."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from tests.conftest import missing
+from tests.faults import world
+from tests.stack import Stack
+from workers import broker
+from workers.fork import ForkRequest, prepare_fork
+from workers.rescore import rescore
+from workers.stored import prepare_stored
+from workflow.batch import rows_of
+from workflow.config import resolve
+from workflow.errors import ConfigError, ConflictError, NotFoundError, RewardError
+from workflow.settings import Settings
+from workflow.store import ledger, observe
+from workflow.trajectory import Episode
+
+RUN = "origin"
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The embedded stack, with one finished run of 2 iterations x 2 groups x 2 episodes x 2 turns."""
+    folder = tmp_path_factory.mktemp("f")
+    if broker.find_server(Settings(home=folder)) is None:
+        missing("a Redis server")
+    world.make_model(folder / "model")
+    made = Stack(Path(f"/tmp/{folder.parent.name[-12:]}-{folder.name}"), AGENTRL_IDLE_STOP_SECONDS="3600")
+    try:
+        made.agentrl("submit", *asked(folder / "model"), "--name", RUN, "--wait")
+        yield made
+    finally:
+        made.close()
+
+
+def asked(model: Path) -> tuple[str, ...]:
+    """Flags of the run."""
+    return (
+        "--dataset", "tests.faults.world:tasks", "--env", "tests.faults.world:world", "--model", str(model), "--epochs", "1",
+        "--max-samples", "4", "--tasks-per-iteration", "2", "--group-size", "2", "--max-steps", "2", "--max-new-tokens", "24",
+        "-s", "hooks=[tests.faults.world:Chance]",
+    )  # fmt: skip
+
+
+def select(stack: Stack, query: str, **values: Any) -> list[Any]:
+    """Rows of the database."""
+    with stack.database.read() as tx:
+        return list(tx.execute(text(query), values).mappings())
+
+
+def episode_of(stack: Stack, number: int) -> Episode:
+    """The episode with all its steps."""
+    return observe.find_episode(stack.database, number).episode
+
+
+def two_steps(stack: Stack) -> int:
+    """An episode of the run that has two steps."""
+    return int(select(stack, "SELECT min(id) AS id FROM v_episodes WHERE run = :run AND steps = 2", run=RUN)[0]["id"])
+
+
+def forked(stack: Stack, *options: str) -> tuple[str, list[Episode]]:
+    """Forks, waits, and gives the run's name with its episodes."""
+    name = stack.agentrl("fork", *options, "--wait").strip()
+    rows = select(stack, "SELECT id FROM v_episodes WHERE run = :run ORDER BY id", run=name)
+    return name, [episode_of(stack, row["id"]) for row in rows]
+
+
+def test_forks_share_their_parents_first_steps_and_sample_the_others_anew(stack: Stack) -> None:
+    parent = episode_of(stack, two_steps(stack))
+    before = select(stack, "SELECT count(*) AS steps FROM steps WHERE episode_id = :id", id=parent.id)
+    name, children = forked(stack, str(parent.id), "--step", "1", "-n", "4")
+    assert len(children) == 4
+    assert all(child.steps[0] == parent.steps[0] for child in children)
+    assert {child.steps[1].prompt_ids for child in children} == {parent.steps[1].prompt_ids}
+    assert len({child.steps[1].sampled_ids for child in children}) > 1
+    assert all(child.status == "done" and child.reward is not None for child in children)
+    stored = select(stack, "SELECT e.steps, count(s.id) AS own FROM episodes e JOIN steps s ON s.episode_id = e.id "
+                    "WHERE e.run_id = (SELECT id FROM runs WHERE name = :run) GROUP BY e.id, e.steps", run=name)  # fmt: skip
+    assert all(row["steps"] == row["own"] == 1 for row in stored)
+    assert select(stack, "SELECT count(*) AS steps FROM steps WHERE episode_id = :id", id=parent.id) == before
+    assert select(stack, "SELECT kind, status FROM v_groups WHERE run = :run", run=name) == [{"kind": "fork", "status": "done"}]
+
+
+def test_the_part_that_a_fork_has_from_its_parent_does_not_train(stack: Stack) -> None:
+    parent = episode_of(stack, two_steps(stack))
+    _, (child,) = forked(stack, str(parent.id), "--step", "1", "-n", "1")
+    (row,) = rows_of([child])
+    first, second = child.steps
+    assert sum(row.action_mask) == len(first.sampled_ids) + len(second.sampled_ids)
+    assert sum(row.loss_mask) == len(second.sampled_ids)
+    assert not any(row.loss_mask[: len(first.prompt_ids) + len(first.sampled_ids)])
+
+
+def test_a_second_fork_of_the_same_step_draws_other_tokens(stack: Stack) -> None:
+    parent = str(two_steps(stack))
+    _, some = forked(stack, parent, "--step", "0", "-n", "2")
+    _, others = forked(stack, parent, "--step", "0", "-n", "2")
+    assert len({child.sample for child in (*some, *others)}) == 4
+    assert len({child.steps[0].sampled_ids for child in (*some, *others)}) > 1
+
+
+def test_a_fork_samples_with_the_policy_of_its_step_unless_another_is_named(stack: Stack) -> None:
+    late = "SELECT max(id) AS id FROM v_episodes WHERE run = :run AND steps = 2 AND iteration = 1"
+    parent = str(select(stack, late, run=RUN)[0]["id"])
+    _, (child,) = forked(stack, parent, "--step", "1", "-n", "1")
+    assert child.steps[1].policy_version == 1
+    _, (other,) = forked(stack, parent, "--step", "1", "-n", "1", "--policy", "2")
+    assert other.steps[1].policy_version == 2
+    assert other.steps[0].policy_version == 1
+
+
+def test_an_edited_message_is_what_the_forks_read(stack: Stack) -> None:
+    parent = episode_of(stack, two_steps(stack))
+    _, children = forked(stack, str(parent.id), "--step", "1", "-n", "2", "--edit-message", "7")
+    assert all(child.steps[1].prompt[-1].content == "7" for child in children)
+    assert all(child.steps[1].prompt_ids != parent.steps[1].prompt_ids for child in children)
+    assert "forked from" in stack.agentrl("replay", str(children[0].id))
+    assert len(json.loads(stack.agentrl("replay", str(children[0].id), "--json"))["steps"]) == 2
+
+
+def test_a_fork_of_a_fork_reads_through_both(stack: Stack) -> None:
+    parent = episode_of(stack, two_steps(stack))
+    _, (child,) = forked(stack, str(parent.id), "--step", "1", "-n", "1")
+    _, (grandchild,) = forked(stack, str(child.id), "--step", "1", "-n", "1")
+    assert grandchild.steps[0] == parent.steps[0]
+    assert grandchild.parent_id == child.id
+
+
+def test_what_cannot_be_forked_is_refused_with_the_reason(stack: Stack) -> None:
+    parent = two_steps(stack)
+    for request, refusal in (
+        (ForkRequest(999999, 0, 1), NotFoundError),
+        (ForkRequest(parent, 7, 1), NotFoundError),
+        (ForkRequest(parent, 0, 1, policy="77"), NotFoundError),
+        (ForkRequest(parent, 0, 1, policy="what"), ConfigError),
+    ):
+        with pytest.raises(refusal):
+            prepare_fork(stack.database, request)
+    stack.agentrl("fork", str(parent), "--step", "0", "-n", "2", "--name", RUN, code=3)
+
+
+def test_the_groups_of_forks_train_with_the_parent_as_a_sibling_and_no_rollout(stack: Stack) -> None:
+    parent = episode_of(stack, two_steps(stack))
+    name, children = forked(stack, str(parent.id), "--step", "1", "-n", "3", "--with-parent")
+    stand_in = children[-1]
+    assert stand_in.steps == parent.steps
+    assert stand_in.reward == parent.reward
+    trained = stack.agentrl("submit", "--from-groups", name, "--learning-rate", "0.01", "--wait").strip()
+    used = select(
+        stack, "SELECT episode_id, advantage FROM consumptions JOIN runs r ON r.id = run_id WHERE r.name = :run", run=trained
+    )
+    assert {row["episode_id"] for row in used} == {child.id for child in children}
+    assert sum(row["advantage"] for row in used) == pytest.approx(0, abs=1e-6)
+    assert select(stack, "SELECT count(*) AS n FROM v_episodes WHERE run = :run", run=trained) == [{"n": 0}]
+    assert [row["kind"] for row in select(stack, POLICIES, run=trained)] == ["base", "trained"]
+
+
+POLICIES = "SELECT p.kind FROM policies p JOIN runs r ON r.id = p.run_id WHERE r.name = :run ORDER BY version"
+
+
+def shorter(episode: Episode) -> float:
+    """Prefers few tokens."""
+    return -float(sum(len(step.sampled_ids) for step in episode.steps)) - 0.01 * episode.sample
+
+
+def broken(episode: Episode) -> float:
+    """Never works."""
+    raise ValueError("no idea")
+
+
+def test_new_rewards_stand_beside_the_old_and_train_without_a_rollout(stack: Stack) -> None:
+    old = select(stack, "SELECT id, reward FROM v_episodes WHERE run = :run ORDER BY id", run=RUN)
+    said = json.loads(stack.agentrl("rescore", RUN, "--reward", "tests.test_forks:shorter=2", "--name", "short", "--json"))
+    assert (said["episodes"], said["reward_set"]) == (8, "short")
+    assert select(stack, "SELECT id, reward FROM v_episodes WHERE run = :run ORDER BY id", run=RUN) == old
+    scores = select(stack, "SELECT value, weight FROM v_rewards WHERE run = :run AND reward_set = 'short'", run=RUN)
+    assert len(scores) == 8
+    assert sum(row["value"] * row["weight"] for row in scores) / 8 == pytest.approx(said["mean"])
+    trained = stack.agentrl("submit", "--from-episodes", RUN, "--reward-set", "short", "--wait").strip()
+    iterations = select(
+        stack, "SELECT status, episodes, trainable, mean_reward FROM v_iterations WHERE run = :run", run=trained
+    )
+    assert [(row["status"], row["episodes"], row["trainable"]) for row in iterations] == [("done", 8, 8)]
+    assert iterations[0]["mean_reward"] == pytest.approx(said["mean"])
+    assert len(select(stack, "SELECT id FROM v_updates WHERE run = :run", run=trained)) == 1
+
+
+def test_a_reward_that_raises_writes_nothing_and_one_of_the_same_name_is_refused(stack: Stack) -> None:
+    with pytest.raises(RewardError, match="no idea"):
+        rescore(stack.database, RUN, ["tests.test_forks:broken"], None)
+    assert select(stack, "SELECT id FROM reward_sets WHERE name = 'broken'") == []
+    assert rescore(stack.database, RUN, ["format"], "twice") == rescore(stack.database, RUN, ["format"], "twice")
+    with pytest.raises(ConflictError):
+        rescore(stack.database, RUN, ["format=3"], "twice")
+    with pytest.raises(ConfigError):
+        rescore(stack.database, RUN, ["no_such_reward"], None)
+
+
+def test_what_was_decided_at_the_rollout_cannot_be_chosen_for_stored_episodes(stack: Stack) -> None:
+    stored = {"source.runs": [RUN]}
+    for flags, refusal in (
+        (stored | {"rollout.temperature": 0.5}, ConfigError),
+        (stored | {"epochs": 2}, ConfigError),
+        (stored | {"source.reward_set": "unknown"}, NotFoundError),
+        ({"source.groups": [999999]}, NotFoundError),
+    ):
+        with pytest.raises(refusal):
+            prepare_stored(stack.database, *resolve(flags=flags))
+    stack.agentrl("submit", "--dataset", "arithmetic", "--reward-set", "short", code=2)
+
+
+def test_the_ledger_tells_what_became_of_an_episode_and_sums_to_what_was_planned(stack: Stack) -> None:
+    chosen = two_steps(stack)
+    told = json.loads(stack.agentrl("why", str(chosen), "--json"))
+    assert told["fate"] == "trained"
+    assert told["advantage"] != 0
+    assert "trained: advantage" in stack.agentrl("why", str(chosen))
+    for run in {row["run"] for row in select(stack, "SELECT DISTINCT run FROM v_ledger")}:
+        with stack.database.read() as tx:
+            table = ledger.fates(tx, run)
+        assert table
+        for row in table:
+            assert sum(row[fate] for fate in ledger.FATES) == row["planned"]
+    stack.agentrl("why", "999999", code=5)

@@ -1,0 +1,367 @@
+"""A broken checkpoint is made again from the one before it: the run ends as planned, bit for bit where numerics are exact."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from celery.exceptions import Ignore
+from sqlalchemy import text
+
+from tests.models import tiny_random
+from tests.stack import SMALL, embedded_stack
+from tests.stored import claim_training, ready, start, submission, update_of, value, values
+from workers import control, dispatch, process
+from workers.app import make_app
+from workers.models import models
+from workers.rollout import rollout
+from workers.submit import prepare, stored_policy
+from workers.train import train
+from workflow import faults
+from workflow.checkpoint import MANIFEST, OPTIMIZER, STATE, WEIGHTS
+from workflow.config import build
+from workflow.envs import Env
+from workflow.errors import Fenced
+from workflow.scheduler import Dispatch, SendRollouts, SendTrain, plan
+from workflow.settings import settings
+from workflow.store import mending, observe, planning, training
+from workflow.store.connect import Database
+
+bare = Env(rewards={"numeric_answer": 1.0})
+ITERATIONS = 4
+JOBS = {"rollout": rollout, "train": train}
+RUN = "damaged"
+
+
+@contextmanager
+def a_worker(home: Path) -> Iterator[Database]:
+    """The database of this process, which does the jobs of a broker of its own."""
+    with pytest.MonkeyPatch.context() as here:
+        here.setenv("AGENTRL_HOME", str(home))
+        here.setenv("AGENTRL_REDIS_SERVER", "none")
+        for name in ("AGENTRL_DATABASE_URL", "AGENTRL_BROKER_URL"):
+            here.delenv(name, raising=False)
+        _forget()
+        here.setattr(dispatch, "app", make_app(settings()))
+        for name in JOBS:  # in memory means in this process: what other tests sent is still there
+            with dispatch.app.connection_for_read() as connection, connection.SimpleQueue(name) as queue:
+                queue.clear()
+        with closing(process.database()) as database:
+            yield database
+        restart()
+    torch.use_deterministic_algorithms(False)
+    _forget()
+
+
+def _forget() -> None:
+    settings.cache_clear()
+    process._open.cache_clear()
+
+
+def restart() -> None:
+    """What is in memory is gone, as with its process."""
+    if models._loaded is not None:
+        models._loaded.engine.close()
+    models._loaded, models._key = None, ""
+    process._confirm.cache_clear()
+
+
+def do_jobs(until: Callable[[], bool] = lambda: False) -> None:
+    """Takes messages and does their jobs, as workers and a control loop would, until nothing is left to send."""
+    while not until():
+        done = [_do(name) for name in JOBS]
+        if not any(done) and not control.send_missing():
+            return
+
+
+def _do(name: str) -> bool:
+    with dispatch.app.connection_for_read() as connection, connection.SimpleQueue(name) as queue:
+        if not queue.qsize():
+            return False
+        message = queue.get_nowait()
+        message.ack()
+    with suppress(Ignore):  # a group is not finished: that counts for chords alone
+        JOBS[name](*message.decode()[0])
+    return True
+
+
+def submitted(db: Database, model: Path, out: Path) -> None:
+    """The run of these tests."""
+    config = build(
+        {
+            "name": RUN, "env": f"{__name__}:bare", "epochs": 1, "output_dir": str(out), "hooks": ("tests.lucky:Lucky",),
+            "dataset.name": "arithmetic", "dataset.max_samples": 2 * ITERATIONS, "model.path": str(model),
+            "model.numerics": "exact", "rollout.tasks_per_iteration": 2, "rollout.group_size": 4,
+            "rollout.max_new_tokens": 6, "rollout.max_steps": 1,
+        }
+    )  # fmt: skip
+    planning.submit(db, prepare(db, config).submission)
+
+
+def paused_at(db: Database, model: Path, newest: int) -> list[Path]:
+    """The run when it has published that version, paused, its worker gone; its checkpoints, oldest first."""
+    submitted(db, model, settings().root / "out")
+    do_jobs(until=lambda: value(db, "SELECT max(version) FROM policies") == newest)
+    planning.stop(db, RUN, "paused")
+    restart()
+    return [Path(path) for path in values(db, "SELECT path FROM policies WHERE version > 0 ORDER BY version")]
+
+
+def facts(db: Database) -> dict[str, Any]:
+    """What runs that are the same have in common."""
+    queries = {
+        "tokens": "SELECT s.episode_id, t.sampled_ids FROM step_tokens t JOIN steps s ON s.id = t.step_id ORDER BY 1, s.number",
+        "trained": "SELECT iteration_id, episode_id, advantage FROM consumptions ORDER BY 2",
+        "published": "SELECT version, kind, sha256 FROM policies ORDER BY 1",
+        "iterations": "SELECT number, status, trainable, mean_reward FROM iterations ORDER BY 1",
+    }
+    with db.read() as tx:
+        return {name: [tuple(row) for row in tx.execute(text(query))] for name, query in queries.items()}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_random(tmp_path_factory.mktemp("model") / "random", width=16)
+
+
+@pytest.fixture(scope="module")
+def undamaged(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the run makes without a fault."""
+    with a_worker(tmp_path_factory.mktemp("undamaged")) as db:
+        submitted(db, model, settings().root / "out")
+        do_jobs()
+        assert observe.describe_run(db, RUN)["status"] == "done"
+        assert value(db, "SELECT count(*) FROM policies WHERE kind = 'trained'") == ITERATIONS
+        return facts(db)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Database]:
+    with a_worker(tmp_path / "home") as db:
+        yield db
+
+
+def events(db: Database, kind: str) -> list[str]:
+    found = [event for event in observe.list_events(db, RUN) if event["kind"] == kind]
+    return [f"{event['subject']}: {event['detail']}" for event in found]
+
+
+def truncate(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:1000])
+
+
+def zero(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(bytes((folder / WEIGHTS).stat().st_size))
+
+
+def lose_optimizer(folder: Path) -> None:
+    (folder / OPTIMIZER).unlink()
+
+
+def cut_manifest(folder: Path) -> None:
+    (folder / MANIFEST).write_bytes((folder / MANIFEST).read_bytes()[:20])
+
+
+def flip_weights(folder: Path) -> None:
+    flip(folder / WEIGHTS)
+
+
+def flip_optimizer(folder: Path) -> None:
+    flip(folder / OPTIMIZER)
+
+
+def flip_state(folder: Path) -> None:
+    flip(folder / STATE)
+
+
+def flip(file: Path) -> None:
+    """One bit, in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (truncate, "another sha256 than the record"),
+        (zero, "another sha256 than the record"),
+        (flip_weights, "another sha256 than the record"),
+        (shutil.rmtree, "is missing"),
+        (flip_optimizer, "optimizer.safetensors was altered"),
+        (lose_optimizer, "optimizer.safetensors is missing"),
+        (flip_state, "state.json was altered"),
+        (cut_manifest, "manifest.json cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_made_again_and_the_run_ends_bit_for_bit_as_without(
+    worker: Database, model: Path, undamaged: dict[str, Any], damage: Callable[[Path], None], found: str
+) -> None:
+    *_, newest = paused_at(worker, model, 2)
+    damage(newest)
+    planning.resume(worker, RUN)
+    do_jobs()
+    assert observe.describe_run(worker, RUN)["status"] == "done"
+    assert facts(worker) == undamaged
+    (said,) = events(worker, "checkpoint_broken")
+    assert said.startswith("version 2: ")
+    assert found in said
+    assert [text.partition(": ")[0] for text in events(worker, "checkpoint_rebuilt")] == ["version 2"]
+    assert "bit for bit" in events(worker, "checkpoint_rebuilt")[0]
+    assert value(worker, "SELECT max(losses) FROM iterations") == value(worker, "SELECT max(losses) FROM groups") == 0
+
+
+@pytest.mark.parametrize("point", ["checkpoint.sealed", "commit_rebuild.before", "commit_rebuild.after"])
+def test_a_trainer_lost_while_it_makes_a_checkpoint_again_changes_nothing(
+    worker: Database, model: Path, undamaged: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    *_, newest = paused_at(worker, model, 2)
+    flip_weights(newest)
+    monkeypatch.setenv("AGENTRL_FAULT_DIR", str(tmp_path))
+    monkeypatch.setenv("AGENTRL_FAULT", f"{point}:1:raise")
+    faults._plan.cache_clear()
+    planning.resume(worker, RUN)
+    do_jobs()
+    faults._plan.cache_clear()
+    assert facts(worker) == undamaged
+    assert len(events(worker, "checkpoint_rebuilt")) == len(events(worker, "update_failed")) == 1
+
+
+def test_files_that_were_put_back_are_used_as_they_are(worker: Database, model: Path, undamaged: dict[str, Any]) -> None:
+    first, second = paused_at(worker, model, 2)
+    for folder in (first, second):
+        folder.rename(folder.with_name(f"{folder.name}.away"))
+    planning.resume(worker, RUN)
+    do_jobs()
+    assert observe.describe_run(worker, RUN)["status"] == "failed"
+    for folder in (first, second):
+        folder.with_name(f"{folder.name}.away").rename(folder)
+    planning.resume(worker, RUN)
+    do_jobs()
+    assert facts(worker) == undamaged
+    assert events(worker, "checkpoint_rebuilt") == ["version 2: the folder is whole again"]
+
+
+def test_with_both_last_checkpoints_broken_the_run_fails_and_says_what_is_whole(worker: Database, model: Path) -> None:
+    whole, first, second = paused_at(worker, model, 3)
+    flip_weights(first)
+    truncate(second)
+    planning.resume(worker, RUN)
+    do_jobs()
+    run = observe.describe_run(worker, RUN)
+    assert run["status"] == "failed"
+    assert "Version 3 of 'damaged' is broken and cannot be made again" in run["reason"]
+    assert f"The checkpoint '{first}' is not whole: weights.safetensors was altered" in run["reason"]
+    assert "the last whole version is 1." in run["reason"]
+    assert "agentrl submit --from-episodes damaged --policy damaged@1." in run["reason"]
+    assert events(worker, "checkpoint_rebuilt") == []
+    assert value(worker, "SELECT count(*) FROM episodes WHERE status = 'planned'") == 8
+    assert whole.exists()
+
+
+def test_a_checkpoint_after_a_skipped_update_is_made_again_for_both_versions(worker: Database, model: Path) -> None:
+    *_, newest = paused_at(worker, model, 2)
+    with worker.engine.begin() as tx:  # as if iteration 1 had been skipped: version 2 is version 1
+        tx.execute(text("UPDATE policies SET kind = 'alias', path = (SELECT path FROM policies WHERE version = 1),"
+                        " sha256 = (SELECT sha256 FROM policies WHERE version = 1) WHERE version = 2"))  # fmt: skip
+    (path,) = set(values(worker, "SELECT path FROM policies WHERE version > 0"))
+    zero(Path(path))
+    planning.resume(worker, RUN)
+    do_jobs(until=lambda: bool(events(worker, "checkpoint_rebuilt")))
+    assert len(set(values(worker, "SELECT path FROM policies WHERE version IN (1, 2)"))) == 1
+    assert values(worker, "SELECT broken FROM policies WHERE broken <> ''") == []
+    assert newest.exists()
+
+
+def test_weights_that_another_run_made_are_not_made_again(worker: Database, model: Path) -> None:
+    *_, newest = paused_at(worker, model, 1)
+    with worker.engine.begin() as tx:  # as `submit --policy` writes it
+        tx.execute(text("UPDATE policies SET path = :path WHERE version = 0"), {"path": str(newest)})
+        tx.execute(text("UPDATE iterations SET policy_id = 1 WHERE status <> 'done'"))
+    truncate(newest)
+    with worker.engine.begin() as tx:
+        tx.execute(text("DELETE FROM policies WHERE version = 1"))
+    planning.resume(worker, RUN)
+    do_jobs()
+    assert "cannot be made again (it came from another run); no version before it is whole." in value(
+        worker, "SELECT reason FROM runs"
+    )
+
+
+# by hand
+
+
+def broken(db: Database) -> training.IterationWork:
+    """A run whose version 1 is marked as broken, claimed to make it again."""
+    work = ready(db, submission(epochs=2))
+    training.commit_update(db, work, update_of(work), 3)
+    waiting = mending.mark_broken(db, work.run_id, "out/v1", "it is gone")
+    assert waiting == planning.first_iteration(db, work.run_id)
+    assert waiting is not None
+    return claim_training(db, waiting)
+
+
+def test_a_broken_checkpoint_keeps_rollouts_from_being_sent_until_it_is_whole(database: Database) -> None:
+    work = ready(database, submission(epochs=2))
+    following = training.commit_update(database, work, update_of(work), 3).next_iteration
+    assert [type(action) for action in plan(observe.snapshot(database, 60))] == [Dispatch]
+    mending.mark_broken(database, work.run_id, "out/v1", "it is gone")
+    assert plan(observe.snapshot(database, 60)) == [SendTrain(following)]
+    planning.mark_train_sent(database, following)
+    assert plan(observe.snapshot(database, 60)) == []
+    claimed = claim_training(database, following)
+    assert (claimed.rebuilds, claimed.groups) == (True, ())
+    (made,) = values(database, "SELECT id FROM policies WHERE version = 1")
+    rebuild = mending.rebuild_of(database, claimed)
+    assert (rebuild.broken.version, rebuild.start.version, rebuild.groups) == (1, 0, work.groups)
+    mending.commit_rebuild(database, claimed, rebuild.broken, "out/v1.again", "abc")
+    mending.commit_rebuild(database, claimed, rebuild.broken, "out/v1.again", "abc")  # the commit's answer was lost
+    assert values(database, "SELECT path FROM policies WHERE id = :id", id=made) == ["out/v1.again"]
+    assert [event["kind"] for event in observe.list_events(database, "first")].count("checkpoint_rebuilt") == 1
+    assert [type(action) for action in plan(observe.snapshot(database, 60))] == [SendRollouts]
+
+
+def test_of_two_trainers_one_makes_the_checkpoint_again(database: Database) -> None:
+    work = broken(database)
+    assert training.claim_iteration(database, work.id, "another", 60) is None
+    training.hand_back_iteration(database, work.id, work.token)
+    heir = claim_training(database, work.id)
+    rebuild = mending.rebuild_of(database, work)
+    with pytest.raises(Fenced):
+        mending.commit_rebuild(database, work, rebuild.broken, "out/mine", "abc")
+    mending.commit_rebuild(database, heir, rebuild.broken, "out/theirs", "abc")
+    assert value(database, "SELECT path FROM policies WHERE version = 1") == "out/theirs"
+
+
+def test_a_late_report_of_what_is_whole_again_changes_nothing(database: Database) -> None:
+    work = broken(database)
+    mending.commit_rebuild(database, work, mending.rebuild_of(database, work).broken, "out/again", "other")
+    mending.mark_broken(database, work.run_id, "out/v1", "a slow worker saw it")
+    assert values(database, "SELECT broken FROM policies WHERE broken <> ''") == []
+    assert "differ in rounding" in observe.list_events(database, "first")[-1]["detail"]
+
+
+def test_nobody_marks_for_a_run_that_trains_nothing(database: Database) -> None:
+    start(database, replace(submission(kind="eval")))
+    assert mending.mark_broken(database, 1, "x", "gone") is None
+
+
+def test_through_real_workers_a_run_whose_newest_checkpoint_is_cut_short_goes_on(short_folder: Path, model: Path) -> None:
+    with embedded_stack(short_folder, idle_seconds="3600") as stack:
+        (short_folder / "hits").mkdir()  # and the trainer is killed when it has made it again but for the commit
+        stack.environment |= {"AGENTRL_FAULT_DIR": str(short_folder / "hits"), "AGENTRL_FAULT": "commit_rebuild.before:1:kill"}
+        asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "48", *SMALL)
+        run = stack.agentrl("submit", *asked, "--name", "cut").strip()
+        stack.wait(lambda: value(stack.database, "SELECT max(version) FROM policies") >= 2, "two updates")
+        planning.stop(stack.database, run, "paused")
+        stack.agentrl("down")
+        truncate(Path(stored_policy(stack.database, run, None).path))
+        stack.agentrl("resume", run)
+        stack.wait_for(run)
+        assert (short_folder / "hits" / "commit_rebuild.before").stat().st_size == 2
+        assert "checkpoint_rebuilt" in stack.agentrl("events", run)
+        assert value(stack.database, "SELECT count(*) FROM iterations WHERE status = 'done'") == 12

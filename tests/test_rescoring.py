@@ -1,0 +1,170 @@
+"""Tokens scored and drawn again: rounding gives ties at most, other weights mismatches; forks, adapters, long rows."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models import tiny_calling
+from workflow import checkpoint, rescoring
+from workflow.config import ModelConfig
+from workflow.datasets.arithmetic import arithmetic
+from workflow.engine import GenerateRequest, TransformersEngine
+from workflow.envs.arithmetic import arithmetic as env
+from workflow.errors import ModelError
+from workflow.policy import Policy
+from workflow.rescoring import check_tokens
+from workflow.sampling import distance, distribution, draw, uniforms
+from workflow.trajectory import Episode, Message, PolicyRef, SamplingKey, Step
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+torch.set_num_threads(1)
+
+SCHEMAS = [tool.schema for tool in env.toolset().values()]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model that has learned to call the calculator, and little else."""
+    return tiny_calling(tmp_path_factory.mktemp("model"))
+
+
+def sampled(policy: Policy, ref: PolicyRef, count: int = 24, length: int = 40) -> list[tuple[Episode, SamplingKey]]:
+    """Episodes of one step, sampled together."""
+    engine = TransformersEngine(policy)
+    asked = []
+    for task, sample in zip(arithmetic.load("train"), range(count), strict=False):
+        prompt = policy.chat.opening(task.messages, SCHEMAS)
+        key = SamplingKey(0, "train", 0, task.key, sample)
+        asked.append((task, prompt, key, engine.submit(GenerateRequest(prompt, ref, key.bits, 0, length))))
+    made = []
+    for task, prompt, key, future in asked:
+        said = future.result()
+        message = policy.chat.parse(said.token_ids)
+        step = Step(0, task.messages, prompt, said.token_ids, said.logprobs, said.finish_reason, message, ref.version)
+        made.append((Episode(task, key.sample, (step,)), key))
+    engine.close()
+    return made
+
+
+def reports(policy: Policy, ref: PolicyRef, episodes: Sequence[tuple[Episode, SamplingKey]]) -> list[Any]:
+    return [check_tokens(episode, {0: ref}, {}, policy, SCHEMAS, key.bits, 1.0) for episode, key in episodes]
+
+
+def disturbed(policy: Policy, folder: Path, by: float) -> PolicyRef:
+    """A checkpoint of the policy's weights with noise of that size on each of them."""
+    folder.mkdir()
+    policy.save_weights(folder / checkpoint.WEIGHTS)
+    noise = torch.Generator().manual_seed(0)
+    weights = load_file(folder / checkpoint.WEIGHTS)
+    save_file(
+        {name: w + by * torch.randn(w.shape, generator=noise) for name, w in weights.items()}, folder / checkpoint.WEIGHTS
+    )
+    return PolicyRef("", policy.base_hash, str(folder), checkpoint.sha256_file(folder / checkpoint.WEIGHTS), 1)
+
+
+def test_weights_that_differ_by_rounding_give_ties_at_most_and_others_give_mismatches(model: Path, tmp_path: Path) -> None:
+    policy = Policy.load(ModelConfig(), str(model), "cpu", 1)
+    episodes = sampled(policy, PolicyRef(str(model), policy.base_hash))
+    nearly = reports(policy, disturbed(policy, tmp_path / "nearly", 1e-6), episodes)
+    assert all(report.same for report in nearly)
+    assert max(step.max_difference for report in nearly for step in report.steps) > 1e-7
+    wholly = reports(policy, disturbed(policy, tmp_path / "wholly", 0.3), episodes)
+    assert sum(report.draw is not None for report in wholly) > len(episodes) / 2
+    assert all(report.logprob is not None for report in wholly)
+
+
+@pytest.mark.parametrize(("numerics", "ties"), [("fast", 1), ("exact", 0)])
+def test_a_draw_close_to_a_boundary_is_a_tie_where_sums_are_rounded_and_a_mismatch_where_they_are_exact(
+    model: Path, numerics: str, ties: int
+) -> None:
+    policy = Policy.load(ModelConfig.model_validate({"path": str(model), "numerics": numerics}), str(model), "cpu", 1)
+    ref = PolicyRef(str(model), policy.base_hash)
+    ((episode, _),) = sampled(policy, ref, count=1, length=1)
+    step = episode.steps[0]
+    with policy.sampling() as module, torch.no_grad():
+        logits = module(input_ids=torch.tensor([step.prompt_ids])).logits[0, -1:]
+    everything, cumulative = distribution(logits, 1.0)
+    keys = np.arange(2_000_000, dtype=np.uint64)
+    draws = torch.from_numpy(uniforms(keys, np.zeros_like(keys))) * cumulative[0, -1]
+    likely = int(everything[0].argmax())
+    away = (draws - cumulative[0, likely]).clamp(max=0).abs() + (draws >= cumulative[0, likely])
+    key = int(away.argmin())  # the draw that is closest below the end of the likeliest token's share
+    neighbour = likely + 1
+    other = replace(step, sampled_ids=(neighbour,), behavior_logprobs=(float(everything[0, neighbour]),))
+    (report,) = reports(policy, ref, [(replace(episode, steps=(other,)), FixedKey(key))])  # type: ignore[list-item]
+    assert (report.steps[0].ties, report.steps[0].mismatches) == (ties, 1 - ties)
+    assert report.logprob is None
+
+
+class FixedKey:
+    """A key whose bits are given."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+
+def test_a_long_row_is_read_in_parts_and_gives_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig.model_validate({"path": str(model), "numerics": "exact"})
+    policy = Policy.load(config, str(model), "cpu", 1)
+    ref = PolicyRef(str(model), policy.base_hash)
+    episodes = sampled(policy, ref, count=2)
+    whole = reports(policy, ref, episodes)
+    monkeypatch.setattr(rescoring, "BLOCK", 7)
+    monkeypatch.setattr(rescoring, "CHUNK", 3)
+    assert reports(policy, ref, episodes) == whole
+    assert all(report.same and report.steps[0].tokens > 7 for report in whole)
+
+
+def test_an_adapter_is_verified_on_its_base(model: Path, tmp_path: Path) -> None:
+    config = ModelConfig.model_validate({"path": str(model), "lora_r": 4})
+    policy = Policy.load(config, str(model), "cpu", 1)
+    adapter = disturbed(policy, tmp_path / "adapter", 0.2)
+    episodes = sampled(policy, adapter, count=8)
+    found = reports(policy, adapter, episodes)
+    assert all(report.same and report.precision == "float32" for report in found)
+    assert any(not report.same for report in reports(policy, PolicyRef(str(model), policy.base_hash), episodes))
+
+
+def test_a_token_that_the_model_does_not_have_is_refused(model: Path) -> None:
+    policy = Policy.load(ModelConfig(), str(model), "cpu", 1)
+    ref = PolicyRef(str(model), policy.base_hash)
+    ((episode, key),) = sampled(policy, ref, count=1)
+    odd = replace(episode.steps[0], sampled_ids=(10**6, *episode.steps[0].sampled_ids[1:]))
+    with pytest.raises(ModelError, match="1000000"):
+        reports(policy, ref, [(replace(episode, steps=(odd,)), key)])
+
+
+def test_a_draws_distance_is_the_probability_between_it_and_its_token() -> None:
+    logits = torch.tensor([[0.2, 0.3, 0.5]], dtype=torch.float64).log().repeat(3, 1)
+    _, cumulative = distribution(logits, 1.0)
+    numbers = torch.tensor([0.1, 0.35, 0.9], dtype=torch.float64)
+    assert draw(cumulative, numbers).tolist() == [0, 1, 2]
+    assert distance(cumulative, numbers, torch.tensor([0, 1, 2])).tolist() == [0, 0, 0]
+    assert distance(cumulative, numbers, torch.tensor([1, 0, 0])).tolist() == pytest.approx([0.1, 0.15, 0.7])
+
+
+def test_a_fork_draws_its_own_steps_under_its_own_key_after_its_parents_tokens(model: Path) -> None:
+    policy = Policy.load(ModelConfig(), str(model), "cpu", 1)
+    ref = PolicyRef(str(model), policy.base_hash)
+    ((parent, _),) = sampled(policy, ref, count=1)
+    asked = (Message("tool", "42", name="calculator"),)
+    more, _ = policy.chat.continuation(asked, SCHEMAS)
+    assert more is not None
+    fork = replace(parent, parent_id=7, fork_step=1, inherited=1)
+    key = SamplingKey.of(fork, 0, "fork", 0)
+    engine = TransformersEngine(policy)
+    said = engine.submit(GenerateRequest(fork.context_ids + more, ref, key.bits, fork.sampled_count, 12)).result()
+    engine.close()
+    step = Step(1, asked, more, said.token_ids, said.logprobs, said.finish_reason, policy.chat.parse(said.token_ids), 0)
+    grown = fork.with_step(step)
+    report = check_tokens(grown, {1: ref}, {}, policy, SCHEMAS, key.bits, 1.0)
+    assert report.same
+    assert (report.parents, report.prompts, [score.step for score in report.steps]) == (1, 1, [1])
+    other = check_tokens(grown, {1: ref}, {}, policy, SCHEMAS, key.bits + 1, 1.0)
+    assert other.draw is not None

@@ -1,0 +1,113 @@
+"""Forks: a stored episode is gone on with from one of its steps, several times, under the same or another policy.
+
+A fork run has one group: the forks of one step of one episode. It samples and scores like any run and updates nothing;
+`submit --from-groups` trains on it.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from workers.submit import Prepared, free_name, manifest, output_folder, stored_policy
+from workflow.config import RunConfig, build
+from workflow.envs import Env
+from workflow.errors import ConfigError, ModelError
+from workflow.plugins import find
+from workflow.rewards import code_hash
+from workflow.store.connect import Database
+from workflow.store.forks import Fork, ForkPoint, fork_point
+from workflow.store.planning import Submission
+from workflow.trajectory import Message, PolicyRef
+
+
+@dataclass(frozen=True)
+class ForkRequest:
+    """What a person asks for.
+
+    Args:
+        episode, step: where the forks leave.
+        n: how many.
+        edit: replaces the last message that the policy reads before the step.
+        policy: `RUN[@VERSION]` or a version of the episode's run; unset: the one that sampled the step.
+        with_parent: the parent joins the group.
+        name: of the fork run; unset: a free one.
+    """
+
+    episode: int
+    step: int
+    n: int
+    edit: str | None = None
+    policy: str | None = None
+    with_parent: bool = False
+    name: str | None = None
+
+
+def prepare_fork(db: Database, asked: ForkRequest) -> Prepared:
+    """Checks the request and makes the submission of the fork run; writes nothing.
+
+    Raises:
+        NotFoundError, StateError, ConfigError, ModelError, CheckpointError: what is wrong, in one sentence.
+    """
+    point = fork_point(db, asked.episode, asked.step)
+    parent = RunConfig.model_validate(point.run["config"])
+    assert parent.env is not None
+    env: Env = find("envs", parent.env)
+    if env.resumability == "restart" and asked.step:
+        raise ConfigError(f"The env {parent.env!r} cannot be rebuilt in mid-episode.", "Fork its first step: --step 0.")
+    name = asked.name or free_name(db, f"{point.run['name'][:50]}-fork")
+    values: dict[str, Any] = {"name": name, "output_dir": None, "epochs": 1}
+    values |= {"rollout.group_size": asked.n, "rollout.tasks_per_iteration": 1}
+    config = build(parent.flat() | values)
+    submission = Submission(
+        name=name,
+        kind="fork",
+        config=config.model_dump(mode="json"),
+        manifest=manifest(config) | {"fork": _described(asked)},
+        policy=_policy(db, asked, point),
+        tasks=(point.episode.task,),
+        dataset=point.run["dataset"],
+        seed=point.run["seed"],
+        epochs=1,
+        tasks_per_iteration=1,
+        group_size=asked.n,
+        weights=point.weights,
+        code_hash=code_hash(point.weights),
+        output_dir=str(output_folder(config, name)),
+        fork=Fork(asked.episode, asked.step, _opening(asked, point), asked.with_parent),
+    )
+    return Prepared(submission, config, (), asked.name is not None)
+
+
+def _described(asked: ForkRequest) -> dict[str, Any]:
+    """What makes two fork runs of one name the same."""
+    return {
+        "episode": asked.episode,
+        "step": asked.step,
+        "edit": asked.edit,
+        "policy": asked.policy,
+        "with_parent": asked.with_parent,
+    }
+
+
+def _opening(asked: ForkRequest, point: ForkPoint) -> tuple[Message, ...] | None:
+    """The messages that the forked step reads, its last one replaced."""
+    if asked.edit is None:
+        return None
+    *others, last = point.episode.steps[asked.step].prompt
+    return (*others, replace(last, content=asked.edit))
+
+
+def _policy(db: Database, asked: ForkRequest, point: ForkPoint) -> PolicyRef:
+    run, version = point.policy_run, point.policy_version
+    if asked.policy is not None:
+        word = asked.policy.removeprefix("v")
+        run, _, word = (point.run["name"], "", word) if word.isdigit() else asked.policy.partition("@")
+        version = int(word.removeprefix("v")) if word.removeprefix("v").isdigit() else -1
+        if version < 0:
+            raise ConfigError(f"{asked.policy!r} names no policy version.", "Write --policy 3 or --policy RUN@3.")
+    ref = stored_policy(db, run, version)
+    if ref.base_hash != point.run["base_hash"]:
+        raise ModelError(
+            f"Policy {run}@{version} has another base than episode {asked.episode}: its tokens mean something else there.",
+            "Choose a version of the episode's own run.",
+        )
+    return ref

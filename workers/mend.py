@@ -1,0 +1,68 @@
+"""A checkpoint that cannot be read is reported to its run's rows; the run's train job then makes it again (`workers.train`)."""
+
+from logging import getLogger
+from typing import TYPE_CHECKING
+
+from workers.dispatch import send_train
+from workers.process import database
+from workflow import mirror
+from workflow.errors import CheckpointError, ServiceError
+from workflow.store import mending
+from workflow.store.mending import Rebuild
+from workflow.store.training import IterationWork
+from workflow.trajectory import PolicyRef
+
+if TYPE_CHECKING:
+    from workflow.trainer import Update
+
+log = getLogger("agentrl.mend")
+ROUNDING = 1e-6
+"""Advantages of one update differ by less between two machines."""
+
+
+def report(run_id: int, policy: PolicyRef, part: mirror.Part) -> int | None:
+    """Marks the policy's checkpoint as broken if it is.
+
+    Returns:
+        The iteration whose train job makes it again; None where it is whole, or belongs to no run that trains.
+    """
+    fault = mirror.fault_of(policy.path, policy.sha256, part) if policy.path else ""
+    if not fault:
+        return None
+    log.warning("version %d is broken, and nothing uses it until it is made again: %s", policy.version, fault)
+    return mending.mark_broken(database(), run_id, policy.path, fault)
+
+
+def ask_for(iteration: int) -> None:
+    """Sends the train job that makes the checkpoint again."""
+    try:
+        send_train(database(), iteration)
+    except ServiceError as error:
+        log.warning("the control loop will send train(%d): %s", iteration, error)
+
+
+def check_repeated(work: IterationWork, rebuild: Rebuild, update: "Update") -> None:
+    """Makes sure that the update that was run again is the recorded one.
+
+    Raises:
+        CheckpointError: it took no step, or credits other episodes, or the same otherwise: the code is another, or the rewards.
+    """
+    recorded = rebuild.advantages
+    if update.skipped:
+        raise beyond_repair(work, rebuild, f"its update now takes no step: {update.skipped}")
+    same = update.advantages.keys() == recorded.keys()
+    if not same or any(abs(update.advantages[episode] - recorded[episode]) > ROUNDING for episode in recorded):
+        raise beyond_repair(work, rebuild, "its update cannot be repeated: the advantages are not the recorded ones")
+
+
+def beyond_repair(work: IterationWork, rebuild: Rebuild, reason: str) -> CheckpointError:
+    """What to say where a broken checkpoint cannot be made again; names the last whole one and what to do."""
+    broken = rebuild.broken.version
+    versions = mending.versions_before(database(), work.run_id, broken)
+    whole = next((version for version, path, sha256 in versions if not path or not mirror.fault_of(path, sha256)), None)
+    found = f"the last whole version is {whole}" if whole is not None else "no version before it is whole"
+    start = f", or train on its episodes: agentrl submit --from-episodes {work.run} --policy {work.run}@{whole}"
+    return CheckpointError(
+        f"Version {broken} of {work.run!r} is broken and cannot be made again ({reason}); {found}.",
+        f"Put the files back and type `agentrl resume {work.run}`{start if whole is not None else ''}.",
+    )

@@ -1,0 +1,88 @@
+"""Rescoring: other rewards over stored episodes. All are computed before anything is written."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from workflow.config import NAME_PATTERN
+from workflow.errors import ConfigError, RewardError, StateError
+from workflow.plugins import find
+from workflow.rewards import code_hash, score, total
+from workflow.store import planning, scoring
+from workflow.store.connect import Database
+
+
+def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) -> dict[str, Any]:
+    """Adds a reward set to the run and says what came out.
+
+    Args:
+        rewards: `NAME` or `NAME=WEIGHT` each, where a name may be `package.module:function`.
+        name: of the set; unset: made from the first reward.
+
+    Returns:
+        run, reward_set, episodes, changed (their reward is another than in the default set), mean_before, mean, parts.
+
+    Raises:
+        ConfigError: an unknown reward, or a name or weight that does not fit.
+        ConflictError: a set of that name is there.
+        RewardError: a reward raised; nothing was written.
+        StateError: no episode of the run is done.
+    """
+    row = planning.find_run(db, run)
+    weights = dict(_weight(text) for text in rewards)
+    for reward in weights:
+        find("rewards", reward)
+    chosen = name or _name(next(iter(weights)))
+    _check_name(chosen)
+    before: list[float] = []
+    parts: list[tuple[int, str, float]] = []
+    after: list[float] = []
+    for episode in scoring.done_episodes(db, row["id"]):
+        try:
+            scored = score(episode, weights)
+        except RewardError as error:
+            raise RewardError(f"Episode {episode.id}: {error}", f"agentrl replay {episode.id}") from error
+        parts += [(episode.id, part, value) for part, value in scored.items()]
+        before.append(episode.reward or 0.0)
+        after.append(total(scored, weights))
+    if not after:
+        raise StateError(f"No episode of {row['name']!r} is done.", f"agentrl watch {row['name']}")
+    scoring.add_reward_set(db, row["id"], chosen, code_hash(weights), weights, parts)
+    return {
+        "run": row["name"],
+        "reward_set": chosen,
+        "episodes": len(after),
+        "changed": sum(old != new for old, new in zip(before, after, strict=True)),
+        "mean_before": _mean(before),
+        "mean": _mean(after),
+        "parts": _parts(weights, parts),
+    }
+
+
+def _weight(text: str) -> tuple[str, float]:
+    reward, separator, weight = text.partition("=")
+    try:
+        return reward, float(weight) if separator else 1.0
+    except ValueError as error:
+        raise ConfigError(f"{weight!r} is no weight of the reward {reward!r}.", "Write --reward NAME=0.5") from error
+
+
+def _name(reward: str) -> str:
+    """`package.module:Function` as a name: its last word, small."""
+    return re.sub(r"[^a-z0-9._-]", "-", reward.rpartition(":")[2].lower()).lstrip("._-")[:64] or "rescored"
+
+
+def _check_name(name: str) -> None:
+    if name == "default" or not re.fullmatch(NAME_PATTERN, name):
+        raise ConfigError(f"A reward set cannot be called {name!r}.", "Choose --name of a-z, 0-9, dots and dashes.")
+
+
+def _parts(weights: Mapping[str, float], parts: Sequence[tuple[int, str, float]]) -> list[dict[str, Any]]:
+    return [
+        {"part": part, "weight": weight, "mean": _mean([value for _, name, value in parts if name == part])}
+        for part, weight in weights.items()
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

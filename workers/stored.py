@@ -1,0 +1,103 @@
+"""Training on stored groups: a run that makes no episode of its own, of the runs' config that made them.
+
+What was decided when the episodes were made (model, dataset, env, sampling) is taken from there; only how they are credited
+and trained on can be chosen.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from workers.submit import Prepared, free_name, manifest, output_folder, stored_policy
+from workflow.algorithms import Algorithm
+from workflow.config import RunConfig, build
+from workflow.errors import ConfigError, StateError
+from workflow.hooks import load_hooks
+from workflow.plugins import find
+from workflow.store import planning
+from workflow.store.connect import Database
+from workflow.store.forks import StoredRun, run_of_group, stored_run
+from workflow.store.planning import Submission
+from workflow.trajectory import PolicyRef
+
+SECTIONS = ("algorithm.", "update.", "source.")
+KEYS = ("name", "seed", "epochs", "output_dir", "hooks", "rollout.tasks_per_iteration")
+"""What may be chosen: these sections of the config, and these keys."""
+
+
+def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], policy: PolicyRef | None = None) -> Prepared:
+    """Checks the request and makes the submission; writes nothing.
+
+    Args:
+        asked: with `source` given.
+        origins: where each of its values came from; what is no default was chosen.
+        policy: the weights to start from; unset: those that the first of the runs started from.
+
+    Raises:
+        AgentRLError: of the kind that is wrong, in one sentence.
+    """
+    chosen = {key: value for key, value in asked.flat().items() if origins.get(key, "default") != "default"}
+    _refuse_ignored(chosen)
+    algorithm: Algorithm = find("algorithms", asked.algorithm.name)
+    sources = _sources(db, asked, least=2 if algorithm.needs_group else 1)
+    first = sources[0]
+    made = RunConfig.model_validate(first.row["config"])
+    name = asked.name or free_name(db, f"{first.row['name'][:50]}-stored")
+    defaults = {key: value for key, value in RunConfig().flat().items() if key.startswith(SECTIONS) or key in KEYS}
+    config = build(made.flat() | defaults | chosen | {"name": name, "epochs": 1})
+    load_hooks(config.hooks)
+    start = policy or stored_policy(db, first.row["name"], first.version)
+    _check_alike(sources, start)
+    submission = Submission(
+        name=name,
+        kind="train",
+        config=config.model_dump(mode="json"),
+        manifest=manifest(config),
+        policy=PolicyRef(start.base, start.base_hash, start.path, start.sha256),
+        tasks=(),
+        dataset=first.row["dataset"],
+        seed=config.seed,
+        epochs=1,
+        tasks_per_iteration=config.rollout.tasks_per_iteration,
+        group_size=config.rollout.group_size,
+        weights=first.weights,
+        code_hash=first.code_hash,
+        output_dir=str(output_folder(config, name)),
+        groups=[group for source in sources for group in source.groups],
+        reward_set=config.source.reward_set,
+    )
+    return Prepared(submission, config, (), asked.name is not None)
+
+
+def _refuse_ignored(chosen: Mapping[str, Any]) -> None:
+    ignored = [key for key in chosen if not key.startswith(SECTIONS) and key not in KEYS]
+    if ignored:
+        raise ConfigError(
+            f"{', '.join(ignored)}: decided when the stored episodes were made, and cannot be chosen again.", "Leave it out."
+        )
+    if chosen.get("epochs", 1) != 1:
+        raise ConfigError("A run trains on an episode at most once, so that stored ones give one epoch.", "Leave --epochs out.")
+
+
+def _sources(db: Database, asked: RunConfig, least: int) -> list[StoredRun]:
+    """The runs to take groups from, each with those of its groups that are named; all where the run itself is."""
+    named: dict[int, list[int]] = {planning.find_run(db, run)["id"]: [] for run in asked.source.runs}
+    whole = set(named)
+    for group in asked.source.groups:
+        run = run_of_group(db, group)
+        if run not in whole:
+            named.setdefault(run, []).append(group)
+    sources = [stored_run(db, run, groups, asked.source.reward_set, least) for run, groups in named.items()]
+    if not any(source.groups for source in sources):
+        raise StateError(
+            f"No finished group there has {least} done episodes to train on.", f"agentrl episodes {sources[0].row['name']}"
+        )
+    return sources
+
+
+def _check_alike(sources: list[StoredRun], start: PolicyRef) -> None:
+    """One base, one sampling temperature: the tokens and their logprobs mean the same everywhere."""
+    bases = {source.row["base_hash"] for source in sources} | {start.base_hash}
+    temperatures = {source.row["config"]["rollout"]["temperature"] for source in sources}
+    if len(bases) > 1 or len(temperatures) > 1:
+        what = "base models" if len(bases) > 1 else "sampling temperatures"
+        raise ConfigError(f"The episodes and the policy are of several {what}.", "Train on them in several runs.")

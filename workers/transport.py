@@ -1,0 +1,32 @@
+"""Redis as kombu reads it, except for what ends the whole worker there: no message at all, and a job that outlived its link."""
+
+from logging import getLogger
+from queue import Empty
+from typing import Any
+
+from kombu.transport import redis
+
+log = getLogger("agentrl.transport")
+
+
+class Channel(redis.Channel):  # type: ignore[misc]
+    """See the module's text; both were met in kombu 5.7.0."""
+
+    def _brpop_read(self, **options: Any) -> Any:
+        try:
+            return super()._brpop_read(**options)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:  # anybody who reaches Redis can push onto its lists
+            log.exception("what came from the broker is no message, and dropped")
+            raise Empty from error
+
+    def _connparams(self, asynchronous: bool = False) -> Any:
+        # A message is acknowledged, or given back, over a link that was given up: an AttributeError without this.
+        if self.connection is None or self.connection.client is None:
+            raise ConnectionError("the connection to the broker was given up")
+        return super()._connparams(asynchronous)
+
+
+class Transport(redis.Transport):  # type: ignore[misc]
+    """Reads with that channel."""
+
+    Channel = Channel

@@ -1,0 +1,257 @@
+"""Checkpoints in a folder, or at a URL that many hosts reach (`s3://bucket/prefix`, `file:///mnt/shared`).
+
+A path without `://` is a folder of this host and is used as it is. Object stores know no rename: a key is written once and
+never again, and the manifest comes last, so that with it the checkpoint is whole. `file://` is a folder mounted on every host.
+
+Each host keeps copies of what is at a URL in `AGENTRL_HOME/cache/RUN/CHECKPOINT`. One process fetches while the others wait;
+what was fetched is verified against the manifest and the policy's row before it gets its name, and a copy again when a process
+first uses it. The `KEEP` copies of a run that were used last stay.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from workflow import checkpoint, remote
+from workflow.checkpoint import MANIFEST, OPTIMIZER, WEIGHTS, FileRecord
+from workflow.errors import CheckpointError, ConfigError
+from workflow.faults import faultpoint
+from workflow.models import sha256_file
+from workflow.settings import is_url, settings
+
+KEEP = 4
+"""Copies of one run that a host keeps: the version in use, the one before it, and two that an evaluation may be at."""
+
+Part = Literal["weights", "start", "all"]
+"""What of a checkpoint is wanted: its weights, to sample; all but the optimizer's state, to start a run from; all, to go on."""
+
+_verified: set[tuple[Path, Part]] = set()
+"""Copies whose bytes this process has compared with their manifest."""
+
+
+def write(path: str, writer: Callable[[Path], None]) -> str:
+    """Makes the checkpoint at `path`, a folder or a URL, as `checkpoint.write` does.
+
+    Returns:
+        The sha256 of its weights.
+
+    Raises:
+        CheckpointError: the disk or the store refused.
+        ServiceError: the store did not answer for long. Nothing is lost but what has no manifest yet.
+    """
+    folder = remote.mounted(path) if is_url(path) else Path(path)
+    if folder is not None:
+        return checkpoint.write(folder, writer)
+    copy = copy_of(path)
+    sha256 = checkpoint.write(copy, writer)
+    _upload(copy, path)
+    faultpoint("checkpoint.uploaded")
+    with _locked(copy.parent):
+        _evict(copy.parent)
+    return sha256
+
+
+def local(path: str, sha256: str, part: Part = "weights") -> Path:
+    """A folder of this host that holds that part of the checkpoint at `path`, a folder or a URL.
+
+    Args:
+        sha256: of the weights, as the policy's row has it.
+
+    Raises:
+        CheckpointError: there is none, it is not whole, or it is not the one of the row.
+        ConfigError: this host does not see the folder where the run keeps its checkpoints.
+        ServiceError: the store did not answer for long.
+    """
+    if not is_url(path):
+        return _here(Path(path))
+    copy = copy_of(path)
+    if (copy, part) in _verified and _complete(copy, part):
+        os.utime(copy)  # the one used last
+        return copy
+    with _locked(copy.parent):
+        if not _sound(copy, sha256, part):
+            _fetch(path, copy, sha256, part)
+        _verified.add((copy, part))
+        os.utime(copy)
+        _evict(copy.parent)
+    return copy
+
+
+def fault_of(path: str, sha256: str, part: Part = "weights") -> str:
+    """What is broken in that part of a published checkpoint; empty where every byte is as it was written.
+
+    Of a URL the store is asked: a sound copy on this host helps no other.
+
+    Raises:
+        ConfigError: this host does not see the folder where the run keeps its checkpoints.
+        ServiceError: the store did not answer for long.
+    """
+    try:
+        if is_url(path):
+            with tempfile.TemporaryDirectory() as scratch:
+                _fetch(path, Path(scratch) / "checkpoint", sha256, part)
+            return ""
+        folder = _here(Path(path))
+        if not (folder / WEIGHTS).is_file():
+            raise checkpoint.broken(path, f"{WEIGHTS} is missing")
+        if sha256_file(folder / WEIGHTS) != sha256:
+            raise checkpoint.broken(path, f"{WEIGHTS} has another sha256 than the record")
+        if part != "weights":
+            checkpoint.verify(folder, without=(OPTIMIZER,) if part == "start" else ())
+    except CheckpointError as error:
+        return error.message.rstrip(".")
+    return ""
+
+
+def drop_optimizer(path: str) -> None:
+    """Removes the optimizer's state from a checkpoint that nothing trains on any more; its weights can still be sampled.
+
+    Raises:
+        ServiceError: the store did not answer for long.
+    """
+    checkpoint.drop_optimizer(copy_of(path) if is_url(path) else Path(path))
+    if is_url(path):
+        remote.remove(path, OPTIMIZER)
+
+
+def remove(path: str) -> None:
+    """Removes a checkpoint that was never published.
+
+    Raises:
+        ServiceError: the store did not answer for long.
+    """
+    shutil.rmtree(copy_of(path) if is_url(path) else path, ignore_errors=True)
+    if is_url(path):
+        remote.remove(path)
+
+
+def remove_rivals(path: str) -> None:
+    """Removes what killed trainers left on this host beside a published checkpoint."""
+    folder = remote.mounted(path) if is_url(path) else Path(path)
+    checkpoint.remove_rivals(folder or copy_of(path))
+
+
+def sizes(url: str) -> dict[str, dict[str, int]]:
+    """Bytes of every file under a run's URL, by its checkpoint and by its path in there.
+
+    Raises:
+        ServiceError: the store did not answer for long.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for path, size in remote.sizes(url).items():
+        name, _, file = path.partition("/")
+        found.setdefault(name, {})[file] = size
+    return found
+
+
+def copy_of(url: str) -> Path:
+    """Where this host keeps its copy of the checkpoint at that URL."""
+    parent, _, name = url.rstrip("/").rpartition("/")
+    run = f"{parent.rpartition('/')[2]}-{hashlib.sha256(parent.encode()).hexdigest()[:8]}"
+    return settings().cache_dir / run / name
+
+
+def _here(folder: Path) -> Path:
+    if not folder.parent.is_dir():  # then it is not this checkpoint that is broken
+        raise ConfigError(
+            f"This host ({socket.gethostname()}) does not see {str(folder.parent)!r}, where the run keeps its checkpoints.",
+            "Mount it here, or submit with AGENTRL_CHECKPOINTS=s3://BUCKET/PREFIX.",
+        )
+    if not folder.is_dir():
+        raise CheckpointError(f"The checkpoint {str(folder)!r} is missing.", "Restore it, then `agentrl resume`.")
+    return folder
+
+
+def _upload(folder: Path, url: str) -> None:
+    names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    try:
+        for name in sorted(names, key=lambda name: (name == MANIFEST, name)):
+            remote.put(url, name, folder / name)
+    except FileNotFoundError as error:
+        said = f"Cannot write the checkpoint {url!r}: {error}."
+        raise CheckpointError(said, "Is the bucket there? Then `agentrl resume`.") from error
+
+
+def _fetch(url: str, copy: Path, sha256: str, part: Part) -> None:
+    """Brings what `copy` lacks or has broken."""
+    beside = copy.with_name(f"{copy.name}.fetch")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        _get(url, MANIFEST, beside)
+        manifest = checkpoint.read_manifest(beside, url)
+        if WEIGHTS not in manifest or manifest[WEIGHTS].sha256 != sha256:
+            raise checkpoint.broken(url, f"its weights are not those of the record ({sha256[:12]})")
+        for name in _names(manifest, part):
+            if checkpoint.fault_of(copy / name, manifest[name]):
+                _get(url, name, beside)
+                fault = checkpoint.fault_of(beside / name, manifest[name])
+                if fault:
+                    raise checkpoint.broken(url, f"{name} {fault}")
+        _move(beside, copy)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _get(url: str, name: str, folder: Path) -> None:
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise checkpoint.broken(url, f"its manifest names {name!r}")
+    target = folder / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        remote.get(url, name, target)
+    except FileNotFoundError as error:
+        raise checkpoint.broken(url, f"{name} is missing") from error
+
+
+def _move(beside: Path, copy: Path) -> None:
+    for file in [file for file in beside.rglob("*") if file.is_file()]:
+        target = copy / file.relative_to(beside)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(target)
+
+
+def _names(manifest: Mapping[str, FileRecord], part: Part) -> list[str]:
+    if part == "weights":
+        return [WEIGHTS]
+    return [name for name in manifest if part == "all" or name != OPTIMIZER]
+
+
+def _complete(copy: Path, part: Part) -> bool:
+    """Whether the files are there, by name: another process may have evicted them."""
+    if not (copy / MANIFEST).is_file():
+        return False
+    return all((copy / name).is_file() for name in _names(checkpoint.read_manifest(copy), part))
+
+
+def _sound(copy: Path, sha256: str, part: Part) -> bool:
+    """Whether the files are there, bit for bit."""
+    try:
+        manifest = checkpoint.read_manifest(copy)
+    except CheckpointError:  # not here yet, or cut off by a power failure
+        return False
+    if WEIGHTS not in manifest or manifest[WEIGHTS].sha256 != sha256:
+        return False
+    return not any(checkpoint.fault_of(copy / name, manifest[name]) for name in _names(manifest, part))
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One thread of one process of this host at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _evict(folder: Path) -> None:
+    copies = sorted((entry for entry in folder.iterdir() if entry.is_dir()), key=lambda entry: entry.stat().st_mtime_ns)
+    for old in copies[:-KEEP]:
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,142 @@
+"""The files of checkpoints behind a URL: any of fsspec's file systems, asked again where it does not answer.
+
+Credentials come from the environment, as the store's own tools read them. Every function here raises CheckpointError where the
+store refuses for good, ServiceError where it did not answer for RETRY_SECONDS.
+"""
+
+import errno
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from workflow.errors import CheckpointError, ConfigError, ServiceError
+from workflow.settings import is_url
+
+T = TypeVar("T")
+
+RETRY_SECONDS = 30.0
+"""How long a store that does not answer is asked again."""
+
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    # We ask again ourselves; with botocore's own four repetitions a silent link would look like a slow one.
+    "s3": {"config_kwargs": {"retries": {"max_attempts": 0}}, "use_listings_cache": False}
+}
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+def checked_place(place: str) -> Path | None:
+    """Makes sure that there is a store at the URL, asking it once. Returns the folder that is meant, if it is one.
+
+    Raises:
+        ConfigError: no such bucket, no right to it, a package is missing, or the URL holds a password.
+        ServiceError: it does not answer.
+    """
+    if not is_url(place):
+        return Path(place)
+    if urlsplit(place).password:
+        raise ConfigError("The URL for checkpoints holds a password.", "Put it into the environment: the URL is stored.")
+    files, key = _store(place)
+    if _is_folder(files):
+        return Path(key)
+    bucket = key.strip("/").partition("/")[0]
+    try:
+        files.info(bucket)
+    except FileNotFoundError as error:
+        raise ConfigError(f"There is no {bucket!r} for checkpoints in {place!r}.", "Make it, or name another.") from error
+    except PermissionError as error:
+        raise ConfigError(f"Checkpoints in {place!r} are refused: {_words(error)}.", "Check the credentials.") from error
+    except Exception as error:  # every store has errors of its own
+        raise _away(place, error) from error
+    return None
+
+
+def mounted(url: str) -> Path | None:
+    """The folder that a `file://` URL means; None for any other."""
+    files, key = _store(url)
+    return Path(key) if _is_folder(files) else None
+
+
+def put(url: str, name: str, file: Path) -> None:
+    """Writes the file as `name` under the URL.
+
+    Raises:
+        FileNotFoundError: there is no such bucket.
+    """
+    files, key = _store(url)
+    _again(url, lambda: files.put_file(str(file), f"{key}/{name}"))
+
+
+def get(url: str, name: str, file: Path) -> None:
+    """Reads `name` under the URL into the file.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+    files, key = _store(url)
+    _again(url, lambda: files.get_file(f"{key}/{name}", str(file)))
+
+
+def sizes(url: str) -> dict[str, int]:
+    """Bytes of every file under the URL, by its path there; none where nothing was ever written."""
+    files, key = _store(url)
+    found: dict[str, Any] = _again(url, lambda: files.find(key, detail=True))
+    return {path.removeprefix(f"{key}/"): int(facts["size"]) for path, facts in found.items()}
+
+
+def remove(url: str, name: str = "") -> None:
+    """Removes `name` under the URL, or all that is there; what is gone already is no error."""
+    files, key = _store(url)
+    try:
+        _again(url, lambda: files.rm_file(f"{key}/{name}") if name else files.rm(key, recursive=True))
+    except FileNotFoundError:
+        return
+
+
+def _store(url: str) -> tuple[Any, str]:
+    """The file system behind the URL, and the path in it."""
+    from fsspec.core import url_to_fs
+
+    scheme = url.partition("://")[0]
+    try:
+        files, key = url_to_fs(url, **_OPTIONS.get(scheme, {}))
+    except ImportError as error:
+        todo = "Install it: pip install 'agentrl[s3]'" if scheme == "s3" else f"{_words(error)}."
+        raise ConfigError(f"Checkpoints in {url!r} need a package that is not installed.", todo) from error
+    except ValueError as error:
+        raise ConfigError(f"Checkpoints cannot be in {url!r}: {_words(error)}.", "Use s3://BUCKET/PREFIX.") from error
+    return files, str(key)
+
+
+def _is_folder(files: Any) -> bool:
+    return "file" in files.protocol
+
+
+def _again(url: str, action: Callable[[], T]) -> T:
+    """Does it, again and again where the store does not answer; FileNotFoundError is an answer."""
+    deadline = time.monotonic() + RETRY_SECONDS
+    pause = 0.1
+    while True:
+        try:
+            return action()
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # every store has errors of its own, and most of them mean the network
+            if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno in _FULL):
+                said = f"The checkpoint {url!r} is refused: {_words(error)}."
+                raise CheckpointError(said, "Mend that, then `agentrl resume`.") from error
+            if time.monotonic() > deadline:
+                raise _away(url, error) from error
+        time.sleep(pause)
+        pause = min(2 * pause, 2.0)
+
+
+def _away(url: str, error: Exception) -> ServiceError:
+    return ServiceError(
+        f"The store of {url!r} does not answer: {_words(error)}.", "Check AGENTRL_CHECKPOINTS, the network, the credentials."
+    )
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__

@@ -1,0 +1,260 @@
+"""Is the record true? An episode is done again from its rows and compared with them.
+
+Three questions, each with its own report: do the tools say the same again (`check_tools`), do the rewards come to the same
+(`check_rewards`), did the recorded weights and draws give these tokens (`workflow.rescoring`, since that needs a model)? What
+cannot or must not be done again is taken from the record and counted by its reason.
+
+Nothing here needs torch: the reports of `workflow.rescoring` are defined here too, so that they can be printed anywhere.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from workflow.checkpoint import WEIGHTS
+from workflow.compare import SCALAR, TokenDifference
+from workflow.errors import RewardError
+from workflow.rewards import code_hash, score, total
+from workflow.settings import is_url
+from workflow.trajectory import Episode, PolicyRef, ToolResult
+
+Run = Callable[[str, Mapping[str, Any]], ToolResult]
+"""Runs the named tool with these arguments, within its time limit."""
+
+REFUSED = frozenset({"parse_error", "too_many_calls", "unknown_tool", "bad_arguments"})
+"""The `error_class` of a call that was answered without running anything; see `workflow.agent.refusal`."""
+
+# tools
+
+
+@dataclass(frozen=True, slots=True)
+class CallDifference:
+    """A call that says something else when it is run again."""
+
+    step: int
+    call: int
+    tool: str
+    recorded: ToolResult
+    found: ToolResult
+
+
+@dataclass(frozen=True, slots=True)
+class ToolsReport:
+    """Tool calls that were run again.
+
+    Args:
+        ran: how many.
+        taken: reason -> how many were taken from the record instead: `once`, `refused`, `timeout`, `unanswered`, `parent's`.
+        differing: how many of those that ran said something else.
+        first: the first of them.
+    """
+
+    ran: int
+    taken: Mapping[str, int]
+    differing: int
+    first: CallDifference | None
+
+    @property
+    def same(self) -> bool:
+        """Whether none differs."""
+        return not self.differing
+
+
+def check_tools(episode: Episode, calls: Sequence[Mapping[str, Any]], run: Run) -> ToolsReport:
+    """Runs the recorded calls again, in their order, as far as their effects allow.
+
+    Args:
+        calls: the episode's rows of `v_tool_calls`, in order.
+        run: how a call is run.
+    """
+    own = [call for call in calls if call["step"] >= episode.inherited]
+    taken = Counter(reason for call in own if (reason := _not_run(call)))
+    inherited = sum(len(step.message.tool_calls) for step in episode.steps[: episode.inherited])
+    differences = []
+    for call in own:
+        if not _not_run(call):
+            found = run(call["tool"], call["arguments"])
+            recorded = ToolResult(call["result"], call["error_class"], call["seconds"])
+            if (found.content, found.error_class) != (recorded.content, recorded.error_class):
+                differences.append(CallDifference(call["step"], call["call"], call["tool"], recorded, found))
+    ran = len(own) - taken.total()
+    reasons = {**taken, **({"parent's": inherited} if inherited else {})}
+    return ToolsReport(ran, reasons, len(differences), differences[0] if differences else None)
+
+
+def _not_run(call: Mapping[str, Any]) -> str:
+    """Why a call is taken from the record; empty where it is run again."""
+    if call["result"] is None:
+        return "unanswered"
+    if call["error_class"] in REFUSED:
+        return "refused"
+    if call["effects"] == "once":
+        return "once"
+    return "timeout" if call["error_class"] == "timeout" else ""
+
+
+# tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepScore:
+    """The sampled tokens of one step under the weights that the record names.
+
+    Args:
+        max_difference: greatest |recorded - recomputed logprob|, in nats; `mean_difference` over its tokens.
+        same: draws that give the recorded token; `ties`: another, but within the tolerance; `mismatches`: another.
+    """
+
+    step: int
+    policy_version: int
+    tokens: int
+    max_difference: float
+    mean_difference: float
+    same: int
+    ties: int
+    mismatches: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobDifference:
+    """A token whose logprob was recorded as another than the weights give it; `token` counts within the step."""
+
+    step: int
+    token: int
+    id: int
+    text: str
+    recorded: float
+    found: float
+
+
+@dataclass(frozen=True, slots=True)
+class DrawDifference:
+    """A token that its draw does not give.
+
+    Args:
+        token: within its step; `position`: among the episode's sampled tokens, which keys the draw.
+        recorded_id: what the record says; `drawn_id`: what the draw gives.
+        distance: probability between the draw and the recorded token's share of [0, 1).
+    """
+
+    step: int
+    token: int
+    position: int
+    recorded_id: int
+    recorded: str
+    drawn_id: int
+    drawn: str
+    distance: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokensReport:
+    """Tokens rendered, scored and drawn again.
+
+    Args:
+        precision: what it was computed in: `exact`, `float32` or `coarse` (16 bits, or a quantised base).
+        logprob_tolerance: in nats; `draw_tolerance`: in probability.
+        prompts: steps whose prompt was rendered again, and the first that differs.
+        steps: the steps whose tokens were scored and drawn again.
+        parents: steps that a fork has from its parent: verified with the parent, not here.
+        unverified: a sentence for each policy whose weights are gone.
+        logprob, draw: the first token beyond the tolerance.
+    """
+
+    precision: str
+    logprob_tolerance: float
+    draw_tolerance: float
+    prompts: int
+    prompt: TokenDifference | None
+    steps: tuple[StepScore, ...]
+    parents: int
+    unverified: tuple[str, ...] = ()
+    logprob: LogprobDifference | None = None
+    draw: DrawDifference | None = None
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing that could be verified differs; ties do not."""
+        return self.prompt is None and self.logprob is None and self.draw is None
+
+
+def gone(policies: Mapping[int, PolicyRef], collected: Mapping[int, datetime]) -> dict[int, str]:
+    """Step -> a sentence on its policy's weights, for the steps whose weights cannot be read any more.
+
+    Args:
+        policies: what each step was sampled with.
+        collected: when the weights' files were removed to save space, by step.
+    """
+    found = {}
+    for step, ref in policies.items():
+        if step in collected:
+            found[step] = f"policy v{ref.version} was collected at {collected[step]:%Y-%m-%d %H:%M:%S} UTC"
+        elif ref.path and not is_url(ref.path) and not (Path(ref.path) / WEIGHTS).is_file():
+            found[step] = f"policy v{ref.version} is gone from {ref.path!r}"
+    return {step: f"{said}: what it sampled cannot be verified." for step, said in found.items()}
+
+
+# rewards
+
+
+@dataclass(frozen=True, slots=True)
+class RewardDifference:
+    """A part (or the `reward`, their weighted sum) that comes to something else; `found` may be what a reward raised."""
+
+    part: str
+    recorded: float | None
+    found: float | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RewardsReport:
+    """One reward set of the episode, computed again.
+
+    Args:
+        parts: how many were computed.
+        hooks: parts that hooks added; taken from the record.
+        same_code: whether the rewards' files are those that scored the episode.
+    """
+
+    reward_set: str
+    parts: int
+    hooks: tuple[str, ...]
+    same_code: bool
+    differences: tuple[RewardDifference, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        """Whether every number is exactly the recorded one."""
+        return not self.differences
+
+
+def check_rewards(
+    episode: Episode, reward_set: str, weights: Mapping[str, float], recorded: Mapping[str, float], code: str
+) -> RewardsReport:
+    """Scores a finished episode again.
+
+    Args:
+        reward_set: its name; the episode's own scalar belongs to `default`.
+        weights: of the set.
+        recorded: the parts in the set, those of hooks too, in the order in which they were recorded.
+        code: `workflow.rewards.code_hash` of the set when it was made.
+    """
+    hooks = tuple(part for part in recorded if part not in weights)
+    try:
+        same_code = code_hash(weights) == code
+        found = score(replace(episode, status="done", reward=None, rewards={}), weights)
+        sums = {SCALAR: total({**found, **{part: recorded[part] for part in hooks}}, weights)}
+    except RewardError as error:
+        return RewardsReport(reward_set, 0, hooks, same_code, (RewardDifference(SCALAR, episode.reward, str(error)),))
+    ours = {part: recorded.get(part) for part in weights}
+    differences = [*_differing(ours, found), *(_differing({SCALAR: episode.reward}, sums) if reward_set == "default" else ())]
+    return RewardsReport(reward_set, len(found), hooks, same_code, tuple(differences))
+
+
+def _differing(recorded: Mapping[str, float | None], found: Mapping[str, float]) -> Iterator[RewardDifference]:
+    for part in {**recorded, **found}:
+        if recorded.get(part) != found.get(part):
+            yield RewardDifference(part, recorded.get(part), found.get(part))

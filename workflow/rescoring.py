@@ -1,0 +1,282 @@
+"""Did the recorded weights and draws give these tokens? Prompts are rendered, tokens scored and drawn again, with the model.
+
+Each training row is read at once by teacher forcing: every sampled token is scored after the recorded tokens before it, so that
+one difference does not become the cause of others. Its draw is repeated from the episode's key by `workflow.sampling`, the
+sampler's own code.
+
+The sampler read the same tokens one by one from its key/value memory, in other company; sums rounded in another order give
+slightly other probabilities, and a draw that falls close to a boundary may then fall on its other side: a *tie*, no mismatch.
+How slightly and how close was measured over 5,000 tokens of a warmed-up tiny model (150 words, sure of most of them) and 1,000
+to 2,000 of a random one with 151,936 words and 8 layers, sampled by the engine in batches and scored here, on a CPU:
+
+    computed in   greatest |difference|   draws that give another token   the greatest distance of one
+    exact         0, 7e-7                 none, none
+    float32       1e-5, 3e-5              none, 0.3%                      4e-8
+    bfloat16      0.11, 0.17              0.1%, 79%                       0.019
+    4 bit         0.07                    0.1%                            0.006
+    8 bit         0.15, 0.39              0.1%, 88%                       0.030
+
+`TOLERANCES` leaves a margin above these. `coarse` is 16 bits, or a base quantised to 4 or 8.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from workflow.batch import unbroken
+from workflow.chat import Chat, Schema
+from workflow.compare import TokenDifference, common_prefix
+from workflow.config import ModelConfig
+from workflow.errors import ModelError
+from workflow.policy import Policy
+from workflow.replay import DrawDifference, LogprobDifference, StepScore, TokensReport
+from workflow.sampling import distance, distribution, draw, uniforms
+from workflow.trajectory import Episode, PolicyRef, Step
+
+TOLERANCES = {"exact": (4e-6, 1e-9), "float32": (1e-3, 1e-4), "coarse": (1.0, 0.1)}
+"""Precision -> how far a logprob (in nats) and a draw (in probability) may be from the record."""
+
+BLOCK = 1024
+"""Sampled tokens whose logits are in memory at once: 0.6 GB for 152,000 words in float32."""
+
+CHUNK = 64
+"""Of these, tokens whose distributions are: some 80 MB for each tensor of them in float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    """One sampled token, scored and drawn again."""
+
+    step: Step
+    index: int
+    position: int
+    logprob: float
+    drawn: int
+    distance: float
+
+    @property
+    def id(self) -> int:
+        return self.step.sampled_ids[self.index]
+
+    @property
+    def recorded(self) -> float:
+        return self.step.behavior_logprobs[self.index]
+
+    @property
+    def off(self) -> float:
+        return abs(self.logprob - self.recorded)
+
+
+def open_policy(
+    config: ModelConfig, base: str, base_hash: str, manifest: Mapping[str, Any], device: str, threads: int
+) -> Policy:
+    """The base that a run was made with.
+
+    Args:
+        base_hash: the run's; `manifest`: its hashes of the tokenizer and the chat template, where they were taken.
+
+    Raises:
+        ModelError: it cannot be loaded, or is another than the run's.
+    """
+    policy = Policy.load(config, base, device, threads)
+    found = {"base": policy.base_hash, "tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
+    known = {"base": base_hash or policy.base_hash, **manifest}
+    for name, value in found.items():
+        if known.get(name, value) != value:
+            raise ModelError(
+                f"The run was made with {name} {known[name][:12]}, here {base!r} has {value[:12]}.",
+                "Bring the same model here.",
+            )
+    return policy
+
+
+def check_tokens(
+    episode: Episode,
+    policies: Mapping[int, PolicyRef],
+    gone: Mapping[int, str],
+    policy: Policy,
+    schemas: Sequence[Schema],
+    key: int,
+    temperature: float,
+) -> TokensReport:
+    """Renders every prompt of the episode's own steps, scores and draws every token that it sampled itself.
+
+    Args:
+        policies: what each of its own steps was sampled with, by its number.
+        gone: why those weights cannot be read any more (`workflow.replay.gone`), by the step's number.
+        policy: the run's base; its published weights are changed.
+        schemas: of the env's tools.
+        key: of the episode's draws (`SamplingKey.bits`).
+        temperature: of the run.
+
+    Raises:
+        CheckpointError: weights that are there were altered, or do not fit the base.
+    """
+    precision = _precision(policy)
+    logprob_tolerance, draw_tolerance = TOLERANCES[precision]
+    own = [step for step in episode.steps if step.index >= episode.inherited]
+    there = {number: ref for number, ref in policies.items() if number not in gone}
+    tokens = sorted(_rescored(episode, there, policy, key, temperature), key=lambda token: token.position)
+    chat = policy.chat
+    off = next((token for token in tokens if not token.off <= logprob_tolerance), None)
+    missed = next((token for token in tokens if token.drawn != token.id and token.distance > draw_tolerance), None)
+    return TokensReport(
+        precision=precision,
+        logprob_tolerance=logprob_tolerance,
+        draw_tolerance=draw_tolerance,
+        prompts=len(own),
+        prompt=next((found for step in own if (found := _rendered(episode, step, chat, schemas))), None),
+        steps=tuple(_score(step, list(group), draw_tolerance) for step, group in _by_step(tokens)),
+        parents=episode.inherited,
+        unverified=tuple(sorted(set(gone.values()))),
+        logprob=_logprob_difference(off, chat) if off else None,
+        draw=_draw_difference(missed, chat) if missed else None,
+    )
+
+
+def _precision(policy: Policy) -> str:
+    if policy.config.numerics == "exact":
+        return "exact"
+    with policy.sampling() as model:
+        kinds = {parameter.dtype for parameter in model.parameters()}
+    return "float32" if kinds == {torch.float32} else "coarse"
+
+
+# prompts
+
+
+def _rendered(episode: Episode, step: Step, chat: Chat, schemas: Sequence[Schema]) -> TokenDifference | None:
+    """Where the recorded prompt differs from what the template makes of the recorded messages."""
+    before = replace(episode, steps=episode.steps[: step.index])
+    ids: tuple[int, ...] | None = None
+    if before.steps:
+        ids, _ = chat.continuation(step.prompt, schemas)
+    if ids is None:
+        ids = chat.opening((*before.messages, *step.prompt), schemas)
+    if ids == step.prompt_ids:
+        return None
+    index = common_prefix(step.prompt_ids, ids)
+    sides = (step.prompt_ids[index : index + 1], ids[index : index + 1])
+    one, other = ((side[0] if side else None) for side in sides)
+    return TokenDifference(step.index, "prompt", index, (one, other), (chat.decode(sides[0]), chat.decode(sides[1])))
+
+
+# sampled tokens
+
+
+@torch.no_grad()
+def _rescored(
+    episode: Episode, policies: Mapping[int, PolicyRef], policy: Policy, key: int, temperature: float
+) -> Iterator[_Token]:
+    """Every token of the steps that `policies` names: each row is read once for each policy that is in it."""
+    starts = {step.index: sum(len(earlier.sampled_ids) for earlier in episode.steps[: step.index]) for step in episode.steps}
+    for row in unbroken(episode):
+        scored = [step for step in row if step.index in policies and step.sampled_ids]
+        for ref, group in groupby(scored, key=lambda step: policies[step.index]):
+            steps = list(group)
+            ids, places = _context(row, steps, policy)
+            tokens = [(step, i, starts[step.index] + i) for step in steps for i in range(len(step.sampled_ids))]
+            draws = _draws(key, [position for _, _, position in tokens])
+            policy.publish(ref)
+            found = _values(policy, ids, places, draws, temperature)
+            yield from (_Token(*token, *values) for token, values in zip(tokens, found, strict=True))
+
+
+def _context(row: Sequence[Step], steps: Sequence[Step], policy: Policy) -> tuple[list[int], list[int]]:
+    """The row's ids up to the last of the steps, and where in it each token stands that they sampled."""
+    ids: list[int] = []
+    places: list[int] = []
+    for step in row[: row.index(steps[-1]) + 1]:
+        ids += step.prompt_ids
+        if step in steps:
+            places += range(len(ids), len(ids) + len(step.sampled_ids))
+        ids += step.sampled_ids
+    with policy.sampling() as model:
+        words = int(cast(PreTrainedConfig, model.config).vocab_size)
+    if not 0 <= min(ids) <= max(ids) < words:
+        raise ModelError(f"The record holds a token outside of the model's {words}: {max(ids) if min(ids) >= 0 else min(ids)}.")
+    return ids, places
+
+
+def _draws(key: int, positions: Sequence[int]) -> Tensor:
+    return torch.from_numpy(uniforms(np.full(len(positions), key, dtype=np.uint64), np.array(positions, dtype=np.uint64)))
+
+
+def _values(
+    policy: Policy, ids: Sequence[int], places: Sequence[int], draws: Tensor, temperature: float
+) -> Iterator[tuple[float, int, float]]:
+    """Logprob, drawn id and distance of the token at each of the places, in one reading of the ids for every BLOCK of them."""
+    for start in range(0, len(places), BLOCK):
+        wanted = places[start : start + BLOCK]
+        with policy.sampling() as model:
+            logits = _logits(model, ids[: wanted[-1] + 1], wanted, policy.device)
+        yield from _chunks(logits, ids, wanted, draws[start : start + BLOCK], temperature)
+
+
+def _logits(model: nn.Module, ids: Sequence[int], places: Sequence[int], device: torch.device) -> Tensor:
+    """Logits (N, V) from which the tokens at the N places were drawn."""
+    logits: Tensor = model(
+        input_ids=torch.tensor([ids[:-1]], device=device),
+        use_cache=False,
+        logits_to_keep=torch.tensor(places, device=device) - 1,
+    ).logits
+    return logits[0]
+
+
+def _chunks(
+    logits: Tensor, ids: Sequence[int], places: Sequence[int], draws: Tensor, temperature: float
+) -> Iterator[tuple[float, int, float]]:
+    """The same for the places that the logits (N, V) are for, CHUNK at a time."""
+    recorded = torch.tensor([ids[place] for place in places], device=logits.device)
+    for start in range(0, len(places), CHUNK):
+        part = slice(start, start + CHUNK)
+        everything, cumulative = distribution(logits[part], temperature)
+        wanted, numbers = recorded[part], draws[part].to(logits.device)
+        scores = everything.gather(-1, wanted[:, None])[:, 0].float().tolist()  # as the sampler records them
+        away = distance(cumulative, numbers, wanted).tolist()
+        yield from zip(scores, draw(cumulative, numbers).tolist(), away, strict=True)
+
+
+# the report
+
+
+def _by_step(tokens: Sequence[_Token]) -> Iterator[tuple[Step, Iterator[_Token]]]:
+    return cast(Iterator[tuple[Step, Iterator[_Token]]], groupby(tokens, key=lambda token: token.step))
+
+
+def _score(step: Step, tokens: Sequence[_Token], tolerance: float) -> StepScore:
+    same = sum(token.drawn == token.id for token in tokens)
+    ties = sum(token.drawn != token.id and token.distance <= tolerance for token in tokens)
+    return StepScore(
+        step=step.index,
+        policy_version=step.policy_version,
+        tokens=len(tokens),
+        max_difference=max(token.off for token in tokens),
+        mean_difference=sum(token.off for token in tokens) / len(tokens),
+        same=same,
+        ties=ties,
+        mismatches=len(tokens) - same - ties,
+    )
+
+
+def _logprob_difference(token: _Token, chat: Chat) -> LogprobDifference:
+    return LogprobDifference(token.step.index, token.index, token.id, chat.decode([token.id]), token.recorded, token.logprob)
+
+
+def _draw_difference(token: _Token, chat: Chat) -> DrawDifference:
+    return DrawDifference(
+        step=token.step.index,
+        token=token.index,
+        position=token.position,
+        recorded_id=token.id,
+        recorded=chat.decode([token.id]),
+        drawn_id=token.drawn,
+        drawn=chat.decode([token.drawn]),
+        distance=token.distance,
+    )

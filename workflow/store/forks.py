@@ -1,0 +1,205 @@
+"""Forks: new episodes that leave a stored one at a step, and runs that train on stored groups.
+
+A fork's first steps are its parent's, read through it and never copied; its own begin at `fork_step`. The siblings of a fork
+are one group of kind `fork`, so that they share a baseline; the parent can be among them, as a row that has no step of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, func, select
+
+from workflow import db
+from workflow.errors import NotFoundError, StateError
+from workflow.store.connect import reading
+from workflow.store.rows import load_episodes, message_row, task_value
+from workflow.trajectory import OPEN, Episode, Message
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Where a fork run's episodes leave their parent.
+
+    Args:
+        parent: the episode.
+        step: the first step that they sample themselves.
+        opening: what that step reads instead of what the env says; None for what the env says.
+        with_parent: the parent is a sibling too, and trains from that step on.
+    """
+
+    parent: int
+    step: int
+    opening: tuple[Message, ...] | None = None
+    with_parent: bool = False
+
+
+@dataclass(frozen=True)
+class ForkPoint:
+    """The episode to fork, its run's row, and the version of the policy that sampled the step."""
+
+    episode: Episode
+    run: Mapping[str, Any]
+    policy_run: str
+    policy_version: int
+    weights: Mapping[str, float]
+
+
+@reading
+def fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
+    """What a fork of the episode at that step starts from.
+
+    Raises:
+        NotFoundError: no such episode, or no such step in it.
+        StateError: the episode is not over.
+    """
+    row = _episode_row(tx, episode)
+    if row["status"] in OPEN:
+        raise StateError(f"Episode {episode} is not over: it is {row['status']}.", "Fork it when it is; `agentrl pause RUN`.")
+    task = tx.execute(select(db.tasks).where(db.tasks.c.id == row["task_id"])).mappings().one()
+    (value,) = load_episodes(tx, db.episodes.c.id == episode, {task["id"]: task_value(task)})
+    if not 0 <= step < len(value.steps):
+        raise NotFoundError(
+            f"Episode {episode} has {len(value.steps)} steps, counted from 0, and no step {step}.", f"agentrl replay {episode}"
+        )
+    owner = row
+    while step < owner["inherited_steps"]:
+        owner = _episode_row(tx, owner["parent_id"])
+    steps, policies = db.steps.c, db.policies
+    sampler = tx.execute(
+        select(policies.c.version, db.runs.c.name)
+        .join(db.steps, steps.policy_id == policies.c.id)
+        .join(db.runs, db.runs.c.id == policies.c.run_id)
+        .where(steps.episode_id == owner["id"], steps.attempt == owner["attempt"], steps.number == step)
+    ).one()
+    run = tx.execute(select(db.runs).where(db.runs.c.id == row["run_id"])).mappings().one()
+    return ForkPoint(value, dict(run), sampler.name, sampler.version, reward_set(tx, run["id"], "default")["weights"])
+
+
+def _episode_row(tx: Connection, episode: int) -> Mapping[Any, Any]:
+    known = abs(episode) < 2**63  # no database takes a greater number
+    row = tx.execute(select(db.episodes).where(db.episodes.c.id == episode)).mappings().one_or_none() if known else None
+    if row is None:
+        raise NotFoundError(f"There is no episode {episode}.", "List them with `agentrl episodes RUN`.")
+    return row
+
+
+def reward_set(tx: Connection, run_id: int, name: str) -> Mapping[Any, Any]:
+    """The run's reward set of that name.
+
+    Raises:
+        NotFoundError: it has none.
+    """
+    sets = db.reward_sets.c
+    found = tx.execute(select(db.reward_sets).where(sets.run_id == run_id)).mappings().all()
+    for row in found:
+        if row["name"] == name:
+            return row
+    known = ", ".join(row["name"] for row in found)
+    raise NotFoundError(f"The run has no reward set {name!r}; it has {known}.", "Make one: agentrl rescore RUN --reward ...")
+
+
+def insert_fork(tx: Connection, run_id: int, policy_id: int, task_id: int, size: int, fork: Fork) -> None:
+    """The fork run's one iteration with its one group and `size` episodes, planned, and the parent beside them if asked."""
+    parent = _episode_row(tx, fork.parent)
+    iteration_id: int = tx.execute(
+        db.iterations.insert()
+        .values(run_id=run_id, number=0, epoch=0, policy_id=policy_id, episodes=size + fork.with_parent)
+        .returning(db.iterations.c.id)
+    ).scalar_one()
+    opening = [message_row(message) for message in fork.opening] if fork.opening else None
+    group_id: int = tx.execute(
+        db.groups.insert()
+        .values(run_id=run_id, iteration_id=iteration_id, task_id=task_id, slot=0, kind="fork", opening=opening)
+        .returning(db.groups.c.id)
+    ).scalar_one()
+    first = _next_sample(tx, fork)
+    shared = {
+        "run_id": run_id,
+        "iteration_id": iteration_id,
+        "group_id": group_id,
+        "task_id": task_id,
+        "parent_id": fork.parent,
+        "fork_step": fork.step,
+    }
+    rows = [{**shared, "sample": first + index, "inherited_steps": fork.step} for index in range(size)]
+    tx.execute(db.episodes.insert(), rows)
+    if fork.with_parent:
+        _insert_stand_in(tx, {**shared, "sample": first + size}, parent)
+
+
+def _next_sample(tx: Connection, fork: Fork) -> int:
+    """Samples count on over all forks of one step, so that a second fork draws other tokens."""
+    siblings = (db.episodes.c.parent_id == fork.parent) & (db.episodes.c.fork_step == fork.step)
+    return int(tx.execute(select(func.coalesce(func.max(db.episodes.c.sample) + 1, 0)).where(siblings)).scalar_one())
+
+
+def _insert_stand_in(tx: Connection, shared: Mapping[str, Any], parent: Mapping[Any, Any]) -> None:
+    kept = ("status", "stop_reason", "reward", "final_answer", "error_class", "error", "tainted", "started_at", "finished_at")
+    whole = parent["inherited_steps"] + parent["steps"]
+    stand_in: int = tx.execute(
+        db.episodes.insert()
+        .values(**shared, inherited_steps=whole, **{name: parent[name] for name in kept})
+        .returning(db.episodes.c.id)
+    ).scalar_one()
+    rewards = db.rewards.c
+    its = reward_set(tx, parent["run_id"], "default")["id"]
+    parts = select(rewards.part, rewards.value, rewards.weight).where(
+        rewards.episode_id == parent["id"], rewards.reward_set_id == its
+    )
+    mine = reward_set(tx, shared["run_id"], "default")["id"]
+    copies = [{"reward_set_id": mine, "episode_id": stand_in, **row} for row in tx.execute(parts).mappings()]
+    if copies:
+        name = select(db.runs.c.name).where(db.runs.c.id == shared["run_id"]).scalar_subquery()
+        tx.execute(db.rewards.insert().values(run=name), copies)
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run whose groups are trained on: its row, its first policy, the finished ones of its groups, the weights of a set."""
+
+    row: Mapping[str, Any]
+    version: int
+    groups: Sequence[int]
+    planned: int
+    weights: Mapping[str, float]
+    code_hash: str
+
+
+@reading
+def stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str, least: int) -> StoredRun:
+    """The run's finished groups (of them `only`, if any are named) with `least` done episodes, and that reward set.
+
+    Raises:
+        NotFoundError: it has no such reward set.
+    """
+    row = tx.execute(select(db.runs).where(db.runs.c.id == run_id)).mappings().one()
+    groups, episodes = db.groups.c, db.episodes.c
+    mine = (groups.run_id == run_id) & (groups.id.in_(only) if only else groups.id.is_not(None))
+    done = select(episodes.group_id).where(episodes.run_id == run_id, episodes.status == "done")
+    done = done.group_by(episodes.group_id).having(func.count() >= least)
+    finished = select(groups.id).where(mine, groups.status == "done", groups.id.in_(done)).order_by(groups.id)
+    planned = tx.execute(select(func.count()).select_from(db.groups).where(mine)).scalar_one()
+    first = select(func.min(db.policies.c.version)).where(db.policies.c.run_id == run_id)
+    rewards = reward_set(tx, run_id, name)
+    return StoredRun(
+        dict(row),
+        tx.execute(first).scalar_one(),
+        list(tx.execute(finished).scalars()),
+        planned,
+        rewards["weights"],
+        rewards["code_hash"],
+    )
+
+
+@reading
+def run_of_group(tx: Connection, group: int) -> int:
+    """The id of the run that the group belongs to.
+
+    Raises:
+        NotFoundError: there is no such group.
+    """
+    found = tx.execute(select(db.groups.c.run_id).where(db.groups.c.id == group)).scalar_one_or_none()
+    if found is None:
+        raise NotFoundError(f"There is no group {group}.", 'agentrl sql "SELECT id, run, task FROM v_groups LIMIT 20"')
+    return int(found)

@@ -1,0 +1,120 @@
+"""What is kept: which checkpoints rows still need, and which policies are collected.
+
+A policy is collected by its row first; its files go after the commit. So whoever asks for it is told the truth at any moment.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import PurePosixPath
+from typing import Any
+
+from sqlalchemy import Connection, exists, select, update
+
+from workflow import db
+from workflow.collect import Needs
+from workflow.store.connect import reading, transaction
+from workflow.store.planning import log, run_row
+from workflow.trajectory import OPEN
+
+ALIVE = ("planned", "running", "paused")
+RESTARTABLE = 2
+"""Of a run that may go on the last two checkpoints stay: the newest, and the one that it can be made again from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """A run's checkpoint folder, and the key that its checkpoints' names end with."""
+
+    run_id: int
+    run: str
+    output_dir: str
+    key: str
+
+
+@reading
+def checkpoints(tx: Connection, runs: Sequence[str] = ()) -> list[Checkpoints]:
+    """Where these runs (all if none is named) keep their checkpoints.
+
+    Raises:
+        NotFoundError: there is no such run.
+    """
+    if runs:
+        rows: Sequence[Any] = [run_row(tx, run) for run in runs]
+    else:
+        rows = tx.execute(select(db.runs).where(db.runs.c.output_dir != "").order_by(db.runs.c.id)).mappings().all()
+    return [Checkpoints(row["id"], row["name"], row["output_dir"], row["manifest"].get("id", "")[:8]) for row in rows]
+
+
+@reading
+def needs(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> Needs:
+    """What `collect` would leave, without collecting anything."""
+    return _needs(tx, run_id, present, keep_last)[0]
+
+
+@transaction
+def collect(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> Needs:
+    """Marks the run's policies that nothing needs as collected, and says what its folders are still needed for.
+
+    Args:
+        present: names of the folders that stand on this disk; only those are collected.
+        keep_last: of a run that is over keep only so many adapters, whatever episodes name; None keeps what they name.
+    """
+    found, unneeded = _needs(tx, run_id, present, keep_last)
+    if unneeded:
+        now = datetime.now(UTC)
+        tx.execute(update(db.policies).where(db.policies.c.path.in_(unneeded)).values(collected_at=now))
+        log(tx, run_id, "collected", f"{len(unneeded)} adapters", ", ".join(sorted(map(_name, unneeded))))
+    return found
+
+
+def _needs(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> tuple[Needs, list[str]]:
+    """The needs after collecting, and the paths to collect."""
+    rows = _policies(tx, run_id)
+    gone = {row.path for row in rows if row.collected_at is not None}
+    named = list(dict.fromkeys(row.path for row in rows if row.run_id == run_id and row.path not in gone))  # newest first
+    mine = [path for path in named if _name(path) in present]
+    unneeded = [path for path in mine if path not in _kept(rows, run_id, mine, keep_last)]
+    claims = select(db.iterations.c.number, db.iterations.c.train_token)
+    open_ones = tx.execute(claims.where(db.iterations.c.run_id == run_id, db.iterations.c.status.in_(OPEN)))
+    found = Needs(
+        named={_name(path) for path in named if path not in unneeded},
+        collected={_name(path) for path in (*gone, *unneeded)},
+        resumable={_name(path) for path in mine[:RESTARTABLE]},
+        claims={(row.number, row.train_token) for row in open_ones},
+    )
+    return found, unneeded
+
+
+def _policies(tx: Connection, run_id: int) -> Sequence[Any]:
+    """Every row that names one of the run's checkpoints, whosever it is, newest version first."""
+    policies, runs, iterations = db.policies, db.runs, db.iterations
+    # The steps of an iteration name its policy and no other.
+    sampled = (
+        select(iterations.c.policy_id)
+        .distinct()
+        .where(exists().where(db.episodes.c.iteration_id == iterations.c.id, db.steps.c.episode_id == db.episodes.c.id))
+    )
+    waiting = select(iterations.c.policy_id).where(iterations.c.status.in_(OPEN))
+    mine = select(policies.c.path).where(policies.c.run_id == run_id, policies.c.path != "")
+    query = (
+        select(policies.c.run_id, policies.c.path, policies.c.collected_at, runs.c.status)
+        .add_columns(policies.c.id.in_(sampled).label("sampled"), policies.c.id.in_(waiting).label("waiting"))
+        .join(runs, runs.c.id == policies.c.run_id)
+        .where(policies.c.path.in_(mine))
+    )
+    return tx.execute(query.order_by(policies.c.version.desc())).all()
+
+
+def _kept(rows: Sequence[Any], run_id: int, mine: Sequence[str], keep_last: int | None) -> set[str]:
+    """The paths that stay; `mine` are the run's own, newest first."""
+    status = next((row.status for row in rows if row.run_id == run_id), "")
+    over = status not in ALIVE
+    least = 1 if status in ("done", "cancelled") else RESTARTABLE
+    by_name = set() if over and keep_last is not None else {row.path for row in rows if row.sampled}
+    in_use = {row.path for row in rows if row.waiting or (row.run_id != run_id and row.status in (*ALIVE, "failed"))}
+    return {*mine[: max(least, keep_last or 0)], *by_name, *in_use} & set(mine)
+
+
+def _name(path: str) -> str:
+    return PurePosixPath(path).name

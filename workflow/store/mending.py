@@ -1,0 +1,121 @@
+"""A published checkpoint that is found broken is marked, made again from the one before it, and named by its rows anew.
+
+Version k came from exactly version k - 1 and the recorded episodes of iteration k - 1, so that the same update gives it once
+more. The run's open iteration lends its train token as the fence; no episode, consumption or iteration changes its state.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, select, update
+
+from workflow import db
+from workflow.db import now_ms
+from workflow.errors import Fenced
+from workflow.store.connect import reading, transaction
+from workflow.store.planning import log
+from workflow.store.rows import clean
+from workflow.store.training import IterationWork, load_groups
+from workflow.trajectory import OPEN, Group, PolicyRef
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """How a broken checkpoint came to be.
+
+    Args:
+        broken: the policy whose checkpoint it is.
+        start: the policy that its update started from.
+        groups: what it was trained on; empty where it came from another run.
+        advantages: by episode, as its update recorded them.
+    """
+
+    broken: PolicyRef
+    start: PolicyRef
+    groups: tuple[Group, ...]
+    advantages: Mapping[int, float]
+
+
+@transaction
+def mark_broken(tx: Connection, run_id: int, path: str, fault: str) -> int | None:
+    """Stops the run from sampling with the checkpoint and training on it until it is whole.
+
+    Returns:
+        The iteration whose train job makes it again; None for a run that trains nothing.
+    """
+    run = tx.execute(select(db.runs.c.kind).where(db.runs.c.id == run_id)).one()
+    if run.kind != "train":
+        return None
+    policies = db.policies.c
+    marked = tx.execute(
+        update(db.policies)
+        .where(policies.run_id == run_id, policies.path == path, policies.broken == "")
+        .values(broken=clean(fault))
+        .returning(policies.version)
+    ).scalars()
+    for version in sorted(marked)[:1]:
+        log(tx, run_id, "checkpoint_broken", f"version {version}", fault)
+    waiting = select(db.iterations.c.id).where(db.iterations.c.run_id == run_id, db.iterations.c.status.in_(OPEN))
+    return tx.execute(waiting.order_by(db.iterations.c.number).limit(1)).scalar_one_or_none()
+
+
+@reading
+def rebuild_of(tx: Connection, work: IterationWork) -> Rebuild:
+    """What the claimed run's first broken checkpoint was made of."""
+    mine = select(db.policies).where(db.policies.c.run_id == work.run_id)
+    row = tx.execute(mine.where(db.policies.c.broken != "").order_by(db.policies.c.version).limit(1)).one()
+    broken = _ref(work, row)
+    before = tx.execute(mine.where(db.policies.c.version == row.version - 1)).one_or_none()
+    source = select(db.iterations.c.id).where(db.iterations.c.run_id == work.run_id, db.iterations.c.number == row.version - 1)
+    iteration = tx.execute(source).scalar_one_or_none()
+    if before is None or iteration is None:
+        return Rebuild(broken, broken, (), {})
+    consumed = select(db.consumptions.c.episode_id, db.consumptions.c.advantage)
+    recorded = tx.execute(consumed.where(db.consumptions.c.iteration_id == iteration)).all()
+    reward_set = tx.execute(select(db.runs.c.reward_set).where(db.runs.c.id == work.run_id)).scalar_one()
+    groups = load_groups(tx, iteration, reward_set)
+    return Rebuild(broken, _ref(work, before), groups, {row.episode_id: row.advantage for row in recorded})
+
+
+@reading
+def versions_before(tx: Connection, run_id: int, version: int) -> list[tuple[int, str, str]]:
+    """(version, path, sha256) of the run's policies before that version that were not collected, newest first."""
+    policies = db.policies.c
+    query = select(policies.version, policies.path, policies.sha256)
+    query = query.where(policies.run_id == run_id, policies.version < version, policies.collected_at.is_(None))
+    return [tuple(row) for row in tx.execute(query.order_by(policies.version.desc()))]
+
+
+@transaction
+def commit_rebuild(tx: Connection, work: IterationWork, broken: PolicyRef, path: str, sha256: str) -> None:
+    """Names the whole checkpoint in every row that named the broken one, and hands the iteration back.
+
+    Raises:
+        Fenced: another trainer holds the iteration.
+    """
+    handed_back = tx.execute(
+        update(db.iterations)
+        .where(db.iterations.c.id == work.id, db.iterations.c.train_token == work.token, db.iterations.c.status.in_(OPEN))
+        .values(lease_until=now_ms() - 1, worker="")
+    )
+    if not handed_back.rowcount:
+        raise Fenced(f"Version {broken.version} of {work.run} is made again by another trainer.")
+    named = tx.execute(update(db.policies).where(db.policies.c.path == broken.path).values(path=path, sha256=sha256, broken=""))
+    if named.rowcount:  # else this commit's answer was lost, and it is made twice
+        log(tx, work.run_id, "checkpoint_rebuilt", f"version {broken.version}", _outcome(broken, path, sha256))
+
+
+def _outcome(broken: PolicyRef, path: str, sha256: str) -> str:
+    if path == broken.path:
+        return "the folder is whole again"
+    if sha256 == broken.sha256:
+        return "from the version before it and the recorded episodes: bit for bit the same weights"
+    return (
+        "from the version before it and the recorded episodes: the weights differ in rounding from those that were published "
+        f"(sha256 {broken.sha256[:12]}, now {sha256[:12]})"
+    )
+
+
+def _ref(work: IterationWork, row: Any) -> PolicyRef:
+    return PolicyRef(work.policy.base, work.policy.base_hash, row.path, row.sha256, row.version)

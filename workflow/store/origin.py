@@ -1,0 +1,103 @@
+"""How an episode came about: what `replay --verify` needs to make it again, read at one moment."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Connection, select
+
+from workflow import db
+from workflow.store.connect import reading
+from workflow.store.observe import EpisodeRecord, episode_record
+from workflow.trajectory import PolicyRef, SamplingKey
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSet:
+    """How the episode was scored.
+
+    Args:
+        weights: by reward; `code_hash`: of the rewards' code at that time.
+        parts: what they came to, and what hooks added, in the order of recording; empty where it is not scored.
+    """
+
+    weights: Mapping[str, float]
+    code_hash: str
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """An episode whole, and what made it.
+
+    Args:
+        config, manifest, base, base_hash: of its run.
+        key: of its draws.
+        policies: what each step that it sampled itself was sampled with, by the step's number.
+        collected: when the files of such a policy were removed, by the step's number; only where they were.
+        reward_sets: those of its run, by name.
+    """
+
+    record: EpisodeRecord
+    config: Mapping[str, Any]
+    manifest: Mapping[str, Any]
+    base: str
+    base_hash: str
+    key: SamplingKey
+    policies: Mapping[int, PolicyRef]
+    collected: Mapping[int, datetime]
+    reward_sets: Mapping[str, RewardSet]
+
+
+@reading
+def find_origin(tx: Connection, episode: int) -> Origin:
+    """The episode with what made it.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    record = episode_record(tx, episode)
+    query = (
+        select(db.runs, db.groups.c.kind.label("purpose"), db.iterations.c.number)
+        .select_from(db.episodes)
+        .join(db.runs, db.runs.c.id == db.episodes.c.run_id)
+        .join(db.groups, db.groups.c.id == db.episodes.c.group_id)
+        .join(db.iterations, db.iterations.c.id == db.episodes.c.iteration_id)
+        .where(db.episodes.c.id == episode)
+    )
+    run = tx.execute(query).mappings().one()
+    steps = _policies(tx, episode)
+    refs = {row.number: PolicyRef(run["base"], run["base_hash"], row.path, row.sha256, row.version) for row in steps}
+    return Origin(
+        record=record,
+        config=run["config"],
+        manifest=run["manifest"],
+        base=run["base"],
+        base_hash=run["base_hash"],
+        key=SamplingKey.of(record.episode, run["seed"], run["purpose"], run["number"]),
+        policies=refs,
+        collected={row.number: row.collected_at for row in steps if row.collected_at is not None},
+        reward_sets=_reward_sets(tx, episode, run["id"]),
+    )
+
+
+def _reward_sets(tx: Connection, episode: int, run: int) -> dict[str, RewardSet]:
+    rewards = db.rewards.c
+    sets = tx.execute(select(db.reward_sets).where(db.reward_sets.c.run_id == run).order_by(db.reward_sets.c.id)).all()
+    parts: dict[int, dict[str, float]] = {row.id: {} for row in sets}
+    scored = select(rewards.reward_set_id, rewards.part, rewards.value).where(rewards.episode_id == episode)
+    for row in tx.execute(scored.where(rewards.reward_set_id.in_(parts)).order_by(rewards.id)):
+        parts[row.reward_set_id][row.part] = row.value
+    return {row.name: RewardSet(row.weights, row.code_hash, parts[row.id]) for row in sets}
+
+
+def _policies(tx: Connection, episode: int) -> Sequence[Any]:
+    steps, policies, episodes = db.steps.c, db.policies.c, db.episodes.c
+    query = (
+        select(steps.number, policies.version, policies.path, policies.sha256, policies.collected_at)
+        .join(db.steps, steps.policy_id == policies.id)
+        .join(db.episodes, (episodes.id == steps.episode_id) & (episodes.attempt == steps.attempt))
+        .where(episodes.id == episode)
+    )
+    return tx.execute(query).all()
