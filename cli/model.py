@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cli.find import existing_database, find_policy
 from cli.output import Json, cell, console, say, show, show_json
 from workflow.config import NAME_PATTERN, RunConfig
 from workflow.errors import ConfigError, ConflictError
@@ -136,7 +137,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure a policy: n, mean reward, 95% interval, errors apart."""
-    from cli.submit import existing_database, start_services
+    from cli.submit import start_services
     from cli.watch import follow
     from workers import submit as submission
     from workers.process import database
@@ -177,32 +178,6 @@ def evaluation_of(
     if tasks > MAX_TASKS:
         raise ConfigError(f"{tasks} tasks are more than an evaluation takes.", f"Pass -n {MAX_TASKS} or less.")
     return build(values | {"rollout.tasks_per_iteration": tasks}), ref
-
-
-def find_policy(policy: str) -> tuple[RunConfig, Any]:
-    """`RUN[@VERSION]`: the run's config and that policy. Else a model: the default config with it, and None."""
-    from cli.submit import existing_database
-    from workers.submit import stored_policy
-    from workflow.config import build
-    from workflow.errors import NotFoundError
-    from workflow.store import planning
-
-    name, _, version = policy.partition("@")
-    if version and not version.removeprefix("v").isdigit():
-        raise ConfigError(f"{version!r} is no policy version.", "Write RUN@3.")
-    db = existing_database()
-    if db is not None:
-        try:
-            run = planning.find_run(db, name)
-        except NotFoundError:
-            if version:
-                raise
-        else:
-            ref = stored_policy(db, name, int(version.removeprefix("v")) if version else None)
-            return RunConfig.model_validate(run["config"]), ref
-    if version:
-        raise NotFoundError(f"There is no run {name!r}.", "List them with `agentrl runs`.")
-    return build({"model.path": policy}), None
 
 
 def _show_score(run: str, policy: str, result: Any, as_json: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cli.find import existing_database, find_policy
 from cli.output import Json, say, show, show_json, show_table
 from workflow.config import DESCRIPTIONS, RunConfig
 from workflow.errors import ConfigError
@@ -127,7 +128,6 @@ def _source(groups: list[str], runs: list[str], reward_set: str | None) -> dict[
 
 
 def _from_stored(asked: RunConfig, origins: dict[str, str], policy: str | None) -> Any:
-    from cli.model import find_policy
     from workers.process import database
     from workers.stored import prepare_stored
 
@@ -135,16 +135,6 @@ def _from_stored(asked: RunConfig, origins: dict[str, str], policy: str | None) 
     if policy and start is None:
         raise ConfigError(f"{policy!r} is no policy of a run.", "Write --policy RUN or --policy RUN@3.")
     return prepare_stored(database(), asked, origins, start)
-
-
-def existing_database() -> Any:
-    """The database, or None where it would have to be made: a request is checked before anything is written."""
-    from workers.process import database
-    from workflow.settings import settings
-    from workflow.store.query import sqlite_file
-
-    file = sqlite_file(settings())
-    return None if file is not None and not file.exists() else database()
 
 
 def send(prepared: Any, wait: bool | None, as_json: bool) -> None:

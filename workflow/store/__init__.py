@@ -6,6 +6,7 @@
 - `rollout`   groups are claimed, handed back, finished
 - `steps`     a step's two transactions: sampled, observed
 - `calls`     tool calls are started once in effect and answered once
+- `groups`    what an iteration trains on, with the rewards of a set
 - `training`  iterations are claimed, updates committed, policies published
 - `scoring`   reward sets beside the first
 - `ledger`    what became of every planned episode

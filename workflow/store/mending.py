@@ -14,9 +14,10 @@ from workflow import db
 from workflow.db import now_ms
 from workflow.errors import Fenced
 from workflow.store.connect import reading, transaction
+from workflow.store.groups import load_groups
 from workflow.store.planning import log
 from workflow.store.rows import clean
-from workflow.store.training import IterationWork, load_groups
+from workflow.store.training import IterationWork
 from workflow.trajectory import OPEN, Group, PolicyRef
 
 

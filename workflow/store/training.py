@@ -5,21 +5,22 @@ checkpoint's files are there before it, and mean nothing without it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, func, select, union_all, update
+from sqlalchemy import Connection, func, select, update
 
 from workflow import db
 from workflow.db import now_ms
 from workflow.errors import Fenced, ModelError
 from workflow.evaluate import Score
 from workflow.store.connect import insert, reading, transaction
+from workflow.store.groups import load_groups
 from workflow.store.planning import insert_iteration, is_broken, log
 from workflow.store.rollout import MAX_LOSSES, memory_hint
-from workflow.store.rows import clean, load_episodes, members_of, task_value
-from workflow.trajectory import OPEN, Episode, Group, PolicyRef
+from workflow.store.rows import clean, members_of
+from workflow.trajectory import OPEN, Group, PolicyRef
 
 
 @dataclass(frozen=True)
@@ -147,48 +148,6 @@ def _published(tx: Connection, run_id: int, base: str, base_hash: str) -> Policy
     latest = select(db.policies).where(db.policies.c.run_id == run_id).order_by(db.policies.c.version.desc()).limit(1)
     row = tx.execute(latest).one()
     return PolicyRef(base, base_hash, row.path, row.sha256, row.version)
-
-
-def _slots(tx: Connection, iteration: int) -> dict[int, tuple[int, int]]:
-    """Group -> its slot and task: the iteration's own groups, or the stored ones that it trains on."""
-    groups, stored = db.groups.c, db.iteration_groups.c
-    own = select(groups.id, groups.slot, groups.task_id).where(groups.iteration_id == iteration)
-    lent = (
-        select(groups.id, stored.slot, groups.task_id)
-        .join(db.iteration_groups, stored.group_id == groups.id)
-        .where(stored.iteration_id == iteration)
-    )
-    rows = tx.execute(union_all(own, lent)).all()
-    return {row.id: (row.slot, row.task_id) for row in sorted(rows, key=lambda row: row.slot)}
-
-
-def load_groups(tx: Connection, iteration: int, reward_set: str) -> tuple[Group, ...]:
-    """What the iteration trains on, with the rewards of that set."""
-    slots = _slots(tx, iteration)
-    rows = tx.execute(select(db.tasks).where(db.tasks.c.id.in_({task for _, task in slots.values()}))).mappings()
-    tasks = {row["id"]: task_value(row) for row in rows}
-    members: dict[int, list[Episode]] = {group: [] for group in slots}
-    of_group = select(db.episodes.c.id, db.episodes.c.group_id).where(members_of(iteration))
-    groups = {row.id: row.group_id for row in tx.execute(of_group)}
-    for episode in _rewarded(tx, iteration, load_episodes(tx, members_of(iteration), tasks), reward_set):
-        members[groups[episode.id]].append(episode)
-    return tuple(Group(tasks[task], tuple(members[group]), slot) for group, (slot, task) in slots.items())
-
-
-def _rewarded(tx: Connection, iteration: int, episodes: Sequence[Episode], reward_set: str) -> list[Episode]:
-    """The episodes with their reward in that set of their own run; one that has none there cannot train."""
-    if reward_set == "default":
-        return list(episodes)
-    sets, rewards = db.reward_sets.c, db.rewards.c
-    query = (
-        select(rewards.episode_id, func.sum(rewards.value * rewards.weight).label("reward"))
-        .join(db.reward_sets, sets.id == rewards.reward_set_id)
-        .join(db.episodes, (db.episodes.c.id == rewards.episode_id) & (db.episodes.c.run_id == sets.run_id))
-        .where(members_of(iteration), sets.name == reward_set)
-        .group_by(rewards.episode_id)
-    )
-    found = {row.episode_id: row.reward for row in tx.execute(query)}
-    return [replace(episode, reward=found.get(episode.id)) for episode in episodes]
 
 
 @transaction

@@ -1,0 +1,52 @@
+"""What an iteration trains on: its groups with their episodes, whole, and the rewards of one set."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sqlalchemy import Connection, func, select, union_all
+
+from workflow import db
+from workflow.store.rows import load_episodes, members_of, task_value
+from workflow.trajectory import Episode, Group
+
+
+def _slots(tx: Connection, iteration: int) -> dict[int, tuple[int, int]]:
+    """Group -> its slot and task: the iteration's own groups, or the stored ones that it trains on."""
+    groups, stored = db.groups.c, db.iteration_groups.c
+    own = select(groups.id, groups.slot, groups.task_id).where(groups.iteration_id == iteration)
+    lent = (
+        select(groups.id, stored.slot, groups.task_id)
+        .join(db.iteration_groups, stored.group_id == groups.id)
+        .where(stored.iteration_id == iteration)
+    )
+    rows = tx.execute(union_all(own, lent)).all()
+    return {row.id: (row.slot, row.task_id) for row in sorted(rows, key=lambda row: row.slot)}
+
+
+def load_groups(tx: Connection, iteration: int, reward_set: str) -> tuple[Group, ...]:
+    """What the iteration trains on, with the rewards of that set."""
+    slots = _slots(tx, iteration)
+    rows = tx.execute(select(db.tasks).where(db.tasks.c.id.in_({task for _, task in slots.values()}))).mappings()
+    tasks = {row["id"]: task_value(row) for row in rows}
+    members: dict[int, list[Episode]] = {group: [] for group in slots}
+    of_group = select(db.episodes.c.id, db.episodes.c.group_id).where(members_of(iteration))
+    groups = {row.id: row.group_id for row in tx.execute(of_group)}
+    for episode in _rewarded(tx, iteration, load_episodes(tx, members_of(iteration), tasks), reward_set):
+        members[groups[episode.id]].append(episode)
+    return tuple(Group(tasks[task], tuple(members[group]), slot) for group, (slot, task) in slots.items())
+
+
+def _rewarded(tx: Connection, iteration: int, episodes: Sequence[Episode], reward_set: str) -> list[Episode]:
+    """The episodes with their reward in that set of their own run; one that has none there cannot train."""
+    if reward_set == "default":
+        return list(episodes)
+    sets, rewards = db.reward_sets.c, db.rewards.c
+    query = (
+        select(rewards.episode_id, func.sum(rewards.value * rewards.weight).label("reward"))
+        .join(db.reward_sets, sets.id == rewards.reward_set_id)
+        .join(db.episodes, (db.episodes.c.id == rewards.episode_id) & (db.episodes.c.run_id == sets.run_id))
+        .where(members_of(iteration), sets.name == reward_set)
+        .group_by(rewards.episode_id)
+    )
+    found = {row.episode_id: row.reward for row in tx.execute(query)}
+    return [replace(episode, reward=found.get(episode.id)) for episode in episodes]
