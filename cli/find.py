@@ -24,7 +24,7 @@ def find_policy(policy: str) -> tuple[RunConfig, Any]:
     from workflow.store import planning
 
     name, _, version = policy.partition("@")
-    if version and not version.removeprefix("v").isdigit():
+    if version and not (version.removeprefix("v").isdecimal() and version.isascii() and len(version) < 20):
         raise ConfigError(f"{version!r} is no policy version.", "Write RUN@3.")
     db = existing_database()
     if db is not None:

@@ -106,7 +106,11 @@ def replay(
     step: Annotated[int | None, typer.Option(min=0, help="Only this step.", show_default=False)] = None,
     verify: Annotated[
         str | None,
-        typer.Option(metavar="tools|tokens|rewards|all", help="Do it again; exit 1 if it differs.", show_default=False),
+        typer.Option(
+            metavar="tools|tokens|rewards|all",
+            help="Do it again, tools in this process; exit 1 if it differs.",
+            show_default=False,
+        ),
     ] = None,
     diff: Annotated[
         int | None,
@@ -117,8 +121,9 @@ def replay(
     """Show an episode's transcript, or whether it is true.
 
     Messages, thoughts, tool calls with results and times, reward parts, logprobs, policy version. With --verify the tools
-    run again (none that must run once), the tokens are scored and drawn again under the stored weights, the rewards
-    computed again, and the first difference is named.
+    run again in this process, with its files and network (none that must run once), what the model read is compared with
+    the results, the tokens are scored and drawn again under the stored weights, the rewards computed again, and the first
+    difference is named.
     """
     if sum(option is not None for option in (step, verify, diff)) > 1:
         raise ConfigError("--step, --verify and --diff are three different questions.", "Ask one at a time.")

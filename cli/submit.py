@@ -122,19 +122,26 @@ def submit(
 
 def _source(groups: list[str], runs: list[str], reward_set: str | None) -> dict[str, Any]:
     """The flags that name stored episodes, as keys of the config."""
-    numbers = [int(word) for word in groups if word.isascii() and word.isdigit()]
-    named = [*(word for word in groups if not (word.isascii() and word.isdigit())), *runs]
-    return {"source.groups": numbers or None, "source.runs": named or None, "source.reward_set": reward_set}
+    numbers = [word for word in groups if word.isascii() and word.isdigit() and len(word) < 19]  # more no database takes
+    named = [*(word for word in groups if word not in numbers), *runs]
+    return {
+        "source.groups": [int(word) for word in numbers] or None,
+        "source.runs": named or None,
+        "source.reward_set": reward_set,
+    }
 
 
 def _from_stored(asked: RunConfig, origins: dict[str, str], policy: str | None) -> Any:
-    from workers.process import database
     from workers.stored import prepare_stored
+    from workflow.errors import NotFoundError
 
+    db = existing_database()
+    if db is None:
+        raise NotFoundError("There is no run yet, and so no stored episode.", "Make one: agentrl submit --help")
     start = find_policy(policy)[1] if policy else None
     if policy and start is None:
         raise ConfigError(f"{policy!r} is no policy of a run.", "Write --policy RUN or --policy RUN@3.")
-    return prepare_stored(database(), asked, origins, start)
+    return prepare_stored(db, asked, origins, start)
 
 
 def send(prepared: Any, wait: bool | None, as_json: bool) -> None:

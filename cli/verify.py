@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cli.output import Line, cell, one_line, say, show_json, show_lines
 from workflow.errors import CheckpointError, ConfigError, did_you_mean
-from workflow.trajectory import ToolResult
+from workflow.trajectory import Episode, Message, ToolResult
 
 if TYPE_CHECKING:
     from workflow.compare import TokenDifference
@@ -24,6 +24,8 @@ SHOWN = 200
 def verify(episode: int, what: str, as_json: bool) -> int:
     """Does the episode again and prints what came of it; 0 where all that could be verified is the same, else 1.
 
+    Where nothing could be, it says so instead: the JSON's `same` is null then, and the exit code 0, since nothing differs.
+
     Raises:
         CheckpointError: tokens alone were asked for, and the weights that sampled them are gone.
         ModelError: the base here is another than the run's.
@@ -36,11 +38,15 @@ def verify(episode: int, what: str, as_json: bool) -> int:
     origin = find_origin(database(), episode)
     asked = WHAT[:3] if what == "all" else (what,)
     reports: dict[str, Any] = {name: check(origin) for name, check in _CHECKS.items() if name in asked}
-    same = all(report.same for found in reports.values() for report in (found if isinstance(found, list) else [found]))
+    every = [report for found in reports.values() for report in (found if isinstance(found, list) else [found])]
+    same = all(report.same for report in every)
+    verified = sum(report.verified for report in every)
     if as_json:
-        show_json({"episode": episode, "same": same, **{name: _document(found) for name, found in reports.items()}})
+        made = origin.record.episode
+        told = {"same": same if verified or not same else None, "parent": made.parent_id, "inherited": made.inherited}
+        show_json({"episode": episode, **told, **{name: _document(found) for name, found in reports.items()}})
     else:
-        show_lines(_report(origin, reports, same))
+        show_lines(_report(origin, what, reports, _verdict(origin, reports, same, verified)))
     tokens: TokensReport | None = reports.get(TOKENS)
     if tokens is not None:
         _remark(tokens)
@@ -70,10 +76,11 @@ def _check_tools(origin: "Origin") -> "ToolsReport":
     from workflow.plugins import find
     from workflow.replay import check_tools
     from workflow.store.calls import CallWork
-    from workflow.store.rows import clean
+    from workflow.store.rows import clean, message_row, message_value
 
     name = str(origin.config["env"])
-    tools = find("envs", name).toolset()
+    env = find("envs", name)
+    tools = env.toolset()
 
     def run(tool: str, arguments: Mapping[str, Any]) -> ToolResult:
         if tool not in tools:
@@ -81,7 +88,17 @@ def _check_tools(origin: "Origin") -> "ToolsReport":
         result = run_tool(tools[tool], CallWork(0, name, tool, arguments, tools[tool].effects))
         return replace(result, content=clean(result.content))  # as the record holds it
 
-    return check_tools(origin.record.episode, origin.record.calls, run)
+    def reads(before: Episode) -> list[Message]:
+        if origin.opening and not before.begun:
+            found = origin.opening
+        elif not before.steps:
+            found = env.reset(before.task)
+        else:
+            found = env.step(before.steps[-1].message.tool_calls, before.steps[-1].results or ())
+        return [message_value(message_row(message)) for message in found]  # as the record holds them
+
+    effects = {tool: declared.effects for tool, declared in tools.items()}
+    return check_tools(origin.record.episode, origin.record.calls, run, effects, reads)
 
 
 def _check_tokens(origin: "Origin") -> "TokensReport":
@@ -116,21 +133,33 @@ _CHECKS: Mapping[str, Callable[["Origin"], Any]] = {TOOLS: _check_tools, TOKENS:
 # the report
 
 
-def _report(origin: "Origin", reports: Mapping[str, Any], same: bool) -> Iterator[Line]:
-    row = origin.record.row
+def _report(origin: "Origin", what: str, reports: Mapping[str, Any], verdict: Line) -> Iterator[Line]:
+    row, made = origin.record.row, origin.record.episode
     yield (
         f"episode {row['id']}  of {row['run']}, iteration {row['iteration']}, task {row['task']}, sample {row['sample']}",
         "bold",
     )
+    if made.inherited:
+        parent = f"the parent {made.parent_id}: agentrl replay {made.parent_id} --verify {what}"
+        yield f"{made.inherited} steps are taken from {parent}", ""
     if TOOLS in reports:
         yield from _tools(reports[TOOLS])
     if TOKENS in reports:
         yield from _tokens(reports[TOKENS])
     if REWARDS in reports:
         yield from _rewards(reports[REWARDS], row["status"])
-    partly = TOKENS in reports and reports[TOKENS].unverified
-    alike = ("the same, as far as it could be verified", "yellow") if partly else ("the same", "green")
-    yield alike if same else ("NOT the same", "bold red")
+    yield verdict
+
+
+def _verdict(origin: "Origin", reports: Mapping[str, Any], same: bool, verified: int) -> Line:
+    inherited = origin.record.episode.inherited
+    if not same:
+        return "NOT the same", "bold red"
+    if not verified:
+        return f"nothing{' of its own' if inherited else ''} to verify", "yellow"
+    if TOKENS in reports and reports[TOKENS].unverified:
+        return "the same, as far as it could be verified", "yellow"
+    return ("the same, in what is its own" if inherited else "the same"), "green"
 
 
 def _tools(report: "ToolsReport") -> Iterator[Line]:
@@ -141,6 +170,19 @@ def _tools(report: "ToolsReport") -> Iterator[Line]:
         yield f"  first: step {first.step}, call {first.call} ({first.tool})", "red"
         yield f"    recorded: {_result(first.recorded)}", ""
         yield f"    now:      {_result(first.found)}", ""
+    yield f"messages {report.prompts} prompts made again of the results, {report.misread} differ", colour(not report.misread)
+    if (reading := report.reading) is not None:
+        yield f"  first: step {reading.step}, message {reading.index}", "red"
+        yield f"    recorded: {_message(reading.recorded)}", ""
+        yield f"    now:      {_message(reading.found)}", ""
+
+
+def _message(message: Message | str | None) -> str:
+    if message is None:
+        return "(no more)"
+    if isinstance(message, str):
+        return f"the env raised {one_line(message, SHOWN)}"
+    return f"{message.role}{f' {message.name}' if message.name else ''}: {quoted(message.content)}"
 
 
 def _result(result: ToolResult) -> str:
@@ -149,8 +191,7 @@ def _result(result: ToolResult) -> str:
 
 def _tokens(report: "TokensReport") -> Iterator[Line]:
     differ = 0 if report.prompt is None else 1
-    parents = f", {report.parents} steps are the parent's" if report.parents else ""
-    yield f"prompts  {report.prompts} rendered again, {'one' if differ else 'none'} differs{parents}", colour(not differ)
+    yield f"prompts  {report.prompts} rendered again, {'one' if differ else 'none'} differs", colour(not differ)
     if report.prompt is not None:
         yield from parting(report.prompt, "recorded:", "rendered:")
     yield from _scores(report)

@@ -3,22 +3,20 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from sqlalchemy import text
 
-from tests.conftest import missing
 from tests.faults import world
-from tests.stack import Stack
-from workers import broker
+from tests.stack import Stack, embedded_stack
 from workers.fork import ForkRequest, prepare_fork
 from workers.rescore import rescore
 from workers.stored import prepare_stored
 from workflow.batch import rows_of
 from workflow.config import resolve
 from workflow.errors import ConfigError, ConflictError, NotFoundError, RewardError
-from workflow.settings import Settings
 from workflow.store import ledger, observe
 from workflow.trajectory import Episode
 
@@ -26,18 +24,12 @@ RUN = "origin"
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack() -> Iterator[Stack]:
     """The embedded stack, with one finished run of 2 iterations x 2 groups x 2 episodes x 2 turns."""
-    folder = tmp_path_factory.mktemp("f")
-    if broker.find_server(Settings(home=folder)) is None:
-        missing("a Redis server")
-    world.make_model(folder / "model")
-    made = Stack(Path(f"/tmp/{folder.parent.name[-12:]}-{folder.name}"), AGENTRL_IDLE_STOP_SECONDS="3600")
-    try:
-        made.agentrl("submit", *asked(folder / "model"), "--name", RUN, "--wait")
+    with TemporaryDirectory(prefix="arl-", dir="/tmp") as folder, embedded_stack(Path(folder), idle_seconds="3600") as made:
+        world.make_model(Path(folder) / "model")
+        made.agentrl("submit", *asked(Path(folder) / "model"), "--name", RUN, "--wait")
         yield made
-    finally:
-        made.close()
 
 
 def asked(model: Path) -> tuple[str, ...]:
@@ -140,6 +132,8 @@ def test_what_cannot_be_forked_is_refused_with_the_reason(stack: Stack) -> None:
         (ForkRequest(parent, 7, 1), NotFoundError),
         (ForkRequest(parent, 0, 1, policy="77"), NotFoundError),
         (ForkRequest(parent, 0, 1, policy="what"), ConfigError),
+        (ForkRequest(parent, 0, 1, policy="\u00b3"), ConfigError),
+        (ForkRequest(parent, 1, 1, edit="7", with_parent=True), ConfigError),
     ):
         with pytest.raises(refusal):
             prepare_fork(stack.database, request)
@@ -152,6 +146,8 @@ def test_the_groups_of_forks_train_with_the_parent_as_a_sibling_and_no_rollout(s
     stand_in = children[-1]
     assert stand_in.steps == parent.steps
     assert stand_in.reward == parent.reward
+    with pytest.raises(ConfigError, match="trained on twice"):
+        prepare_stored(stack.database, *resolve(flags={"source.runs": [name, RUN]}))
     trained = stack.agentrl("submit", "--from-groups", name, "--learning-rate", "0.01", "--wait").strip()
     used = select(
         stack, "SELECT episode_id, advantage FROM consumptions JOIN runs r ON r.id = run_id WHERE r.name = :run", run=trained
@@ -199,8 +195,9 @@ def test_a_reward_that_raises_writes_nothing_and_one_of_the_same_name_is_refused
     assert rescore(stack.database, RUN, ["format"], "twice") == rescore(stack.database, RUN, ["format"], "twice")
     with pytest.raises(ConflictError):
         rescore(stack.database, RUN, ["format=3"], "twice")
-    with pytest.raises(ConfigError):
-        rescore(stack.database, RUN, ["no_such_reward"], None)
+    for wrong in ("no_such_reward", "format=nan", "format=much"):
+        with pytest.raises(ConfigError):
+            rescore(stack.database, RUN, [wrong], None)
 
 
 def test_what_was_decided_at_the_rollout_cannot_be_chosen_for_stored_episodes(stack: Stack) -> None:
@@ -210,6 +207,7 @@ def test_what_was_decided_at_the_rollout_cannot_be_chosen_for_stored_episodes(st
         (stored | {"epochs": 2}, ConfigError),
         (stored | {"source.reward_set": "unknown"}, NotFoundError),
         ({"source.groups": [999999]}, NotFoundError),
+        ({"source.groups": [10**20]}, NotFoundError),
     ):
         with pytest.raises(refusal):
             prepare_stored(stack.database, *resolve(flags=flags))

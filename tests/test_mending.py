@@ -14,21 +14,22 @@ from sqlalchemy import text
 
 from tests.models import tiny_random
 from tests.stack import SMALL, embedded_stack
-from tests.stored import claim_training, ready, start, submission, update_of, value, values
+from tests.stored import claim_training, play, ready, start, submission, update_of, value, values
 from workers import control, dispatch, process
 from workers.app import make_app
 from workers.models import models
-from workers.rollout import rollout
+from workers.rollout import _refuse, rollout
 from workers.submit import prepare, stored_policy
 from workers.train import train
-from workflow import faults
+from workflow import faults, remote
 from workflow.checkpoint import MANIFEST, OPTIMIZER, STATE, WEIGHTS
 from workflow.config import build
 from workflow.envs import Env
-from workflow.errors import Fenced
+from workflow.errors import CheckpointError, Fenced
 from workflow.scheduler import Dispatch, SendRollouts, SendTrain, plan
 from workflow.settings import settings
 from workflow.store import mending, observe, planning, training
+from workflow.store import rollout as rollouts
 from workflow.store.connect import Database
 
 bare = Env(rewards={"numeric_answer": 1.0})
@@ -228,7 +229,9 @@ def test_a_trainer_lost_while_it_makes_a_checkpoint_again_changes_nothing(
     do_jobs()
     faults._plan.cache_clear()
     assert facts(worker) == undamaged
-    assert len(events(worker, "checkpoint_rebuilt")) == len(events(worker, "update_failed")) == 1
+    assert len(events(worker, "checkpoint_rebuilt")) == 1
+    # After the commit the claim is over, so that nothing of it has failed.
+    assert len(events(worker, "update_failed")) == (point != "commit_rebuild.after")
 
 
 def test_files_that_were_put_back_are_used_as_they_are(worker: Database, model: Path, undamaged: dict[str, Any]) -> None:
@@ -244,6 +247,45 @@ def test_files_that_were_put_back_are_used_as_they_are(worker: Database, model: 
     do_jobs()
     assert facts(worker) == undamaged
     assert events(worker, "checkpoint_rebuilt") == ["version 2: the folder is whole again"]
+
+
+def test_another_runs_policy_that_was_put_back_is_used_without_its_optimizers_state(worker: Database, model: Path) -> None:
+    *_, newest = paused_at(worker, model, 1)
+    theirs = newest.rename(newest.with_name("v00001.t1.theirs"))
+    (theirs / OPTIMIZER).unlink()
+    with worker.engine.begin() as tx:  # as `submit --policy` writes it
+        tx.execute(text("UPDATE policies SET path = :path WHERE version = 1"), {"path": str(theirs)})
+    mending.mark_broken(worker, value(worker, "SELECT id FROM runs"), str(theirs), "it was away")
+    planning.resume(worker, RUN)
+    do_jobs(until=lambda: bool(events(worker, "checkpoint_rebuilt")))
+    assert events(worker, "checkpoint_rebuilt") == ["version 1: the folder is whole again"]
+    assert observe.describe_run(worker, RUN)["status"] == "running"
+
+
+def test_what_cannot_be_tidied_up_ends_no_job(worker: Database, model: Path) -> None:
+    first, _ = paused_at(worker, model, 2)
+    (first / OPTIMIZER).unlink()
+    (first / OPTIMIZER).mkdir()  # which no unlink removes
+    planning.resume(worker, RUN)
+    do_jobs()
+    assert observe.describe_run(worker, RUN)["status"] == "done"
+    assert (first / OPTIMIZER).is_dir()
+
+
+def test_groups_are_handed_back_though_the_store_is_away(
+    worker: Database, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused_at(worker, model, 1)
+    monkeypatch.setattr(remote, "RETRY_SECONDS", 0.0)
+    planning.resume(worker, RUN)
+    with worker.engine.begin() as tx:
+        tx.execute(text("UPDATE policies SET path = 'http://127.0.0.1:1/run/v1' WHERE version = 1"))
+    group, *_ = values(worker, "SELECT id FROM groups WHERE status <> 'done'")
+    work = rollouts.claim_group(worker, group, "host:1/a", 60)
+    assert work is not None
+    _refuse([work], CheckpointError("Some reader found it not whole."))
+    assert value(worker, "SELECT worker FROM groups WHERE id = :id", id=group) == ""
+    assert observe.describe_run(worker, RUN)["status"] == "running"
 
 
 def test_with_both_last_checkpoints_broken_the_run_fails_and_says_what_is_whole(worker: Database, model: Path) -> None:
@@ -343,6 +385,53 @@ def test_a_late_report_of_what_is_whole_again_changes_nothing(database: Database
     mending.mark_broken(database, work.run_id, "out/v1", "a slow worker saw it")
     assert values(database, "SELECT broken FROM policies WHERE broken <> ''") == []
     assert "differ in rounding" in observe.list_events(database, "first")[-1]["detail"]
+
+
+def test_a_rebuild_whose_answer_was_lost_is_recognised_after_another_claim(database: Database) -> None:
+    work = broken(database)
+    rebuild = mending.rebuild_of(database, work)
+    assert not mending.is_named(database, "out/again")
+    mending.commit_rebuild(database, work, rebuild.broken, "out/again", "abc")
+    training.fail_run(database, work.run_id, "thought lost")
+    planning.resume(database, "first")
+    for group in values(database, "SELECT id FROM groups WHERE status = 'planned'"):
+        play(database, group)
+    heir = claim_training(database, work.id)
+    assert heir.token != work.token
+    mending.commit_rebuild(database, work, rebuild.broken, "out/again", "abc")
+    assert mending.is_named(database, "out/again")
+    with pytest.raises(Fenced):
+        mending.commit_rebuild(database, work, rebuild.broken, "out/another", "abc")
+
+
+def test_only_the_newest_version_is_marked_and_a_newer_one_clears_the_mark(database: Database) -> None:
+    work = ready(database, submission(epochs=3))
+    following = training.commit_update(database, work, update_of(work), 3).next_iteration
+    assert following is not None
+    for group in planning.start_iteration(database, following):
+        play(database, group)
+    second = claim_training(database, following)
+    assert mending.mark_broken(database, work.run_id, "out/v1", "gone while it was trained on") == following
+    training.commit_update(database, second, update_of(second, path="out/v2", sha256="def"), 3)
+    assert values(database, "SELECT broken FROM policies WHERE broken <> ''") == []
+    # It still names an iteration: else the slow worker would end the run.
+    assert mending.mark_broken(database, work.run_id, "out/v1", "a slow worker saw it") is not None
+    assert values(database, "SELECT broken FROM policies WHERE broken <> ''") == []
+    assert mending.mark_broken(database, work.run_id, "out/v2", "it is gone") is not None
+
+
+def test_no_group_is_claimed_while_a_checkpoint_is_broken(database: Database) -> None:
+    work = ready(database, submission(epochs=2))
+    following = training.commit_update(database, work, update_of(work), 3).next_iteration
+    assert following is not None
+    group, *_ = groups = planning.start_iteration(database, following)
+    planning.mark_groups_sent(database, groups)
+    mending.mark_broken(database, work.run_id, "out/v1", "it is gone")
+    assert rollouts.claim_group(database, group, "host:1/a", 60) is None
+    again = claim_training(database, following)
+    mending.commit_rebuild(database, again, mending.rebuild_of(database, again).broken, "out/again", "abc")
+    assert [type(action) for action in plan(observe.snapshot(database, 60))] == [SendRollouts]  # their messages were refused
+    assert rollouts.claim_group(database, group, "host:1/a", 60) is not None
 
 
 def test_nobody_marks_for_a_run_that_trains_nothing(database: Database) -> None:

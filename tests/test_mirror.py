@@ -1,5 +1,6 @@
 """Checkpoints at a URL: on a folder that stands for a shared mount, and on a real S3 server."""
 
+import errno
 import fcntl
 import json
 import os
@@ -11,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.crew import small_disk
 from tests.machines import BUCKET, S3, s3_server
 from workers.submit import output_folder
 from workflow import mirror, remote
 from workflow.checkpoint import MANIFEST, OPTIMIZER, STATE, WEIGHTS, verify
 from workflow.config import RunConfig
-from workflow.errors import CheckpointError, ConfigError
+from workflow.errors import BrokenCheckpoint, CheckpointError, ConfigError, ServiceError
 from workflow.settings import settings
 
 NAME = "v00001.t1.0123abcd"
@@ -174,6 +176,73 @@ def test_a_copy_that_was_spoilt_on_this_host_is_fetched_again(place: str) -> Non
     file.write_bytes(b"\0" * 700)
     assert process(path, sha256).communicate(timeout=60)[0].endswith(f"{file.parent}\n")
     assert file.read_bytes() == b"weights" * 100
+
+
+@pytest.mark.parametrize("harm", [lambda file: file.write_bytes(b"cut"), lambda file: shutil.rmtree(file.parent)])
+def test_a_copy_that_was_spoilt_or_evicted_after_its_first_use_is_fetched_once_more(
+    place: str, harm: Callable[[Path], object]
+) -> None:
+    path, sha256 = written(place)
+    folder = mirror.local(path, sha256, "all")
+
+    def harmed_once(folder: Path) -> bytes:
+        if harms:
+            harms.pop()(folder / WEIGHTS)
+        verify(folder)
+        return (folder / WEIGHTS).read_bytes()
+
+    harms = [harm]
+    assert mirror.read(path, sha256, "all", harmed_once) == b"weights" * 100
+    assert mirror.local(path, sha256, "all") == folder
+    remote.remove(path, WEIGHTS)
+    harms = [harm]
+    with pytest.raises(BrokenCheckpoint, match=f"{WEIGHTS} is missing"):
+        mirror.read(path, sha256, "all", harmed_once)
+
+
+def test_a_full_or_forbidden_host_says_nothing_of_the_checkpoint(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, sha256 = written(place, bytes(200_000))
+    with small_disk(tmp_path / "full", "64k") as full:
+        monkeypatch.setattr("tempfile.tempdir", str(full))
+        with pytest.raises(ServiceError, match="has no space for the checkpoint"):
+            mirror.fault_of(path, sha256)
+        subprocess.run(["mount", "-o", "remount,ro", str(full)], check=True)
+        with pytest.raises(ConfigError, match="is refused to this host"):
+            mirror.fault_of(path, sha256)
+
+
+def test_a_refusal_is_told_from_a_store_that_is_away() -> None:
+    assert isinstance(remote.own_trouble("s3://b/v1", PermissionError("The provided token has expired.")), ConfigError)
+    assert isinstance(remote.own_trouble("s3://b/v1", OSError(errno.EDQUOT, "Disk quota exceeded")), ServiceError)
+    assert remote.own_trouble("s3://b/v1", OSError(errno.ECONNRESET, "reset")) is None
+
+
+def test_a_share_that_is_not_mounted_is_no_broken_checkpoint(tmp_path: Path, home: Path) -> None:
+    path, sha256 = written(f"file://{tmp_path}/mount/run")
+    (tmp_path / "mount").rename(tmp_path / "away")
+    for ask in (mirror.local, mirror.fault_of):
+        with pytest.raises(ConfigError, match="does not see"):
+            ask(path, sha256)
+
+
+def test_what_is_being_made_is_not_evicted_and_a_writer_waits_for_the_lock(bucket: str, home: Path) -> None:
+    run = mirror.copy_of(f"{bucket}/v00000.t1.key").parent
+    unfinished = [run / f"v0000{number}.t1.key{suffix}" for number, suffix in enumerate((".tmp", ".old", ".fetch"), 7)]
+    for folder in unfinished:
+        folder.mkdir(parents=True)
+        os.utime(folder, (0, 0))
+
+    def held_by_us(folder: Path) -> None:
+        with (run / ".lock").open("w") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        writer_of(b"weights")(folder)
+
+    for number in range(mirror.KEEP + 1):
+        mirror.write(f"{bucket}/v0000{number}.t2.key", held_by_us)
+    assert all(folder.is_dir() for folder in unfinished)
+    assert len([entry for entry in run.iterdir() if entry.is_dir()]) == mirror.KEEP + len(unfinished)
 
 
 def test_a_host_keeps_the_copies_that_were_used_last(place: str) -> None:

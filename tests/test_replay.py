@@ -123,12 +123,13 @@ def test_every_episode_of_a_run_is_the_same_when_it_is_done_again(
 def test_the_report_is_short_and_says_what_was_done(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     said = Asked(capsys, [trained_episode(stack), "--verify", "all"], 0).out
     for part in (
-        "tools    1 calls run again, 0 differ", "prompts  2 rendered again, none differs", "scored again in exact",
+        "tools    1 calls run again, 0 differ", "messages 2 prompts made again of the results, 0 differ",
+        "prompts  2 rendered again, none differs", "scored again in exact",
         "policy v1", " 0 ties (within 1e-09), 0 mismatches", "rewards  default: 1 parts computed again, none differ",
         "from the record: luck (hooks)", "the same",
     ):  # fmt: skip
         assert part in said
-    assert len(said.splitlines()) < 12
+    assert len(said.splitlines()) < 13
 
 
 def test_forks_are_verified_and_what_they_have_from_their_parent_is_said_to_be_the_parents(
@@ -138,7 +139,8 @@ def test_forks_are_verified_and_what_they_have_from_their_parent_is_said_to_be_t
     stack.agentrl("fork", str(parent), "--step", "1", "-n", "2", "--name", "forks", "--wait")
     for fork in values(stack.database, "SELECT id FROM v_episodes WHERE run = 'forks'"):
         found = Asked(capsys, [fork, "--verify", "all", "--json"], 0).json
-        assert found["tokens"]["parents"] == 1
+        assert (found["same"], found["parent"], found["inherited"], found["tokens"]["parents"]) == (True, parent, 1, 1)
+        assert found["tools"]["prompts"] == 1
         assert [(step["step"], step["mismatches"]) for step in found["tokens"]["steps"]] == [(1, 0)]
         assert found["tools"]["taken"]["parent's"] == 1
         found_parent, made = (observe.find_episode(stack.database, episode).episode for episode in (parent, fork))
@@ -146,6 +148,29 @@ def test_forks_are_verified_and_what_they_have_from_their_parent_is_said_to_be_t
         assert compare(found_parent, made).common >= len(
             replace(found_parent, steps=found_parent.steps[:1]).context_ids + asked
         )
+
+
+def test_a_stand_in_has_nothing_of_its_own_to_verify_but_its_reward(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    parent = trained_episode(stack)
+    stack.agentrl("fork", str(parent), "--step", "1", "-n", "1", "--with-parent", "--name", "beside", "--wait")
+    *_, stand_in = values(stack.database, "SELECT id FROM v_episodes WHERE run = 'beside' ORDER BY sample")
+    for what in ("tools", "tokens"):
+        said = Asked(capsys, [stand_in, "--verify", what], 0).out
+        assert f"2 steps are taken from the parent {parent}: agentrl replay {parent} --verify {what}" in said
+        assert said.splitlines()[-1] == "nothing of its own to verify"
+        assert Asked(capsys, [stand_in, "--verify", what, "--json"], 0).json["same"] is None
+    assert Asked(capsys, [stand_in, "--verify", "all"], 0).out.splitlines()[-1] == "the same, in what is its own"
+
+
+def test_an_edited_fork_reads_its_opening_and_not_what_the_env_says(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    parent = trained_episode(stack)
+    stack.agentrl("fork", str(parent), "--step", "1", "-n", "1", "--edit-message", "4711", "--name", "edited", "--wait")
+    fork = value(stack.database, "SELECT id FROM v_episodes WHERE run = 'edited'")
+    assert Asked(capsys, [fork, "--verify", "tools", "--json"], 0).json["tools"]["prompts"] >= 1
+    group = value(stack.database, f"SELECT group_id FROM episodes WHERE id = {fork}")
+    with altered(stack.database, "groups", "opening", f"id = {group}", json.dumps([{"role": "tool", "content": "4712"}])):
+        found = Asked(capsys, [fork, "--verify", "tools", "--json"], 1).json["tools"]["reading"]
+    assert (found["step"], found["recorded"]["content"], found["found"]["content"]) == (1, "4711", "4712")
 
 
 def test_one_question_at_a_time_and_only_those_there_are(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,6 +227,23 @@ def test_a_changed_result_is_named_with_what_the_tool_says(stack: Stack, capsys:
     assert (found["step"], found["call"], found["tool"]) == (0, 0, "calculator")
     assert found["recorded"]["content"] == "4711"
     assert found["found"]["content"] == steps_of(stack, episode)[0].results[0].content  # type: ignore[index]
+
+
+def test_a_changed_result_of_a_call_that_is_not_run_again_is_found_by_what_the_model_read(
+    stack: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    episode = trained_episode(stack)
+    call = f"episode_id = {episode} AND call = 0 AND step = 0"
+    with altered(stack.database, "tool_calls", "effects", call, "once"):
+        assert Asked(capsys, [episode, "--verify", "tools", "--json"], 0).json["tools"]["taken"] == {"once": 1}
+        with altered(stack.database, "tool_calls", "result", call, "4711"):
+            found = Asked(capsys, [episode, "--verify", "tools", "--json"], 1).json["tools"]
+            said = Asked(capsys, [episode, "--verify", "tools"], 1).out
+    assert (found["ran"], found["misread"], found["reading"]["step"], found["reading"]["index"]) == (0, 1, 1, 0)
+    assert found["reading"]["found"]["content"] == "4711"
+    assert found["reading"]["recorded"]["content"] == steps_of(stack, episode)[0].results[0].content  # type: ignore[index]
+    assert "messages 2 prompts made again of the results, 1 differ\n  first: step 1, message 0" in said
+    assert "now:      tool calculator: '4711'" in said
 
 
 @pytest.mark.parametrize(
@@ -363,6 +405,7 @@ def test_only_calls_that_may_run_twice_run_again_and_the_rest_is_counted_by_reas
         call_row(4, result=None),
         call_row(5, effects="repeatable"),
         call_row(6, result="6", error_class="tool_error"),
+        call_row(7, tool="pay"),
     ]
     ran: list[str] = []
 
@@ -370,9 +413,9 @@ def test_only_calls_that_may_run_twice_run_again_and_the_rest_is_counted_by_reas
         ran.append(arguments["x"])
         return ToolResult(arguments["x"])
 
-    report = check_tools(episode_of(([1], [2])), rows, run)
-    assert ran == ["0", "5", "6"]
-    assert report.taken == {"once": 1, "refused": 1, "timeout": 1, "unanswered": 1}
+    report = check_tools(episode_of(([1], [2])), rows, run, {"echo": "none", "pay": "once"}, lambda before: ())
+    assert ran == ["0", "5", "6"]  # and not the payment, which has become `once` since
+    assert report.taken == {"once": 2, "refused": 1, "timeout": 1, "unanswered": 1}
     assert (report.ran, report.differing) == (3, 1)
     assert report.first is not None
     assert report.first.call == 6  # the same text, but no error any more
@@ -382,8 +425,37 @@ def test_a_forks_inherited_calls_are_its_parents() -> None:
     asked = Message("assistant", "", tool_calls=(ToolCall("echo", {}),))
     fork = episode_of(([1], [2]), ([3], [4]), inherited=1, fork_step=1, parent_id=7)
     fork = replace(fork, steps=(replace(fork.steps[0], message=asked), fork.steps[1]))
-    report = check_tools(fork, [call_row(0, step=0), call_row(0, step=1)], lambda tool, arguments: ToolResult("0"))
-    assert (report.ran, report.taken, report.same) == (1, {"parent's": 1}, True)
+    rows = [call_row(0, step=0), call_row(0, step=1)]
+    report = check_tools(fork, rows, lambda tool, arguments: ToolResult("0"), {}, lambda before: ())
+    assert (report.ran, report.prompts, report.taken, report.same) == (1, 1, {"parent's": 1}, True)
+
+
+def no_run(tool: str, arguments: Mapping[str, Any]) -> ToolResult:
+    """For episodes without calls."""
+    raise AssertionError(tool)
+
+
+def test_what_a_step_read_is_compared_as_the_record_holds_it() -> None:
+    episode = episode_of(([1], [2]), ([3], [4]), ([5], [6]))
+    said = (Message("tool", "4", name="echo" * 40), Message("user", "go on"))
+    episode = replace(episode, steps=tuple(replace(step, prompt=said) for step in episode.steps))
+
+    def reads(before: Episode) -> Sequence[Message]:
+        return (Message("tool", "4", name=("echo" * 40)[:128]), said[1])[: 1 if len(before.steps) == 2 else 2]
+
+    report = check_tools(episode, [], no_run, {}, reads)
+    assert report.reading is not None
+    assert (report.prompts, report.misread, report.same) == (3, 1, False)
+    assert (report.reading.step, report.reading.index, report.reading.recorded, report.reading.found) == (2, 1, said[1], None)
+
+
+def test_an_env_that_raises_now_is_a_difference() -> None:
+    def reads(before: Episode) -> Sequence[Message]:
+        raise KeyError("state")
+
+    report = check_tools(episode_of(([1], [2])), [], no_run, {}, reads)
+    assert report.reading is not None
+    assert (report.misread, report.same, report.reading.found) == (1, False, "KeyError: 'state'")
 
 
 def raising(episode: Episode) -> float:

@@ -47,6 +47,8 @@ def prepare_fork(db: Database, asked: ForkRequest) -> Prepared:
     Raises:
         NotFoundError, StateError, ConfigError, ModelError, CheckpointError: what is wrong, in one sentence.
     """
+    if asked.with_parent and asked.edit is not None:
+        raise ConfigError("The parent read another message than the forks will.", "Leave --with-parent or --edit-message out.")
     point = fork_point(db, asked.episode, asked.step)
     parent = RunConfig.model_validate(point.run["config"])
     assert parent.env is not None
@@ -63,7 +65,7 @@ def prepare_fork(db: Database, asked: ForkRequest) -> Prepared:
         config=config.model_dump(mode="json"),
         manifest=manifest(config) | {"fork": _described(asked)},
         policy=_policy(db, asked, point),
-        tasks=(point.episode.task,),
+        tasks=(),
         dataset=point.run["dataset"],
         seed=point.run["seed"],
         epochs=1,
@@ -100,8 +102,9 @@ def _policy(db: Database, asked: ForkRequest, point: ForkPoint) -> PolicyRef:
     run, version = point.policy_run, point.policy_version
     if asked.policy is not None:
         word = asked.policy.removeprefix("v")
-        run, _, word = (point.run["name"], "", word) if word.isdigit() else asked.policy.partition("@")
-        version = int(word.removeprefix("v")) if word.removeprefix("v").isdigit() else -1
+        run, _, word = (point.run["name"], "", word) if word.isdecimal() else asked.policy.partition("@")
+        word = word.removeprefix("v")
+        version = int(word) if word.isascii() and word.isdecimal() and len(word) < 19 else -1
         if version < 0:
             raise ConfigError(f"{asked.policy!r} names no policy version.", "Write --policy 3 or --policy RUN@3.")
     ref = stored_policy(db, run, version)

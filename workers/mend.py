@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from workers.dispatch import send_train
 from workers.process import database
 from workflow import mirror
-from workflow.errors import CheckpointError, ServiceError
+from workflow.errors import CheckpointError, ConfigError, ServiceError
 from workflow.store import mending
 from workflow.store.mending import Rebuild
 from workflow.store.training import IterationWork
@@ -24,9 +24,17 @@ def report(run_id: int, policy: PolicyRef, part: mirror.Part) -> int | None:
     """Marks the policy's checkpoint as broken if it is.
 
     Returns:
-        The iteration whose train job makes it again; None where it is whole, or belongs to no run that trains.
+        The iteration whose train job makes it again; None where it is whole, cannot be seen from this host, or belongs to no
+        run that trains.
+
+    Raises:
+        ServiceError: nothing is known: the store or the database was away for long, or this host has no space.
     """
-    fault = mirror.fault_of(policy.path, policy.sha256, part) if policy.path else ""
+    try:
+        fault = mirror.fault_of(policy.path, policy.sha256, part) if policy.path else ""
+    except ConfigError as error:
+        log.warning("whether version %d is whole is not known: %s", policy.version, error)
+        return None
     if not fault:
         return None
     log.warning("version %d is broken, and nothing uses it until it is made again: %s", policy.version, fault)

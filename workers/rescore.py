@@ -1,5 +1,6 @@
 """Rescoring: other rewards over stored episodes. All are computed before anything is written."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -62,9 +63,12 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
 def _weight(text: str) -> tuple[str, float]:
     reward, separator, weight = text.partition("=")
     try:
-        return reward, float(weight) if separator else 1.0
-    except ValueError as error:
-        raise ConfigError(f"{weight!r} is no weight of the reward {reward!r}.", "Write --reward NAME=0.5") from error
+        value = float(weight) if separator else 1.0
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"{weight!r} is no weight of the reward {reward!r}.", "Write --reward NAME=0.5")
+    return reward, value
 
 
 def _name(reward: str) -> str:

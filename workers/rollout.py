@@ -103,12 +103,17 @@ def _roll_out(works: Sequence[GroupWork]) -> None:
 def _refuse(works: Sequence[GroupWork], error: Exception) -> None:
     """Ends the run, for it would fail again and again; unless it is its own checkpoint, which can be made again."""
     broken = {work.policy for work in works} if isinstance(error, CheckpointError) else set()
-    reported = {mend.report(works[0].run_id, policy, "weights") for policy in broken}
-    waiting = [iteration for iteration in reported if iteration is not None]
-    if not waiting:
-        log.error("%s: %s", works[0].run, error)
-        training.fail_run(database(), works[0].run_id, str(error))
-    _give_back(works)
+    waiting: list[int] = []
+    try:
+        reported = {mend.report(works[0].run_id, policy, "weights") for policy in broken}
+        waiting += [iteration for iteration in reported if iteration is not None]
+        if not waiting:
+            log.error("%s: %s", works[0].run, error)
+            training.fail_run(database(), works[0].run_id, str(error))
+    except ServiceError as away:  # nothing is known, so nothing ends: whoever takes the groups next finds the same
+        log.warning("%s: %s", works[0].run, away)
+    finally:
+        _give_back(works)
     for iteration in waiting:
         mend.ask_for(iteration)
 

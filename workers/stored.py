@@ -15,7 +15,7 @@ from workflow.hooks import load_hooks
 from workflow.plugins import find
 from workflow.store import planning
 from workflow.store.connect import Database
-from workflow.store.forks import StoredRun, run_of_group, stored_run
+from workflow.store.forks import StoredRun, counted_twice, run_of_group, stored_run
 from workflow.store.planning import Submission
 from workflow.trajectory import PolicyRef
 
@@ -90,6 +90,11 @@ def _sources(db: Database, asked: RunConfig, least: int) -> list[StoredRun]:
     if not any(source.groups for source in sources):
         raise StateError(
             f"No finished group there has {least} done episodes to train on.", f"agentrl episodes {sources[0].row['name']}"
+        )
+    twice = counted_twice(db, [group for source in sources for group in source.groups])
+    if twice is not None:
+        raise ConfigError(
+            f"Episode {twice} would be trained on twice: it stands among its own forks too.", "Train on them in two runs."
         )
     return sources
 

@@ -18,7 +18,7 @@ from workers.models import Loaded, models
 from workers.process import claim_name, confirm_base, database, heartbeat, until_written
 from workflow import mirror
 from workflow.config import RunConfig
-from workflow.errors import CheckpointError, ConfigError, Fenced, ModelError, ServiceError
+from workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, ModelError, ServiceError
 from workflow.evaluate import evaluate
 from workflow.faults import faultpoint
 from workflow.hooks import load_hooks
@@ -97,7 +97,7 @@ def _train(work: IterationWork, fenced: threading.Event) -> Published:
         try:
             published = training.commit_update(database(), work, record, config.update.max_bad_updates)
         except Fenced:
-            mirror.remove(path)
+            _discard(path)
             raise
         if not update.bad:
             loaded.trainer_holds = (work.run_id, record.path or work.policy.path)
@@ -111,7 +111,7 @@ def _rebuild(work: IterationWork, fenced: threading.Event) -> Published:
     """Makes the run's broken checkpoint again by the update that made it; the iteration then goes on with it."""
     rebuild = mending.rebuild_of(database(), work)
     broken = rebuild.broken
-    if not mirror.fault_of(broken.path, broken.sha256, "all"):  # somebody put the files back
+    if not mirror.fault_of(broken.path, broken.sha256, _part(work, broken.path)):  # somebody put the files back
         mending.commit_rebuild(database(), work, broken, broken.path, broken.sha256)
         return Published(broken.version, work.id)
     if not rebuild.groups:
@@ -140,7 +140,7 @@ def _repeat(work: IterationWork, rebuild: Rebuild, config: RunConfig, loaded: Lo
     try:
         mending.commit_rebuild(database(), work, rebuild.broken, path, sha256)
     except Fenced:
-        mirror.remove(path)
+        _discard(path)
         raise
     loaded.trainer_holds = (work.run_id, path)
 
@@ -148,7 +148,7 @@ def _repeat(work: IterationWork, rebuild: Rebuild, config: RunConfig, loaded: Lo
 def _refuse(work: IterationWork, error: Exception) -> None:
     """Ends the run, for it would fail again and again; unless it is its own checkpoint, which can be made again."""
     reported = isinstance(error, CheckpointError) and not work.rebuilds
-    waiting = mend.report(work.run_id, work.policy, _part(work)) if reported else None
+    waiting = mend.report(work.run_id, work.policy, _part(work, work.policy.path)) if reported else None
     if waiting is None:
         log.error("%s: %s", work.run, error)
         training.fail_update(database(), work, str(error), max_attempts=1)
@@ -163,16 +163,24 @@ def _at(work: IterationWork, config: RunConfig, loaded: Loaded) -> Trainer:
     if loaded.trainer is None or loaded.trainer_holds != wanted:
         loaded.trainer, loaded.trainer_holds = None, None  # nothing is held until it is loaded whole
         trainer = Trainer(loaded.policy, config)
-        part = _part(work)
-        folder = mirror.local(work.policy.path, work.policy.sha256, part) if work.policy.path else None
-        trainer.load(folder, fresh=part == "start")
+        path, part = work.policy.path, _part(work, work.policy.path)
+        if path:
+            mirror.read(path, work.policy.sha256, part, partial(trainer.load, fresh=part == "start"))
+        else:
+            trainer.load(None)
         loaded.trainer = trainer
     return loaded.trainer
 
 
-def _part(work: IterationWork) -> mirror.Part:
-    """What the update starts from: of another run's checkpoint all but the optimizer, which is not ours."""
-    return "all" if work.policy.path.endswith(work.key) else "start"
+def _part(work: IterationWork, path: str) -> mirror.Part:
+    """What an update starts from: of another run's checkpoint all but the optimizer, which is not ours."""
+    return "all" if path.endswith(work.key) else "start"
+
+
+def _discard(path: str) -> None:
+    """Removes what a fenced trainer wrote, unless its commit was done and only the answer lost."""
+    if not mending.is_named(database(), path):
+        mirror.remove(path)
 
 
 def _record(work: IterationWork, update: Update, trainer: Trainer, path: str, sha256: str, started: float) -> UpdateRecord:
@@ -206,16 +214,16 @@ def _go_on(work: IterationWork, published: Published) -> None:
             log.warning("the control loop will send iteration %d: %s", work.number + 1, error)
     if work.rebuilds:
         return
+    try:
+        _tidy(work)
+    except (AgentRLError, OSError) as error:  # the update is committed
+        log.warning("iteration %d of %s left what takes space until `agentrl gc`: %s", work.number, work.run, error)
+
+
+def _tidy(work: IterationWork) -> None:
     mirror.remove_rivals(_path(work))
     faultpoint("rivals.removed")
     stale = training.optimizer_to_drop(database(), work.run_id)
     if stale:
-        _drop_optimizer(stale)
-
-
-def _drop_optimizer(path: str) -> None:
-    try:
-        mirror.drop_optimizer(path)
-    except ServiceError as error:
-        log.warning("it takes space until `agentrl gc`: %s", error)
-    faultpoint("optimizer.dropped")
+        mirror.drop_optimizer(stale)
+        faultpoint("optimizer.dropped")

@@ -16,7 +16,7 @@ class Channel(redis.Channel):  # type: ignore[misc]
         try:
             return super()._brpop_read(**options)
         except (ValueError, TypeError, KeyError, AttributeError) as error:  # anybody who reaches Redis can push onto its lists
-            log.exception("what came from the broker is no message, and dropped")
+            log.exception("what came from the broker is no message, or could not be taken; the rows tell what is missing")
             raise Empty from error
 
     def _connparams(self, asynchronous: bool = False) -> Any:

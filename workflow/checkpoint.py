@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from workflow.errors import CheckpointError
+from workflow.errors import BrokenCheckpoint, CheckpointError
 from workflow.faults import faultpoint
 from workflow.models import sha256_file
 
@@ -78,7 +78,7 @@ def verify(folder: Path, without: Collection[str] = ()) -> Mapping[str, FileReco
     """The manifest of a checkpoint whose every file, but those `without` which one can do, is as it was written.
 
     Raises:
-        CheckpointError: naming the first file that is missing, truncated or altered.
+        BrokenCheckpoint: naming the first file that is missing, truncated or altered.
     """
     manifest = read_manifest(folder)
     for name, record in manifest.items():
@@ -150,7 +150,7 @@ def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
         called: what an error calls the checkpoint, where the folder holds a copy of it.
 
     Raises:
-        CheckpointError: there is no manifest, or it cannot be read.
+        BrokenCheckpoint: there is no manifest, or it cannot be read.
     """
     try:
         tree = json.loads((folder / MANIFEST).read_bytes())
@@ -161,9 +161,9 @@ def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
         raise broken(called or folder, f"{MANIFEST} cannot be read") from error
 
 
-def broken(where: Path | str, found: str) -> CheckpointError:
+def broken(where: Path | str, found: str) -> BrokenCheckpoint:
     """The error of a checkpoint, in a folder or at a URL, that is not as it was written."""
-    return CheckpointError(
+    return BrokenCheckpoint(
         f"The checkpoint {str(where)!r} is not whole: {found}.",
         "Put the files back; a run that is not over makes its newest checkpoint again by itself.",
     )

@@ -81,6 +81,10 @@ class CheckpointError(AgentRLError):
     exit_code = 9
 
 
+class BrokenCheckpoint(CheckpointError):
+    """The files of a checkpoint are not as they were written; no other error says so, least of all one of this host's own."""
+
+
 class ToolFailure(AgentRLError):
     """A tool could not do what the model asked; its message is the observation that the model reads."""
 

@@ -15,16 +15,18 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Literal, TypeVar
 
 from workflow import checkpoint, remote
 from workflow.checkpoint import MANIFEST, OPTIMIZER, WEIGHTS, FileRecord
-from workflow.errors import CheckpointError, ConfigError
+from workflow.errors import BrokenCheckpoint, CheckpointError, ConfigError
 from workflow.faults import faultpoint
 from workflow.models import sha256_file
 from workflow.settings import is_url, settings
+
+T = TypeVar("T")
 
 KEEP = 4
 """Copies of one run that a host keeps: the version in use, the one before it, and two that an evaluation may be at."""
@@ -35,6 +37,9 @@ Part = Literal["weights", "start", "all"]
 _verified: set[tuple[Path, Part]] = set()
 """Copies whose bytes this process has compared with their manifest."""
 
+_UNFINISHED = (".tmp", ".old", ".fetch")
+"""What a folder's name ends with while it is being made."""
+
 
 def write(path: str, writer: Callable[[Path], None]) -> str:
     """Makes the checkpoint at `path`, a folder or a URL, as `checkpoint.write` does.
@@ -43,19 +48,36 @@ def write(path: str, writer: Callable[[Path], None]) -> str:
         The sha256 of its weights.
 
     Raises:
-        CheckpointError: the disk or the store refused.
+        CheckpointError: the disk refused, or there is no such bucket.
+        ConfigError: the store refused.
         ServiceError: the store did not answer for long. Nothing is lost but what has no manifest yet.
     """
     folder = remote.mounted(path) if is_url(path) else Path(path)
     if folder is not None:
         return checkpoint.write(folder, writer)
     copy = copy_of(path)
-    sha256 = checkpoint.write(copy, writer)
-    _upload(copy, path)
-    faultpoint("checkpoint.uploaded")
-    with _locked(copy.parent):
+    with _troubles_of_this_host(path), _locked(copy.parent):  # else another process may evict it before it is stored
+        sha256 = checkpoint.write(copy, writer)
+        _upload(copy, path)
+        faultpoint("checkpoint.uploaded")
         _evict(copy.parent)
     return sha256
+
+
+def read(path: str, sha256: str, part: Part, reader: Callable[[Path], T]) -> T:
+    """What the reader makes of the `local` folder. A copy that was spoilt or evicted once verified is fetched once more.
+
+    Raises:
+        CheckpointError, ConfigError, ServiceError: as `local` does, and what the reader raises.
+    """
+    folder = local(path, sha256, part)
+    try:
+        return reader(folder)
+    except CheckpointError:
+        if not is_url(path):
+            raise
+    _verified.discard((folder, part))
+    return reader(local(path, sha256, part))
 
 
 def local(path: str, sha256: str, part: Part = "weights") -> Path:
@@ -65,17 +87,16 @@ def local(path: str, sha256: str, part: Part = "weights") -> Path:
         sha256: of the weights, as the policy's row has it.
 
     Raises:
-        CheckpointError: there is none, it is not whole, or it is not the one of the row.
-        ConfigError: this host does not see the folder where the run keeps its checkpoints.
-        ServiceError: the store did not answer for long.
+        BrokenCheckpoint: there is none, it is not whole, or it is not the one of the row.
+        ConfigError: this host does not see the folder where the run keeps its checkpoints, or may not read it.
+        ServiceError: the store did not answer for long, or this host has no space.
     """
     if not is_url(path):
         return _here(Path(path))
     copy = copy_of(path)
     if (copy, part) in _verified and _complete(copy, part):
-        os.utime(copy)  # the one used last
         return copy
-    with _locked(copy.parent):
+    with _troubles_of_this_host(path), _locked(copy.parent):
         if not _sound(copy, sha256, part):
             _fetch(path, copy, sha256, part)
         _verified.add((copy, part))
@@ -90,22 +111,13 @@ def fault_of(path: str, sha256: str, part: Part = "weights") -> str:
     Of a URL the store is asked: a sound copy on this host helps no other.
 
     Raises:
-        ConfigError: this host does not see the folder where the run keeps its checkpoints.
-        ServiceError: the store did not answer for long.
+        ConfigError: this host does not see the folder where the run keeps its checkpoints, or may not read it.
+        ServiceError: the store did not answer for long, or this host has no space.
     """
     try:
-        if is_url(path):
-            with tempfile.TemporaryDirectory() as scratch:
-                _fetch(path, Path(scratch) / "checkpoint", sha256, part)
-            return ""
-        folder = _here(Path(path))
-        if not (folder / WEIGHTS).is_file():
-            raise checkpoint.broken(path, f"{WEIGHTS} is missing")
-        if sha256_file(folder / WEIGHTS) != sha256:
-            raise checkpoint.broken(path, f"{WEIGHTS} has another sha256 than the record")
-        if part != "weights":
-            checkpoint.verify(folder, without=(OPTIMIZER,) if part == "start" else ())
-    except CheckpointError as error:
+        with _troubles_of_this_host(path):
+            _look(path, sha256, part)
+    except BrokenCheckpoint as error:
         return error.message.rstrip(".")
     return ""
 
@@ -158,15 +170,43 @@ def copy_of(url: str) -> Path:
     return settings().cache_dir / run / name
 
 
+def _look(path: str, sha256: str, part: Part) -> None:
+    """Reads every byte of that part of the published checkpoint."""
+    if is_url(path):
+        with tempfile.TemporaryDirectory() as scratch:
+            _fetch(path, Path(scratch) / "checkpoint", sha256, part)
+        return
+    folder = _here(Path(path))
+    if not (folder / WEIGHTS).is_file():
+        raise checkpoint.broken(path, f"{WEIGHTS} is missing")
+    if sha256_file(folder / WEIGHTS) != sha256:
+        raise checkpoint.broken(path, f"{WEIGHTS} has another sha256 than the record")
+    if part != "weights":
+        checkpoint.verify(folder, without=(OPTIMIZER,) if part == "start" else ())
+
+
 def _here(folder: Path) -> Path:
-    if not folder.parent.is_dir():  # then it is not this checkpoint that is broken
+    _must_see(folder.parent)
+    if not folder.is_dir():
+        raise BrokenCheckpoint(f"The checkpoint {str(folder)!r} is missing.", "Restore it, then `agentrl resume`.")
+    return folder
+
+
+def _must_see(place: Path) -> None:
+    if not place.is_dir():  # then it is not a checkpoint in there that is broken
         raise ConfigError(
-            f"This host ({socket.gethostname()}) does not see {str(folder.parent)!r}, where the run keeps its checkpoints.",
+            f"This host ({socket.gethostname()}) does not see {str(place)!r}, where the run keeps its checkpoints.",
             "Mount it here, or submit with AGENTRL_CHECKPOINTS=s3://BUCKET/PREFIX.",
         )
-    if not folder.is_dir():
-        raise CheckpointError(f"The checkpoint {str(folder)!r} is missing.", "Restore it, then `agentrl resume`.")
-    return folder
+
+
+@contextmanager
+def _troubles_of_this_host(path: str) -> Iterator[None]:
+    """Says of them what they are: of the checkpoint they say nothing."""
+    try:
+        yield
+    except OSError as error:
+        raise remote.own_trouble(path, error) or error from error
 
 
 def _upload(folder: Path, url: str) -> None:
@@ -181,6 +221,9 @@ def _upload(folder: Path, url: str) -> None:
 
 def _fetch(url: str, copy: Path, sha256: str, part: Part) -> None:
     """Brings what `copy` lacks or has broken."""
+    folder = remote.mounted(url)
+    if folder is not None:
+        _must_see(folder.parent)
     beside = copy.with_name(f"{copy.name}.fetch")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -225,10 +268,13 @@ def _names(manifest: Mapping[str, FileRecord], part: Part) -> list[str]:
 
 
 def _complete(copy: Path, part: Part) -> bool:
-    """Whether the files are there, by name: another process may have evicted them."""
-    if not (copy / MANIFEST).is_file():
+    """Whether the files are there, by name: another process may have evicted them. The copy is then the one used last."""
+    try:
+        manifest = checkpoint.read_manifest(copy)
+        os.utime(copy)
+    except (BrokenCheckpoint, FileNotFoundError):
         return False
-    return all((copy / name).is_file() for name in _names(checkpoint.read_manifest(copy), part))
+    return all((copy / name).is_file() for name in _names(manifest, part))
 
 
 def _sound(copy: Path, sha256: str, part: Part) -> bool:
@@ -252,6 +298,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _evict(folder: Path) -> None:
-    copies = sorted((entry for entry in folder.iterdir() if entry.is_dir()), key=lambda entry: entry.stat().st_mtime_ns)
-    for old in copies[:-KEEP]:
+    used: dict[Path, int] = {}
+    for entry in [entry for entry in folder.iterdir() if entry.is_dir() and entry.suffix not in _UNFINISHED]:
+        with suppress(FileNotFoundError):  # somebody removed it meanwhile
+            used[entry] = entry.stat().st_mtime_ns
+    for old in sorted(used, key=used.__getitem__)[:-KEEP]:
         shutil.rmtree(old, ignore_errors=True)

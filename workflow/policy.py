@@ -138,7 +138,7 @@ class Policy:
             return
         if ref.base_hash not in ("", self.base_hash):  # empty: submitted where the base was not at hand
             raise CheckpointError(f"Policy version {ref.version} was trained on another base ({ref.base_hash[:12]}).")
-        weights = _checked(mirror.local(ref.path, ref.sha256) / WEIGHTS, ref.sha256) if ref.path else self._base_weights()
+        weights = _published(ref) if ref.path else self._base_weights()
         with self.lock:
             self._fill("sampler", weights)
             self._published = ref.sha256
@@ -315,6 +315,10 @@ def _trainable_4bit(model: Any) -> Any:
 
 def _frozen(model: Any) -> Any:
     return model.requires_grad_(False).eval()
+
+
+def _published(ref: PolicyRef) -> dict[str, Tensor]:
+    return mirror.read(ref.path, ref.sha256, "weights", lambda folder: _checked(folder / WEIGHTS, ref.sha256))
 
 
 def _checked(file: Path, sha256: str) -> dict[str, Tensor]:

@@ -1,17 +1,19 @@
 """The files of checkpoints behind a URL: any of fsspec's file systems, asked again where it does not answer.
 
-Credentials come from the environment, as the store's own tools read them. Every function here raises CheckpointError where the
-store refuses for good, ServiceError where it did not answer for RETRY_SECONDS.
+Credentials come from the environment, as the store's own tools read them. Every function here raises ConfigError where the
+store refuses this host, ServiceError where it did not answer for RETRY_SECONDS or this host has no space: neither says of the
+files that they are broken.
 """
 
 import errno
+import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from workflow.errors import CheckpointError, ConfigError, ServiceError
+from workflow.errors import ConfigError, ServiceError
 from workflow.settings import is_url
 
 T = TypeVar("T")
@@ -23,7 +25,8 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     # We ask again ourselves; with botocore's own four repetitions a silent link would look like a slow one.
     "s3": {"config_kwargs": {"retries": {"max_attempts": 0}}, "use_listings_cache": False}
 }
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def checked_place(place: str) -> Path | None:
@@ -113,6 +116,18 @@ def _is_folder(files: Any) -> bool:
     return "file" in files.protocol
 
 
+def own_trouble(path: str, error: Exception) -> ConfigError | ServiceError | None:
+    """What to say where this host may not read or write, or has no space; None for any other error."""
+    found = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, PermissionError) or found in _REFUSED:
+        said = f"The checkpoint {path!r} is refused to this host ({socket.gethostname()}): {_words(error)}."
+        return ConfigError(said, "Check the credentials and rights, then `agentrl resume`.")
+    if found in _FULL:
+        said = f"This host ({socket.gethostname()}) has no space for the checkpoint {path!r}: {_words(error)}."
+        return ServiceError(said, "Free disk space.")
+    return None
+
+
 def _again(url: str, action: Callable[[], T]) -> T:
     """Does it, again and again where the store does not answer; FileNotFoundError is an answer."""
     deadline = time.monotonic() + RETRY_SECONDS
@@ -123,9 +138,9 @@ def _again(url: str, action: Callable[[], T]) -> T:
         except FileNotFoundError:
             raise
         except Exception as error:  # every store has errors of its own, and most of them mean the network
-            if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno in _FULL):
-                said = f"The checkpoint {url!r} is refused: {_words(error)}."
-                raise CheckpointError(said, "Mend that, then `agentrl resume`.") from error
+            trouble = own_trouble(url, error)
+            if trouble is not None:
+                raise trouble from error
             if time.monotonic() > deadline:
                 raise _away(url, error) from error
         time.sleep(pause)

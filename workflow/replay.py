@@ -1,8 +1,9 @@
 """Is the record true? An episode is done again from its rows and compared with them.
 
-Three questions, each with its own report: do the tools say the same again (`check_tools`), do the rewards come to the same
-(`check_rewards`), did the recorded weights and draws give these tokens (`workflow.rescoring`, since that needs a model)? What
-cannot or must not be done again is taken from the record and counted by its reason.
+Three questions, each with its own report: do the tools say the same again, and did the model read what they said
+(`check_tools`), do the rewards come to the same (`check_rewards`), did the recorded weights and draws give these tokens
+(`workflow.rescoring`, since that needs a model)? What cannot or must not be done again is taken from the record and counted
+by its reason.
 
 Nothing here needs torch: the reports of `workflow.rescoring` are defined here too, so that they can be printed anywhere.
 """
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,16 @@ from workflow.compare import SCALAR, TokenDifference
 from workflow.errors import RewardError
 from workflow.rewards import code_hash, score, total
 from workflow.settings import is_url
-from workflow.trajectory import Episode, PolicyRef, ToolResult
+from workflow.trajectory import Episode, Message, PolicyRef, Step, ToolResult
 
 Run = Callable[[str, Mapping[str, Any]], ToolResult]
 """Runs the named tool with these arguments, within its time limit."""
+
+Reads = Callable[[Episode], Sequence[Message]]
+"""What an episode with these steps reads next: the env's words, or a fork's edited ones. Raises what the env raises."""
+
+NAME = 128
+"""Characters of a tool's name that a call's row holds; what the model reads may hold more."""
 
 REFUSED = frozenset({"parse_error", "too_many_calls", "unknown_tool", "bad_arguments"})
 """The `error_class` of a call that was answered without running anything; see `workflow.agent.refusal`."""
@@ -42,56 +50,112 @@ class CallDifference:
 
 
 @dataclass(frozen=True, slots=True)
+class MessageDifference:
+    """What a step read is not what the env makes of the recorded results.
+
+    Args:
+        index: which of the step's messages.
+        recorded, found: None where a side has no more; `found` may be what the env raised.
+    """
+
+    step: int
+    index: int
+    recorded: Message | None
+    found: Message | str | None
+
+
+@dataclass(frozen=True, slots=True)
 class ToolsReport:
-    """Tool calls that were run again.
+    """Tool calls that were run again, and prompts that the env made again of the recorded results.
 
     Args:
         ran: how many.
         taken: reason -> how many were taken from the record instead: `once`, `refused`, `timeout`, `unanswered`, `parent's`.
         differing: how many of those that ran said something else.
         first: the first of them.
+        prompts: steps whose messages were compared with the env's.
+        misread: of these, how many read something else; `reading`: the first of them.
     """
 
     ran: int
     taken: Mapping[str, int]
     differing: int
     first: CallDifference | None
+    prompts: int
+    misread: int
+    reading: MessageDifference | None
 
     @property
     def same(self) -> bool:
         """Whether none differs."""
-        return not self.differing
+        return not self.differing and not self.misread
+
+    @property
+    def verified(self) -> int:
+        """How much was compared."""
+        return self.ran + self.prompts
 
 
-def check_tools(episode: Episode, calls: Sequence[Mapping[str, Any]], run: Run) -> ToolsReport:
-    """Runs the recorded calls again, in their order, as far as their effects allow.
+def check_tools(
+    episode: Episode, calls: Sequence[Mapping[str, Any]], run: Run, effects: Mapping[str, str], reads: Reads
+) -> ToolsReport:
+    """Runs the recorded calls again, in their order, as far as their effects allow; compares what each step read.
 
     Args:
         calls: the episode's rows of `v_tool_calls`, in order.
         run: how a call is run.
+        effects: of the env's tools as they are now, by name: what has become `once` since is not run either.
+        reads: what the env makes of the recorded results.
     """
-    own = [call for call in calls if call["step"] >= episode.inherited]
-    taken = Counter(reason for call in own if (reason := _not_run(call)))
+    own = [(call, _not_run(call, effects)) for call in calls if call["step"] >= episode.inherited]
+    taken = Counter(reason for _, reason in own if reason)
     inherited = sum(len(step.message.tool_calls) for step in episode.steps[: episode.inherited])
-    differences = []
-    for call in own:
-        if not _not_run(call):
-            found = run(call["tool"], call["arguments"])
-            recorded = ToolResult(call["result"], call["error_class"], call["seconds"])
-            if (found.content, found.error_class) != (recorded.content, recorded.error_class):
-                differences.append(CallDifference(call["step"], call["call"], call["tool"], recorded, found))
-    ran = len(own) - taken.total()
-    reasons = {**taken, **({"parent's": inherited} if inherited else {})}
-    return ToolsReport(ran, reasons, len(differences), differences[0] if differences else None)
+    differences = [found for call, reason in own if not reason and (found := _run_again(call, run))]
+    steps = episode.steps[episode.inherited :]
+    misread = [other for step in steps if (other := _read_again(episode, step, reads))]
+    return ToolsReport(
+        ran=len(own) - taken.total(),
+        taken={**taken, **({"parent's": inherited} if inherited else {})},
+        differing=len(differences),
+        first=next(iter(differences), None),
+        prompts=len(steps),
+        misread=len(misread),
+        reading=next(iter(misread), None),
+    )
 
 
-def _not_run(call: Mapping[str, Any]) -> str:
+def _run_again(call: Mapping[str, Any], run: Run) -> CallDifference | None:
+    found = run(call["tool"], call["arguments"])
+    recorded = ToolResult(call["result"], call["error_class"], call["seconds"])
+    if (found.content, found.error_class) == (recorded.content, recorded.error_class):
+        return None
+    return CallDifference(call["step"], call["call"], call["tool"], recorded, found)
+
+
+def _read_again(episode: Episode, step: Step, reads: Reads) -> MessageDifference | None:
+    """The first of the step's messages that is another than the env's."""
+    try:
+        found = reads(replace(episode, steps=episode.steps[: step.index]))
+    except Exception as error:  # noqa: BLE001 - anybody's `reset` and `step`; that it raises now is the difference
+        return MessageDifference(step.index, 0, step.prompt[0] if step.prompt else None, f"{type(error).__name__}: {error}")
+    for index, (ours, theirs) in enumerate(zip_longest(step.prompt, found)):
+        if ours is None or theirs is None or _words(ours) != _words(theirs):
+            return MessageDifference(step.index, index, ours, theirs)
+    return None
+
+
+def _words(message: Message) -> tuple[str, str, str]:
+    """What the record keeps of a message that a step read, and of its name what it keeps of a call's."""
+    return message.role, message.content, message.name.replace("\0", "\ufffd")[:NAME]
+
+
+def _not_run(call: Mapping[str, Any], effects: Mapping[str, str]) -> str:
     """Why a call is taken from the record; empty where it is run again."""
     if call["result"] is None:
         return "unanswered"
     if call["error_class"] in REFUSED:
         return "refused"
-    if call["effects"] == "once":
+    if "once" in (call["effects"], effects.get(call["tool"])):
         return "once"
     return "timeout" if call["error_class"] == "timeout" else ""
 
@@ -180,6 +244,11 @@ class TokensReport:
         """Whether nothing that could be verified differs; ties do not."""
         return self.prompt is None and self.logprob is None and self.draw is None
 
+    @property
+    def verified(self) -> int:
+        """How much was compared."""
+        return self.prompts + sum(step.tokens for step in self.steps)
+
 
 def gone(policies: Mapping[int, PolicyRef], collected: Mapping[int, datetime]) -> dict[int, str]:
     """Step -> a sentence on its policy's weights, for the steps whose weights cannot be read any more.
@@ -229,6 +298,11 @@ class RewardsReport:
     def same(self) -> bool:
         """Whether every number is exactly the recorded one."""
         return not self.differences
+
+    @property
+    def verified(self) -> int:
+        """How much was compared."""
+        return self.parts
 
 
 def check_rewards(

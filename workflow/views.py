@@ -9,7 +9,7 @@ from sqlalchemy import Connection, text
 from workflow.trajectory import TERMINAL
 
 _FATES = """
-        SELECT r.name AS run, i.number AS iteration, e.id AS episode_id, t.key AS task, {slot} AS slot, e.sample, e.reward,
+        SELECT r.name AS run, i.number AS iteration, e.id AS episode_id, t.key AS task, {slot} AS slot, e.sample,
                c.advantage, {dropped} AS dropped, i.skipped,
                CASE WHEN e.status IN ('planned', 'running') THEN 'open'
                     WHEN e.status <> 'done' THEN e.status

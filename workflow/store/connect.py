@@ -241,9 +241,9 @@ class _Together:
                 culprit = self._commit(left)
                 left = [errand for errand in left if errand is not culprit] if culprit else []
         except BaseException as error:  # noqa: BLE001 - nothing was committed: each thread raises it, or tries again
-            self._leave()
             for errand in left:
                 errand.error = errand.error or error
+            self._leave()
         finally:
             for errand in taken:
                 errand.done = True

@@ -76,9 +76,11 @@ def fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
     return ForkPoint(value, dict(run), sampler.name, sampler.version, reward_set(tx, run["id"], "default")["weights"])
 
 
-def _episode_row(tx: Connection, episode: int) -> Mapping[Any, Any]:
+def _episode_row(tx: Connection, episode: int, locked: bool = False) -> Mapping[Any, Any]:
     known = abs(episode) < 2**63  # no database takes a greater number
-    row = tx.execute(select(db.episodes).where(db.episodes.c.id == episode)).mappings().one_or_none() if known else None
+    query = select(db.episodes).where(db.episodes.c.id == episode)
+    query = query.with_for_update() if locked else query
+    row = tx.execute(query).mappings().one_or_none() if known else None
     if row is None:
         raise NotFoundError(f"There is no episode {episode}.", "List them with `agentrl episodes RUN`.")
     return row
@@ -99,14 +101,16 @@ def reward_set(tx: Connection, run_id: int, name: str) -> Mapping[Any, Any]:
     raise NotFoundError(f"The run has no reward set {name!r}; it has {known}.", "Make one: agentrl rescore RUN --reward ...")
 
 
-def insert_fork(tx: Connection, run_id: int, policy_id: int, task_id: int, size: int, fork: Fork) -> None:
+def insert_fork(tx: Connection, run_id: int, policy_id: int, size: int, fork: Fork) -> None:
     """The fork run's one iteration with its one group and `size` episodes, planned, and the parent beside them if asked."""
-    parent = _episode_row(tx, fork.parent)
+    parent = _episode_row(tx, fork.parent, locked=True)  # so that two forks at once do not count their samples alike
     iteration_id: int = tx.execute(
         db.iterations.insert()
         .values(run_id=run_id, number=0, epoch=0, policy_id=policy_id, episodes=size + fork.with_parent)
         .returning(db.iterations.c.id)
     ).scalar_one()
+    task_id = parent["task_id"]
+    tx.execute(db.run_tasks.insert().values(run_id=run_id, task_id=task_id))
     opening = [message_row(message) for message in fork.opening] if fork.opening else None
     group_id: int = tx.execute(
         db.groups.insert()
@@ -193,13 +197,27 @@ def stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str, leas
 
 
 @reading
+def counted_twice(tx: Connection, groups: Sequence[int]) -> int | None:
+    """An episode in one of the groups for which a sibling of a fork stands in in another of them; None where there is none."""
+    parents = db.episodes.alias()
+    query = (
+        select(parents.c.id)
+        .join(db.episodes, db.episodes.c.parent_id == parents.c.id)
+        .where(db.episodes.c.group_id.in_(groups), parents.c.group_id.in_(groups))
+        .where(db.episodes.c.inherited_steps > db.episodes.c.fork_step)  # a fork has just those before it
+    )
+    return tx.execute(query.limit(1)).scalar_one_or_none()
+
+
+@reading
 def run_of_group(tx: Connection, group: int) -> int:
     """The id of the run that the group belongs to.
 
     Raises:
         NotFoundError: there is no such group.
     """
-    found = tx.execute(select(db.groups.c.run_id).where(db.groups.c.id == group)).scalar_one_or_none()
+    known = abs(group) < 2**63  # no database takes a greater number
+    found = tx.execute(select(db.groups.c.run_id).where(db.groups.c.id == group)).scalar_one_or_none() if known else None
     if found is None:
         raise NotFoundError(f"There is no group {group}.", 'agentrl sql "SELECT id, run, task FROM v_groups LIMIT 20"')
     return int(found)

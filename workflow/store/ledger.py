@@ -30,10 +30,10 @@ def why(tx: Connection, episode: int) -> dict[str, Any]:
     found = tx.execute(text("SELECT * FROM v_ledger WHERE episode_id = :id ORDER BY run"), {"id": episode}).mappings().all()
     home = tx.execute(db.runs.select().where(db.runs.c.id == row["run_id"])).mappings().one()["name"]
     (own,) = (dict(fate) for fate in found if fate["run"] == home)
-    kept = ("status", "stop_reason", "error_class", "error", "attempt", "parent_id", "fork_step")
+    kept = ("status", "stop_reason", "reward", "error_class", "error", "attempt", "parent_id", "fork_step")
     return {
         "id": episode,
-        **{name: own[name] for name in ("run", "iteration", "task", "fate", "reward", "advantage", "dropped", "skipped")},
+        **{name: own[name] for name in ("run", "iteration", "task", "fate", "advantage", "dropped", "skipped")},
         **{name: row[name] for name in kept},
         "elsewhere": [dict(fate) for fate in found if fate["run"] != home],
         "iterations": fates(tx, home),

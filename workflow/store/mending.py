@@ -42,16 +42,21 @@ class Rebuild:
 def mark_broken(tx: Connection, run_id: int, path: str, fault: str) -> int | None:
     """Stops the run from sampling with the checkpoint and training on it until it is whole.
 
+    A late report changes nothing: that of a version which the run has left behind, or which was made again elsewhere.
+
     Returns:
         The iteration whose train job makes it again; None for a run that trains nothing.
     """
-    run = tx.execute(select(db.runs.c.kind).where(db.runs.c.id == run_id)).one()
+    # Locked, as by the commit of an update: one of the two sees the other.
+    run = tx.execute(select(db.runs.c.kind).where(db.runs.c.id == run_id).with_for_update(key_share=True)).one()
     if run.kind != "train":
         return None
     policies = db.policies.c
+    newest = select(policies.path).where(policies.run_id == run_id).order_by(policies.version.desc()).limit(1)
     marked = tx.execute(
         update(db.policies)
         .where(policies.run_id == run_id, policies.path == path, policies.broken == "")
+        .where(newest.scalar_subquery() == path)
         .values(broken=clean(fault))
         .returning(policies.version)
     ).scalars()
@@ -100,11 +105,28 @@ def commit_rebuild(tx: Connection, work: IterationWork, broken: PolicyRef, path:
         .where(db.iterations.c.id == work.id, db.iterations.c.train_token == work.token, db.iterations.c.status.in_(OPEN))
         .values(lease_until=now_ms() - 1, worker="")
     )
+    if _names_whole(tx, work, path):
+        return  # this commit's answer was lost; another trainer may have claimed the iteration since
     if not handed_back.rowcount:
         raise Fenced(f"Version {broken.version} of {work.run} is made again by another trainer.")
+    # Sent again at once: the messages that came meanwhile were refused.
+    waiting = (db.groups.c.run_id == work.run_id, db.groups.c.status.in_(OPEN))
+    tx.execute(update(db.groups).where(*waiting).values(sent_ms=None))
     named = tx.execute(update(db.policies).where(db.policies.c.path == broken.path).values(path=path, sha256=sha256, broken=""))
-    if named.rowcount:  # else this commit's answer was lost, and it is made twice
+    if named.rowcount:  # else another run that has the same checkpoint has made it again
         log(tx, work.run_id, "checkpoint_rebuilt", f"version {broken.version}", _outcome(broken, path, sha256))
+
+
+def _names_whole(tx: Connection, work: IterationWork, path: str) -> bool:
+    policies = db.policies.c
+    mine = select(policies.id).where(policies.run_id == work.run_id, policies.path == path, policies.broken == "")
+    return tx.execute(mine.limit(1)).first() is not None
+
+
+@reading
+def is_named(tx: Connection, path: str) -> bool:
+    """Whether a policy's row names that checkpoint."""
+    return tx.execute(select(db.policies.c.id).where(db.policies.c.path == path).limit(1)).first() is not None
 
 
 def _outcome(broken: PolicyRef, path: str, sha256: str) -> str:

@@ -10,7 +10,8 @@ from sqlalchemy import Connection, select
 from workflow import db
 from workflow.store.connect import reading
 from workflow.store.observe import EpisodeRecord, episode_record
-from workflow.trajectory import PolicyRef, SamplingKey
+from workflow.store.rows import message_value
+from workflow.trajectory import Message, PolicyRef, SamplingKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Origin:
         policies: what each step that it sampled itself was sampled with, by the step's number.
         collected: when the files of such a policy were removed, by the step's number; only where they were.
         reward_sets: those of its run, by name.
+        opening: what a fork's first own step read instead of what the env says; None for what the env says.
     """
 
     record: EpisodeRecord
@@ -48,6 +50,7 @@ class Origin:
     policies: Mapping[int, PolicyRef]
     collected: Mapping[int, datetime]
     reward_sets: Mapping[str, RewardSet]
+    opening: tuple[Message, ...] | None
 
 
 @reading
@@ -59,7 +62,7 @@ def find_origin(tx: Connection, episode: int) -> Origin:
     """
     record = episode_record(tx, episode)
     query = (
-        select(db.runs, db.groups.c.kind.label("purpose"), db.iterations.c.number)
+        select(db.runs, db.groups.c.kind.label("purpose"), db.groups.c.opening, db.iterations.c.number)
         .select_from(db.episodes)
         .join(db.runs, db.runs.c.id == db.episodes.c.run_id)
         .join(db.groups, db.groups.c.id == db.episodes.c.group_id)
@@ -79,6 +82,7 @@ def find_origin(tx: Connection, episode: int) -> Origin:
         policies=refs,
         collected={row.number: row.collected_at for row in steps if row.collected_at is not None},
         reward_sets=_reward_sets(tx, episode, run["id"]),
+        opening=tuple(message_value(message) for message in run["opening"]) if run["opening"] else None,
     )
 
 

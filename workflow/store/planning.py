@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, Connection, exists, func, select, update
 
 from workflow import db
 from workflow.db import now_ms
-from workflow.errors import ConflictError, NotFoundError, StateError
+from workflow.errors import CheckpointError, ConflictError, NotFoundError, StateError
 from workflow.store.connect import insert, reading, transaction
 from workflow.store.forks import Fork, insert_fork
 from workflow.store.rows import clean, clean_tree, message_row
@@ -59,7 +59,9 @@ class Submission:
 
     @property
     def iterations(self) -> int:
-        """epochs x ceil(tasks / tasks_per_iteration), of stored groups instead of tasks where it trains on those."""
+        """epochs x ceil(tasks / tasks_per_iteration), of stored groups where it trains on those; 1 for a fork."""
+        if self.fork:
+            return 1
         return self.epochs * -(-(len(self.groups) or len(self.tasks)) // self.tasks_per_iteration)
 
 
@@ -84,13 +86,15 @@ def submit(tx: Connection, submission: Submission) -> Submitted:
     """Writes the run with its tasks, its starting policy and its first iteration, or finds the same one.
 
     Raises:
-        ConflictError: a run of that name exists and was submitted with another config.
+        ConflictError: a run of that name exists and was submitted with another config, or from other weights.
+        CheckpointError: its weights have just been collected.
     """
     run_id = _insert_run(tx, submission)
     if run_id is None:
         return _existing(tx, submission)
     _insert_tasks(tx, run_id, submission.tasks)
     ref = submission.policy
+    _check_kept(tx, ref)
     policy_id = tx.execute(
         db.policies.insert()
         .values(run_id=run_id, version=ref.version, kind="trained" if ref.path else "base", path=ref.path, sha256=ref.sha256)
@@ -104,12 +108,18 @@ def submit(tx: Connection, submission: Submission) -> Submitted:
     if submission.groups:
         tx.execute(db.run_groups.insert(), [{"run_id": run_id, "group_id": group} for group in submission.groups])
     if submission.fork:
-        (task,) = tx.execute(select(db.run_tasks.c.task_id).where(db.run_tasks.c.run_id == run_id)).scalars()
-        insert_fork(tx, run_id, policy_id, task, submission.group_size, submission.fork)
+        insert_fork(tx, run_id, policy_id, submission.group_size, submission.fork)
     else:
         insert_iteration(tx, run_id, 0, policy_id)
     log(tx, run_id, "submitted", detail=f"{submission.iterations} iterations")
     return Submitted(run_id, submission.name, True, submission.iterations)
+
+
+def _check_kept(tx: Connection, ref: PolicyRef) -> None:
+    """Refuses weights that were collected since they were looked up."""
+    gone = select(db.policies.c.id).where(db.policies.c.path == ref.path, db.policies.c.collected_at.is_not(None))
+    if ref.path and tx.execute(gone.limit(1)).first():
+        raise CheckpointError(f"The weights in {ref.path!r} have just been collected.", "Choose another policy version.")
 
 
 def _insert_run(tx: Connection, submission: Submission) -> int | None:
@@ -141,13 +151,19 @@ def _existing(tx: Connection, submission: Submission) -> Submitted:
     row = tx.execute(select(db.runs).where(db.runs.c.name == submission.name)).mappings().one()
     if row["manifest"].get("id") == submission.manifest.get("id"):  # ours: the answer of the commit was lost
         return Submitted(row["id"], row["name"], True, row["iterations"])
-    asked = (dict(submission.config), submission.kind, submission.manifest.get("fork"))
-    if (row["config"], row["kind"], row["manifest"].get("fork")) != asked:
+    asked = (dict(submission.config), submission.kind, submission.manifest.get("fork"), submission.policy.sha256)
+    if (row["config"], row["kind"], row["manifest"].get("fork"), _first_sha256(tx, row["id"])) != asked:
         raise ConflictError(
             f"A run called {submission.name!r} exists with another config.",
             f"Choose another --name, or look at it with `agentrl config show --run {submission.name}`.",
         )
     return Submitted(row["id"], row["name"], False, row["iterations"])
+
+
+def _first_sha256(tx: Connection, run_id: int) -> str:
+    """Of the weights that the run started from; empty for a base as it is."""
+    first = select(db.policies.c.sha256).where(db.policies.c.run_id == run_id).order_by(db.policies.c.version).limit(1)
+    return str(tx.execute(first).scalar_one())
 
 
 def _insert_tasks(tx: Connection, run_id: int, tasks: Sequence[Task]) -> None:

@@ -15,7 +15,7 @@ from workflow import db
 from workflow.db import now_ms
 from workflow.errors import Fenced
 from workflow.store.connect import reading, transaction
-from workflow.store.planning import log
+from workflow.store.planning import is_broken, log
 from workflow.store.prepared import Prepared
 from workflow.store.rows import clean, load_episodes, message_value, task_value
 from workflow.trajectory import OPEN, Episode, Message, PolicyRef, Task
@@ -94,7 +94,8 @@ class Finished:
 
 @transaction
 def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -> GroupWork | None:
-    """Takes the group's lease and loads its work; None if it is finished, held by a live worker, or its run is not running.
+    """Takes the group's lease and loads its work; None if it is finished, held by a live worker, or its run is not running or
+    waits for a broken checkpoint.
 
     Args:
         worker: a name of this very claim: a claim whose answer was lost is recognised by it.
@@ -103,7 +104,7 @@ def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -
     before = tx.execute(
         select(groups.c.run_id, groups.c.worker, groups.c.losses, runs.c.status)
         .join(runs, runs.c.id == groups.c.run_id)
-        .where(groups.c.id == group, groups.c.status.in_(OPEN))
+        .where(groups.c.id == group, groups.c.status.in_(OPEN), ~is_broken(groups.c.run_id))
         .where(db.free(groups.c.lease_until, lease_seconds) | (groups.c.worker == worker))
         .with_for_update(of=groups)
     ).one_or_none()

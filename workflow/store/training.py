@@ -178,6 +178,7 @@ def fail_update(tx: Connection, work: IterationWork, error: str, max_attempts: i
     failed = tx.execute(
         update(db.iterations)
         .where(db.iterations.c.id == work.id, db.iterations.c.train_token == work.token, db.iterations.c.status.in_(OPEN))
+        .where(db.iterations.c.worker != "")  # else this very failure is written already, and only the answer was lost
         .values(losses=db.iterations.c.losses + 1, lease_until=now_ms() - 1, worker="")
         .returning(db.iterations.c.losses)
     ).scalar_one_or_none()
@@ -261,7 +262,8 @@ def _sums(tx: Connection, work: IterationWork) -> dict[str, Any]:
     summed = ("prompt_tokens", "sampled_tokens", "tool_calls", "tool_errors")
     row = tx.execute(
         select(
-            func.max(episodes.finished_at, type_=db.Utc()).label("rolled_out_at"),
+            # Stored episodes were rolled out before the iteration began.
+            func.max(episodes.finished_at, type_=db.Utc()).filter(episodes.iteration_id == work.id).label("rolled_out_at"),
             *(func.coalesce(func.sum(episodes[name]), 0).label(name) for name in summed),
         ).where(members_of(work.id))
     )
@@ -290,6 +292,11 @@ def _go_on(tx: Connection, work: IterationWork, record: UpdateRecord, policy_id:
     run = tx.execute(select(db.runs).where(db.runs.c.id == work.run_id).with_for_update()).mappings().one()
     bad = run["bad_updates"] + 1 if record.bad else 0
     tx.execute(update(db.runs).where(db.runs.c.id == work.run_id).values(bad_updates=bad))
+    tx.execute(  # marked while this update ran: nothing of the run samples or trains with it any more
+        update(db.policies)
+        .where(db.policies.c.run_id == work.run_id, db.policies.c.version <= work.number, db.policies.c.broken != "")
+        .values(broken="")
+    )
     last = work.number + 1 >= run["iterations"]
     following = None if last else insert_iteration(tx, work.run_id, work.number + 1, policy_id)
     if bad >= max_bad:
