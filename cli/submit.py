@@ -114,6 +114,8 @@ def submit(
         raise ConfigError("--policy and --reward-set go with stored episodes only.", "Add --from-episodes RUN.")
     prepared = _from_stored(asked, origins, policy) if asked.source.given else submission.prepare(existing_database(), asked)
     _say_skipped(prepared.skipped_rows)
+    for remark in prepared.remarks:
+        say(remark)
     if dry_run:
         _show_plan(prepared, as_json)
         return

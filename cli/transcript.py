@@ -16,7 +16,8 @@ def transcript(record: Any, only: int | None = None) -> Iterator[Line]:
     for step in record.episode.steps:
         if only in (None, step.index):
             calls = [call for call in record.calls if call["step"] == step.index]
-            yield from _step(step, record.steps[step.index], calls)
+            before = record.episode.steps[step.index - 1].results if step.index else None
+            yield from _step(step, record.steps[step.index], calls, {result.content for result in before or ()})
     yield from _end(record)
 
 
@@ -48,19 +49,25 @@ def _head(row: Any) -> Iterator[Line]:
     if row["attempt"]:
         yield f"  attempt {row['attempt']}: it was begun again, earlier steps are kept under their attempt", "yellow"
     if row["parent_id"] is not None:
-        yield f"  forked from episode {row['parent_id']}, whose first {row['inherited_steps']} steps it has", "yellow"
+        yield (
+            f"  forked from episode {row['parent_id']} at step {row['fork_step']}; the steps before are its parent's",
+            "yellow",
+        )
     if row["tainted"]:
         yield "  tainted: a tool gave another output when its state was rebuilt", "yellow"
 
 
-def _step(step: Step, row: Any, calls: list[Any]) -> Iterator[Line]:
+def _step(step: Step, row: Any, calls: list[Any], shown: set[str]) -> Iterator[Line]:
+    """`shown`: the results that stand under the step before; a tool's message that is none of them was edited."""
     yield "", ""
     yield f"--- step {step.index}  policy v{row['policy_version']}, {cell(row['generate_seconds'])} s, {_tokens(step)}", "bold"
     if step.new_row:
         yield f"  a new training row begins here: {step.new_row}", "yellow"
     for message in step.prompt:
-        if message.role != "tool":  # the step before shows its calls' results
+        if message.role != "tool":
             yield from _said(message.role, message.content, STYLES[message.role])
+        elif message.content not in shown:
+            yield from _said("tool (edited)", message.content, STYLES["tool"])
     if step.message.thought:
         yield from _said("thought", step.message.thought, "italic dim")
     if step.message.content or not calls:

@@ -113,7 +113,12 @@ def test_an_edited_message_is_what_the_forks_read(stack: Stack) -> None:
     _, children = forked(stack, str(parent.id), "--step", "1", "-n", "2", "--edit-message", "7")
     assert all(child.steps[1].prompt[-1].content == "7" for child in children)
     assert all(child.steps[1].prompt_ids != parent.steps[1].prompt_ids for child in children)
-    assert "forked from" in stack.agentrl("replay", str(children[0].id))
+    shown = stack.agentrl("replay", str(children[0].id))
+    assert "forked from" in shown
+    assert "tool (edited):\n    7" in shown
+    _, (grandchild,) = forked(stack, str(children[0].id), "--step", "1", "-n", "1", "--policy", RUN)
+    assert grandchild.steps[1].prompt == children[0].steps[1].prompt
+    assert grandchild.steps[1].policy_version == 2
     assert len(json.loads(stack.agentrl("replay", str(children[0].id), "--json"))["steps"]) == 2
 
 
@@ -131,8 +136,8 @@ def test_what_cannot_be_forked_is_refused_with_the_reason(stack: Stack) -> None:
         (ForkRequest(999999, 0, 1), NotFoundError),
         (ForkRequest(parent, 7, 1), NotFoundError),
         (ForkRequest(parent, 0, 1, policy="77"), NotFoundError),
-        (ForkRequest(parent, 0, 1, policy="what"), ConfigError),
-        (ForkRequest(parent, 0, 1, policy="\u00b3"), ConfigError),
+        (ForkRequest(parent, 0, 1, policy="what"), NotFoundError),
+        (ForkRequest(parent, 0, 1, policy=f"{RUN}@\u00b3"), ConfigError),
         (ForkRequest(parent, 1, 1, edit="7", with_parent=True), ConfigError),
     ):
         with pytest.raises(refusal):
@@ -180,6 +185,14 @@ def test_new_rewards_stand_beside_the_old_and_train_without_a_rollout(stack: Sta
     assert len(scores) == 8
     assert sum(row["value"] * row["weight"] for row in scores) / 8 == pytest.approx(said["mean"])
     trained = stack.agentrl("submit", "--from-episodes", RUN, "--reward-set", "short", "--wait").strip()
+    with stack.database.engine.begin() as tx:  # as if a group had ended after the rescoring
+        mine = "episode_id IN (SELECT id FROM episodes WHERE group_id = 1)"
+        tx.execute(
+            text(f"DELETE FROM rewards WHERE {mine} AND reward_set_id IN (SELECT id FROM reward_sets WHERE name = 'short')")
+        )
+    partly = prepare_stored(stack.database, *resolve(flags={"source.runs": [RUN], "source.reward_set": "short"}))
+    assert len(partly.submission.groups) == 3
+    assert "3 of its 4 groups" in partly.remarks[0]
     iterations = select(
         stack, "SELECT status, episodes, trainable, mean_reward FROM v_iterations WHERE run = :run", run=trained
     )
@@ -195,6 +208,8 @@ def test_a_reward_that_raises_writes_nothing_and_one_of_the_same_name_is_refused
     assert rescore(stack.database, RUN, ["format"], "twice") == rescore(stack.database, RUN, ["format"], "twice")
     with pytest.raises(ConflictError):
         rescore(stack.database, RUN, ["format=3"], "twice")
+    with pytest.raises(ConfigError, match="named twice"):
+        rescore(stack.database, RUN, ["format", "format=2"], None)
     for wrong in ("no_such_reward", "format=nan", "format=much"):
         with pytest.raises(ConfigError):
             rescore(stack.database, RUN, [wrong], None)

@@ -304,7 +304,12 @@ def test_without_s3fs_the_sentence_says_what_to_install(home: Path) -> None:
 
 @pytest.mark.parametrize(
     ("url", "said"),
-    [("nosuch://place/run", "nosuch"), ("s3://key:secret@bucket/run", "holds a password")],
+    [
+        ("nosuch://place/run", "nosuch"),
+        ("s3://key:secret@bucket/run", "holds a password"),
+        ("s3://[", "is no URL"),
+        ("file://ckpt", "where its folder begins"),
+    ],
 )
 def test_a_url_that_cannot_hold_checkpoints_is_refused(home: Path, url: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:

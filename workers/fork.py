@@ -91,22 +91,29 @@ def _described(asked: ForkRequest) -> dict[str, Any]:
 
 
 def _opening(asked: ForkRequest, point: ForkPoint) -> tuple[Message, ...] | None:
-    """The messages that the forked step reads, its last one replaced."""
+    """The messages that the forked step reads, its last one replaced; as they were where the episode's own were edited."""
     if asked.edit is None:
-        return None
+        first_own = point.episode.parent_id is not None and asked.step == point.episode.fork_step
+        return point.episode.steps[asked.step].prompt if first_own else None
     *others, last = point.episode.steps[asked.step].prompt
     return (*others, replace(last, content=asked.edit))
 
 
+def _named(policy: str, point: ForkPoint) -> tuple[str, int | None]:
+    """`V`, of the run whose policy sampled the step, `RUN` for its newest, or `RUN@V`."""
+    run, at, word = policy.partition("@")
+    if not at and run.removeprefix("v").isdecimal():
+        run, at, word = point.policy_run, "@", run
+    if not at:
+        return run, None
+    word = word.removeprefix("v")
+    if not (word.isascii() and word.isdecimal() and len(word) < 19):
+        raise ConfigError(f"{policy!r} names no policy version.", "Write --policy 3 or --policy RUN@3.")
+    return run, int(word)
+
+
 def _policy(db: Database, asked: ForkRequest, point: ForkPoint) -> PolicyRef:
-    run, version = point.policy_run, point.policy_version
-    if asked.policy is not None:
-        word = asked.policy.removeprefix("v")
-        run, _, word = (point.run["name"], "", word) if word.isdecimal() else asked.policy.partition("@")
-        word = word.removeprefix("v")
-        version = int(word) if word.isascii() and word.isdecimal() and len(word) < 19 else -1
-        if version < 0:
-            raise ConfigError(f"{asked.policy!r} names no policy version.", "Write --policy 3 or --policy RUN@3.")
+    run, version = _named(asked.policy, point) if asked.policy is not None else (point.policy_run, point.policy_version)
     ref = stored_policy(db, run, version)
     if ref.base_hash != point.run["base_hash"]:
         raise ModelError(

@@ -30,10 +30,13 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
         StateError: no episode of the run is done.
     """
     row = planning.find_run(db, run)
-    weights = dict(_weight(text) for text in rewards)
+    named = [_weight(text) for text in rewards]
+    weights = dict(named)
+    if len(weights) < len(named):
+        raise ConfigError("A reward is named twice.", "Give each one weight: --reward NAME=0.5")
     for reward in weights:
         find("rewards", reward)
-    chosen = name or _name(next(iter(weights)))
+    chosen = name if name is not None else _name(next(iter(weights)))
     _check_name(chosen)
     before: list[float] = []
     parts: list[tuple[int, str, float]] = []

@@ -65,7 +65,17 @@ def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], p
         groups=[group for source in sources for group in source.groups],
         reward_set=config.source.reward_set,
     )
-    return Prepared(submission, config, (), asked.name is not None)
+    remarks = tuple(_left_out(source, config.source.reward_set) for source in sources if len(source.groups) < source.planned)
+    return Prepared(submission, config, (), asked.name is not None, remarks)
+
+
+def _left_out(source: StoredRun, reward_set: str) -> str:
+    row = source.row
+    scored = (
+        "" if reward_set == "default" else f", scored in {reward_set!r} (`agentrl rescore` again adds what has ended since)"
+    )
+    some = f"{len(source.groups)} of its {source.planned} groups"
+    return f"{row['name']} is {row['status']}: {some} have enough done episodes{scored}."
 
 
 def _refuse_ignored(chosen: Mapping[str, Any]) -> None:

@@ -37,12 +37,16 @@ PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "celery", "sqlalche
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked request. `named`: a person chose the name; else another is taken where somebody was faster."""
+    """A checked request. `named`: a person chose the name; else another is taken where somebody was faster.
+
+    `remarks` are what a person should know of it.
+    """
 
     submission: Submission
     config: RunConfig
     skipped_rows: tuple[str, ...]
     named: bool
+    remarks: tuple[str, ...] = ()
 
 
 def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy: PolicyRef | None = None) -> Prepared:

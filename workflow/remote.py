@@ -29,6 +29,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
+URL_HINT = "Write file:///FOLDER or s3://BUCKET/PREFIX."
+
+
 def checked_place(place: str) -> Path | None:
     """Makes sure that there is a store at the URL, asking it once. Returns the folder that is meant, if it is one.
 
@@ -38,7 +41,13 @@ def checked_place(place: str) -> Path | None:
     """
     if not is_url(place):
         return Path(place)
-    if urlsplit(place).password:
+    try:
+        parts = urlsplit(place)
+    except ValueError as error:
+        raise ConfigError(f"{place!r} is no URL: {error}.", URL_HINT) from error
+    if parts.scheme == "file" and not place.startswith("file:///"):
+        raise ConfigError(f"{place!r} does not say where its folder begins, and each process may stand elsewhere.", URL_HINT)
+    if parts.password:
         raise ConfigError("The URL for checkpoints holds a password.", "Put it into the environment: the URL is stored.")
     files, key = _store(place)
     if _is_folder(files):

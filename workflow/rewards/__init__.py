@@ -27,7 +27,7 @@ def score(episode: Episode, weights: Mapping[str, float]) -> dict[str, float]:
     for name in weights:
         try:
             value = float(find("rewards", name)(episode))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RewardError(f"reward {name!r} raised {type(error).__name__}: {error}") from error
         if not math.isfinite(value):
             raise RewardError(f"reward {name!r} returned {value}")

@@ -172,7 +172,7 @@ class StoredRun:
 
 @reading
 def stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str, least: int) -> StoredRun:
-    """The run's finished groups (of them `only`, if any are named) with `least` done episodes, and that reward set.
+    """The run's finished groups (of `only`, if any are named) with `least` done episodes that have a reward in that set.
 
     Raises:
         NotFoundError: it has no such reward set.
@@ -180,12 +180,15 @@ def stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str, leas
     row = tx.execute(select(db.runs).where(db.runs.c.id == run_id)).mappings().one()
     groups, episodes = db.groups.c, db.episodes.c
     mine = (groups.run_id == run_id) & (groups.id.in_(only) if only else groups.id.is_not(None))
+    rewards = reward_set(tx, run_id, name)
     done = select(episodes.group_id).where(episodes.run_id == run_id, episodes.status == "done")
+    if name != "default":
+        scored = select(db.rewards.c.episode_id).where(db.rewards.c.reward_set_id == rewards["id"])
+        done = done.where(episodes.id.in_(scored))
     done = done.group_by(episodes.group_id).having(func.count() >= least)
     finished = select(groups.id).where(mine, groups.status == "done", groups.id.in_(done)).order_by(groups.id)
     planned = tx.execute(select(func.count()).select_from(db.groups).where(mine)).scalar_one()
     first = select(func.min(db.policies.c.version)).where(db.policies.c.run_id == run_id)
-    rewards = reward_set(tx, run_id, name)
     return StoredRun(
         dict(row),
         tx.execute(first).scalar_one(),
