@@ -49,9 +49,11 @@ def deaf() -> None:
 
 
 slow_plus = Tool(adding(lambda: time.sleep(1.2)))
+sluggish_plus = Tool(adding(lambda: time.sleep(4)))
 deaf_plus = Tool(adding(lambda: time.sleep(3)), timeout_seconds=0.5)
 NOTE = "tests.faults.world:note_tool"
 slow = Env(tools=(f"{__name__}:slow_plus", NOTE))
+sluggish = Env(tools=(f"{__name__}:sluggish_plus", NOTE))
 hanging = Env(tools=(f"{__name__}:deaf_plus", NOTE))
 
 
