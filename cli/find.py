@@ -3,7 +3,6 @@
 from typing import Any
 
 from workflow.config import RunConfig
-from workflow.errors import ConfigError
 
 
 def existing_database() -> Any:
@@ -18,24 +17,23 @@ def existing_database() -> Any:
 
 def find_policy(policy: str) -> tuple[RunConfig, Any]:
     """`RUN[@VERSION]`: the run's config and that policy. Else a model: the default config with it, and None."""
-    from workers.submit import stored_policy
+    from workers.submit import stored_policy, version_number
     from workflow.config import build
     from workflow.errors import NotFoundError
     from workflow.store import planning
 
-    name, _, version = policy.partition("@")
-    if version and not (version.removeprefix("v").isdecimal() and version.isascii() and len(version) < 20):
-        raise ConfigError(f"{version!r} is no policy version.", "Write RUN@3.")
+    name, _, word = policy.partition("@")
+    version = version_number(word) if word else None
     db = existing_database()
     if db is not None:
         try:
             run = planning.find_run(db, name)
         except NotFoundError:
-            if version:
+            if version is not None:
                 raise
         else:
-            ref = stored_policy(db, name, int(version.removeprefix("v")) if version else None)
+            ref = stored_policy(db, name, version)
             return RunConfig.model_validate(run["config"]), ref
-    if version:
+    if version is not None:
         raise NotFoundError(f"There is no run {name!r}.", "List them with `agentrl runs`.")
     return build({"model.path": policy}), None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine, create_engine, make_url, text
 
-from workers import broker
+from workers import broker, process
 from workflow.settings import Settings, settings
 from workflow.store.connect import Database
 from workflow.store.migrate import open_database, upgrade
@@ -65,6 +65,18 @@ def sqlite(tmp_path: Path, migrated_file: Path) -> Iterator[Database]:
     database = open_database(f"sqlite:///{tmp_path / 'agentrl.db'}")
     yield database
     database.close()
+
+
+@pytest.fixture
+def own_database(home: Path, sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
+    """The process's database, for jobs that are called here."""
+    monkeypatch.setenv("AGENTRL_DATABASE_URL", str(sqlite.url))
+    monkeypatch.setenv("AGENTRL_REDIS_SERVER", "none")
+    settings.cache_clear()
+    process._open.cache_clear()
+    yield process.database()
+    process.database().close()
+    process._open.cache_clear()
 
 
 @pytest.fixture(scope="session")

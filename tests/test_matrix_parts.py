@@ -29,7 +29,7 @@ from tests.own_postgres import Server, own_postgres
 from tests.scripted import ScriptedEngine
 from tests.stored import EXPIRED, LEASE, claim, claim_training, play, start, submission, values
 from tests.trouble import Harmful
-from workers import dispatch, episodes, oom, process, tools
+from workers import dispatch, episodes, oom, tools
 from workers.app import make_app
 from workers.episodes import GroupRollout
 from workers.replies import Replies
@@ -143,18 +143,12 @@ def test_a_thread_that_gets_no_connection_in_time_is_told_so(own_server: Server,
 
 
 @pytest.fixture
-def own_database(home: Path, sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
+def own_database(own_database: Database, monkeypatch: pytest.MonkeyPatch) -> Database:
     """The process's database, for jobs that are called here; their messages go to a broker where nobody takes them."""
-    monkeypatch.setenv("AGENTRL_DATABASE_URL", str(sqlite.url))
-    monkeypatch.setenv("AGENTRL_REDIS_SERVER", "none")
-    settings.cache_clear()
-    process._open.cache_clear()
     replies = Replies(settings())
     monkeypatch.setattr(episodes, "_replies", lambda: replies)
     monkeypatch.setattr(dispatch, "app", make_app(settings()))
-    yield process.database()
-    process.database().close()
-    process._open.cache_clear()
+    return own_database
 
 
 def ids(said: str) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ from tests.scripted import ScriptedEngine
 from tests.stored import CALL, EXPIRED, LEASE, answered, claim, start, submission, value, values
 from tests.test_workers import ANSWER
 from tests.test_workers import in_memory as in_memory
-from tests.test_workers import own_database as own_database
 from workers import dispatch
 from workers.episodes import GroupRollout
 from workers.rollout import _guarded

@@ -30,7 +30,8 @@ from workflow import views
 from workflow.errors import ConflictError, Fenced, NotFoundError
 from workflow.store import observe, planning, rollout, steps, training
 from workflow.store.connect import Database
-from workflow.store.planning import Submitted, task_order
+from workflow.store.iterations import task_order
+from workflow.store.planning import Submitted
 from workflow.store.rollout import MAX_LOSSES, Fence
 from workflow.trajectory import TERMINAL
 

@@ -19,7 +19,7 @@ from sqlalchemy import text
 from tests.models import chat, tiny_random
 from tests.scripted import ScriptedEngine
 from tests.stored import CALL, claim, sampled, start, submission, values
-from workers import broker, dispatch, episodes, process
+from workers import broker, dispatch, episodes
 from workers.app import make_app
 from workers.episodes import RESENDS, GroupRollout
 from workers.models import Models
@@ -107,18 +107,6 @@ def test_calls_that_never_end_take_no_place_from_others() -> None:
         ended.set()
         for thread in stuck:
             thread.join()
-
-
-@pytest.fixture
-def own_database(home: Path, sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
-    """The process's database, for jobs that are called here."""
-    monkeypatch.setenv("AGENTRL_DATABASE_URL", str(sqlite.url))
-    monkeypatch.setenv("AGENTRL_REDIS_SERVER", "none")
-    settings.cache_clear()
-    process._open.cache_clear()
-    yield process.database()
-    process.database().close()
-    process._open.cache_clear()
 
 
 @pytest.mark.parametrize("env", ["no_such_module_anywhere:env", f"{__name__}:leaving_env", f"{__name__}:bare"])

@@ -7,7 +7,7 @@ A fork run has one group: the forks of one step of one episode. It samples and s
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workers.submit import Prepared, free_name, manifest, output_folder, stored_policy
+from workers.submit import Prepared, free_name, manifest, output_folder, stored_policy, version_number
 from workflow.config import RunConfig, build
 from workflow.envs import Env
 from workflow.errors import ConfigError, ModelError
@@ -104,12 +104,7 @@ def _named(policy: str, point: ForkPoint) -> tuple[str, int | None]:
     run, at, word = policy.partition("@")
     if not at and run.removeprefix("v").isdecimal():
         run, at, word = point.policy_run, "@", run
-    if not at:
-        return run, None
-    word = word.removeprefix("v")
-    if not (word.isascii() and word.isdecimal() and len(word) < 19):
-        raise ConfigError(f"{policy!r} names no policy version.", "Write --policy 3 or --policy RUN@3.")
-    return run, int(word)
+    return run, version_number(word) if at else None
 
 
 def _policy(db: Database, asked: ForkRequest, point: ForkPoint) -> PolicyRef:

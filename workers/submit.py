@@ -140,6 +140,18 @@ def starting_policy(config: RunConfig) -> PolicyRef:
     return PolicyRef(base, base_hash(folder))
 
 
+def version_number(word: str) -> int:
+    """The version that `3` or `v3` names.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    digits = word.removeprefix("v")
+    if not (digits.isascii() and digits.isdecimal() and len(digits) < 20):
+        raise ConfigError(f"{word!r} is no policy version.", "Write RUN@3.")
+    return int(digits)
+
+
 def stored_policy(db: Database, run: str, version: int | None) -> PolicyRef:
     """The policy that a run published.
 

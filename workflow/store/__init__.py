@@ -2,6 +2,7 @@
 
 - `connect`   the database, its transactions, its migrations' state
 - `planning`  a run and its iterations are written, sent and cancelled
+- `iterations` what an iteration consists of
 - `forks`     episodes leave a stored one at a step; stored groups are trained on
 - `rollout`   groups are claimed, handed back, finished
 - `steps`     a step's two transactions: sampled, observed

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, func, select
 from workflow import db
 from workflow.errors import NotFoundError, StateError
 from workflow.store.connect import reading
-from workflow.store.rows import load_episodes, message_row, task_value
+from workflow.store.rows import MAX_ID, episode_row, load_episodes, message_row, task_value
 from workflow.trajectory import OPEN, Episode, Message
 
 
@@ -53,7 +53,7 @@ def fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
         NotFoundError: no such episode, or no such step in it.
         StateError: the episode is not over.
     """
-    row = _episode_row(tx, episode)
+    row = episode_row(tx, episode)
     if row["status"] in OPEN:
         raise StateError(f"Episode {episode} is not over: it is {row['status']}.", "Fork it when it is; `agentrl pause RUN`.")
     task = tx.execute(select(db.tasks).where(db.tasks.c.id == row["task_id"])).mappings().one()
@@ -64,7 +64,7 @@ def fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
         )
     owner = row
     while step < owner["inherited_steps"]:
-        owner = _episode_row(tx, owner["parent_id"])
+        owner = episode_row(tx, owner["parent_id"])
     steps, policies = db.steps.c, db.policies
     sampler = tx.execute(
         select(policies.c.version, db.runs.c.name)
@@ -74,16 +74,6 @@ def fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
     ).one()
     run = tx.execute(select(db.runs).where(db.runs.c.id == row["run_id"])).mappings().one()
     return ForkPoint(value, dict(run), sampler.name, sampler.version, reward_set(tx, run["id"], "default")["weights"])
-
-
-def _episode_row(tx: Connection, episode: int, locked: bool = False) -> Mapping[Any, Any]:
-    known = abs(episode) < 2**63  # no database takes a greater number
-    query = select(db.episodes).where(db.episodes.c.id == episode)
-    query = query.with_for_update() if locked else query
-    row = tx.execute(query).mappings().one_or_none() if known else None
-    if row is None:
-        raise NotFoundError(f"There is no episode {episode}.", "List them with `agentrl episodes RUN`.")
-    return row
 
 
 def reward_set(tx: Connection, run_id: int, name: str) -> Mapping[Any, Any]:
@@ -103,7 +93,7 @@ def reward_set(tx: Connection, run_id: int, name: str) -> Mapping[Any, Any]:
 
 def insert_fork(tx: Connection, run_id: int, policy_id: int, size: int, fork: Fork) -> None:
     """The fork run's one iteration with its one group and `size` episodes, planned, and the parent beside them if asked."""
-    parent = _episode_row(tx, fork.parent, locked=True)  # so that two forks at once do not count their samples alike
+    parent = episode_row(tx, fork.parent, locked=True)  # so that two forks at once do not count their samples alike
     iteration_id: int = tx.execute(
         db.iterations.insert()
         .values(run_id=run_id, number=0, epoch=0, policy_id=policy_id, episodes=size + fork.with_parent)
@@ -219,8 +209,8 @@ def run_of_group(tx: Connection, group: int) -> int:
     Raises:
         NotFoundError: there is no such group.
     """
-    known = abs(group) < 2**63  # no database takes a greater number
-    found = tx.execute(select(db.groups.c.run_id).where(db.groups.c.id == group)).scalar_one_or_none() if known else None
+    query = select(db.groups.c.run_id).where(db.groups.c.id == group)
+    found = tx.execute(query).scalar_one_or_none() if abs(group) <= MAX_ID else None
     if found is None:
         raise NotFoundError(f"There is no group {group}.", 'agentrl sql "SELECT id, run, task FROM v_groups LIMIT 20"')
     return int(found)

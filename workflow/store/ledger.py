@@ -5,8 +5,8 @@ from typing import Any
 from sqlalchemy import Connection, text
 
 from workflow import db
-from workflow.errors import NotFoundError
 from workflow.store.connect import reading
+from workflow.store.rows import episode_row
 
 FATES = (
     "trained", "no_variance", "too_few", "skipped", "tainted", "no_reward", "failed", "infra_error", "cancelled", "evaluated",
@@ -22,11 +22,7 @@ def why(tx: Connection, episode: int) -> dict[str, Any]:
     Raises:
         NotFoundError: there is no such episode.
     """
-    episodes = db.episodes.c
-    known = abs(episode) < 2**63  # no database takes a greater number
-    row = tx.execute(db.episodes.select().where(episodes.id == episode)).mappings().one_or_none() if known else None
-    if row is None:
-        raise NotFoundError(f"There is no episode {episode}.", "List them with `agentrl episodes RUN`.")
+    row = episode_row(tx, episode)
     found = tx.execute(text("SELECT * FROM v_ledger WHERE episode_id = :id ORDER BY run"), {"id": episode}).mappings().all()
     home = tx.execute(db.runs.select().where(db.runs.c.id == row["run_id"])).mappings().one()["name"]
     (own,) = (dict(fate) for fate in found if fate["run"] == home)

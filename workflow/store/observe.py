@@ -14,12 +14,10 @@ from workflow.errors import CheckpointError, NotFoundError
 from workflow.snapshot import Claim, GroupState, IterationState, RunState, Snapshot
 from workflow.store.connect import Database, insert, reading, transaction
 from workflow.store.planning import is_broken, run_row
-from workflow.store.rows import load_episodes, task_value
+from workflow.store.rows import MAX_ID, load_episodes, task_value
 from workflow.trajectory import OPEN, Episode
 
 Row = Mapping[str, Any]
-MAX_ID = 2**63 - 1
-"""No database takes a greater number."""
 
 
 @reading

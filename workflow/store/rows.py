@@ -8,7 +8,25 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, select
 
 from workflow import db
+from workflow.errors import NotFoundError
 from workflow.trajectory import Episode, Message, Step, Task, ToolCall, ToolResult
+
+MAX_ID = 2**63 - 1
+"""No database takes a greater number."""
+
+
+def episode_row(tx: Connection, episode: int, locked: bool = False) -> Mapping[Any, Any]:
+    """The episode's row, `locked` against others until the transaction ends.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    query = select(db.episodes).where(db.episodes.c.id == episode)
+    query = query.with_for_update() if locked else query
+    row = tx.execute(query).mappings().one_or_none() if abs(episode) <= MAX_ID else None
+    if row is None:
+        raise NotFoundError(f"There is no episode {episode}.", "List them with `agentrl episodes RUN`.")
+    return row
 
 
 def load_episodes(tx: Connection, condition: Any, tasks: Mapping[int, Task]) -> tuple[Episode, ...]:

@@ -17,7 +17,8 @@ from workflow.errors import Fenced, ModelError
 from workflow.evaluate import Score
 from workflow.store.connect import insert, reading, transaction
 from workflow.store.groups import load_groups
-from workflow.store.planning import insert_iteration, is_broken, log
+from workflow.store.iterations import insert_iteration
+from workflow.store.planning import is_broken, log
 from workflow.store.rollout import MAX_LOSSES, memory_hint
 from workflow.store.rows import clean, members_of
 from workflow.trajectory import OPEN, Group, PolicyRef
