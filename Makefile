@@ -36,9 +36,13 @@ faults: env
 disturbed: env
 	$(BIN)/python -m tests.faults.disturbed
 
-# What is measured, with its spread, into build/bench.json: about five minutes.
-bench: env
-	$(BIN)/python -m bench
+# What is measured, with its spread, into build/bench.json; `make bench only=decode,update` measures those.
+bench: .venv/.bench
+	$(BIN)/python -m tests.benchmarks $(only)
+
+.venv/.bench: .venv/.stamp
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[dev,bench]'
+	touch $@
 
 lint: env
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -14,6 +15,16 @@ from workflow.errors import ConfigError, ConflictError
 
 PolicyName = Annotated[
     str, typer.Option("--policy", metavar="RUN[@VERSION]|MODEL", help="A run's policy (newest version) or a model.")
+]
+TopK = Annotated[int | None, typer.Option("--top-k", help="Draw from the K likeliest tokens [the run's].", show_default=False)]
+TopP = Annotated[
+    float | None, typer.Option("--top-p", help="Draw from the likeliest that reach this [the run's].", show_default=False)
+]
+MinP = Annotated[
+    float | None, typer.Option("--min-p", help="Draw from this share of the likeliest on [the run's].", show_default=False)
+]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", help="A text that ends a turn; repeatable [the run's].", show_default=False)
 ]
 MAX_TASKS = 4096
 
@@ -133,6 +144,11 @@ def evaluate(
     temperature: Annotated[
         float | None, typer.Option(help="Sampling temperature [the run's, else 1].", show_default=False)
     ] = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    stop: Stop = None,
+    engine: Annotated[str | None, typer.Option(help="What samples [the run's, else rolling].", show_default=False)] = None,
     fail_under: Annotated[float | None, typer.Option(help="Exit 1 if the mean reward is lower.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
@@ -143,7 +159,9 @@ def evaluate(
     from workers.process import database
     from workflow.store import observe
 
-    config, ref = evaluation_of(policy, dataset, split, n, group_size, temperature)
+    asked: dict[str, Any] = {"temperature": temperature, "engine": engine, "group_size": group_size}
+    asked |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
+    config, ref = evaluation_of(policy, dataset, split, n, asked)
     prepared = submission.prepare(existing_database(), config, kind="eval", policy=ref)
     missing = start_services(required=True)
     made = submission.submit(database(), prepared)
@@ -161,23 +179,28 @@ def evaluate(
 
 
 def evaluation_of(
-    policy: str, dataset: str | None, split: str, n: int | None, group_size: int, temperature: float | None
+    policy: str, dataset: str | None, split: str, n: int | None, rollout: Mapping[str, Any]
 ) -> tuple[RunConfig, Any]:
-    """The config of an eval run (one iteration with all tasks) and the policy to measure, None for a model as it is."""
+    """The config of an eval run (one iteration with all tasks) and the policy to measure, None for a model as it is.
+
+    What `rollout` leaves out, or gives as None, is the run's.
+    """
     from workflow.config import build
     from workflow.datasets import load_tasks
 
     base, ref = find_policy(policy)
-    values = base.flat() | {"name": None, "output_dir": None, "epochs": 1}
-    values |= {"dataset.split": split, "dataset.max_samples": n, "rollout.group_size": group_size}
+    values = base.flat() | {"name": None, "output_dir": None, "epochs": 1, "rollout.max_staleness": 0}
+    values |= {"dataset.split": split, "dataset.max_samples": n, **_given(rollout)}
     if dataset is not None and dataset != base.dataset.name:
         values |= {"dataset.name": dataset, "env": None, "dataset.skip_bad_rows": False}
-    if temperature is not None:
-        values["rollout.temperature"] = temperature
     tasks = len(load_tasks(build(values).dataset).tasks)
     if tasks > MAX_TASKS:
         raise ConfigError(f"{tasks} tasks are more than an evaluation takes.", f"Pass -n {MAX_TASKS} or less.")
     return build(values | {"rollout.tasks_per_iteration": tasks}), ref
+
+
+def _given(rollout: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"rollout.{key}": value for key, value in rollout.items() if value is not None}
 
 
 def _show_score(run: str, policy: str, result: Any, as_json: bool) -> None:
@@ -197,13 +220,19 @@ def chat(
         str | None, typer.Option(help="Env whose tools and prompt it gets [the run's, else math].", show_default=False)
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.01, max=10, help="Sampling temperature.")] = 1.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    stop: Stop = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per turn.")] = 256,
+    engine: Annotated[str | None, typer.Option(help="What samples [the run's, else rolling].", show_default=False)] = None,
     seed: Annotated[int, typer.Option(min=0, help="Keys every random draw.")] = 0,
 ) -> None:
     """Talk to a policy, its tools at hand.
 
     One line of input is one message; an empty line ends it. Everything runs in this process.
     """
+    from workflow.config import build
     from workflow.plugins import find
 
     config, ref = find_policy(policy)
@@ -212,9 +241,11 @@ def chat(
 
     from cli.talk import Talk, open_policy
 
+    asked: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "engine": engine}
+    asked |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
+    config = build(config.flat() | _given(asked))
     loaded, ref = open_policy(config, ref)
-    rollout = config.rollout.model_copy(update={"temperature": temperature, "max_new_tokens": max_new_tokens})
-    talk = Talk(loaded, ref, found, rollout, seed)
+    talk = Talk(loaded, ref, found, config.rollout, seed)
     try:
         _converse(talk)
     finally:

@@ -15,6 +15,9 @@ config = typer.Typer(help="The config of a run.", no_args_is_help=True, rich_mar
 
 def up(
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay in this process until Ctrl-C.")] = False,
+    separate: Annotated[
+        bool, typer.Option("--separate", help="A process each for rollout and train, as --max-staleness needs them.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Start the embedded stack.
@@ -29,10 +32,11 @@ def up(
     database()
     before = embedded.running(where)
     if foreground and before is None:
+        embedded.check_separate(where, separate)
         say(f"The stack runs here until Ctrl-C; its logs are in {where.stack_dir}.")
-        supervisor.main(stay=True)
+        supervisor.main(stay=True, separate=separate)
         return
-    started = embedded.ensure(where, stay=True)
+    started = embedded.ensure(where, stay=True, separate=separate)
     pid = embedded.running(where)
     if as_json:
         show_json({"started": started, "pid": pid, "logs": where.stack_dir})

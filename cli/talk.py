@@ -9,13 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 from cli.output import Line
+from workflow import engines
 from workflow.agent import refusal
 from workflow.chat import Chat
 from workflow.config import RolloutConfig, RunConfig
-from workflow.engine import GenerateRequest, TransformersEngine
+from workflow.engine import GenerateRequest
+from workflow.engines import Backend
 from workflow.envs import Env
 from workflow.errors import ToolFailure
 from workflow.models import resolve_model
+from workflow.plugins import find
 from workflow.policy import Policy
 from workflow.settings import settings
 from workflow.tools import Tool
@@ -30,9 +33,13 @@ def open_policy(config: RunConfig, ref: PolicyRef | None) -> tuple[Policy, Polic
 
     Raises:
         ModelError: it cannot be loaded.
+        ConfigError: the engine that `config` names cannot sample from such weights, or in such a way.
     """
+    backend: Backend = find("engines", config.rollout.engine)
+    engines.check_options(backend, config.rollout)
     base = ref.base if ref else resolve_model(config.model.path, CHAT_DATASET)
-    policy = Policy.load(config.model, base, settings().device, settings().threads)
+    policy = Policy.load(config.model, base, settings().device, settings().threads, weights=backend.local)
+    engines.check_weights(backend, policy.kind, trained=ref is not None and bool(ref.path))
     return policy, ref or PolicyRef(base, policy.base_hash)
 
 
@@ -41,7 +48,7 @@ class Talk:
 
     def __init__(self, policy: Policy, ref: PolicyRef, env: Env, limits: RolloutConfig, seed: int) -> None:
         self.chat: Chat = policy.chat
-        self.engine = TransformersEngine(policy, slots=1)
+        self.engine = engines.start(find("engines", limits.engine), policy, settings())
         self.ref = replace(ref, base_hash=ref.base_hash or policy.base_hash)
         self.env = env
         self.limits = limits
@@ -73,17 +80,31 @@ class Talk:
         yield f"(stopped after {self.limits.max_steps} turns)", "yellow"
 
     def _turn(self, new: Sequence[Message]) -> tuple[Message, bool]:
-        following = self.chat.continuation(new, self.schemas)[0] if self.ids else None
+        following = self.chat.continuation(new, self.schemas, self.chat.ended(self.ids))[0] if self.ids else None
         self.messages += new
         prompt = self.chat.opening(self.messages, self.schemas) if following is None else self.ids + following
-        request = GenerateRequest(prompt, self.ref, self.key, self.sampled, self.limits.max_new_tokens, self.limits.temperature)
-        completion = self.engine.submit(request).result()
+        completion = self.engine.submit(self._request(prompt)).result()
         message = self.chat.parse(completion.token_ids)
         self.messages.append(message)
         complete = completion.finish_reason == "stop"
         self.ids = prompt + completion.token_ids if complete else ()
         self.sampled += len(completion.token_ids)
         return message, complete
+
+    def _request(self, prompt: tuple[int, ...]) -> GenerateRequest:
+        limits = self.limits
+        return GenerateRequest(
+            prompt_ids=prompt,
+            policy=self.ref,
+            key=self.key,
+            position=self.sampled,
+            max_new_tokens=limits.max_new_tokens,
+            temperature=limits.temperature,
+            top_k=limits.top_k,
+            top_p=limits.top_p,
+            min_p=limits.min_p,
+            stop=limits.stop,
+        )
 
     def _call(self, index: int, call: ToolCall) -> ToolResult:
         refused = refusal(call, index, self.tools, self.limits)

@@ -113,8 +113,7 @@ def _check_tokens(origin: "Origin") -> "TokensReport":
     policy = open_policy(config.model, origin.base, origin.base_hash, origin.manifest, where.device, where.threads)
     schemas = [tool.schema for tool in find("envs", str(config.env)).toolset().values()]
     lost = gone(origin.policies, origin.collected)
-    temperature = config.rollout.temperature
-    return check_tokens(origin.record.episode, origin.policies, lost, policy, schemas, origin.key.bits, temperature)
+    return check_tokens(origin.record.episode, origin.policies, lost, policy, schemas, origin.key.bits, config.rollout)
 
 
 def _check_rewards(origin: "Origin") -> "list[RewardsReport]":
@@ -200,6 +199,9 @@ def _tokens(report: "TokensReport") -> Iterator[Line]:
         yield f"    recorded: {off.recorded:.7g}", ""
         yield f"    now:      {off.found:.7g}", ""
     yield from _draws(report)
+    if (end := report.ending) is not None:
+        found = "nothing ends it" if end.found is None else f"token {end.found - 1} ends it"
+        yield f"endings  step {end.step}: recorded as {end.recorded!r} after {end.tokens} tokens, and {found}", "red"
 
 
 def _scores(report: "TokensReport") -> Iterator[Line]:

@@ -29,7 +29,7 @@ Row = Any
 
 @dataclass
 class View:
-    """What is known of a run: its row, its finished iterations, the counts of its open one, its failures, a warning."""
+    """What is known of a run: its row, its finished iterations, the counts of its open ones, its failures, a warning."""
 
     run: Row
     iterations: list[Row] = field(default_factory=list)
@@ -45,14 +45,13 @@ class View:
     @property
     def tokens_per_second(self) -> float | None:
         """Of the newest five finished iterations."""
-        newest = [row for row in self.iterations[-5:] if row["seconds"]]
-        seconds = sum(row["seconds"] for row in newest)
-        return sum(row["tokens"] for row in newest) / seconds if seconds else None
+        seconds = sum(own_seconds(self.iterations)[-5:])
+        return sum(row["tokens"] for row in self.iterations[-5:]) / seconds if seconds else None
 
     @property
     def seconds_left(self) -> float | None:
         """At the pace of the newest ten finished iterations."""
-        newest = [row["seconds"] for row in self.iterations[-10:] if row["seconds"]]
+        newest = [seconds for seconds in own_seconds(self.iterations)[-10:] if seconds]
         left = self.run["iterations"] - self.run["iterations_done"]
         return left * sum(newest) / len(newest) if newest else None
 
@@ -132,8 +131,8 @@ class _Lines:
 
     def show(self, view: View) -> None:
         """Writes the lines that are new."""
-        for row in view.iterations[self.shown :]:
-            self.write(iteration_line(row, view.run["iterations"]))
+        for row, seconds in list(zip(view.iterations, own_seconds(view.iterations), strict=True))[self.shown :]:
+            self.write(iteration_line(row, view.run["iterations"], seconds))
         self.shown = len(view.iterations)
         if view.warning and not self.warned:
             say(view.warning)
@@ -162,8 +161,18 @@ class _Live:
         self.live.update(Text("\n".join(live_lines(view))), refresh=True)
 
 
-def iteration_line(row: Row, iterations: int) -> str:
-    """A finished iteration in one line."""
+def own_seconds(rows: Sequence[Row]) -> list[float]:
+    """Of each iteration the seconds after the end of the one before: rollouts that go on during updates count once."""
+    found, ended = [], None
+    for row in rows:
+        shared = (ended - row["started_at"]).total_seconds() if ended and row["started_at"] else 0.0
+        found.append(max(0.0, (row["seconds"] or 0.0) - max(0.0, shared)))
+        ended = row["finished_at"] or ended
+    return found
+
+
+def iteration_line(row: Row, iterations: int, seconds: float) -> str:
+    """A finished iteration, and the seconds that it took, in one line."""
     if row["status"] == "cancelled":
         return f"iteration {row['iteration'] + 1}/{iterations}  cancelled"
     parts = [
@@ -174,13 +183,20 @@ def iteration_line(row: Row, iterations: int) -> str:
         f"tokens {row['tokens']}",
         f"calls {row['tool_calls']}",
         f"loss {cell(row['loss'])}",
-        f"{row['seconds'] or 0:.1f} s",
+        f"{seconds:.1f} s",
+        *([f"staleness {row['staleness']}"] if row["staleness"] else []),
     ]
     return "  ".join([*parts, f"no step: {row['skipped']}"] if row["skipped"] else parts)
 
 
+def numbers(now: Row, first: int = 0) -> str:
+    """`iteration 3`, or `iterations 3 to 4` where rollouts go on during updates: the open ones, counted from `first`."""
+    start, end = now["iteration"] + first, now["through"] + first
+    return f"iteration {start}" if start == end else f"iterations {start} to {end}"
+
+
 def live_lines(view: View) -> list[str]:
-    """The run in a few lines: bar, reward curve, the open iteration, pace."""
+    """The run in a few lines: bar, reward curve, the open iterations, pace."""
     run, now = view.run, view.progress
     done, total = run["iterations_done"], run["iterations"]
     filled = 40 * done // max(total, 1)
@@ -189,7 +205,7 @@ def live_lines(view: View) -> list[str]:
         lines.append(f"reward  {sparkline(view.rewards)}  {view.rewards[0]:.3f} -> {view.rewards[-1]:.3f}")
     if now:
         lines.append(
-            f"iteration {now['iteration'] + 1}: {now['finished']}/{now['episodes']} episodes, "
+            f"{numbers(now, 1)}: {now['finished']}/{now['episodes']} episodes, "
             f"{now['sampled_tokens']} tokens sampled, {now['tool_calls']} tool calls"
         )
     if view.tokens_per_second is not None:

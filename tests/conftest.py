@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from hypothesis import settings as hypothesis_settings
 from sqlalchemy import Engine, create_engine, make_url, text
 
 from workers import broker, process
@@ -17,6 +18,10 @@ from workflow.store.connect import Database
 from workflow.store.migrate import open_database, upgrade
 
 _numbers = count()
+
+# A busy machine makes any example slow; what never ends meets pytest's own timeout.
+hypothesis_settings.register_profile("agentrl", deadline=None)
+hypothesis_settings.load_profile("agentrl")
 
 
 def missing(what: str) -> None:

@@ -98,10 +98,14 @@ class Crew(Stack):
 
     def refused(self, *words: str, code: int) -> str:
         """What a command says that exits with `code`."""
-        command = [sys.executable, "-m", "cli", *words]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        done = self.command(*words)
         assert done.returncode == code, done.stderr + self.logs()
         return done.stderr
+
+    def command(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        """Runs a command to its end."""
+        command = [sys.executable, "-m", "cli", *words]
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
 
     def reason(self) -> str:
         """Why the run stopped."""

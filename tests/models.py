@@ -31,8 +31,8 @@ def tiny_random(folder: Path, seed: int = 0, layers: int = 2, width: int = 32) -
     return folder
 
 
-def tiny_calling(folder: Path) -> Path:
+def tiny_calling(folder: Path, layers: int = 2, width: int = 32) -> Path:
     """A random model of the same size that has learned in a few seconds to call the calculator, and little else."""
-    base = tiny_random(folder / "random")
+    base = tiny_random(folder / "random", layers=layers, width=width)
     config = ModelConfig.model_validate({"path": str(base), "lora_r": 0})
     return sft(arithmetic, str(base), folder / "calling", recipe=Recipe(60, 16, 1e-2), config=config, device="cpu")

@@ -22,7 +22,7 @@ from typing import Any
 from tests.faults import loop
 from tests.faults.experiment import forked
 
-DEADLINE_SECONDS = 90.0
+DEADLINE_SECONDS = 240.0
 ALONE = {"AGENTRL_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 

@@ -1,4 +1,7 @@
-"""What the rows promise, as queries for SQLite and Postgres: for runs of 2 iterations x 2 groups x 2 episodes."""
+"""What the rows promise, as queries for SQLite and Postgres: for runs whose iterations have 2 groups x 2 episodes.
+
+Those called `one` have max_staleness 1.
+"""
 
 from typing import Any
 
@@ -41,6 +44,12 @@ BROKEN = (
     "SELECT run_id FROM policies GROUP BY run_id HAVING count(*) <> max(version) + 1",
     "SELECT run_id FROM policies p GROUP BY run_id HAVING count(*) <> 1 + "
     "(SELECT count(*) FROM iterations i WHERE i.run_id = p.run_id AND i.status = 'done')",
+    "SELECT i.id FROM iterations i JOIN runs r ON r.id = i.run_id JOIN policies p ON p.id = i.policy_id WHERE p.version <> "
+    "CASE WHEN r.name = 'one' AND i.number > 0 THEN i.number - 1 ELSE i.number END",
+    "SELECT s.id FROM steps s JOIN episodes e ON e.id = s.episode_id JOIN iterations i ON i.id = e.iteration_id "
+    "WHERE s.policy_id <> i.policy_id",
+    f"SELECT i.id FROM iterations i JOIN iterations o ON o.run_id = i.run_id AND o.number < i.number "
+    f"WHERE i.status = 'done' AND o.status IN {OPEN}",
     "SELECT episode_id FROM steps GROUP BY episode_id, attempt HAVING count(*) <> max(number) + 1",
     "SELECT e.id FROM episodes e WHERE steps <> "
     "(SELECT count(*) FROM steps s WHERE s.episode_id = e.id AND s.attempt = e.attempt)",
@@ -54,9 +63,11 @@ BROKEN = (
 """Queries that never find a row."""
 
 COMPLETE = {
-    f"SELECT count(*) FROM episodes WHERE run_id = :run AND status NOT IN {OPEN}": 8,
-    "SELECT count(*) FROM iterations WHERE run_id = :run AND status = 'done'": 2,
-    "SELECT max(version) FROM policies WHERE run_id = :run": 2,
+    "SELECT 4 * r.iterations - "
+    f"(SELECT count(*) FROM episodes e WHERE e.run_id = r.id AND status NOT IN {OPEN}) FROM runs r WHERE r.id = :run": 0,
+    "SELECT iterations - (SELECT count(*) FROM iterations i WHERE i.run_id = r.id AND i.status = 'done') "
+    "FROM runs r WHERE r.id = :run": 0,
+    "SELECT iterations - (SELECT max(version) FROM policies p WHERE p.run_id = r.id) FROM runs r WHERE r.id = :run": 0,
     "SELECT count(*) FROM episodes e WHERE run_id = :run AND status = 'done' "
     "AND NOT EXISTS (SELECT 1 FROM consumptions c WHERE c.episode_id = e.id)": 0,
 }

@@ -18,8 +18,6 @@ class ScriptedEngine:
         workers: requests answered at the same time.
     """
 
-    keyed = True
-
     def __init__(self, script: Script | Sequence[Sequence[int]], seconds: float = 0.0, workers: int = 8) -> None:
         self._script = script if callable(script) else _in_order(script)
         self._seconds = seconds
@@ -28,6 +26,9 @@ class ScriptedEngine:
     def submit(self, request: GenerateRequest) -> Future[Completion]:
         """The scripted ids, cut at `max_new_tokens`, each with the logprob -1."""
         return self._pool.submit(self._answer, request)
+
+    def release(self, key: int | None = None) -> None:
+        """Nothing is kept."""
 
     def close(self) -> None:
         """Drops what was not yet answered."""

@@ -31,10 +31,17 @@ def task(number: int) -> Task:
 
 
 def submission(
-    name: str = "first", tasks: int = 2, epochs: int = 1, seed: int = 0, kind: str = "train", tasks_per_iteration: int = 2
+    name: str = "first",
+    tasks: int = 2,
+    epochs: int = 1,
+    seed: int = 0,
+    kind: str = "train",
+    tasks_per_iteration: int = 2,
+    max_staleness: int = 0,
 ) -> Submission:
     """A run with groups of 2 episodes."""
     rollouts = {"rollout.group_size": 2, "rollout.tasks_per_iteration": tasks_per_iteration}
+    rollouts["rollout.max_staleness"] = max_staleness
     config = build({"name": name, "epochs": epochs, "seed": seed, "env": "math", **rollouts})
     return Submission(
         name=name,
@@ -57,7 +64,7 @@ def submission(
 def start(db: Database, wanted: Submission) -> list[int]:
     """Submits the run and sends its first iteration; returns its groups."""
     made = planning.submit(db, wanted)
-    groups = planning.start_iteration(db, planning.first_iteration(db, made.id))
+    groups = planning.start_iteration(db, planning.open_iterations(db, made.id)[0])
     planning.mark_groups_sent(db, groups)
     return groups
 

@@ -65,7 +65,7 @@ def run(data: Database) -> str:
         code_hash="code", output_dir="",
     )  # fmt: skip
     made = planning.submit(data, submission)
-    iteration = planning.first_iteration(data, made.id)
+    iteration = planning.open_iterations(data, made.id)[0]
     for group in planning.start_iteration(data, iteration):
         work = rollout.claim_group(data, group, "test:1", 30)
         assert work is not None
@@ -500,7 +500,12 @@ def test_a_run_is_submitted_evaluated_and_talked_to(short_folder: Path, tmp_path
     try:
         words = ["submit", "--dataset", "arithmetic", "--model", model, "--max-samples", "4", *SMALL, "--name", "short"]
         assert stack.agentrl(*words, "--wait") == "short\n"
-        score = json.loads(stack.agentrl("eval", "--policy", "short@1", "-n", "3", "--group-size", "2", "--json"))
+        drawn = ["--top-k", "9", "--top-p", "0.9", "--min-p", "0.01", "--stop", "é", "--stop", "ü"]
+        score = json.loads(stack.agentrl("eval", "--policy", "short@1", "-n", "3", "--group-size", "2", *drawn, "--json"))
+        stored = json.loads(stack.agentrl("sql", "SELECT config FROM runs WHERE kind = 'eval'", "--json"))
+        rollout = json.loads(stored[0]["config"])["rollout"]
+        assert [rollout[key] for key in ("top_k", "top_p", "min_p", "stop")] == [9, 0.9, 0.01, ["é", "ü"]]
+        stack.agentrl("eval", "--policy", "short@1", "--top-p", "0", code=2)
         assert (score["episodes"], score["errors"], score["split"]) == (6, 0, "test")
         assert score["low"] <= score["mean_reward"] <= score["high"]
         stack.agentrl("eval", "--policy", model, "--dataset", "arithmetic", "-n", "2", "--fail-under", "1.1", code=1)
@@ -510,7 +515,7 @@ def test_a_run_is_submitted_evaluated_and_talked_to(short_folder: Path, tmp_path
     finally:
         stack.close()
     talk = subprocess.run(
-        [sys.executable, "-m", "cli", "chat", "--policy", "short", "--max-new-tokens", "8"],
+        [sys.executable, "-m", "cli", "chat", "--policy", "short", "--max-new-tokens", "8", "--top-k", "9", "--stop", "é"],
         env=stack.environment,
         input="What is 2 plus 2?\nAnd 3 plus 3?\n",
         capture_output=True,

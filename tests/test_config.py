@@ -125,6 +125,15 @@ def test_a_value_of_the_environment_that_is_no_yaml_is_refused() -> None:
         {"name": ""},
         {"rollout.temperature": 0},
         {"rollout.temperature": float("nan")},
+        {"rollout.top_k": -1},
+        {"rollout.top_p": 0},
+        {"rollout.top_p": 1.1},
+        {"rollout.min_p": -0.1},
+        {"rollout.min_p": 1.1},
+        {"rollout.stop": [""]},
+        {"rollout.stop": ""},
+        {"rollout.stop": ["\ud800"]},
+        {"rollout.stop": {"Observation": None}},
         {"rollout.group_size": 1.5},
         {"update.learning_rate": -1},
         {"dataset.max_samples": 0},
@@ -176,3 +185,14 @@ def test_a_key_that_is_written_twice_in_a_file_is_refused(tmp_path: Path) -> Non
     file.write_text("epochs: 1\nrollout:\n  group_size: 2\n  group_size: 4\n")
     with pytest.raises(ConfigError, match="'group_size' is written twice"):
         resolve(file)
+
+
+def test_stop_strings_are_one_text_or_several_and_survive_being_stored() -> None:
+    for written, expected in (
+        ("</answer>", ("</answer>",)),
+        ('["\\n\\n", "Observation:"]', ("\n\n", "Observation:")),
+        ("[]", ()),
+    ):
+        config, origins = resolve(assignments=(f"rollout.stop={written}", "rollout.top_p=0.9"))
+        assert (config.rollout.stop, config.rollout.top_p, origins["rollout.stop"]) == (expected, 0.9, "flag")
+        assert build(config.flat()) == RunConfig.model_validate(config.model_dump(mode="json")) == config

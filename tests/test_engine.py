@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,14 +11,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig
 
-from tests.models import tiny_random
+from tests.alone import alone
+from tests.models import tiny_random, tokenizer
 from workflow import checkpoint
 from workflow.config import ModelConfig
-from workflow.engine import Completion, GenerateRequest, TransformersEngine
+from workflow.engine import Completion, GenerateRequest
 from workflow.errors import CheckpointError, InfraError, ModelError
-from workflow.policy import Policy, token_logprobs
+from workflow.policy import Policy
+from workflow.rolling import RollingEngine
 from workflow.sampling import sample, uniforms
+from workflow.scoring import token_logprobs
+from workflow.slots import Kept, Slots
 from workflow.trajectory import PolicyRef
 
 torch.set_num_threads(1)
@@ -118,8 +124,8 @@ def ref(exact: Policy, tmp_path_factory: pytest.TempPathFactory) -> PolicyRef:
 
 
 @pytest.fixture
-def engine(exact: Policy) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine(exact)
+def engine(exact: Policy) -> Iterator[RollingEngine]:
+    engine = RollingEngine(exact)
     yield engine
     engine.close()
 
@@ -142,12 +148,12 @@ def same(first: Completion, second: Completion, tolerance: float) -> bool:
     )
 
 
-def test_an_episode_is_the_same_alone_and_in_any_crowd(exact: Policy, ref: PolicyRef, engine: TransformersEngine) -> None:
+def test_an_episode_is_the_same_alone_and_in_any_crowd(exact: Policy, ref: PolicyRef, engine: RollingEngine) -> None:
     requests = requests_of(ref, 36)
     alone = [engine.submit(request).result(60) for request in requests]
     crowd = [future.result(60) for future in [engine.submit(request) for request in requests]]
     backwards = [future.result(60) for future in [engine.submit(request) for request in reversed(requests)]][::-1]
-    narrow = TransformersEngine(exact, slots=5)
+    narrow = RollingEngine(exact, slots=5)
     waiting = [future.result(60) for future in [narrow.submit(request) for request in requests]]
     narrow.close()
     for other in (crowd, backwards, waiting):
@@ -155,7 +161,7 @@ def test_an_episode_is_the_same_alone_and_in_any_crowd(exact: Policy, ref: Polic
     assert len({completion.token_ids for completion in alone}) > 30
 
 
-def test_a_request_may_join_while_others_are_sampled(engine: TransformersEngine, ref: PolicyRef) -> None:
+def test_a_request_may_join_while_others_are_sampled(engine: RollingEngine, ref: PolicyRef) -> None:
     long = GenerateRequest((5, 6, 7), ref, 1, 0, 150)
     late = GenerateRequest((5, 6, 7), ref, 2, 0, 10)
     alone = [engine.submit(request).result(60) for request in (long, late)]
@@ -168,7 +174,7 @@ def test_a_request_may_join_while_others_are_sampled(engine: TransformersEngine,
     assert all(same(completion, alone[1], 1e-9) for completion in joined)
 
 
-def test_an_interrupted_turn_goes_on_as_if_it_had_not_been(engine: TransformersEngine, ref: PolicyRef) -> None:
+def test_an_interrupted_turn_goes_on_as_if_it_had_not_been(engine: RollingEngine, ref: PolicyRef) -> None:
     whole = engine.submit(GenerateRequest((9, 8, 7), ref, 77, 0, 20)).result(60)
     kept = whole.token_ids[:8]
     rest = engine.submit(GenerateRequest((9, 8, 7, *kept), ref, 77, 8, 12)).result(60)
@@ -190,7 +196,7 @@ def test_float32_logprobs_are_those_of_the_whole_row_read_at_once(folder: Path, 
         for parameter in policy.trainable().values():
             parameter.add_(0.05)
     ref = sharpened(policy, tmp_path / "v1", 2.0, 1)
-    engine = TransformersEngine(policy)
+    engine = RollingEngine(policy)
     requests = requests_of(ref, 24)
     completions = [future.result(60) for future in [engine.submit(request) for request in requests]]
     engine.close()
@@ -198,7 +204,7 @@ def test_float32_logprobs_are_those_of_the_whole_row_read_at_once(folder: Path, 
         assert np.allclose(completion.logprobs, teacher_forced(policy, request, completion), rtol=0, atol=1e-5)
 
 
-def test_a_turn_ends_with_its_end_token_or_at_the_limit(engine: TransformersEngine, exact: Policy, ref: PolicyRef) -> None:
+def test_a_turn_ends_with_its_end_token_or_at_the_limit(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
     futures = [engine.submit(GenerateRequest((4, 5), ref, key, 0, 200, 2.0)) for key in range(20)]
     completions = [future.result(60) for future in futures]
     ends = exact.chat.end_ids
@@ -210,7 +216,7 @@ def test_a_turn_ends_with_its_end_token_or_at_the_limit(engine: TransformersEngi
         assert completion.finish_reason == "stop" or len(completion.token_ids) == 200
 
 
-def test_sampling_stops_at_the_end_of_the_context(engine: TransformersEngine, exact: Policy, ref: PolicyRef) -> None:
+def test_sampling_stops_at_the_end_of_the_context(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
     room = [(3,) * (exact.max_context - 2), (3,) * exact.max_context, (3,) * (exact.max_context + 1)]
     completions = [engine.submit(GenerateRequest(prompt, ref, 1, 0, 10, 0.01)).result(60) for prompt in room]
     assert [len(completion.token_ids) for completion in completions] == [2, 0, 0]
@@ -218,7 +224,7 @@ def test_sampling_stops_at_the_end_of_the_context(engine: TransformersEngine, ex
 
 
 def test_rows_of_different_weights_never_mix_and_those_of_the_same_weights_go_together(
-    engine: TransformersEngine, exact: Policy, ref: PolicyRef, tmp_path: Path
+    engine: RollingEngine, exact: Policy, ref: PolicyRef, tmp_path: Path
 ) -> None:
     other = sharpened(exact, tmp_path / "v2", 3.0, 2)
     base = PolicyRef(str(exact.folder), exact.base_hash)
@@ -234,13 +240,13 @@ def test_rows_of_different_weights_never_mix_and_those_of_the_same_weights_go_to
     assert len({completion.token_ids for completion in together}) == 3
 
 
-def test_an_alias_of_the_same_weights_joins_the_batch(engine: TransformersEngine, ref: PolicyRef) -> None:
+def test_an_alias_of_the_same_weights_joins_the_batch(engine: RollingEngine, ref: PolicyRef) -> None:
     request = GenerateRequest((5, 6), ref, 50, 0, 8)
     alias = replace(request, policy=replace(ref, version=9))
     assert same(engine.submit(request).result(60), engine.submit(alias).result(60), 0)
 
 
-def test_weights_that_are_missing_fail_their_own_rows_only(engine: TransformersEngine, ref: PolicyRef, tmp_path: Path) -> None:
+def test_weights_that_are_missing_fail_their_own_rows_only(engine: RollingEngine, ref: PolicyRef, tmp_path: Path) -> None:
     missing = replace(ref, path=str(tmp_path / "gone"), sha256="0" * 64)
     good = GenerateRequest((5, 6), ref, 1, 0, 4)
     futures = [engine.submit(request) for request in (good, replace(good, policy=missing), good)]
@@ -250,13 +256,13 @@ def test_weights_that_are_missing_fail_their_own_rows_only(engine: TransformersE
 
 
 @pytest.mark.parametrize("prompt", [(), (-1,), (10**6,)], ids=["empty", "negative", "beyond the vocabulary"])
-def test_a_prompt_beyond_the_vocabulary_is_refused(engine: TransformersEngine, ref: PolicyRef, prompt: tuple[int, ...]) -> None:
+def test_a_prompt_beyond_the_vocabulary_is_refused(engine: RollingEngine, ref: PolicyRef, prompt: tuple[int, ...]) -> None:
     with pytest.raises(ModelError, match="A prompt needs ids between 0 and"):
         engine.submit(GenerateRequest(prompt, ref, 1, 0, 4)).result(60)
 
 
 def test_nan_from_the_model_fails_the_row_and_the_thread_lives_on(
-    engine: TransformersEngine, exact: Policy, ref: PolicyRef, tmp_path: Path
+    engine: RollingEngine, exact: Policy, ref: PolicyRef, tmp_path: Path
 ) -> None:
     with torch.no_grad():
         next(iter(exact.trainable().values())).fill_(math.nan)
@@ -267,7 +273,7 @@ def test_nan_from_the_model_fails_the_row_and_the_thread_lives_on(
 
 
 def test_where_memory_runs_out_fewer_rows_go_on_with_the_same_tokens(
-    engine: TransformersEngine, exact: Policy, ref: PolicyRef
+    engine: RollingEngine, exact: Policy, ref: PolicyRef
 ) -> None:
     requests = requests_of(ref, 24)
     expected = [future.result(60) for future in [engine.submit(request) for request in requests]]
@@ -289,7 +295,7 @@ def test_where_memory_runs_out_fewer_rows_go_on_with_the_same_tokens(
 
 
 def test_an_error_of_the_model_fails_the_live_rows_and_the_thread_lives_on(
-    engine: TransformersEngine, exact: Policy, ref: PolicyRef
+    engine: RollingEngine, exact: Policy, ref: PolicyRef
 ) -> None:
     def broken(module: torch.nn.Module, args: object) -> None:
         raise torch.OutOfMemoryError("as if")
@@ -309,7 +315,7 @@ def test_a_sampler_that_ends_leaves_nobody_waiting(exact: Policy, ref: PolicyRef
     def leave(module: torch.nn.Module, args: object) -> None:
         raise SystemExit
 
-    engine = TransformersEngine(exact, slots=2)
+    engine = RollingEngine(exact, slots=2)
     with exact.sampling() as model:
         futures = [engine.submit(GenerateRequest((5, 6), ref, key, 0, 4)) for key in range(5)]
         hook = model.register_forward_pre_hook(leave)
@@ -325,7 +331,7 @@ def test_a_sampler_that_ends_leaves_nobody_waiting(exact: Policy, ref: PolicyRef
 
 
 def test_a_cancelled_request_is_not_sampled(exact: Policy, ref: PolicyRef) -> None:
-    engine = TransformersEngine(exact, slots=1)
+    engine = RollingEngine(exact, slots=1)
     with exact.lock:  # so that the first cannot end, and the second has to wait
         first, second = (engine.submit(GenerateRequest((5, 6), ref, key, 0, 4)) for key in (1, 2))
         assert second.cancel()
@@ -334,7 +340,7 @@ def test_a_cancelled_request_is_not_sampled(exact: Policy, ref: PolicyRef) -> No
     engine.close()
 
 
-def test_whoever_asks_for_the_policy_gets_it_between_tokens(engine: TransformersEngine, exact: Policy, ref: PolicyRef) -> None:
+def test_whoever_asks_for_the_policy_gets_it_between_tokens(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
     sampling = engine.submit(GenerateRequest((5, 6), ref, 4, 0, 200, 0.5))
     turns = 0
     while not sampling.done():
@@ -344,7 +350,7 @@ def test_whoever_asks_for_the_policy_gets_it_between_tokens(engine: Transformers
 
 
 def test_a_closed_engine_fails_what_is_left_and_what_comes(exact: Policy, ref: PolicyRef) -> None:
-    engine = TransformersEngine(exact, slots=1)
+    engine = RollingEngine(exact, slots=1)
     futures = [engine.submit(GenerateRequest((5, 6), ref, key, 0, 200)) for key in range(20)]
     engine.close()
     futures.append(engine.submit(GenerateRequest((5, 6), ref, 1, 0, 4)))
@@ -360,9 +366,214 @@ def test_any_mix_of_prompts_limits_and_slots_gives_each_request_its_own_tokens(
 ) -> None:
     prompts = [(7,), (7, 8), (7, 8, 9), (3,) * 30, (4,) * 65, (7, 8, 9, 10)]
     requests = [GenerateRequest(prompts[prompt], ref, key, 0, new) for prompt, new, key in mix]
-    narrow, wide = TransformersEngine(exact, slots=slots), TransformersEngine(exact)
+    narrow, wide = RollingEngine(exact, slots=slots), RollingEngine(exact)
     few = [future.result(60) for future in [narrow.submit(request) for request in requests]]
     many = [future.result(60) for future in [wide.submit(request) for request in requests]]
     narrow.close()
     wide.close()
     assert all(same(a, b, 1e-9) for a, b in zip(few, many, strict=True))
+
+
+# --- keys and values that are kept ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def tokens_read(policy: Policy) -> Iterator[list[int]]:
+    """How many tokens each call of the model reads, padding counted."""
+    read: list[int] = []
+
+    def count(module: torch.nn.Module, args: object, kwargs: dict[str, torch.Tensor]) -> None:
+        read.append(kwargs["input_ids"].numel())
+
+    with policy.sampling() as model:
+        hook = model.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        yield read
+    finally:
+        hook.remove()
+
+
+def ended_turn(engine: RollingEngine, ref: PolicyRef, prompt: tuple[int, ...]) -> tuple[GenerateRequest, tuple[int, ...]]:
+    """A request whose turn ended with an end token, and prompt and turn together."""
+    for key in range(100):
+        request = GenerateRequest(prompt, ref, key, 0, 100, 2.0)
+        completion = engine.submit(request).result(60)
+        if completion.finish_reason == "stop":
+            return request, prompt + completion.token_ids
+    raise AssertionError("no turn ended")
+
+
+def next_turn(request: GenerateRequest, context: tuple[int, ...], new: int = 6) -> GenerateRequest:
+    """What its episode asks for after it was told something."""
+    said = (9, 10, 11)
+    return replace(request, prompt_ids=context + said, position=len(context) - len(request.prompt_ids), max_new_tokens=new)
+
+
+def test_an_episodes_next_turn_reads_only_what_came_since(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
+    request, context = ended_turn(engine, ref, (5, 6) * 40)
+    following = next_turn(request, context)
+    with tokens_read(exact) as read:
+        kept = engine.submit(following).result(60)
+    assert read == [3] + [1] * len(kept.token_ids), "the end token and two of the three that it was told; then one at a time"
+    with tokens_read(exact) as read:
+        again = engine.submit(following).result(60)
+    assert read[0] == len(following.prompt_ids) - 1
+    assert same(kept, again, 1e-9)
+
+
+def test_what_is_kept_is_given_back_when_the_episode_is_over_or_memory_is_asked_for(
+    engine: RollingEngine, exact: Policy, ref: PolicyRef
+) -> None:
+    request, context = ended_turn(engine, ref, (5, 6) * 40)
+    for key in (request.key, None):
+        engine.submit(request).result(60)
+        engine.release(key)
+        with tokens_read(exact) as read:
+            engine.submit(next_turn(request, context)).result(60)
+        assert read[0] == len(context) + 2
+
+
+def test_what_is_kept_is_not_used_for_other_tokens_or_other_weights(
+    engine: RollingEngine, exact: Policy, ref: PolicyRef, tmp_path: Path
+) -> None:
+    request, context = ended_turn(engine, ref, (5, 6) * 40)
+    following = next_turn(request, context)
+    edited = replace(following, prompt_ids=(7, *following.prompt_ids[1:]))
+    other = replace(following, policy=sharpened(exact, tmp_path / "v2", 3.0, 2))
+    for changed in (edited, other):
+        engine.submit(request).result(60)
+        with tokens_read(exact) as read:
+            engine.submit(changed).result(60)
+        assert read[0] == len(changed.prompt_ids) - 1
+
+
+def test_the_oldest_that_is_kept_goes_when_the_slots_would_not_hold_it(exact: Policy, ref: PolicyRef) -> None:
+    engine = RollingEngine(exact, slots=1)
+    request, context = ended_turn(engine, ref, (5, 6) * 10)
+    for start in range(12, 20):  # their turns are kept too: more tokens than one slot has
+        ended_turn(engine, ref, (start, 6) * 10)
+    with tokens_read(exact) as read:
+        engine.submit(next_turn(request, context)).result(60)
+    engine.close()
+    assert read[0] == len(context) + 2
+
+
+def test_episodes_of_several_turns_are_the_same_in_any_crowd(exact: Policy, ref: PolicyRef) -> None:
+    """Turns of many lengths come back while others are in the middle of theirs, with twice as many episodes as slots."""
+    crowd, alone = RollingEngine(exact, slots=4), RollingEngine(exact, slots=1)
+    requests = [GenerateRequest(((5, 6), (7, 8, 9) * 9)[key % 2], ref, 300 + key, 0, 60, 2.0) for key in range(8)]
+    for _ in range(3):
+        together = [future.result(60) for future in [crowd.submit(request) for request in requests]]
+        for request, completion in zip(requests, together, strict=True):
+            alone.release()
+            assert same(completion, alone.submit(request).result(60), 1e-9)
+        contexts = [r.prompt_ids + c.token_ids for r, c in zip(requests, together, strict=True)]
+        requests = [
+            replace(r, prompt_ids=context + (9,) * (1 + r.key % 5), position=r.position + len(c.token_ids))
+            for r, c, context in zip(requests, together, contexts, strict=True)
+        ]
+    crowd.close()
+    alone.close()
+
+
+def test_out_of_memory_costs_what_is_kept_before_it_costs_slots(exact: Policy, ref: PolicyRef) -> None:
+    engine = RollingEngine(exact, slots=2)
+    request, context = ended_turn(engine, ref, (5, 6) * 40)
+    broken = [True]
+
+    def run_out(module: torch.nn.Module, args: object) -> None:
+        if broken:
+            broken.clear()
+            raise torch.OutOfMemoryError("as if")
+
+    with exact.sampling() as model:
+        hook = model.register_forward_pre_hook(run_out)
+    try:
+        pair = [engine.submit(GenerateRequest((8,), ref, key, 0, 30)) for key in (901, 902)]
+        assert all(future.result(60).token_ids for future in pair)
+    finally:
+        hook.remove()
+    assert engine._limit == 2
+    with tokens_read(exact) as read:
+        engine.submit(next_turn(request, context)).result(60)
+    engine.close()
+    assert read[0] == len(context) + 2
+
+
+def test_a_turn_ends_even_if_there_is_no_memory_to_keep_anything_of_it(
+    engine: RollingEngine, exact: Policy, ref: PolicyRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, context = ended_turn(engine, ref, (5, 6) * 40)
+
+    def run_out(slots: Slots, slot: int, length: int) -> Kept:
+        raise torch.OutOfMemoryError("as if")
+
+    monkeypatch.setattr(Slots, "take", run_out)
+    pair = [engine.submit(replace(request, prompt_ids=request.prompt_ids)) for _ in range(2)]
+    assert [request.prompt_ids + future.result(60).token_ids for future in pair] == [context, context]
+    monkeypatch.undo()
+    assert engine.submit(next_turn(request, context)).result(60).token_ids
+
+
+def test_what_a_row_with_a_nan_leaves_harms_nobody_who_has_its_slot_next(exact: Policy, ref: PolicyRef) -> None:
+    spoilt = [True]
+
+    def spoil(module: torch.nn.Module, args: object, states: torch.Tensor) -> torch.Tensor:
+        return states * math.nan if spoilt else states
+
+    engine = RollingEngine(exact, slots=2)
+    with exact.sampling() as model:
+        hook = model.get_input_embeddings().register_forward_hook(spoil)  # type: ignore[operator]
+    with pytest.raises(ModelError, match="NaN"):
+        engine.submit(GenerateRequest((5, 6) * 30, ref, 1, 0, 4)).result(60)
+    spoilt.clear()
+    pair = [GenerateRequest(prompt, ref, 2, 0, 8) for prompt in ((7,), (8, 9) * 31)]
+    together = [future.result(60) for future in [engine.submit(request) for request in pair]]
+    hook.remove()
+    assert all(same(completion, engine.submit(r).result(60), 1e-9) for r, completion in zip(pair, together, strict=True))
+    engine.close()
+
+
+def test_weights_that_broke_off_while_they_were_published_are_published_again(
+    exact: Policy, ref: PolicyRef, engine: RollingEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = sharpened(exact, tmp_path / "v2", 3.0, 2)
+    request = GenerateRequest((5, 6), ref, 1, 0, 8)
+    expected = engine.submit(request).result(60)
+
+    def run_out(policy: Policy) -> None:
+        raise InfraError("as if")
+
+    monkeypatch.setattr(Policy, "_pack", run_out)
+    with pytest.raises(InfraError, match="as if"):
+        engine.submit(replace(request, policy=other)).result(60)
+    monkeypatch.undo()
+    assert same(engine.submit(request).result(60), expected, 1e-9)
+
+
+ARCHITECTURES = {
+    "eager attention": GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=96),
+    "a table of positions": GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=96),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_short_and_long_rows_of_other_architectures_are_sampled_as_if_each_were_alone(name: str, tmp_path: Path) -> None:
+    config = ARCHITECTURES[name]
+    config.vocab_size = len(tokenizer())
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
+    tokenizer().save_pretrained(tmp_path)
+    policy = Policy.load(ModelConfig(lora_r=0), str(tmp_path), "cpu")
+    base = PolicyRef(str(tmp_path), policy.base_hash)
+    engine = RollingEngine(policy, slots=4)
+    requests = [GenerateRequest((9,) * length, base, 40 + length, 0, 12, 2.0) for length in (2, 30, 60, 71)]
+    for _ in range(2):
+        completions = [future.result(60) for future in [engine.submit(request) for request in requests]]
+        for request, completion in zip(requests, completions, strict=True):
+            assert same(completion, alone(policy, request), 1e-4)
+        requests = [
+            replace(r, prompt_ids=r.prompt_ids + c.token_ids + (8,) * (1 + index % 3), position=99, max_new_tokens=4)
+            for index, (r, c) in enumerate(zip(requests, completions, strict=True))
+        ]
+    engine.close()

@@ -57,7 +57,7 @@ def make_run(db: Database, out: Path | str, iterations: int, trained: int, name:
     run = planning.find_run(db, name)["id"]
     made = []
     for _ in range(trained):
-        iteration = planning.first_iteration(db, run)
+        iteration = planning.open_iterations(db, run)[0]
         for group in planning.start_iteration(db, iteration):
             play(db, group)
         made.append(train(db, claim_training(db, iteration)))
@@ -93,7 +93,7 @@ def test_an_adapter_that_no_episode_names_goes(database: Database, tmp_path: Pat
 def test_what_killed_trainers_left_goes_and_what_a_live_one_may_publish_stays(database: Database, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (published,) = make_run(database, out, iterations=2, trained=1)
-    iteration = planning.first_iteration(database, 1)
+    iteration = planning.open_iterations(database, 1)[0]
     for group in planning.start_iteration(database, iteration):
         play(database, group)
     fenced = claim_training(database, iteration, lease=-1)

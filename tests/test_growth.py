@@ -9,8 +9,8 @@ from sqlalchemy import event, text
 from sqlalchemy.exc import IntegrityError
 from stored import CALL, claim, sampled, start, submission
 
-from bench import reads, synthetic
-from bench.synthetic import Run
+from tests.benchmarks import reads, synthetic
+from tests.benchmarks.synthetic import Run
 from workflow import db
 from workflow.store import observe, steps
 from workflow.store.connect import Database

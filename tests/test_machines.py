@@ -107,7 +107,7 @@ def test_what_a_worker_took_and_lost_before_its_message_was_marked_as_sent_is_se
     """Else it would be waited for as if it lay in a queue, for two leases or the time of two groups."""
     monkeypatch.setattr(dispatch, "app", make_app(redis_server))
     run = planning.submit(sqlite, submission(tasks=1, tasks_per_iteration=1)).id
-    groups = planning.start_iteration(sqlite, planning.first_iteration(sqlite, run))
+    groups = planning.start_iteration(sqlite, planning.open_iterations(sqlite, run)[0])
 
     def lose(**message: object) -> None:
         claim(sqlite, groups[0], lease=0.001)

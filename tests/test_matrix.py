@@ -250,7 +250,7 @@ def test_where_the_gpu_is_full_smaller_microbatches_go_on_and_else_the_run_says_
     crew.submit(algorithm__name="tests.trouble:full_loss", name="nothing")
     crew.wait_for("nothing", "failed")
     assert "InfraError: Memory does not suffice for one row of" in crew.reason()
-    assert "Lower rollout.max_new_tokens or rollout.max_steps, or set model.load_in_4bit=true." in crew.reason()
+    assert "Set update.gradient_checkpointing=true or model.load_in_4bit=true," in crew.reason()
     assert crew.count("SELECT count(*) FROM events WHERE kind = 'update_failed'") == 3
     crew.submit(algorithm__name="tests.trouble:greedy_loss", name="little")
     crew.wait_for("little")

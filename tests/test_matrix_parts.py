@@ -234,7 +234,7 @@ def test_a_workers_clock_decides_nothing(database: Database, monkeypatch: pytest
     play(database, group)
     for other in others:
         play(database, other)
-    iteration = planning.first_iteration(database, 1)
+    iteration = planning.open_iterations(database, 1)[0]
     held = claim_training(database, iteration)
     assert training.claim_iteration(database, iteration, "second", LEASE) is None
     assert training.extend_lease(database, iteration, held.token, LEASE)

@@ -323,7 +323,8 @@ def test_weights_that_another_run_made_are_not_made_again(worker: Database, mode
     *_, newest = paused_at(worker, model, 1)
     with worker.engine.begin() as tx:  # as `submit --policy` writes it
         tx.execute(text("UPDATE policies SET path = :path WHERE version = 0"), {"path": str(newest)})
-        tx.execute(text("UPDATE iterations SET policy_id = 1 WHERE status <> 'done'"))
+        tx.execute(text("UPDATE iterations SET number = -1 WHERE status = 'done'"))
+        tx.execute(text("UPDATE iterations SET number = 0, policy_id = 1 WHERE status <> 'done'"))
     truncate(newest)
     with worker.engine.begin() as tx:
         tx.execute(text("DELETE FROM policies WHERE version = 1"))
@@ -342,7 +343,7 @@ def broken(db: Database) -> training.IterationWork:
     work = ready(db, submission(epochs=2))
     training.commit_update(db, work, update_of(work), 3)
     waiting = mending.mark_broken(db, work.run_id, "out/v1", "it is gone")
-    assert waiting == planning.first_iteration(db, work.run_id)
+    assert waiting == planning.open_iterations(db, work.run_id)[0]
     assert waiting is not None
     return claim_training(db, waiting)
 

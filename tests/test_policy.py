@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from peft import get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -16,7 +17,8 @@ from workflow.checkpoint import WEIGHTS
 from workflow.config import ModelConfig
 from workflow.errors import CheckpointError, ModelError
 from workflow.models import base_hash, made_name, model_folder, resolve_model, sha256_file
-from workflow.policy import Policy, lora_config, token_logprobs
+from workflow.policy import Policy, lora_config
+from workflow.scoring import token_logprobs
 from workflow.settings import settings
 from workflow.trajectory import PolicyRef
 
@@ -207,6 +209,7 @@ def test_a_small_model_trains_all_weights_unless_told_otherwise(folder: Path) ->
     assert Policy.load(config(), str(folder), device="cpu").kind == "full"
 
 
+@hypothesis_settings(deadline=None, max_examples=30)
 @given(st.integers(0, 6), st.floats(0.5, 2.0))
 def test_padding_changes_no_logprob_and_temperature_divides_the_logits(padding: int, temperature: float) -> None:
     torch.manual_seed(0)

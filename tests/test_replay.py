@@ -13,7 +13,7 @@ import torch
 from sqlalchemy import text
 
 from cli.main import main
-from tests.models import tiny_calling
+from tests.models import chat, tiny_calling
 from tests.stack import SMALL, Stack, embedded_stack
 from tests.stored import altered, claim, finish, start, submission, value, values
 from tests.stored import sampled as sampled_step
@@ -42,11 +42,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stack(model: Path) -> Iterator[Stack]:
-    """A stack that has done two runs of two iterations: `exact`, and `fast` in float32."""
+    """A stack that has done two runs of two iterations: `exact`, and `limited` in float32, whose calls a stop string ended."""
     with tempfile.TemporaryDirectory(prefix="arl-", dir="/tmp") as folder, embedded_stack(Path(folder), "3600") as made:
         asked = ["--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", *SMALL, "--max-new-tokens", "32"]
-        for name in ("exact", "fast"):
-            made.agentrl("submit", *asked, "-s", f"model.numerics={name}", "--name", name, "--wait")
+        limits = ("top_p=0.97", "min_p=0.001", "top_k=200", "stop=</tool_call>")
+        ways = {"exact": ["model.numerics=exact"], "limited": [f"rollout.{limit}" for limit in limits]}
+        for name, keys in ways.items():
+            made.agentrl("submit", *asked, *(word for key in keys for word in ("-s", key)), "--name", name, "--wait")
         yield made
 
 
@@ -104,7 +106,7 @@ def steps_of(stack: Stack, episode: int) -> Sequence[Step]:
 # --- a run as it was --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", ["exact", "fast"])
+@pytest.mark.parametrize("run", ["exact", "limited"])
 def test_every_episode_of_a_run_is_the_same_when_it_is_done_again(
     stack: Stack, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,12 +134,15 @@ def test_the_report_is_short_and_says_what_was_done(stack: Stack, capsys: pytest
     assert len(said.splitlines()) < 13
 
 
+@pytest.mark.parametrize("run", ["exact", "limited"])
 def test_forks_are_verified_and_what_they_have_from_their_parent_is_said_to_be_the_parents(
-    stack: Stack, capsys: pytest.CaptureFixture[str]
+    stack: Stack, capsys: pytest.CaptureFixture[str], run: str
 ) -> None:
-    parent = trained_episode(stack)
-    stack.agentrl("fork", str(parent), "--step", "1", "-n", "2", "--name", "forks", "--wait")
-    for fork in values(stack.database, "SELECT id FROM v_episodes WHERE run = 'forks'"):
+    parent = trained_episode(stack, run)
+    ends_itself = chat().ended(steps_of(stack, parent)[0].sampled_ids)
+    assert ends_itself == (run == "exact"), "in the other a stop string ended the call"
+    stack.agentrl("fork", str(parent), "--step", "1", "-n", "2", "--name", f"forks-{run}", "--wait")
+    for fork in values(stack.database, f"SELECT id FROM v_episodes WHERE run = 'forks-{run}'"):
         found = Asked(capsys, [fork, "--verify", "all", "--json"], 0).json
         assert (found["same"], found["parent"], found["inherited"], found["tokens"]["parents"]) == (True, parent, 1, 1)
         assert found["tools"]["prompts"] == 1
@@ -209,6 +214,17 @@ def test_a_changed_logprob_is_named(stack: Stack, capsys: pytest.CaptureFixture[
     assert found["logprob"]["found"] == recorded
     assert found["draw"] is None
     assert found["steps"][0]["max_difference"] == pytest.approx(1e-4, rel=0.01)
+
+
+def test_a_turn_that_did_not_end_as_its_tokens_say_is_named(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    episode = trained_episode(stack)
+    ended = next(step for step in steps_of(stack, episode) if step.finish_reason == "stop")
+    tokens = len(ended.sampled_ids)
+    with altered(stack.database, "steps", "finish_reason", f"episode_id = {episode} AND number = {ended.index}", "length"):
+        found = Asked(capsys, [episode, "--verify", "tokens", "--json"], 1).json["tokens"]
+        said = Asked(capsys, [episode, "--verify", "tokens"], 1).out
+    assert found["ending"] == {"step": ended.index, "tokens": tokens, "recorded": "length", "found": tokens}
+    assert f"step {ended.index}: recorded as 'length' after {tokens} tokens, and token {tokens - 1} ends it" in said
 
 
 def test_a_changed_prompt_is_named_with_what_the_template_makes(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:

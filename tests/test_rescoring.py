@@ -10,16 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.alone import alone, draw
 from tests.models import tiny_calling
 from workflow import checkpoint, rescoring
-from workflow.config import ModelConfig
+from workflow.config import ModelConfig, RolloutConfig
 from workflow.datasets.arithmetic import arithmetic
-from workflow.engine import GenerateRequest, TransformersEngine
+from workflow.engine import GenerateRequest
 from workflow.envs.arithmetic import arithmetic as env
 from workflow.errors import ModelError
 from workflow.policy import Policy
 from workflow.rescoring import check_tokens
-from workflow.sampling import distance, distribution, draw, uniforms
+from workflow.rolling import RollingEngine
+from workflow.sampling import at_least, distance, distribution, lowest, summed, uniforms
 from workflow.trajectory import Episode, Message, PolicyRef, SamplingKey, Step
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -36,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sampled(policy: Policy, ref: PolicyRef, count: int = 24, length: int = 40) -> list[tuple[Episode, SamplingKey]]:
     """Episodes of one step, sampled together."""
-    engine = TransformersEngine(policy)
+    engine = RollingEngine(policy)
     asked = []
     for task, sample in zip(arithmetic.load("train"), range(count), strict=False):
         prompt = policy.chat.opening(task.messages, SCHEMAS)
@@ -52,8 +54,23 @@ def sampled(policy: Policy, ref: PolicyRef, count: int = 24, length: int = 40) -
     return made
 
 
-def reports(policy: Policy, ref: PolicyRef, episodes: Sequence[tuple[Episode, SamplingKey]]) -> list[Any]:
-    return [check_tokens(episode, {0: ref}, {}, policy, SCHEMAS, key.bits, 1.0) for episode, key in episodes]
+def reports(policy: Policy, ref: PolicyRef, episodes: Sequence[tuple[Episode, SamplingKey]], **rollout: Any) -> list[Any]:
+    how = RolloutConfig(**rollout)
+    return [check_tokens(episode, {0: ref}, {}, policy, SCHEMAS, key.bits, how) for episode, key in episodes]
+
+
+def sampled_alone(policy: Policy, count: int = 6, length: int = 24, **how: Any) -> list[tuple[Episode, SamplingKey]]:
+    """Episodes of one step, sampled in that way."""
+    ref = PolicyRef(str(policy.folder), policy.base_hash)
+    made = []
+    for task, sample in zip(arithmetic.load("train"), range(count), strict=False):
+        prompt = policy.chat.opening(task.messages, SCHEMAS)
+        key = SamplingKey(0, "train", 0, task.key, sample)
+        said = alone(policy, GenerateRequest(prompt, ref, key.bits, 0, length, **how))
+        message = policy.chat.parse(said.token_ids)
+        step = Step(0, task.messages, prompt, said.token_ids, said.logprobs, said.finish_reason, message, 0)
+        made.append((Episode(task, key.sample, (step,)), key))
+    return made
 
 
 def disturbed(policy: Policy, folder: Path, by: float) -> PolicyRef:
@@ -158,13 +175,81 @@ def test_a_fork_draws_its_own_steps_under_its_own_key_after_its_parents_tokens(m
     assert more is not None
     fork = replace(parent, parent_id=7, fork_step=1, inherited=1)
     key = SamplingKey.of(fork, 0, "fork", 0)
-    engine = TransformersEngine(policy)
+    engine = RollingEngine(policy)
     said = engine.submit(GenerateRequest(fork.context_ids + more, ref, key.bits, fork.sampled_count, 12)).result()
     engine.close()
     step = Step(1, asked, more, said.token_ids, said.logprobs, said.finish_reason, policy.chat.parse(said.token_ids), 0)
     grown = fork.with_step(step)
-    report = check_tokens(grown, {1: ref}, {}, policy, SCHEMAS, key.bits, 1.0)
+    report = check_tokens(grown, {1: ref}, {}, policy, SCHEMAS, key.bits, RolloutConfig())
     assert report.same
     assert (report.parents, report.prompts, [score.step for score in report.steps]) == (1, 1, [1])
-    other = check_tokens(grown, {1: ref}, {}, policy, SCHEMAS, key.bits + 1, 1.0)
+    other = check_tokens(grown, {1: ref}, {}, policy, SCHEMAS, key.bits + 1, RolloutConfig())
     assert other.draw is not None
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+@pytest.mark.parametrize(
+    "how", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 5, "top_p": 0.8, "min_p": 0.05}], ids=str
+)
+def test_draws_under_limits_are_verified_under_these_limits_only(model: Path, how: dict[str, Any], numerics: str) -> None:
+    policy = Policy.load(ModelConfig.model_validate({"path": str(model), "numerics": numerics}), str(model), "cpu", 1)
+    ref = PolicyRef(str(model), policy.base_hash)
+    episodes = sampled_alone(policy, temperature=1.5, **how)
+    found = reports(policy, ref, episodes, temperature=1.5, **how)
+    assert all(report.same for report in found)
+    assert sum(step.same for report in found for step in report.steps) > 24
+    without = reports(policy, ref, episodes, temperature=1.5)
+    assert any(report.draw is not None for report in without)
+    assert all(report.logprob is None for report in without), "a limit changes no logprob"
+
+
+def test_a_token_that_no_draw_could_give_is_no_tie(model: Path) -> None:
+    policy = Policy.load(ModelConfig(), str(model), "cpu", 1)
+    ref = PolicyRef(str(model), policy.base_hash)
+    ((episode, key),) = sampled_alone(policy, count=1, length=1, top_k=1)
+    step = episode.steps[0]
+    other = replace(step, sampled_ids=(step.sampled_ids[0] + 1,))
+    (report,) = reports(policy, ref, [(replace(episode, steps=(other,)), key)], top_k=1)
+    assert report.draw is not None
+    assert report.draw.distance == 1.0
+    assert report.draw.drawn_id == step.sampled_ids[0]
+
+
+@pytest.mark.parametrize(("numerics", "ties"), [("fast", 1), ("exact", 0)])
+def test_a_token_at_the_very_limit_is_a_tie_where_sums_are_rounded(model: Path, numerics: str, ties: int) -> None:
+    policy = Policy.load(ModelConfig.model_validate({"path": str(model), "numerics": numerics}), str(model), "cpu", 1)
+    ref = PolicyRef(str(model), policy.base_hash)
+    ((episode, _),) = sampled_alone(policy, count=1, length=1)
+    step = episode.steps[0]
+    with policy.sampling() as module, torch.no_grad():
+        everything, _ = distribution(module(input_ids=torch.tensor([step.prompt_ids])).logits[0, -1:], 1.0)
+    best = everything[0].sort(descending=True)
+    reached = float(best.values[:3].double().exp().sum())  # by the three likeliest: a little more asks for the fourth too
+    fourth = int(best.indices[3])
+    limit = torch.tensor([reached + 2e-6], dtype=torch.float64)
+    sums = summed(at_least(everything, lowest(everything, torch.tensor([0]), limit, torch.zeros(1))))
+    keys = np.arange(100_000, dtype=np.uint64)
+    drawn = torch.searchsorted(sums[0], torch.from_numpy(uniforms(keys, np.zeros_like(keys))) * sums[0, -1], right=True)
+    key = int((drawn == fourth).nonzero()[0, 0])
+    other = replace(step, sampled_ids=(fourth,), behavior_logprobs=(float(everything[0, fourth]),))
+    fixed: Any = FixedKey(key)
+    (report,) = reports(policy, ref, [(replace(episode, steps=(other,)), fixed)], top_p=reached - 2e-6)
+    assert (report.steps[0].ties, report.steps[0].mismatches) == (ties, 1 - ties)
+
+
+def test_a_turn_that_a_stop_string_ended_is_verified_with_its_string_and_its_reason(model: Path) -> None:
+    policy = Policy.load(ModelConfig(), str(model), "cpu", 1)
+    ref = PolicyRef(str(model), policy.base_hash)
+    whole, _ = sampled_alone(policy, count=1)[0]
+    ids = whole.steps[0].sampled_ids
+    text = policy.chat.decode(ids[:8])
+    how: dict[str, Any] = {"stop": (text[-len(policy.chat.decode(ids[6:8])) - 1 :],)}
+    ((episode, key),) = sampled_alone(policy, count=1, **how)
+    step = episode.steps[0]
+    assert (step.sampled_ids, step.finish_reason) == (ids[:8], "stop")
+    assert reports(policy, ref, [(episode, key)], **how)[0].same
+    (without,) = reports(policy, ref, [(episode, key)])
+    assert (without.ending.recorded, without.ending.found, without.same) == ("stop", None, False)
+    for wrong in (replace(step, finish_reason="length"), replace(whole.steps[0])):
+        (report,) = reports(policy, ref, [(replace(episode, steps=(wrong,)), key)], **how)
+        assert (report.ending.step, report.ending.recorded, report.ending.found) == (0, wrong.finish_reason, 8)

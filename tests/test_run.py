@@ -128,7 +128,9 @@ def test_workers_started_by_hand_run_on_postgres_and_redis_by_url(
     try:
         for role in ("rollout", "train", "tools", "control"):
             stack.worker(role)
-        run = stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", *SMALL, "--wait")
+        asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "8")
+        run = stack.agentrl("submit", *asked, *SMALL, "--detach")
+        assert "done" in stack.agentrl("watch", run.strip())
         assert_whole(stack.database, iterations=2, episodes=32)
         assert "done" in stack.agentrl("runs")
         assert json.loads(stack.agentrl("sql", f"SELECT status FROM v_runs WHERE run = '{run.strip()}'", "--json"))

@@ -33,6 +33,12 @@ def test_an_iteration_whose_groups_are_all_terminal_is_trained() -> None:
     assert plan(world()) == [SendTrain(7)]
 
 
+def test_an_iteration_that_was_rolled_out_ahead_of_the_updates_waits_for_the_policy_it_starts_from() -> None:
+    (run,) = world().runs
+    early = replace(run, iterations=(replace(run.iterations[0], published=False),))
+    assert plan(Snapshot((early,), LEASE)) == []
+
+
 def test_a_train_job_that_was_just_sent_or_is_running_is_left_alone() -> None:
     assert plan(world(train=sent(1.0))) == []
     assert plan(world(train=HELD)) == []
@@ -96,6 +102,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
                 number,
                 tuple(GroupState(next(ids), draw(claims)) for _ in range(draw(st.integers(0, 4)))),
                 draw(claims),
+                published=number == 0 or draw(st.booleans()),
             )
             for number in range(draw(st.integers(0, 2)))
         )

@@ -1,7 +1,9 @@
 """The embedded stack as processes: who keeps it, who ends it, what it survives. And what a dead broker does to the senders."""
 
+import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -115,6 +117,32 @@ def test_a_database_that_is_away_is_no_reason_to_stop_the_stack(short_folder: Pa
     watching = supervisor.Supervisor(settings())
     assert not watching._idle()
     settings.cache_clear()
+
+
+def left_behind(where: Settings) -> None:
+    """The state of a supervisor of the release before, which was killed."""
+    where.stack_dir.mkdir(parents=True)
+    (where.stack_dir / "supervisor.json").write_text(json.dumps({"pid": 2**30, "stopping": False}))
+
+
+def test_a_supervisor_of_the_release_before_is_taken_for_one_whose_workers_share(tmp_path: Path) -> None:
+    where = Settings(home=tmp_path)
+    left_behind(where)
+    assert embedded.state(where) == {"pid": 2**30, "stopping": False, "separate": False}
+
+
+def test_a_supervisor_that_still_looks_into_the_database_is_not_taken_for_one_that_was_killed(stack: Stack) -> None:
+    left_behind(stack.settings)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # a database that takes its time
+        silent.settimeout(120)
+        away = f"postgresql://nobody@127.0.0.1:{silent.getsockname()[1]}/nowhere"
+        command = [sys.executable, "-P", "-m", "workers.supervisor"]
+        with subprocess.Popen(command, env=stack.environment | {"AGENTRL_DATABASE_URL": away}) as starting:
+            connection, _ = silent.accept()
+            with connection:
+                found = embedded.running(stack.settings)
+                starting.kill()
+    assert found == 0, "it has the lock, and has not said yet what it is"
 
 
 @pytest.mark.parametrize("package", ["workers", "workflow", "cli"])

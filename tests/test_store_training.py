@@ -28,7 +28,7 @@ from tests.stored import (
 from workflow import db as tables
 from workflow.errors import Fenced, ModelError, StateError
 from workflow.evaluate import Score
-from workflow.store import observe, planning, rollout, steps, training
+from workflow.store import ledger, observe, planning, rollout, steps, training
 from workflow.store.connect import Database
 from workflow.store.rollout import MAX_LOSSES
 
@@ -36,7 +36,7 @@ from workflow.store.rollout import MAX_LOSSES
 def test_an_iteration_is_claimed_when_every_group_is_terminal_and_by_one_trainer(database: Database) -> None:
     first, second = start(database, submission())
     play(database, first)
-    iteration = planning.first_iteration(database, 1)
+    iteration = planning.open_iterations(database, 1)[0]
     assert training.claim_iteration(database, iteration, "trainer:1", LEASE) is None
     play(database, second)
     work = claim_training(database, iteration)
@@ -146,11 +146,39 @@ def test_an_update_is_committed_whole_or_not_at_all(database: Database) -> None:
     assert training.commit_update(database, work, update_of(work), 3).version == 1
 
 
+def test_an_episode_that_an_update_left_out_is_consumed_and_its_fate_says_so(database: Database) -> None:
+    work = ready(database, submission())
+    credit = {episode.id: 0.5 for group in work.groups for episode in group.episodes if episode.id is not None}
+    first, *others = credit
+    reason = "1 of 2 episodes: sampler and trainer differ"
+    training.commit_update(database, work, update_of(work, advantages=credit | {first: 0.0}, dropped={0: reason}), 3)
+    assert value(database, "SELECT count(*) FROM consumptions") == len(credit)
+    told = ledger.why(database, first)
+    assert (told["fate"], told["dropped"]) == ("strayed", reason)
+    assert {ledger.why(database, other)["fate"] for other in others} == {"trained"}
+    (row,) = told["iterations"]
+    assert (row["planned"], row["trained"], row["strayed"]) == (4, 3, 1)
+
+
+def test_a_group_without_variance_is_told_so_also_where_an_episode_of_it_was_left_out(database: Database) -> None:
+    flat, varied = start(database, submission())
+    play(database, flat, reward=0.0)
+    play(database, varied)
+    work = claim_training(database, planning.open_iterations(database, 1)[0])
+    (_, of_flat), (_, of_varied) = [(group.slot, [e.id for e in group.episodes]) for group in work.groups]
+    reason = "2 of 2 episodes: sampler and trainer differ"
+    credit = dict.fromkeys((*of_flat, *of_varied), 0.0)
+    left_out = update_of(work, advantages=credit, dropped={0: reason, 1: reason}, path="", sha256="", skipped="they differ")
+    training.commit_update(database, work, left_out, 3)
+    assert {ledger.why(database, episode)["fate"] for episode in of_flat if episode is not None} == {"no_variance"}
+    assert {ledger.why(database, episode)["fate"] for episode in of_varied if episode is not None} == {"strayed"}
+
+
 def test_the_commit_publishes_the_policy_and_plans_the_next_iteration_with_it(database: Database) -> None:
     work = ready(database, submission(epochs=2))
     published = training.commit_update(database, work, update_of(work, dropped={1: "one member"}), 3)
     assert published.version == 1
-    assert published.next_iteration == planning.first_iteration(database, 1)
+    assert published.next_iteration == planning.open_iterations(database, 1)[0]
     group, *_ = planning.start_iteration(database, published.next_iteration)
     following = claim(database, group)
     assert (following.policy.version, following.policy.path, following.iteration) == (1, "out/v1", 1)

@@ -1,6 +1,7 @@
 """The update: the same gradient however it is cut, all or nothing, repeatable to the bit, and it learns."""
 
 import math
+import platform
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +12,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.benchmarks.processes import resident
 from tests.models import tiny_random
 from workflow import checkpoint
 from workflow.advantages import relative_to_group
 from workflow.algorithms import Algorithm
 from workflow.algorithms.grpo import grpo
 from workflow.config import AlgorithmConfig, RunConfig, build
-from workflow.engine import GenerateRequest, TransformersEngine
+from workflow.engine import GenerateRequest
 from workflow.errors import CheckpointError, InfraError
 from workflow.losses import LossTerms, Normaliser, TokenBatch, clipped_with_kl
-from workflow.policy import Policy, token_logprobs
+from workflow.memory import spared
+from workflow.policy import Policy
+from workflow.rolling import RollingEngine
+from workflow.scoring import token_logprobs
 from workflow.trainer import Trainer, Update, select
 from workflow.trajectory import Episode, Group, Message, PolicyRef, Step, Task
 
@@ -115,6 +120,57 @@ def test_the_gradient_does_not_depend_on_the_split_into_microbatches(folder: Pat
     for other, other_metrics in found[1:]:
         assert torch.allclose(other, whole, rtol=1e-9, atol=1e-13)
         assert {**other_metrics, "seconds": 0} == pytest.approx({**metrics, "seconds": 0}, rel=1e-9, abs=1e-12)
+
+
+@KINDS
+def test_the_gradient_is_the_same_with_layers_computed_again(folder: Path, tmp_path: Path, lora_r: int) -> None:
+    found = []
+    for again in (False, True):
+        run = config(lora_r, True, update__gradient_checkpointing=again, update__microbatch_tokens=100)
+        _, trainer = trainer_of(folder, run)
+        assert trainer.update(groups_of(), 0).skipped is None
+        found.append(gradient(trainer, tmp_path / str(again)))
+    assert torch.equal(found[0], found[1])
+
+
+@KINDS
+@pytest.mark.parametrize("tokens", [10**6, 400])
+def test_prompts_that_are_read_once_give_the_gradient_of_reading_them_each_time(
+    folder: Path, tmp_path: Path, lora_r: int, tokens: int
+) -> None:
+    """Shared, or not, as where layers are computed again; two optimizer steps and a KL, so that constants are aligned too."""
+    found, metrics = [], []
+    groups = [with_prompt(group, 150 + 10 * number) for number, group in enumerate(groups_of())]
+    for again in (False, True):
+        _, trainer = trainer_of(
+            folder,
+            config(
+                lora_r,
+                update__gradient_checkpointing=again,
+                update__microbatch_tokens=tokens,
+                update__batch_size=8,
+                update__learning_rate=1e-5,
+                algorithm__kl_coef=0.1,
+            ),
+        )
+        update = trainer.update(groups, 0)
+        assert update.skipped is None
+        found.append(gradient(trainer, tmp_path / str(again)))
+        metrics.append({**update.metrics, "seconds": 0})
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-4
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)
+
+
+def with_prompt(group: Group, length: int) -> Group:
+    """The group after one long prompt that all of its episodes share."""
+    prompt = tuple(3 + (place * length) % 57 for place in range(length))
+    return replace(
+        group,
+        episodes=tuple(
+            replace(episode, steps=(replace(episode.steps[0], prompt_ids=prompt), *episode.steps[1:]))
+            for episode in group.episodes
+        ),
+    )
 
 
 def test_eight_episodes_at_once_are_eight_accumulated(folder: Path, tmp_path: Path) -> None:
@@ -242,6 +298,52 @@ def test_with_nothing_to_learn_the_weights_stay(folder: Path, tmp_path: Path, gr
     assert unchanged(trainer, tmp_path / "after", before)
 
 
+def told_otherwise(group: Group, numbers: tuple[int, ...], logprob: float) -> Group:
+    """The group where the sampler recorded another logprob for the tokens of these episodes."""
+
+    def lie(step: Step) -> Step:
+        return replace(step, behavior_logprobs=(logprob,) * len(step.sampled_ids))
+
+    episodes = [
+        replace(episode, steps=tuple(map(lie, episode.steps))) if number in numbers else episode
+        for number, episode in enumerate(group.episodes)
+    ]
+    return replace(group, episodes=tuple(episodes))
+
+
+def test_episodes_whose_sampler_says_something_else_do_not_train_but_are_used_up(folder: Path, tmp_path: Path) -> None:
+    one, two = (replace(group, slot=slot) for slot, group in enumerate(groups_of(2, 4)))
+    run = config(0, True, update__max_sampler_difference=40.0, update__max_grad_norm=1e9)
+    _, trainer = trainer_of(folder, run)
+    update = trainer.update([told_otherwise(one, (1, 2), -400.0), two], 0)
+    assert update.metrics["sampler_dropped"] == 2
+    assert update.metrics["rows"] == 6
+    assert update.metrics["sampler_difference_max"] < 40
+    assert update.dropped == {0: "2 of 4 episodes: sampler and trainer differ"}
+    expected = relative_to_group([one, two])
+    assert update.advantages == {
+        episode.id: 0 if episode.id in (1, 2) else pytest.approx(value)
+        for group, values in zip((one, two), expected, strict=True)
+        for episode, value in zip(group.episodes, values, strict=True)
+    }
+
+
+def test_where_all_episodes_say_something_else_nothing_is_learned(folder: Path, tmp_path: Path) -> None:
+    _, trainer = trainer_of(folder, config(update__max_sampler_difference=40.0))
+    before = saved(trainer, tmp_path / "before")
+    update = trainer.update([told_otherwise(group, (0, 1, 2, 3), -400.0) for group in groups_of()], 0)
+    assert update.skipped == "sampler and trainer differ"
+    assert not update.bad
+    assert unchanged(trainer, tmp_path / "after", before)
+
+
+def test_without_a_limit_on_the_difference_nothing_is_dropped_for_it(folder: Path) -> None:
+    _, trainer = trainer_of(folder, config())
+    update = trainer.update([told_otherwise(group, (0, 1), -400.0) for group in groups_of()], 0)
+    assert "sampler_dropped" not in update.metrics
+    assert update.metrics["rows"] == 16
+
+
 def test_a_nan_in_the_model_is_a_reason_to_skip(folder: Path, tmp_path: Path) -> None:
     policy, trainer = trainer_of(folder, config())
     trainer.update(groups_of(), 0)
@@ -272,6 +374,17 @@ def _nothing_fits(batch: TokenBatch, options: AlgorithmConfig, normaliser: Norma
     raise torch.OutOfMemoryError("as if")
 
 
+attempts: list[int] = []
+
+
+def _long_rows_never_fit(batch: TokenBatch, options: AlgorithmConfig, normaliser: Normaliser) -> LossTerms:
+    attempts.append(len(batch.mask))
+    assert len(attempts) < 50, "it tries for ever"
+    if batch.mask.shape[1] > 100:
+        raise torch.OutOfMemoryError("as if")
+    return clipped_with_kl(batch, options, normaliser)
+
+
 def _broken_on_long_rows(batch: TokenBatch, options: AlgorithmConfig, normaliser: Normaliser) -> LossTerms:
     if normaliser.width > 40:
         raise RuntimeError("a bug")
@@ -281,12 +394,13 @@ def _broken_on_long_rows(batch: TokenBatch, options: AlgorithmConfig, normaliser
 nan_later = Algorithm("nan_later", grpo.credit, f"{__name__}:_nan_on_long_rows", needs_group=True)
 hungry = Algorithm("hungry", grpo.credit, f"{__name__}:_two_rows_at_most", needs_group=True)
 starving = Algorithm("starving", grpo.credit, f"{__name__}:_nothing_fits", needs_group=True)
+too_long = Algorithm("too_long", grpo.credit, f"{__name__}:_long_rows_never_fit", needs_group=True)
 broken_later = Algorithm("broken_later", grpo.credit, f"{__name__}:_broken_on_long_rows", needs_group=True)
 
 
-def then_a_long_group() -> list[Group]:
+def then_a_long_group(tokens: int = 50) -> list[Group]:
     short, long = groups_of(2)
-    step = replace(long.episodes[0].steps[0], prompt_ids=(5,) * 50)
+    step = replace(long.episodes[0].steps[0], prompt_ids=(5,) * tokens)
     longer = replace(long.episodes[0], steps=(step, *long.episodes[0].steps[1:]))
     return [short, Group(long.task, (longer, *long.episodes[1:]))]
 
@@ -319,8 +433,17 @@ def test_where_memory_runs_out_smaller_microbatches_give_the_same_gradient(folde
 def test_where_not_even_one_row_fits_the_error_says_so(folder: Path, tmp_path: Path) -> None:
     _, trainer = trainer_of(folder, config(algorithm__name="tests.test_trainer:starving"))
     before = saved(trainer, tmp_path / "before")
-    with pytest.raises(InfraError, match=r"Memory does not suffice for one row of \d+ tokens. Lower rollout.max_new_tokens"):
+    with pytest.raises(InfraError, match=r"Memory does not suffice for one row of \d+ tokens. Set update.gradient_check"):
         trainer.update(groups_of(), 0)
+    assert unchanged(trainer, tmp_path / "after", before)
+
+
+def test_one_row_that_never_fits_is_an_error_however_many_others_would(folder: Path, tmp_path: Path) -> None:
+    _, trainer = trainer_of(folder, config(algorithm__name="tests.test_trainer:too_long"))
+    before = saved(trainer, tmp_path / "before")
+    attempts.clear()
+    with pytest.raises(InfraError, match=r"Memory does not suffice for one row of 2\d\d tokens."):
+        trainer.update(then_a_long_group(200), 0)
     assert unchanged(trainer, tmp_path / "after", before)
 
 
@@ -392,7 +515,7 @@ def test_a_rewarded_set_of_tokens_becomes_likely(tmp_path: Path, lora_r: int) ->
     """Sampler and trainer together: sample one token, reward the even ones, update, publish, again."""
     run = config(lora_r, update__learning_rate=1e-2)
     policy = Policy.load(run.model, str(sharp_base(tmp_path / "base")), device="cpu")
-    trainer, engine = Trainer(policy, run), TransformersEngine(policy)
+    trainer, engine = Trainer(policy, run), RollingEngine(policy)
     ref = PolicyRef(str(policy.folder), policy.base_hash)
     means = []
     for iteration in range(20):
@@ -417,7 +540,7 @@ def sharp_base(folder: Path) -> Path:
     return folder
 
 
-def _bandit_group(engine: TransformersEngine, ref: PolicyRef, iteration: int, number: int) -> Group:
+def _bandit_group(engine: RollingEngine, ref: PolicyRef, iteration: int, number: int) -> Group:
     prompt = (5 + number, 6, 7)
     keys = [iteration * 1000 + number * 100 + sample for sample in range(16)]
     futures = [engine.submit(GenerateRequest(prompt, ref, key, 0, 1)) for key in keys]
@@ -428,3 +551,33 @@ def _bandit_group(engine: TransformersEngine, ref: PolicyRef, iteration: int, nu
         reward = float(completion.token_ids[0] % 2 == 0)
         episodes.append(Episode(task, steps=(step,), status="done", reward=reward, id=key))
     return Group(task, tuple(episodes))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's heap that is spared")
+def test_while_memory_is_spared_what_a_freed_tensor_took_goes_back() -> None:
+    with spared(True):
+        assert _given_back() > 70
+    assert _given_back() < 40
+
+
+def _given_back() -> float:
+    """MiB, of 80 that are freed between others that are not."""
+    kept, freed = zip(*[(torch.ones(2**20), torch.ones(2**20)) for _ in range(20)], strict=True)
+    before = resident("VmRSS")
+    del freed
+    given = before - resident("VmRSS")
+    assert len(kept) == 20
+    return given
+
+
+@pytest.mark.parametrize(
+    ("options", "lean"),
+    [
+        ({}, False),
+        ({"model.load_in_4bit": True}, True),
+        ({"model.load_in_8bit": True}, True),
+        ({"update.gradient_checkpointing": True}, True),
+    ],
+)
+def test_memory_is_spared_where_less_of_it_was_asked_for(options: dict[str, Any], lean: bool) -> None:
+    assert build(options).lean is lean

@@ -26,7 +26,7 @@ from workers.models import Models
 from workers.replies import Replies, Waker
 from workers.supervisor import Child, Supervisor
 from workers.tools import call, run_tool
-from workflow.config import ModelConfig, RunConfig
+from workflow.config import RunConfig
 from workflow.envs import Env
 from workflow.errors import InfraError
 from workflow.hooks import Hook
@@ -229,9 +229,9 @@ def in_memory(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("AGENTRL_REDIS_SERVER", "none")
     settings.cache_clear()
     monkeypatch.setattr(dispatch, "app", make_app(settings()))
-    episodes._replies.cache_clear()
+    episodes._make_replies.cache_clear()
     yield
-    episodes._replies.cache_clear()
+    episodes._make_replies.cache_clear()
 
 
 def rollout_of(db: Database, turns: Sequence[Sequence[int]], **config: Any) -> GroupRollout:
@@ -341,12 +341,12 @@ def test_a_model_folder_that_was_made_anew_is_loaded_anew_and_an_unchanged_one_i
     monkeypatch.setenv("AGENTRL_DEVICE", "cpu")
     settings.cache_clear()
     folder, models = tiny_random(tmp_path / "m"), Models()
-    with models.use(ModelConfig(), str(folder)) as first:
+    with models.use(RunConfig(), str(folder)) as first:
         before = first.policy.base_hash
-    with models.use(ModelConfig(), str(folder)) as again:
+    with models.use(RunConfig(), str(folder)) as again:
         assert again is first
     tiny_random(folder, seed=1)
-    with models.use(ModelConfig(), str(folder)) as anew:
+    with models.use(RunConfig(), str(folder)) as anew:
         assert anew.policy.base_hash != before
         anew.engine.close()
 
@@ -360,11 +360,11 @@ def test_jobs_of_two_bases_take_turns_and_a_base_is_not_changed_for_each_job(
     entered: list[str] = []
 
     def job(name: str) -> None:
-        with models.use(ModelConfig(), bases[name]):
+        with models.use(RunConfig(), bases[name]):
             entered.append(name)
 
     waiting = [threading.Thread(target=job, args=[name]) for name in "BABABA"]
-    with models.use(ModelConfig(), bases["A"]):
+    with models.use(RunConfig(), bases["A"]):
         for number, thread in enumerate(waiting, start=1):
             thread.start()
             while len(models._line) < number:  # so that they stand in this order
@@ -373,7 +373,7 @@ def test_jobs_of_two_bases_take_turns_and_a_base_is_not_changed_for_each_job(
     for thread in waiting:
         thread.join()
     assert entered == ["B", "B", "B", "A", "A", "A"]
-    with models.use(ModelConfig(), bases["A"]) as loaded:
+    with models.use(RunConfig(), bases["A"]) as loaded:
         loaded.engine.close()
 
 
@@ -403,6 +403,17 @@ def test_a_link_that_is_given_up_with_a_message_in_hand_is_a_lost_one_and_no_rea
         connection.transport.client = None  # so Celery leaves it when Redis goes away, before it closes the channel again
         with pytest.raises(connection.connection_errors):
             connection.default_channel.close()
+
+
+def test_a_channel_makes_one_client_for_all_its_commands_and_another_for_another_link(redis_server: Settings) -> None:
+    with Connection(broker.broker_url(redis_server)) as connection:
+        channel = connection.default_channel
+        with channel.conn_or_acquire() as first, channel.conn_or_acquire() as again:
+            assert first is again
+        channel._disconnect_pools()
+        with channel.conn_or_acquire() as other:
+            assert other is not first
+            assert other.ping()
 
 
 # --- replies ----------------------------------------------------------------------------------------------------------------

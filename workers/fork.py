@@ -57,7 +57,7 @@ def prepare_fork(db: Database, asked: ForkRequest) -> Prepared:
         raise ConfigError(f"The env {parent.env!r} cannot be rebuilt in mid-episode.", "Fork its first step: --step 0.")
     name = asked.name or free_name(db, f"{point.run['name'][:50]}-fork")
     values: dict[str, Any] = {"name": name, "output_dir": None, "epochs": 1}
-    values |= {"rollout.group_size": asked.n, "rollout.tasks_per_iteration": 1}
+    values |= {"rollout.group_size": asked.n, "rollout.tasks_per_iteration": 1, "rollout.max_staleness": 0}
     config = build(parent.flat() | values)
     submission = Submission(
         name=name,

@@ -28,6 +28,11 @@ SUPERVISOR = "AGENTRL_SUPERVISOR"
 ORPHAN_SECONDS = 40.0
 """How long a worker without a supervisor has to hand its claims back."""
 
+SWITCH_SECONDS = 0.0005
+"""After so long a thread lets others run Python, instead of 5 ms: the sampler asks for its turn after each of the model's
+operations, a hundred times for a token, and beside one busy thread took five times as long as alone; a tool call as well.
+"""
+
 CONCURRENCY = {"rollout": 16, "tools": 64, "train": 1}
 """Threads per queue: a rollout job mostly waits for the engine, a tool call for its tool."""
 
@@ -89,12 +94,16 @@ def _run_control() -> None:
 def _run_queues(roles: list[str], concurrency: int) -> None:
     from celery.signals import worker_shutting_down
 
-    from workers.process import database, stopping
+    from workers.process import database, shared, stopping
+
+    if set(roles) >= SHARED:
+        shared.set()
 
     def stop(**kwargs: object) -> None:
         stopping.set()
 
     worker_shutting_down.connect(stop, weak=False)
+    sys.setswitchinterval(SWITCH_SECONDS)
     database()  # a database that is not ready is said now, not in the first job
     worker = make_worker(roles, concurrency)
     worker.start()

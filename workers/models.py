@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
 
-from workflow.config import ModelConfig
-from workflow.engine import Engine, TransformersEngine
-from workflow.errors import ModelError
+from workflow import engines
+from workflow.config import RunConfig
+from workflow.engine import Engine
+from workflow.engines import Backend
+from workflow.plugins import find
 from workflow.policy import Policy
 from workflow.settings import settings
 from workflow.trainer import Trainer
@@ -25,13 +27,38 @@ log = getLogger("agentrl.models")
 
 @dataclass
 class Loaded:
-    """A base in memory with its engine, and the trainer state that is in its trainable weights."""
+    """A base with its engine, and the trainer state that is in its trainable weights."""
 
     policy: Policy
-    engine: Engine
+    backend: Backend
     trainer: Trainer | None = None
     trainer_holds: tuple[int, str] | None = None
     """(run id, checkpoint path) that the trainable weights and the optimizer are exactly at; None after a failed update."""
+    _engine: Engine | None = None
+    _starting: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def engine(self) -> Engine:
+        """What samples; started at first use, for a worker that only trains has neither memory nor a server for it.
+
+        Raises:
+            ConfigError: it lacks a setting.
+            ModelError: it cannot run this model.
+        """
+        with self._starting:
+            if self._engine is None:
+                self._engine = engines.start(self.backend, self.policy, settings())
+            return self._engine
+
+    def release(self) -> None:
+        """Frees what the engine keeps for episodes to come, where one was started."""
+        if self._engine is not None:
+            self._engine.release()
+
+    def leave(self) -> None:
+        """Ends the engine, where one was started."""
+        if self._engine is not None:
+            self._engine.close()
 
 
 @dataclass
@@ -47,13 +74,14 @@ class Models:
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     @contextmanager
-    def use(self, config: ModelConfig, base: str) -> Iterator[Loaded]:
-        """The base loaded as `config` says; many may use it at once.
+    def use(self, config: RunConfig, base: str) -> Iterator[Loaded]:
+        """The base loaded as `config.model` says, with the engine that it names; many may use it at once.
 
         Raises:
             ModelError: it cannot be loaded.
+            ConfigError: there is no such engine.
         """
-        key = f"{base}|{config.model_dump_json(exclude={'path'})}|{_stamp(Path(base))}"
+        key = f"{base}|{config.model.model_dump_json(exclude={'path'})}|{config.rollout.engine}|{_stamp(Path(base))}"
         with self._changed:
             loaded = self._enter(key, config, base)
         try:
@@ -63,7 +91,7 @@ class Models:
                 self._users -= 1
                 self._changed.notify_all()
 
-    def _enter(self, key: str, config: ModelConfig, base: str) -> Loaded:
+    def _enter(self, key: str, config: RunConfig, base: str) -> Loaded:
         self._tickets += 1
         ticket = (self._tickets, key)
         self._line.append(ticket)
@@ -84,15 +112,16 @@ class Models:
         first = self._line[0] == ticket
         return ticket in invited or (first and (ticket[1] == self._key or not (self._users or invited)))
 
-    def _replace(self, key: str, config: ModelConfig, base: str) -> None:
+    def _replace(self, key: str, config: RunConfig, base: str) -> None:
         if self._loaded is not None:
             log.info("changing bases: %s leaves", self._key.split("|")[0])
-            self._loaded.engine.close()
+            self._loaded.leave()
             self._loaded, self._key = None, ""
         log.info("loading %s", base)
         where = settings()
-        policy = Policy.load(config, base, where.device, where.threads)
-        self._loaded = Loaded(policy, _engine(policy))
+        backend: Backend = find("engines", config.rollout.engine)
+        policy = Policy.load(config.model, base, where.device, where.threads, weights=backend.local)
+        self._loaded = Loaded(policy, backend)
         self._key, self._invited = key, self._tickets
 
 
@@ -100,18 +129,6 @@ def _stamp(folder: Path) -> str:
     """Tells a folder that was made anew from the one that was loaded; hashing gigabytes for every job would be too slow."""
     files = sorted(file for file in folder.glob("*") if file.suffix in (".safetensors", ".json", ".jinja", ".txt"))
     return " ".join(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}" for file in files for stat in [file.stat()])
-
-
-def _engine(policy: Policy) -> Engine:
-    """The sampler for this policy.
-
-    Raises:
-        ModelError: the run wants every draw repeatable, and this sampler's depend on more than the request.
-    """
-    engine: Engine = TransformersEngine(policy)
-    if policy.config.numerics == "exact" and not engine.keyed:
-        raise ModelError("numerics: exact needs a sampler that is keyed, and this one is not.", "Use TransformersEngine.")
-    return engine
 
 
 models = Models()

@@ -9,12 +9,22 @@ ANSWER_SECONDS = 1.5
 
 def served_queues() -> dict[str, int]:
     """Queue -> how many workers answered that they serve it, asked once."""
-    answers = app.control.inspect(timeout=ANSWER_SECONDS).active_queues() or {}
     served = dict.fromkeys(QUEUES, 0)
-    for queues in answers.values():
+    for queues in _answers().values():
         for queue in queues:
-            served[queue["name"]] = served.get(queue["name"], 0) + 1
+            served[queue] = served.get(queue, 0) + 1
     return served
+
+
+def some_worker_shares() -> bool:
+    """Whether a worker answered that it both rolls out and trains."""
+    return any({"rollout", "train"} <= queues for queues in _answers().values())
+
+
+def _answers() -> dict[str, set[str]]:
+    """Worker -> the queues that it serves."""
+    answers = app.control.inspect(timeout=ANSWER_SECONDS).active_queues() or {}
+    return {worker: {queue["name"] for queue in queues} for worker, queues in answers.items()}
 
 
 def missing_workers(db: Database) -> list[str]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from workers.heartbeat import Heartbeat
-from workflow.errors import ServiceError
+from workflow.config import RunConfig
+from workflow.errors import ConfigError, ServiceError
 from workflow.settings import settings
 from workflow.store import training
 from workflow.store.connect import Database
@@ -20,8 +21,14 @@ if TYPE_CHECKING:
     from workflow.policy import Policy
 
 log = getLogger("agentrl.process")
+APART = "Start `agentrl worker rollout` and `agentrl worker train` apart (embedded: `agentrl down; agentrl up --separate`)"
+"""What to type where one process must not do both."""
+
 stopping = threading.Event()
 """Set when the process was asked to stop: rollouts hand their claims back."""
+
+shared = threading.Event()
+"""Set where this process both rolls out and trains."""
 
 _lock = threading.Lock()
 
@@ -43,6 +50,25 @@ def confirm_base(run: int, policy: "Policy") -> None:
         ModelError: it is another.
     """
     _confirm(run, policy.base_hash, policy.chat.tokenizer_hash, policy.chat.template_hash)
+
+
+def refuse_overlap(config: RunConfig) -> None:
+    """Refuses a run whose rollouts are to go on during updates, where this process would do both.
+
+    Raises:
+        ConfigError: saying what to start instead.
+    """
+    if shared.is_set() and config.rollout.max_staleness:
+        raise nothing_overlaps(f"{APART}, then `agentrl resume {config.name}`.")
+
+
+def nothing_overlaps(hint: str) -> ConfigError:
+    """What to say of staleness where one process rolls out and trains."""
+    return ConfigError(
+        "With rollout.max_staleness above 0 rollouts go on during updates, but here one worker process does both, so that "
+        "nothing could overlap.",
+        hint,
+    )
 
 
 @cache

@@ -17,8 +17,8 @@ from workers.app import app, row_id
 from workers.dispatch import send_train
 from workers.episodes import Event, GroupRollout
 from workers.models import models
-from workers.process import claim_name, confirm_base, database, heartbeat, stopping, until_written
-from workflow import mirror
+from workers.process import claim_name, confirm_base, database, heartbeat, refuse_overlap, stopping, until_written
+from workflow import engines, mirror
 from workflow.config import RunConfig
 from workflow.errors import CheckpointError, ConfigError, Fenced, ModelError, ServiceError
 from workflow.faults import faultpoint
@@ -31,8 +31,8 @@ log = getLogger("agentrl.rollout")
 POLL_SECONDS = 2.0
 """How often waiting episodes look at the rows themselves."""
 
-GATHER_SECONDS = 0.005
-"""Rows that end in one decoding step, and calls answered together, are committed and go on together."""
+GATHER_SECONDS = 0.001
+"""Rows that end in one decoding step are committed and go on together; for answered calls nothing is waited."""
 
 
 @app.task(name="agentrl.rollout", throws=(ServiceError,))
@@ -77,9 +77,12 @@ def _roll_out(works: Sequence[GroupWork]) -> None:
         heartbeat().hold_group(work.fence, partial(lost.add, work.fence))
     try:
         config = RunConfig.model_validate(works[0].config)
+        refuse_overlap(config)
         _bring(works)
-        with models.use(config.model, works[0].policy.base) as loaded:
+        with models.use(config, works[0].policy.base) as loaded:
             confirm_base(works[0].run_id, loaded.policy)
+            trained = works[0].kind == "train" or any(work.policy.path for work in works)
+            engines.check_weights(loaded.backend, loaded.policy.kind, trained)
             inbox: SimpleQueue[Event] = SimpleQueue()
             rollouts = {
                 work.fence.group: GroupRollout(database(), work, config, loaded.engine, loaded.policy.chat, inbox, lost)
@@ -187,11 +190,12 @@ def _give_back(works: Sequence[GroupWork]) -> None:
 
 
 def _drain(inbox: "SimpleQueue[Event]") -> list[Event]:
-    """All events that are there, waiting for the first and a moment for those that come with it."""
+    """All events that are there, waiting for the first and, if it was sampled, a moment for those that come with it."""
     events: list[Event] = []
     try:
         events.append(inbox.get(timeout=POLL_SECONDS))
-        time.sleep(GATHER_SECONDS)
+        if events[0].completion is not None:
+            time.sleep(GATHER_SECONDS)
         while True:
             events.append(inbox.get_nowait())
     except Empty:

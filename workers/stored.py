@@ -43,7 +43,8 @@ def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], p
     made = RunConfig.model_validate(first.row["config"])
     name = asked.name or free_name(db, f"{first.row['name'][:50]}-stored")
     defaults = {key: value for key, value in RunConfig().flat().items() if key.startswith(SECTIONS) or key in KEYS}
-    config = build(made.flat() | defaults | chosen | {"name": name, "epochs": 1})
+    # Nothing is rolled out ahead, also where the run that made the episodes did so.
+    config = build(made.flat() | defaults | chosen | {"name": name, "epochs": 1, "rollout.max_staleness": 0})
     load_hooks(config.hooks)
     start = policy or stored_policy(db, first.row["name"], first.version)
     _check_alike(sources, start)

@@ -1,4 +1,4 @@
-"""Submitting: check everything, write the run's rows in one transaction, send its first chord.
+"""Submitting: check everything, write the run's rows in one transaction, send its first chords.
 
 Whatever is wrong with the request is said before anything is written; a broker that is away leaves a run that the control loop
 will start.
@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from workers import broker
 from workers.dispatch import dispatch
-from workflow import __version__, remote
+from workflow import __version__, engines, remote
 from workflow.algorithms import Algorithm
 from workflow.config import RunConfig
 from workflow.datasets import load_tasks
@@ -67,6 +67,8 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     env.toolset()
     load_hooks(config.hooks)
     _check_algorithm(config, kind)
+    trained = policy is not None and bool(policy.path)
+    engines.check(find("engines", config.rollout.engine), config, trains=kind == "train", trained=trained)
     ref = policy or starting_policy(config)
     named = config.name is not None
     name = config.name or free_name(db, _stem(config, kind, policy))
@@ -103,7 +105,8 @@ def submit(db: Database, prepared: Prepared) -> Submitted:
         for hook in load_hooks(prepared.config.hooks):
             hook.on_run_start(made.name, prepared.submission.config)
         if not broker.in_memory(settings()):  # else only the stack itself can send, and its control loop does
-            dispatch(db, planning.first_iteration(db, made.id))
+            for iteration in planning.open_iterations(db, made.id):
+                dispatch(db, iteration)
     return made
 
 

@@ -2,7 +2,8 @@
 
 `agentrl up` starts it, and so does `submit` where no broker is named; it restarts the dead with back-off, and one that `submit`
 started stops some time after the last run, unless `up` was said since. `AGENTRL_BROKER_URL` set, it leaves Redis out and
-supervises the workers alone.
+supervises the workers alone. Rollout and train share a process, and one copy of the base, unless they are asked to be separate
+or an unfinished run wants rollouts to go on during updates.
 """
 
 import os
@@ -25,6 +26,7 @@ from workflow.store.rollout import OOM_HINT, record_oom
 
 log = getLogger("agentrl.supervisor")
 WORKERS = ("rollout,train", "tools", "control")
+SEPARATE = ("rollout", "train", "tools", "control")
 CALM_SECONDS = 30.0
 """A process that lived this long is started again at once; one that died sooner waits longer each time."""
 MAX_BACKOFF = 30.0
@@ -46,8 +48,9 @@ class Child:
 class Supervisor:
     """Keeps the children alive until told to stop, or until no run has been running for a while and nobody said `up`."""
 
-    def __init__(self, where: Settings) -> None:
+    def __init__(self, where: Settings, separate: bool = False) -> None:
         self.where = where
+        self.separate = separate
         self.stopping = False
         self.busy_at = time.monotonic()
         self.children: list[Child] = []
@@ -60,7 +63,7 @@ class Supervisor:
             return
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
-        roles = [*([] if self.where.broker_url else ["redis"]), *WORKERS]
+        roles = [*([] if self.where.broker_url else ["redis"]), *(SEPARATE if self.separate else WORKERS)]
         try:
             self.children = [Child(role, self._start(role), time.monotonic()) for role in roles]
             self._watch()
@@ -81,10 +84,10 @@ class Supervisor:
         """Whether no run has been running for long enough to stop; if so, the state file says so before anybody is stopped."""
         if not self._quiet():
             return False
-        embedded.write_state(self.where, stopping=True)
+        embedded.write_state(self.where, stopping=True, separate=self.separate)
         if self._quiet():  # who asked before the file was written relies on this stack, who asks later waits for its end
             return True
-        embedded.write_state(self.where, stopping=False)
+        embedded.write_state(self.where, stopping=False, separate=self.separate)
         return False
 
     def _quiet(self) -> bool:
@@ -139,7 +142,7 @@ class Supervisor:
         self.stopping = True
 
     def _end(self) -> None:
-        embedded.write_state(self.where, stopping=True)
+        embedded.write_state(self.where, stopping=True, separate=self.separate)
         workers = [child for child in self.children if child.role != "redis"]
         for group in (workers, [child for child in self.children if child.role == "redis"]):
             for child in group:
@@ -151,8 +154,21 @@ class Supervisor:
                     child.process.kill()
 
 
-def main(stay: bool) -> None:
-    """The supervisor process; `stay`: it stops only when told to."""
+def _some_run_overlaps() -> bool:
+    try:
+        return observe.some_run_overlaps(database())
+    except Exception as error:  # noqa: BLE001 - nothing that the database does is a reason to start no workers
+        log.warning("taken for no: %s", error)
+        return False
+
+
+def main(stay: bool, separate: bool = False) -> None:
+    """The supervisor process.
+
+    Args:
+        stay: it stops only when told to.
+        separate: rollout and train are processes of their own.
+    """
     where = settings()
     where.stack_dir.mkdir(parents=True, exist_ok=True)
     set_up_logging()
@@ -160,16 +176,18 @@ def main(stay: bool) -> None:
     if lock is None:
         return
     with lock:
+        (where.stack_dir / "supervisor.json").unlink(missing_ok=True)  # of one that was killed
         if stay:
             embedded.stay_file(where).touch()
         else:
             embedded.stay_file(where).unlink(missing_ok=True)
-        embedded.write_state(where, stopping=False)
+        separate = separate or (not broker.in_memory(where) and _some_run_overlaps())
+        embedded.write_state(where, stopping=False, separate=separate)
         try:
-            Supervisor(where).run()
+            Supervisor(where, separate).run()
         finally:
             (where.stack_dir / "supervisor.json").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
-    main(stay=False)
+    main(stay=False, separate="--separate" in sys.argv[1:])

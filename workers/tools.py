@@ -7,7 +7,7 @@ such and counted. A call that must not run twice commits its start first.
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from datetime import UTC, datetime
 from functools import cache
 from logging import getLogger
@@ -74,9 +74,10 @@ def run_tool(tool: Tool, work: CallWork) -> ToolResult:
     answer: Future[str] = Future()
     # A thread of its own for each call: one that never ends takes nobody else's place.
     threading.Thread(target=_answer, args=(answer, tool, work.arguments), name=f"tool-{tool.name}", daemon=True).start()
-    if not wait([answer], tool.timeout_seconds).done:
+    try:
+        error = answer.exception(tool.timeout_seconds)
+    except TimeoutError:
         return result(f"{tool.name} took longer than {tool.timeout_seconds:g} s", "timeout")
-    error = answer.exception()
     if error is None:
         return result(answer.result())
     if isinstance(error, ToolFailure):

@@ -13,9 +13,9 @@ from logging import getLogger
 
 from workers import mend
 from workers.app import app, row_id
-from workers.dispatch import dispatch
+from workers.dispatch import dispatch, send_train
 from workers.models import Loaded, models
-from workers.process import claim_name, confirm_base, database, heartbeat, until_written
+from workers.process import claim_name, confirm_base, database, heartbeat, refuse_overlap, until_written
 from workflow import mirror
 from workflow.config import RunConfig
 from workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, ModelError, ServiceError
@@ -24,6 +24,7 @@ from workflow.faults import faultpoint
 from workflow.hooks import load_hooks
 from workflow.settings import settings
 from workflow.store import mending, training
+from workflow.store.iterations import staleness_of
 from workflow.store.mending import Rebuild
 from workflow.store.training import IterationWork, Published, UpdateRecord
 from workflow.trainer import Trainer, Update
@@ -81,8 +82,10 @@ def _conclude(work: IterationWork) -> Published:
 
 def _train(work: IterationWork, fenced: threading.Event) -> Published:
     config = RunConfig.model_validate(work.config)
-    with models.use(config.model, work.policy.base) as loaded:
+    refuse_overlap(config)
+    with models.use(config, work.policy.base) as loaded:
         confirm_base(work.run_id, loaded.policy)
+        loaded.release()  # the engine's memory is wanted now
         trainer = _at(work, config, loaded)
         loaded.trainer_holds = None  # until the commit says that what is in memory is what is published
         started = time.perf_counter()
@@ -117,8 +120,9 @@ def _rebuild(work: IterationWork, fenced: threading.Event) -> Published:
     if not rebuild.groups:
         raise mend.beyond_repair(work, rebuild, "it came from another run")
     config = RunConfig.model_validate(work.config)
-    with models.use(config.model, work.policy.base) as loaded:
+    with models.use(config, work.policy.base) as loaded:
         confirm_base(work.run_id, loaded.policy)
+        loaded.release()
         _repeat(work, rebuild, config, loaded, fenced)
     log.warning("version %d of %s was made again", broken.version, work.run)
     return Published(broken.version, work.id)
@@ -207,11 +211,13 @@ def _path(work: IterationWork, mark: str = "t") -> str:
 
 
 def _go_on(work: IterationWork, published: Published) -> None:
-    if published.next_iteration is not None:
-        try:
+    try:
+        if published.trains is not None:
+            send_train(database(), published.trains)
+        if published.next_iteration is not None:
             dispatch(database(), published.next_iteration)
-        except ServiceError as error:
-            log.warning("the control loop will send iteration %d: %s", work.number + 1, error)
+    except ServiceError as error:
+        log.warning("the control loop will send what follows iteration %d: %s", work.number, error)
     if work.rebuilds:
         return
     try:
@@ -223,7 +229,7 @@ def _go_on(work: IterationWork, published: Published) -> None:
 def _tidy(work: IterationWork) -> None:
     mirror.remove_rivals(_path(work))
     faultpoint("rivals.removed")
-    stale = training.optimizer_to_drop(database(), work.run_id)
+    stale = training.optimizer_to_drop(database(), work.run_id, staleness_of(work.config))
     if stale:
         mirror.drop_optimizer(stale)
         faultpoint("optimizer.dropped")

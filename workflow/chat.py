@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from workflow.errors import ModelError
+from workflow.stops import Spelling, Stops
 from workflow.trajectory import UNCLOSED, Message, ToolCall
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Chat:
             )
         self.tokenizer = tokenizer
         self._prefixes: dict[str, tuple[int, ...]] = {}
+        self._stops: dict[tuple[str, ...], Stops] = {}
         # Here and not at first use: that is the sampler's thread, too late to refuse a model.
         self.end_ids = frozenset({self._prefix(())[-1], *self._end_of_sequence()})
 
@@ -69,12 +71,15 @@ class Chat:
         """
         return self._encode(self._render(messages, tools, generate=True))
 
-    def continuation(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> tuple[tuple[int, ...] | None, str]:
-        """The ids that follow a sampled turn, which ended with its end-of-turn token, up to the next generation prompt.
+    def continuation(
+        self, messages: Sequence[Message], tools: Sequence[Schema] = (), ended: bool = True
+    ) -> tuple[tuple[int, ...] | None, str]:
+        """The ids that follow a sampled turn up to the next generation prompt.
 
         Args:
             messages: what is new: tool results or a user's message.
             tools: the same as in the opening.
+            ended: the turn has its end token (see `ended`); else these ids begin with it.
 
         Returns:
             The ids and an empty reason; or None and why the template cannot be continued: it renders earlier turns
@@ -84,7 +89,21 @@ class Chat:
         whole = self._encode(self._render([_ASKED, _ANSWERED, *messages], tools, generate=True))
         if whole[: len(prefix)] != prefix:
             return None, f"the template rewrites earlier turns before a {messages[0].role} message"
-        return whole[len(prefix) :], ""
+        return whole[len(prefix) - (not ended) :], ""
+
+    def ended(self, sampled_ids: Sequence[int]) -> bool:
+        """Whether a sampled turn has its end token; one that a stop string ended has none."""
+        return bool(sampled_ids) and sampled_ids[-1] in self.end_ids
+
+    def stops(self, strings: tuple[str, ...]) -> Stops:
+        """What watches for these texts in a turn; the same for the same strings.
+
+        Raises:
+            ModelError: the tokenizer does not tell the bytes of its tokens.
+        """
+        if strings not in self._stops:
+            self._stops[strings] = Stops(self._spelling, strings)
+        return self._stops[strings]
 
     def turn(self, message: Message) -> tuple[int, ...]:
         """An assistant's message as the policy would have sampled it, end-of-turn token included (for demonstrations).
@@ -112,6 +131,10 @@ class Chat:
     @cached_property
     def _turn_prompt(self) -> str:
         return self._render([_ASKED], (), generate=True)
+
+    @cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling(self.tokenizer)
 
     @cached_property
     def template_hash(self) -> str:

@@ -6,15 +6,23 @@ came from.
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from workflow.errors import ConfigError, did_you_mean
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 ENV_PREFIX = "AGENTRL_RUN_"
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_listed)]
+"""One text or several, none of them empty."""
 
 
 class Section(BaseModel):
@@ -44,6 +52,9 @@ class ModelConfig(Section):
     lora_alpha: float = Field(16.0, gt=0, description="LoRA scale is alpha / r")
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the LoRA input while training")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: bfloat16 on GPUs, else float32")
+    sampler_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Where all weights train, what the sampler's copy of them computes in; auto: dtype"
+    )
     numerics: Literal["fast", "exact"] = Field("fast", description="exact: CPU, float64, one thread, bit for bit repeatable")
 
     @model_validator(mode="after")
@@ -52,31 +63,54 @@ class ModelConfig(Section):
             raise ValueError("load_in_4bit and load_in_8bit exclude each other")
         if (self.load_in_4bit or self.load_in_8bit) and self.lora_r == 0:
             raise ValueError("a quantised base cannot train all weights: set lora_r above 0")
-        if self.numerics == "exact" and (self.load_in_4bit or self.load_in_8bit or self.dtype != "auto"):
+        if self.sampler_dtype != "auto" and (self.lora_r or self.load_in_4bit or self.load_in_8bit):
+            raise ValueError("with LoRA the sampler shares the trainer's base: set dtype instead of sampler_dtype")
+        if self.numerics == "exact" and (
+            self.load_in_4bit or self.load_in_8bit or not self.dtype == self.sampler_dtype == "auto"
+        ):
             raise ValueError("numerics: exact computes in float64 and takes neither a quantised base nor another dtype")
         return self
 
 
 class RolloutConfig(Section):
-    """How episodes are made."""
+    """How episodes are made.
 
+    `top_k`, `top_p` and `min_p` decide what is drawn and change no logprob: sampler and trainer both give those of the whole
+    vocabulary, so the ratio of an update is that of the full distributions, and what truncation never draws is never trained.
+    """
+
+    engine: str = Field("rolling", description="What samples: a file of workflow/engines, or package.module:name")
     group_size: int = Field(8, ge=1, le=1024, description="Episodes per task and iteration")
     tasks_per_iteration: int = Field(16, ge=1, le=4096, description="Groups per iteration")
     temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature; the trainer divides by it too")
+    top_k: int = Field(0, ge=0, description="Draw from the K likeliest tokens; 0: all. Ratios stay those of all tokens")
+    top_p: float = Field(1.0, gt=0, le=1, description="Draw from the likeliest that reach this probability; ratios likewise")
+    min_p: float = Field(0.0, ge=0, le=1, description="Draw from those at least this share as likely as the likeliest")
+    stop: Texts = Field((), description="Texts that end a turn, beside the end token; they stay in it")
     max_new_tokens: int = Field(256, ge=1, le=131072, description="Sampled tokens per step")
     max_steps: int = Field(4, ge=1, le=1000, description="Policy turns per episode")
     max_tool_calls: int = Field(8, ge=1, le=1000, description="Calls accepted in one turn; the rest are told so")
-    timeout_seconds: float = Field(600.0, gt=0, description="Seconds of sampling and tools in one episode")
+    timeout_seconds: float = Field(
+        600.0, gt=0, description="Seconds of sampling and tools in one episode, and of waiting in a server's own queue"
+    )
     max_attempts: int = Field(3, ge=1, le=100, description="Failures of the system before an episode ends as infra_error")
+    max_staleness: int = Field(0, ge=0, le=8, description="Iterations sampled ahead of the updates, by older policies")
 
 
 class AlgorithmConfig(Section):
-    """How episodes are credited and what is minimised."""
+    """How episodes are credited and what is minimised.
+
+    `importance_cap` does nothing where max_staleness is 0: there sampler and trainer hold the same weights, and how far
+    rounding parts them is measured (`sampler_difference_mean`, `_max`) and not corrected.
+    """
 
     name: str = Field("grpo", description="A file of workflow/algorithms, or package.module:name")
     clip_low: float = Field(0.2, gt=0, lt=1, description="Ratio is clipped below 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="Ratio is clipped above 1 + clip_high")
     kl_coef: float = Field(0.0, ge=0, description="Weight of the k3 KL to the reference in the loss")
+    importance_cap: float | None = Field(
+        2.0, ge=1, description="With max_staleness > 0: cap of the policy's ratio to the sampler, null: no correction"
+    )
 
 
 class UpdateConfig(Section):
@@ -87,7 +121,11 @@ class UpdateConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this")
     batch_size: int | None = Field(None, ge=1, description="Episodes per optimizer step; unset: all of the iteration")
     gradient_accumulation_steps: int = Field(1, ge=1, description="Microbatches per optimizer step, at least")
-    microbatch_tokens: int = Field(4096, ge=1, description="Padded tokens in one forward/backward, at most")
+    microbatch_tokens: int = Field(1536, ge=1, description="Tokens in one forward/backward, padding included, at most")
+    gradient_checkpointing: bool = Field(False, description="Compute layers again in the backward pass: less memory, slower")
+    max_sampler_difference: float | None = Field(
+        None, gt=0, description="Do not train on episodes whose sampler's logprobs are on average this far from the trainer's"
+    )
     max_bad_updates: int = Field(3, ge=1, le=1000, description="Updates with a NaN in a row before the run fails")
 
 
@@ -123,6 +161,11 @@ class RunConfig(Section):
     def flat(self) -> dict[str, Any]:
         """`{"rollout.group_size": 8, ...}`, in the order of the fields."""
         return dict(_flatten(self.model_dump(mode="json")))
+
+    @property
+    def lean(self) -> bool:
+        """Whether an update is to take less memory rather than less time: a quantised base, or layers computed again."""
+        return self.model.load_in_4bit or self.model.load_in_8bit or self.update.gradient_checkpointing
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -414,6 +414,8 @@ UPDATE_METRICS = (
     "learning_rate",
     "sampler_difference_mean",
     "sampler_difference_max",
+    "importance_weight",
+    "importance_truncated",
 )
 """The columns of `updates` that measure one optimizer step."""
 

@@ -4,6 +4,7 @@ A microbatch never divides by its own counts. `aggregate` divides by the counts 
 the microbatches' losses add up to the minibatch's loss, and the gradient does not depend on how it was split.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -84,6 +85,27 @@ def clipped_surrogate(
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
     return loss, clipped > plain
+
+
+def importance_weights(proximal: Tensor, behavior: Tensor, mask: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """Truncated importance sampling: what a token that other weights sampled counts, and where it was cut; both (B, T).
+
+    min(exp(proximal - behavior), cap), a constant without gradient; 1 where `mask` is False. The expectation over the sampler's
+    tokens becomes that over the tokens of the weights which the update starts from, but for the cap, which bounds the variance.
+    Where both are the same weights it is 1 up to rounding. A surrogate is proportional to its advantage, so that a token's
+    advantage times this weight is its loss times this weight; a KL beside it keeps its own.
+
+    Source: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025), its token form, as in
+    verl; the truncation is rho-bar of IMPALA, arXiv 1802.01561, equation 1.
+
+    Args:
+        proximal: logprobs under the weights that the update starts from.
+        behavior: as the sampler computed them.
+        mask: True where the token trains.
+        cap: at least 1.
+    """
+    difference = torch.where(mask, proximal - behavior, 0.0).detach()
+    return difference.exp().clamp(max=cap), difference > math.log(cap)
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ from workflow.settings import is_url, settings
 
 T = TypeVar("T")
 
-KEEP = 4
-"""Copies of one run that a host keeps: the version in use, the one before it, and two that an evaluation may be at."""
+KEEP = 10
+"""Copies of one run that a host keeps: those of nine iterations that overlap, and one more that an evaluation may be at."""
 
 Part = Literal["weights", "start", "all"]
 """What of a checkpoint is wanted: its weights, to sample; all but the optimizer's state, to start a run from; all, to go on."""
@@ -56,7 +56,7 @@ def write(path: str, writer: Callable[[Path], None]) -> str:
     if folder is not None:
         return checkpoint.write(folder, writer)
     copy = copy_of(path)
-    with _troubles_of_this_host(path), _locked(copy.parent):  # else another process may evict it before it is stored
+    with _troubles_of_this_host(path), locked(copy.parent):  # else another process may evict it before it is stored
         sha256 = checkpoint.write(copy, writer)
         _upload(copy, path)
         faultpoint("checkpoint.uploaded")
@@ -96,7 +96,7 @@ def local(path: str, sha256: str, part: Part = "weights") -> Path:
     copy = copy_of(path)
     if (copy, part) in _verified and _complete(copy, part):
         return copy
-    with _troubles_of_this_host(path), _locked(copy.parent):
+    with _troubles_of_this_host(path), locked(copy.parent):
         if not _sound(copy, sha256, part):
             _fetch(path, copy, sha256, part)
         _verified.add((copy, part))
@@ -289,7 +289,7 @@ def _sound(copy: Path, sha256: str, part: Part) -> bool:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """One thread of one process of this host at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:

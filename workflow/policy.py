@@ -30,7 +30,9 @@ from workflow.chat import Chat
 from workflow.checkpoint import WEIGHTS
 from workflow.config import ModelConfig
 from workflow.errors import CheckpointError, ModelError
+from workflow.memory import spared
 from workflow.models import base_hash, model_folder, sha256_file
+from workflow.packed import pack, packable
 from workflow.trajectory import PolicyRef
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALL = 50_000_000
 """Below this many parameters all weights train, unless the config says otherwise."""
 
@@ -58,7 +61,7 @@ class Policy:
         lock: held by whoever uses the modules.
     """
 
-    def __init__(self, config: ModelConfig, folder: Path, device: str) -> None:
+    def __init__(self, config: ModelConfig, folder: Path, device: str, weights: bool = True) -> None:
         self.config = config
         self.folder = folder
         self.device = torch.device(device)
@@ -68,15 +71,20 @@ class Policy:
         self.chat = Chat(self.tokenizer)
         self.rank = lora_rank(config, folder)
         self.kind: Literal["lora", "full"] = "lora" if self.rank else "full"
-        base = self._base()
-        self.max_context = int(base.config.max_position_embeddings)
+        if self.kind == "lora" and config.sampler_dtype != "auto":
+            raise ModelError(
+                "With LoRA the sampler shares the trainer's base.", "Set model.dtype instead of model.sampler_dtype."
+            )
+        self.max_context = _max_context(folder)
         self._reference: nn.Module | None = None
-        self._published = ""
-        self._models: dict[Slot, Any] = self._lora_slots(base) if self.rank else self._full_slots(base)
-        self._initial = {name: tensor.detach().clone() for name, tensor in self._slot("policy").items()} if self.rank else {}
+        self._published: str | None = ""
+        self._in_memory: dict[Slot, Any] = {}
+        self._initial: dict[str, Tensor] = {}
+        if weights:
+            self._take_in(self._base())
 
     @classmethod
-    def load(cls, config: ModelConfig, path: str, device: str = "auto", threads: int = 0) -> "Policy":
+    def load(cls, config: ModelConfig, path: str, device: str = "auto", threads: int = 0, weights: bool = True) -> "Policy":
         """Loads a base and makes its trainable part.
 
         Args:
@@ -84,6 +92,8 @@ class Policy:
             path: a folder in the hub's format, or a hub name (see `workflow.models.resolve_model`).
             device: auto takes a GPU where there is one.
             threads: CPU threads for the whole process; 0 leaves torch's choice.
+            weights: whether to read them now; else at first use, for a process whose sampler is a server may never need
+                them.
 
         Raises:
             ModelError: not found, the hub not reached, or files that do not make a model.
@@ -95,7 +105,7 @@ class Policy:
             torch.use_deterministic_algorithms(True)
         if threads:
             torch.set_num_threads(threads)
-        return cls(config, model_folder(path), pick_device(device))
+        return cls(config, model_folder(path), pick_device(device), weights)
 
     @contextmanager
     def sampling(self) -> Iterator[nn.Module]:
@@ -126,22 +136,32 @@ class Policy:
                 self._reference = _frozen(self._base_again())
             yield self._reference
 
-    def publish(self, ref: PolicyRef) -> None:
-        """Makes `ref`'s weights the ones that `sampling` reads; an empty path is the base as it is.
+    def publish(self, ref: PolicyRef) -> bool:
+        """Makes `ref`'s weights the ones that `sampling` reads; an empty path is the base as it is. Whether that changed them.
 
         Raises:
             CheckpointError: made for another base, missing, or altered since its sha256 was recorded; or, for the base,
                 its files are not those that were loaded first.
             ServiceError: it is kept at a URL that does not answer.
         """
+        self.check(ref)
         if ref.sha256 == self._published:
-            return
-        if ref.base_hash not in ("", self.base_hash):  # empty: submitted where the base was not at hand
-            raise CheckpointError(f"Policy version {ref.version} was trained on another base ({ref.base_hash[:12]}).")
+            return False
         weights = _published(ref) if ref.path else self._base_weights()
         with self.lock:
+            self._published = None  # until they are whole
             self._fill("sampler", weights)
             self._published = ref.sha256
+        return True
+
+    def check(self, ref: PolicyRef) -> None:
+        """Makes sure that `ref` belongs to this base.
+
+        Raises:
+            CheckpointError: it was made for another.
+        """
+        if ref.base_hash not in ("", self.base_hash):  # empty: submitted where the base was not at hand
+            raise CheckpointError(f"Policy version {ref.version} was trained on another base ({ref.base_hash[:12]}).")
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """What the optimizer trains, by its name in the weights file."""
@@ -164,11 +184,25 @@ class Policy:
         with self.lock:
             self._fill("policy", weights)
 
+    @property
+    def _models(self) -> dict[Slot, Any]:
+        with self.lock:
+            if not self._in_memory:
+                self._take_in(self._base_again())
+            return self._in_memory
+
+    def _take_in(self, base: Any) -> None:
+        self._in_memory = self._lora_slots(base) if self.rank else self._full_slots(base)
+        if self.rank:
+            self._initial = {name: tensor.detach().clone() for name, tensor in self._slot("policy").items()}
+        self._pack()
+
     def _base(self) -> Any:
         dtype = _dtype(self.config, self.device, self.kind)
         extra = _placement(self.config, dtype, self.device)
         try:
-            model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **extra)
+            with spared(self.config.load_in_4bit or self.config.load_in_8bit):  # each weight comes whole before it is quantised
+                model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **extra)
         except (OSError, ValueError, SafetensorError) as error:
             raise ModelError(f"The files in {str(self.folder)!r} make no model: {error}.") from error
         return _trainable_4bit(model) if self.config.load_in_4bit else model
@@ -185,7 +219,17 @@ class Policy:
         return {"policy": model, "sampler": model}
 
     def _full_slots(self, base: Any) -> dict[Slot, Any]:
-        return {"policy": base, "sampler": _frozen(copy.deepcopy(base))}
+        sampler = _frozen(copy.deepcopy(base))
+        if self.config.sampler_dtype != "auto":
+            for parameter in sampler.parameters():  # not the buffers: positions stay in float32
+                parameter.data = parameter.data.to(DTYPES[self.config.sampler_dtype])
+        return {"policy": base, "sampler": sampler}
+
+    def _pack(self) -> None:
+        """Prepares the sampler's own copy for many calls; a base that the trainer shares has no room for that."""
+        model = self._models["sampler"]
+        if self.kind == "full" and model.num_parameters() < SMALL and packable(self.device, model.dtype):
+            pack(model)
 
     def _active(self, slot: Slot) -> Any:
         model = self._models[slot]
@@ -200,7 +244,10 @@ class Policy:
         return {name.replace(f".{slot}.", "."): p for name, p in parameters if f".{slot}." in name}
 
     def _base_weights(self) -> Mapping[str, Tensor]:
-        return self._initial if self.kind == "lora" else dict(self._base_again().named_parameters())
+        if self.kind == "full":
+            return dict(self._base_again().named_parameters())
+        assert self._models  # in memory, so that the initial adapter is
+        return self._initial
 
     def _base_again(self) -> Any:
         """The base read from its folder once more; checked after reading, so that no change slips in between."""
@@ -220,28 +267,8 @@ class Policy:
             raise CheckpointError(f"The weights do not fit this model: {len(weights)} tensors for {len(parameters)}.")
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
-
-
-def token_logprobs(
-    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Logprob of every token given those before it, and the entropy of the distribution it was drawn from.
-
-    Args:
-        input_ids: (B, T), padded on the right.
-        attention_mask: (B, T), 1 where there is a token.
-        temperature: logits are divided by it, as the sampler did.
-
-    Returns:
-        Two tensors (B, T - 1) for the tokens 1..T-1, in nats: float32, or float64 where the model computes in it.
-    """
-    position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-    logits = model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False).logits
-    logits = logits[:, :-1]  # (B, T-1, V)
-    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-    everything = torch.log_softmax(logits, dim=-1)
-    logprobs = everything.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
-    return logprobs, -(everything.exp() * everything).sum(-1)
+        if slot == "sampler":
+            self._pack()
 
 
 def pick_device(device: str) -> str:
@@ -276,6 +303,17 @@ def lora_config(config: ModelConfig, rank: int) -> "LoraConfig":
     )
 
 
+def _max_context(folder: Path) -> int:
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"The files in {str(folder)!r} make no model: {error}.") from error
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest is None:
+        raise ModelError(f"The model in {str(folder)!r} does not say how many tokens it can read.")
+    return int(longest)
+
+
 def _tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -287,7 +325,7 @@ def _dtype(config: ModelConfig, device: torch.device, kind: str) -> torch.dtype:
     if config.numerics == "exact":
         return torch.float64
     if config.dtype != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
+        return DTYPES[config.dtype]
     # Weights that the optimizer writes need more bits than bfloat16 has for steps of 1e-4.
     return torch.bfloat16 if device.type == "cuda" and kind == "lora" else torch.float32
 
@@ -318,10 +356,16 @@ def _frozen(model: Any) -> Any:
 
 
 def _published(ref: PolicyRef) -> dict[str, Tensor]:
-    return mirror.read(ref.path, ref.sha256, "weights", lambda folder: _checked(folder / WEIGHTS, ref.sha256))
+    return mirror.read(ref.path, ref.sha256, "weights", lambda folder: _read(checked_weights(folder, ref.sha256)))
 
 
-def _checked(file: Path, sha256: str) -> dict[str, Tensor]:
+def checked_weights(folder: Path, sha256: str) -> Path:
+    """The weights file of a checkpoint's folder, as it was when its sha256 was recorded.
+
+    Raises:
+        CheckpointError: it is missing, or was altered.
+    """
+    file = folder / WEIGHTS
     if not file.is_file():
         raise CheckpointError(
             f"The checkpoint {str(file)!r} is missing.",
@@ -330,7 +374,7 @@ def _checked(file: Path, sha256: str) -> dict[str, Tensor]:
     found = sha256_file(file)
     if found != sha256:
         raise CheckpointError(f"{str(file)!r} has sha256 {found[:12]}, the record says {sha256[:12]}: it was altered.")
-    return _read(file)
+    return file
 
 
 def _read(file: Path) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from workflow.compare import SCALAR, TokenDifference
 from workflow.errors import RewardError
 from workflow.rewards import code_hash, score, total
 from workflow.settings import is_url
-from workflow.trajectory import Episode, Message, PolicyRef, Step, ToolResult
+from workflow.trajectory import Episode, FinishReason, Message, PolicyRef, Step, ToolResult
 
 Run = Callable[[str, Mapping[str, Any]], ToolResult]
 """Runs the named tool with these arguments, within its time limit."""
@@ -169,7 +169,8 @@ class StepScore:
 
     Args:
         max_difference: greatest |recorded - recomputed logprob|, in nats; `mean_difference` over its tokens.
-        same: draws that give the recorded token; `ties`: another, but within the tolerance; `mismatches`: another.
+        same: draws that give the recorded token; `ties`: another, but within the tolerance; `mismatches`: another. All 0
+            where the engine keyed no draw.
     """
 
     step: int
@@ -215,6 +216,21 @@ class DrawDifference:
 
 
 @dataclass(frozen=True, slots=True)
+class EndDifference:
+    """A turn that did not end where its tokens say.
+
+    Args:
+        tokens: how many it has; `recorded`: why it ended.
+        found: after so many of them stands its first end token or stop string; None: there is none.
+    """
+
+    step: int
+    tokens: int
+    recorded: FinishReason
+    found: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class TokensReport:
     """Tokens rendered, scored and drawn again.
 
@@ -226,6 +242,7 @@ class TokensReport:
         parents: steps that a fork has from its parent: verified with the parent, not here.
         unverified: a sentence for each policy whose weights are gone.
         logprob, draw: the first token beyond the tolerance.
+        ending: the first turn that did not end as its tokens say.
     """
 
     precision: str
@@ -238,11 +255,12 @@ class TokensReport:
     unverified: tuple[str, ...] = ()
     logprob: LogprobDifference | None = None
     draw: DrawDifference | None = None
+    ending: EndDifference | None = None
 
     @property
     def same(self) -> bool:
         """Whether nothing that could be verified differs; ties do not."""
-        return self.prompt is None and self.logprob is None and self.draw is None
+        return self.prompt is None and self.logprob is None and self.draw is None and self.ending is None
 
     @property
     def verified(self) -> int:

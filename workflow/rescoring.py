@@ -19,6 +19,9 @@ to 2,000 of a random one with 151,936 words and 8 layers, sampled by the engine 
 `TOLERANCES` are wider than these, for models, lengths and devices that were not measured: for logprobs 6 times (exact), 33
 times (float32) and 2.6 times (coarse), for draws 250 times (float32) and 3.3 times (coarse). So the coarser, the less is
 proven: 1 nat lets a token pass that was recorded as 2.7 times as likely. `coarse` is 16 bits, or a base quantised to 4 or 8.
+
+Where top_k, top_p or min_p limit what is drawn from, the limit is a sum or a logprob that may be rounded to another side of a
+token too; so a draw is also a tie where the recorded token is within the tolerance of it under a limit moved by the tolerances.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,11 +37,12 @@ from transformers import PreTrainedConfig
 from workflow.batch import unbroken
 from workflow.chat import Chat, Schema
 from workflow.compare import TokenDifference, common_prefix
-from workflow.config import ModelConfig
+from workflow.config import ModelConfig, RolloutConfig
 from workflow.errors import ModelError
+from workflow.plugins import find
 from workflow.policy import Policy
-from workflow.replay import DrawDifference, LogprobDifference, StepScore, TokensReport
-from workflow.sampling import distance, distribution, draw, uniforms
+from workflow.replay import DrawDifference, EndDifference, LogprobDifference, StepScore, TokensReport
+from workflow.sampling import at_least, distance, distribution, lowest, sample, scaled, summed, uniforms
 from workflow.trajectory import Episode, PolicyRef, Step
 
 TOLERANCES = {"exact": (4e-6, 1e-9), "float32": (1e-3, 1e-5), "coarse": (1.0, 0.1)}
@@ -105,9 +109,10 @@ def check_tokens(
     policy: Policy,
     schemas: Sequence[Schema],
     key: int,
-    temperature: float,
+    rollout: RolloutConfig,
 ) -> TokensReport:
-    """Renders every prompt of the episode's own steps, scores and draws every token that it sampled itself.
+    """Renders every prompt of the episode's own steps, scores and draws every token that it sampled itself, and looks how each
+    turn ended.
 
     Args:
         policies: what each of its own steps was sampled with, by its number.
@@ -115,7 +120,7 @@ def check_tokens(
         policy: the run's base; its published weights are changed.
         schemas: of the env's tools.
         key: of the episode's draws (`SamplingKey.bits`).
-        temperature: of the run.
+        rollout: of the run: how it sampled.
 
     Raises:
         CheckpointError: weights that are there were altered, or do not fit the base.
@@ -124,21 +129,23 @@ def check_tokens(
     logprob_tolerance, draw_tolerance = TOLERANCES[precision]
     own = [step for step in episode.steps if step.index >= episode.inherited]
     there = {number: ref for number, ref in policies.items() if number not in gone}
-    tokens = sorted(_rescored(episode, there, policy, key, temperature), key=lambda token: token.position)
+    tokens = sorted(_rescored(episode, there, policy, key, rollout), key=lambda token: token.position)
     chat = policy.chat
     off = next((token for token in tokens if not token.off <= logprob_tolerance), None)
-    missed = next((token for token in tokens if token.drawn != token.id and token.distance > draw_tolerance), None)
+    keyed = find("engines", rollout.engine).keyed  # else there is no draw to repeat
+    missed = next((token for token in tokens if keyed and token.drawn != token.id and token.distance > draw_tolerance), None)
     return TokensReport(
         precision=precision,
         logprob_tolerance=logprob_tolerance,
         draw_tolerance=draw_tolerance,
         prompts=len(own),
         prompt=next((found for step in own if (found := _rendered(episode, step, chat, schemas))), None),
-        steps=tuple(_score(step, list(group), draw_tolerance) for step, group in _by_step(tokens)),
+        steps=tuple(_score(step, list(group), draw_tolerance, keyed) for step, group in _by_step(tokens)),
         parents=episode.inherited,
         unverified=tuple(sorted(set(gone.values()))),
         logprob=_logprob_difference(off, chat) if off else None,
         draw=_draw_difference(missed, chat) if missed else None,
+        ending=next((wrong for step in own if (wrong := _misended(step, chat, rollout.stop))), None),
     )
 
 
@@ -158,7 +165,7 @@ def _rendered(episode: Episode, step: Step, chat: Chat, schemas: Sequence[Schema
     before = replace(episode, steps=episode.steps[: step.index])
     ids: tuple[int, ...] | None = None
     if before.steps:
-        ids, _ = chat.continuation(step.prompt, schemas)
+        ids, _ = chat.continuation(step.prompt, schemas, chat.ended(before.steps[-1].sampled_ids))
     if ids is None:
         ids = chat.opening((*before.messages, *step.prompt), schemas)
     if ids == step.prompt_ids:
@@ -169,12 +176,25 @@ def _rendered(episode: Episode, step: Step, chat: Chat, schemas: Sequence[Schema
     return TokenDifference(step.index, "prompt", index, (one, other), (chat.decode(sides[0]), chat.decode(sides[1])))
 
 
+# how turns ended
+
+
+def _misended(step: Step, chat: Chat, strings: tuple[str, ...]) -> EndDifference | None:
+    """A turn is over at its first end token or stop string, as `stop`, and as `length` where it has none."""
+    ids = step.sampled_ids
+    stops = chat.stops(strings) if strings else None
+    over = (token in chat.end_ids or (stops and stops.completed(ids, n)) for n, token in enumerate(ids, 1))
+    found = next((n for n, is_over in enumerate(over, 1) if is_over), None)
+    expected = len(ids) if step.finish_reason == "stop" else None
+    return None if found == expected else EndDifference(step.index, len(ids), step.finish_reason, found)
+
+
 # sampled tokens
 
 
 @torch.no_grad()
 def _rescored(
-    episode: Episode, policies: Mapping[int, PolicyRef], policy: Policy, key: int, temperature: float
+    episode: Episode, policies: Mapping[int, PolicyRef], policy: Policy, key: int, rollout: RolloutConfig
 ) -> Iterator[_Token]:
     """Every token of the steps that `policies` names: each row is read once for each policy that is in it."""
     starts = {step.index: sum(len(earlier.sampled_ids) for earlier in episode.steps[: step.index]) for step in episode.steps}
@@ -186,7 +206,7 @@ def _rescored(
             tokens = [(step, i, starts[step.index] + i) for step in steps for i in range(len(step.sampled_ids))]
             draws = _draws(key, [position for _, _, position in tokens])
             policy.publish(ref)
-            found = _values(policy, ids, places, draws, temperature)
+            found = _values(policy, ids, places, draws, rollout)
             yield from (_Token(*token, *values) for token, values in zip(tokens, found, strict=True))
 
 
@@ -211,14 +231,15 @@ def _draws(key: int, positions: Sequence[int]) -> Tensor:
 
 
 def _values(
-    policy: Policy, ids: Sequence[int], places: Sequence[int], draws: Tensor, temperature: float
+    policy: Policy, ids: Sequence[int], places: Sequence[int], draws: Tensor, rollout: RolloutConfig
 ) -> Iterator[tuple[float, int, float]]:
     """Logprob, drawn id and distance of the token at each of the places, in one reading of the ids for every BLOCK of them."""
+    tolerances = TOLERANCES[_precision(policy)]
     for start in range(0, len(places), BLOCK):
         wanted = places[start : start + BLOCK]
         with policy.sampling() as model:
             logits = _logits(model, ids[: wanted[-1] + 1], wanted, policy.device)
-        yield from _chunks(logits, ids, wanted, draws[start : start + BLOCK], temperature)
+        yield from _chunks(logits, ids, wanted, draws[start : start + BLOCK], rollout, tolerances)
 
 
 def _logits(model: nn.Module, ids: Sequence[int], places: Sequence[int], device: torch.device) -> Tensor:
@@ -232,17 +253,49 @@ def _logits(model: nn.Module, ids: Sequence[int], places: Sequence[int], device:
 
 
 def _chunks(
-    logits: Tensor, ids: Sequence[int], places: Sequence[int], draws: Tensor, temperature: float
+    logits: Tensor,
+    ids: Sequence[int],
+    places: Sequence[int],
+    draws: Tensor,
+    rollout: RolloutConfig,
+    tolerances: tuple[float, float],
 ) -> Iterator[tuple[float, int, float]]:
     """The same for the places that the logits (N, V) are for, CHUNK at a time."""
     recorded = torch.tensor([ids[place] for place in places], device=logits.device)
     for start in range(0, len(places), CHUNK):
         part = slice(start, start + CHUNK)
-        everything, cumulative = distribution(logits[part], temperature)
+        everything, cumulative = distribution(logits[part], rollout.temperature)
         wanted, numbers = recorded[part], draws[part].to(logits.device)
         scores = everything.gather(-1, wanted[:, None])[:, 0].float().tolist()  # as the sampler records them
-        away = distance(cumulative, numbers, wanted).tolist()
-        yield from zip(scores, draw(cumulative, numbers).tolist(), away, strict=True)
+        if (rollout.top_k, rollout.top_p, rollout.min_p) == (0, 1.0, 0.0):
+            floor, away = None, distance(cumulative, numbers, wanted)
+        else:
+            floor = _floor(scaled(logits[part], rollout.temperature), rollout)
+            away = _distance(everything, numbers, wanted, rollout, tolerances)
+        drawn, _ = sample(logits[part], numbers, rollout.temperature, floor)
+        yield from zip(scores, drawn.tolist(), away.tolist(), strict=True)
+
+
+def _distance(
+    logprobs: Tensor, draws: Tensor, wanted: Tensor, rollout: RolloutConfig, tolerances: tuple[float, float]
+) -> Tensor:
+    """How far (N,) the draws are from the wanted ids where limits may be rounded: the least; 1 for one that none can give."""
+    found = []
+    for side in (-1, 0, 1):
+        floor = _floor(logprobs, rollout, side, tolerances)
+        possible = logprobs.gather(-1, wanted[:, None])[:, 0] >= floor
+        found.append(distance(summed(at_least(logprobs, floor)), draws, wanted).where(possible, 1.0))
+    return torch.stack(found).amin(0)
+
+
+def _floor(logits: Tensor, rollout: RolloutConfig, side: int = 0, tolerances: tuple[float, float] = (0.0, 0.0)) -> Tensor:
+    """The logit (N,) from which on tokens were drawn; for the side -1 the lowest, for 1 the highest within the tolerances."""
+    nats, mass = tolerances
+    top_p = rollout.top_p if rollout.top_p == 1 else min(1.0, max(1e-9, rollout.top_p - side * mass))
+    top_k = logits.new_full((len(logits),), rollout.top_k, dtype=torch.int64)
+    shares = logits.new_tensor([[top_p, rollout.min_p]], dtype=torch.float64).expand(len(logits), 2)
+    floor = lowest(logits, top_k, shares[:, 0], shares[:, 1]) + side * nats
+    return torch.minimum(floor, logits.amax(-1))
 
 
 # the report
@@ -252,9 +305,10 @@ def _by_step(tokens: Sequence[_Token]) -> Iterator[tuple[Step, Iterator[_Token]]
     return cast(Iterator[tuple[Step, Iterator[_Token]]], groupby(tokens, key=lambda token: token.step))
 
 
-def _score(step: Step, tokens: Sequence[_Token], tolerance: float) -> StepScore:
-    same = sum(token.drawn == token.id for token in tokens)
-    ties = sum(token.drawn != token.id and token.distance <= tolerance for token in tokens)
+def _score(step: Step, tokens: Sequence[_Token], tolerance: float, keyed: bool) -> StepScore:
+    drawn = tokens if keyed else ()
+    same = sum(token.drawn == token.id for token in drawn)
+    ties = sum(token.drawn != token.id and token.distance <= tolerance for token in drawn)
     return StepScore(
         step=step.index,
         policy_version=step.policy_version,
@@ -263,7 +317,7 @@ def _score(step: Step, tokens: Sequence[_Token], tolerance: float) -> StepScore:
         mean_difference=sum(token.off for token in tokens) / len(tokens),
         same=same,
         ties=ties,
-        mismatches=len(tokens) - same - ties,
+        mismatches=len(drawn) - same - ties,
     )
 
 

@@ -8,6 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+BLOCK = 128
+"""Tokens whose probabilities are summed at once before the one that is drawn is looked for."""
+
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
     """One number in [0, 1) for each (key, position), both (N,): a counter hash, the same on every machine.
@@ -17,37 +20,124 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
     return (_mix(keys + _mix(positions)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Draws one token per row by inverse CDF over float32 probabilities, in vocabulary order.
+
+    The sums are taken over blocks of the vocabulary first and then inside of the block that is drawn, so that one pass writes
+    something as large as the logits, and none of them in float64.
 
     Args:
         logits: (N, V); float64 is kept, all else is computed in float32.
         uniforms: (N,) float64 in [0, 1).
         temperature: a number, or (N,).
+        floor: (N,) only tokens whose logit, divided by the temperature, is at least this are drawn (see `lowest`).
 
     Returns:
-        ids (N,) int64, never one of probability 0, and their logprobs (N,) float32. A row with a NaN gives the logprob NaN.
+        ids (N,) int64, never one of probability 0, and their logprobs (N,) float32 in the whole vocabulary. A row with a NaN
+        gives the logprob NaN.
     """
-    everything, cumulative = distribution(logits, temperature)
-    ids = draw(cumulative, uniforms)[:, None]
-    return ids[:, 0], everything.gather(-1, ids)[:, 0].float()
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    words = logits.shape[-1]
+    scale = torch.as_tensor(temperature, dtype=logits.dtype, device=logits.device).reshape(-1, 1)
+    top = logits.amax(-1, keepdim=True)
+    weights = logits.new_empty((len(logits), -(-words // BLOCK) * BLOCK))
+    weights[:, words:] = -torch.inf
+    torch.sub(logits, top, out=weights[:, :words])
+    weights.div_(scale).exp_()
+    blocks = weights.view(len(logits), -1, BLOCK)
+    sums = blocks.sum(-1).double().cumsum(-1)
+    total = sums[:, -1].log()
+    if floor is not None:
+        weights[:, :words].masked_fill_(logits / scale < floor[:, None], 0.0)
+        sums = blocks.sum(-1).double().cumsum(-1)
+    ids = _drawn(blocks, sums, uniforms).clamp(max=words - 1)
+    logprobs = ((logits.gather(-1, ids) - top) / scale)[:, 0].double() - total
+    return ids[:, 0], logprobs.float()
+
+
+def _drawn(blocks: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
+    """The ids (N, 1) that the uniforms (N,) choose among weights (N, B, BLOCK), whose blocks add up to `sums` (N, B) so far."""
+    total = sums[:, -1:].contiguous()
+    target = uniforms.double()[:, None] * total
+    block = _place(sums, target, total)
+    chosen = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double().cumsum(-1)
+    inside = chosen[:, -1:].contiguous()
+    # A block ends where the sum of all so far stands; rounding must not put a draw before its first weight.
+    within = (target - (sums.gather(-1, block) - inside)).clamp(min=0.0)
+    return block * BLOCK + _place(chosen, within, inside)
+
+
+def _place(sums: Tensor, target: Tensor, total: Tensor) -> Tensor:
+    """The first place (N, 1) where the sums (N, B) exceed the target; what rounding puts behind all weights is the last."""
+    return torch.minimum(torch.searchsorted(sums, target, right=True), torch.searchsorted(sums, total)).clamp(
+        max=sums.shape[1] - 1
+    )
 
 
 def distribution(logits: Tensor, temperature: Tensor | float) -> tuple[Tensor, Tensor]:
     """What tokens are drawn from: their logprobs (N, V), and the sums (N, V) float64 of their float32 probabilities so far."""
+    everything = torch.log_softmax(scaled(logits, temperature), dim=-1)
+    return everything, summed(everything)
+
+
+def scaled(logits: Tensor, temperature: Tensor | float) -> Tensor:
+    """The logits (N, V) divided by the temperature, a number or (N,); float64 is kept, all else becomes float32."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    scale = torch.as_tensor(temperature, dtype=logits.dtype, device=logits.device).reshape(-1, 1)
-    everything = torch.log_softmax(logits / scale, dim=-1)
-    return everything, everything.exp().float().double().cumsum(-1)
+    return logits / torch.as_tensor(temperature, dtype=logits.dtype, device=logits.device).reshape(-1, 1)
 
 
-def draw(cumulative: Tensor, uniforms: Tensor) -> Tensor:
-    """The ids (N,) that the uniforms (N,) choose by the sums (N, V) of `distribution`."""
-    total = cumulative[:, -1:].contiguous()
-    # The sum of rounded probabilities is not 1: the draw is scaled to it, instead of favouring the last token.
-    ids = torch.searchsorted(cumulative, uniforms.double()[:, None] * total, right=True)
-    last = torch.searchsorted(cumulative, total)
-    return torch.minimum(ids, last).clamp(max=cumulative.shape[-1] - 1)[:, 0]
+def summed(logprobs: Tensor) -> Tensor:
+    """The sums (N, V) float64 of the float32 probabilities so far, in vocabulary order."""
+    return logprobs.exp().float().double().cumsum(-1)
+
+
+WIDTHS = (256, 8192)
+"""How many of the likeliest tokens are looked at before all are: sorting a whole vocabulary costs as much as a small model."""
+
+
+def at_least(logits: Tensor, floor: Tensor) -> Tensor:
+    """The logits (N, V) that are not below the floor (N,); -inf for the others."""
+    return logits.masked_fill(logits < floor[:, None], -torch.inf)
+
+
+def lowest(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The logit (N,) from which on tokens may be drawn: `top_k`, then `top_p` of what is left, then `min_p`.
+
+    The order is that of transformers' `generate`, after the temperature (vLLM takes `min_p` first). A limit is a value and not
+    a place in the order, so tokens as likely as the last that may be drawn may be drawn too, and so may always the likeliest.
+
+    Args:
+        logits: (N, V) divided by the temperature, up to a number per row: logprobs will do.
+        top_k: (N,) int64, so many tokens; 0: all (Fan et al., arXiv 1805.04833).
+        top_p: (N,) float, until they have this probability together; 1: all (Holtzman et al., arXiv 1904.09751).
+        min_p: (N,) float, at least this share of the likeliest one's; 0: all (Nguyen et al., arXiv 2407.01082).
+
+    Returns:
+        (N,) of the logits' type; -inf where all may be, NaN in a row with a NaN.
+    """
+    words = logits.shape[-1]
+    for width in (*(width for width in WIDTHS if width < words), words):
+        best = logits.topk(width, dim=-1).values
+        by_count = _kth(best, top_k)
+        mass = at_least(logits, by_count).logsumexp(-1)
+        by_mass, reached = _nucleus(best, mass, top_p)
+        if width == words or bool((reached & (top_k <= width)).all()):
+            break
+    by_share = best[:, 0] + min_p.to(logits.dtype).log()
+    return torch.maximum(torch.maximum(by_count, by_mass), by_share)
+
+
+def _kth(best: Tensor, top_k: Tensor) -> Tensor:
+    last = best.gather(-1, (top_k.clamp(1, best.shape[-1]) - 1)[:, None])[:, 0]
+    return torch.where(top_k > 0, last, -torch.inf)
+
+
+def _nucleus(best: Tensor, mass: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """The last of the best (N, W) before which there is less than top_p of the mass (N,), and whether they reach it."""
+    sums = (best - mass[:, None]).double().exp().cumsum(-1)
+    before = (sums[:, :-1] < top_p[:, None]).sum(-1)
+    last = best.gather(-1, before[:, None])[:, 0]
+    return torch.where(top_p < 1, last, -torch.inf), (top_p >= 1) | (sums[:, -1] >= top_p)
 
 
 def distance(cumulative: Tensor, uniforms: Tensor, ids: Tensor) -> Tensor:

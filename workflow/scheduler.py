@@ -53,7 +53,7 @@ def _plan_run(run: RunState, lease: float) -> list[Action]:
 
 
 def _plan_iteration(iteration: IterationState, lease: float, group_seconds: float) -> list[Action]:
-    if not iteration.dispatched and not iteration.ready:
+    if not iteration.dispatched and not iteration.rolled_out:
         return [Dispatch(iteration.id, tuple(group.id for group in iteration.groups))]
     if iteration.ready:
         return [SendTrain(iteration.id)] if _missing(iteration.train, lease) else []

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from workflow.chat import Chat, Schema
 from workflow.config import ModelConfig
@@ -26,6 +25,7 @@ from workflow.errors import ConfigError, ConflictError, DatasetError
 from workflow.models import TINY
 from workflow.plugins import find
 from workflow.policy import Policy, pick_device
+from workflow.scoring import token_logprobs
 from workflow.tiny import tiny_model, tiny_tokenizer
 from workflow.trajectory import Message, Task
 
@@ -224,9 +224,8 @@ def padded(examples: Sequence[Example], device: torch.device) -> tuple[Tensor, T
 
 def masked_loss(module: nn.Module, ids: Tensor, present: Tensor, learned: Tensor) -> Tensor:
     """Mean cross entropy over the learned tokens, in nats; all inputs (B, T)."""
-    logits = module(input_ids=ids, attention_mask=present, use_cache=False).logits  # (B, T, V)
-    said = learned[:, 1:]
-    return cross_entropy(logits[:, :-1][said].float(), ids[:, 1:][said])
+    logprobs, _ = token_logprobs(module, ids, present, wanted=learned)
+    return -logprobs.sum() / learned[:, 1:].sum()
 
 
 def _save(learner: _Learner, target: Path) -> None:

@@ -1,10 +1,11 @@
 """The sampler's key/value memory: one slot per live row, each with its own length, in the shape that transformers asks for.
 
 Live rows stand in the slots 0..n-1 without a gap, so that a decoding step reads a plain slice and copies nothing; when a row
-ends, the last one moves into its slot. Memory grows when rows or tokens need it, by copying, and is given back when the
-sampler is idle, because a trainer on the same card wants it.
+ends, the last one moves into its slot. What a turn leaves behind can be taken out of its slot and put back when the episode
+goes on. Memory grows when rows or tokens need it, by copying.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +17,16 @@ LENGTH_STEP = 64
 """Slots grow by multiples of this many tokens, so that a long answer is not copied at each token."""
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Keys and values of some tokens outside of any slot: per layer two tensors (heads, tokens, head_dim)."""
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    length: int
+
+
 class Slots(Cache):
-    """Keys and values of all layers. Say `prefill` or `decode` before each call of the model."""
+    """Keys and values of all layers. Say `prefill` or `extend` before each call of the model."""
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers=[SlotLayer() for _ in range(layers)])
@@ -25,18 +34,37 @@ class Slots(Cache):
     def prefill(self, first: int, count: int, length: int) -> None:
         """The next call writes (count, length) prompt tokens into the slots first..first+count-1, from position 0."""
         for layer in self._slot_layers():
-            layer.place(slice(first, first + count), None, length, first + count)
+            layer.place(slice(first, first + count), None, length)
 
-    def decode(self, positions: Tensor, longest: int) -> None:
-        """The next call writes one token per live row; row i's stands at positions[i] (n,) and reads what is before it."""
-        rows = torch.arange(len(positions), device=positions.device)
+    def extend(self, first: int, positions: Tensor, length: int) -> None:
+        """The next call writes tokens at `positions` (B, T) of the slots from `first` on, and reads their first `length`."""
+        slots = torch.arange(first, first + len(positions), device=positions.device)[:, None]
         for layer in self._slot_layers():
-            layer.place(rows, positions, longest + 1, len(positions))
+            layer.place(slice(first, first + len(positions)), (slots, positions), length)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Puts the first `length` tokens of one slot into another."""
         for layer in self._slot_layers():
             layer.copy(source, target, length)
+
+    def wipe(self, slot: int) -> None:
+        """Zeros in place of a slot's keys and values."""
+        for layer in self._slot_layers():
+            layer.wipe(slot)
+
+    def take(self, slot: int, length: int) -> Kept:
+        """A copy of a slot's first `length` tokens."""
+        return Kept(tuple(layer.take(slot, length) for layer in self._slot_layers()), length)
+
+    def put(self, kept: Kept, slot: int) -> None:
+        """Puts what was taken out of a slot into another, from position 0."""
+        for layer, states in zip(self._slot_layers(), kept.layers, strict=True):
+            layer.put(slot, *states)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there is memory for."""
+        return self._slot_layers()[0].tokens
 
     def clear(self) -> None:
         """Gives the memory back."""
@@ -57,24 +85,29 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def reset(self) -> None:
         """Forgets everything and frees the memory."""
         self._store: tuple[Tensor, Tensor] | None = None
-        self.place(slice(0, 0), None, 0, 0)
+        self.place(slice(0, 0), None, 0)
 
-    def place(self, rows: slice | Tensor, positions: Tensor | None, length: int, slots: int) -> None:
-        """Where the next `update` writes: whole prompts into `rows` (positions None), or one token at each position."""
-        self._rows, self._positions, self._length, self._slots = rows, positions, length, slots
+    @property
+    def tokens(self) -> int:
+        """Slots times length."""
+        return 0 if self._store is None else self._store[0].shape[0] * self._store[0].shape[2]
+
+    def place(self, slots: slice, tokens: tuple[Tensor, Tensor] | None, length: int) -> None:
+        """Where the next `update` writes: whole prompts (None), or tokens with their slots (B, 1) and positions (B, T)."""
+        self._rows, self._tokens, self._length = slots, tokens, length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores (B, heads, T, head_dim) new keys and values and returns all that this call may read."""
-        stores = self._reserve(key_states, value_states)
-        for store, states in zip(stores, (key_states, value_states), strict=True):
-            if self._positions is None:
+        stores = self._reserve(key_states, value_states, self._rows.stop, self._length)
+        if self._tokens is None:
+            for store, states in zip(stores, (key_states, value_states), strict=True):
                 store[self._rows, :, : self._length] = states
-            else:
-                store[self._rows, :, self._positions] = states[:, :, 0]
-        if self._positions is None:
             return key_states, value_states
+        slots, positions = self._tokens
+        for store, states in zip(stores, (key_states, value_states), strict=True):
+            store[slots, :, positions] = states.transpose(1, 2)
         keys, values = stores
-        return keys[: self._slots, :, : self._length], values[: self._slots, :, : self._length]
+        return keys[self._rows, :, : self._length], values[self._rows, :, : self._length]
 
     def copy(self, source: int, target: int, length: int) -> None:
         """One slot's first tokens into another, which has been written to or will be."""
@@ -83,9 +116,27 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         for store in self._store:
             store[target, :, :length] = store[source, :, :length]
 
+    def wipe(self, slot: int) -> None:
+        """Zeros in place of one slot's keys and values: a masked NaN would still reach whoever has the slot next."""
+        assert self._store is not None
+        for store in self._store:
+            store[slot] = 0
+
+    def take(self, slot: int, length: int) -> tuple[Tensor, Tensor]:
+        """A copy of one slot's first tokens, each (heads, length, head_dim)."""
+        assert self._store is not None
+        keys, values = self._store
+        return keys[slot, :, :length].clone(), values[slot, :, :length].clone()
+
+    def put(self, slot: int, keys: Tensor, values: Tensor) -> None:
+        """Keys and values (heads, T, head_dim) into a slot, from position 0."""
+        stores = self._reserve(keys[None], values[None], slot + 1, keys.shape[1])
+        for store, states in zip(stores, (keys, values), strict=True):
+            store[slot, :, : keys.shape[1]] = states
+
     def get_seq_length(self) -> int:
         """Tokens before those of this call, as the causal mask counts them."""
-        return 0 if self._positions is None else self._length - 1
+        return 0 if self._tokens is None else self._length - self._tokens[1].shape[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(number of keys, offset of the first) for the mask of this call."""
@@ -98,16 +149,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Memory comes with the first `update`."""
 
-    def _reserve(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _reserve(self, keys: Tensor, values: Tensor, slots: int, length: int) -> tuple[Tensor, Tensor]:
         if self._store is None:
             self._store = (_empty(keys), _empty(values))
-        self._store = _grown(self._store, self._slots, self._length)
+        self._store = _grown(self._store, slots, length)
         return self._store
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory ran out, on a GPU or on the CPU (which has no class for it)."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _empty(states: Tensor) -> Tensor:

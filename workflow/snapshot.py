@@ -30,17 +30,26 @@ class GroupState:
 
 @dataclass(frozen=True, slots=True)
 class IterationState:
-    """An iteration that is not done. `groups` holds only those that are not terminal: empty means ready to train."""
+    """An iteration that is not done. `groups` holds only those that are not terminal.
+
+    `published`: the policy is there that its update starts from; one that was rolled out ahead of the updates waits for it.
+    """
 
     id: int
     number: int
     groups: tuple[GroupState, ...]
     train: Claim
+    published: bool = True
+
+    @property
+    def rolled_out(self) -> bool:
+        """Every slot is terminal."""
+        return not self.groups
 
     @property
     def ready(self) -> bool:
-        """Every slot is terminal."""
-        return not self.groups
+        """Its update may run."""
+        return self.rolled_out and self.published
 
     @property
     def dispatched(self) -> bool:

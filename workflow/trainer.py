@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -23,21 +24,21 @@ from torch import Tensor, nn
 from workflow import checkpoint
 from workflow.advantages import Credit
 from workflow.algorithms import Algorithm
-from workflow.batch import Microbatch, Row, collate, microbatches, padded, rows_of
+from workflow.batch import Microbatch, Row, by_row, collate, in_lines, microbatches, rows_of, size
 from workflow.config import RunConfig
-from workflow.errors import CheckpointError, InfraError
-from workflow.losses import Loss, Normaliser, TokenBatch
+from workflow.errors import InfraError
+from workflow.losses import Loss, Normaliser, TokenBatch, importance_weights
+from workflow.memory import out_of_memory, spared
+from workflow.moments import adamw, moments, set_moments
 from workflow.plugins import find
-from workflow.policy import Policy, token_logprobs
-from workflow.slots import out_of_memory
-from workflow.trajectory import Episode, Group
+from workflow.policy import Policy
+from workflow.scoring import checkpointing, shares_prefixes, token_logprobs
+from workflow.trajectory import Group
 
-BETAS = (0.9, 0.999)
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 T = TypeVar("T")
 
 Constants = dict[tuple[int, int], Tensor]
-"""Logprobs (T - 1,) that carry no gradient, by `Row.key`."""
+"""Logprobs of the tokens after a row's prefix, without gradient, by `Row.key`."""
 
 Metrics = Mapping[str, float]
 
@@ -50,10 +51,12 @@ class Update:
         metrics: over the whole update: `loss`, `grad_norm` (before clipping), `tokens` and `rows` that trained, `seconds`;
             means over the tokens that the model read again (those with an advantage; all where kl_coef > 0): `entropy`,
             `ratio`, `clip_fraction`, `kl` (to the reference, where kl_coef > 0), `sampler_difference_mean` and its
-            maximum `_max` (|sampler's - trainer's logprob|).
+            maximum `_max` (|sampler's - trainer's logprob|); with max_sampler_difference the number of episodes that were
+            not used for it, `sampler_dropped`. With max_staleness > 0 also `staleness`, in versions, and unless
+            importance_cap is null the mean `importance_weight` and, as `importance_truncated`, the share that the cap cut.
         steps: the same per optimizer step.
         advantages: by episode id, of the episodes that were used.
-        dropped: why a group was not used, by slot.
+        dropped: why a group was not used, or not all of its finished episodes, by slot.
         skipped: why the weights were left as they were; None where they were updated.
         bad: something was not finite; what is in memory may be spoiled, and the last checkpoint is to be loaded.
     """
@@ -95,7 +98,9 @@ class Trainer:
         self._algorithm: Algorithm = find("algorithms", config.algorithm.name)
         self._credit: Credit = find("credits", self._algorithm.credit)
         self._loss: Loss = find("losses", self._algorithm.loss)
+        self._importance_cap = config.algorithm.importance_cap if config.rollout.max_staleness else None
         self._microbatch_tokens = config.update.microbatch_tokens
+        self._share = _may_share(policy, config)
         self._fresh()
 
     def update(self, groups: Sequence[Group], iteration: int) -> Update:
@@ -108,26 +113,35 @@ class Trainer:
         kept, dropped = select(groups, self._algorithm.needs_group)
         episodes = [episode for group in kept for episode in group.episodes]
         credit = [value for values in self._credit(kept) for value in values]
-        advantages = {episode.id: value for episode, value in zip(episodes, credit, strict=True)}
         if not episodes:
             return Update(dropped=dropped, skipped="no group has enough finished episodes")
-        with self._policy.lock:
-            minibatches = self._minibatches(episodes, credit)
+        with self._policy.lock, spared(self._config.lean):
+            rows = rows_of(episodes)
+            strayed = self._strayed(rows)
+            credit = [0.0 if number in strayed else value for number, value in enumerate(credit)]
+            advantages = {episode.id: value for episode, value in zip(episodes, credit, strict=True)}
+            dropped |= _why_strayed(kept, strayed)
+            minibatches = self._minibatches([row for row in rows if row.episode not in strayed], credit)
             if not minibatches:
-                return Update(advantages=advantages, dropped=dropped, skipped="no advantage differs from 0")
+                reason = "sampler and trainer differ" if strayed else "no advantage differs from 0"
+                return Update(advantages=advantages, dropped=dropped, skipped=reason)
             steps, skipped = self._all_or_nothing(minibatches, iteration)
         if skipped:
             return Update(advantages=advantages, dropped=dropped, skipped=skipped, bad=True)
         self.iteration = iteration
         self.updates += 1
         metrics = _overall(steps) | {"seconds": time.perf_counter() - started}
+        if self._config.update.max_sampler_difference is not None:
+            metrics["sampler_dropped"] = float(len(strayed))
+        if self._config.rollout.max_staleness:
+            metrics["staleness"] = float(min(iteration, self._config.rollout.max_staleness))
         return Update(metrics, tuple(steps), advantages, dropped)
 
     def save(self, folder: Path) -> None:
         """Writes all that the next update reads; the writer for `checkpoint.write`."""
         with self._policy.lock:
             self._policy.save_weights(folder / checkpoint.WEIGHTS)
-            save_file(self._moments(), folder / checkpoint.OPTIMIZER)
+            save_file(moments(self._optimizer, self._parameters), folder / checkpoint.OPTIMIZER)
         state = {"iteration": self.iteration, "updates": self.updates, "learning_rate": self.learning_rate}
         (folder / checkpoint.STATE).write_text(json.dumps(state))
 
@@ -147,7 +161,7 @@ class Trainer:
         if fresh:
             return
         try:
-            self._set_moments(load_file(folder / checkpoint.OPTIMIZER))
+            set_moments(self._optimizer, self._parameters, load_file(folder / checkpoint.OPTIMIZER))
             state = json.loads((folder / checkpoint.STATE).read_text())
             self.iteration = int(state["iteration"])
             self.updates = int(state["updates"])
@@ -165,23 +179,34 @@ class Trainer:
         self._optimizer.param_groups[0]["lr"] = value
 
     def _fresh(self) -> None:
-        options = self._config.update
         self._parameters = self._policy.trainable()
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(), lr=options.learning_rate, betas=BETAS, weight_decay=options.weight_decay
-        )
+        self._optimizer = adamw(self._parameters, self._config.update)
         self.iteration = -1
         self.updates = 0
 
-    def _minibatches(self, episodes: Sequence[Episode], credit: Sequence[float]) -> list[_Minibatch]:
+    def _strayed(self, rows: Sequence[Row]) -> set[int]:
+        """Episodes whose sampled tokens have, on average, other logprobs here than the sampler recorded."""
+        limit = self._config.update.max_sampler_difference
+        if limit is None:
+            return set()
+        apart: dict[int, list[Tensor]] = {}
+        ours = self._constants(rows, self._policy.training)
+        for row in rows:
+            start = row.prefix + 1
+            mask = torch.tensor(row.loss_mask[start:], device=self._policy.device)
+            difference = ours[row.key] - torch.tensor(row.behavior_logprobs[start:], device=self._policy.device)
+            apart.setdefault(row.episode, []).append(difference[mask].abs())
+        # What is not a number is left to the guard against it.
+        return {episode for episode, found in apart.items() if float(torch.cat(found).mean()) > limit}
+
+    def _minibatches(self, rows: Sequence[Row], credit: Sequence[float]) -> list[_Minibatch]:
         """One per optimizer step; a step that would only coast on its momentum is left out.
 
         A row without advantage has no gradient, unless there is a KL: it is counted, but the model need not read it.
         """
-        size = self._config.update.batch_size or len(episodes)
+        step = self._config.update.batch_size or len(credit)
         kl = self._config.algorithm.kl_coef > 0
-        rows = rows_of(episodes)
-        parts = [[row for row in rows if start <= row.episode < start + size] for start in range(0, len(episodes), size)]
+        parts = [[row for row in rows if start <= row.episode < start + step] for start in range(0, len(credit), step)]
         teaching = [([row for row in part if kl or credit[row.episode]], part) for part in parts]
         teaching = [(some, part) for some, part in teaching if some]
         used = [row for some, _ in teaching for row in some]
@@ -195,8 +220,9 @@ class Trainer:
         Stored episodes were sampled by other weights: there the sampler's own logprobs, which PPO's clip then bounds.
         """
         if self._config.source.given:
-            return {row.key: torch.tensor(row.behavior_logprobs[1:], device=self._policy.device) for row in rows}
-        return {} if one_step else self._constants(rows, self._policy.training)
+            return {row.key: torch.tensor(row.behavior_logprobs[row.prefix + 1 :]) for row in rows}
+        noisy = self._importance_cap is not None and self._config.model.lora_dropout > 0  # an importance weight must not be
+        return {} if one_step and not noisy else self._constants(rows, self._policy.training)
 
     def _constants(self, rows: Sequence[Row], module: Callable[[], AbstractContextManager[nn.Module]]) -> Constants:
         """Logprobs of the rows as the module says them before the update, without dropout."""
@@ -206,8 +232,8 @@ class Trainer:
             with module() as model, torch.no_grad():
                 model.eval()
                 for piece in pieces:
-                    logprobs, _ = self._logprobs(model, collate(piece, self._policy.device))
-                    found |= {row.key: line[: len(row.input_ids) - 1] for row, line in zip(piece, logprobs, strict=True)}
+                    batch = collate(piece, self._policy.device, self._share)
+                    found |= by_row(batch, self._logprobs(model, batch)[0])
             return found
 
         return self._in_pieces(rows, read)
@@ -248,23 +274,29 @@ class Trainer:
         """Adds up the gradients of the microbatches, and returns sums over trained tokens."""
         self._optimizer.zero_grad()
         sums: dict[str, float] = {}
-        with self._policy.training() as model:
+        with self._policy.training() as model, checkpointing(model, self._config.update.gradient_checkpointing):
             for piece in pieces:
                 for name, value in self._backward(model, minibatch, piece).items():
                     sums[name] = max(sums.get(name, 0.0), value) if name.endswith("_max") else sums.get(name, 0.0) + value
         return sums
 
     def _backward(self, model: nn.Module, minibatch: _Minibatch, piece: Sequence[Row]) -> dict[str, float]:
-        batch = collate(piece, self._policy.device)
+        batch = collate(piece, self._policy.device, self._share)
         mask = batch.loss_mask[:, 1:]  # (B, T-1)
         logprobs, entropy = self._logprobs(model, batch)
-        old = _lines(minibatch.proximal, piece, logprobs) if minibatch.proximal else logprobs.detach()
+        old = in_lines(batch, minibatch.proximal, logprobs) if minibatch.proximal else logprobs.detach()
+        credit = logprobs.new_tensor([[minibatch.advantages[row.episode]] for row in piece]).expand_as(logprobs)
+        corrected: dict[str, Tensor] = {}
+        if self._importance_cap is not None:
+            weights, cut = importance_weights(old, batch.behavior_logprobs[:, 1:], mask, self._importance_cap)
+            credit = credit * weights.to(credit.dtype)
+            corrected = {"importance_weight": (weights * mask).sum(), "importance_truncated": cut.sum()}
         tokens = TokenBatch(
             logprobs=logprobs,
             old=old,
-            advantages=logprobs.new_tensor([[minibatch.advantages[row.episode]] for row in piece]).expand_as(logprobs),
+            advantages=credit,
             mask=mask,
-            reference=_lines(minibatch.reference, piece, logprobs) if minibatch.reference else None,
+            reference=in_lines(batch, minibatch.reference, logprobs) if minibatch.reference else None,
         )
         terms = self._loss(tokens, self._config.algorithm, minibatch.normaliser)
         terms.loss.backward()  # type: ignore[no-untyped-call]
@@ -275,17 +307,20 @@ class Trainer:
             "entropy": (entropy.detach() * mask).sum(),
             "sampler_difference_mean": difference.sum(),
             "sampler_difference_max": difference.max(),
+            **corrected,
             **terms.sums,
         }
         return dict(zip(sums, torch.stack([value.double() for value in sums.values()]).tolist(), strict=True))
 
     def _logprobs(self, model: nn.Module, batch: Microbatch) -> tuple[Tensor, Tensor]:
-        return token_logprobs(model, batch.input_ids, batch.attention_mask, self._config.rollout.temperature)
+        temperature = self._config.rollout.temperature
+        return token_logprobs(model, batch.input_ids, batch.attention_mask, temperature, batch.loss_mask, batch.prefixes)
 
     def _in_pieces(self, rows: Sequence[Row], work: Callable[[Sequence[Sequence[Row]]], T]) -> T:
         """Runs `work` on microbatches; where memory runs out, again on smaller ones, which later updates keep."""
         while True:
-            pieces = microbatches(rows, self._microbatch_tokens, self._config.update.gradient_accumulation_steps)
+            fewest = self._config.update.gradient_accumulation_steps
+            pieces = microbatches(rows, self._microbatch_tokens, fewest, self._share)
             try:
                 return work(pieces)
             except (RuntimeError, MemoryError) as error:
@@ -294,40 +329,20 @@ class Trainer:
                 if all(len(piece) == 1 for piece in pieces):
                     raise InfraError(
                         f"Memory does not suffice for one row of {len(pieces[0][0].input_ids)} tokens.",
-                        "Lower rollout.max_new_tokens or rollout.max_steps, or set model.load_in_4bit=true.",
+                        "Set update.gradient_checkpointing=true or model.load_in_4bit=true, or lower rollout.max_new_tokens.",
                     ) from error
-            self._microbatch_tokens = max(len(piece) * len(piece[0].input_ids) for piece in pieces) // 2
-
-    def _moments(self) -> dict[str, Tensor]:
-        """AdamW's state as named tensors: `<parameter>:<moment>`; empty before the first step."""
-        state = self._optimizer.state
-        return {
-            f"{name}:{moment}": state[parameter][moment].cpu().contiguous()
-            for name, parameter in self._parameters.items()
-            if parameter in state
-            for moment in MOMENTS
-        }
-
-    def _set_moments(self, tensors: Mapping[str, Tensor]) -> None:
-        expected = {f"{name}:{moment}" for name in self._parameters for moment in MOMENTS}
-        if tensors and set(tensors) != expected:
-            raise CheckpointError("The optimizer's state in the checkpoint is of another model.")
-        for name, parameter in self._parameters.items() if tensors else ():
-            step, *moments = (tensors[f"{name}:{moment}"] for moment in MOMENTS)
-            # AdamW counts steps on the CPU.
-            values = [step.clone(), *(moment.to(parameter.device, copy=True) for moment in moments)]
-            self._optimizer.state[parameter] = dict(zip(MOMENTS, values, strict=True))
+            self._microbatch_tokens = max(size(piece, self._share) for piece in pieces if len(piece) > 1) // 2
 
     def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         weights = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        return weights, {name: moment.clone() for name, moment in self._moments().items()}
+        return weights, {name: moment.clone() for name, moment in moments(self._optimizer, self._parameters).items()}
 
     @torch.no_grad()
-    def _restore(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
+    def _restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])
         self._optimizer.state.clear()
-        self._set_moments(moments)
+        set_moments(self._optimizer, self._parameters, state)
 
 
 def select(groups: Sequence[Group], needs_group: bool) -> tuple[list[Group], dict[int, str]]:
@@ -345,6 +360,22 @@ def select(groups: Sequence[Group], needs_group: bool) -> tuple[list[Group], dic
     return kept, dropped
 
 
+def _why_strayed(groups: Sequence[Group], strayed: set[int]) -> dict[int, str]:
+    """By slot; the episodes of all groups are counted through."""
+    slots = [group.slot for group in groups for _ in group.episodes]
+    counts = Counter(slots[number] for number in strayed)
+    return {slot: f"{n} of {slots.count(slot)} episodes: sampler and trainer differ" for slot, n in counts.items()}
+
+
+def _may_share(policy: Policy, config: RunConfig) -> bool:
+    """Whether rows that begin alike may have their beginning read once."""
+    # Layers that are computed again keep no keys and values; bodies of float64 norm in float32, so that sums' order shows.
+    if config.update.gradient_checkpointing or config.model.numerics == "exact":
+        return False
+    with policy.training() as model:
+        return shares_prefixes(model)
+
+
 def _counts(rows: Sequence[Row]) -> Normaliser:
     tokens = sum(sum(row.loss_mask) for row in rows)
     return Normaliser(tokens, len(rows), max(len(row.input_ids) for row in rows) - 1)
@@ -359,10 +390,6 @@ def _overall(steps: Sequence[Metrics]) -> dict[str, float]:
         "tokens": tokens,
         "rows": sum(step["rows"] for step in steps),
     }
-
-
-def _lines(constants: Constants, piece: Sequence[Row], like: Tensor) -> Tensor:
-    return padded([constants[row.key] for row in piece], like)
 
 
 @contextmanager

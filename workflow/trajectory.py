@@ -82,9 +82,10 @@ class Task:
 class Step:
     """One policy turn: the prompt tokens that were new, the tokens that were sampled, the calls, their results.
 
-    Token ids are exact and never re-tokenised. `prompt_ids` continues the previous step's tokens, unless `new_row` says
-    why the template could not be continued; then it holds the whole prompt. `behavior_logprobs` has one natural-log
-    value per sampled token, at the sampling temperature. `results` is None until they are all observed.
+    Token ids are exact and never re-tokenised. `prompt_ids` continues the previous step's tokens (with its end token, where
+    a stop string ended it), unless `new_row` says why the template could not be continued; then it holds the whole prompt.
+    `behavior_logprobs` has one natural-log value per sampled token, at the sampling temperature and over the whole
+    vocabulary. `results` is None until they are all observed.
     """
 
     index: int

@@ -1,7 +1,8 @@
 """Views and functions for people, and the triggers that keep terminal states terminal: SQL made anew after every migration.
 
-A view joins what a question needs and names things as a researcher would; none reads a blob. The triggers refuse to move an
-episode, group, iteration or run out of a terminal state, whoever writes.
+A view joins what a question needs and names things as a researcher would; none reads a blob. `staleness` is by how many
+versions the trainer was ahead of the policy that sampled (NULL where nothing was sampled for an update of the run). The
+triggers refuse to move an episode, group, iteration or run out of a terminal state, whoever writes.
 """
 
 from sqlalchemy import Connection, text
@@ -23,7 +24,10 @@ _FATES = """
                     WHEN c.advantage = 0 AND NOT EXISTS (
                       SELECT 1 FROM episodes sibling
                       JOIN consumptions other ON other.episode_id = sibling.id AND other.run_id = i.run_id
-                      WHERE sibling.group_id = e.group_id AND other.advantage <> 0) THEN 'no_variance'
+                      WHERE sibling.group_id = e.group_id AND other.advantage <> 0)
+                      AND ({dropped} = '' OR EXISTS (  -- else all that could have taught something strayed
+                      SELECT 1 FROM groups flat WHERE flat.id = e.group_id AND flat.std_reward = 0)) THEN 'no_variance'
+                    WHEN c.advantage = 0 AND {dropped} <> '' THEN 'strayed'
                     WHEN i.skipped <> '' THEN 'skipped'
                     ELSE 'trained' END AS fate
         FROM {members}
@@ -47,8 +51,11 @@ VIEWS = {
         SELECT i.id, r.name AS run, i.epoch, i.number AS iteration, i.status, i.skipped, i.episodes, i.trainable,
                i.dropped_groups,
                (SELECT count(*) FROM groups g WHERE g.iteration_id = i.id AND g.std_reward = 0) AS flat_groups,
-               i.mean_reward, p.version AS policy_version, u.loss, u.kl, u.entropy, u.clip_fraction, u.grad_norm,
-               u.sampler_difference_max, i.prompt_tokens + i.sampled_tokens AS tokens, i.prompt_tokens,
+               i.mean_reward, p.version AS policy_version,
+               CASE WHEN r.kind = 'train' AND EXISTS (SELECT 1 FROM groups g WHERE g.iteration_id = i.id)
+                    THEN i.number - p.version END AS staleness, u.loss, u.kl, u.entropy, u.clip_fraction, u.grad_norm,
+               u.sampler_difference_max, u.importance_weight, u.importance_truncated,
+               i.prompt_tokens + i.sampled_tokens AS tokens, i.prompt_tokens,
                i.sampled_tokens, i.tool_calls, i.tool_errors, i.update_seconds,
                {seconds:i.started_at,i.rolled_out_at} AS rollout_seconds,
                {seconds:i.started_at,i.finished_at} AS seconds, i.started_at, i.finished_at
@@ -57,7 +64,8 @@ VIEWS = {
         JOIN policies p ON p.id = i.policy_id
         LEFT JOIN (SELECT iteration_id, avg(loss) AS loss, avg(kl) AS kl, avg(entropy) AS entropy,
                           avg(clip_fraction) AS clip_fraction, avg(grad_norm) AS grad_norm,
-                          max(sampler_difference_max) AS sampler_difference_max
+                          max(sampler_difference_max) AS sampler_difference_max,
+                          avg(importance_weight) AS importance_weight, avg(importance_truncated) AS importance_truncated
                    FROM updates GROUP BY iteration_id) u ON u.iteration_id = i.id""",
     "v_groups": """
         SELECT g.id, r.name AS run, i.number AS iteration, g.slot, g.kind, g.status, g.dropped, t.key AS task, t.reference,
@@ -69,7 +77,8 @@ VIEWS = {
         JOIN tasks t ON t.id = g.task_id""",
     "v_episodes": """
         SELECT e.id, r.name AS run, i.epoch, i.number AS iteration, g.slot, e.sample, t.key AS task, e.status, e.stop_reason,
-               e.reward, c.advantage, e.final_answer, t.reference, p.version AS policy_version, e.steps, e.prompt_tokens,
+               e.reward, c.advantage, e.final_answer, t.reference, p.version AS policy_version,
+               CASE WHEN r.kind = 'train' THEN i.number - p.version END AS staleness, e.steps, e.prompt_tokens,
                e.sampled_tokens, e.tool_calls, e.tool_errors, e.generate_seconds, e.tool_seconds,
                {seconds:e.started_at,e.finished_at} AS seconds, e.error_class, e.error, e.tainted, e.attempt, e.parent_id,
                e.fork_step, e.inherited_steps, e.group_id, e.started_at, e.finished_at
@@ -84,10 +93,11 @@ VIEWS = {
         SELECT s.id, s.run, i.number AS iteration, s.episode_id, s.number AS step, s.attempt, s.thought, s.content,
                s.text, s.finish_reason, s.prompt_tokens, s.sampled_tokens,
                s.logprob_sum / nullif(s.sampled_tokens, 0) AS mean_logprob, s.generate_seconds, p.version AS policy_version,
-               s.new_row, s.sampled_at, s.observed_at
+               CASE WHEN r.kind = 'train' THEN i.number - p.version END AS staleness, s.new_row, s.sampled_at, s.observed_at
         FROM steps s
         JOIN episodes e ON e.id = s.episode_id AND e.attempt = s.attempt
         JOIN iterations i ON i.id = e.iteration_id
+        JOIN runs r ON r.id = i.run_id
         JOIN policies p ON p.id = s.policy_id""",
     "v_tool_calls": """
         SELECT c.id, c.run, i.number AS iteration, c.episode_id, c.step, c.call, c.tool, c.arguments, c.status,
@@ -107,7 +117,7 @@ VIEWS = {
     "v_updates": """
         SELECT u.id, r.name AS run, i.epoch, i.number AS iteration, u.minibatch, u.rows, u.tokens, u.loss, u.kl, u.entropy,
                u.clip_fraction, u.ratio, u.grad_norm, u.learning_rate, u.sampler_difference_mean,
-               u.sampler_difference_max
+               u.sampler_difference_max, u.importance_weight, u.importance_truncated
         FROM updates u
         JOIN iterations i ON i.id = u.iteration_id
         JOIN runs r ON r.id = u.run_id""",

@@ -55,7 +55,7 @@ _PRELOADED = (
     "sqlalchemy.dialects.sqlite",
     "workflow.sft",
     "workflow.trainer",
-    "workflow.engine",
+    "workflow.rolling",
     "workflow.store.migrate",
     "workflow.store.observe",
     "workflow.store.training",

@@ -30,19 +30,20 @@ class CallWork:
     effects: str
 
 
+_CALLS, _EPISODES = db.tool_calls.c, db.episodes.c
+_CALL = (
+    select(_CALLS.id, db.runs.c.config["env"].as_string(), _CALLS.tool, _CALLS.arguments, _CALLS.effects)
+    .join(db.episodes, (_EPISODES.id == _CALLS.episode_id) & (_EPISODES.attempt == _CALLS.attempt))
+    .join(db.runs, db.runs.c.id == _EPISODES.run_id)
+    .where(_CALLS.id == bindparam("wanted"), _CALLS.result.is_(None), _EPISODES.status == "running")
+)
+
+
 @reading
 def find_call(tx: Connection, call: int) -> CallWork | None:
     """The call, or None if it is answered or its episode is over."""
-    calls, episodes = db.tool_calls, db.episodes
-    row = tx.execute(
-        select(calls, db.runs.c.config)
-        .join(episodes, (episodes.c.id == calls.c.episode_id) & (episodes.c.attempt == calls.c.attempt))
-        .join(db.runs, db.runs.c.id == episodes.c.run_id)
-        .where(calls.c.id == call, calls.c.result.is_(None), episodes.c.status == "running")
-    ).one_or_none()
-    if row is None:
-        return None
-    return CallWork(row.id, row.config["env"], row.tool, row.arguments, row.effects)
+    row = tx.execute(_CALL, {"wanted": call}).one_or_none()
+    return CallWork(*row) if row else None
 
 
 @transaction
@@ -70,7 +71,6 @@ def start_once(tx: Connection, call: int, worker: str, seconds: float) -> Litera
     return "lost" if tx.execute(lost).first() else "running"
 
 
-_CALLS = db.tool_calls.c
 _RECORD = Prepared(
     update(db.tool_calls)
     .where(_CALLS.id == bindparam("call_id"), _CALLS.result.is_(None))

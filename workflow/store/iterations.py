@@ -18,6 +18,11 @@ def task_order(seed: int, epoch: int, keys: Sequence[str]) -> list[int]:
     return sorted(range(len(keys)), key=digests.__getitem__)
 
 
+def staleness_of(config: Mapping[str, Any]) -> int:
+    """How many versions a run's episodes may lag behind its trainer: iteration i samples with version max(0, i - that)."""
+    return int(config["rollout"].get("max_staleness", 0))  # a run of before there was such an option has none
+
+
 def insert_iteration(tx: Connection, run_id: int, number: int, policy_id: int) -> int:
     """One iteration with its groups and episodes, planned; episodes sample with exactly that policy. Returns its id.
 

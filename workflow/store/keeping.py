@@ -14,12 +14,15 @@ from sqlalchemy import Connection, exists, select, update
 from workflow import db
 from workflow.collect import Needs
 from workflow.store.connect import reading, transaction
+from workflow.store.iterations import staleness_of
 from workflow.store.planning import log, run_row
 from workflow.trajectory import OPEN
 
 ALIVE = ("planned", "running", "paused")
 RESTARTABLE = 2
-"""Of a run that may go on the last two checkpoints stay: the newest, and the one that it can be made again from."""
+"""Of a run that may go on the last two checkpoints stay: the newest, and the one that it can be made again from. One more for
+each version that its rollouts may lag behind: they need these too.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +77,15 @@ def _needs(tx: Connection, run_id: int, present: Collection[str], keep_last: int
     gone = {row.path for row in rows if row.collected_at is not None}
     named = list(dict.fromkeys(row.path for row in rows if row.run_id == run_id and row.path not in gone))  # newest first
     mine = [path for path in named if _name(path) in present]
-    unneeded = [path for path in mine if path not in _kept(rows, run_id, mine, keep_last)]
+    config = tx.execute(select(db.runs.c.config).where(db.runs.c.id == run_id)).scalar_one()
+    restartable = RESTARTABLE + staleness_of(config)
+    unneeded = [path for path in mine if path not in _kept(rows, run_id, mine, keep_last, restartable)]
     claims = select(db.iterations.c.number, db.iterations.c.train_token)
     open_ones = tx.execute(claims.where(db.iterations.c.run_id == run_id, db.iterations.c.status.in_(OPEN)))
     found = Needs(
         named={_name(path) for path in named if path not in unneeded},
         collected={_name(path) for path in (*gone, *unneeded)},
-        resumable={_name(path) for path in mine[:RESTARTABLE]},
+        resumable={_name(path) for path in mine[:restartable]},
         claims={(row.number, row.train_token) for row in open_ones},
     )
     return found, unneeded
@@ -106,11 +111,11 @@ def _policies(tx: Connection, run_id: int) -> Sequence[Any]:
     return tx.execute(query.order_by(policies.c.version.desc())).all()
 
 
-def _kept(rows: Sequence[Any], run_id: int, mine: Sequence[str], keep_last: int | None) -> set[str]:
+def _kept(rows: Sequence[Any], run_id: int, mine: Sequence[str], keep_last: int | None, restartable: int) -> set[str]:
     """The paths that stay; `mine` are the run's own, newest first."""
     status = next((row.status for row in rows if row.run_id == run_id), "")
     over = status not in ALIVE
-    least = 1 if status in ("done", "cancelled") else RESTARTABLE
+    least = 1 if status in ("done", "cancelled") else restartable
     by_name = set() if over and keep_last is not None else {row.path for row in rows if row.sampled}
     in_use = {row.path for row in rows if row.waiting or (row.run_id != run_id and row.status in (*ALIVE, "failed"))}
     return {*mine[: max(least, keep_last or 0)], *by_name, *in_use} & set(mine)

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, func, select, update
 
 from workflow import db
 from workflow.db import now_ms
 from workflow.errors import Fenced
 from workflow.store.connect import reading, transaction
 from workflow.store.groups import load_groups
-from workflow.store.planning import log
+from workflow.store.planning import log, newest_version, still_sampled
 from workflow.store.rows import clean
 from workflow.store.training import IterationWork
 from workflow.trajectory import OPEN, Group, PolicyRef
@@ -42,7 +42,8 @@ class Rebuild:
 def mark_broken(tx: Connection, run_id: int, path: str, fault: str) -> int | None:
     """Stops the run from sampling with the checkpoint and training on it until it is whole.
 
-    A late report changes nothing: that of a version which the run has left behind, or which was made again elsewhere.
+    A late report changes nothing: that of a version which the run has left behind (it is not the newest, and nothing is left to
+    sample with it), or which was made again elsewhere.
 
     Returns:
         The iteration whose train job makes it again; None for a run that trains nothing.
@@ -52,11 +53,12 @@ def mark_broken(tx: Connection, run_id: int, path: str, fault: str) -> int | Non
     if run.kind != "train":
         return None
     policies = db.policies.c
-    newest = select(policies.path).where(policies.run_id == run_id).order_by(policies.version.desc()).limit(1)
+    used = (policies.version == newest_version(run_id)) | policies.id.in_(still_sampled(run_id))
+    paths = select(policies.path).where(policies.run_id == run_id, used)
     marked = tx.execute(
         update(db.policies)
         .where(policies.run_id == run_id, policies.path == path, policies.broken == "")
-        .where(newest.scalar_subquery() == path)
+        .where(policies.path.in_(paths))
         .values(broken=clean(fault))
         .returning(policies.version)
     ).scalars()
@@ -119,8 +121,9 @@ def commit_rebuild(tx: Connection, work: IterationWork, broken: PolicyRef, path:
 
 def _names_whole(tx: Connection, work: IterationWork, path: str) -> bool:
     policies = db.policies.c
-    mine = select(policies.id).where(policies.run_id == work.run_id, policies.path == path, policies.broken == "")
-    return tx.execute(mine.limit(1)).first() is not None
+    # Of all rows that name it: an update skipped since it was found broken has published it once more, without a mark.
+    marks = select(func.max(policies.broken)).where(policies.run_id == work.run_id, policies.path == path)
+    return bool(tx.execute(marks).scalar_one() == "")
 
 
 @reading

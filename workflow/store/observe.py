@@ -13,7 +13,8 @@ from workflow.db import now_ms
 from workflow.errors import CheckpointError, NotFoundError
 from workflow.snapshot import Claim, GroupState, IterationState, RunState, Snapshot
 from workflow.store.connect import Database, insert, reading, transaction
-from workflow.store.planning import is_broken, run_row
+from workflow.store.iterations import staleness_of
+from workflow.store.planning import is_broken, newest_version, run_row
 from workflow.store.rows import MAX_ID, load_episodes, task_value
 from workflow.trajectory import OPEN, Episode
 
@@ -40,9 +41,8 @@ def snapshot(tx: Connection, lease_seconds: float) -> Snapshot:
 
 def _open_iterations(tx: Connection, run_id: int, now: int, lease: float) -> tuple[IterationState, ...]:
     iterations, groups = db.iterations, db.groups
-    rows = tx.execute(
-        select(iterations).where(iterations.c.run_id == run_id, iterations.c.status.in_(OPEN)).order_by(iterations.c.number)
-    ).all()
+    mine = select(iterations, newest_version(run_id).label("newest")).where(iterations.c.run_id == run_id)
+    rows = tx.execute(mine.where(iterations.c.status.in_(OPEN)).order_by(iterations.c.number)).all()
     states = []
     for row in rows:
         members = tx.execute(
@@ -56,6 +56,7 @@ def _open_iterations(tx: Connection, run_id: int, now: int, lease: float) -> tup
                 number=row.number,
                 groups=tuple(GroupState(m.id, _claim(now, lease, m.lease_until, m.sent_ms, m.sends)) for m in members),
                 train=_claim(now, lease, row.lease_until, row.train_sent_ms, row.train_sends),
+                published=row.number <= row.newest,
             )
         )
     return tuple(states)
@@ -87,6 +88,17 @@ def unfinished_runs(database: Database) -> int:
     """
     with database.read() as tx:
         return int(tx.execute(select(func.count()).where(db.runs.c.status == "running")).scalar_one())
+
+
+def some_run_overlaps(database: Database) -> bool:
+    """Whether a run is running whose rollouts go on during updates.
+
+    Raises:
+        ServiceError: the database is away; said at once.
+    """
+    with database.read() as tx:
+        configs = tx.execute(select(db.runs.c.config).where(db.runs.c.status == "running")).scalars()
+        return any(staleness_of(config) for config in configs)
 
 
 @transaction
@@ -147,18 +159,21 @@ def list_iterations(tx: Connection, run: str, after: int = -1) -> list[Row]:
 
 @reading
 def progress(tx: Connection, run: str) -> Row:
-    """Counts of the run's episodes by status, and of the tokens and tool calls of those in the open iteration."""
+    """Counts of the episodes, tokens and tool calls of the run's open iterations; empty if none is open.
+
+    From `iteration` up to `through`: one, unless the rollouts of some go on during the updates of others.
+    """
     run_id = run_row(tx, run)["id"]
     query = """
-        SELECT i.number AS iteration, count(*) AS episodes,
+        SELECT min(i.number) AS iteration, max(i.number) AS through, count(*) AS episodes,
                count(*) FILTER (WHERE e.status NOT IN ('planned', 'running')) AS finished,
                count(*) FILTER (WHERE e.status = 'running') AS running,
                CAST(coalesce(sum(e.sampled_tokens), 0) AS BIGINT) AS sampled_tokens,
                CAST(coalesce(sum(e.tool_calls), 0) AS BIGINT) AS tool_calls
         FROM iterations i JOIN episodes e ON e.iteration_id = i.id
-        WHERE i.run_id = :id AND i.status IN ('planned', 'running') GROUP BY i.number ORDER BY i.number"""
-    rows = _rows(tx, query, id=run_id)
-    return rows[0] if rows else {}
+        WHERE i.run_id = :id AND i.status IN ('planned', 'running')"""
+    (counts,) = _rows(tx, query, id=run_id)
+    return counts if counts["episodes"] else {}
 
 
 @reading

@@ -1,7 +1,8 @@
 """Runs are submitted, their iterations planned, sent, paused and cancelled.
 
-All rows of an iteration (itself, its groups, their episodes) are inserted in one transaction: the first at submission, each
-next one in the commit of the update before. Publishing a message can fail or repeat; work cannot be forgotten.
+All rows of an iteration (itself, its groups, their episodes) are inserted in one transaction: that of the policy which it
+samples with. The first is inserted at submission (with max_staleness n the first n + 1), each other one in the commit that
+publishes its policy. Publishing a message can fail or repeat; work cannot be forgotten.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,14 +10,14 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, exists, func, select, update
+from sqlalchemy import ColumnElement, Connection, ScalarSelect, Select, exists, func, select, update
 
 from workflow import db
 from workflow.db import now_ms
 from workflow.errors import CheckpointError, ConflictError, NotFoundError, StateError
 from workflow.store.connect import insert, reading, transaction
 from workflow.store.forks import Fork, insert_fork
-from workflow.store.iterations import insert_iteration
+from workflow.store.iterations import insert_iteration, staleness_of
 from workflow.store.rows import clean, clean_tree, message_row
 from workflow.trajectory import OPEN, PolicyRef, Task
 
@@ -77,7 +78,7 @@ class Submitted:
 
 @transaction
 def submit(tx: Connection, submission: Submission) -> Submitted:
-    """Writes the run with its tasks, its starting policy and its first iteration, or finds the same one.
+    """Writes the run with its tasks, its starting policy and the iterations that sample with it, or finds the same one.
 
     Raises:
         ConflictError: a run of that name exists and was submitted with another config, or from other weights.
@@ -104,7 +105,8 @@ def submit(tx: Connection, submission: Submission) -> Submitted:
     if submission.fork:
         insert_fork(tx, run_id, policy_id, submission.group_size, submission.fork)
     else:
-        insert_iteration(tx, run_id, 0, policy_id)
+        for number in range(min(submission.iterations, 1 + staleness_of(submission.config))):
+            insert_iteration(tx, run_id, number, policy_id)
     log(tx, run_id, "submitted", detail=f"{submission.iterations} iterations")
     return Submitted(run_id, submission.name, True, submission.iterations)
 
@@ -299,6 +301,23 @@ def resume(tx: Connection, run: str) -> dict[str, Any]:
     return row
 
 
+def newest_version(run_id: Any) -> ScalarSelect[int]:
+    """The version that the run published last: its update number that starts from there."""
+    return select(func.max(db.policies.c.version)).where(db.policies.c.run_id == run_id).scalar_subquery()
+
+
+def still_sampled(run_id: Any) -> Select[tuple[int]]:
+    """The ids of the policies that unfinished groups of the run sample with."""
+    iterations, groups = db.iterations.c, db.groups.c
+    waiting = select(iterations.policy_id).join(db.groups, groups.iteration_id == iterations.id)
+    return waiting.where(groups.run_id == run_id, groups.status.in_(OPEN))
+
+
+def still_read(run_id: Any) -> Select[tuple[str]]:
+    """Their checkpoints, each of which several versions may name: a skipped update's is that of the version before it."""
+    return select(db.policies.c.path).where(db.policies.c.id.in_(still_sampled(run_id)))
+
+
 def is_broken(run_id: Any) -> ColumnElement[bool]:
     """Whether one of the run's checkpoints was found broken and waits to be made again."""
     return exists().where(db.policies.c.run_id == run_id, db.policies.c.broken != "")
@@ -330,7 +349,7 @@ def stop(tx: Connection, run: str, status: str, reason: str = "") -> dict[str, A
 
 
 @reading
-def first_iteration(tx: Connection, run_id: int) -> int:
-    """The run's first iteration that is not over."""
+def open_iterations(tx: Connection, run_id: int) -> list[int]:
+    """The run's iterations that are not over, in their order."""
     query = select(db.iterations.c.id).where(db.iterations.c.run_id == run_id, db.iterations.c.status.in_(OPEN))
-    return int(tx.execute(query.order_by(db.iterations.c.number).limit(1)).scalar_one())
+    return list(tx.execute(query.order_by(db.iterations.c.number)).scalars())

@@ -7,9 +7,10 @@ is over, and what it computed is discarded. Tool results are fenced by nothing: 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, func, select, union, update
+from sqlalchemy import BigInteger, Column, ColumnElement, Connection, Select, bindparam, func, or_, select, union, update
 
 from workflow import db
 from workflow.db import now_ms
@@ -91,6 +92,40 @@ class Finished:
 
 # claims
 
+_GROUPS, _EPISODES = db.groups.c, db.episodes.c
+
+
+def _open(status: Column[str]) -> ColumnElement[bool]:
+    """Whether it is not terminal; without IN, whose length is known only when it runs."""
+    return or_(*(status == value for value in OPEN))
+
+
+@cache
+def _free_group(lease_seconds: float) -> Select[Any]:
+    """The group `wanted`, if it is open and nobody holds a lease of so many seconds but `claimant`."""
+    return (
+        select(_GROUPS.run_id, _GROUPS.worker, _GROUPS.losses, db.runs.c.status)
+        .join(db.runs, db.runs.c.id == _GROUPS.run_id)
+        .where(_GROUPS.id == bindparam("wanted"), _open(_GROUPS.status), ~is_broken(_GROUPS.run_id))
+        .where(db.free(_GROUPS.lease_until, lease_seconds) | (_GROUPS.worker == bindparam("claimant")))
+        .with_for_update(of=db.groups)
+    )
+
+
+_TAKE_GROUP = (
+    update(db.groups)
+    .where(_GROUPS.id == bindparam("wanted"))
+    .values(
+        attempt=_GROUPS.attempt + 1,
+        status="running",
+        worker=bindparam("worker"),
+        losses=bindparam("losses"),
+        lease_until=now_ms() + bindparam("lease", type_=BigInteger()),
+        started_at=func.coalesce(_GROUPS.started_at, bindparam("now", type_=db.Utc())),
+    )
+    .returning(_GROUPS.attempt)
+)
+
 
 @transaction
 def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -> GroupWork | None:
@@ -100,31 +135,13 @@ def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -
     Args:
         worker: a name of this very claim: a claim whose answer was lost is recognised by it.
     """
-    groups, runs = db.groups, db.runs
-    before = tx.execute(
-        select(groups.c.run_id, groups.c.worker, groups.c.losses, runs.c.status)
-        .join(runs, runs.c.id == groups.c.run_id)
-        .where(groups.c.id == group, groups.c.status.in_(OPEN), ~is_broken(groups.c.run_id))
-        .where(db.free(groups.c.lease_until, lease_seconds) | (groups.c.worker == worker))
-        .with_for_update(of=groups)
-    ).one_or_none()
+    before = tx.execute(_free_group(lease_seconds), {"wanted": group, "claimant": worker}).one_or_none()
     if before is None or before.status != "running":
         return None
     # A worker that hands its claim back clears its name; one that is still named there was lost.
     losses = before.losses + (1 if before.worker not in ("", worker) else 0)
-    attempt = tx.execute(
-        update(groups)
-        .where(groups.c.id == group)
-        .values(
-            attempt=groups.c.attempt + 1,
-            status="running",
-            worker=worker,
-            losses=losses,
-            lease_until=now_ms() + int(lease_seconds * 1000),
-            started_at=db.first_utc(groups.c.started_at, datetime.now(UTC)),
-        )
-        .returning(groups.c.attempt)
-    ).scalar_one()
+    taken = {"wanted": group, "worker": worker, "losses": losses, "now": datetime.now(UTC)}
+    attempt = tx.execute(_TAKE_GROUP, taken | {"lease": int(lease_seconds * 1000)}).scalar_one()
     fence = Fence(group, attempt)
     if losses >= MAX_LOSSES:
         hint = memory_hint(tx, before.run_id, before.worker)
@@ -133,40 +150,39 @@ def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -
     return _load_work(tx, fence)
 
 
-def _load_work(tx: Connection, fence: Fence) -> GroupWork:
-    row = (
-        tx.execute(
-            select(
-                db.groups.c.run_id,
-                db.groups.c.kind,
-                db.groups.c.opening,
-                db.runs.c.name,
-                db.runs.c.config,
-                db.runs.c.seed,
-                db.runs.c.base,
-                db.runs.c.base_hash,
-                db.iterations.c.number,
-                db.iterations.c.policy_id,
-                db.policies.c.version,
-                db.policies.c.path,
-                db.policies.c.sha256,
-                db.tasks,
-                db.reward_sets.c.id.label("reward_set"),
-                db.reward_sets.c.weights,
-            )
-            .select_from(db.groups)
-            .join(db.runs, db.runs.c.id == db.groups.c.run_id)
-            .join(db.iterations, db.iterations.c.id == db.groups.c.iteration_id)
-            .join(db.policies, db.policies.c.id == db.iterations.c.policy_id)
-            .join(db.tasks, db.tasks.c.id == db.groups.c.task_id)
-            .join(db.reward_sets, (db.reward_sets.c.run_id == db.runs.c.id) & (db.reward_sets.c.name == "default"))
-            .where(db.groups.c.id == fence.group)
-        )
-        .mappings()
-        .one()
+_WORK = (
+    select(
+        db.groups.c.run_id,
+        db.groups.c.kind,
+        db.groups.c.opening,
+        db.runs.c.name,
+        db.runs.c.config,
+        db.runs.c.seed,
+        db.runs.c.base,
+        db.runs.c.base_hash,
+        db.iterations.c.number,
+        db.iterations.c.policy_id,
+        db.policies.c.version,
+        db.policies.c.path,
+        db.policies.c.sha256,
+        db.tasks,
+        db.reward_sets.c.id.label("reward_set"),
+        db.reward_sets.c.weights,
     )
+    .select_from(db.groups)
+    .join(db.runs, db.runs.c.id == db.groups.c.run_id)
+    .join(db.iterations, db.iterations.c.id == db.groups.c.iteration_id)
+    .join(db.policies, db.policies.c.id == db.iterations.c.policy_id)
+    .join(db.tasks, db.tasks.c.id == db.groups.c.task_id)
+    .join(db.reward_sets, (db.reward_sets.c.run_id == db.runs.c.id) & (db.reward_sets.c.name == "default"))
+    .where(db.groups.c.id == bindparam("wanted"))
+)
+
+
+def _load_work(tx: Connection, fence: Fence) -> GroupWork:
+    row = tx.execute(_WORK, {"wanted": fence.group}).mappings().one()
     task = task_value(row)
-    unfinished = db.episodes.c.status.in_(OPEN)
+    unfinished = _open(db.episodes.c.status)
     return GroupWork(
         fence=fence,
         run_id=row["run_id"],
@@ -185,11 +201,13 @@ def _load_work(tx: Connection, fence: Fence) -> GroupWork:
     )
 
 
+_STILL_OPEN = select(_GROUPS.id).where(_GROUPS.id.in_(bindparam("groups", expanding=True)), _open(_GROUPS.status)).limit(1)
+
+
 @reading
 def all_closed(tx: Connection, groups: Sequence[int]) -> bool:
     """Whether every one of the groups is terminal."""
-    still_open = select(func.count()).where(db.groups.c.id.in_(groups), db.groups.c.status.in_(OPEN))
-    return tx.execute(still_open).scalar_one() == 0
+    return tx.execute(_STILL_OPEN, {"groups": list(groups)}).first() is None
 
 
 @reading
@@ -278,6 +296,22 @@ def _give_up(tx: Connection, fence: Fence, error_class: str, error: str) -> None
 
 # ends
 
+_END_EPISODE = Prepared(
+    update(db.episodes)
+    .where(_EPISODES.id == bindparam("of_episode"))
+    .values(started_at=func.coalesce(_EPISODES.started_at, bindparam("began", type_=db.Utc())))
+)
+_NEW_REWARD = Prepared(db.rewards.insert().inline())
+_OPEN_EPISODES = Prepared(select(_EPISODES.id).where(_EPISODES.group_id == bindparam("group"), _open(_EPISODES.status)))
+_MEMBERS = Prepared(select(_EPISODES.status, _EPISODES.reward).where(_EPISODES.group_id == bindparam("group")))
+_ITERATION = Prepared(
+    select(db.iterations.c.id)
+    .where(db.iterations.c.id == select(_GROUPS.iteration_id).where(_GROUPS.id == bindparam("group")).scalar_subquery())
+    .with_for_update()
+)
+_CLOSE = Prepared(update(db.groups).where(_GROUPS.id == bindparam("of_group"), _GROUPS.attempt == bindparam("of_attempt")))
+_OPEN_GROUP = Prepared(select(_GROUPS.id).where(_GROUPS.iteration_id == bindparam("iteration"), _open(_GROUPS.status)).limit(1))
+
 
 @transaction
 def finish_episodes(
@@ -291,21 +325,8 @@ def finish_episodes(
     held = check(tx, fence)
     open_ones = set(_open_episodes(tx, fence))
     ended = [outcome for outcome in outcomes if outcome.episode in open_ones]
-    for outcome in ended:
-        tx.execute(
-            update(db.episodes)
-            .where(db.episodes.c.id == outcome.episode)
-            .values(
-                status=outcome.status,
-                stop_reason=outcome.stop_reason,
-                reward=outcome.reward,
-                final_answer=clean(outcome.final_answer),
-                error_class=outcome.error_class,
-                error=clean(outcome.error),
-                started_at=db.first_utc(db.episodes.c.started_at, datetime.now(UTC)),
-                finished_at=datetime.now(UTC),
-            )
-        )
+    if ended:
+        _END_EPISODE.run(tx, *(_end_row(outcome) for outcome in ended))
     parts = [
         {
             "run": held.run,
@@ -319,35 +340,41 @@ def finish_episodes(
         for part, value in (outcome.parts or {}).items()
     ]
     if parts:
-        tx.execute(db.rewards.insert(), parts)
+        _NEW_REWARD.run(tx, *parts)
     return _close_group(tx, fence)
 
 
+def _end_row(outcome: Outcome) -> dict[str, Any]:
+    now = datetime.now(UTC)
+    return {
+        "of_episode": outcome.episode,
+        "status": outcome.status,
+        "stop_reason": outcome.stop_reason,
+        "reward": outcome.reward,
+        "final_answer": clean(outcome.final_answer),
+        "error_class": outcome.error_class,
+        "error": clean(outcome.error),
+        "began": now,
+        "finished_at": now,
+    }
+
+
 def _open_episodes(tx: Connection, fence: Fence) -> list[int]:
-    query = select(db.episodes.c.id).where(db.episodes.c.group_id == fence.group, db.episodes.c.status.in_(OPEN))
-    return list(tx.execute(query).scalars())
+    return [episode for (episode,) in _OPEN_EPISODES.rows(tx, {"group": fence.group})]
 
 
 def _close_group(tx: Connection, fence: Fence) -> Finished:
     if _open_episodes(tx, fence):
         return Finished(False, None)
-    episodes = db.episodes
-    members = tx.execute(select(episodes.c.status, episodes.c.reward).where(episodes.c.group_id == fence.group)).all()
-    rewards = [member.reward for member in members if member.status == "done"]
+    members = _MEMBERS.rows(tx, {"group": fence.group})
+    rewards = [reward for status, reward in members if status == "done"]
     mean = sum(rewards) / len(rewards) if rewards else None
     std = (sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)) ** 0.5 if len(rewards) > 1 else None
-    iteration_id = tx.execute(select(db.groups.c.iteration_id).where(db.groups.c.id == fence.group)).scalar_one()
     # Locked, so that of two groups that finish at once the second sees the first.
-    tx.execute(select(db.iterations.c.id).where(db.iterations.c.id == iteration_id).with_for_update())
-    tx.execute(
-        update(db.groups)
-        .where(db.groups.c.id == fence.group, db.groups.c.attempt == fence.attempt)
-        .values(status="done", mean_reward=mean, std_reward=std, finished_at=datetime.now(UTC), lease_until=None)
-    )
-    still_open = tx.execute(
-        select(func.count()).where(db.groups.c.iteration_id == iteration_id, db.groups.c.status.in_(OPEN))
-    ).scalar_one()
-    return Finished(True, None if still_open else iteration_id)
+    ((iteration_id,),) = _ITERATION.rows(tx, {"group": fence.group})
+    closed = {"status": "done", "mean_reward": mean, "std_reward": std, "finished_at": datetime.now(UTC), "lease_until": None}
+    _CLOSE.run(tx, {"of_group": fence.group, "of_attempt": fence.attempt, **closed})
+    return Finished(True, None if _OPEN_GROUP.rows(tx, {"iteration": iteration_id}) else iteration_id)
 
 
 _HELD = Prepared(

@@ -36,7 +36,7 @@ def load_episodes(tx: Connection, condition: Any, tasks: Mapping[int, Task]) -> 
     """
     order = (db.episodes.c.group_id, db.episodes.c.sample)
     rows = tx.execute(select(db.episodes).where(condition).order_by(*order)).mappings().all()
-    steps = _load_steps(tx, condition)
+    steps = _load_steps(tx, condition) if any(row["steps"] for row in rows) else {}
     inherited = _inherited(tx, rows, tasks)
     return tuple(
         Episode(

@@ -170,11 +170,16 @@ def _ids_of_calls(tx: Connection, fence: Fence, records: Sequence[Sampled]) -> l
     return [found.get((record.episode, record.step.index), []) for record in records]
 
 
+_RESULTS = select(_CALLS.id, _CALLS.result, _CALLS.error_class, _CALLS.seconds).where(
+    _CALLS.id.in_(bindparam("calls", expanding=True)), _CALLS.result.is_not(None)
+)
+
+
 @reading
 def results_of(tx: Connection, calls: Sequence[int]) -> dict[int, ToolResult]:
     """The results that are there, by call id."""
-    rows = tx.execute(select(db.tool_calls).where(db.tool_calls.c.id.in_(calls), db.tool_calls.c.result.is_not(None)))
-    return {row.id: ToolResult(row.result, row.error_class, row.seconds) for row in rows}
+    rows = tx.execute(_RESULTS, {"calls": list(calls)})
+    return {call: ToolResult(result, error_class, seconds) for call, result, error_class, seconds in rows}
 
 
 @reading

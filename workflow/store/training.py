@@ -17,8 +17,8 @@ from workflow.errors import Fenced, ModelError
 from workflow.evaluate import Score
 from workflow.store.connect import insert, reading, transaction
 from workflow.store.groups import load_groups
-from workflow.store.iterations import insert_iteration
-from workflow.store.planning import is_broken, log
+from workflow.store.iterations import insert_iteration, staleness_of
+from workflow.store.planning import is_broken, log, newest_version, still_read
 from workflow.store.rollout import MAX_LOSSES, memory_hint
 from workflow.store.rows import clean, members_of
 from workflow.trajectory import OPEN, Group, PolicyRef
@@ -73,15 +73,21 @@ class UpdateRecord:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The policy version that the commit published, and the next iteration if there is one."""
+    """The policy version that the commit published, and what may start with it: an iteration to roll out, one to train.
+
+    Without staleness `trains` is None: what is trained next must be rolled out first.
+    """
 
     version: int
     next_iteration: int | None
+    trains: int | None = None
 
 
 @transaction
 def claim_iteration(tx: Connection, iteration: int, worker: str, lease_seconds: float) -> IterationWork | None:
     """Takes the iteration's lease and loads its episodes; None if it is not ready, over, held, or its run is not running.
+
+    It is ready when all of its groups are terminal and the policy is published that its update starts from.
 
     With fewer than half of the planned episodes done the run is paused instead, and says why.
     """
@@ -137,7 +143,7 @@ def _claimable(tx: Connection, iteration: int, worker: str, lease_seconds: float
         .add_columns(runs.c.output_dir, runs.c.manifest, runs.c.reward_set, is_broken(runs.c.id).label("broken"))
         .join(runs, runs.c.id == iterations.c.run_id)
         .where(iterations.c.id == iteration, iterations.c.status.in_(OPEN), runs.c.status == "running")
-        .where((open_groups == 0) | is_broken(runs.c.id))
+        .where((open_groups == 0) | is_broken(runs.c.id), iterations.c.number <= newest_version(runs.c.id))
         .where(db.free(iterations.c.lease_until, lease_seconds) | (iterations.c.worker == worker))
         .with_for_update(of=iterations)
     )
@@ -192,7 +198,7 @@ def fail_update(tx: Connection, work: IterationWork, error: str, max_attempts: i
 
 @transaction
 def commit_update(tx: Connection, work: IterationWork, record: UpdateRecord, max_bad_updates: int) -> Published:
-    """One commit: iteration done, episodes consumed, policy published, next iteration planned (or the run done).
+    """One commit: iteration done, episodes consumed, policy published, the iteration that samples with it planned.
 
     Raises:
         Fenced: another trainer holds the iteration, or it is over; what was computed is discarded.
@@ -220,7 +226,7 @@ def commit_update(tx: Connection, work: IterationWork, record: UpdateRecord, max
         for table in (db.groups, db.iteration_groups):
             tx.execute(update(table).where(table.c.iteration_id == work.id, table.c.slot == slot).values(dropped=reason))
     policy_id = _publish(tx, work, record)
-    return Published(work.number + 1, _go_on(tx, work, record, policy_id, max_bad_updates))
+    return _go_on(tx, work, record, policy_id, max_bad_updates)
 
 
 def _committed(tx: Connection, work: IterationWork) -> Published | None:
@@ -230,13 +236,19 @@ def _committed(tx: Connection, work: IterationWork) -> Published | None:
     )
     if tx.execute(mine).first() is None:
         return None
-    following = (
-        select(db.iterations.c.id)
-        .join(db.runs, db.runs.c.id == db.iterations.c.run_id)
-        .where(db.iterations.c.run_id == work.run_id, db.iterations.c.number == work.number + 1)
-        .where(db.iterations.c.status.in_(OPEN), db.runs.c.status == "running")
-    )
-    return Published(work.number + 1, tx.execute(following).scalar_one_or_none())
+    return _published_by(tx, work)
+
+
+def _published_by(tx: Connection, work: IterationWork) -> Published:
+    """What the commit of that work published, as far as its run is running."""
+    iterations, following = db.iterations.c, work.number + 1 + staleness_of(work.config)
+    of_run = select(iterations.id).join(db.runs, db.runs.c.id == iterations.run_id)
+    of_run = of_run.where(iterations.run_id == work.run_id, iterations.status.in_(OPEN), db.runs.c.status == "running")
+    rolls_out = tx.execute(of_run.where(iterations.number == following)).scalar_one_or_none()
+    open_groups = select(db.groups.c.iteration_id).where(db.groups.c.run_id == work.run_id, db.groups.c.status.in_(OPEN))
+    ready = of_run.where(iterations.number == work.number + 1, iterations.id.not_in(open_groups))
+    trains = tx.execute(ready).scalar_one_or_none()
+    return Published(work.number + 1, rolls_out, None if trains == rolls_out else trains)
 
 
 def _close_iteration(tx: Connection, work: IterationWork, record: UpdateRecord) -> None:
@@ -289,24 +301,30 @@ def _publish(tx: Connection, work: IterationWork, record: UpdateRecord) -> int:
     return policy_id
 
 
-def _go_on(tx: Connection, work: IterationWork, record: UpdateRecord, policy_id: int, max_bad: int) -> int | None:
+def _go_on(tx: Connection, work: IterationWork, record: UpdateRecord, policy_id: int, max_bad: int) -> Published:
     run = tx.execute(select(db.runs).where(db.runs.c.id == work.run_id).with_for_update()).mappings().one()
     bad = run["bad_updates"] + 1 if record.bad else 0
     tx.execute(update(db.runs).where(db.runs.c.id == work.run_id).values(bad_updates=bad))
-    tx.execute(  # marked while this update ran: nothing of the run samples or trains with it any more
+    tx.execute(  # marked while this update ran: unless something samples with it, the run has left it behind
         update(db.policies)
         .where(db.policies.c.run_id == work.run_id, db.policies.c.version <= work.number, db.policies.c.broken != "")
+        .where(db.policies.c.path.not_in(still_read(work.run_id)))
         .values(broken="")
     )
-    last = work.number + 1 >= run["iterations"]
-    following = None if last else insert_iteration(tx, work.run_id, work.number + 1, policy_id)
+    following = work.number + 1 + staleness_of(work.config)
+    if following < run["iterations"]:
+        insert_iteration(tx, work.run_id, following, policy_id)
+    tx.execute(  # its train job may have come already, and was refused: it is sent again at once
+        update(db.iterations)
+        .where(db.iterations.c.run_id == work.run_id, db.iterations.c.number == work.number + 1)
+        .values(train_sent_ms=None, train_sends=0)
+    )
     if bad >= max_bad:
         _set_run(tx, work.run_id, "failed", f"{bad} updates in a row were skipped: {record.skipped}")
-        return None
-    if last:
+    elif work.number + 1 >= run["iterations"]:
         # Also a run that was failed meanwhile: nothing is left to resume.
         _set_run(tx, work.run_id, "done", "", (*OPEN, "paused", "failed"))
-    return following if run["status"] == "running" else None
+    return _published_by(tx, work)
 
 
 @transaction
@@ -368,10 +386,14 @@ def confirm_base(tx: Connection, run: int, base_hash: str, chat_hashes: Mapping[
 
 
 @reading
-def optimizer_to_drop(tx: Connection, run: int, keep: int = 2) -> str | None:
-    """The checkpoint whose optimizer state no update can need any more: the one before the last `keep`."""
+def optimizer_to_drop(tx: Connection, run: int, staleness: int = 0) -> str | None:
+    """The checkpoint whose optimizer state no update can need any more.
+
+    The newest keep it, those before it that are still sampled with, and the one that the oldest can be made again from.
+    """
     trained = select(db.policies.c.path).where(db.policies.c.run_id == run, db.policies.c.kind == "trained")
     trained = trained.where(db.policies.c.version > 0)  # which a run that starts from another's policy has from there
+    keep = 2 + staleness
     return tx.execute(trained.order_by(db.policies.c.version.desc()).offset(keep).limit(1)).scalar_one_or_none()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sqlalchemy import text
 
-from bench.synthetic import Run
+from tests.benchmarks.synthetic import Run
 from workflow.store import observe
 from workflow.store.connect import Database
 from workflow.views import VIEWS
@@ -28,7 +28,7 @@ FILTERS: tuple[dict[str, object], ...] = (
 )
 """Every filter of `list_episodes` alone, some that nothing meets, some together."""
 
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 
 
 def reads(runs: list[Run], episodes: int) -> dict[str, Read]:

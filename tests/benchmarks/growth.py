@@ -3,13 +3,14 @@
 import time
 from functools import partial
 from itertools import count
+from statistics import median
 
 from sqlalchemy import text
 
-from bench import reads, synthetic, writes
-from bench.databases import both
-from bench.report import Table, load
-from bench.timing import Spread, alternate
+from tests.benchmarks import reads, synthetic, writes
+from tests.benchmarks.databases import both
+from tests.benchmarks.report import Comparison, Measured, Table, load
+from tests.benchmarks.timing import alternate, p95
 from workflow.store.connect import Database
 from workflow.store.rollout import Fence
 
@@ -18,7 +19,7 @@ LIMIT_MS = 100
 REPETITIONS = 15
 
 
-def measure() -> list[Table]:
+def measure() -> Measured:
     """Reads, questions over whole runs (for information), and writes."""
     with both() as databases:
         seconds = {name: _fill(database) for name, database in databases.items()}
@@ -29,11 +30,11 @@ def measure() -> list[Table]:
                 synthetic.Run(*row) for row in tx.execute(text("SELECT id, name, iterations, status = 'running' FROM runs"))
             ]
         looked_at = [run for run in runs if run.name in ("old", "large", "live")]
-        return [
+        shown = [
             _reads(databases, f"reads of {episodes} episodes, ms", reads.reads(looked_at, episodes)),
             _reads(databases, "the README's questions, over the run of 60%, ms (no limit set)", reads.questions("large")),
-            _writes(databases),
         ]
+        return Measured(shown, _writes(databases))
 
 
 def _fill(database: Database) -> float:
@@ -48,31 +49,25 @@ def _fill(database: Database) -> float:
 def _reads(databases: dict[str, Database], title: str, wanted: dict[str, reads.Read]) -> Table:
     rows: list[list[object]] = []
     for name, read in wanted.items():
-        spreads = alternate({kind: partial(read, database) for kind, database in databases.items()}, REPETITIONS)
-        slow = [kind for kind, spread in spreads.items() if 1000 * spread.median > LIMIT_MS]
-        rows.append(
-            [name, *(1000 * value for spread in spreads.values() for value in (spread.least, spread.median, spread.p95)), *slow]
-        )
+        taken = alternate({kind: partial(read, database) for kind, database in databases.items()}, REPETITIONS)
+        slow = [kind for kind, seconds in taken.items() if 1000 * median(seconds) > LIMIT_MS]
+        spread = (value for seconds in taken.values() for value in (min(seconds), median(seconds), p95(seconds)))
+        rows.append([name, *(1000 * value for value in spread), *slow])
     columns = ["what", *(f"{kind} {value}" for kind in databases for value in ("least", "median", "p95")), "slow"]
     return Table(title, columns, [[*row, *[""] * (len(columns) - len(row))][: len(columns)] for row in rows], load())
 
 
-def _writes(databases: dict[str, Database]) -> Table:
-    rows: list[list[object]] = []
+def _writes(databases: dict[str, Database]) -> list[Comparison]:
+    found = []
     for kind, database in databases.items():
         target = _target(database)
         for with_call in (False, True):
             ways = {"store": writes.through_store(database, with_call), "driver": writes.by_driver(database, with_call)}
-            spreads = alternate({way: partial(_many, write, target) for way, write in ways.items()}, 2 * REPETITIONS)
-            rows.append([f"{kind}, {'T1, result, T2' if with_call else 'T1'}", *_rates(spreads["store"], spreads["driver"])])
-    columns = ["one step per transaction", "store/s", "driver/s", "ratio", "ratio p5", "ratio p95"]
-    return Table("writes", columns, rows, load())
-
-
-def _rates(store: Spread, driver: Spread) -> list[float]:
-    ratios = Spread(tuple(theirs / ours for ours, theirs in zip(store.seconds, driver.seconds, strict=True)))
-    lowest = -Spread(tuple(-ratio for ratio in ratios.seconds)).p95
-    return [writes.STEPS / store.median, writes.STEPS / driver.median, ratios.median, lowest, ratios.p95]
+            taken = alternate({way: partial(_many, write, target) for way, write in ways.items()}, 2 * REPETITIONS)
+            rates = {way: [writes.STEPS / seconds for seconds in taken[way]] for way in ways}
+            what = f"steps written to {kind}, {'T1, result, T2' if with_call else 'T1'}"
+            found.append(Comparison(what, rates["store"], rates["driver"], "steps/s", "the bare driver", "more", "the store"))
+    return found
 
 
 def _many(write: writes.Write, target: writes.Target) -> None:

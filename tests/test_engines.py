@@ -1,0 +1,99 @@
+"""Which engine may sample for which run, and what a process needs that uses one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli.talk import Talk, open_policy
+from tests.models import tiny_random
+from tests.served import served
+from workers.models import Models
+from workers.submit import prepare
+from workflow import checkpoint, engines
+from workflow.config import ModelConfig, build
+from workflow.errors import CheckpointError, ConfigError
+from workflow.plugins import find
+from workflow.policy import Policy
+from workflow.settings import settings
+from workflow.trajectory import PolicyRef
+
+torch.set_num_threads(1)
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_random(tmp_path_factory.mktemp("base") / "small")
+
+
+def test_a_run_that_an_engine_cannot_sample_for_is_refused_at_submission() -> None:
+    exact, full, small = build({"model.numerics": "exact"}), build({"model.lora_r": 0}), build({"model.lora_r": 4})
+    for name, config, said in [
+        ("openai", exact, "numerics: exact"),
+        ("continuous", exact, "numerics: exact"),
+        ("openai", full, "kind 'full'"),
+        ("llamacpp", small, "eval and chat"),
+        ("llamacpp", build({}), "eval and chat"),
+        ("openai", build({"model.load_in_4bit": True}), "quantise"),
+        ("openai", build({"model.sampler_dtype": "bfloat16"}), "sampler_dtype"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            engines.check(find("engines", name), config, trains=True)
+    engines.check(find("engines", "openai"), small, trains=True)
+    engines.check(find("engines", "continuous"), full, trains=True)
+    engines.check(find("engines", "llamacpp"), full, trains=False)
+    engines.check(find("engines", "openai"), full, trains=False)
+    with pytest.raises(ConfigError, match=r"rollout\.temperature"):
+        engines.check(find("engines", "llamacpp"), build({"rollout.temperature": 0.5}), trains=False)
+    for name in ("openai", "continuous", "rolling"):
+        engines.check(find("engines", name), build({"rollout.temperature": 0.5, "model.lora_r": 4}), trains=True)
+
+
+@pytest.mark.parametrize(("name", "rank", "said"), [("llamacpp", 4, "eval and chat"), ("openai", 0, "kind 'full'")])
+def test_an_evaluation_of_trained_weights_that_an_engine_cannot_sample_from_is_refused_at_submission(
+    folder: Path, home: Path, name: str, rank: int, said: str
+) -> None:
+    config = build({"model.path": str(folder), "model.lora_r": rank, "dataset.name": "arithmetic", "rollout.engine": name})
+    with pytest.raises(ConfigError, match=said):
+        prepare(None, config, kind="eval", policy=PolicyRef(str(folder), "hash", "runs/v1", "sha256", 1))
+    assert prepare(None, config, kind="eval").submission.kind == "eval"
+
+
+def test_a_worker_that_only_trains_needs_no_server(folder: Path, home: Path) -> None:
+    config = build({"model.path": str(folder), "model.lora_r": 4, "rollout.engine": "openai"})
+    with Models().use(config, str(folder)) as loaded:
+        loaded.release()
+        assert loaded.policy.trainable()
+        with pytest.raises(ConfigError, match="AGENTRL_ENGINE_URL"):
+            assert loaded.engine
+
+
+def test_weights_that_are_read_late_are_those_that_were_hashed(tmp_path: Path) -> None:
+    base = tiny_random(tmp_path / "small")
+    late = Policy.load(ModelConfig(lora_r=4), str(base), "cpu", 1, weights=False)
+    tiny_random(base, seed=1)
+    with pytest.raises(CheckpointError, match="made anew"):
+        late.trainable()
+
+
+def test_one_talks_to_a_trained_policy_over_a_server(
+    folder: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Policy.load(ModelConfig(lora_r=4), str(folder), "cpu", 1)
+    sha256 = checkpoint.write(tmp_path / "v1", lambda beside: trainer.save_weights(beside / checkpoint.WEIGHTS))
+    ref = PolicyRef(str(folder), trainer.base_hash, str(tmp_path / "v1"), sha256, 1)
+    config = build({"model.path": str(folder), "model.lora_r": 4, "rollout.engine": "openai"})
+    limits = config.rollout.model_copy(update={"max_new_tokens": 8})
+    with served(folder) as (routes, url):
+        monkeypatch.setenv("AGENTRL_ENGINE_URL", url)
+        settings.cache_clear()
+        policy, opened = open_policy(config, ref)
+        talk = Talk(policy, opened, find("envs", "arithmetic"), limits, seed=0)
+        assert list(talk.answer("What is 2 plus 2?"))
+        talk.close()
+        assert {each.model for each in routes.sampled} == {ref.sha256}
+    llama = config.model_copy(update={"rollout": limits.model_copy(update={"engine": "llamacpp"})})
+    with pytest.raises(ConfigError, match="eval and chat"):
+        open_policy(llama, ref)

@@ -1,0 +1,14 @@
+"""A llama.cpp server, for eval and chat with a base as it is: see `workflow.llamacpp`."""
+
+from workflow.engines import Backend
+
+llamacpp = Backend(
+    name="llamacpp",
+    start="workflow.llamacpp:start",
+    keyed=False,
+    logprobs=True,
+    weights=frozenset(),
+    quantised=False,
+    options=frozenset({"top_k", "top_p", "min_p"}),  # its logprobs are those of temperature 1
+    local=False,
+)

@@ -1,0 +1,146 @@
+"""Logprobs of chosen tokens without the logits of all: a language model's head, a few hundred positions at a time.
+
+With 152,000 words the logits of 4,096 tokens are 2.5 GB and their gradient as much again; this is where an update runs out of
+memory. Here only the positions asked for meet the head, in chunks, and no more than one chunk of (tokens, words) exists.
+
+The gradient needs no logits either. With p = softmax(W h / T), d logprob(t) / d h = (W[t] - p W) / T: one vector per token,
+made while its chunk is there, and the backward pass only scales it. Where the head itself trains, d logprob(t) / d W =
+(onehot(t) - p) h / T is as large as the chunk was; the backward pass then makes each chunk once more.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+CHUNK = 2**23
+"""Logits that are in memory at once: 32 MB in float32."""
+
+
+def head_logprobs(head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Logprobs of the targets after the hidden states, with a gradient, and the entropies, without one.
+
+    Args:
+        head: (H) -> (V) words, with or without a bias, frozen or trained.
+        hidden: (N, H).
+        targets: (N,) ids.
+        temperature: logits are divided by it.
+
+    Returns:
+        Two tensors (N,), in nats: float32, or float64 where the hidden states are.
+    """
+    found: tuple[Tensor, Tensor] = _Head.apply(hidden, head.weight, head.bias, targets, temperature)  # type: ignore[no-untyped-call]
+    return found
+
+
+def logits_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The same of logits (N, V) that a model made itself, again in chunks, each made twice where there is a gradient."""
+    size = _size(logits.shape[-1])
+    pairs = zip(torch.split(logits, size), torch.split(targets, size), strict=True)
+    parts = [checkpoint(_scores, *pair, temperature, use_reentrant=False) for pair in pairs]
+    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+
+def _scores(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    everything = torch.log_softmax(_wide(logits) / temperature, dim=-1)
+    entropy = -torch.linalg.vecdot(everything.detach().exp(), everything.detach())
+    return everything.gather(-1, targets[:, None])[:, 0], entropy
+
+
+class _Head(Function):
+    """The linear head and the softmax as one step; H hidden features, V words, N tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: "_Context", hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Scores, and what the backward pass needs: slopes (N, H), or all inputs once more where the head trains."""
+        like = _wide(hidden[:0])
+        logprobs, entropy = like.new_empty(len(hidden)), like.new_empty(len(hidden))
+        trains = any(ctx.needs_input_grad[1:3])
+        slopes = like.new_empty(hidden.shape if ctx.needs_input_grad[0] and not trains else 0)
+        for part in _parts(len(hidden), len(weight)):
+            shares, logs, total = _softmax(hidden[part], weight, bias, temperature)
+            logprobs[part] = logs.gather(-1, targets[part, None])[:, 0] - total.log()
+            entropy[part] = total.log() - torch.linalg.vecdot(shares, logs) / total
+            if len(slopes):
+                slopes[part] = _rise(shares, total, targets[part], 1.0).to(weight.dtype) @ weight
+        ctx.save_for_backward(slopes, targets, *((hidden, weight, bias) if trains else ()))
+        ctx.temperature = temperature
+        ctx.dtype = hidden.dtype
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: "_Context", *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """From d loss / d logprobs (N,) to those of the hidden states and, where they train, of weight and bias."""
+        scale = gradients[0] / ctx.temperature
+        slopes, targets, *inputs = ctx.saved_tensors
+        if not inputs:
+            return (slopes * scale[:, None]).to(ctx.dtype), None, None, None, None
+        hidden, weight, bias = inputs
+        to_hidden, to_weight = torch.empty_like(hidden), _wide(weight[:0]).new_zeros(weight.shape)
+        to_bias = None if bias is None else to_weight.new_zeros(len(bias))
+        for part in _parts(len(hidden), len(weight)):
+            shares, _, total = _softmax(hidden[part], weight, bias, ctx.temperature)
+            rise = _rise(shares, total, targets[part], scale[part])
+            narrow = rise.to(weight.dtype)
+            to_hidden[part] = narrow @ weight
+            _add_product(to_weight, narrow.T, hidden[part])
+            if to_bias is not None:
+                to_bias += rise.sum(0)
+        return to_hidden, to_weight.to(weight.dtype), None if to_bias is None else to_bias.to(weight.dtype), None, None
+
+
+class _Context(FunctionCtx):
+    """What `forward` leaves for `backward`."""
+
+    temperature: float
+    dtype: torch.dtype
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
+
+
+def _softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a chunk: exp(l) and l (C, V), l = logits / T less their greatest, and the sums (C,) of exp(l)."""
+    logs = _wide(linear(hidden, weight, bias))
+    if temperature != 1:
+        logs /= temperature
+    logs -= logs.amax(-1, keepdim=True)
+    shares = logs.exp()
+    return shares, logs, shares.sum(-1)
+
+
+def _rise(shares: Tensor, total: Tensor, targets: Tensor, scale: Tensor | float) -> Tensor:
+    """Of a chunk: (onehot(t) - p) * scale (C, V), written over the shares.
+
+    For a sure token 1 - p is small: it is taken here, since the difference of two products in 16 bits would be noise.
+    """
+    rise = shares.mul_((-scale / total)[:, None])
+    rise[torch.arange(len(rise), device=rise.device), targets] += scale
+    return rise
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, summed up in total's own type."""
+    if total.dtype == right.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _parts(tokens: int, words: int) -> Iterator[slice]:
+    size = _size(words)
+    return (slice(start, start + size) for start in range(0, tokens, size))
+
+
+def _size(words: int) -> int:
+    return max(1, CHUNK // words)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
