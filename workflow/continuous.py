@@ -26,8 +26,8 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from workflow.engine import Completion, GenerateRequest
-from workflow.errors import AgentRLError, ConfigError, InfraError, ModelError
+from workflow.engine import Completion, GenerateRequest, closed, fail, not_a_number
+from workflow.errors import ConfigError, InfraError, ModelError
 from workflow.memory import out_of_memory
 from workflow.policy import Policy
 from workflow.settings import Settings
@@ -149,8 +149,8 @@ class ContinuousEngine:
     def _enqueue(self, row: _Row) -> None:
         with self._changed:
             if self._closed:
-                row.future.set_exception(_closed())
-            elif self._live and not self._waiting and _weights(row.request.policy) == self._weights:
+                row.future.set_exception(closed())
+            elif self._live and not self._waiting and row.request.policy.weights == self._weights:
                 self._add(row)
             else:
                 self._waiting.append(row)
@@ -217,7 +217,7 @@ class ContinuousEngine:
         finally:  # whatever ends the thread, nobody waits for it any longer
             with self._changed:
                 self._closed = True
-                _fail([*self._live.values(), *self._waiting], _closed())
+                _fail([*self._live.values(), *self._waiting], closed())
             if self._manager is not None:
                 self._manager.stop(hard_stop=True)
 
@@ -230,11 +230,11 @@ class ContinuousEngine:
         """Nothing is live: all that want the weights of the first in line go together."""
         with self._changed:
             ref = self._waiting[0].request.policy
-            rows = [row for row in self._waiting if _weights(row.request.policy) == _weights(ref)]
-            self._waiting = deque(row for row in self._waiting if _weights(row.request.policy) != _weights(ref))
+            rows = [row for row in self._waiting if row.request.policy.weights == ref.weights]
+            self._waiting = deque(row for row in self._waiting if row.request.policy.weights != ref.weights)
         try:
             manager = self._running()
-            if self._weights != _weights(ref):
+            if self._weights != ref.weights:
                 self._change(manager, ref)
         except Exception as error:  # noqa: BLE001 - it goes to whoever waits for these rows, and the others go on
             _fail(rows, error)
@@ -258,7 +258,7 @@ class ContinuousEngine:
             assert manager.batch_processor is not None
             manager.batch_processor.cache.reset()  # else a prompt that is known is read with the old weights
             self._model.nan.zero_()
-        self._weights = _weights(ref)
+        self._weights = ref.weights
 
     def _collect(self) -> None:
         assert self._manager is not None
@@ -271,7 +271,7 @@ class ContinuousEngine:
         with self._changed:
             row = self._live.pop(result.request_id)
         if bool(self._model.nan):
-            row.future.set_exception(ModelError("The model returned NaN instead of logits."))
+            row.future.set_exception(not_a_number())
             return
         ended = result.generated_tokens[-1] in self._policy.chat.end_ids
         seconds = result.lifespan[1] - result.lifespan[0]
@@ -304,19 +304,5 @@ def _bare(error: Exception | None) -> Exception | None:
     return error
 
 
-def _weights(ref: PolicyRef) -> tuple[str, str]:
-    return ref.base_hash, ref.sha256
-
-
 def _fail(rows: Sequence[_Row], error: Exception) -> None:
-    if not isinstance(error, AgentRLError):
-        cause = error
-        error = InfraError(f"Sampling failed: {type(cause).__name__}: {cause}.")
-        error.__cause__ = cause
-    for row in rows:
-        if row.future.running() or row.future.set_running_or_notify_cancel():
-            row.future.set_exception(error)
-
-
-def _closed() -> InfraError:
-    return InfraError("The sampler was closed before this turn was sampled.")
+    fail((row.future for row in rows), error)

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from workflow.engine import Completion, GenerateRequest
-from workflow.errors import ModelError
+from workflow.engine import Completion, GenerateRequest, not_a_number
 from workflow.memory import out_of_memory
 from workflow.policy import Policy
 from workflow.sampling import lowest, sample, scaled, uniforms
@@ -260,7 +259,7 @@ class Batch:
         self._write_back(slot, turn)
         if broken:
             self._slots.wipe(slot)
-            turn.future.set_exception(ModelError("The model returned NaN instead of logits."))
+            turn.future.set_exception(not_a_number())
             return
         if stopped and turn.request.follows:
             self._keep(slot, turn)

@@ -8,10 +8,12 @@ samples them (up to the rounding of the model's own sums; `numerics: exact` leav
 The engines are the files of `workflow/engines`, each of which names a class that is an `Engine`.
 """
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from workflow.errors import AgentRLError, InfraError, ModelError
 from workflow.trajectory import FinishReason, PolicyRef
 
 
@@ -75,3 +77,25 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Ends the sampler; what is not finished fails."""
+
+
+def fail(futures: Iterable[Future[Completion]], error: Exception) -> None:
+    """Gives the error to those that are not answered; one that is none of ours is the system's."""
+    if not isinstance(error, AgentRLError):
+        cause = error
+        error = InfraError(f"Sampling failed: {type(cause).__name__}: {cause}.")
+        error.__cause__ = cause
+    for future in futures:
+        over = future.done() and not future.cancelled()
+        if future.running() or (not over and future.set_running_or_notify_cancel()):
+            future.set_exception(error)
+
+
+def closed() -> InfraError:
+    """What a turn is told that an engine's end leaves unsampled."""
+    return InfraError("The sampler was closed before this turn was sampled.")
+
+
+def not_a_number() -> ModelError:
+    """What a turn is told whose distribution is none."""
+    return ModelError("The model returned NaN instead of logits.")

@@ -15,12 +15,11 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 
 from workflow.decoding import Batch, Turn
-from workflow.engine import Completion, GenerateRequest
-from workflow.errors import AgentRLError, InfraError, ModelError
+from workflow.engine import Completion, GenerateRequest, closed, fail
+from workflow.errors import ModelError
 from workflow.memory import out_of_memory
 from workflow.policy import Policy
 from workflow.settings import Settings
-from workflow.trajectory import PolicyRef
 
 log = getLogger("agentrl.engine")
 
@@ -111,7 +110,7 @@ class RollingEngine:
     def _enqueue(self, turn: Turn) -> None:
         with self._changed:
             if self._closed:
-                turn.future.set_exception(_closed())
+                turn.future.set_exception(closed())
                 return
             self._waiting.append(turn)
             self._changed.notify_all()
@@ -129,7 +128,7 @@ class RollingEngine:
             with self._changed:
                 self._closed = True
                 self._changed.notify_all()
-                _fail([*self._batch.turns, *self._joining, *self._waiting], _closed())
+                _fail([*self._batch.turns, *self._joining, *self._waiting], closed())
 
     def _wait(self) -> bool:
         """Until there is something to do (True) or the engine is closed (False)."""
@@ -162,13 +161,13 @@ class RollingEngine:
         taken: list[Turn] = []
         with self._changed:
             if not self._batch.turns and self._waiting:
-                self._weights = _weights(self._waiting[0].request.policy)
-                self._waiting = deque(sorted(self._waiting, key=lambda turn: _weights(turn.request.policy) != self._weights))
+                self._weights = self._waiting[0].request.policy.weights
+                self._waiting = deque(sorted(self._waiting, key=lambda turn: turn.request.policy.weights != self._weights))
             room = self._limit - len(self._batch.turns)
             if room < min(len(self._waiting), self._limit // SHARE):
                 return []
             while self._waiting and len(taken) < room:
-                if _weights(self._waiting[0].request.policy) != self._weights:
+                if self._waiting[0].request.policy.weights != self._weights:
                     break
                 turn = self._waiting.popleft()
                 if turn.future.running() or turn.future.set_running_or_notify_cancel():
@@ -217,20 +216,5 @@ class RollingEngine:
             self._waiting.extendleft(reversed(turns))
 
 
-def _weights(ref: PolicyRef) -> tuple[str, str]:
-    return ref.base_hash, ref.sha256
-
-
 def _fail(turns: Sequence[Turn], error: Exception) -> None:
-    if not isinstance(error, AgentRLError):
-        cause = error
-        error = InfraError(f"Sampling failed: {type(cause).__name__}: {cause}.")
-        error.__cause__ = cause
-    for turn in turns:
-        over = turn.future.done() and not turn.future.cancelled()
-        if turn.future.running() or (not over and turn.future.set_running_or_notify_cancel()):
-            turn.future.set_exception(error)
-
-
-def _closed() -> InfraError:
-    return InfraError("The sampler was closed before this turn was sampled.")
+    fail((turn.future for turn in turns), error)

@@ -48,7 +48,7 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor:
     sums = blocks.sum(-1).double().cumsum(-1)
     total = sums[:, -1].log()
     if floor is not None:
-        weights[:, :words].masked_fill_(logits / scale < floor[:, None], 0.0)
+        weights[:, :words].masked_fill_(scaled(logits, temperature) < floor[:, None], 0.0)
         sums = blocks.sum(-1).double().cumsum(-1)
     ids = _drawn(blocks, sums, uniforms).clamp(max=words - 1)
     logprobs = ((logits.gather(-1, ids) - top) / scale)[:, 0].double() - total

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import httpx2
 
-from workflow.engine import Completion, GenerateRequest
+from workflow.engine import Completion, GenerateRequest, closed, not_a_number
 from workflow.errors import ConfigError, InfraError, ModelError, ServiceError
 from workflow.policy import Policy
 from workflow.settings import Settings
@@ -170,7 +170,7 @@ class ServedEngine:
         future: Future[Completion] = Future()
         with self._submitting:
             if self._closed:
-                future.set_exception(_closed())
+                future.set_exception(closed())
                 return future
             self._waiting.put((future, request))
             if len(self._threads) < self._slots:
@@ -190,7 +190,7 @@ class ServedEngine:
         self._server.close()
         try:
             while (open_turn := self._waiting.get_nowait()) is not None:
-                open_turn[0].set_exception(_closed())
+                open_turn[0].set_exception(closed())
         except Empty:
             for _ in self._threads:
                 self._waiting.put(None)
@@ -227,17 +227,13 @@ class ServedEngine:
             return self._window
 
 
-def _closed() -> InfraError:
-    return InfraError("The sampler was closed before this turn was sampled.")
-
-
 def _completion(turn: Turn, limit: int, seconds: float) -> Completion:
     if len(turn.token_ids) != len(turn.logprobs) or not 0 < len(turn.token_ids) <= limit:
         found = f"{len(turn.token_ids)} ids and {len(turn.logprobs)} logprobs"
         raise ModelError(f"The engine's server was asked for up to {limit} tokens and answered {found}.")
     logprobs = [math.nan if logprob is None else float(logprob) for logprob in turn.logprobs]
     if not all(map(math.isfinite, logprobs)):
-        raise ModelError("The model returned NaN instead of logits.")
+        raise not_a_number()
     return Completion(tuple(turn.token_ids), tuple(logprobs), turn.finish_reason, seconds)
 
 

@@ -198,6 +198,11 @@ class PolicyRef:
     sha256: str = ""
     version: int = 0
 
+    @property
+    def weights(self) -> tuple[str, str]:
+        """What tells these weights from others: base and sha256."""
+        return self.base_hash, self.sha256
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingKey:
