@@ -17,6 +17,7 @@ from tests.test_workers import ANSWER
 from tests.test_workers import in_memory as in_memory
 from workers import dispatch
 from workers.episodes import GroupRollout
+from workers.process import stopping
 from workers.rollout import _guarded
 from workers.rollout import rollout as rollout_job
 from workflow.config import RunConfig
@@ -176,6 +177,18 @@ def test_a_message_that_comes_twice_while_its_group_is_held_changes_nothing(own_
     for _ in range(2):
         with pytest.raises(Ignore):
             rollout_job([group])
+    assert dump(own_database) == before
+
+
+def test_a_worker_that_is_stopping_claims_no_group_only_to_hand_it_back(own_database: Database) -> None:
+    group = group_of(own_database)
+    before = dump(own_database)
+    stopping.set()
+    try:
+        with pytest.raises(Ignore):
+            rollout_job([group])
+    finally:
+        stopping.clear()
     assert dump(own_database) == before
 
 

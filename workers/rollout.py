@@ -51,10 +51,12 @@ def rollout(groups: list[int]) -> int:
 
 
 def _claim(groups: Sequence[int]) -> list[GroupWork]:
-    """Those of the groups that nobody holds."""
+    """Those of the groups that nobody holds; none once this process is to stop, for it would only hand them back."""
     works: list[GroupWork] = []
     try:
         for group in groups:
+            if stopping.is_set():
+                break
             work = store.claim_group(database(), group, claim_name(), settings().lease_seconds)
             works += [work] if work is not None else []
     except ServiceError:
