@@ -4,7 +4,8 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from transformers import Qwen2Tokenizer
+from torch import nn
+from transformers import PreTrainedModel, Qwen2Tokenizer
 
 from workflow.chat import Chat
 from workflow.config import ModelConfig
@@ -18,6 +19,12 @@ def tokenizer() -> Qwen2Tokenizer:
     """The tiny tokenizer, as a warm-up on 200 arithmetic demonstrations makes it."""
     tasks = list(islice(arithmetic.load("warmup"), 200))
     return tiny_tokenizer(conversation_texts(arithmetic, tasks, seed=0))
+
+
+def first_layer(model: nn.Module) -> nn.Module:
+    """What every pass of the model begins with: it is given the ids, (B, T)."""
+    assert isinstance(model, PreTrainedModel)
+    return model.get_input_embeddings()
 
 
 def chat() -> Chat:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig
 
 from tests.alone import alone
-from tests.models import tiny_random, tokenizer
+from tests.models import first_layer, tiny_random, tokenizer
 from workflow import checkpoint
 from workflow.config import ModelConfig
 from workflow.engine import Completion, GenerateRequest
@@ -279,13 +279,13 @@ def test_where_memory_runs_out_fewer_rows_go_on_with_the_same_tokens(
     expected = [future.result(60) for future in [engine.submit(request) for request in requests]]
     calls: list[int] = []
 
-    def small_card(module: torch.nn.Module, args: object, kwargs: dict[str, torch.Tensor]) -> None:
-        calls.append(len(kwargs["input_ids"]))
+    def small_card(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        calls.append(len(args[0]))
         if calls[-1] > 3 and len(calls) > 6:
             raise torch.OutOfMemoryError("as if")
 
     with exact.sampling() as model:
-        hook = model.register_forward_pre_hook(small_card, with_kwargs=True)
+        hook = first_layer(model).register_forward_pre_hook(small_card)
     try:
         completions = [future.result(60) for future in [engine.submit(request) for request in requests]]
     finally:
@@ -301,7 +301,7 @@ def test_an_error_of_the_model_fails_the_live_rows_and_the_thread_lives_on(
         raise torch.OutOfMemoryError("as if")
 
     with exact.sampling() as model:
-        hook = model.register_forward_pre_hook(broken)
+        hook = first_layer(model).register_forward_pre_hook(broken)
     try:
         with pytest.raises(InfraError, match="Sampling failed: OutOfMemoryError: as if"):
             engine.submit(GenerateRequest((5, 6), ref, 1, 0, 4)).result(60)
@@ -318,7 +318,7 @@ def test_a_sampler_that_ends_leaves_nobody_waiting(exact: Policy, ref: PolicyRef
     engine = RollingEngine(exact, slots=2)
     with exact.sampling() as model:
         futures = [engine.submit(GenerateRequest((5, 6), ref, key, 0, 4)) for key in range(5)]
-        hook = model.register_forward_pre_hook(leave)
+        hook = first_layer(model).register_forward_pre_hook(leave)
     try:
         for future in futures:
             with pytest.raises(InfraError, match="closed"):
@@ -382,11 +382,11 @@ def tokens_read(policy: Policy) -> Iterator[list[int]]:
     """How many tokens each call of the model reads, padding counted."""
     read: list[int] = []
 
-    def count(module: torch.nn.Module, args: object, kwargs: dict[str, torch.Tensor]) -> None:
-        read.append(kwargs["input_ids"].numel())
+    def count(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        read.append(args[0].numel())
 
     with policy.sampling() as model:
-        hook = model.register_forward_pre_hook(count, with_kwargs=True)
+        hook = first_layer(model).register_forward_pre_hook(count)
     try:
         yield read
     finally:
@@ -487,7 +487,7 @@ def test_out_of_memory_costs_what_is_kept_before_it_costs_slots(exact: Policy, r
             raise torch.OutOfMemoryError("as if")
 
     with exact.sampling() as model:
-        hook = model.register_forward_pre_hook(run_out)
+        hook = first_layer(model).register_forward_pre_hook(run_out)
     try:
         pair = [engine.submit(GenerateRequest((8,), ref, key, 0, 30)) for key in (901, 902)]
         assert all(future.result(60).token_ids for future in pair)
@@ -523,7 +523,7 @@ def test_what_a_row_with_a_nan_leaves_harms_nobody_who_has_its_slot_next(exact: 
 
     engine = RollingEngine(exact, slots=2)
     with exact.sampling() as model:
-        hook = model.get_input_embeddings().register_forward_hook(spoil)  # type: ignore[operator]
+        hook = first_layer(model).register_forward_hook(spoil)
     with pytest.raises(ModelError, match="NaN"):
         engine.submit(GenerateRequest((5, 6) * 30, ref, 1, 0, 4)).result(60)
     spoilt.clear()
@@ -544,7 +544,7 @@ def test_weights_that_broke_off_while_they_were_published_are_published_again(
     def run_out(policy: Policy) -> None:
         raise InfraError("as if")
 
-    monkeypatch.setattr(Policy, "_pack", run_out)
+    monkeypatch.setattr(Policy, "_prepare", run_out)
     with pytest.raises(InfraError, match="as if"):
         engine.submit(replace(request, policy=other)).result(60)
     monkeypatch.undo()

@@ -1,6 +1,5 @@
 """Packed weights: the same model, and always the newest weights."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +12,28 @@ from workflow import checkpoint
 from workflow.config import ModelConfig, build
 from workflow.engine import GenerateRequest
 from workflow.errors import ConfigError, ModelError
-from workflow.packed import pack, packable
+from workflow.packed import packable, packed
 from workflow.policy import Policy
 from workflow.rolling import RollingEngine
 from workflow.scoring import token_logprobs
+from workflow.slots import Slots
 from workflow.trajectory import PolicyRef
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_packed_layer_computes_what_the_plain_one_does(dtype: torch.dtype, tolerance: float, bias: bool) -> None:
+@pytest.mark.parametrize("worth", [0, 10**9])
+def test_a_product_with_a_packed_weight_is_that_with_the_plain_one(
+    dtype: torch.dtype, tolerance: float, bias: bool, worth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workflow.packed.WORTH", worth)
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(48, 80, bias=bias), nn.SiLU(), nn.Linear(80, 33, bias=bias)).to(dtype)
-    packed = copy.deepcopy(plain)
-    pack(packed)
+    plain = nn.Linear(48, 80, bias=bias).to(dtype)
     with torch.no_grad():
+        product = packed(plain.weight, plain.bias)
         for shape in ((1, 48), (7, 48), (2, 5, 48)):
             inputs = torch.randn(shape, dtype=dtype)
-            assert torch.allclose(packed(inputs), plain(inputs), atol=tolerance)
-
-
-def test_a_layer_of_another_kind_is_left_alone() -> None:
-    class Twice(nn.Linear):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(inputs)
-
-    layer = nn.Sequential(Twice(4, 4))
-    pack(layer)
-    inputs = torch.ones(1, 4)
-    with torch.no_grad():
-        assert torch.equal(layer(inputs), 2 * nn.functional.linear(inputs, layer[0].weight, layer[0].bias))
+            assert torch.allclose(product(inputs), plain(inputs), atol=tolerance)
 
 
 def test_float64_and_other_devices_are_not_packed() -> None:
@@ -61,10 +52,12 @@ def test_the_sampler_says_what_newly_published_weights_say(tmp_path: Path) -> No
         folder = tmp_path / f"v{version}"
         sha256 = checkpoint.write(folder, lambda beside: policy.save_weights(beside / checkpoint.WEIGHTS))
         policy.publish(PolicyRef(str(policy.folder), policy.base_hash, str(folder), sha256, version))
-        with torch.no_grad(), policy.sampling() as sampler:
-            said = sampler(ids).logits
+        with torch.no_grad(), policy.decoding() as forward:
+            slots = Slots(2)
+            slots.prefill(0, 1, 3)
+            said = forward(ids, torch.arange(3)[None], None, slots)
         with torch.no_grad(), policy.training() as trained:
-            assert torch.allclose(said, trained.eval()(ids).logits, atol=1e-4)
+            assert torch.allclose(said, trained.eval()(ids).logits[:, -1], atol=1e-4)
 
 
 def test_a_sampler_may_compute_in_bfloat16_beside_a_trainer_in_float32(tmp_path: Path) -> None:

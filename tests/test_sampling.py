@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tests.alone import alone
-from tests.models import tiny_random
+from tests.models import first_layer, tiny_random
 from workflow.config import ModelConfig
 from workflow.engine import Completion, GenerateRequest
 from workflow.policy import Policy
@@ -176,15 +176,15 @@ def test_a_stop_string_is_found_wherever_memory_ran_out(exact: Policy, requests:
     expected = [alone(exact, request) for request in requests]
     calls = 0
 
-    def small_card(module: torch.nn.Module, args: object, kwargs: dict[str, torch.Tensor]) -> None:
+    def small_card(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
         nonlocal calls
         calls += 1
-        if calls % 7 == 0 and len(kwargs["input_ids"]) > 1:
+        if calls % 7 == 0 and len(args[0]) > 1:
             raise torch.OutOfMemoryError("as if")
 
     engine = RollingEngine(exact)
     with exact.sampling() as model:
-        hook = model.register_forward_pre_hook(small_card, with_kwargs=True)
+        hook = first_layer(model).register_forward_pre_hook(small_card)
     try:
         futures = [engine.submit(request) for request in requests]
         assert all(same(future.result(60), one) for future, one in zip(futures, expected, strict=True))

@@ -235,7 +235,8 @@ class Batch:
         device = self._policy.device
         positions = torch.from_numpy(rows["cached"].copy())[:, None]
         newest = torch.from_numpy(rows["newest"].copy())[:, None]
-        logits = self._extend(0, newest, positions, int(rows["cached"].max()) + 1)
+        longest = int(rows["cached"].max())
+        logits = self._extend(0, newest, positions, longest + 1, even=longest == rows["cached"].min())
         draws = torch.from_numpy(uniforms(rows["key"].copy(), rows["drawn"].copy())).to(device)
         temperature = torch.from_numpy(rows["temperature"].copy()).to(device)
         ids, logprobs = sample(logits, draws, temperature, self._floor(rows, logits, temperature))
@@ -297,26 +298,22 @@ class Batch:
 
     # the model
 
-    def _extend(self, first: int, ids: Tensor, positions: Tensor, length: int) -> Tensor:
-        """Logits (B, V) after the last of (B, T) ids that follow what is in the slots from `first` on."""
+    def _extend(self, first: int, ids: Tensor, positions: Tensor, length: int, even: bool = False) -> Tensor:
+        """Logits (B, V) after the last of (B, T) ids that follow what is in the slots from `first` on; `even`: T is 1, and all
+        rows are of one length.
+        """
         positions = positions.to(self._policy.device)
         self._slots.extend(first, positions, length)
+        if self._direct and even:
+            return self._call(ids, positions, None)
         mask = torch.arange(length, device=positions.device) <= positions[:, :, None]  # (B, T, length)
         return self._call(ids, positions, mask[:, None] if self._direct else mask[:, 0])
 
     def _call(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """Logits (B, V) after the last of (B, T) ids."""
         device = self._policy.device
-        with self._policy.sampling() as model:
-            logits: Tensor = model(
-                input_ids=ids.to(device),
-                position_ids=positions.to(device),
-                attention_mask=mask,
-                past_key_values=self._slots,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits
-        return logits[:, -1]
+        with self._policy.decoding() as forward:
+            return forward(ids.to(device), positions.to(device), mask, self._slots)
 
 
 def _chunks(lengths: Sequence[int]) -> list[tuple[int, int]]:

@@ -5,8 +5,8 @@ that holds what was published; the reference is the base with its adapter switch
 model train, and the sampler is a second, frozen copy. So one process serves rollout and train with one base, and sampling
 never reads a tensor that the optimizer writes.
 
-Modules are handed out by the context managers `sampling`, `training` and `reference`; each holds `lock` while it is open,
-because they share one base. Keep them short.
+Modules are handed out by the context managers `sampling`, `training` and `reference`, and `decoding` hands out what sampling
+reads as one function; each holds `lock` while it is open, because they share one base. Keep them short.
 """
 
 import copy
@@ -30,9 +30,9 @@ from workflow.chat import Chat
 from workflow.checkpoint import WEIGHTS
 from workflow.config import ModelConfig
 from workflow.errors import CheckpointError, ModelError
+from workflow.forward import Forward, Pass, as_it_is, known
 from workflow.memory import spared
 from workflow.models import base_hash, model_folder, sha256_file
-from workflow.packed import pack, packable
 from workflow.trajectory import PolicyRef
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class Policy:
         self._reference: nn.Module | None = None
         self._published: str | None = ""
         self._in_memory: dict[Slot, Any] = {}
+        self._pass: Forward | None = None
         self._initial: dict[str, Tensor] = {}
         if weights:
             self._take_in(self._base())
@@ -113,6 +114,17 @@ class Policy:
         with self.lock:
             model = self._active("sampler")
             yield model.eval() if model.training else model
+
+    @contextmanager
+    def decoding(self) -> Iterator[Pass]:
+        """The weights of `sampling` as the engine's forward pass; the caller computes without gradient."""
+        with self.lock:
+            assert self._models  # in memory, so that their pass is
+            if self._pass is not None:
+                yield self._pass
+            else:
+                with self.sampling() as model:
+                    yield as_it_is(model)
 
     @contextmanager
     def training(self) -> Iterator[nn.Module]:
@@ -195,7 +207,7 @@ class Policy:
         self._in_memory = self._lora_slots(base) if self.rank else self._full_slots(base)
         if self.rank:
             self._initial = {name: tensor.detach().clone() for name, tensor in self._slot("policy").items()}
-        self._pack()
+        self._prepare()
 
     def _base(self) -> Any:
         dtype = _dtype(self.config, self.device, self.kind)
@@ -225,11 +237,14 @@ class Policy:
                 parameter.data = parameter.data.to(DTYPES[self.config.sampler_dtype])
         return {"policy": base, "sampler": sampler}
 
-    def _pack(self) -> None:
-        """Prepares the sampler's own copy for many calls; a base that the trainer shares has no room for that."""
-        model = self._models["sampler"]
-        if self.kind == "full" and model.num_parameters() < SMALL and packable(self.device, model.dtype):
-            pack(model)
+    @torch.no_grad()
+    def _prepare(self) -> None:
+        """Makes the engine's pass of the present published weights; a base that the trainer shares has no room for a copy."""
+        model = self._in_memory["sampler"]
+        adapter = "sampler" if self.kind == "lora" else ""
+        if known(model, adapter):
+            own = self.kind == "full" and model.num_parameters() < SMALL
+            self._pass = Forward(model, own, adapter)
 
     def _active(self, slot: Slot) -> Any:
         model = self._models[slot]
@@ -268,7 +283,7 @@ class Policy:
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
         if slot == "sampler":
-            self._pack()
+            self._prepare()
 
 
 def pick_device(device: str) -> str:
