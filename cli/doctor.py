@@ -62,6 +62,8 @@ def _checks(model: str | None) -> Iterator[Check]:
     yield from _broker(where)
     if where.checkpoints:
         yield _checkpoints(where)
+    if where.engine_url:
+        yield _engine(where)
     yield _disk(where)
     yield _gsm8k(where)
     yield _models(where)
@@ -156,6 +158,19 @@ def _checkpoints(where: Any) -> Check:
     except AgentRLError as error:
         return Check("store", "fail", error.message, error.hint)
     return Check("store", "ok", where.checkpoint_root)
+
+
+def _engine(where: Any) -> Check:
+    from workflow.connection import Connection
+
+    try:
+        with closing(Connection(where)) as connection:
+            served = [model["id"] for model in connection.get("/v1/models")["data"]]
+    except AgentRLError as error:
+        return Check("engine", "fail", error.message, error.hint)
+    except (KeyError, TypeError):
+        return Check("engine", "fail", f"{where.engine_url} does not list its models", "Correct AGENTRL_ENGINE_URL.")
+    return Check("engine", "ok", f"{where.engine_url} serves {', '.join(map(str, served))}")
 
 
 def _disk(where: Any) -> Check:

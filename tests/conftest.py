@@ -72,16 +72,22 @@ def sqlite(tmp_path: Path, migrated_file: Path) -> Iterator[Database]:
     database.close()
 
 
+def forget_process() -> None:
+    """What this process has one of is forgotten: what is called next reads the settings again and opens their database."""
+    settings.cache_clear()
+    process.database.forget()
+    process.heartbeat.forget()
+
+
 @pytest.fixture
 def own_database(home: Path, sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
     """The process's database, for jobs that are called here."""
     monkeypatch.setenv("AGENTRL_DATABASE_URL", str(sqlite.url))
     monkeypatch.setenv("AGENTRL_REDIS_SERVER", "none")
-    settings.cache_clear()
-    process._open.cache_clear()
+    forget_process()
     yield process.database()
     process.database().close()
-    process._open.cache_clear()
+    forget_process()
 
 
 @pytest.fixture(scope="session")

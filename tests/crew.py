@@ -4,16 +4,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from sqlalchemy import text
 
 from tests.conftest import forbidden, missing
 from tests.faults import record, world
-from tests.nursery import DEADLINE_SECONDS, Child, Nursery
+from tests.nursery import DEADLINE_SECONDS, Child, Nursery, nursery
 from tests.stack import Stack
 from workers import broker
 from workers.app import QUEUES
@@ -172,3 +174,27 @@ def fill(disk: Path) -> Path:
             except OSError:
                 continue
     return ballast
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Nursery]:
+    """Who forks all workers of this file."""
+    with tempfile.TemporaryDirectory(prefix="arl-", dir="/tmp") as folder, nursery(Path(folder)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model(forks: Nursery) -> Path:
+    """The model of `tests.faults.world`: it has learned to make both calls."""
+    folder = forks.folder / "model"
+    made = forks.start("tests.faults.world:make_model", str(folder))
+    assert made.end() == 0, made.log.read_text()
+    return folder
+
+
+@pytest.fixture
+def crew(short_folder: Path, forks: Nursery, model: Path, migrated_file: Path) -> Iterator[Crew]:
+    """A Redis and a SQLite database; nobody works yet."""
+    made = Crew(short_folder, forks, model, migrated_file)
+    yield made
+    made.close()

@@ -19,12 +19,12 @@ from cli.main import main
 from cli.output import clean, one_line
 from cli.plot import buckets, plot, sparkline
 from cli.watch import look, summary
-from tests.conftest import missing
+from tests.conftest import forget_process, missing
 from tests.models import tiny_random
 from tests.stack import SMALL, Stack
 from workers import broker
 from workers.app import make_app
-from workers.process import _open as open_once
+from workers.process import database as process_database
 from workflow.settings import Settings, settings
 from workflow.store import calls, observe, planning, rollout, steps, training
 from workflow.store.connect import Database
@@ -45,14 +45,13 @@ def data(home: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     if request.param == "postgres":
         server: Database = request.getfixturevalue("postgres")
         monkeypatch.setenv("AGENTRL_DATABASE_URL", server.url.render_as_string(hide_password=False))
-    settings.cache_clear()
-    open_once.cache_clear()
+    forget_process()
     database = open_database(settings().database)
     yield database
     database.close()
-    if open_once.cache_info().currsize:
-        open_once().close()
-    open_once.cache_clear()
+    if process_database.made:
+        process_database().close()
+    forget_process()
 
 
 @pytest.fixture
@@ -261,18 +260,16 @@ def test_a_broker_that_is_away_and_a_database_that_was_not_migrated_are_said_wit
 ) -> None:
     words = ["submit", "--dataset", "arithmetic", "--model", str(_folder_like_a_model(tmp_path))]
     monkeypatch.setenv("AGENTRL_BROKER_URL", "redis://127.0.0.1:1/0")
-    settings.cache_clear()
-    open_once.cache_clear()
+    forget_process()
     assert "AGENTRL_BROKER_URL" in agentrl(capsys, *words, code=4)
     assert json.loads(agentrl(capsys, "runs", "--json")) == []
     monkeypatch.setenv("AGENTRL_DATABASE_URL", empty_postgres)
-    settings.cache_clear()
-    open_once.cache_clear()
+    forget_process()
     assert "agentrl db upgrade" in agentrl(capsys, *words, code=4)
     agentrl(capsys, "db", "current", code=4)
     agentrl(capsys, "db", "upgrade")
     assert json.loads(agentrl(capsys, "db", "current", "--json"))["current"]
-    open_once.cache_clear()
+    forget_process()
 
 
 def test_a_setting_of_the_environment_that_does_not_fit_is_named(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_base_of_four_bits_with_an_adapter(tmp_path: Path) -> None:
 
 
 def test_a_large_base_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workflow.policy.SMALL", 1)
+    monkeypatch.setattr("workflow.policy.COPIED", 1)
     policy = policy_of(tmp_path, CONFIGS["Qwen2"], lora_r=0)
     with policy.decoding() as forward, policy.sampling() as model:
         before = said(forward)

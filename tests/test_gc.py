@@ -16,11 +16,12 @@ from sqlalchemy import text
 
 from cli import keep
 from cli.main import main
+from tests.conftest import forget_process
 from tests.crew import small_disk
 from tests.models import tiny_random
 from tests.stack import SMALL, embedded_stack
 from tests.stored import claim_training, play, start, submission, update_of, value, values
-from workers.process import _open as open_once
+from workers.process import database as process_database
 from workers.submit import stored_policy
 from workflow import checkpoint, mirror
 from workflow.errors import CheckpointError, NotFoundError, ServiceError
@@ -210,10 +211,10 @@ def test_a_run_that_is_not_there_is_named(sqlite: Database) -> None:
 @pytest.fixture
 def here(home: Path) -> Iterator[Database]:
     """The database that commands of this process use."""
-    open_once.cache_clear()
-    yield open_once()
-    open_once().close()
-    open_once.cache_clear()
+    forget_process()
+    yield process_database()
+    process_database().close()
+    forget_process()
 
 
 def test_gc_tells_the_bytes_by_kind(here: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

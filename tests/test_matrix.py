@@ -37,8 +37,6 @@ import pickle
 import shutil
 import signal
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
@@ -46,8 +44,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.crew import ROLES, Crew, fill, small_disk
+from tests.crew import crew as crew
+from tests.crew import forks as forks
+from tests.crew import model as model
 from tests.faults import record, world
-from tests.nursery import Nursery, nursery
+from tests.nursery import Nursery
 from tests.own_postgres import own_postgres
 from tests.trouble import Harmful
 from workers import broker
@@ -58,30 +59,6 @@ from workflow.store import planning
 
 RESULTS = "SELECT count(*) FROM tool_calls WHERE result IS NOT NULL"
 HELD = "SELECT count(*) FROM groups WHERE status = 'running' AND worker <> ''"
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Nursery]:
-    """Who forks all workers of this file."""
-    with tempfile.TemporaryDirectory(prefix="arl-", dir="/tmp") as folder, nursery(Path(folder)) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def model(forks: Nursery) -> Path:
-    """The model of `tests.faults.world`: it has learned to make both calls."""
-    folder = forks.folder / "model"
-    made = forks.start("tests.faults.world:make_model", str(folder))
-    assert made.end() == 0, made.log.read_text()
-    return folder
-
-
-@pytest.fixture
-def crew(short_folder: Path, forks: Nursery, model: Path, migrated_file: Path) -> Iterator[Crew]:
-    """A Redis and a SQLite database; nobody works yet."""
-    made = Crew(short_folder, forks, model, migrated_file)
-    yield made
-    made.close()
 
 
 # --- signals, Redis ---------------------------------------------------------------------------------------------------------

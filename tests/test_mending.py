@@ -12,6 +12,7 @@ import torch
 from celery.exceptions import Ignore
 from sqlalchemy import text
 
+from tests.conftest import forget_process
 from tests.models import tiny_random
 from tests.stack import SMALL, embedded_stack
 from tests.stored import claim_training, play, ready, start, submission, update_of, value, values
@@ -46,7 +47,7 @@ def a_worker(home: Path) -> Iterator[Database]:
         here.setenv("AGENTRL_REDIS_SERVER", "none")
         for name in ("AGENTRL_DATABASE_URL", "AGENTRL_BROKER_URL"):
             here.delenv(name, raising=False)
-        _forget()
+        forget_process()
         here.setattr(dispatch, "app", make_app(settings()))
         for name in JOBS:  # in memory means in this process: what other tests sent is still there
             with dispatch.app.connection_for_read() as connection, connection.SimpleQueue(name) as queue:
@@ -55,12 +56,7 @@ def a_worker(home: Path) -> Iterator[Database]:
             yield database
         restart()
     torch.use_deterministic_algorithms(False)
-    _forget()
-
-
-def _forget() -> None:
-    settings.cache_clear()
-    process._open.cache_clear()
+    forget_process()
 
 
 def restart() -> None:

@@ -1,7 +1,6 @@
 """Rollout and train workers of their own, on a real model: the next iteration is sampled while the update runs."""
 
 import tempfile
-from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,9 +9,12 @@ import pytest
 
 from tests.ahead import begun
 from tests.crew import Crew
+from tests.crew import crew as crew
+from tests.crew import forks as forks
+from tests.crew import model as model
 from tests.faults import record, world
 from tests.models import tiny_random
-from tests.nursery import Nursery, nursery
+from tests.nursery import Nursery
 from tests.stack import SMALL, embedded_stack
 from tests.stored import submission
 from tests.test_run import count
@@ -29,30 +31,6 @@ SAMPLED_WITH = (
     "JOIN iterations i ON i.id = e.iteration_id JOIN policies p ON p.id = s.policy_id"
 )
 CLAIMED = "SELECT g.started_at FROM groups g JOIN iterations i ON i.id = g.iteration_id"
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Nursery]:
-    """Who forks all workers of this file."""
-    with tempfile.TemporaryDirectory(prefix="arl-", dir="/tmp") as folder, nursery(Path(folder)) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def model(forks: Nursery) -> Path:
-    """The model of `tests.faults.world`: it has learned to make both calls."""
-    folder = forks.folder / "model"
-    made = forks.start("tests.faults.world:make_model", str(folder))
-    assert made.end() == 0, made.log.read_text()
-    return folder
-
-
-@pytest.fixture
-def crew(short_folder: Path, forks: Nursery, model: Path, migrated_file: Path) -> Iterator[Crew]:
-    """A Redis and a SQLite database; nobody works yet."""
-    made = Crew(short_folder, forks, model, migrated_file)
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")

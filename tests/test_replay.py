@@ -13,16 +13,16 @@ import torch
 from sqlalchemy import text
 
 from cli.main import main
+from tests.conftest import forget_process
 from tests.models import chat, tiny_calling
 from tests.stack import SMALL, Stack, embedded_stack
 from tests.stored import altered, claim, finish, start, submission, value, values
 from tests.stored import sampled as sampled_step
-from workers.process import _open as open_once
+from workers.process import database as process_database
 from workflow import checkpoint
 from workflow.compare import compare
 from workflow.replay import check_rewards, check_tools
 from workflow.rescoring import TOLERANCES
-from workflow.settings import settings
 from workflow.store import observe
 from workflow.store.connect import Database
 from workflow.store.origin import find_origin
@@ -58,13 +58,11 @@ def here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     if "stack" in request.fixturenames:
         monkeypatch.setenv("AGENTRL_HOME", str(request.getfixturevalue("stack").home))
         monkeypatch.delenv("AGENTRL_DATABASE_URL", raising=False)
-    settings.cache_clear()
-    open_once.cache_clear()
+    forget_process()
     yield
-    if open_once.cache_info().currsize:
-        open_once().close()
-    open_once.cache_clear()
-    settings.cache_clear()
+    if process_database.made:
+        process_database().close()
+    forget_process()
 
 
 class Asked:

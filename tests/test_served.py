@@ -15,10 +15,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from cli import doctor
 from tests.models import tiny_random
 from tests.served import Routes, kept_port, served
 from workflow import adapters, checkpoint, engines, mirror, openai
 from workflow.config import ModelConfig, build
+from workflow.connection import Connection
 from workflow.engine import Completion, GenerateRequest
 from workflow.engines import Backend
 from workflow.errors import AgentRLError, CheckpointError, ConfigError, InfraError, ModelError, ServiceError
@@ -26,7 +28,7 @@ from workflow.openai import OpenAIServer
 from workflow.plugins import find
 from workflow.policy import Policy
 from workflow.scoring import token_logprobs
-from workflow.served import Connection, ServedEngine
+from workflow.served import ServedEngine
 from workflow.settings import Settings
 from workflow.trajectory import PolicyRef
 
@@ -528,3 +530,15 @@ def test_llama_cpp_with_another_vocabulary_is_refused(
 ) -> None:
     monkeypatch.setattr(server[0].policy.tokenizer, "encode", lambda text, **options: [1, 2, 3])
     assert "splits text otherwise" in refusal(client(server[1], name="llamacpp"), ModelError)
+
+
+def test_doctor_says_what_the_server_serves_or_that_it_is_away(server: tuple[Routes, str], home: Path) -> None:
+    def found(url: str) -> tuple[str, str]:
+        check = doctor._engine(Settings(engine_url=url))
+        return check.state, check.found
+
+    assert found(server[1]) == ("ok", f"{server[1]} serves {server[0].name}")
+    with kept_port() as port:
+        state, said = found(f"http://127.0.0.1:{port}")
+    assert state == "fail"
+    assert "does not answer" in said

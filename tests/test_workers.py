@@ -229,9 +229,9 @@ def in_memory(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("AGENTRL_REDIS_SERVER", "none")
     settings.cache_clear()
     monkeypatch.setattr(dispatch, "app", make_app(settings()))
-    episodes._make_replies.cache_clear()
+    episodes._replies.forget()
     yield
-    episodes._make_replies.cache_clear()
+    episodes._replies.forget()
 
 
 def rollout_of(db: Database, turns: Sequence[Sequence[int]], **config: Any) -> GroupRollout:

@@ -4,15 +4,15 @@ A step is two transactions. *Sampled*: prompt, ids, logprobs and one pending row
 *Observed*: all results, in the order of the calls; only then does the policy read them.
 """
 
-import threading
 import time
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from queue import SimpleQueue
 
 from workers.dispatch import send_call
+from workers.process import Once
 from workers.replies import Replies
 from workflow.agent import Action, CallTools, Finish, Generate, next_action, refusal
 from workflow.chat import Chat
@@ -375,14 +375,6 @@ def _answered(inbox: "SimpleQueue[Event]", group: int, episode: int, call: int) 
     inbox.put(Event(group, episode, call=call))
 
 
-_lock = threading.Lock()
-
-
+@Once
 def _replies() -> Replies:
-    with _lock:  # two threads at once would make one each, and a call be expected at one and answered at the other
-        return _make_replies()
-
-
-@cache
-def _make_replies() -> Replies:
     return Replies(settings())

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from functools import cache
 from logging import getLogger
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 from uuid import uuid4
 
 from workers.heartbeat import Heartbeat
@@ -30,7 +30,7 @@ stopping = threading.Event()
 shared = threading.Event()
 """Set where this process both rolls out and trains."""
 
-_lock = threading.Lock()
+Made = TypeVar("Made")
 
 
 def worker_name() -> str:
@@ -92,26 +92,41 @@ def until_written(write: Callable[[], object]) -> None:
             return
 
 
+class Once(Generic[Made]):
+    """What `make` gives, made at the first call; threads that call at the same time get the same one.
+
+    functools.cache would have each of them make one.
+    """
+
+    def __init__(self, make: Callable[[], Made]) -> None:
+        self.__doc__ = make.__doc__
+        self._lock = threading.Lock()
+        self._made = cache(make)
+
+    def __call__(self) -> Made:
+        """It, made if need be."""
+        with self._lock:
+            return self._made()
+
+    @property
+    def made(self) -> bool:
+        """Whether it is there."""
+        return bool(self._made.cache_info().currsize)
+
+    def forget(self) -> None:
+        """The next call makes another."""
+        self._made.cache_clear()
+
+
+@Once
 def database() -> Database:
     """The process's database."""
-    with _lock:
-        return _open()
-
-
-@cache
-def _open() -> Database:
     return open_database(settings().database)
 
 
+@Once
 def heartbeat() -> Heartbeat:
     """The process's heartbeat, beating."""
-    db = database()
-    with _lock:
-        return _beat(db)
-
-
-@cache
-def _beat(db: Database) -> Heartbeat:
-    made = Heartbeat(db, settings().lease_seconds)
+    made = Heartbeat(database(), settings().lease_seconds)
     made.start()
     return made

@@ -14,7 +14,7 @@ from logging import getLogger
 from typing import Any
 
 from workers.app import app, row_id
-from workers.process import claim_name, database, worker_name
+from workers.process import Once, claim_name, database, worker_name
 from workers.replies import Waker
 from workflow.envs import Env
 from workflow.errors import ServiceError, ToolFailure
@@ -100,14 +100,6 @@ def toolset(env: str) -> dict[str, Tool]:
     return found.toolset()
 
 
-_lock = threading.Lock()
-
-
+@Once
 def _waker() -> Waker:
-    with _lock:
-        return _make_waker()
-
-
-@cache
-def _make_waker() -> Waker:
     return Waker(settings())

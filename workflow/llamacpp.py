@@ -7,10 +7,11 @@ weights, and at which precision, cannot be seen from here.
 
 from typing import Any
 
+from workflow.connection import Connection
 from workflow.engine import GenerateRequest
 from workflow.errors import ConfigError, InfraError, ModelError
 from workflow.policy import Policy
-from workflow.served import Connection, ServedEngine, Turn, seed, token_ids
+from workflow.served import ServedEngine, Turn, seed, token_ids
 from workflow.settings import Settings
 from workflow.trajectory import FinishReason
 

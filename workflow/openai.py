@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from workflow import adapters
+from workflow.connection import Connection, Refused
 from workflow.engine import GenerateRequest
 from workflow.errors import AgentRLError, ConfigError, InfraError, ModelError
 from workflow.policy import Policy
-from workflow.served import Connection, Refused, ServedEngine, Turn, seed, token_ids
+from workflow.served import ServedEngine, Turn, seed, token_ids
 from workflow.settings import Settings
 from workflow.trajectory import FinishReason, PolicyRef
 

@@ -48,6 +48,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 SMALL = 50_000_000
 """Below this many parameters all weights train, unless the config says otherwise."""
 
+COPIED = 250_000_000
+"""Below this many the sampler has its weights twice: as modules, and as its forward pass reads them fastest. Beside the trained
+copy, its gradient and two moments, that is a sixth copy."""
+
 Slot = Literal["policy", "sampler"]
 
 
@@ -243,7 +247,7 @@ class Policy:
         model = self._in_memory["sampler"]
         adapter = "sampler" if self.kind == "lora" else ""
         if known(model, adapter):
-            own = self.kind == "full" and model.num_parameters() < SMALL
+            own = self.kind == "full" and model.num_parameters() < COPIED
             self._pass = Forward(model, own, adapter)
 
     def _active(self, slot: Slot) -> Any:

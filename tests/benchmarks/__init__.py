@@ -16,3 +16,7 @@
 Every number has its spread, what is compared is measured in turns in one run, and the machine's load stands beside it.
 Models and tokenizers that both sides can load are in models.py.
 """
+
+import os
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # else TRL reports each trainer, and waits where there is no network
