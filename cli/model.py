@@ -95,9 +95,9 @@ def _model_name(asked: str | None, made: str) -> str:
 
 
 def _recipe(model: str, asked: dict[str, Any]) -> Any:
+    from workflow.base import lora_rank
     from workflow.config import ModelConfig
     from workflow.models import model_folder
-    from workflow.policy import lora_rank
     from workflow.sft import default_recipe
 
     full = model == "tiny" or lora_rank(ModelConfig.model_validate({"path": model}), model_folder(model)) == 0

@@ -20,8 +20,9 @@ from tests.benchmarks.report import Comparison, Measured, Table
 from tests.benchmarks.samplers import Work
 from tests.benchmarks.update_ours import groups_of
 from tests.models import tiny_random
+from workflow.base import DTYPES
 from workflow.config import ModelConfig
-from workflow.policy import DTYPES, Policy
+from workflow.policy import Policy
 from workflow.scoring import checkpointing, token_logprobs
 
 MIB = 2**20

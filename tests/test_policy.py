@@ -13,11 +13,12 @@ from peft import get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.models import tiny_random
+from workflow.base import lora_config
 from workflow.checkpoint import WEIGHTS
 from workflow.config import ModelConfig
 from workflow.errors import CheckpointError, ModelError
 from workflow.models import base_hash, made_name, model_folder, resolve_model, sha256_file
-from workflow.policy import Policy, lora_config
+from workflow.policy import Policy
 from workflow.scoring import token_logprobs
 from workflow.settings import settings
 from workflow.trajectory import PolicyRef

@@ -10,8 +10,9 @@ import tempfile
 from pathlib import Path
 
 from workflow import mirror
+from workflow.base import lora_config
 from workflow.models import sha256_file
-from workflow.policy import Policy, checked_weights, lora_config
+from workflow.policy import Policy, checked_weights
 from workflow.settings import settings
 from workflow.trajectory import PolicyRef
 

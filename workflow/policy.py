@@ -10,43 +10,25 @@ reads as one function; each holds `lock` while it is open, because they share on
 """
 
 import copy
-import logging
 import threading
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-from transformers.utils import logging as transformers_logging
 
-from workflow import mirror
+from workflow import base, mirror
 from workflow.chat import Chat
 from workflow.checkpoint import WEIGHTS
 from workflow.config import ModelConfig
 from workflow.errors import CheckpointError, ModelError
 from workflow.forward import Forward, Pass, as_it_is, known
-from workflow.memory import spared
 from workflow.models import base_hash, model_folder, sha256_file
 from workflow.trajectory import PolicyRef
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
-
-transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-# Said once per layer and step: what int8 does to its inputs, and a name that peft still uses.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
-
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SMALL = 50_000_000
-"""Below this many parameters all weights train, unless the config says otherwise."""
 
 COPIED = 250_000_000
 """Below this many the sampler has its weights twice: as modules, and as its forward pass reads them fastest. Beside the trained
@@ -71,15 +53,15 @@ class Policy:
         self.device = torch.device(device)
         self.lock = threading.RLock()
         self.base_hash = base_hash(folder)
-        self.tokenizer = _tokenizer(folder)
+        self.tokenizer = base.tokenizer(folder)
         self.chat = Chat(self.tokenizer)
-        self.rank = lora_rank(config, folder)
+        self.rank = base.lora_rank(config, folder)
         self.kind: Literal["lora", "full"] = "lora" if self.rank else "full"
         if self.kind == "lora" and config.sampler_dtype != "auto":
             raise ModelError(
                 "With LoRA the sampler shares the trainer's base.", "Set model.dtype instead of model.sampler_dtype."
             )
-        self.max_context = _max_context(folder)
+        self.max_context = base.max_context(folder)
         self._reference: nn.Module | None = None
         self._published: str | None = ""
         self._in_memory: dict[Slot, Any] = {}
@@ -110,7 +92,7 @@ class Policy:
             torch.use_deterministic_algorithms(True)
         if threads:
             torch.set_num_threads(threads)
-        return cls(config, model_folder(path), pick_device(device), weights)
+        return cls(config, model_folder(path), base.pick_device(device), weights)
 
     @contextmanager
     def sampling(self) -> Iterator[nn.Module]:
@@ -207,39 +189,32 @@ class Policy:
                 self._take_in(self._base_again())
             return self._in_memory
 
-    def _take_in(self, base: Any) -> None:
-        self._in_memory = self._lora_slots(base) if self.rank else self._full_slots(base)
+    def _take_in(self, loaded: Any) -> None:
+        self._in_memory = self._lora_slots(loaded) if self.rank else self._full_slots(loaded)
         if self.rank:
             self._initial = {name: tensor.detach().clone() for name, tensor in self._slot("policy").items()}
         self._prepare()
 
     def _base(self) -> Any:
-        dtype = _dtype(self.config, self.device, self.kind)
-        extra = _placement(self.config, dtype, self.device)
-        try:
-            with spared(self.config.load_in_4bit or self.config.load_in_8bit):  # each weight comes whole before it is quantised
-                model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **extra)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise ModelError(f"The files in {str(self.folder)!r} make no model: {error}.") from error
-        return _trainable_4bit(model) if self.config.load_in_4bit else model
+        return base.load(self.config, self.folder, self.device, self.kind)
 
-    def _lora_slots(self, base: Any) -> dict[Slot, Any]:
-        lora = lora_config(self.config, self.rank)
+    def _lora_slots(self, loaded: Any) -> dict[Slot, Any]:
+        lora = base.lora_config(self.config, self.rank)
         from peft import get_peft_model
 
         # Every process that loads this base must start from the same adapter, whatever was drawn before.
         with torch.random.fork_rng():
             torch.manual_seed(int(self.base_hash[:8], 16))
-            model = get_peft_model(base, lora, adapter_name="policy")
+            model = get_peft_model(loaded, lora, adapter_name="policy")
             model.add_adapter("sampler", lora)
         return {"policy": model, "sampler": model}
 
-    def _full_slots(self, base: Any) -> dict[Slot, Any]:
-        sampler = _frozen(copy.deepcopy(base))
+    def _full_slots(self, loaded: Any) -> dict[Slot, Any]:
+        sampler = _frozen(copy.deepcopy(loaded))
         if self.config.sampler_dtype != "auto":
             for parameter in sampler.parameters():  # not the buffers: positions stay in float32
-                parameter.data = parameter.data.to(DTYPES[self.config.sampler_dtype])
-        return {"policy": base, "sampler": sampler}
+                parameter.data = parameter.data.to(base.DTYPES[self.config.sampler_dtype])
+        return {"policy": loaded, "sampler": sampler}
 
     @torch.no_grad()
     def _prepare(self) -> None:
@@ -270,14 +245,14 @@ class Policy:
 
     def _base_again(self) -> Any:
         """The base read from its folder once more; checked after reading, so that no change slips in between."""
-        base = self._base()
+        loaded = self._base()
         found = base_hash(self.folder)
         if found != self.base_hash:
             raise CheckpointError(
                 f"The base in {str(self.folder)!r} was made anew: it was {self.base_hash[:12]}, now it is {found[:12]}.",
                 "Submit a new run, or put the old files back.",
             )
-        return base
+        return loaded
 
     @torch.no_grad()
     def _fill(self, slot: Slot, weights: Mapping[str, Tensor]) -> None:
@@ -288,86 +263,6 @@ class Policy:
             parameter.copy_(weights[name])
         if slot == "sampler":
             self._prepare()
-
-
-def pick_device(device: str) -> str:
-    """`auto` as what this machine has."""
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def lora_rank(config: ModelConfig, folder: Path) -> int:
-    """The LoRA rank in force; 0 trains all weights."""
-    if config.lora_r is not None:
-        return config.lora_r
-    if config.load_in_4bit or config.load_in_8bit:
-        return 8
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))  # type: ignore[no-untyped-call]
-    return 0 if sum(p.numel() for p in empty.parameters()) < SMALL else 8
-
-
-def lora_config(config: ModelConfig, rank: int) -> "LoraConfig":
-    """LoRA on all linear projections (Hu et al. 2021; all layers as in QLoRA, Dettmers et al. 2023)."""
-    # Here and not above: with bitsandbytes it takes as long to import as everything else, and full weights need neither.
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=rank,
-        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # annotated int; only divided by r
-        lora_dropout=config.lora_dropout,
-        target_modules=list(PROJECTIONS),
-        task_type="CAUSAL_LM",
-    )
-
-
-def _max_context(folder: Path) -> int:
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"The files in {str(folder)!r} make no model: {error}.") from error
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest is None:
-        raise ModelError(f"The model in {str(folder)!r} does not say how many tokens it can read.")
-    return int(longest)
-
-
-def _tokenizer(folder: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"The files in {str(folder)!r} make no tokenizer: {error}.") from error
-
-
-def _dtype(config: ModelConfig, device: torch.device, kind: str) -> torch.dtype:
-    if config.numerics == "exact":
-        return torch.float64
-    if config.dtype != "auto":
-        return DTYPES[config.dtype]
-    # Weights that the optimizer writes need more bits than bfloat16 has for steps of 1e-4.
-    return torch.bfloat16 if device.type == "cuda" and kind == "lora" else torch.float32
-
-
-def _placement(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    place: dict[str, Any] = {"device_map": {"": device}}
-    if config.load_in_8bit:
-        place["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
-    if config.load_in_4bit:
-        place["quantization_config"] = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-        )
-    return place
-
-
-def _trainable_4bit(model: Any) -> Any:
-    """Without bitsandbytes' repacking for the CPU: the first sampled token would do it for good, and then nothing trains."""
-    from bitsandbytes.nn.modules import Linear4bit
-
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False
-    return model
 
 
 def _frozen(model: Any) -> Any:

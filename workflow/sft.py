@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workflow.base import pick_device
 from workflow.chat import Chat, Schema
 from workflow.config import ModelConfig
 from workflow.datasets import Dataset
@@ -24,7 +25,7 @@ from workflow.envs import Env
 from workflow.errors import ConfigError, ConflictError, DatasetError
 from workflow.models import TINY
 from workflow.plugins import find
-from workflow.policy import Policy, pick_device
+from workflow.policy import Policy
 from workflow.scoring import token_logprobs
 from workflow.tiny import tiny_model, tiny_tokenizer
 from workflow.trajectory import Message, Task

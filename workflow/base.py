@@ -1,0 +1,134 @@
+"""A base as its folder has it: tokenizer, window, quantisation and precision, and the LoRA adapters that fit it."""
+
+import logging
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.utils import logging as transformers_logging
+
+from workflow.config import ModelConfig
+from workflow.errors import ModelError
+from workflow.memory import spared
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+# Said once per layer and step: what int8 does to its inputs, and a name that peft still uses.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SMALL = 50_000_000
+"""Below this many parameters all weights train, unless the config says otherwise."""
+
+
+def load(config: ModelConfig, folder: Path, device: torch.device, kind: str) -> Any:
+    """The model, `kind` (lora or full) deciding what `auto` precision means.
+
+    Raises:
+        ModelError: the files make no model.
+    """
+    dtype = _dtype(config, device, kind)
+    extra = _placement(config, dtype, device)
+    try:
+        with spared(config.load_in_4bit or config.load_in_8bit):  # each weight comes whole before it is quantised
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **extra)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(f"The files in {str(folder)!r} make no model: {error}.") from error
+    return _trainable_4bit(model) if config.load_in_4bit else model
+
+
+def pick_device(device: str) -> str:
+    """`auto` as what this machine has."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def lora_rank(config: ModelConfig, folder: Path) -> int:
+    """The LoRA rank in force; 0 trains all weights."""
+    if config.lora_r is not None:
+        return config.lora_r
+    if config.load_in_4bit or config.load_in_8bit:
+        return 8
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))  # type: ignore[no-untyped-call]
+    return 0 if sum(p.numel() for p in empty.parameters()) < SMALL else 8
+
+
+def lora_config(config: ModelConfig, rank: int) -> "LoraConfig":
+    """LoRA on all linear projections (Hu et al. 2021; all layers as in QLoRA, Dettmers et al. 2023)."""
+    # Here and not above: with bitsandbytes it takes as long to import as everything else, and full weights need neither.
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=rank,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # annotated int; only divided by r
+        lora_dropout=config.lora_dropout,
+        target_modules=list(PROJECTIONS),
+        task_type="CAUSAL_LM",
+    )
+
+
+def max_context(folder: Path) -> int:
+    """Tokens that fit into one row.
+
+    Raises:
+        ModelError: the files make no model, or it does not say.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"The files in {str(folder)!r} make no model: {error}.") from error
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest is None:
+        raise ModelError(f"The model in {str(folder)!r} does not say how many tokens it can read.")
+    return int(longest)
+
+
+def tokenizer(folder: Path) -> Any:
+    """Its tokenizer.
+
+    Raises:
+        ModelError: the files make none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"The files in {str(folder)!r} make no tokenizer: {error}.") from error
+
+
+def _dtype(config: ModelConfig, device: torch.device, kind: str) -> torch.dtype:
+    if config.numerics == "exact":
+        return torch.float64
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    # Weights that the optimizer writes need more bits than bfloat16 has for steps of 1e-4.
+    return torch.bfloat16 if device.type == "cuda" and kind == "lora" else torch.float32
+
+
+def _placement(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    place: dict[str, Any] = {"device_map": {"": device}}
+    if config.load_in_8bit:
+        place["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
+    if config.load_in_4bit:
+        place["quantization_config"] = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+        )
+    return place
+
+
+def _trainable_4bit(model: Any) -> Any:
+    """Without bitsandbytes' repacking for the CPU: the first sampled token would do it for good, and then nothing trains."""
+    from bitsandbytes.nn.modules import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    return model
