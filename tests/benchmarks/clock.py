@@ -75,9 +75,11 @@ def put_on(clock: Clock) -> None:
 
     import workflow.sampling
     from workflow import scoring
+    from workflow.forward import Forward
 
     modules: Any = torch.nn.Module
     modules.__call__ = clock.measured("forward", modules.__call__)
+    Forward.__call__ = clock.measured("forward", Forward.__call__)  # type: ignore[method-assign]
     workflow.sampling.sample = clock.measured("draw", workflow.sampling.sample)
     scoring.token_logprobs = clock.measured("logprobs", scoring.token_logprobs)
     torch.autograd.backward = clock.measured("backward", torch.autograd.backward)

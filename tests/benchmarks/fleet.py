@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -17,9 +17,16 @@ from tests.stack import Stack
 from workers import broker
 from workflow.settings import Settings
 
+PATIENCE_SECONDS = 3600.0
+"""A test gives up long before; what is measured here takes its time."""
+
 
 class Fleet(Stack):
     """Worker processes around a broker; closed, all of it is gone."""
+
+    def wait(self, met: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
+        """Waits until the condition is met, or fails with the logs."""
+        super().wait(met, what, seconds)
 
     def start(self, *command: str, **environment: str) -> "subprocess.Popen[bytes]":
         """A process `python -m COMMAND`."""

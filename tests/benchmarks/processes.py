@@ -70,6 +70,7 @@ def in_turns(sides: Mapping[str, Side], rounds: int = 5) -> dict[str, list[Ran]]
     for _ in range(rounds):
         for name, side in sides.items():
             ran[name].append(run(side))
+            print(name, f"{ran[name][-1].seconds:.1f} s, {ran[name][-1].peak_mib:.0f} MiB", flush=True)
     return ran
 
 
