@@ -83,28 +83,14 @@ class Talk:
         following = self.chat.continuation(new, self.schemas, self.chat.ended(self.ids))[0] if self.ids else None
         self.messages += new
         prompt = self.chat.opening(self.messages, self.schemas) if following is None else self.ids + following
-        completion = self.engine.submit(self._request(prompt)).result()
+        request = GenerateRequest.within(self.limits, prompt, self.ref, self.key, self.sampled)
+        completion = self.engine.submit(request).result()
         message = self.chat.parse(completion.token_ids)
         self.messages.append(message)
         complete = completion.finish_reason == "stop"
         self.ids = prompt + completion.token_ids if complete else ()
         self.sampled += len(completion.token_ids)
         return message, complete
-
-    def _request(self, prompt: tuple[int, ...]) -> GenerateRequest:
-        limits = self.limits
-        return GenerateRequest(
-            prompt_ids=prompt,
-            policy=self.ref,
-            key=self.key,
-            position=self.sampled,
-            max_new_tokens=limits.max_new_tokens,
-            temperature=limits.temperature,
-            top_k=limits.top_k,
-            top_p=limits.top_p,
-            min_p=limits.min_p,
-            stop=limits.stop,
-        )
 
     def _call(self, index: int, call: ToolCall) -> ToolResult:
         refused = refusal(call, index, self.tools, self.limits)

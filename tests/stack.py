@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import missing
 from workers import broker, embedded
 from workflow.settings import Settings
@@ -124,3 +126,10 @@ class Stack:
             process.wait(30)
         if self._database is not None:
             self._database.close()
+
+
+@pytest.fixture
+def stack(short_folder: Path) -> Iterator[Stack]:
+    """The embedded stack, started by the first submit."""
+    with embedded_stack(short_folder, idle_seconds="3600") as made:
+        yield made

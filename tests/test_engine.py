@@ -1,7 +1,7 @@
 """The sampler: the draw itself, and that an episode's tokens depend on its request alone."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +19,12 @@ from workflow import checkpoint
 from workflow.config import ModelConfig
 from workflow.engine import Completion, GenerateRequest
 from workflow.errors import CheckpointError, InfraError, ModelError
-from workflow.policy import Policy
+from workflow.policy import Policy, Slot
 from workflow.rolling import RollingEngine
 from workflow.sampling import sample, uniforms
 from workflow.scoring import token_logprobs
 from workflow.slots import Kept, Slots
 from workflow.trajectory import PolicyRef
-
-torch.set_num_threads(1)
 
 BITS = st.integers(0, 2**64 - 1)
 LOGITS = st.lists(st.one_of(st.floats(-80, 80), st.just(-math.inf)), min_size=1, max_size=40).filter(
@@ -541,10 +539,13 @@ def test_weights_that_broke_off_while_they_were_published_are_published_again(
     request = GenerateRequest((5, 6), ref, 1, 0, 8)
     expected = engine.submit(request).result(60)
 
-    def run_out(policy: Policy) -> None:
+    fill = Policy._fill
+
+    def run_out(policy: Policy, slot: Slot, weights: Mapping[str, torch.Tensor]) -> None:
+        fill(policy, slot, weights)
         raise InfraError("as if")
 
-    monkeypatch.setattr(Policy, "_prepare", run_out)
+    monkeypatch.setattr(Policy, "_fill", run_out)
     with pytest.raises(InfraError, match="as if"):
         engine.submit(replace(request, policy=other)).result(60)
     monkeypatch.undo()

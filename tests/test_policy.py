@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from peft import get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from tests.benchmarks.models import HALF_BILLION
 from tests.models import tiny_random
 from workflow.base import lora_config
 from workflow.checkpoint import WEIGHTS
@@ -66,7 +67,6 @@ def checkpoint(policy: Policy, folder: Path, version: int = 1) -> PolicyRef:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return tiny_random(tmp_path_factory.mktemp("models") / "tiny")
 
 
@@ -77,17 +77,8 @@ def policy(request: pytest.FixtureRequest, folder: Path) -> Any:
 
 
 def test_lora_trains_the_shape_true_share_of_a_qwen2_half_billion() -> None:
-    shape = Qwen2Config(
-        vocab_size=151_936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
     with torch.device("meta"):
-        model = get_peft_model(Qwen2ForCausalLM(shape), lora_config(config(lora_dropout=0.05), 8))
+        model = get_peft_model(Qwen2ForCausalLM(HALF_BILLION), lora_config(config(lora_dropout=0.05), 8))
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     assert sum(size for size, trains in sizes if trains) == 4_399_104
     assert sum(size for size, _ in sizes) == 498_431_872

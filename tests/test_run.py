@@ -4,14 +4,14 @@ trains.
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 
 from tests.models import tiny_random
-from tests.stack import SMALL, Stack, embedded_stack
+from tests.stack import SMALL, Stack
+from tests.stack import stack as stack
 from workers.app import broker_url
 from workflow import checkpoint
 from workflow.settings import Settings
@@ -23,13 +23,6 @@ from workflow.store.connect import Database
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of two layers."""
     return tiny_random(tmp_path_factory.mktemp("model") / "random")
-
-
-@pytest.fixture
-def stack(short_folder: Path) -> Iterator[Stack]:
-    """The embedded stack, started by the first submit."""
-    with embedded_stack(short_folder, idle_seconds="3600") as made:
-        yield made
 
 
 def count(database: Database, query: str) -> int:

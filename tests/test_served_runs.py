@@ -2,7 +2,6 @@
 
 import json
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ from sqlalchemy import text
 
 from tests.models import tiny_random
 from tests.served import kept_port, served
-from tests.stack import SMALL, Stack, embedded_stack
+from tests.stack import SMALL, Stack
+from tests.stack import stack as stack
 from workflow.store import observe
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -25,13 +25,6 @@ FROM steps s JOIN step_tokens t ON t.step_id = s.id JOIN policies p ON p.id = s.
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_random(tmp_path_factory.mktemp("model") / "small")
-
-
-@pytest.fixture
-def stack(short_folder: Path) -> Iterator[Stack]:
-    """The embedded stack, started by the first submit."""
-    with embedded_stack(short_folder, idle_seconds="3600") as made:
-        yield made
 
 
 def rows(stack: Stack, query: str) -> list[Any]:

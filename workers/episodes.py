@@ -182,20 +182,10 @@ class GroupRollout:
         draft = self._draft(episode, messages)
         self._drafts[episode.id] = draft
         context = draft.prompt_ids if draft.new_row else episode.context_ids + draft.prompt_ids
-        rollout = self.config.rollout
-        request = GenerateRequest(
-            prompt_ids=context,
-            policy=self.work.policy,
-            key=self._key(episode),
-            position=episode.sampled_count,
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            min_p=rollout.min_p,
-            stop=rollout.stop,
-            follows=len(episode.steps) + 1 < rollout.max_steps,
-        )
+        limits = self.config.rollout
+        follows = len(episode.steps) + 1 < limits.max_steps
+        policy, key = self.work.policy, self._key(episode)
+        request = GenerateRequest.within(limits, context, policy, key, episode.sampled_count, follows)
         future = self.engine.submit(request)
         future.add_done_callback(partial(_completed, self.inbox, self.work.fence.group, episode.id))
         faultpoint("generate.sent")

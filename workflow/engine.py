@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from workflow.config import RolloutConfig
 from workflow.errors import AgentRLError, InfraError, ModelError
 from workflow.trajectory import FinishReason, PolicyRef
 
@@ -46,6 +47,31 @@ class GenerateRequest:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     follows: bool = True
+
+    @classmethod
+    def within(
+        cls,
+        limits: RolloutConfig,
+        prompt_ids: tuple[int, ...],
+        policy: PolicyRef,
+        key: int,
+        position: int,
+        follows: bool = True,
+    ) -> "GenerateRequest":
+        """The turn as a run's limits have it sampled."""
+        return cls(
+            prompt_ids,
+            policy,
+            key,
+            position,
+            limits.max_new_tokens,
+            limits.temperature,
+            limits.top_k,
+            limits.top_p,
+            limits.min_p,
+            limits.stop,
+            follows,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class Policy:
         self._reference: nn.Module | None = None
         self._published: str | None = ""
         self._in_memory: dict[Slot, Any] = {}
-        self._pass: Forward | None = None
+        self._pass: Pass | None = None
         self._initial: dict[str, Tensor] = {}
         if weights:
             self._take_in(self._base())
@@ -104,13 +104,10 @@ class Policy:
     @contextmanager
     def decoding(self) -> Iterator[Pass]:
         """The weights of `sampling` as the engine's forward pass; the caller computes without gradient."""
-        with self.lock:
-            assert self._models  # in memory, so that their pass is
-            if self._pass is not None:
-                yield self._pass
-            else:
-                with self.sampling() as model:
-                    yield as_it_is(model)
+        with self.sampling() as model:
+            if self._pass is None:
+                self._pass = self._pass_of(model)
+            yield self._pass
 
     @contextmanager
     def training(self) -> Iterator[nn.Module]:
@@ -193,7 +190,6 @@ class Policy:
         self._in_memory = self._lora_slots(loaded) if self.rank else self._full_slots(loaded)
         if self.rank:
             self._initial = {name: tensor.detach().clone() for name, tensor in self._slot("policy").items()}
-        self._prepare()
 
     def _base(self) -> Any:
         return base.load(self.config, self.folder, self.device, self.kind)
@@ -217,13 +213,12 @@ class Policy:
         return {"policy": loaded, "sampler": sampler}
 
     @torch.no_grad()
-    def _prepare(self) -> None:
-        """Makes the engine's pass of the present published weights; a base that the trainer shares has no room for a copy."""
-        model = self._in_memory["sampler"]
+    def _pass_of(self, model: Any) -> Pass:
+        """The engine's pass of the present published weights; a base that the trainer shares has no room for a copy."""
         adapter = "sampler" if self.kind == "lora" else ""
-        if known(model, adapter):
-            own = self.kind == "full" and model.num_parameters() < COPIED
-            self._pass = Forward(model, own, adapter)
+        if not known(model, adapter):
+            return as_it_is(model)
+        return Forward(model, self.kind == "full" and model.num_parameters() < COPIED, adapter)
 
     def _active(self, slot: Slot) -> Any:
         model = self._models[slot]
@@ -259,10 +254,10 @@ class Policy:
         parameters = self._slot(slot)
         if {n: p.shape for n, p in parameters.items()} != {n: t.shape for n, t in weights.items()}:
             raise CheckpointError(f"The weights do not fit this model: {len(weights)} tensors for {len(parameters)}.")
+        if slot == "sampler":
+            self._pass = None  # made of the weights that go now; who only trains never makes one
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
-        if slot == "sampler":
-            self._prepare()
 
 
 def _frozen(model: Any) -> Any:

@@ -12,12 +12,12 @@ import torch
 from torch.nn import functional
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
+from workflow.base import PROJECTIONS
 from workflow.engine import GenerateRequest
 from workflow.policy import Policy
 from workflow.rolling import RollingEngine
 from workflow.trajectory import PolicyRef
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DRAWN: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "pad_token_id": 0}
 
 Sampler = Callable[[], None]

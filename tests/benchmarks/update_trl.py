@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.benchmarks.recorded import GROUP_SIZE, GROUPS, LEARNING_RATE, SAMPLED_TOKENS, recorded
-
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+from workflow.base import PROJECTIONS
 
 
 class Clock(TrainerCallback):
@@ -107,7 +106,7 @@ def _arguments(folder: str, microbatch: int, checkpointing: bool, steps: int) ->
 
 
 def _adapter(rank: int) -> LoraConfig:
-    return LoraConfig(r=rank, lora_alpha=16, lora_dropout=0.0, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
+    return LoraConfig(r=rank, lora_alpha=16, lora_dropout=0.0, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM")
 
 
 def _settle() -> None:
