@@ -25,8 +25,9 @@ env: .venv/.stamp
 quickstart:
 	MAKE="$(MAKE)" ./quickstart.sh
 
+# Mostly waiting for processes that die, time out and start again: four at a time, on two cores too.
 test: env
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 # Every fault at every hit of every fault point, three experiments at a time: about half an hour, into build/faults.json.
 faults: env
@@ -55,7 +56,8 @@ format: env
 	$(BIN)/ruff format .
 
 # The wheel in an empty environment, run from a folder that is not this one.
-wheel-test: env
+wheel-# Mostly waiting for processes that die, time out and start again: four at a time, on two cores too.
+test: env
 	rm -rf build/wheel dist
 	$(BIN)/python -m build --wheel --no-isolation
 	$(PYTHON) -m venv build/wheel

@@ -17,11 +17,21 @@ from workflow.settings import Settings, settings
 from workflow.store.connect import Database
 from workflow.store.migrate import open_database, upgrade
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: tests and their workers run side by side
+
+LONGEST = ("test_faults", "test_run", "test_matrix", "test_forks", "test_overlap", "test_cli", "test_served_runs", "test_stack")
+"""The files of whole runs, which start first: one of minutes that started last would be waited for alone."""
+
 _numbers = count()
 
 # A busy machine makes any example slow; what never ends meets pytest's own timeout.
 hypothesis_settings.register_profile("agentrl", deadline=None)
 hypothesis_settings.load_profile("agentrl")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 def missing(what: str) -> None:

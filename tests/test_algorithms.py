@@ -18,8 +18,6 @@ from workflow.losses import AGGREGATIONS, Normaliser, TokenBatch, aggregate, cli
 from workflow.plugins import find
 from workflow.trajectory import Episode, Group, Task
 
-torch.set_num_threads(1)
-
 # One batch with known answers: computed by running verl's core_algos.py (2026-01-29) and TRL 1.16.0's GRPO loss, float32.
 REWARDS = ((1.0, 0.0), (0.5, 0.25))
 MASK = torch.tensor([[1, 1, 0, 0, 1, 1], [1, 1, 1, 0, 0, 0], [1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]], dtype=torch.bool)

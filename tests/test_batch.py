@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from workflow.batch import Row, by_row, collate, in_lines, microbatches, rows_of, size
 from workflow.trajectory import Episode, Message, Step, Task
 
-torch.set_num_threads(1)
-
 TASK = Task("train/1", (), "")
 
 

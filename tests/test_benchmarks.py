@@ -77,7 +77,6 @@ def test_a_side_that_fails_says_why(hungry: str) -> None:
 
 
 def test_every_way_to_sample_gives_each_row_its_length(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     policy = Policy.load(ModelConfig(lora_r=0), str(tiny_random(tmp_path)), "cpu")
     with policy.sampling() as model:
         pass
@@ -110,7 +109,6 @@ def test_the_half_billion_model_has_the_known_numbers_of_weights() -> None:
 @pytest.fixture(params=["float32", "bfloat16"])
 def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], tuple[Policy, Shape]]:
     """A small 4-bit model of so many layers, with its shape."""
-    torch.set_num_threads(1)
 
     def load(layers: int) -> tuple[Policy, Shape]:
         path = tiny_random(tmp_path / str(layers), layers=layers, width=128)

@@ -25,8 +25,6 @@ from workflow.scoring import token_logprobs
 from workflow.settings import Settings
 from workflow.trajectory import PolicyRef
 
-torch.set_num_threads(1)
-
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 LONG = tuple(10 + number % 50 for number in range(3 * PAGE_TOKENS))

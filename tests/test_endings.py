@@ -6,7 +6,6 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
-import torch
 
 from cli.talk import Talk
 from tests.models import chat, tiny_random
@@ -29,8 +28,6 @@ from workflow.store import observe
 from workflow.store.connect import Database
 from workflow.trainer import Trainer
 from workflow.trajectory import Episode, Group, Message, PolicyRef, Step, Task
-
-torch.set_num_threads(1)
 
 CHAT = chat()
 ASK = CHAT.turn(Message("assistant", "", tool_calls=(CALL.call,)))

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from cli.talk import Talk, open_policy
 from tests.models import tiny_random
@@ -17,8 +16,6 @@ from workflow.plugins import find
 from workflow.policy import Policy
 from workflow.settings import settings
 from workflow.trajectory import PolicyRef
-
-torch.set_num_threads(1)
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

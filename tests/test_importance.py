@@ -21,8 +21,6 @@ from workflow.policy import Policy
 from workflow.scoring import token_logprobs
 from workflow.trajectory import Episode, Group
 
-torch.set_num_threads(1)
-
 CAP = 1.5
 
 

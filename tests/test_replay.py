@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from sqlalchemy import text
 
 from cli.main import main
@@ -31,7 +30,6 @@ from workflow.store.steps import commit_sampled
 from workflow.trajectory import Episode, Message, PolicyRef, SamplingKey, Step, Task, ToolCall, ToolResult
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,6 @@ from workflow.sampling import at_least, distance, distribution, lowest, summed, 
 from workflow.trajectory import Episode, Message, PolicyRef, SamplingKey, Step
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-torch.set_num_threads(1)
 
 SCHEMAS = [tool.schema for tool in env.toolset().values()]
 

@@ -22,8 +22,6 @@ from workflow.rolling import RollingEngine
 from workflow.sampling import at_least, lowest, sample
 from workflow.trajectory import PolicyRef
 
-torch.set_num_threads(1)
-
 LOGITS = st.lists(
     st.one_of(st.integers(-12, 12).map(lambda n: n / 4), st.floats(-30, 30), st.just(-math.inf)), min_size=1
 ).filter(lambda row: max(row) > -math.inf)

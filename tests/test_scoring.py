@@ -30,8 +30,6 @@ from workflow.errors import ModelError
 from workflow.policy import Policy
 from workflow.scoring import Prefixes, causal_model, checkpointing, shares_prefixes, token_logprobs
 
-torch.set_num_threads(1)
-
 WORDS = 50
 SMALL: dict[str, Any] = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 SIZES: dict[str, Any] = {

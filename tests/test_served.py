@@ -32,8 +32,6 @@ from workflow.served import ServedEngine
 from workflow.settings import Settings
 from workflow.trajectory import PolicyRef
 
-torch.set_num_threads(1)
-
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 PROMPT = tuple(range(10, 24))

@@ -4,7 +4,6 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.models import chat, tiny_random
 from workflow.config import ModelConfig
@@ -21,7 +20,6 @@ SHORT = Recipe(steps=6, batch_size=8, learning_rate=3e-3)
 
 
 def losses_of(model: str, target: Path, recipe: Recipe = SHORT, config: ModelConfig | None = None) -> list[float]:
-    torch.set_num_threads(1)
     seen: list[float] = []
     sft(arithmetic, model, target, recipe=recipe, config=config, device="cpu", progress=lambda _, __, loss: seen.append(loss))
     return seen

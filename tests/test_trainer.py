@@ -29,8 +29,6 @@ from workflow.scoring import token_logprobs
 from workflow.trainer import Trainer, Update, select
 from workflow.trajectory import Episode, Group, Message, PolicyRef, Step, Task
 
-torch.set_num_threads(1)
-
 TURN = Message("assistant", "")
 KINDS = pytest.mark.parametrize("lora_r", [0, 4], ids=["full weights", "LoRA"])
 
