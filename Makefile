@@ -56,8 +56,7 @@ format: env
 	$(BIN)/ruff format .
 
 # The wheel in an empty environment, run from a folder that is not this one.
-wheel-# Mostly waiting for processes that die, time out and start again: four at a time, on two cores too.
-test: env
+wheel-test: env
 	rm -rf build/wheel dist
 	$(BIN)/python -m build --wheel --no-isolation
 	$(PYTHON) -m venv build/wheel
