@@ -57,7 +57,7 @@ def _checks(model: str | None) -> Iterator[Check]:
     where = settings()
     yield _python()
     yield _packages()
-    yield _torch()
+    yield _torch(where)
     yield _database(where)
     yield from _broker(where)
     if where.checkpoints:
@@ -89,13 +89,16 @@ def _packages() -> Check:
     return Check("packages", "ok", ", ".join(versions))
 
 
-def _torch() -> Check:
-    facts = _probe("torch")
+def _torch(where: Any) -> Check:
+    facts = _probe("torch", where.device)
     if "error" in facts:
         return Check("torch", "fail", facts["error"], "Install torch again.")
-    if not facts["gpus"]:
-        return Check("torch", "ok", f"{facts['version']}, no GPU, {facts['threads']} CPU threads")
-    return Check("torch", "ok", f"{facts['version']}, {'; '.join(facts['gpus'])}")
+    found = [facts["version"], *(facts["gpus"] or ["no GPU"])]
+    found.append(f"{where.threads} CPU threads (AGENTRL_THREADS)" if where.threads else f"{facts['threads']} CPU threads")
+    if facts["unusable"]:
+        found.append(f"AGENTRL_DEVICE={where.device} cannot be used: {facts['unusable']}")
+        return Check("torch", "fail", ", ".join(found), "Set AGENTRL_DEVICE to auto, cpu, cuda or cuda:N.")
+    return Check("torch", "ok", ", ".join(found))
 
 
 def _database(where: Any) -> Check:

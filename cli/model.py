@@ -11,7 +11,7 @@ import typer
 from cli.find import existing_database, find_policy
 from cli.output import Json, cell, console, say, show, show_json
 from workflow.config import NAME_PATTERN, RunConfig
-from workflow.errors import ConfigError, ConflictError
+from workflow.errors import ConfigError, ConflictError, ModelError
 
 PolicyName = Annotated[
     str, typer.Option("--policy", metavar="RUN[@VERSION]|MODEL", help="A run's policy (newest version) or a model.")
@@ -95,9 +95,8 @@ def _model_name(asked: str | None, made: str) -> str:
 
 
 def _recipe(model: str, asked: dict[str, Any]) -> Any:
-    from workflow.base import lora_rank
     from workflow.config import ModelConfig
-    from workflow.models import model_folder
+    from workflow.models import lora_rank, model_folder
     from workflow.sft import default_recipe
 
     full = model == "tiny" or lora_rank(ModelConfig.model_validate({"path": model}), model_folder(model)) == 0
@@ -185,6 +184,7 @@ def evaluation_of(
 
     What `rollout` leaves out, or gives as None, is the run's.
     """
+    from workers.submit import known_model
     from workflow.config import build
     from workflow.datasets import load_tasks
 
@@ -193,7 +193,13 @@ def evaluation_of(
     values |= {"dataset.split": split, "dataset.max_samples": n, **_given(rollout)}
     if dataset is not None and dataset != base.dataset.name:
         values |= {"dataset.name": dataset, "env": None, "dataset.skip_bad_rows": False}
-    tasks = len(load_tasks(build(values).dataset).tasks)
+    config = build(values)
+    if ref is None:  # before the dataset, which may be far away and is not what is wrong with an unknown name
+        try:
+            known_model(config)
+        except ModelError as error:
+            raise ModelError(f"No run is called {policy!r}, and no model is found: {error.message}", error.hint) from error
+    tasks = len(load_tasks(config.dataset).tasks)
     if tasks > MAX_TASKS:
         raise ConfigError(f"{tasks} tasks are more than an evaluation takes.", f"Pass -n {MAX_TASKS} or less.")
     return build(values | {"rollout.tasks_per_iteration": tasks}), ref
@@ -219,7 +225,7 @@ def chat(
     env: Annotated[
         str | None, typer.Option(help="Env whose tools and prompt it gets [the run's, else math].", show_default=False)
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.01, max=10, help="Sampling temperature.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature, above 0 and at most 10.")] = 1.0,
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,

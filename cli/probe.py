@@ -1,6 +1,6 @@
 """What `agentrl doctor` asks a process of its own, so that torch and transformers stay out of the command: facts as JSON.
 
-`python -m cli.probe torch` and `python -m cli.probe template FOLDER`.
+`python -m cli.probe torch DEVICE` and `python -m cli.probe template FOLDER`.
 """
 
 import json
@@ -8,16 +8,27 @@ import sys
 from typing import Any
 
 
-def torch_facts() -> dict[str, Any]:
-    """Version, threads, GPUs."""
+def torch_facts(device: str) -> dict[str, Any]:
+    """Version, threads, GPUs; why the device that the settings name cannot be used, empty if it can."""
     import torch
 
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
         "version": torch.__version__,
         "threads": torch.get_num_threads(),
-        "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
+        "gpus": [f"{gpu.name} {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
+        "unusable": "" if device == "auto" else _trouble(device),
     }
+
+
+def _trouble(device: str) -> str:
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: this torch was built without such devices
+        return str(error).splitlines()[0].rstrip(".") or type(error).__name__
+    return ""
 
 
 def template_facts(folder: str) -> dict[str, Any]:
@@ -37,4 +48,4 @@ def template_facts(folder: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(torch_facts() if sys.argv[1] == "torch" else template_facts(sys.argv[2])))
+    print(json.dumps(torch_facts(sys.argv[2]) if sys.argv[1] == "torch" else template_facts(sys.argv[2])))

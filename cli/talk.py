@@ -48,6 +48,7 @@ class Talk:
 
     def __init__(self, policy: Policy, ref: PolicyRef, env: Env, limits: RolloutConfig, seed: int) -> None:
         self.chat: Chat = policy.chat
+        self.window = policy.max_context
         self.engine = engines.start(find("engines", limits.engine), policy, settings())
         self.ref = replace(ref, base_hash=ref.base_hash or policy.base_hash)
         self.env = env
@@ -67,11 +68,11 @@ class Talk:
         """The policy's turns until it calls no tool, at most `max_steps`."""
         new: Sequence[Message] = (Message("user", words),)
         for _ in range(self.limits.max_steps):
-            message, complete = self._turn(new)
+            message, cut = self._turn(new)
             yield from _lines(message)
-            if not message.tool_calls or not complete:
-                if not complete:
-                    yield "(cut at --max-new-tokens)", "yellow"
+            if cut:
+                yield f"(cut at {cut})", "yellow"
+            if not message.tool_calls or cut:
                 return
             results = [self._call(index, call) for index, call in enumerate(message.tool_calls)]
             for result in results:
@@ -79,7 +80,8 @@ class Talk:
             new = self.env.step(message.tool_calls, results)
         yield f"(stopped after {self.limits.max_steps} turns)", "yellow"
 
-    def _turn(self, new: Sequence[Message]) -> tuple[Message, bool]:
+    def _turn(self, new: Sequence[Message]) -> tuple[Message, str]:
+        """The policy's message, and what cut it short; empty if it came to its end."""
         following = self.chat.continuation(new, self.schemas, self.chat.ended(self.ids))[0] if self.ids else None
         self.messages += new
         prompt = self.chat.opening(self.messages, self.schemas) if following is None else self.ids + following
@@ -87,10 +89,16 @@ class Talk:
         completion = self.engine.submit(request).result()
         message = self.chat.parse(completion.token_ids)
         self.messages.append(message)
-        complete = completion.finish_reason == "stop"
-        self.ids = prompt + completion.token_ids if complete else ()
+        cut = "" if completion.finish_reason == "stop" else self._limit(len(prompt), len(completion.token_ids))
+        self.ids = () if cut else prompt + completion.token_ids
         self.sampled += len(completion.token_ids)
-        return message, complete
+        return message, cut
+
+    def _limit(self, prompt: int, sampled: int) -> str:
+        if sampled >= self.limits.max_new_tokens:
+            return "--max-new-tokens"
+        whole = prompt + sampled >= self.window
+        return f"the model's window of {self.window} tokens" if whole else "the server's window"
 
     def _call(self, index: int, call: ToolCall) -> ToolResult:
         refused = refusal(call, index, self.tools, self.limits)

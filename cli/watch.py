@@ -22,7 +22,8 @@ GOING = ("planned", "running")
 ENDED = ("done", "cancelled")
 
 OVER = " (trains with the episodes there are)"
-"""What going on means for an open iteration none of whose episodes is left to run."""
+AGAIN = " (rolls the episodes out again: mend first what failed them)"
+"""What going on means for an open iteration none of whose episodes is left to run, and where none of them can train."""
 
 Row = Any
 
@@ -103,9 +104,9 @@ def follow(db: Any, run: str, live: bool, write: Any) -> View:
         with _Live() if live else _Lines(write) as screen:
             while True:
                 view = look(db, run, view)
-                if _somebody_works(db):
+                if somebody_works(db):
                     seen = time.monotonic()
-                view.warning = _stranded(run) if time.monotonic() - seen > ALONE_SECONDS else ""
+                view.warning = _stranded(run) if time.monotonic() - seen > ALONE_SECONDS else _waits(db, view.run)
                 screen.show(view)
                 if view.run["status"] not in GOING:
                     return view
@@ -121,7 +122,7 @@ class _Lines:
 
     write: Any
     shown: int = 0
-    warned: bool = False
+    warned: str = ""
 
     def __enter__(self) -> Self:
         return self
@@ -134,9 +135,9 @@ class _Lines:
         for row, seconds in list(zip(view.iterations, own_seconds(view.iterations), strict=True))[self.shown :]:
             self.write(iteration_line(row, view.run["iterations"], seconds))
         self.shown = len(view.iterations)
-        if view.warning and not self.warned:
+        if view.warning and view.warning != self.warned:
             say(view.warning)
-        self.warned = bool(view.warning)
+        self.warned = view.warning
 
 
 class _Live:
@@ -227,7 +228,8 @@ def summary(view: View) -> list[Line]:
     if run["status"] in ("paused", "failed"):
         now = view.progress
         over = now and now["finished"] == now["episodes"]
-        lines.append((f"  Go on: agentrl resume {name}" + (OVER if over else ""), ""))
+        meant = (OVER if now["done"] else AGAIN) if over else ""
+        lines.append((f"  Go on: agentrl resume {name}{meant}", ""))
     lines += [
         ("  Look closer:", ""),
         (f"    agentrl episodes {name} --max-reward 0", ""),
@@ -263,10 +265,21 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _somebody_works(db: Any) -> bool:
+def somebody_works(db: Any) -> bool:
+    """Whether a control loop runs, or a supervisor that starts one: on a slow machine that takes a while."""
+    from workers import embedded
+    from workflow.settings import settings
     from workflow.store import observe
 
-    return observe.service_holder(db, "control") is not None
+    where = settings()
+    return observe.service_holder(db, "control") is not None or (not where.broker_url and embedded.running(where) is not None)
+
+
+def _waits(db: Any, run: Row) -> str:
+    from workflow.store import planning
+
+    waited = planning.waits_for(db, run["id"])
+    return f"{run['run']} waits: {waited}" if waited else ""
 
 
 def _stranded(run: str) -> str:

@@ -106,6 +106,12 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_leftover(folder: Path, byt
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
+def test_only_a_full_disk_is_told_to_free_space(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"Not a directory\. Make that folder writable"):
+        write(tmp_path / "file" / "v1", lambda _: None)
+
+
 def test_a_writer_that_raises_leaves_the_old_checkpoint(folder: Path) -> None:
     before = verify(folder)
 

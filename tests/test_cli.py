@@ -1,5 +1,6 @@
 """The command line: what each command prints and exits with, on a run written by hand; nothing heavy at the start."""
 
+import fcntl
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from cli.main import main
 from cli.output import clean, one_line
 from cli.plot import buckets, plot, sparkline
-from cli.watch import look, summary
+from cli.watch import look, somebody_works, summary
 from tests.conftest import forget_process, missing
 from tests.models import tiny_random
 from tests.stack import SMALL, Stack
@@ -168,7 +169,7 @@ def _folder_like_a_model(tmp_path: Path) -> Path:
     folder = tmp_path / "like-a-model"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")  # of no weight at all
     return folder
 
 
@@ -224,6 +225,10 @@ BAD = [
     (["sft", "--dataset", "arithmetic", "--name", "../x"], 2, "--name"),
     (["eval", "--policy", "tiny", "--dataset", "arithmetic"], 8, "agentrl sft"),
     (["eval", "--policy", "nobody@3"], 5, "agentrl runs"),
+    (["eval", "--policy", "/nowhere/model", "--dataset", "nowhere.jsonl"], 8, "No run is called '/nowhere/model'"),
+    (["chat", "--policy", "tiny", "--temperature", "nan"], 2, "finite number"),
+    (["submit", "--dataset", "arithmetic", "--model", "", "--dry-run"], 2, "model.path"),
+    (["submit", "--dataset", "arithmetic", "-s", "rollout.top_p=true", "--dry-run"], 2, "true and false"),
     (["chat", "--policy", "nobody@x"], 2, "RUN@3"),
     (["config", "show", "-s", "epoch=3"], 2, "epochs"),
     (["worker", "cook"], 2, "rollout"),
@@ -405,7 +410,7 @@ def test_failed_episodes_are_told_with_their_most_frequent_error(data: Database,
     text = "\n".join(line for line, _ in summary(look(data, run)))
     assert "4 episodes failed, 3 of them with: reward 'x' raised KeyError" in text
     assert f"agentrl episodes {run} --status failed" in text
-    assert f"agentrl resume {run} (trains with the episodes there are)" in text
+    assert f"agentrl resume {run} (rolls the episodes out again" in text
 
 
 # steering
@@ -488,6 +493,32 @@ def test_ctrl_c_leaves_the_run_alone_and_says_how_to_stop_it(run: str) -> None:
     assert "Traceback" not in remarks
 
 
+def test_watch_says_what_the_run_waits_for(run: str, data: Database) -> None:
+    planning.wait_for(data, planning.find_run(data, run)["id"], "The engine's server does not answer.")
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "cli", "watch", run],
+        env={**os.environ, "AGENTRL_HOME": str(settings().root)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert watching.stderr is not None
+    assert watching.stderr.readline() == f"{run} waits: The engine's server does not answer.\n"
+    watching.send_signal(signal.SIGINT)
+    watching.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("data", ["sqlite"], indirect=True)
+def test_a_stack_whose_supervisor_runs_is_not_said_to_lack_a_control_loop(data: Database) -> None:
+    assert not somebody_works(data)
+    folder = settings().stack_dir
+    folder.mkdir(parents=True)
+    with (folder / "supervisor.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "supervisor.json").write_text(json.dumps({"pid": os.getpid()}))
+        assert somebody_works(data)
+
+
 @pytest.mark.slow
 def test_a_run_is_submitted_evaluated_and_talked_to(short_folder: Path, tmp_path: Path) -> None:
     if broker.find_server(settings()) is None:
@@ -530,6 +561,19 @@ def test_doctor_looks_at_everything_and_says_what_to_do(home: Path, capsys: pyte
     assert {"python", "packages", "torch", "database", "redis", "disk", "gsm8k", "models"} <= set(checks)
     assert checks["torch"]["state"] == "ok"
     assert not home.exists()
+
+
+def test_doctor_fails_a_device_that_is_not_there_and_shows_the_threads_that_were_set(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AGENTRL_DEVICE", "cuda:99")
+    monkeypatch.setenv("AGENTRL_THREADS", "3")
+    settings.cache_clear()
+    assert main(["doctor", "--json"]) == 4
+    (check,) = [check for check in json.loads(capsys.readouterr().out) if check["name"] == "torch"]
+    assert check["state"] == "fail"
+    assert "AGENTRL_DEVICE=cuda:99 cannot be used" in check["found"]
+    assert "3 CPU threads" in check["found"]
 
 
 def test_doctor_exits_with_4_where_a_service_is_away(

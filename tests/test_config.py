@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from workflow.config import DESCRIPTIONS, KEYS, RunConfig, build, resolve
+from workflow.config import DESCRIPTIONS, KEYS, RunConfig, Section, build, resolve
 from workflow.errors import ConfigError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -126,6 +126,7 @@ def test_a_value_of_the_environment_that_is_no_yaml_is_refused() -> None:
         {"rollout.temperature": 0},
         {"rollout.temperature": float("nan")},
         {"rollout.top_k": -1},
+        {"source.groups": [2**63]},
         {"rollout.top_p": 0},
         {"rollout.top_p": 1.1},
         {"rollout.min_p": -0.1},
@@ -146,6 +147,20 @@ def test_a_value_of_the_environment_that_is_no_yaml_is_refused() -> None:
 def test_values_that_do_not_fit_are_refused(values: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="The config does not fit"):
         build(values)
+
+
+COUNTED = [
+    f"{section}.{name}".removeprefix(".")
+    for section, fields in [("", RunConfig), *((name, type(part)) for name, part in RunConfig() if isinstance(part, Section))]
+    for name, field in fields.model_fields.items()
+    if field.annotation in (int, int | None)
+]
+
+
+@pytest.mark.parametrize("key", COUNTED)
+def test_a_whole_number_that_nothing_has_room_for_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        resolve(assignments=(f"{key}=999999999999999999999999",))
 
 
 def test_every_wrong_value_is_named_at_once() -> None:

@@ -1,5 +1,6 @@
 """How a turn may end: with its end token, with a stop string, at a limit, with nothing said; and what follows it."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
@@ -215,3 +216,23 @@ def test_an_option_that_an_engine_ignores_is_refused(key: str, given: object) ->
     engines.check(poorer, build({}), trains=True)
     with pytest.raises(ConfigError, match=f"does not know rollout.{key}"):
         engines.check(poorer, config, trains=True)
+
+
+def test_a_conversation_says_which_limit_cut_a_turn_and_no_more(
+    talk: Talk, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    listener = logging.Handler()
+    monkeypatch.setattr(listener, "emit", lambda record: heard.append(record.getMessage()))
+    monkeypatch.setattr(policy.tokenizer, "model_max_length", policy.max_context)
+    logging.getLogger("transformers").addHandler(listener)
+    try:
+        told = [text for text, _ in talk.answer("again " * policy.max_context)]
+    finally:
+        logging.getLogger("transformers").removeHandler(listener)
+    assert told[-1] == f"(cut at the model's window of {policy.max_context} tokens)"
+    assert heard == []
+    talk.messages.clear()
+    talk.engine.close()
+    talk.engine = ScriptedEngine(lambda request: ANSWER[:1] * (request.max_new_tokens + 1), workers=1)
+    assert [text for text, _ in talk.answer("And now?")][-1] == "(cut at --max-new-tokens)"

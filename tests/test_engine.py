@@ -253,6 +253,19 @@ def test_weights_that_are_missing_fail_their_own_rows_only(engine: RollingEngine
         futures[1].result(60)
 
 
+def test_a_turn_whose_request_is_at_fault_fails_alone_among_those_that_join_with_it(
+    engine: RollingEngine, exact: Policy, ref: PolicyRef
+) -> None:
+    good = GenerateRequest((5, 6, 7), ref, 1, 0, 4)
+    expected = engine.submit(good).result(60)
+    with exact.lock:  # whoever is first waits for it while it joins, the others wait for that one and join together
+        first = engine.submit(good)
+        others = [engine.submit(replace(good, top_k=top_k)) for top_k in (0, 0, 10**24, 0, 0)]
+    with pytest.raises(InfraError, match="OverflowError"):
+        others.pop(2).result(60)
+    assert all(same(turn.result(60), expected, 1e-9) for turn in (first, *others))
+
+
 @pytest.mark.parametrize("prompt", [(), (-1,), (10**6,)], ids=["empty", "negative", "beyond the vocabulary"])
 def test_a_prompt_beyond_the_vocabulary_is_refused(engine: RollingEngine, ref: PolicyRef, prompt: tuple[int, ...]) -> None:
     with pytest.raises(ModelError, match="A prompt needs ids between 0 and"):

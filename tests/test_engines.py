@@ -10,7 +10,7 @@ from tests.served import served
 from workers.models import Models
 from workers.submit import prepare
 from workflow import checkpoint, engines
-from workflow.config import ModelConfig, build
+from workflow.config import ModelConfig, RunConfig, build
 from workflow.errors import CheckpointError, ConfigError
 from workflow.plugins import find
 from workflow.policy import Policy
@@ -50,12 +50,45 @@ def test_a_run_that_an_engine_cannot_sample_for_is_refused_at_submission() -> No
 
 @pytest.mark.parametrize(("name", "rank", "said"), [("llamacpp", 4, "eval and chat"), ("openai", 0, "kind 'full'")])
 def test_an_evaluation_of_trained_weights_that_an_engine_cannot_sample_from_is_refused_at_submission(
-    folder: Path, home: Path, name: str, rank: int, said: str
+    folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch, name: str, rank: int, said: str
 ) -> None:
+    at_url(monkeypatch, "http://127.0.0.1:9")
     config = build({"model.path": str(folder), "model.lora_r": rank, "dataset.name": "arithmetic", "rollout.engine": name})
     with pytest.raises(ConfigError, match=said):
         prepare(None, config, kind="eval", policy=PolicyRef(str(folder), "hash", "runs/v1", "sha256", 1))
     assert prepare(None, config, kind="eval").submission.kind == "eval"
+
+
+def at_url(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("AGENTRL_ENGINE_URL", url)
+    settings.cache_clear()
+
+
+def over_a_server(folder: Path, **more: object) -> RunConfig:
+    return build({"model.path": str(folder), "dataset.name": "arithmetic", "rollout.engine": "openai", **more})
+
+
+def test_a_model_so_small_that_all_its_weights_train_is_refused_at_submission_where_the_engine_takes_adapters_alone(
+    folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_url(monkeypatch, "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"kind 'full'.*model\.lora_r"):
+        prepare(None, over_a_server(folder))
+    assert prepare(None, over_a_server(folder, **{"model.lora_r": 4})).submission.kind == "train"
+    monkeypatch.setattr("workflow.models.SMALL", 1)
+    assert prepare(None, over_a_server(folder)).submission.kind == "train"
+
+
+@pytest.mark.parametrize("url", ["", "bogus", "ftp://x", "http://", "http://host:port", "http://a\x01b"])
+def test_a_url_that_no_server_can_be_asked_at_is_refused_at_submission(
+    folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    at_url(monkeypatch, url)
+    with pytest.raises(ConfigError, match=r"AGENTRL_ENGINE_URL=http://HOST:PORT"):
+        prepare(None, over_a_server(folder, **{"model.lora_r": 4}))
+    monkeypatch.setenv("AGENTRL_BROKER_URL", "redis://elsewhere")  # whose workers have an environment of their own
+    settings.cache_clear()
+    assert prepare(None, over_a_server(folder, **{"model.lora_r": 4})).submission.kind == "train"
 
 
 def test_a_worker_that_only_trains_needs_no_server(folder: Path, home: Path) -> None:
@@ -63,7 +96,7 @@ def test_a_worker_that_only_trains_needs_no_server(folder: Path, home: Path) -> 
     with Models().use(config, str(folder)) as loaded:
         loaded.release()
         assert loaded.policy.trainable()
-        with pytest.raises(ConfigError, match="AGENTRL_ENGINE_URL"):
+        with pytest.raises(ConfigError, match=r"AGENTRL_ENGINE_URL.*agentrl down"):
             assert loaded.engine
 
 
@@ -84,8 +117,7 @@ def test_one_talks_to_a_trained_policy_over_a_server(
     config = build({"model.path": str(folder), "model.lora_r": 4, "rollout.engine": "openai"})
     limits = config.rollout.model_copy(update={"max_new_tokens": 8})
     with served(folder) as (routes, url):
-        monkeypatch.setenv("AGENTRL_ENGINE_URL", url)
-        settings.cache_clear()
+        at_url(monkeypatch, url)
         policy, opened = open_policy(config, ref)
         talk = Talk(policy, opened, find("envs", "arithmetic"), limits, seed=0)
         assert list(talk.answer("What is 2 plus 2?"))

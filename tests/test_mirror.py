@@ -309,6 +309,9 @@ def test_without_s3fs_the_sentence_says_what_to_install(home: Path) -> None:
         ("s3://key:secret@bucket/run", "holds a password"),
         ("s3://[", "is no URL"),
         ("file://ckpt", "where its folder begins"),
+        ("file:///", "names no place"),
+        ("s3://", "names no place"),
+        ("s3:///run", "names no place"),
     ],
 )
 def test_a_url_that_cannot_hold_checkpoints_is_refused(home: Path, url: str, said: str) -> None:
@@ -347,5 +350,10 @@ def test_new_runs_keep_their_checkpoints_where_the_settings_say(
     config = config.model_copy(update={"output_dir": f"file://{tmp_path}/chosen"})
     assert output_folder(config, "run") == f"file://{tmp_path}/chosen"
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="No checkpoint can be written"):
-        output_folder(config.model_copy(update={"output_dir": f"file://{tmp_path}/file"}), "run")
+    for refused in (f"file://{tmp_path}/file", "/proc/checkpoints"):
+        with pytest.raises(ConfigError, match="No checkpoint can be written"):
+            output_folder(config.model_copy(update={"output_dir": refused}), "run")
+    monkeypatch.setenv("AGENTRL_CHECKPOINTS", "s3://")
+    settings.cache_clear()
+    with pytest.raises(ConfigError, match="names no place"):
+        output_folder(RunConfig(), "run")

@@ -83,6 +83,6 @@ def test_a_sampler_that_has_no_copy_of_its_own_has_no_dtype_of_its_own(options: 
 def test_a_model_that_is_large_enough_for_lora_says_so_when_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workflow.base.SMALL", 1)
+    monkeypatch.setattr("workflow.models.SMALL", 1)
     with pytest.raises(ModelError, match="shares the trainer's base"):
         Policy.load(ModelConfig(sampler_dtype="bfloat16"), str(tiny_random(tmp_path / "base")))

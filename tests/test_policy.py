@@ -241,6 +241,28 @@ def test_a_model_that_is_not_there_says_what_to_pass(monkeypatch: pytest.MonkeyP
     settings.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_attention_heads": 5}, "have other shapes than its config.json says"),
+        ({"model_type": "nosuch", "architectures": ["NoSuch"]}, "does not recognize this architecture"),
+        ({"model_type": "t5"}, "Unrecognized configuration class"),
+        ({"hidden_size": "wide"}, "expected int, got str"),
+        ({"hidden_act": "nosuch"}, "it names an unknown 'nosuch'"),
+    ],
+)
+def test_files_that_do_not_fit_together_are_a_model_error_in_one_sentence(
+    tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    folder = tiny_random(tmp_path / "model")
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ModelError, match=said) as raised:
+        Policy.load(config(), str(folder), device="cpu")
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 500
+
+
 def test_a_model_in_the_hubs_cache_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))

@@ -16,7 +16,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from cli import doctor
-from tests.models import tiny_random
+from tests.models import tiny_random, tokenizer
 from tests.served import Routes, kept_port, served
 from workflow import adapters, checkpoint, engines, mirror, openai
 from workflow.config import ModelConfig, build
@@ -35,6 +35,7 @@ from workflow.trajectory import PolicyRef
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 PROMPT = tuple(range(10, 24))
+VOCABULARY = len(tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -262,9 +263,9 @@ def test_a_turn_ends_at_the_servers_window_and_a_prompt_that_fills_it_samples_no
 
 def test_a_server_that_is_not_there_is_a_service_that_does_not_answer(client: Callable[..., ServedEngine]) -> None:
     assert "AGENTRL_ENGINE_URL" in refusal(client("http://127.0.0.1:9"), ServiceError)
-    assert "is no URL" in refusal(client("nowhere"), ConfigError)
-    with pytest.raises(ConfigError, match="AGENTRL_ENGINE_URL"):
-        client("")
+    for url in ("", "nowhere"):
+        with pytest.raises(ConfigError, match="AGENTRL_ENGINE_URL"):
+            client(url)
 
 
 def test_a_server_that_dies_in_the_middle_and_comes_back_empty_goes_on_where_it_was_asked(
@@ -390,10 +391,13 @@ def spoilt(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     [
         (lambda reply: {**reply, "model": "another"}, "was asked for 'small'; 'another' answered"),
         (spoilt(token_ids=None), "engine without token ids"),
-        (lambda reply: {**reply, "choices": []}, "engine without token ids"),
         (spoilt(logprobs=None), "no logprobs"),
         (spoilt(token_ids=[1, 2], logprobs={"token_logprobs": [-1.0, None]}), "NaN instead of logits"),
         (spoilt(token_ids=[1, 2], logprobs={"token_logprobs": [-1.0, math.nan]}), "NaN instead of logits"),
+        (spoilt(token_ids=[1], logprobs={"token_logprobs": [-1e300]}), "NaN instead of logits"),
+        (spoilt(token_ids=[-1], logprobs={"token_logprobs": [-1.0]}), "sampled the token -1, and the model has those below"),
+        (spoilt(token_ids=[VOCABULARY], logprobs={"token_logprobs": [-1.0]}), f"sampled the token {VOCABULARY}, and"),
+        (spoilt(token_ids=[10**400], logprobs={"token_logprobs": [-1.0]}), "sampled the token"),
         (spoilt(token_ids=[1, 2], logprobs={"token_logprobs": [-1.0]}), "2 ids and 1 logprobs"),
         (spoilt(token_ids=[], logprobs={"token_logprobs": []}), "0 ids"),
         (spoilt(token_ids=[1] * 13, logprobs={"token_logprobs": [-1.0] * 13}), "up to 12 tokens"),
@@ -406,6 +410,72 @@ def test_an_answer_that_cannot_be_recorded_as_it_is_ends_the_run(
 ) -> None:
     server[0].spoil = spoil
     assert said in refusal(client(server[1]), ModelError)
+
+
+NONSENSE = "with what this engine cannot read: "
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ("/v1/models", {"data": None}),
+        ("/v1/models", {"data": ["x"]}),
+        ("/v1/models", {"data": [{"root": "small"}]}),
+        ("/v1/models", {}),
+        *(("/v1/models", {"data": [{"id": "small", "max_model_len": n}]}) for n in ("abc", math.inf, 0, -1, True, 1.5)),
+        ("/v1/completions", {"model": "small", "choices": {}}),
+        ("/v1/completions", {"model": "small", "choices": []}),
+        ("/v1/completions", {"model": "small", "choices": [None]}),
+        ("/props", {"default_generation_settings": []}),
+        ("/props", {"default_generation_settings": {"n_ctx": 0}}),
+        ("/tokenize", {"tokens": 5}),
+        ("/completion", {"tokens": [1], "completion_probabilities": [1]}),
+        ("/completion", {"tokens": [True]}),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence_that_names_the_server_and_the_route(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine], path: str, answer: Any
+) -> None:
+    routes, url = server
+    routes.instead[path] = (200, answer)
+    said = refusal(client(url, name="openai" if path.startswith("/v1") else "llamacpp"), InfraError)
+    assert f"{url} answered {path} {NONSENSE}" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"finish_reason": []}, NONSENSE),
+        ({"prompt_token_ids": 5}, NONSENSE),
+        ({"token_ids": [True]}, NONSENSE),
+        ({"token_ids": ["a"]}, NONSENSE),
+        ({"logprobs": [1]}, NONSENSE),
+        ({"logprobs": "text"}, NONSENSE),
+        ({"logprobs": {"token_logprobs": "text"}}, NONSENSE),
+        ({"logprobs": {"token_logprobs": [10**400]}}, NONSENSE),
+        ({"logprobs": {"token_logprobs": [0.01]}}, "gave a token the logprob 0.01, and none is above 0"),
+        ({"logprobs": {"token_logprobs": [math.inf]}}, "gave a token the logprob inf"),
+    ],
+)
+def test_a_turn_that_cannot_be_read_or_believed_is_a_failure_of_the_system_and_the_next_one_is_sampled(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine], changes: Any, said: str
+) -> None:
+    routes, url = server
+    engine = client(url)
+    routes.spoil = spoilt(**{"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}, **changes})
+    assert said in refusal(engine, InfraError)
+    routes.spoil = spoilt(token_ids=[VOCABULARY - 1], logprobs={"token_logprobs": [9e-4]})  # as much as rounding may do
+    assert engine.submit(ask()).result(60).logprobs == (9e-4,)
+
+
+@pytest.mark.parametrize("likeliest", [[], [None], [{}], [{"x": math.nan}], [{"x": 1.0}], [["x"]]])
+def test_a_server_that_does_not_say_which_logprobs_it_gives_is_asked_for_no_turn(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine], likeliest: Any
+) -> None:
+    routes, url = server
+    routes.spoil = spoilt(logprobs={"token_logprobs": [-1.0], "top_logprobs": likeliest})
+    assert url in refusal(client(url), AgentRLError, temperature=0.5)
+    assert len(routes.sampled) == 1
 
 
 def test_a_turn_that_the_server_gave_up_is_a_failure_of_the_system(
@@ -519,6 +589,10 @@ def test_llama_cpp_samples_the_base_for_eval_and_chat(
     assert (done.token_ids, done.logprobs) == (routes.sampled[0].ids, routes.sampled[0].logprobs)
     assert "temperature 1" in refusal(engine, ConfigError, temperature=0.5)
     assert "base as it is" in refusal(engine, ConfigError, policy=trained(trainer, tmp_path / "v1", 0.2))
+    routes.spoil = lambda reply: {**reply, "tokens": [VOCABULARY]}
+    assert "the model has those below" in refusal(engine, ModelError)
+    routes.spoil = lambda reply: {**reply, "completion_probabilities": [{"logprob": 1.0}]}
+    assert "none is above 0" in refusal(engine, InfraError)
     routes.spoil = lambda reply: {**reply, "tokens": []}
     assert "engine without token ids" in refusal(engine, ModelError)
 

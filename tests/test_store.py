@@ -257,3 +257,18 @@ def test_a_service_lease_is_held_by_one_until_it_runs_out(database: Database) ->
     assert not observe.take_service_lease(database, "control", "host:2", LEASE)
     assert observe.take_service_lease(database, "control", "host:1", EXPIRED)
     assert observe.take_service_lease(database, "control", "host:2", LEASE)
+
+
+def test_what_a_run_waits_for_is_one_event_however_many_jobs_meet_it(database: Database) -> None:
+    start(database, submission())
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: planning.wait_for(database, 1, "the server is away"), range(8)))
+    assert planning.waits_for(database, 1) == "the server is away"
+    for what in ("it is not ready", "the server is away", "it is not ready"):
+        planning.wait_for(database, 1, what)
+    planning.wait_no_more(database, 1)
+    planning.wait_no_more(database, 1)
+    assert planning.waits_for(database, 1) == ""
+    planning.wait_for(database, 1, "the server is away")
+    kinds = [event["kind"] for event in observe.list_events(database, "first")]
+    assert kinds == ["submitted", "waiting", "waiting", "going_on", "waiting"]

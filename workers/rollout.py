@@ -23,8 +23,8 @@ from workflow.config import RunConfig
 from workflow.errors import CheckpointError, ConfigError, Fenced, ModelError, ServiceError
 from workflow.faults import faultpoint
 from workflow.settings import settings
+from workflow.store import planning, training
 from workflow.store import rollout as store
-from workflow.store import training
 from workflow.store.rollout import Fence, GroupWork
 
 log = getLogger("agentrl.rollout")
@@ -42,11 +42,15 @@ def rollout(groups: list[int]) -> int:
     A group that a live worker holds is left to it: the message is then acknowledged without counting for the chord.
     """
     groups = [row_id(group) for group in groups]
-    for batch in _by_run(_claim(groups)):
+    batches = _by_run(_claim(groups))
+    for batch in batches:
         _roll_out(batch)
     faultpoint("rollout.end")
     if not store.all_closed(database(), groups):
         raise Ignore()
+    for run in {batch[0].run_id for batch in batches}:
+        if planning.waits_for(database(), run):
+            planning.wait_no_more(database(), run)
     return len(groups)
 
 
@@ -95,6 +99,7 @@ def _roll_out(works: Sequence[GroupWork]) -> None:
         _refuse(works, error)
     except ServiceError as error:
         log.warning("%s: no rollout now: %s", works[0].run, error)
+        _say_waiting(works[0].run_id, error)
         _give_back(works)
     except Exception as error:
         log.exception("%s: no rollout", works[0].run)
@@ -121,6 +126,13 @@ def _refuse(works: Sequence[GroupWork], error: Exception) -> None:
         _give_back(works)
     for iteration in waiting:
         mend.ask_for(iteration)
+
+
+def _say_waiting(run_id: int, error: ServiceError) -> None:
+    try:
+        planning.wait_for(database(), run_id, str(error))
+    except ServiceError as away:  # what does not answer is the database itself
+        log.warning("the run's events do not say so: %s", away)
 
 
 def _bring(works: Sequence[GroupWork]) -> None:
@@ -169,6 +181,7 @@ def _guarded(driver: GroupRollout, act: Callable[[], None]) -> None:
     except ServiceError as error:  # the database or the broker was away for long: no attempt of the group's
         log.warning("group %d is handed back: %s", driver.work.fence.group, error)
         driver.lose()
+        _say_waiting(driver.work.run_id, error)
         _give_back([driver.work])
     except Exception as error:
         log.exception("group %d failed", driver.work.fence.group)

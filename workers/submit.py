@@ -4,29 +4,30 @@ Whatever is wrong with the request is said before anything is written; a broker 
 will start.
 """
 
-import os
 import platform
 import subprocess
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 from uuid import uuid4
 
-from workers import broker
+from workers import broker, embedded
 from workers.dispatch import dispatch
 from workflow import __version__, engines, remote
 from workflow.algorithms import Algorithm
 from workflow.config import RunConfig
 from workflow.datasets import load_tasks
+from workflow.engines import Backend
 from workflow.envs import Env
 from workflow.errors import ConfigError, ConflictError, ModelError
 from workflow.hooks import load_hooks
-from workflow.models import base_hash, check_on_hub, resolve_model
+from workflow.models import base_hash, check_on_hub, lora_rank, resolve_model
 from workflow.plugins import find
 from workflow.rewards import code_hash
-from workflow.settings import is_url, settings
+from workflow.settings import Settings, is_url, settings
 from workflow.store import observe, planning
 from workflow.store.connect import Database
 from workflow.store.planning import Submission, Submitted
@@ -68,8 +69,12 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     load_hooks(config.hooks)
     _check_algorithm(config, kind)
     trained = policy is not None and bool(policy.path)
-    engines.check(find("engines", config.rollout.engine), config, trains=kind == "train", trained=trained)
+    backend: Backend = find("engines", config.rollout.engine)
+    engines.check(backend, config, trains=kind == "train", trained=trained)
+    if backend.at_url:
+        _check_server(settings())
     ref = policy or starting_policy(config)
+    _check_weights(backend, config, ref, kind == "train" or trained)
     named = config.name is not None
     name = config.name or free_name(db, _stem(config, kind, policy))
     config = RunConfig.model_validate(config.model_dump() | {"name": name})
@@ -133,14 +138,20 @@ def starting_policy(config: RunConfig) -> PolicyRef:
     Raises:
         ModelError: there is no such folder, and no such model on the hub.
     """
+    base = known_model(config)
+    folder = Path(base)
+    return PolicyRef(base, base_hash(folder) if folder.is_dir() else "")
+
+
+def known_model(config: RunConfig) -> str:
+    """What the config's model means: a folder, or a name that the hub knows. Raises as `starting_policy`."""
     base = resolve_model(config.model.path, config.dataset.name)
     folder = Path(base)
     if not folder.is_dir():
         if folder.is_absolute() or base.startswith("."):
             raise ModelError(f"There is no model in {base!r}.", "Pass a folder in the hub's format, a hub name, or tiny.")
         check_on_hub(base)
-        return PolicyRef(base, "")
-    return PolicyRef(base, base_hash(folder))
+    return base
 
 
 def version_number(word: str) -> int:
@@ -175,6 +186,21 @@ def _check_algorithm(config: RunConfig, kind: str) -> None:
         )
 
 
+def _check_server(where: Settings) -> None:
+    """Refuses a URL that the embedded stack could not ask; one that runs was started with an environment of its own."""
+    from workflow.connection import check_url
+
+    if not where.broker_url and (where.engine_url or embedded.running(where) is None):
+        check_url(where)
+
+
+def _check_weights(backend: Backend, config: RunConfig, ref: PolicyRef, trained: bool) -> None:
+    """Refuses what the engine cannot sample from, where the base is at hand; of a hub model the worker that fetched it does."""
+    if Path(ref.base).is_dir():
+        kind = "lora" if lora_rank(config.model, Path(ref.base)) else "full"
+        engines.check_weights(backend, kind, trained)
+
+
 def free_name(db: Database | None, stem: str) -> str:
     """`stem-N`, where no run has that name yet."""
     return planning.free_name(db, stem) if db else f"{stem}-1"
@@ -206,8 +232,12 @@ def output_folder(config: RunConfig, name: str) -> str:
 
 def _check_writable(folder: Path) -> None:
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError(f"No checkpoint can be written to {str(folder)!r}: {str(there)!r} is no folder one may write to.")
+    try:
+        with NamedTemporaryFile(dir=there):  # whatever its permissions promise: /proc takes no file from anybody
+            pass
+    except OSError as error:
+        said = f"No checkpoint can be written to {str(folder)!r}: {str(there)!r} takes no file: {error.strerror}."
+        raise ConfigError(said, "Name another --output-dir, or mend that one.") from error
 
 
 def _stem(config: RunConfig, kind: str, policy: PolicyRef | None) -> str:

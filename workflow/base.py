@@ -2,10 +2,13 @@
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils import logging as transformers_logging
@@ -20,12 +23,12 @@ if TYPE_CHECKING:
 transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 # Said once per layer and step: what int8 does to its inputs, and a name that peft still uses.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+# Of a text longer than the model's window, which ends as a turn cut short: nothing is ever indexed beyond it.
+logging.getLogger("transformers.tokenization_utils_base").addFilter(lambda record: "indexing errors" not in record.getMessage())
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SMALL = 50_000_000
-"""Below this many parameters all weights train, unless the config says otherwise."""
 
 
 def load(config: ModelConfig, folder: Path, device: torch.device, kind: str) -> Any:
@@ -36,11 +39,9 @@ def load(config: ModelConfig, folder: Path, device: torch.device, kind: str) -> 
     """
     dtype = _dtype(config, device, kind)
     extra = _placement(config, dtype, device)
-    try:
-        with spared(config.load_in_4bit or config.load_in_8bit):  # each weight comes whole before it is quantised
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **extra)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ModelError(f"The files in {str(folder)!r} make no model: {error}.") from error
+    # Spared, because each weight comes whole before it is quantised.
+    with _taken_for(folder, "model"), spared(config.load_in_4bit or config.load_in_8bit):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **extra)
     return _trainable_4bit(model) if config.load_in_4bit else model
 
 
@@ -49,17 +50,6 @@ def pick_device(device: str) -> str:
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def lora_rank(config: ModelConfig, folder: Path) -> int:
-    """The LoRA rank in force; 0 trains all weights."""
-    if config.lora_r is not None:
-        return config.lora_r
-    if config.load_in_4bit or config.load_in_8bit:
-        return 8
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))  # type: ignore[no-untyped-call]
-    return 0 if sum(p.numel() for p in empty.parameters()) < SMALL else 8
 
 
 def lora_config(config: ModelConfig, rank: int) -> "LoraConfig":
@@ -76,20 +66,18 @@ def lora_config(config: ModelConfig, rank: int) -> "LoraConfig":
     )
 
 
-def max_context(folder: Path) -> int:
-    """Tokens that fit into one row.
+def sizes(folder: Path) -> tuple[int, int]:
+    """Tokens that fit into one row, and ids of the vocabulary as the model's last layer has them.
 
     Raises:
         ModelError: the files make no model, or it does not say.
     """
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"The files in {str(folder)!r} make no model: {error}.") from error
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    with _taken_for(folder, "model"):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
     if longest is None:
         raise ModelError(f"The model in {str(folder)!r} does not say how many tokens it can read.")
-    return int(longest)
+    return int(longest), int(config.vocab_size)
 
 
 def tokenizer(folder: Path) -> Any:
@@ -98,10 +86,28 @@ def tokenizer(folder: Path) -> Any:
     Raises:
         ModelError: the files make none.
     """
-    try:
+    with _taken_for(folder, "tokenizer"):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"The files in {str(folder)!r} make no tokenizer: {error}.") from error
+
+
+@contextmanager
+def _taken_for(folder: Path, made: str) -> Iterator[None]:
+    """The faults of the folder's files, in one sentence; those of the machine, its memory above all, pass as they are."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
+        raise ModelError(f"The files in {str(folder)!r} make no {made}: {_sentence(error)}.") from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        said = f"The weights in {str(folder)!r} have other shapes than its config.json says."
+        raise ModelError(said, "Copy the model again, all files of one version.") from error
+
+
+def _sentence(error: Exception) -> str:
+    """What transformers says, without its advice on how to install another transformers."""
+    said = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
+    return f"it names an unknown {said}" if isinstance(error, KeyError) else said[:300]
 
 
 def _dtype(config: ModelConfig, device: torch.device, kind: str) -> torch.dtype:

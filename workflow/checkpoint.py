@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from workflow.errors import BrokenCheckpoint, CheckpointError
 from workflow.faults import faultpoint
 from workflow.models import sha256_file
+from workflow.remote import FULL
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
@@ -52,13 +53,17 @@ def write(folder: Path, writer: Callable[[Path], None]) -> str:
         _swap(beside, folder)
         faultpoint("checkpoint.renamed")
     except (OSError, SafetensorError) as error:  # safetensors has no OSError for a full disk
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise CheckpointError(
-            f"Cannot write the checkpoint {str(folder)!r}: {reason}.", "Free disk space, then `agentrl resume`."
-        ) from error
+        raise _unwritten(folder, error) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return manifest[WEIGHTS].sha256
+
+
+def _unwritten(folder: Path, error: OSError | SafetensorError) -> CheckpointError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    full = error.errno in FULL if isinstance(error, OSError) else any(os.strerror(code) in reason for code in FULL)
+    todo = "Free disk space" if full else "Make that folder writable for the workers"
+    return CheckpointError(f"Cannot write the checkpoint {str(folder)!r}: {reason}.", f"{todo}, then `agentrl resume`.")
 
 
 def drop_optimizer(folder: Path) -> None:

@@ -9,10 +9,21 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from workflow.errors import ConfigError, did_you_mean
 
+MOST = 2**31 - 1
+"""Of what is counted; the rows, the arrays and the servers have no room for more."""
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 ENV_PREFIX = "AGENTRL_RUN_"
 
@@ -30,20 +41,30 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, field: ValidationInfo) -> Any:
+        assert field.field_name is not None
+        if isinstance(value, bool) and cls.model_fields[field.field_name].annotation is not bool:
+            raise ValueError("true and false are neither number nor text")
+        return value
+
 
 class DatasetConfig(Section):
     """Which tasks."""
 
     name: str = Field("gsm8k", description="gsm8k, arithmetic, a .jsonl file, or package.module:name")
     split: str = Field("train", description="train, test, or another that the dataset has")
-    max_samples: int | None = Field(None, ge=1, description="Only the first N tasks")
+    max_samples: int | None = Field(None, ge=1, le=MOST, description="Only the first N tasks")
     skip_bad_rows: bool = Field(False, description="Leave malformed rows of a .jsonl file out, and say which")
 
 
 class ModelConfig(Section):
     """Which weights, and which part of them trains."""
 
-    path: str = Field("Qwen/Qwen2.5-0.5B-Instruct", description="Hub name, folder, or a model made by `agentrl sft`")
+    path: str = Field(
+        "Qwen/Qwen2.5-0.5B-Instruct", min_length=1, description="Hub name, folder, or a model made by `agentrl sft`"
+    )
     load_in_4bit: bool = Field(False, description="Quantise the frozen base to 4 bits (bitsandbytes NF4); LoRA trains")
     load_in_8bit: bool = Field(False, description="Quantise the frozen base to 8 bits; LoRA trains")
     lora_r: int | None = Field(
@@ -83,7 +104,9 @@ class RolloutConfig(Section):
     group_size: int = Field(8, ge=1, le=1024, description="Episodes per task and iteration")
     tasks_per_iteration: int = Field(16, ge=1, le=4096, description="Groups per iteration")
     temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature; the trainer divides by it too")
-    top_k: int = Field(0, ge=0, description="Draw from the K likeliest tokens; 0: all. Ratios stay those of all tokens")
+    top_k: int = Field(
+        0, ge=0, le=MOST, description="Draw from the K likeliest tokens; 0: all. Ratios stay those of all tokens"
+    )
     top_p: float = Field(1.0, gt=0, le=1, description="Draw from the likeliest that reach this probability; ratios likewise")
     min_p: float = Field(0.0, ge=0, le=1, description="Draw from those at least this share as likely as the likeliest")
     stop: Texts = Field((), description="Texts that end a turn, beside the end token; they stay in it")
@@ -119,9 +142,9 @@ class UpdateConfig(Section):
     learning_rate: float = Field(1e-4, gt=0, le=1, description="AdamW step size")
     weight_decay: float = Field(0.0, ge=0, description="AdamW decoupled weight decay")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this")
-    batch_size: int | None = Field(None, ge=1, description="Episodes per optimizer step; unset: all of the iteration")
-    gradient_accumulation_steps: int = Field(1, ge=1, description="Microbatches per optimizer step, at least")
-    microbatch_tokens: int = Field(1536, ge=1, description="Tokens in one forward/backward, padding included, at most")
+    batch_size: int | None = Field(None, ge=1, le=MOST, description="Episodes per optimizer step; unset: all of the iteration")
+    gradient_accumulation_steps: int = Field(1, ge=1, le=MOST, description="Microbatches per optimizer step, at least")
+    microbatch_tokens: int = Field(1536, ge=1, le=MOST, description="Tokens in one forward/backward, padding included, at most")
     gradient_checkpointing: bool = Field(False, description="Compute layers again in the backward pass: less memory, slower")
     max_sampler_difference: float | None = Field(
         None, gt=0, description="Do not train on episodes whose sampler's logprobs are on average this far from the trainer's"
@@ -133,7 +156,7 @@ class SourceConfig(Section):
     """Stored episodes to train on, instead of rolling out."""
 
     runs: tuple[str, ...] = Field((), description="Train on the finished groups of these runs")
-    groups: tuple[int, ...] = Field((), description="Train on these groups, by their numbers")
+    groups: tuple[Annotated[int, Field(ge=1, lt=2**63)], ...] = Field((), description="Train on these groups, by their numbers")
     reward_set: str = Field("default", pattern=NAME_PATTERN, description="Whose rewards train; `agentrl rescore` makes sets")
 
     @property

@@ -4,6 +4,7 @@ from typing import Any
 
 import httpx2
 
+from workflow.answers import Shape, read
 from workflow.errors import ConfigError, InfraError, ModelError, ServiceError
 from workflow.settings import Settings
 
@@ -31,12 +32,11 @@ class Connection:
         settings: with `engine_url` and `engine_key`.
 
     Raises:
-        ConfigError: there is no URL.
+        ConfigError: there is no URL, or one of another kind.
     """
 
     def __init__(self, settings: Settings) -> None:
-        if not settings.engine_url:
-            raise ConfigError("This engine needs a server's URL.", "Set AGENTRL_ENGINE_URL=http://HOST:PORT.")
+        check_url(settings)
         self.url = settings.engine_url.rstrip("/").removesuffix("/v1")
         self._client = httpx2.Client(
             headers={"Authorization": f"Bearer {settings.engine_key}"} if settings.engine_key else {},
@@ -49,30 +49,29 @@ class Connection:
         self._client.close()
 
     def get(self, path: str) -> Any:
-        """What the server answers, read as JSON. Raises as `post` does."""
+        """What the server answers, any JSON object. Raises as `read` does."""
         return _json(self.url, path, self._ask("GET", path, None))
 
-    def post(self, path: str, body: Any) -> Any:
-        """What the server answers to `body`, read as JSON.
+    def read(self, shape: type[Shape], path: str, body: Any = None) -> Shape:
+        """What the server answers, in the shape of its route; a body is posted.
 
         Raises:
             ServiceError: it does not answer, or is not ready.
             ConfigError: it wants another API key.
             Refused: it will not.
-            InfraError: it failed.
+            InfraError: it failed, or its answer has another shape.
             ModelError: its answer is no JSON object.
         """
-        return _json(self.url, path, self._ask("POST", path, body))
+        found = _json(self.url, path, self._ask("GET" if body is None else "POST", path, body))
+        return read(shape, found, self.url, path)
 
     def tell(self, path: str, body: Any) -> None:
-        """As `post`, for a route whose answer says nothing."""
+        """Posts the body, for a route whose answer says nothing. Raises as `read` does."""
         self._ask("POST", path, body)
 
     def _ask(self, method: str, path: str, body: Any) -> httpx2.Response:
         try:
             response = self._client.request(method, self.url + path, json=body)
-        except (httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
-            raise ConfigError(f"{self.url!r} is no URL: {error}.", "Set AGENTRL_ENGINE_URL=http://HOST:PORT.") from error
         except (httpx2.TransportError, RuntimeError) as error:  # RuntimeError: closed meanwhile
             said = f"The engine's server at {self.url} does not answer: {type(error).__name__}: {error}."
             raise ServiceError(said, "Start it, or correct AGENTRL_ENGINE_URL.") from error
@@ -88,10 +87,28 @@ class Connection:
         return response
 
 
+def check_url(settings: Settings) -> None:
+    """Makes sure that `engine_url` is one that a server can be asked at.
+
+    Raises:
+        ConfigError: it is missing, or no http URL with a host.
+    """
+    url, hint = settings.engine_url, "Set AGENTRL_ENGINE_URL=http://HOST:PORT"
+    if not url:
+        later = "for the workers: where some run already, `agentrl down` ends them, then submit again with it"
+        raise ConfigError("This engine needs a server's URL.", f"{hint} {later}.")
+    try:
+        found = httpx2.URL(url)
+    except httpx2.InvalidURL as error:
+        raise ConfigError(f"{url!r} is no URL of a server: {error}.", f"{hint}.") from error
+    if found.scheme not in ("http", "https") or not found.host:
+        raise ConfigError(f"{url!r} is no http URL of a server.", f"{hint}.")
+
+
 def _json(url: str, path: str, response: httpx2.Response) -> Any:
     try:
         tree = response.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"The server at {url} answered {path} with what is no JSON: {response.text[:100]!r}.") from error
     if not isinstance(tree, dict):
         raise ModelError(f"The server at {url} answered {path} with what is no object: {response.text[:100]!r}.")

@@ -7,15 +7,16 @@ weights, and at which precision, cannot be seen from here.
 
 from typing import Any
 
+from workflow.answers import LlamaTurn, Props, Tokens
 from workflow.connection import Connection
 from workflow.engine import GenerateRequest
 from workflow.errors import ConfigError, InfraError, ModelError
 from workflow.policy import Policy
-from workflow.served import ServedEngine, Turn, seed, token_ids
+from workflow.served import ServedEngine, Turn, logprobs, seed, token_ids
 from workflow.settings import Settings
 from workflow.trajectory import FinishReason
 
-_REASONS: dict[Any, FinishReason] = {"eos": "stop", "limit": "length"}
+_REASONS: dict[str | None, FinishReason] = {"eos": "stop", "limit": "length"}
 _PROBE = "Ünï 12345.6 == foo_bar(  )\n\n漢字"
 
 
@@ -45,13 +46,13 @@ class LlamaServer:
         Raises:
             ModelError: the server's vocabulary is another.
         """
-        window = self._connection.get("/props").get("default_generation_settings", {}).get("n_ctx")
+        window = self._connection.read(Props, "/props").default_generation_settings.n_ctx
         asked = {"content": _PROBE, "add_special": False, "parse_special": False}
-        theirs = self._connection.post("/tokenize", asked).get("tokens")
+        theirs = self._connection.read(Tokens, "/tokenize", asked).tokens
         if theirs != self._policy.tokenizer.encode(_PROBE, add_special_tokens=False):
             said = f"The server at {self._connection.url} splits text otherwise than {self._policy.config.path}."
             raise ModelError(said, "Start llama-server with a GGUF file of that model.")
-        return int(window or self._policy.max_context)
+        return window or self._policy.max_context
 
     def sample(self, request: GenerateRequest, limit: int) -> Turn:
         """One turn of the base."""
@@ -60,12 +61,13 @@ class LlamaServer:
             raise ConfigError(said, "Sample at temperature 1, or with --engine rolling.")
         if request.policy.path:
             raise ConfigError("llama.cpp samples from a base as it is, not from a trained policy.", "Use --engine rolling.")
-        reply = self._connection.post("/completion", _body(request, limit))
-        ids = token_ids(reply.get("tokens") or None, self._connection.url)
-        reason = reply.get("stop_type")
-        if reason not in _REASONS:
-            raise InfraError(f"The server at {self._connection.url} ended a turn with {reason!r}.")
-        return Turn(ids, [entry.get("logprob") for entry in reply.get("completion_probabilities") or []], _REASONS[reason])
+        reply, url = self._connection.read(LlamaTurn, "/completion", _body(request, limit)), self._connection.url
+        ids = token_ids(reply.tokens or None, self._policy.vocabulary, url)
+        if reply.stop_type not in _REASONS:
+            raise InfraError(f"The server at {url} ended a turn with {reply.stop_type!r}.")
+        told = reply.completion_probabilities
+        found = None if told is None else [token.logprob for token in told]
+        return Turn(ids, logprobs(found, url), _REASONS[reply.stop_type])
 
 
 def _body(request: GenerateRequest, limit: int) -> dict[str, Any]:

@@ -1,18 +1,24 @@
-"""Which model a name means, where its files are, and their hash; without loading it, so without torch.
+"""Which model a name means, where its files are, their hash, and how much of it trains; without loading it, so without torch.
 
 A model is a folder in the hub's format: `config.json`, `*.safetensors`, tokenizer files. A name is `tiny` (made by
 `agentrl sft`), a folder in the models directory, a path, or a name on the hub.
 """
 
 import hashlib
+from math import prod
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from workflow import hub
+from workflow.config import ModelConfig
 from workflow.errors import ModelError
 from workflow.plugins import find
 from workflow.settings import settings
 
 TINY = "tiny"
+SMALL = 50_000_000
+"""Below this many parameters all weights train, unless the config says otherwise."""
 HUB_HINT = "Pass --model PATH of a local folder, or --model tiny."
 _TEXT_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -104,6 +110,27 @@ def _from_hub(name: str) -> Path:
         raise _unknown(name) from error
     except (LocalEntryNotFoundError, OSError) as error:
         raise _away(name) from error
+
+
+def lora_rank(config: ModelConfig, folder: Path) -> int:
+    """The LoRA rank in force; 0 trains all weights.
+
+    Raises:
+        ModelError: a file of weights cannot be read.
+    """
+    if config.lora_r is not None:
+        return config.lora_r
+    if config.load_in_4bit or config.load_in_8bit:
+        return 8
+    return 0 if sum(map(_parameters, folder.glob("*.safetensors"))) < SMALL else 8
+
+
+def _parameters(file: Path) -> int:
+    try:
+        with safe_open(file, "np") as weights:
+            return sum(prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118 - it is no dict
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"The files in {str(file.parent)!r} make no model: {file.name}: {error}.") from error
 
 
 def base_hash(folder: Path) -> str:

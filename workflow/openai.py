@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from workflow import adapters
+from workflow.answers import Card, Cards, Choice, Completions
 from workflow.connection import Connection, Refused
 from workflow.engine import GenerateRequest
 from workflow.errors import AgentRLError, ConfigError, InfraError, ModelError
 from workflow.policy import Policy
-from workflow.served import ServedEngine, Turn, seed, token_ids
+from workflow.served import ServedEngine, Turn, logprobs, seed, token_ids
 from workflow.settings import Settings
 from workflow.trajectory import FinishReason, PolicyRef
 
@@ -35,7 +36,7 @@ KEEP = 10
 """Adapters of this process that stay with the server though no turn needs them: those of nine iterations that overlap, and one
 more that an evaluation may be at."""
 
-_REASONS: dict[Any, FinishReason] = {"stop": "stop", "length": "length"}
+_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 _HOT = 8.0
 """The temperature of the question which logprobs the server gives: there the likeliest token is no longer likely."""
 
@@ -71,7 +72,7 @@ class OpenAIServer:
         Raises:
             ModelError: it is not the policy's, by its name: more of it cannot be seen from here.
         """
-        cards = [card for card in self._connection.get("/v1/models").get("data", []) if not card.get("parent")]
+        cards = [card for card in self._cards() if not card.parent]
         ours = {Path(self._policy.config.path).name, self._policy.folder.name}
         fitting = [card for card in cards if _names(card) & ours]
         if not fitting:
@@ -81,8 +82,8 @@ class OpenAIServer:
                 f" {self._policy.config.path}.",
                 f"Start it with that model, or with --served-model-name {self._policy.folder.name}.",
             )
-        self._base, self._raw = str(fitting[0]["id"]), None
-        return int(fitting[0].get("max_model_len") or self._policy.max_context)
+        self._base, self._raw = fitting[0].id, None
+        return fitting[0].max_model_len or self._policy.max_context
 
     def sample(self, request: GenerateRequest, limit: int) -> Turn:
         """One turn; an adapter that the server does not know, or no longer, is published first."""
@@ -99,25 +100,24 @@ class OpenAIServer:
 
     def _turn(self, request: GenerateRequest, body: dict[str, Any]) -> Turn:
         with self._model(request.policy) as name:
-            reply = self._connection.post("/v1/completions", {"model": name, **body})
-        if reply.get("model") != name:
-            raise ModelError(f"The server at {self._connection.url} was asked for {name!r}; {reply.get('model')!r} answered.")
-        choice = (reply.get("choices") or [{}])[0]
-        ids = token_ids(choice.get("token_ids"), self._connection.url)
-        prompt = choice.get("prompt_token_ids")
-        if prompt is not None and tuple(prompt) != request.prompt_ids:
-            raise ModelError(f"The server at {self._connection.url} sampled from another prompt than it was given.")
-        reason = choice.get("finish_reason")
-        if reason not in _REASONS:
-            raise InfraError(f"The server at {self._connection.url} ended a turn with {reason!r}.")
-        return Turn(ids, self._logprobs(choice, "token_logprobs"), _REASONS[reason])
+            choice = self._complete(name, body)
+        url = self._connection.url
+        ids = token_ids(choice.token_ids, self._policy.vocabulary, url)
+        if choice.prompt_token_ids is not None and tuple(choice.prompt_token_ids) != request.prompt_ids:
+            raise ModelError(f"The server at {url} sampled from another prompt than it was given.")
+        if choice.finish_reason not in _REASONS:
+            raise InfraError(f"The server at {url} ended a turn with {choice.finish_reason!r}.")
+        found = choice.logprobs.token_logprobs if choice.logprobs else None
+        return Turn(ids, logprobs(found, url), _REASONS[choice.finish_reason])
 
-    def _logprobs(self, choice: Any, kind: str) -> Any:
-        found = (choice.get("logprobs") or {}).get(kind)
-        if not isinstance(found, list):
-            said = f"The server at {self._connection.url} returns no logprobs, and nothing can be trained without."
-            raise ModelError(said, "Use vLLM, or --engine rolling.")
-        return found
+    def _complete(self, name: str, body: dict[str, Any]) -> Choice:
+        reply = self._connection.read(Completions, "/v1/completions", {"model": name, **body})
+        if reply.model != name:
+            raise ModelError(f"The server at {self._connection.url} was asked for {name!r}; {reply.model!r} answered.")
+        return reply.choices[0]
+
+    def _cards(self) -> list[Card]:
+        return self._connection.read(Cards, "/v1/models").data
 
     def _body(self, request: GenerateRequest, limit: int) -> dict[str, Any]:
         """All that decides a draw is named, for what is not comes from the model's own generation_config."""
@@ -165,9 +165,9 @@ class OpenAIServer:
         """The logprob of the base's likeliest token at that temperature, after one token that stands in every prompt."""
         prompt = tuple(sorted(self._policy.chat.end_ids))[:1]
         asked = GenerateRequest(prompt, PolicyRef("", ""), 0, 0, 1, temperature)
-        reply = self._connection.post("/v1/completions", {"model": self._base, **self._body(asked, 1)})
-        first = self._logprobs((reply.get("choices") or [{}])[0], "top_logprobs")[0]
-        return max(float(logprob) for logprob in first.values())
+        told = self._complete(self._base, self._body(asked, 1)).logprobs
+        first = next(iter(told.top_logprobs or []), None) if told else None
+        return max(logprobs(list(first.values()) if first else None, self._connection.url))
 
     # adapters
 
@@ -202,7 +202,7 @@ class OpenAIServer:
         self._published.add(ref.sha256)
 
     def _holds(self, name: str) -> bool:
-        return any(card.get("id") == name for card in self._connection.get("/v1/models").get("data", []))
+        return any(card.id == name for card in self._cards())
 
     def _retire(self) -> None:
         for name in list(self._users)[:-KEEP]:
@@ -218,9 +218,9 @@ class OpenAIServer:
                 self._published.discard(name)
 
 
-def _names(card: dict[str, Any]) -> set[str]:
+def _names(card: Card) -> set[str]:
     """What a model of the server may be known by."""
-    return {Path(str(name)).name for name in (card.get("id"), card.get("root")) if name}
+    return {Path(name).name for name in (card.id, card.root) if name}
 
 
 def _unpublished(error: Refused | InfraError, folder: Path) -> ConfigError:

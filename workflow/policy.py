@@ -27,7 +27,7 @@ from workflow.checkpoint import WEIGHTS
 from workflow.config import ModelConfig
 from workflow.errors import CheckpointError, ModelError
 from workflow.forward import Forward, Pass, as_it_is, known
-from workflow.models import base_hash, model_folder, sha256_file
+from workflow.models import base_hash, lora_rank, model_folder, sha256_file
 from workflow.trajectory import PolicyRef
 
 COPIED = 250_000_000
@@ -44,6 +44,7 @@ class Policy:
         base_hash: names the base in every `PolicyRef`.
         kind: `lora` or `full`.
         max_context: tokens that fit into one row.
+        vocabulary: ids that the model can sample, the largest and one more.
         lock: held by whoever uses the modules.
     """
 
@@ -55,13 +56,13 @@ class Policy:
         self.base_hash = base_hash(folder)
         self.tokenizer = base.tokenizer(folder)
         self.chat = Chat(self.tokenizer)
-        self.rank = base.lora_rank(config, folder)
+        self.rank = lora_rank(config, folder)
         self.kind: Literal["lora", "full"] = "lora" if self.rank else "full"
         if self.kind == "lora" and config.sampler_dtype != "auto":
             raise ModelError(
                 "With LoRA the sampler shares the trainer's base.", "Set model.dtype instead of model.sampler_dtype."
             )
-        self.max_context = base.max_context(folder)
+        self.max_context, self.vocabulary = base.sizes(folder)
         self._reference: nn.Module | None = None
         self._published: str | None = ""
         self._in_memory: dict[Slot, Any] = {}

@@ -25,7 +25,8 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     # We ask again ourselves; with botocore's own four repetitions a silent link would look like a slow one.
     "s3": {"config_kwargs": {"retries": {"max_attempts": 0}}, "use_listings_cache": False}
 }
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says of a place without room."""
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -47,6 +48,8 @@ def checked_place(place: str) -> Path | None:
         raise ConfigError(f"{place!r} is no URL: {error}.", URL_HINT) from error
     if parts.scheme == "file" and not place.startswith("file:///"):
         raise ConfigError(f"{place!r} does not say where its folder begins, and each process may stand elsewhere.", URL_HINT)
+    if not (parts.path.strip("/") if parts.scheme in ("file", "local") else parts.netloc):
+        raise ConfigError(f"{place!r} names no place for checkpoints.", URL_HINT)
     if parts.password:
         raise ConfigError("The URL for checkpoints holds a password.", "Put it into the environment: the URL is stored.")
     files, key = _store(place)
@@ -131,7 +134,7 @@ def own_trouble(path: str, error: Exception) -> ConfigError | ServiceError | Non
     if isinstance(error, PermissionError) or found in _REFUSED:
         said = f"The checkpoint {path!r} is refused to this host ({socket.gethostname()}): {_words(error)}."
         return ConfigError(said, "Check the credentials and rights, then `agentrl resume`.")
-    if found in _FULL:
+    if found in FULL:
         said = f"This host ({socket.gethostname()}) has no space for the checkpoint {path!r}: {_words(error)}."
         return ServiceError(said, "Free disk space.")
     return None

@@ -180,12 +180,27 @@ class RollingEngine:
         try:
             if self._policy.publish(taken[0].request.policy):
                 self._batch.forget()  # keys and values of other weights
-            self._batch.join(taken)
         except Exception as error:  # noqa: BLE001 - it goes to whoever waits for these turns, and the others go on
             if out_of_memory(error):
                 self._retreat(taken, error)
             else:
                 _fail(taken, error)
+        else:
+            self._join(taken)
+
+    def _join(self, turns: Sequence[Turn]) -> None:
+        """Those that cannot join all at once do in halves, so that a turn at fault fails alone."""
+        try:
+            self._batch.join(turns)
+        except Exception as error:  # noqa: BLE001 - it goes to whoever waits for these turns, and the others go on
+            if out_of_memory(error):
+                self._retreat(turns, error)
+            elif len(turns) == 1:
+                _fail(turns, error)
+            else:
+                half = len(turns) // 2
+                self._join(turns[:half])
+                self._join(turns[half:])
 
     def _advance(self) -> None:
         """One token for every live turn."""

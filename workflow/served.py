@@ -7,27 +7,32 @@ the job is handed back and tried later); one that answers something else than wh
 Nothing here reads the base's weights.
 """
 
-import math
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Protocol
 
-from workflow.engine import Completion, GenerateRequest, closed, not_a_number
-from workflow.errors import ModelError, ServiceError
+from workflow.engine import Completion, GenerateRequest, closed
+from workflow.errors import InfraError, ModelError, ServiceError
 from workflow.policy import Policy
 from workflow.trajectory import FinishReason
+
+ROUNDING = 1e-3
+"""A logprob may be so far above 0."""
+
+LEAST = -3.4e38
+"""Of the numbers that a float32 has, as which logprobs are recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a server sampled; a logprob is None where its answer had no number."""
+    """What a server sampled."""
 
     token_ids: Sequence[int]
-    logprobs: Sequence[float | None]
+    logprobs: Sequence[float]
     finish_reason: FinishReason
 
 
@@ -72,7 +77,8 @@ class ServedEngine:
         """Asks for one completion. A prompt that fills the window ends at once as `length`, with nothing sampled.
 
         The future raises ServiceError (the server is away), ConfigError (what the server cannot do as it was started),
-        ModelError (another base, an answer without ids or with NaN), CheckpointError or InfraError.
+        ModelError (another base or vocabulary, an answer without ids or with NaN), CheckpointError or InfraError (it failed,
+        or answered what cannot be read or believed).
         """
         future: Future[Completion] = Future()
         with self._submitting:
@@ -138,24 +144,43 @@ def _completion(turn: Turn, limit: int, seconds: float) -> Completion:
     if len(turn.token_ids) != len(turn.logprobs) or not 0 < len(turn.token_ids) <= limit:
         found = f"{len(turn.token_ids)} ids and {len(turn.logprobs)} logprobs"
         raise ModelError(f"The engine's server was asked for up to {limit} tokens and answered {found}.")
-    logprobs = [math.nan if logprob is None else float(logprob) for logprob in turn.logprobs]
-    if not all(map(math.isfinite, logprobs)):
-        raise not_a_number()
-    return Completion(tuple(turn.token_ids), tuple(logprobs), turn.finish_reason, seconds)
+    return Completion(tuple(turn.token_ids), tuple(turn.logprobs), turn.finish_reason, seconds)
 
 
-def token_ids(found: Any, url: str) -> list[int]:
-    """The ids of an answer.
+def token_ids(found: list[int] | None, vocabulary: int, url: str) -> list[int]:
+    """The ids of an answer, each below `vocabulary`.
 
     Raises:
-        ModelError: it has none.
+        ModelError: it has none, or some of another vocabulary.
     """
-    if not isinstance(found, list) or not all(isinstance(token, int) for token in found):
+    if found is None:
         raise ModelError(
             f"The server at {url} is an engine without token ids: its answers have only text.",
             "Use one that returns them (vLLM's return_token_ids), or --engine rolling.",
         )
+    strange = next((token for token in found if not 0 <= token < vocabulary), None)
+    if strange is not None:
+        raise ModelError(f"The server at {url} sampled the token {strange!s:.40}, and the model has those below {vocabulary}.")
     return found
+
+
+def logprobs(found: Sequence[float | None] | None, url: str) -> list[float]:
+    """The logprobs of an answer.
+
+    Raises:
+        ModelError: it has none, or NaN, or what is no number in float32.
+        InfraError: one is above 0 by more than rounding.
+    """
+    if found is None:
+        said = f"The server at {url} returns no logprobs, and nothing can be trained without."
+        raise ModelError(said, "Use vLLM, or --engine rolling.")
+    believed = [logprob for logprob in found if logprob is not None and LEAST <= logprob <= ROUNDING]
+    if len(believed) == len(found):
+        return believed
+    above = next((logprob for logprob in found if logprob is not None and logprob > ROUNDING), None)
+    if above is not None:
+        raise InfraError(f"The server at {url} gave a token the logprob {above:g}, and none is above 0.")
+    raise ModelError(f"The model of the server at {url} returned NaN instead of logits: a token's logprob is no number.")
 
 
 def seed(request: GenerateRequest) -> int:

@@ -71,7 +71,8 @@ class Settings(BaseSettings):
     def checkpoint_root(self) -> str:
         """The folder or URL under which each new run has a folder for its checkpoints."""
         if is_url(self.checkpoints):
-            return self.checkpoints.rstrip("/")
+            scheme, _, place = self.checkpoints.partition("://")
+            return f"{scheme}://{place.rstrip('/')}"
         return str(Path(self.checkpoints).expanduser().resolve() if self.checkpoints else self.root / "runs")
 
     @property

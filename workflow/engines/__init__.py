@@ -29,6 +29,7 @@ class Backend:
         quantised: it runs the base as the config says (4 or 8 bits); else whatever serves it decides.
         options: which of `temperature`, `top_k`, `top_p`, `min_p`, `stop` it honours.
         local: it computes with the policy's own weights, in this process; else the process need not read them to sample.
+        at_url: it samples with the server at the machine's `engine_url`.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Backend:
     quantised: bool
     options: frozenset[str]
     local: bool
+    at_url: bool = False
 
 
 def start(backend: Backend, policy: "Policy", settings: Settings) -> Engine:

@@ -11,4 +11,5 @@ llamacpp = Backend(
     quantised=False,
     options=frozenset({"top_k", "top_p", "min_p"}),  # its logprobs are those of temperature 1
     local=False,
+    at_url=True,
 )

@@ -11,4 +11,5 @@ openai = Backend(
     quantised=False,
     options=frozenset({"temperature", "top_k", "top_p", "min_p", "stop"}),
     local=False,
+    at_url=True,
 )

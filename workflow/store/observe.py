@@ -168,6 +168,7 @@ def progress(tx: Connection, run: str) -> Row:
         SELECT min(i.number) AS iteration, max(i.number) AS through, count(*) AS episodes,
                count(*) FILTER (WHERE e.status NOT IN ('planned', 'running')) AS finished,
                count(*) FILTER (WHERE e.status = 'running') AS running,
+               count(*) FILTER (WHERE e.status = 'done') AS done,
                CAST(coalesce(sum(e.sampled_tokens), 0) AS BIGINT) AS sampled_tokens,
                CAST(coalesce(sum(e.tool_calls), 0) AS BIGINT) AS tool_calls
         FROM iterations i JOIN episodes e ON e.iteration_id = i.id

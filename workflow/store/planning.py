@@ -17,8 +17,8 @@ from workflow.db import now_ms
 from workflow.errors import CheckpointError, ConflictError, NotFoundError, StateError
 from workflow.store.connect import insert, reading, transaction
 from workflow.store.forks import Fork, insert_fork
-from workflow.store.iterations import insert_iteration, staleness_of
-from workflow.store.rows import clean, clean_tree, message_row
+from workflow.store.iterations import insert_iteration, plan_again, staleness_of
+from workflow.store.rows import clean, clean_tree, members_of, message_row
 from workflow.trajectory import OPEN, PolicyRef, Task
 
 RESUMABLE = ("paused", "failed", "running")
@@ -190,6 +190,38 @@ def log(tx: Connection, run_id: int | None, kind: str, subject: str = "", detail
     tx.execute(db.events.insert().values(run_id=run_id, kind=kind, subject=subject, detail=clean(detail)))
 
 
+@transaction
+def wait_for(tx: Connection, run_id: int, what: str) -> None:
+    """Says in the run's events that its rollouts wait, and for what: once, however often each of its jobs meets it."""
+    # Locked: of two jobs that say so at once the second sees the first.
+    tx.execute(select(db.runs.c.id).where(db.runs.c.id == run_id).with_for_update())
+    mine = select(db.events.c.id).where(db.events.c.run_id == run_id)
+    before = mine.where(db.events.c.kind != "waiting").order_by(db.events.c.id.desc()).limit(1).scalar_subquery()
+    said = mine.where(db.events.c.id > func.coalesce(before, 0), db.events.c.detail == clean(what))
+    if tx.execute(said.limit(1)).first() is None:
+        log(tx, run_id, "waiting", detail=what)
+
+
+@transaction
+def wait_no_more(tx: Connection, run_id: int) -> None:
+    """Says that the run's rollouts go on, where it was said that they wait."""
+    if newest_wait(tx, run_id):
+        log(tx, run_id, "going_on")
+
+
+@reading
+def waits_for(tx: Connection, run_id: int) -> str:
+    """What the run's rollouts wait for, as their worker said; empty where nothing is known to keep them."""
+    return newest_wait(tx, run_id)
+
+
+def newest_wait(tx: Connection, run_id: int) -> str:
+    """As waits_for, inside a transaction: only the newest event counts."""
+    newest = select(db.events.c.kind, db.events.c.detail).where(db.events.c.run_id == run_id)
+    row = tx.execute(newest.order_by(db.events.c.id.desc()).limit(1)).one_or_none()
+    return str(row.detail) if row is not None and row.kind == "waiting" else ""
+
+
 @reading
 def moment(tx: Connection) -> int:
     """The database's clock, in ms: read it before a message is sent, and mark it as sent then."""
@@ -270,7 +302,8 @@ def free_name(tx: Connection, stem: str) -> str:
 def resume(tx: Connection, run: str) -> dict[str, Any]:
     """Sets a paused or failed run running again, and lets what nobody holds be sent at once.
 
-    An iteration that paused the run because too few of its episodes ended well then trains with those there are.
+    An iteration that paused the run because too few of its episodes ended well then trains with those there are, or is rolled
+    out again where there are none.
 
     Raises:
         StateError: the run is done or cancelled.
@@ -290,15 +323,20 @@ def resume(tx: Connection, run: str) -> dict[str, Any]:
     for table, sent in ((db.groups, {"sent_ms": None, "sends": 0}), (db.iterations, {"train_sent_ms": None, "train_sends": 0})):
         mine = (table.c.run_id == row["id"], table.c.status.in_(OPEN), _unheld(table))
         tx.execute(update(table).where(*mine).values({**sent, **fresh}))
-    tx.execute(
-        update(db.iterations)
-        .where(db.iterations.c.run_id == row["id"], db.iterations.c.too_few == "paused")
-        .values(too_few="accepted")
-    )
+    _settle_too_few(tx, row)
     open_ones = select(func.count()).where(db.iterations.c.run_id == row["id"], db.iterations.c.status.in_(OPEN))
     if not tx.execute(open_ones).scalar_one():
         tx.execute(update(db.runs).where(db.runs.c.id == row["id"]).values(status="done", finished_at=datetime.now(UTC)))
     return row
+
+
+def _settle_too_few(tx: Connection, run: Mapping[str, Any]) -> None:
+    paused = select(db.iterations.c.id).where(db.iterations.c.run_id == run["id"], db.iterations.c.too_few == "paused")
+    for iteration in tx.execute(paused).scalars().all():
+        done = tx.execute(select(func.count()).where(members_of(iteration), db.episodes.c.status == "done")).scalar_one()
+        again = not done and plan_again(tx, iteration, run["config"]["rollout"]["group_size"])
+        settled = "" if again else "accepted"
+        tx.execute(update(db.iterations).where(db.iterations.c.id == iteration).values(too_few=settled))
 
 
 def newest_version(run_id: Any) -> ScalarSelect[int]:
