@@ -25,9 +25,8 @@ env: .venv/.stamp
 quickstart:
 	MAKE="$(MAKE)" ./quickstart.sh
 
-# Mostly waiting for processes that die, time out and start again: four at a time, on two cores too.
 test: env
-	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Every fault at every hit of every fault point, three experiments at a time: about half an hour, into build/faults.json.
 faults: env

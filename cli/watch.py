@@ -22,7 +22,7 @@ GOING = ("planned", "running")
 ENDED = ("done", "cancelled")
 
 OVER = " (trains with the episodes there are)"
-AGAIN = " (rolls the episodes out again: mend first what failed them)"
+NOTHING = " (goes on without an update of that iteration: none of its episodes can train)"
 """What going on means for an open iteration none of whose episodes is left to run, and where none of them can train."""
 
 Row = Any
@@ -228,7 +228,7 @@ def summary(view: View) -> list[Line]:
     if run["status"] in ("paused", "failed"):
         now = view.progress
         over = now and now["finished"] == now["episodes"]
-        meant = (OVER if now["done"] else AGAIN) if over else ""
+        meant = (OVER if now["done"] else NOTHING) if over else ""
         lines.append((f"  Go on: agentrl resume {name}{meant}", ""))
     lines += [
         ("  Look closer:", ""),

@@ -410,7 +410,7 @@ def test_failed_episodes_are_told_with_their_most_frequent_error(data: Database,
     text = "\n".join(line for line, _ in summary(look(data, run)))
     assert "4 episodes failed, 3 of them with: reward 'x' raised KeyError" in text
     assert f"agentrl episodes {run} --status failed" in text
-    assert f"agentrl resume {run} (rolls the episodes out again" in text
+    assert f"agentrl resume {run} (goes on without an update" in text
 
 
 # steering

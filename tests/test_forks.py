@@ -222,7 +222,7 @@ def test_what_was_decided_at_the_rollout_cannot_be_chosen_for_stored_episodes(st
         (stored | {"epochs": 2}, ConfigError),
         (stored | {"source.reward_set": "unknown"}, NotFoundError),
         ({"source.groups": [999999]}, NotFoundError),
-        ({"source.groups": [10**20]}, NotFoundError),
+        ({"source.groups": [10**20]}, ConfigError),
     ):
         with pytest.raises(refusal):
             prepare_stored(stack.database, *resolve(flags=flags))

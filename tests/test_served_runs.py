@@ -99,7 +99,6 @@ def test_what_a_server_cannot_serve_ends_its_run_and_says_so_and_an_evaluation_c
         assert "'another' answered" in str(observe.describe_run(stack.database, renamed)["reason"])
         assert rows(stack, "SELECT count(*) AS n FROM steps")[0].n == 0
         routes.spoil = lambda reply: reply  # not before: groups that the first run had claimed may come late
-        routes.sampled.clear()
         asked = ("--policy", str(model), "--dataset", "arithmetic", "-n", "4", "--engine", "llamacpp", "--json")
         measured = json.loads(stack.agentrl("eval", *asked))
         assert (measured["episodes"], measured["errors"]) == (4, 0)

@@ -235,28 +235,6 @@ def test_with_under_half_of_the_episodes_trainable_the_run_pauses_until_it_is_re
     claim_training(database, last.iteration)
 
 
-def test_a_resumed_run_with_nothing_to_train_rolls_its_groups_out_again_and_keeps_what_failed(database: Database) -> None:
-    for group in start(database, submission()):
-        work = claim(database, group)
-        fail(database, work, 0)
-        last = fail(database, work, 1)
-    assert last.iteration is not None
-    assert training.claim_iteration(database, last.iteration, "trainer:1", LEASE) is None
-    assert "only 0 of 4" in planning.find_run(database, "first")["reason"]
-    planning.resume(database, "first")
-    assert training.claim_iteration(database, last.iteration, "trainer:1", LEASE) is None
-    assert status_of_run(database) == "running"
-    (waiting,) = observe.snapshot(database, LEASE).runs[0].iterations
-    assert not waiting.dispatched
-    for group in waiting.groups:
-        ended = play(database, group.id)
-    assert ended.iteration == last.iteration
-    work = claim_training(database, last.iteration)
-    assert len([episode for group in work.groups for episode in group.episodes if episode.status == "done"]) == 4
-    (counts,) = ledger.why(database, work.groups[0].episodes[0].id)["iterations"]
-    assert (counts["planned"], counts["failed"], counts["waiting"]) == (8, 4, 4)
-
-
 def test_a_paused_run_gives_no_work_and_a_resumed_one_goes_on(database: Database) -> None:
     group, _ = start(database, submission())
     planning.stop(database, "first", "paused")

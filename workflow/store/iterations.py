@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import Connection, func, select
 
 from workflow import db
 
@@ -46,24 +46,6 @@ def insert_iteration(tx: Connection, run_id: int, number: int, policy_id: int) -
     return iteration_id
 
 
-def plan_again(tx: Connection, iteration_id: int, size: int) -> bool:
-    """Plans the iteration's groups, of `size` episodes each, once more in new slots; what was rolled out stays, as dropped.
-
-    Returns whether it has groups of its own: those that it was lent cannot be rolled out again.
-    """
-    mine = (db.groups.c.iteration_id == iteration_id, db.groups.c.dropped == "")
-    columns = (db.groups.c.run_id, db.groups.c.kind, db.groups.c.task_id, db.groups.c.slot)
-    rows = tx.execute(select(*columns).where(*mine).order_by(db.groups.c.slot)).all()
-    if not rows:
-        return False
-    tx.execute(update(db.groups).where(*mine).values(dropped="planned again: none of its episodes can train"))
-    tasks = [row.task_id for row in rows]
-    _insert_groups(tx, rows[0].run_id, iteration_id, rows[0].kind, tasks, size, rows[-1].slot + 1)
-    planned = db.iterations.c.episodes + size * len(rows)
-    tx.execute(update(db.iterations).where(db.iterations.c.id == iteration_id).values(episodes=planned))
-    return True
-
-
 def _stored(run: Mapping[Any, Any], number: int, groups: Sequence[int]) -> tuple[int, list[int]]:
     return _chosen(run, number, sorted(groups), [str(group) for group in sorted(groups)])
 
@@ -85,18 +67,15 @@ def _size_of(tx: Connection, groups: Sequence[int]) -> int:
     return tx.execute(select(func.count()).where(db.episodes.c.group_id.in_(groups))).scalar_one()
 
 
-def _insert_groups(
-    tx: Connection, run_id: int, iteration_id: int, kind: str, tasks: Sequence[int], size: int, first: int = 0
-) -> None:
+def _insert_groups(tx: Connection, run_id: int, iteration_id: int, kind: str, tasks: Sequence[int], size: int) -> None:
     tx.execute(
         db.groups.insert(),
         [
             {"run_id": run_id, "iteration_id": iteration_id, "task_id": task_id, "slot": slot, "kind": kind}
-            for slot, task_id in enumerate(tasks, first)
+            for slot, task_id in enumerate(tasks)
         ],
     )
-    new = (db.groups.c.iteration_id == iteration_id, db.groups.c.slot >= first)
-    rows = tx.execute(select(db.groups.c.id, db.groups.c.task_id).where(*new)).all()
+    rows = tx.execute(select(db.groups.c.id, db.groups.c.task_id).where(db.groups.c.iteration_id == iteration_id)).all()
     tx.execute(
         db.episodes.insert(),
         [

@@ -17,8 +17,8 @@ from workflow.db import now_ms
 from workflow.errors import CheckpointError, ConflictError, NotFoundError, StateError
 from workflow.store.connect import insert, reading, transaction
 from workflow.store.forks import Fork, insert_fork
-from workflow.store.iterations import insert_iteration, plan_again, staleness_of
-from workflow.store.rows import clean, clean_tree, members_of, message_row
+from workflow.store.iterations import insert_iteration, staleness_of
+from workflow.store.rows import clean, clean_tree, message_row
 from workflow.trajectory import OPEN, PolicyRef, Task
 
 RESUMABLE = ("paused", "failed", "running")
@@ -302,8 +302,7 @@ def free_name(tx: Connection, stem: str) -> str:
 def resume(tx: Connection, run: str) -> dict[str, Any]:
     """Sets a paused or failed run running again, and lets what nobody holds be sent at once.
 
-    An iteration that paused the run because too few of its episodes ended well then trains with those there are, or is rolled
-    out again where there are none.
+    An iteration that paused the run because too few of its episodes ended well then trains with those there are.
 
     Raises:
         StateError: the run is done or cancelled.
@@ -323,20 +322,15 @@ def resume(tx: Connection, run: str) -> dict[str, Any]:
     for table, sent in ((db.groups, {"sent_ms": None, "sends": 0}), (db.iterations, {"train_sent_ms": None, "train_sends": 0})):
         mine = (table.c.run_id == row["id"], table.c.status.in_(OPEN), _unheld(table))
         tx.execute(update(table).where(*mine).values({**sent, **fresh}))
-    _settle_too_few(tx, row)
+    tx.execute(
+        update(db.iterations)
+        .where(db.iterations.c.run_id == row["id"], db.iterations.c.too_few == "paused")
+        .values(too_few="accepted")
+    )
     open_ones = select(func.count()).where(db.iterations.c.run_id == row["id"], db.iterations.c.status.in_(OPEN))
     if not tx.execute(open_ones).scalar_one():
         tx.execute(update(db.runs).where(db.runs.c.id == row["id"]).values(status="done", finished_at=datetime.now(UTC)))
     return row
-
-
-def _settle_too_few(tx: Connection, run: Mapping[str, Any]) -> None:
-    paused = select(db.iterations.c.id).where(db.iterations.c.run_id == run["id"], db.iterations.c.too_few == "paused")
-    for iteration in tx.execute(paused).scalars().all():
-        done = tx.execute(select(func.count()).where(members_of(iteration), db.episodes.c.status == "done")).scalar_one()
-        again = not done and plan_again(tx, iteration, run["config"]["rollout"]["group_size"])
-        settled = "" if again else "accepted"
-        tx.execute(update(db.iterations).where(db.iterations.c.id == iteration).values(too_few=settled))
 
 
 def newest_version(run_id: Any) -> ScalarSelect[int]:

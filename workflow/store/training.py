@@ -94,10 +94,10 @@ def claim_iteration(tx: Connection, iteration: int, worker: str, lease_seconds: 
     row = _claimable(tx, iteration, worker, lease_seconds)
     if row is None:
         return None
-    done, planned = _done_of_planned(tx, iteration)
-    if row["kind"] == "train" and not row["broken"] and 2 * done < planned and row["too_few"] != "accepted":
+    done = tx.execute(select(func.count()).where(members_of(iteration), db.episodes.c.status == "done")).scalar_one()
+    if row["kind"] == "train" and not row["broken"] and 2 * done < row["episodes"] and row["too_few"] != "accepted":
         tx.execute(update(db.iterations).where(db.iterations.c.id == iteration).values(too_few="paused"))
-        reason = f"iteration {row['number']}: only {done} of {planned} episodes can train"
+        reason = f"iteration {row['number']}: only {done} of {row['episodes']} episodes can train"
         _set_run(tx, row["run_id"], "paused", reason)
         return None
     losses = row["losses"] + (1 if row["worker"] not in ("", worker) else 0)
@@ -131,14 +131,6 @@ def claim_iteration(tx: Connection, iteration: int, worker: str, lease_seconds: 
         groups=() if row["broken"] else load_groups(tx, iteration, row["reward_set"]),
         rebuilds=row["broken"],
     )
-
-
-def _done_of_planned(tx: Connection, iteration: int) -> tuple[int, int]:
-    """How many of its episodes are done, and of how many; without those of groups that were planned again."""
-    again = select(db.groups.c.id).where(db.groups.c.iteration_id == iteration, db.groups.c.dropped != "")
-    done = func.count().filter(db.episodes.c.status == "done")
-    counts = tx.execute(select(done, func.count()).where(members_of(iteration), db.episodes.c.group_id.not_in(again))).one()
-    return int(counts[0]), int(counts[1])
 
 
 def _claimable(tx: Connection, iteration: int, worker: str, lease_seconds: float) -> Mapping[str, Any] | None:
