@@ -11,7 +11,7 @@ ifneq ($(wildcard ../shared/data/gsm8k),)
 export AGENTRL_GSM8K_DIR ?= $(abspath ../shared/data/gsm8k)
 endif
 
-.PHONY: env quickstart test faults disturbed bench lint format wheel-test compose-test clean
+.PHONY: env quickstart test faults disturbed learn-code bench lint format wheel-test compose-test clean
 
 env: .venv/.stamp
 
@@ -35,6 +35,11 @@ faults: env
 # The same run left alone and struck some 30 times, in four modes: about half an hour, into build/disturbed.json.
 disturbed: env
 	$(BIN)/python -m tests.faults.disturbed
+
+# The tiny model learns to program, through the tools queue, the sandbox and a kill -9 of the tools worker: a warm start, 48
+# iterations, held-out tasks before and after: five to ten minutes, into build/learn_code.json.
+learn-code: env
+	$(BIN)/python -m tests.learn_code
 
 # What is measured, with its spread, into build/bench.json; `make bench only=decode,update` measures those.
 bench: .venv/.bench
@@ -64,7 +69,8 @@ wheel-test: env
 		&& $(CURDIR)/build/wheel/bin/agentrl db upgrade && $(CURDIR)/build/wheel/bin/agentrl runs \
 		&& $(CURDIR)/build/wheel/bin/python -c 'from workflow.trajectory import Episode; print(Episode.__module__)'
 
-# Six services, one small run through all of them, in a project of its own: another stack of this folder keeps its volumes.
+# Six services, two small runs through all of them, the second with programs in the tools service's sandbox; in a project of its
+# own: another stack of this folder keeps its volumes.
 compose-test: export COMPOSE_PROJECT_NAME = agentrl-test
 compose-test:
 	set -e; trap '$(COMPOSE) down -v' EXIT; \
@@ -73,7 +79,11 @@ compose-test:
 	$(COMPOSE) exec -T control agentrl submit --dataset arithmetic --model tiny --epochs 1 --max-samples 32 --wait; \
 	$(COMPOSE) exec -T control agentrl runs; \
 	$(COMPOSE) exec -T control agentrl sql "SELECT current_user, count(*) AS episodes FROM v_episodes"; \
-	$(COMPOSE) exec -T control agentrl doctor
+	$(COMPOSE) exec -T control agentrl doctor; \
+	$(COMPOSE) exec -T tools agentrl doctor; \
+	$(COMPOSE) exec -T control agentrl sft --dataset code_tiny --model tiny --steps 60; \
+	$(COMPOSE) exec -T control agentrl submit --dataset code_tiny --model tiny --epochs 1 --max-samples 16 --wait; \
+	$(COMPOSE) exec -T control agentrl sql "SELECT sandbox, count(*) AS calls FROM v_tool_calls GROUP BY sandbox"
 
 clean:
 	rm -rf build dist .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from cli import ask, doctor, fork, keep, look, model, stack, steer, submit, watch
+from cli import ask, doctor, fork, keep, look, model, serve_tools, stack, steer, submit, watch
 from cli.output import say
 from workflow.errors import AgentRLError, ConfigError
 
@@ -47,6 +47,7 @@ for command in (
     app.command({"evaluate": "eval"}.get(command.__name__))(command)
 app.add_typer(stack.db, name="db")
 app.add_typer(stack.config, name="config")
+app.add_typer(serve_tools.tools, name="tools")
 
 
 def _version(asked: bool) -> None:

@@ -64,6 +64,7 @@ def _checks(model: str | None) -> Iterator[Check]:
         yield _checkpoints(where)
     if where.engine_url:
         yield _engine(where)
+    yield _sandbox(where)
     yield _disk(where)
     yield _gsm8k(where)
     yield _models(where)
@@ -141,6 +142,7 @@ def _broker(where: Any) -> Iterator[Check]:
 
 
 def _workers() -> Check:
+    from workers.app import QUEUES
     from workers.presence import missing_workers, served_queues
     from workers.process import database
 
@@ -150,7 +152,8 @@ def _workers() -> Check:
         return Check("workers", "fail", error.message, error.hint)
     if missing:
         return Check("workers", "warn", " ".join(missing))
-    return Check("workers", "ok", ", ".join(f"{queue} {count}" for queue, count in served_queues().items()) + ", control 1")
+    served = served_queues()
+    return Check("workers", "ok", ", ".join(f"{queue} {served[queue]}" for queue in QUEUES) + ", control 1")
 
 
 def _checkpoints(where: Any) -> Check:
@@ -164,16 +167,48 @@ def _checkpoints(where: Any) -> Check:
 
 
 def _engine(where: Any) -> Check:
+    from workflow.answers import Cards
     from workflow.connection import Connection
 
     try:
         with closing(Connection(where)) as connection:
-            served = [model["id"] for model in connection.get("/v1/models")["data"]]
+            served = [card.id for card in connection.read(Cards, "/v1/models").data]
     except AgentRLError as error:
         return Check("engine", "fail", error.message, error.hint)
-    except (KeyError, TypeError):
-        return Check("engine", "fail", f"{where.engine_url} does not list its models", "Correct AGENTRL_ENGINE_URL.")
-    return Check("engine", "ok", f"{where.engine_url} serves {', '.join(map(str, served))}")
+    return Check("engine", "ok", f"{where.engine_url} serves {', '.join(served)}")
+
+
+def _sandbox(where: Any) -> Check:
+    from workflow.errors import SandboxUnavailable
+    from workflow.sandbox.find import INSTALL, attempts
+
+    if where.sandbox == "none-unsafe":
+        return Check("sandbox", "warn", "none: model-written code runs with your rights", "Unset AGENTRL_SANDBOX.")
+    try:
+        tries = dict(attempts(where))
+    except AgentRLError as error:
+        return Check("sandbox", "fail", error.message, error.hint)
+    lacking = [f"{kind}: {found.message}" for kind, found in tries.items() if isinstance(found, SandboxUnavailable)]
+    for kind, found in tries.items():
+        if not isinstance(found, SandboxUnavailable):
+            return Check("sandbox", "ok", "; ".join([f"{kind} {_held(found)}", *lacking]))
+    refused = f"none: code tools refuse, the rest works. {' '.join(lacking)}"
+    if where.sandbox == "auto":
+        return Check("sandbox", "warn", refused, INSTALL)
+    return Check("sandbox", "fail", refused, "Mend it, or unset AGENTRL_SANDBOX.")
+
+
+def _held(sandbox: Any) -> str:
+    """What runs inside, and how its memory is held."""
+    from workflow.sandbox.cgroups import parents
+
+    asked = "import sys; print(sys.executable, '.'.join(map(str, sys.version_info[:3])))"
+    runs = f"runs {sandbox.run(asked).output.strip()}"
+    sandbox.close()
+    if sandbox.kind == "docker" or "memory" in parents():
+        return runs
+    held = {"bwrap": "held for each process alone", "landlock": "looked at ten times a second"}[sandbox.kind]
+    return f"{runs}; no control group can be written, so memory is {held}"
 
 
 def _disk(where: Any) -> Check:

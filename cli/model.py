@@ -239,11 +239,13 @@ def chat(
     One line of input is one message; an empty line ends it. Everything runs in this process.
     """
     from workflow.config import build
+    from workflow.envs import offered
     from workflow.plugins import find
 
     config, ref = find_policy(policy)
     default = "arithmetic" if config.model.path.startswith("tiny") else "math"
     found = find("envs", env or config.env or default)
+    tools = found.toolset() if env else offered(found, config)
 
     from cli.talk import Talk, open_policy
 
@@ -251,7 +253,7 @@ def chat(
     asked |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
     config = build(config.flat() | _given(asked))
     loaded, ref = open_policy(config, ref)
-    talk = Talk(loaded, ref, found, config.rollout, seed)
+    talk = Talk(loaded, ref, found, config.rollout, seed, tools)
     try:
         _converse(talk)
     finally:

@@ -22,6 +22,7 @@ FLAGS = {
     "epochs": "epochs",
     "model": "model.path",
     "env": "env",
+    "tools": "tools",
     "algorithm": "algorithm.name",
     "engine": "rollout.engine",
     "group_size": "rollout.group_size",
@@ -46,7 +47,7 @@ FLAGS = {
 def _flag(parameter: str, *names: str) -> Any:
     key = FLAGS[parameter]
     default = _DEFAULTS[key]
-    shown = "" if default is None else f" [{str(default).lower() if isinstance(default, bool) else default}]"
+    shown = "" if default in (None, []) else f" [{str(default).lower() if isinstance(default, bool) else default}]"
     return typer.Option(*(names or (f"--{parameter.replace('_', '-')}",)), help=DESCRIPTIONS[key] + shown, show_default=False)
 
 
@@ -65,6 +66,7 @@ def submit(
     epochs: Annotated[int | None, _flag("epochs", "--epochs", "--total-epochs")] = None,
     model: Annotated[str | None, _flag("model", "--model", "--model-path")] = None,
     env: Annotated[str | None, _flag("env")] = None,
+    tools: Annotated[list[str] | None, _flag("tools")] = None,
     algorithm: Annotated[str | None, _flag("algorithm")] = None,
     engine: Annotated[str | None, _flag("engine")] = None,
     group_size: Annotated[int | None, _flag("group_size", "--group-size", "--samples-per-prompt")] = None,
@@ -112,6 +114,7 @@ def submit(
     from workflow.config import resolve
 
     flags = {FLAGS[parameter]: value for parameter, value in ctx.params.items() if parameter in FLAGS}
+    flags["tools"] = tools or None
     flags |= _source(from_groups or [], from_episodes or [], reward_set)
     asked, origins = resolve(config, flags, tuple(assignments or ()), os.environ)
     if not asked.source.given and (policy or asked.source.reward_set != "default"):

@@ -4,7 +4,7 @@ What was sampled is kept as token ids, so that the next turn continues it exactl
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +16,13 @@ from workflow.config import RolloutConfig, RunConfig
 from workflow.engine import GenerateRequest
 from workflow.engines import Backend
 from workflow.envs import Env
-from workflow.errors import ToolFailure
 from workflow.models import resolve_model
 from workflow.plugins import find
 from workflow.policy import Policy
 from workflow.settings import settings
-from workflow.tools import Tool
-from workflow.trajectory import Message, PolicyRef, SamplingKey, ToolCall, ToolResult
+from workflow.tools import Tool, failure
+from workflow.tools.python import Notebook
+from workflow.trajectory import Episode, Message, PolicyRef, SamplingKey, Step, Task, ToolCall, ToolResult
 
 CHAT_DATASET = "arithmetic"
 """The dataset whose tiny model the name `tiny` means here."""
@@ -46,28 +46,40 @@ def open_policy(config: RunConfig, ref: PolicyRef | None) -> tuple[Policy, Polic
 class Talk:
     """A conversation: `answer` takes the user's words and gives what the policy and its tools say, line by line."""
 
-    def __init__(self, policy: Policy, ref: PolicyRef, env: Env, limits: RolloutConfig, seed: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        ref: PolicyRef,
+        env: Env,
+        limits: RolloutConfig,
+        seed: int,
+        tools: Mapping[str, Tool] | None = None,
+    ) -> None:
+        """`tools`: unset, the env's own."""
         self.chat: Chat = policy.chat
         self.window = policy.max_context
         self.engine = engines.start(find("engines", limits.engine), policy, settings())
         self.ref = replace(ref, base_hash=ref.base_hash or policy.base_hash)
         self.env = env
         self.limits = limits
-        self.tools: dict[str, Tool] = env.toolset()
+        self.tools = env.toolset() if tools is None else tools
         self.schemas = [tool.schema for tool in self.tools.values()]
         self.key = SamplingKey(seed, "chat", 0, "chat", 0).bits
         self.messages: list[Message] = [Message("system", env.system_prompt)] if env.system_prompt else []
         self.ids: tuple[int, ...] = ()
         self.sampled = 0
+        self.notebook = Notebook()
 
     def close(self) -> None:
-        """Ends the sampler."""
+        """Ends the sampler and what keeps a tool's names."""
         self.engine.close()
+        self.notebook.close()
 
     def answer(self, words: str) -> Iterator[Line]:
         """The policy's turns until it calls no tool, at most `max_steps`."""
         new: Sequence[Message] = (Message("user", words),)
-        for _ in range(self.limits.max_steps):
+        episode = Episode(Task("chat", tuple(new), ""))
+        for number in range(self.limits.max_steps):
             message, cut = self._turn(new)
             yield from _lines(message)
             if cut:
@@ -77,7 +89,11 @@ class Talk:
             results = [self._call(index, call) for index, call in enumerate(message.tool_calls)]
             for result in results:
                 yield f"  -> {result.content}", "red" if result.error_class else "blue"
-            new = self.env.step(message.tool_calls, results)
+            made = Step(number, tuple(new), (), (), (), "stop", message, self.ref.version, results=tuple(results))
+            episode = episode.with_step(made)
+            new = self.env.step(episode)
+            if not new:
+                return
         yield f"(stopped after {self.limits.max_steps} turns)", "yellow"
 
     def _turn(self, new: Sequence[Message]) -> tuple[Message, str]:
@@ -105,11 +121,9 @@ class Talk:
         if refused is not None:
             return refused
         try:
-            return ToolResult(self.tools[call.name].call(call.arguments))
-        except ToolFailure as error:
-            return ToolResult(str(error), "tool_error")
+            return self.notebook.run(self.tools[call.name], call.arguments)
         except Exception as error:  # noqa: BLE001 - a tool is anybody's code; its fault is shown to the model and the user
-            return ToolResult(f"{call.name} failed: {type(error).__name__}: {error}", "tool_crash")
+            return failure(self.tools[call.name], error)
 
 
 def _lines(message: Message) -> Iterator[Line]:

@@ -27,6 +27,7 @@ def as_document(record: Any, only: int | None = None) -> dict[str, Any]:
     return {
         "episode": record.row,
         "rewards": [{key: row[key] for key in ("part", "value", "weight", "reward_set")} for row in record.rewards],
+        "grades": record.grades,
         "steps": [
             {
                 **record.steps[step.index],
@@ -88,11 +89,19 @@ def _call(call: Any) -> Iterator[Line]:
         yield _indented(f"{name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"), "blue"
     error = f"{call['error_class']}, " if call["error_class"] else ""
     waited = f", {call['queue_seconds']:.3f} s in the queue" if call["queue_seconds"] is not None else ""
+    seen = f"{call['seconds']:.3f} s{_seen(call)}{waited}"
     if call["result"] is None:
         yield f"    {call['status']}: no result yet", "yellow"
         return
-    yield f"  result ({error}{call['seconds']:.3f} s{waited}):", "red" if error else "blue"
+    yield f"  result ({error}{seen}):", "red" if error else "blue"
     yield _indented(call["result"]), "red" if error else "blue"
+
+
+def _seen(call: Any) -> str:
+    """What its sandbox saw, and how often it was sent."""
+    code = f", exit code {call['exit_code']}" if call["exit_code"] else ""
+    seen = f", {call['cpu_seconds']:.3f} s of processor time in {call['sandbox']}{code}" if call["sandbox"] else ""
+    return seen + (f", sent {call['attempts']} times" if call["attempts"] > 1 else "")
 
 
 def _end(record: Any) -> Iterator[Line]:
@@ -102,6 +111,9 @@ def _end(record: Any) -> Iterator[Line]:
     yield f"{row['status']} ({outcome})  reward {cell(row['reward'])}, advantage {cell(row['advantage'])}", "bold"
     if row["error"]:
         yield f"  {row['error']}", "red"
+    for grade in record.grades:
+        said = grade["status"] if grade["result"] is None else f"{one_line(grade['result'], 200)} ({grade['seconds']:.3f} s)"
+        yield f"  judged by {grade['tool']}: {said}", "red" if grade["error_class"] else ""
     for part in record.rewards:
         yield f"  {part['part']}: {cell(part['value'])} x {cell(part['weight'])}", ""
     yield f"  answer:    {one_line(row['final_answer'], 400) or '(none)'}", ""

@@ -1,6 +1,7 @@
 """`agentrl replay EPISODE --verify WHAT`: is the record true? The episode is done again, and the report names what differs."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -73,19 +74,27 @@ def _document(found: Any) -> Any:
 
 def _check_tools(origin: "Origin") -> "ToolsReport":
     from workers.tools import run_tool
+    from workflow.config import RunConfig
+    from workflow.envs import offered
     from workflow.plugins import find
     from workflow.replay import check_tools
     from workflow.store.calls import CallWork
     from workflow.store.rows import clean, message_row, message_value
+    from workflow.tools.python import Notebook, keeps_session
 
     name = str(origin.config["env"])
     env = find("envs", name)
-    tools = env.toolset()
+    tools = offered(env, RunConfig.model_validate(origin.config))
+
+    notebook = Notebook()
 
     def run(tool: str, arguments: Mapping[str, Any]) -> ToolResult:
         if tool not in tools:
             return ToolResult(f"the env {name!r} has no tool {tool!r} now", "unknown_tool")
-        result = run_tool(tools[tool], CallWork(0, name, tool, arguments, tools[tool].effects))
+        if keeps_session(tools[tool]):
+            result = notebook.run(tools[tool], arguments)
+        else:
+            result = run_tool(tools[tool], CallWork(0, name, tool, arguments, tools[tool].effects))
         return replace(result, content=clean(result.content))  # as the record holds it
 
     def reads(before: Episode) -> list[Message]:
@@ -94,15 +103,21 @@ def _check_tools(origin: "Origin") -> "ToolsReport":
         elif not before.steps:
             found = env.reset(before.task)
         else:
-            found = env.step(before.steps[-1].message.tool_calls, before.steps[-1].results or ())
+            found = env.step(before)
         return [message_value(message_row(message)) for message in found]  # as the record holds them
 
     effects = {tool: declared.effects for tool, declared in tools.items()}
-    return check_tools(origin.record.episode, origin.record.calls, run, effects, reads)
+    episode, calls = origin.record.episode, origin.record.calls
+    with closing(notebook):
+        for call in calls:
+            if call["step"] < episode.inherited and call["exit_status"] and keeps_session(tools.get(call["tool"])):
+                run(call["tool"], call["arguments"])  # a fork's own cells follow its parent's
+        return check_tools(episode, calls, run, effects, reads)
 
 
 def _check_tokens(origin: "Origin") -> "TokensReport":
     from workflow.config import RunConfig
+    from workflow.envs import offered
     from workflow.plugins import find
     from workflow.replay import gone
     from workflow.rescoring import check_tokens, open_policy
@@ -111,16 +126,20 @@ def _check_tokens(origin: "Origin") -> "TokensReport":
     config = RunConfig.model_validate(origin.config)
     where = settings()
     policy = open_policy(config.model, origin.base, origin.base_hash, origin.manifest, where.device, where.threads)
-    schemas = [tool.schema for tool in find("envs", str(config.env)).toolset().values()]
+    schemas = [tool.schema for tool in offered(find("envs", str(config.env)), config).values()]
     lost = gone(origin.policies, origin.collected)
     return check_tokens(origin.record.episode, origin.policies, lost, policy, schemas, origin.key.bits, config.rollout)
 
 
 def _check_rewards(origin: "Origin") -> "list[RewardsReport]":
+    from workflow.envs import Env
+    from workflow.plugins import find
     from workflow.replay import check_rewards
 
+    env: Env = find("envs", str(origin.config["env"]))
+    sets = {"default": env}
     return [
-        check_rewards(origin.record.episode, name, scored.weights, scored.parts, scored.code_hash)
+        check_rewards(origin.record.episode, name, sets.get(name, Env()), scored.weights, scored.parts, scored.code_hash)
         for name, scored in origin.reward_sets.items()
         if scored.parts
     ]

@@ -16,6 +16,7 @@ from workers import broker, process
 from workflow.settings import Settings, settings
 from workflow.store.connect import Database
 from workflow.store.migrate import open_database, upgrade
+from workflow.tools.python import sandbox
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: tests and their workers run side by side
 
@@ -181,3 +182,17 @@ def redis_server(short_folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
     yield where
     process.terminate()
     process.wait(10)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_sandbox_outlives_its_file() -> Iterator[None]:
+    """The process's own sandbox, where a test has made one, ends with the test's file."""
+    yield
+    put_away()
+
+
+def put_away() -> None:
+    """Ends the process's own sandbox; the next program makes another."""
+    if sandbox.made:
+        sandbox().close()
+    sandbox.forget()

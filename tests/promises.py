@@ -54,9 +54,10 @@ BROKEN = (
     "SELECT e.id FROM episodes e WHERE steps <> "
     "(SELECT count(*) FROM steps s WHERE s.episode_id = e.id AND s.attempt = e.attempt)",
     "SELECT e.id FROM episodes e WHERE tool_calls <> "
-    "(SELECT count(*) FROM tool_calls c WHERE c.episode_id = e.id AND c.attempt = e.attempt)",
+    "(SELECT count(*) FROM tool_calls c WHERE c.episode_id = e.id AND c.attempt = e.attempt AND c.kind = 'call')",
     "SELECT id FROM tool_calls WHERE effects = 'once' AND starts > 1",
-    "SELECT s.id FROM steps s JOIN tool_calls c ON c.step_id = s.id WHERE s.observed_at IS NOT NULL AND c.result IS NULL",
+    "SELECT s.id FROM steps s JOIN tool_calls c ON c.step_id = s.id "
+    "WHERE s.observed_at IS NOT NULL AND c.kind = 'call' AND c.result IS NULL",
     "SELECT e.id FROM episodes e JOIN groups g ON g.id = e.group_id "
     f"WHERE e.status = 'infra_error' AND g.losses < {MAX_LOSSES} AND g.failures < {GIVE_UP}",
 )

@@ -176,7 +176,7 @@ def _folder_like_a_model(tmp_path: Path) -> Path:
 def test_every_command_explains_each_of_its_options_on_one_page(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (
         "submit", "watch", "runs", "episodes", "replay", "events", "resume", "pause", "cancel", "sql", "sft", "eval", "chat",
-        "up", "down", "worker", "doctor", "db", "db upgrade", "db current", "config", "config show",
+        "up", "down", "worker", "doctor", "db", "db upgrade", "db current", "config", "config show", "tools", "tools serve",
     ):  # fmt: skip
         text = agentrl(capsys, *command.split(), "--help")
         assert f"agentrl {command}" in text
@@ -476,14 +476,15 @@ def test_who_detaches_from_a_named_broker_without_workers_is_told_what_to_start(
     assert "agentrl worker control" in resumed.stderr
 
 
+def watch(run: str) -> "subprocess.Popen[str]":
+    """`agentrl watch` of the run, in a process of its own."""
+    command = [sys.executable, "-m", "cli", "watch", run]
+    here = {**os.environ, "AGENTRL_HOME": str(settings().root)}
+    return subprocess.Popen(command, env=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
 def test_ctrl_c_leaves_the_run_alone_and_says_how_to_stop_it(run: str) -> None:
-    watching = subprocess.Popen(
-        [sys.executable, "-m", "cli", "watch", run],
-        env={**os.environ, "AGENTRL_HOME": str(settings().root)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    watching = watch(run)
     assert watching.stdout is not None
     assert watching.stdout.readline().startswith("iteration 1/2")
     watching.send_signal(signal.SIGINT)
@@ -495,13 +496,7 @@ def test_ctrl_c_leaves_the_run_alone_and_says_how_to_stop_it(run: str) -> None:
 
 def test_watch_says_what_the_run_waits_for(run: str, data: Database) -> None:
     planning.wait_for(data, planning.find_run(data, run)["id"], "The engine's server does not answer.")
-    watching = subprocess.Popen(
-        [sys.executable, "-m", "cli", "watch", run],
-        env={**os.environ, "AGENTRL_HOME": str(settings().root)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    watching = watch(run)
     assert watching.stderr is not None
     assert watching.stderr.readline() == f"{run} waits: The engine's server does not answer.\n"
     watching.send_signal(signal.SIGINT)
@@ -558,7 +553,7 @@ def test_a_run_is_submitted_evaluated_and_talked_to(short_folder: Path, tmp_path
 
 def test_doctor_looks_at_everything_and_says_what_to_do(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checks = {check["name"]: check for check in json.loads(agentrl(capsys, "doctor", "--json"))}
-    assert {"python", "packages", "torch", "database", "redis", "disk", "gsm8k", "models"} <= set(checks)
+    assert {"python", "packages", "torch", "database", "redis", "sandbox", "disk", "gsm8k", "models"} <= set(checks)
     assert checks["torch"]["state"] == "ok"
     assert not home.exists()
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+from sqlalchemy import make_url
 
 from workflow.settings import Settings
+from workflow.store import migrate
 
 ROOT = Path(__file__).parent.parent
 STACK: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -33,7 +35,7 @@ def test_the_tools_service_is_locked_down() -> None:
     tools = SERVICES["tools"]
     assert tools["volumes"] == []
     assert tools["read_only"] is True
-    assert tools["tmpfs"] == ["/tmp:size=64m"]
+    assert tools["tmpfs"] == ["/tmp:size=256m"]
     assert tools["ipc"] == "none"
     assert tools["cap_drop"] == ["ALL"]
     assert tools["security_opt"] == ["no-new-privileges:true"]
@@ -41,10 +43,24 @@ def test_the_tools_service_is_locked_down() -> None:
     assert STACK["networks"]["inside"] == {"internal": True}
     assert tools["mem_limit"]
     assert tools["pids_limit"]
+    assert tools["init"] is True
+    assert not {"privileged", "cap_add", "devices", "user", "pid"} & set(tools)
 
 
 def test_only_control_knows_the_readers_password() -> None:
     assert [name for name in OURS if "AGENTRL_READER_PASSWORD" in SERVICES[name]["environment"]] == ["control"]
+
+
+def test_the_tools_log_in_as_a_role_that_control_makes_and_know_no_other_password() -> None:
+    logins = {name: make_url(shown(SERVICES[name]["environment"]["AGENTRL_DATABASE_URL"])) for name in OURS}
+    assert {name: login.username for name, login in logins.items()} == dict.fromkeys(OURS, "agentrl") | {"tools": migrate.TOOLS}
+    assert logins["tools"].password == shown(SERVICES["control"]["environment"]["AGENTRL_TOOLS_PASSWORD"])
+    assert set(re.findall(r"\w*PASSWORD", str(SERVICES["tools"]["environment"]))) == {"AGENTRL_TOOLS_PASSWORD"}
+
+
+def shown(text: str) -> str:
+    """The text with what its variables are where nobody sets them."""
+    return re.sub(r"\$\{\w+:-(.*?)\}", r"\1", text)
 
 
 def test_every_variable_set_is_a_setting() -> None:

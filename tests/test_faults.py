@@ -31,6 +31,8 @@ MUST_BE_MET = {
     "wake.before",
     "call.end",
     "commit_observed.before",
+    "commit_asked.before",
+    "commit_asked.after",
     "finish_episodes.after",
     "send_train.before",
     "rollout.end",
@@ -48,6 +50,17 @@ MUST_BE_MET = {
     "send_rollouts.after",
 }
 """Some of those that must have been met: the loop would be glad to test nothing."""
+
+IN_SANDBOX = {
+    "run_tool.before",
+    "program.begun",
+    "run_tool.after",
+    "record_result.before",
+    "record_result.after",
+    "wake.before",
+    "call.end",
+}
+"""Those where the tool was a program in the sandbox."""
 
 
 @pytest.fixture
@@ -99,3 +112,7 @@ def test_a_fault_at_the_first_a_middle_and_the_last_hit_of_every_point_changes_n
     rows = json.loads(answer.read_text())
     assert [row for row in rows if row["outcome"] == "violated"] == []
     assert {row["fault"] for row in rows if row["outcome"] == "recovered"} >= MUST_BE_MET
+    boxed = {row["fault"] for row in rows if row["env"] == "boxed" and row["outcome"] == "recovered"}
+    if not boxed:
+        missing("a sandbox")
+    assert boxed >= IN_SANDBOX

@@ -21,7 +21,9 @@ def loaded_by(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["cli.main", "workers.control", "workers.main", "workers.submit", "workers.supervisor"])
+@pytest.mark.parametrize(
+    "module", ["cli.main", "workers.control", "workers.main", "workers.server", "workers.submit", "workers.supervisor"]
+)
 def test_what_starts_fast_loads_no_model_library(module: str) -> None:
     assert not loaded_by(f"import {module}") & HEAVY
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from sqlalchemy import create_engine, text
 
 from tests.conftest import forbidden
-from tests.malformed import MALFORMED, tag
+from tests.malformed import HUGE, MALFORMED, tag
 from tests.models import chat, tiny_random
 from tests.own_postgres import Server, own_postgres
 from tests.scripted import ScriptedEngine
@@ -159,7 +159,7 @@ def ids(said: str) -> tuple[int, ...]:
 
 def test_every_malformed_call_is_an_observation_and_the_episode_goes_on_to_its_answer(own_database: Database) -> None:
     assert len(MALFORMED) > 30
-    limits = {"max_new_tokens": 100_000, "max_steps": 2, "max_tool_calls": 8, "group_size": len(MALFORMED)}
+    limits = {"max_new_tokens": 131_072, "max_steps": 2, "max_tool_calls": 8, "group_size": len(MALFORMED)}
     wanted = submission(tasks=1)
     config = {**wanted.config, "rollout": {**wanted.config["rollout"], **limits}}
     work = claim(own_database, start(own_database, replace(wanted, config=config))[0])
@@ -178,7 +178,7 @@ def test_every_malformed_call_is_an_observation_and_the_episode_goes_on_to_its_a
     assert {row.sample for row in ends if row.stop_reason == "parse_error"} == unclosed
     assert {row.stop_reason for row in ends if row.sample not in unclosed} == {"answered"}
     assert heard.pop("too_many_calls") == 1000 - 8
-    assert heard.keys() <= {"", "parse_error", "unknown_tool", "tool_error"}
+    assert heard.keys() == {"", "parse_error", "unknown_tool", "tool_error", "bad_arguments"}
     assert not values(own_database, "SELECT id FROM tool_calls WHERE result IS NULL")
 
 
@@ -195,14 +195,28 @@ ALMOST = st.fixed_dictionaries(
 @hypothesis_settings(deadline=None)  # no test asserts a time
 @given(st.lists(ALMOST | JSON, max_size=4))
 def test_whatever_json_a_call_holds_it_is_answered(inside: list[Any]) -> None:
+    answers("".join(tag(json.dumps(value)) for value in inside))
+
+
+@pytest.mark.parametrize("said", HUGE, ids=[text[:60] for text in HUGE])
+def test_a_megabyte_in_a_call_is_answered_in_a_few_words(said: str) -> None:
+    told = answers(said)
+    assert told
+    assert all(error_class for error_class in told)
+
+
+def answers(said: str) -> list[str | None]:
+    """The error class of what each call in a turn's text is told, which is always something and never much."""
     offered = {"calculator": find("tools", "calculator")}
-    said = "".join(tag(json.dumps(value)) for value in inside)
+    told = []
     for index, made in enumerate(parse_text(said).tool_calls):
-        told = refusal(made, index, offered, RolloutConfig())
-        if told is None:
-            told = tools.run_tool(offered[made.name], CallWork(1, "math", made.name, made.arguments, "none"))
-        assert told.error_class in (None, "parse_error", "unknown_tool", "tool_error", "too_many_calls", "bad_arguments")
-        assert told.content
+        result = refusal(made, index, offered, RolloutConfig())
+        if result is None:
+            result = tools.run_tool(offered[made.name], CallWork(1, "math", made.name, made.arguments, "none"))
+        assert result.error_class in (None, "parse_error", "unknown_tool", "tool_error", "too_many_calls", "bad_arguments")
+        assert 0 < len(result.content) < 2000
+        told.append(result.error_class)
+    return told
 
 
 # --- 24: clocks --------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from datetime import UTC, datetime
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -9,10 +10,13 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import CheckConstraint, create_engine, inspect, text
 from sqlalchemy.exc import ProgrammingError
 
+from tests.stored import CALL, answered, claim, sampled, start, submission, values
 from workflow import db, views
 from workflow.errors import ServiceError
+from workflow.store import calls, steps
 from workflow.store.connect import Database
 from workflow.store.migrate import current, downgrade, head, open_database, upgrade
+from workflow.store.steps import CallRecord
 
 UPGRADE = "import sys; from workflow.store import connect, migrate; migrate.upgrade(connect.Database(sys.argv[1]))"
 
@@ -63,6 +67,17 @@ def test_an_upgrade_of_an_up_to_date_database_keeps_its_rows(database: Database)
         assert tx.execute(text("SELECT kind FROM events")).scalars().all() == ["kept"]
 
 
+def test_calls_of_an_older_database_are_kept_and_count_as_sent_once(database: Database) -> None:
+    work = claim(database, start(database, submission())[0])
+    refused = CallRecord(CALL.call, "none", answered("no", "too_many_calls"))
+    ((call, *_),) = steps.commit_sampled(database, work.fence, [sampled(work, calls=(CALL, CALL, refused))])
+    calls.record_result(database, call, answered("42"), datetime.now(UTC), "tools:1")
+    downgrade(database, "0003")
+    upgrade(database)
+    kept = "SELECT tool || ' ' || coalesce(result, '') || ' ' || attempts FROM v_tool_calls ORDER BY call"
+    assert values(database, kept) == ["calculator 42 1", "calculator  1", "calculator no 0"]
+
+
 @pytest.fixture(params=["sqlite", "postgres"])
 def empty_url(request: pytest.FixtureRequest) -> str:
     if request.param == "sqlite":
@@ -99,3 +114,11 @@ def test_the_reader_role_may_select_from_views_and_not_write(postgres: Database)
                 connection.execute(text(statement))
             connection.rollback()
     reader.dispose()
+
+
+def test_a_database_of_a_newer_agentrl_is_left_alone(database: Database) -> None:
+    with database.engine.begin() as tx:
+        tx.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(ServiceError, match=f"newer agentrl .* 9999; known here: {head()}"):
+        open_database(database.url.render_as_string(hide_password=False))
+    assert current(database) == "9999"

@@ -11,7 +11,7 @@ from workflow.envs import Env
 from workflow.errors import ConfigError
 from workflow.hooks import Hook, load_hooks
 from workflow.plugins import find, names
-from workflow.trajectory import Message, Task, ToolCall, ToolResult
+from workflow.trajectory import Episode, Message, Step, Task, ToolCall, ToolResult
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -108,7 +108,9 @@ def test_the_math_env_opens_with_its_prompt_and_offers_the_calculator() -> None:
     assert "calculator" in system.content
     assert "#### <number>" in system.content
     assert list(env.toolset()) == ["calculator"]
-    observed = env.step([ToolCall("calculator", {"expression": "1+1"})], [ToolResult("2")])
+    said = Message("assistant", "", tool_calls=(ToolCall("calculator", {"expression": "1+1"}),))
+    turn = Step(0, (), (), (), (), "stop", said, 0, results=(ToolResult("2"),))
+    observed = env.step(Episode(Task("t", (question,), "1"), steps=(turn,)))
     assert observed == (Message("tool", "2", name="calculator"),)
 
 

@@ -14,6 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.benchmarks.models import HALF_BILLION
 from tests.models import tiny_random
+from workflow import base
 from workflow.base import lora_config
 from workflow.checkpoint import WEIGHTS
 from workflow.config import ModelConfig
@@ -141,6 +142,20 @@ def test_a_flipped_bit_a_missing_file_and_another_base_are_refused(policy: Polic
     with pytest.raises(CheckpointError, match="another base"):
         policy.publish(PolicyRef("tiny", "0" * 64, str(tmp_path / "v1"), ref.sha256, 1))
     assert torch.equal(sampled(policy), before)
+
+
+def test_a_base_that_changes_while_it_is_read_is_not_taken_for_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_random(tmp_path / "m")
+    before, tokenizer = base_hash(folder), base.tokenizer
+
+    def changing(where: Path) -> Any:
+        tiny_random(folder, seed=1)
+        return tokenizer(where)
+
+    monkeypatch.setattr(base, "tokenizer", changing)
+    assert Policy.load(config(lora_r=0), str(folder), device="cpu").base_hash == base_hash(folder) != before
 
 
 def test_a_base_that_was_made_anew_in_its_folder_is_not_taken_for_the_old_one(tmp_path: Path) -> None:

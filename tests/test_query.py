@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 
 from workflow.errors import AccessDenied, ConfigError, NotFoundError, ServiceError
+from workflow.readonly import MAX_SQL
 from workflow.settings import Settings, settings
 from workflow.store.connect import Database
 from workflow.store.migrate import upgrade
-from workflow.store.query import MAX_SQL, query, rl_f4, rl_i4
+from workflow.store.query import query, rl_f4, rl_i4
 from workflow.views import VIEWS
 
 IDS = (1, -2, 2**31 - 1, -(2**31), 0)

@@ -20,6 +20,7 @@ from tests.stored import sampled as sampled_step
 from workers.process import database as process_database
 from workflow import checkpoint
 from workflow.compare import compare
+from workflow.envs import Env
 from workflow.replay import check_rewards, check_tools
 from workflow.rescoring import TOLERANCES
 from workflow.store import observe
@@ -476,6 +477,7 @@ def raising(episode: Episode) -> float:
 
 
 def test_a_reward_that_raises_now_is_a_difference() -> None:
-    report = check_rewards(episode_of(([1], [2])), "default", {f"{__name__}:raising": 1.0}, {f"{__name__}:raising": 1.0}, "")
+    named = {f"{__name__}:raising": 1.0}
+    report = check_rewards(episode_of(([1], [2])), "default", Env(), named, named, "")
     assert not report.same
     assert "the answers are away" in str(report.differences[0].found)

@@ -1,8 +1,11 @@
 """An episode goes on in the middle: from its committed tokens, by whoever claims its group next, and by nobody else."""
 
+import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -12,22 +15,26 @@ from celery.exceptions import Ignore
 from tests.models import chat
 from tests.promises import dump
 from tests.scripted import ScriptedEngine
-from tests.stored import CALL, EXPIRED, LEASE, answered, claim, start, submission, value, values
+from tests.stored import CALL, EXPIRED, LEASE, answered, claim, start, step, submission, value, values
 from tests.test_workers import ANSWER
 from tests.test_workers import in_memory as in_memory
 from workers import dispatch
+from workers.dispatch import MOST_SENDS, NOBODY
 from workers.episodes import GroupRollout
 from workers.process import stopping
 from workers.rollout import _guarded
 from workers.rollout import rollout as rollout_job
+from workers.supervisor import Child, Supervisor
+from workers.tools import call as call_job
 from workflow.config import RunConfig
 from workflow.engine import GenerateRequest
 from workflow.envs import Env
 from workflow.plugins import find, names
+from workflow.settings import Settings
 from workflow.store import observe, rollout
 from workflow.store.calls import record_result
 from workflow.store.connect import Database
-from workflow.trajectory import Message
+from workflow.trajectory import Episode, Message
 
 ASK_TWICE = chat().turn(Message("assistant", "", tool_calls=(CALL.call, CALL.call)))
 TOOLS = ("calculator",)
@@ -114,6 +121,25 @@ def test_a_job_that_is_sent_again_goes_on_from_exactly_the_committed_tokens(
     assert heir.requests == second, "it asks for what the first worker asked for"
 
 
+def test_what_a_lost_tools_worker_may_have_begun_is_sent_again_as_soon_as_it_is_missed_but_not_for_ever(
+    own_database: Database, sent: Callable[[], list[int]], tmp_path: Path
+) -> None:
+    Worker(own_database, group_of(own_database), LEASE).starts().samples()
+    asked = sent()
+    answer(own_database, asked[1:2])
+    with subprocess.Popen(["true"]) as lost:
+        lost.wait()
+    watching = Supervisor(Settings(home=tmp_path))
+    for _ in range(1, MOST_SENDS):
+        watching._revive(Child("control", lost, started=time.monotonic()))
+        watching._revive(Child("tools", lost, started=time.monotonic()))
+        assert sent() == [asked[0], *asked[2:]]
+    watching._revive(Child("tools", lost, started=time.monotonic()))
+    assert sent() == []
+    call_job(asked[0], NOBODY)
+    assert values(own_database, "SELECT count(*) FROM tool_calls WHERE result IS NULL") == [2]
+
+
 def test_a_sampled_step_is_never_sampled_again_and_only_its_calls_without_a_result_are_sent_again(
     sqlite: Database, sent: Callable[[], list[int]]
 ) -> None:
@@ -133,6 +159,7 @@ def test_a_sampled_step_is_never_sampled_again_and_only_its_calls_without_a_resu
     heir.samples()
     assert values(sqlite, "SELECT number FROM steps ORDER BY id") == [0, 0, 1, 1]
     assert values(sqlite, "SELECT starts FROM tool_calls") == [1] * 4
+    assert values(sqlite, "SELECT attempts FROM v_tool_calls ORDER BY id") == [1, 2, 2, 2]
 
 
 def test_an_episode_whose_calls_were_all_answered_while_nobody_held_it_is_observed_and_goes_on(
@@ -258,7 +285,10 @@ def test_a_shipped_env_that_is_replayed_says_the_same_each_time(name: str) -> No
     tasks = submission(tasks=3).tasks
 
     def played() -> list[Any]:
-        made = [replace(CALL.call, name=name) for name in env.toolset()]
-        return [(env.reset(task), [env.step(made, [answered(text)] * len(made)) for text in ("1", "2", "1")]) for task in tasks]
+        made = tuple(replace(CALL.call, name=name) for name in env.toolset())
+        said = Message("assistant", "", tool_calls=made)
+        turns = [replace(step(index), message=said, results=(answered(text),) * len(made)) for index, text in enumerate("121")]
+        lived = [[Episode(task, steps=tuple(turns[:count])) for count in (1, 2, 3)] for task in tasks]
+        return [(env.reset(episodes[0].task), [env.step(episode) for episode in episodes]) for episodes in lived]
 
     assert played() == played()

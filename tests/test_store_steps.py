@@ -13,6 +13,7 @@ from tests.stored import (
     EXPIRED,
     answered,
     claim,
+    fail,
     sampled,
     start,
     step,
@@ -98,6 +99,21 @@ def test_a_call_with_effects_is_started_once_and_then_has_an_unknown_outcome(dat
     assert calls.start_once(database, call, "tools:2", 60) == "lost"
     assert calls.record_result(database, call, UNKNOWN_OUTCOME, datetime.now(UTC), "tools:2")
     assert values(database, "SELECT status || starts FROM tool_calls") == ["unknown_outcome1"]
+
+
+def test_what_a_lost_worker_may_have_had_are_the_open_calls_of_running_episodes(database: Database) -> None:
+    group, other = start(database, submission())
+    work, over = claim(database, group), claim(database, other)
+    records = [sampled(work, calls=(CALL, CALL)), sampled(work, position=1, calls=(CALL,))]
+    (first, second), (third,) = steps.commit_sampled(database, work.fence, records)
+    steps.commit_sampled(database, over.fence, [sampled(over, calls=(CALL,))])
+    fail(database, over, 0)
+    calls.record_result(database, second, answered(), datetime.now(UTC), "tools:1")
+    assert calls.lost_calls(database, most=3) == [first, third]
+    calls.count_sending(database, [third])
+    assert calls.lost_calls(database, most=3) == [first], "the other was sent three times"
+    assert calls.lost_calls(database, most=3) == []
+    assert values(database, "SELECT sends FROM tool_calls ORDER BY id") == [3, 1, 3, 1]
 
 
 def test_a_call_that_could_not_be_sent_has_its_result_from_the_start(database: Database) -> None:

@@ -133,11 +133,11 @@ def test_arguments_that_do_not_fit_are_the_models_mistake(arguments: dict[str, o
         find("tools", "calculator").call(arguments)
 
 
-def test_every_tool_file_defines_a_tool_of_its_own_name() -> None:
+def test_every_tool_file_defines_a_tool_of_its_own_name_and_a_session_takes_the_place_of_python() -> None:
     for name in names("tools"):
         tool = find("tools", name)
         assert isinstance(tool, Tool)
-        assert tool.name == name
+        assert tool.name == name.removesuffix("_session")
 
 
 def test_a_call_of_the_calculator_has_no_effects() -> None:

@@ -35,7 +35,7 @@ from workflow.store import calls, steps
 from workflow.store.calls import CallWork
 from workflow.store.connect import Database
 from workflow.tools import Tool
-from workflow.trajectory import Episode, Message, Task, ToolCall, ToolResult
+from workflow.trajectory import Episode, Message, Task, ToolResult
 
 # --- one tool call ----------------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class NoReset(Env):
 class NoStep(Env):
     """Opens episodes and then fails."""
 
-    def step(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> tuple[Message, ...]:
+    def step(self, episode: Episode) -> tuple[Message, ...]:
         """Raises."""
         raise KeyError("state")
 
@@ -151,7 +151,7 @@ class NoStep(Env):
 class Mute(Env):
     """Says what is no message."""
 
-    def step(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> tuple[Message, ...]:
+    def step(self, episode: Episode) -> tuple[Message, ...]:
         """Returns text."""
         return ("42",)  # type: ignore[return-value]
 
@@ -380,7 +380,9 @@ def test_jobs_of_two_bases_take_turns_and_a_base_is_not_changed_for_each_job(
 # --- the supervisor ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_process_that_is_killed_again_and_again_is_not_kept_back_longer_than_half_a_lease(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_again_and_again_is_not_kept_back_longer_than_half_a_lease(
+    tmp_path: Path, own_database: Database
+) -> None:
     watching = Supervisor(Settings(home=tmp_path, lease_seconds=4.0))
     with subprocess.Popen(["true"]) as process:
         process.wait()

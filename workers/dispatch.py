@@ -10,6 +10,7 @@ import redis
 from celery import chord
 from celery.backends.redis import RedisBackend
 from celery.result import AsyncResult, GroupResult
+from kombu import Queue
 from kombu.exceptions import OperationalError
 
 from workers.app import app
@@ -17,7 +18,12 @@ from workflow.errors import ServiceError
 from workflow.faults import faultpoint
 from workflow.scheduler import headers
 from workflow.store import planning
+from workflow.store.calls import lost_calls
 from workflow.store.connect import Database
+
+NOBODY = ""
+MOST_SENDS = 5
+"""A call that was sent so often may be what its workers die of: it is left to its rollout, which gives up in the end."""
 
 
 def dispatch(db: Database, iteration: int) -> None:
@@ -60,10 +66,19 @@ def send_train(db: Database, iteration: int) -> None:
     planning.mark_train_sent(db, iteration, moment)
 
 
-def send_call(call: int, reply_to: str) -> None:
-    """Sends one tool call; the worker that runs it wakes `reply_to` when the result is recorded."""
+def send_calls_again(db: Database) -> None:
+    """A tools worker was lost: sends the calls that it may have had. Who waits for them sees their results in the rows."""
+    for call in lost_calls(db, MOST_SENDS):
+        send_call(call, NOBODY)
+
+
+def send_call(call: int, reply_to: str, queue: str = "tools") -> None:
+    """Sends one tool call; the worker that runs it wakes `reply_to`, unless that is `NOBODY`, when the result is recorded.
+
+    `queue`: any tools worker's, or that of the one which has the session of the call's episode.
+    """
     with _reaching("call"):
-        app.send_task("agentrl.call", args=[call, reply_to], ignore_result=True)
+        app.send_task("agentrl.call", args=[call, reply_to], ignore_result=True, queue=Queue(queue, routing_key=queue))
 
 
 class _reaching:  # noqa: N801 - reads as a phrase: `with _reaching("train")`

@@ -1,36 +1,39 @@
 """One claimed group at work: load the record, ask `next_action`, act, commit; nothing is remembered that is not in the rows.
 
 A step is two transactions. *Sampled*: prompt, ids, logprobs and one pending row per tool call; only then are the calls sent.
-*Observed*: all results, in the order of the calls; only then does the policy read them.
+*Observed*: all results, in the order of the calls; only then does the policy read them. An episode that is over waits for what
+its judges say, who are asked in the same way.
 """
 
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
 
 from workers.dispatch import send_call
-from workers.process import Once
+from workers.outcomes import outcome_of, unscored
 from workers.replies import Replies
 from workflow.agent import Action, CallTools, Finish, Generate, next_action, refusal
 from workflow.chat import Chat
 from workflow.config import RunConfig
 from workflow.engine import Completion, Engine, GenerateRequest
-from workflow.envs import Env
+from workflow.envs import Env, offered
 from workflow.errors import InfraError, RewardError
 from workflow.faults import faultpoint
 from workflow.hooks import Hook, load_hooks
+from workflow.once import Once
 from workflow.plugins import find
-from workflow.rewards import checked, score, total
+from workflow.rewards import judges_of, questions
 from workflow.settings import settings
 from workflow.store import rollout as store
 from workflow.store import steps
+from workflow.store.calls import count_sending
 from workflow.store.connect import Database
 from workflow.store.rollout import Fence, GroupWork, Outcome
-from workflow.store.steps import CallRecord, Sampled
-from workflow.trajectory import Episode, Message, SamplingKey, Step, StopReason
+from workflow.store.steps import Asked, CallRecord, Sampled
+from workflow.trajectory import Episode, Message, SamplingKey, Step, ToolResult
 
 RESEND_SECONDS = 30.0
 """A call without a result is sent again after a lease, at most this long, and its tool's limit; the first answer counts."""
@@ -60,9 +63,12 @@ class _Draft:
 
 @dataclass
 class _Waiting:
-    """A step whose calls are out: their ids in order, when they were last sent, and how often."""
+    """A step whose calls are out: their ids in order, when they were last sent, and how often; `ended` and the names of its
+    judges in the same order, where they are what is asked of an episode that is over."""
 
     calls: list[int]
+    ended: Episode | None = None
+    judges: tuple[str, ...] = ()
     sent: float = 0.0
     sendings: int = 0
 
@@ -87,9 +93,8 @@ class GroupRollout:
     def __post_init__(self) -> None:
         assert self.config.env is not None
         self.env: Env = find("envs", self.config.env)
-        self.tools = self.env.toolset()
-        longest = max((tool.timeout_seconds for tool in self.tools.values()), default=0.0)
-        self._patience = min(RESEND_SECONDS, settings().lease_seconds) + longest
+        self.tools = offered(self.env, self.config)
+        self.judges = judges_of(self.work.weights)
         self.schemas = [tool.schema for tool in self.tools.values()]
         self.hooks: tuple[Hook, ...] = load_hooks(self.config.hooks)
         self._episodes = {episode.id: episode for episode in self.work.episodes}
@@ -134,19 +139,25 @@ class GroupRollout:
         self._observe(set(self._waiting))
         now = time.monotonic()
         for waiting in self._waiting.values():
-            if now - waiting.sent <= self._patience:
+            if now - waiting.sent <= self._patience(waiting):
                 continue
             if waiting.sendings > RESENDS:
                 raise InfraError(
                     f"Tool calls {waiting.calls} were sent {waiting.sendings} times and not answered.",
                     "Is a tools worker running? Start one: agentrl worker tools",
                 )
+            count_sending(self.db, waiting.calls)
             self._send(waiting)
+
+    def _patience(self, waiting: _Waiting) -> float:
+        asked = self.judges if waiting.ended else self.tools
+        longest = max((tool.timeout_seconds for tool in asked.values()), default=0.0)
+        return min(RESEND_SECONDS, settings().lease_seconds) + longest
 
     # acting
 
     def _advance(self, episodes: Sequence[Episode]) -> None:
-        outcomes = []
+        outcomes, ended = [], []
         for episode in episodes:
             if episode.id not in self._episodes:
                 continue
@@ -158,8 +169,8 @@ class GroupRollout:
                 case CallTools(step):
                     self._resume_calls(episode, steps.calls_of(self.db, episode.id, step.index))
                 case Finish(stop_reason):
-                    outcomes.append(self._outcome(episode, stop_reason))
-        self._close(outcomes)
+                    ended.append(replace(episode, status="done", stop_reason=stop_reason))
+        self._close(outcomes + self._judge(ended))
 
     def _next(self, episode: Episode) -> Action | Outcome:
         """What follows, or how the episode ends because its env failed it."""
@@ -212,17 +223,44 @@ class GroupRollout:
         """Goes on with calls that another worker may have sent."""
         answered = steps.results_of(self.db, calls)
         if len(answered) < len(calls):
+            count_sending(self.db, calls)
             self._call(episode, calls, answered)
         else:
             self._waiting[episode.id] = _Waiting(calls)
             self._observe({episode.id})
 
     def _call(self, episode: Episode, calls: list[int], answered: Container[int]) -> None:
-        waiting = self._waiting[episode.id] = _Waiting(calls)
-        for call in calls:
+        self._waiting[episode.id] = _Waiting(calls)
+        self._ask(episode.id, answered)
+
+    def _ask(self, episode: int, answered: Container[int] = ()) -> None:
+        waiting = self._waiting[episode]
+        for call in waiting.calls:
             if call not in answered:
-                _replies().expect(call, partial(_answered, self.inbox, self.work.fence.group, episode.id))
+                _replies().expect(call, partial(_answered, self.inbox, self.work.fence.group, episode))
         self._send(waiting, answered)
+
+    def _judge(self, ended: Sequence[Episode]) -> list[Outcome]:
+        """Asks the judges of episodes that are over; the outcomes of those that have none to ask."""
+        outcomes, asked = [], {}
+        for episode in ended:
+            try:
+                about = questions(episode, self.judges)
+            except RewardError as error:
+                outcomes.append(unscored(episode, error))
+                continue
+            if about:
+                asked[episode.id] = (episode, Asked(episode.id, episode.steps[-1].index, about))
+            else:
+                outcomes.append(self._outcome(episode, {}))
+        if asked:
+            rows = steps.commit_asked(self.db, self.work.fence, [one for _, one in asked.values()])
+            for (episode, one), calls in zip(asked.values(), rows, strict=True):
+                self._waiting[episode.id] = _Waiting(calls, episode, tuple(one.questions))
+            self._observe(set(asked))  # another worker may have asked them before
+            for number in asked.keys() & self._waiting.keys():
+                self._ask(number)
+        return outcomes
 
     def _send(self, waiting: _Waiting, answered: Container[int] = ()) -> None:
         waiting.sent = time.monotonic()
@@ -290,42 +328,41 @@ class GroupRollout:
         if not open_calls:
             return
         results = steps.results_of(self.db, open_calls)
-        observed = []
+        observed, judged = [], []
         for episode_id in sorted(candidates & self._waiting.keys()):
-            calls = self._waiting[episode_id].calls
-            if all(call in results for call in calls):
-                step = replace(self._episodes[episode_id].steps[-1], results=tuple(results[call] for call in calls))
-                observed.append((episode_id, step))
+            waiting = self._waiting[episode_id]
+            if any(call not in results for call in waiting.calls):
+                continue
+            told = tuple(results[call] for call in waiting.calls)
+            if waiting.ended is not None:
+                judged.append((waiting.ended, dict(zip(waiting.judges, told, strict=True))))
+            else:
+                observed.append((episode_id, replace(self._episodes[episode_id].steps[-1], results=told)))
+        self._close([self._outcome(episode, said) for episode, said in judged])
         if not observed:
             return
         steps.commit_observed(self.db, self.work.fence, observed)
         for episode_id, step in observed:
-            for call in self._waiting.pop(episode_id).calls:
-                _replies().forget(call)
+            self._heard(episode_id)
             self._episodes[episode_id] = episode = self._episodes[episode_id].with_step(step)
             self._hook(episode, lambda hook, episode=episode: hook.on_trace_end(episode))  # type: ignore[misc]
         self._advance([self._episodes[episode_id] for episode_id, _ in observed if episode_id in self._episodes])
 
-    def _outcome(self, episode: Episode, stop_reason: StopReason) -> Outcome:
-        try:
-            return self._scored(episode, stop_reason)
-        except RewardError as error:
-            return Outcome(episode.id, "failed", error_class="RewardError", error=str(error))
+    def _heard(self, episode: int) -> None:
+        """Waits no longer for its calls."""
+        waiting = self._waiting.pop(episode, None)
+        for call in waiting.calls if waiting else ():
+            _replies().forget(call)
 
-    def _scored(self, episode: Episode, stop_reason: StopReason) -> Outcome:
-        weights = self.work.weights
-        ended = replace(episode, status="done", stop_reason=stop_reason)
-        parts = score(ended, weights)
-        scored = replace(ended, rewards=parts, reward=total(parts, weights))
-        for hook in self.hooks:
-            parts |= _hook_parts(hook, scored)
-        return Outcome(episode.id, "done", stop_reason, total(parts, weights), parts, episode.final_answer)
+    def _outcome(self, ended: Episode, said: Mapping[str, ToolResult]) -> Outcome:
+        return outcome_of(ended, self.work, self.env, self.hooks, self.judges, said)
 
     def _close(self, outcomes: Sequence[Outcome]) -> None:
         if not outcomes:
             return
         finished = store.finish_episodes(self.db, self.work.fence, outcomes, self.work.reward_set, self.work.weights)
         for outcome in outcomes:
+            self._heard(outcome.episode)
             episode = self._episodes.pop(outcome.episode, None)
             if episode is not None:
                 self.engine.release(self._key(episode))
@@ -341,15 +378,6 @@ class GroupRollout:
                 failure = Outcome(episode.id, "failed", error_class="HookError", error=f"{type(error).__name__}: {error}")
                 self._close([failure])
                 return
-
-
-def _hook_parts(hook: Hook, scored: Episode) -> dict[str, float]:
-    source = f"{type(hook).__name__}.on_rollout_end"
-    try:
-        parts = {str(name): float(value) for name, value in hook.on_rollout_end(scored).items()}
-    except Exception as error:
-        raise RewardError(f"{source} raised {type(error).__name__}: {error}") from error
-    return checked(parts, source)
 
 
 def _check_messages(messages: Sequence[Message]) -> None:

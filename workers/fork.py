@@ -9,10 +9,9 @@ from typing import Any
 
 from workers.submit import Prepared, free_name, manifest, output_folder, stored_policy, version_number
 from workflow.config import RunConfig, build
-from workflow.envs import Env
+from workflow.envs import Env, scoring_hash
 from workflow.errors import ConfigError, ModelError
 from workflow.plugins import find
-from workflow.rewards import code_hash
 from workflow.store.connect import Database
 from workflow.store.forks import Fork, ForkPoint, fork_point
 from workflow.store.planning import Submission
@@ -72,7 +71,7 @@ def prepare_fork(db: Database, asked: ForkRequest) -> Prepared:
         tasks_per_iteration=1,
         group_size=asked.n,
         weights=point.weights,
-        code_hash=code_hash(point.weights),
+        code_hash=scoring_hash(env, point.weights),
         output_dir=str(output_folder(config, name)),
         fork=Fork(asked.episode, asked.step, _opening(asked, point), asked.with_parent),
     )

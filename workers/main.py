@@ -112,12 +112,18 @@ def _run_queues(roles: list[str], concurrency: int) -> None:
 
 def make_worker(roles: list[str], concurrency: int) -> "Worker":
     """A Celery worker for these queues: threads, since one engine and one base serve them all."""
+    from kombu import Queue
+
     from workers.app import app
+    from workers.sessions import own_queue
 
     for role in roles:
         import_module(f"workers.{role}")  # its job becomes known to the app
+    own = [own_queue()] if "tools" in roles else []
+    for name in own:
+        app.amqp.queues.add(Queue(name, routing_key=name))
     return app.Worker(
-        queues=roles,
+        queues=[*roles, *own],
         pool="threads",
         concurrency=concurrency,
         hostname=f"{'-'.join(roles)}-{os.getpid()}@%h",

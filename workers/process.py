@@ -6,12 +6,13 @@ import threading
 from collections.abc import Callable
 from functools import cache
 from logging import getLogger
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from workers.heartbeat import Heartbeat
 from workflow.config import RunConfig
 from workflow.errors import ConfigError, ServiceError
+from workflow.once import Once
 from workflow.settings import settings
 from workflow.store import training
 from workflow.store.connect import Database
@@ -29,8 +30,6 @@ stopping = threading.Event()
 
 shared = threading.Event()
 """Set where this process both rolls out and trains."""
-
-Made = TypeVar("Made")
 
 
 def worker_name() -> str:
@@ -90,32 +89,6 @@ def until_written(write: Callable[[], object]) -> None:
                 return
         else:
             return
-
-
-class Once(Generic[Made]):
-    """What `make` gives, made at the first call; threads that call at the same time get the same one.
-
-    functools.cache would have each of them make one.
-    """
-
-    def __init__(self, make: Callable[[], Made]) -> None:
-        self.__doc__ = make.__doc__
-        self._lock = threading.Lock()
-        self._made = cache(make)
-
-    def __call__(self) -> Made:
-        """It, made if need be."""
-        with self._lock:
-            return self._made()
-
-    @property
-    def made(self) -> bool:
-        """Whether it is there."""
-        return bool(self._made.cache_info().currsize)
-
-    def forget(self) -> None:
-        """The next call makes another."""
-        self._made.cache_clear()
 
 
 @Once

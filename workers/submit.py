@@ -16,17 +16,17 @@ from uuid import uuid4
 
 from workers import broker, embedded
 from workers.dispatch import dispatch
-from workflow import __version__, engines, remote
+from workflow import __version__, engines, mcp, remote
 from workflow.algorithms import Algorithm
 from workflow.config import RunConfig
 from workflow.datasets import load_tasks
 from workflow.engines import Backend
-from workflow.envs import Env
+from workflow.envs import Env, offered, scoring_hash
 from workflow.errors import ConfigError, ConflictError, ModelError
 from workflow.hooks import load_hooks
 from workflow.models import base_hash, check_on_hub, lora_rank, resolve_model
 from workflow.plugins import find
-from workflow.rewards import code_hash
+from workflow.rewards import judges_of
 from workflow.settings import Settings, is_url, settings
 from workflow.store import observe, planning
 from workflow.store.connect import Database
@@ -65,7 +65,9 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     config = config.model_copy(update={"env": config.env or loaded.env})
     assert config.env is not None
     env: Env = find("envs", config.env)
-    env.toolset()
+    config = _with_served_tools(config)
+    for tool in (*offered(env, config).values(), *judges_of(env.rewards).values()):
+        tool.check()
     load_hooks(config.hooks)
     _check_algorithm(config, kind)
     trained = policy is not None and bool(policy.path)
@@ -92,7 +94,7 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
         tasks_per_iteration=config.rollout.tasks_per_iteration,
         group_size=config.rollout.group_size,
         weights=env.rewards,
-        code_hash=code_hash(env.rewards),
+        code_hash=scoring_hash(env, env.rewards),
         output_dir=output,
     )
     return Prepared(submission, config, loaded.skipped, named)
@@ -213,7 +215,18 @@ def _absolute(config: RunConfig) -> RunConfig:
         dataset = dataset.model_copy(update={"name": str(Path(dataset.name).expanduser().resolve())})
     if output and not is_url(output):
         output = str(Path(output).expanduser().resolve())
-    return config.model_copy(update={"dataset": dataset, "output_dir": output})
+    tools = tuple(mcp.absolute(name) for name in config.tools)
+    return config.model_copy(update={"dataset": dataset, "output_dir": output, "tools": tools})
+
+
+def _with_served_tools(config: RunConfig) -> RunConfig:
+    """With what each server of `tools` offers: what is recorded already, as for an evaluation of a run's policy, else asked."""
+    known = {tool.server for tool in config.served_tools}
+    strange = known - set(config.tools)
+    if strange:
+        raise ConfigError(f"served_tools tells of {min(strange)!r}, which is not among the tools.", "Name it: --tools.")
+    more = (tool for name in config.tools if mcp.is_server(name) and name not in known for tool in mcp.ask(name))
+    return config.model_copy(update={"served_tools": (*config.served_tools, *more)})
 
 
 def output_folder(config: RunConfig, name: str) -> str:

@@ -1,9 +1,9 @@
 """The supervisor: one process over a private Redis and three workers, for a machine where nothing runs yet.
 
-`agentrl up` starts it, and so does `submit` where no broker is named; it restarts the dead with back-off, and one that `submit`
-started stops some time after the last run, unless `up` was said since. `AGENTRL_BROKER_URL` set, it leaves Redis out and
-supervises the workers alone. Rollout and train share a process, and one copy of the base, unless they are asked to be separate
-or an unfinished run wants rollouts to go on during updates.
+`agentrl up` starts it, and so does `submit` where no broker is named; it restarts the dead with back-off, sends again what a
+dead tools worker may have had, and one that `submit` started stops some time after the last run, unless `up` was said since.
+`AGENTRL_BROKER_URL` set, it leaves Redis out and supervises the workers alone. Rollout and train share a process, and one copy
+of the base, unless they are asked to be separate or an unfinished run wants rollouts to go on during updates.
 """
 
 import os
@@ -115,6 +115,8 @@ class Supervisor:
             log.warning("%s ended with %s; again in %.1f s", child.role, code, child.restart_at - now)
             if code == -signal.SIGKILL and oom.kills() > child.kills:
                 self._tell_oom(child)
+            if child.role == "tools":
+                _send_calls_again()
         if now >= child.restart_at:
             try:
                 child.process, child.started, child.restart_at = self._start(child.role), now, None
@@ -152,6 +154,16 @@ class Supervisor:
                     child.process.wait(embedded.STOP_SECONDS)
                 except subprocess.TimeoutExpired:
                     child.process.kill()
+
+
+def _send_calls_again() -> None:
+    """So that nobody waits until a lease and a tool's time limit have passed for what the dead tools worker had begun."""
+    from workers.dispatch import send_calls_again
+
+    try:
+        send_calls_again(database())
+    except Exception as error:  # noqa: BLE001 - the rollouts send them again too, later
+        log.warning("calls were not sent again: %s", error)
 
 
 def _some_run_overlaps() -> bool:

@@ -1,62 +1,94 @@
-"""The `tools` job: run one tool call, record its result, wake the episode that waits.
+"""The `tools` job: run one tool call, record its result, wake the episode that waits. An episode's judges are such calls too.
 
 What a tool raises for the model's mistakes is its result; anything else it raises is its own fault, told to the model as
-such and counted. A call that must not run twice commits its start first.
+such and counted. Where the system failed a tool the call stays without a result: it is sent again, and in the end its group
+fails an attempt. A call that must not run twice commits its start first.
 """
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cache
+from functools import lru_cache, partial
 from logging import getLogger
-from typing import Any
+from typing import Any, TypeVar
 
 from workers.app import app, row_id
-from workers.process import Once, claim_name, database, worker_name
+from workers.dispatch import NOBODY, send_call
+from workers.process import claim_name, database, worker_name
 from workers.replies import Waker
-from workflow.envs import Env
-from workflow.errors import ServiceError, ToolFailure
+from workers.sessions import Sessions, own_queue
+from workflow.config import RunConfig
+from workflow.envs import Env, offered
+from workflow.errors import AgentRLError, InfraError, ServiceError, ToolFailure
 from workflow.faults import faultpoint
+from workflow.once import Once
 from workflow.plugins import find
 from workflow.settings import settings
 from workflow.store import calls
 from workflow.store.calls import UNKNOWN_OUTCOME, CallWork
-from workflow.tools import Tool
+from workflow.store.connect import Database
+from workflow.store.sessions import SessionKey
+from workflow.tools import Tool, failure
+from workflow.tools.python import CodeTool, Notebook
 from workflow.trajectory import ToolResult
 
 log = getLogger("agentrl.tools")
-MAX_RESULT_CHARACTERS = 65536
+Answer = TypeVar("Answer")
 GRACE_SECONDS = 5.0
 """How much longer than its tool's limit a call may take to be recorded."""
 
 
-@app.task(name="agentrl.call", throws=(ServiceError,))
+@app.task(name="agentrl.call", throws=(ServiceError, InfraError))
 def call(call_id: int, reply_to: str) -> None:
     """Runs the call unless it is answered already."""
     work = calls.find_call(database(), row_id(call_id))
-    if work is not None:
-        started = datetime.now(UTC)
-        result = _result(work)
-        if result is None:
-            return
-        faultpoint("run_tool.after")
-        calls.record_result(database(), call_id, result, started, worker_name())
+    if work is not None and not _answered(work, reply_to):
+        return
     faultpoint("wake.before")
-    _waker().wake(reply_to, call_id)
+    if reply_to != NOBODY:
+        _waker().wake(reply_to, call_id)
     faultpoint("call.end")
 
 
-def _result(work: CallWork) -> ToolResult | None:
-    """What the call came to; None while another worker may still be running it, and it must not run twice."""
+def _answered(work: CallWork, reply_to: str) -> bool:
+    """Answers the call; False where that is another's: who may be running what must not run twice, or has the session."""
+    started = datetime.now(UTC)
+    tool = _loaded(work)
+    if isinstance(tool, CodeTool) and tool.keeps:
+        owner = _sessions().answer(SessionKey(work.episode, work.attempt, work.tool), work.id, tool)
+        if owner != own_queue():
+            send_call(work.id, reply_to, owner)
+        return owner == own_queue()
+    result = tool if isinstance(tool, ToolResult) else _result(tool, work)
+    if result is None:
+        return False
+    faultpoint("run_tool.after")
+    calls.record_result(database(), work.id, result, started, worker_name())
+    return True
+
+
+def _loaded(work: CallWork) -> Tool | ToolResult:
+    """The call's tool, or what the model is told instead."""
     try:
-        tool = toolset(work.env)[work.tool]
+        tool: Tool = find("rewards", work.tool) if work.kind == "grade" else toolset(database(), work.run)[work.tool]
+    except ServiceError:
+        raise
     except (Exception, SystemExit) as error:
         # Told to the model: unanswered, the call would be sent again and again to a worker that cannot import it.
         log.exception("tool %s of env %s cannot be loaded", work.tool, work.env)
         return ToolResult(f"{work.tool} cannot be loaded: {type(error).__name__}: {str(error)[:1000]}", "tool_crash")
+    return tool
+
+
+def _result(tool: Tool, work: CallWork) -> ToolResult | None:
+    """What the call came to; None while another worker may still be running it, and it must not run twice."""
     if work.effects == "once":
+        unopened = _opening(tool)
+        if unopened is not None:  # and the call was not started
+            return _failure(tool, unopened)
         start = calls.start_once(database(), work.id, claim_name(), tool.timeout_seconds + GRACE_SECONDS)
         if start != "ours":
             return UNKNOWN_OUTCOME if start == "lost" else None
@@ -64,40 +96,91 @@ def _result(work: CallWork) -> ToolResult | None:
 
 
 def run_tool(tool: Tool, work: CallWork) -> ToolResult:
-    """The tool's answer within its time limit; never raises for what the tool did."""
+    """The tool's answer within its time limit; never raises for what the tool did.
+
+    Raises:
+        InfraError: the system failed the tool.
+    """
     faultpoint("run_tool.before")
+    error = _opening(tool)
     start = time.perf_counter()
-
-    def result(content: str, error_class: str | None = None) -> ToolResult:
-        return ToolResult(content[:MAX_RESULT_CHARACTERS], error_class, time.perf_counter() - start)
-
-    answer: Future[str] = Future()
-    # A thread of its own for each call: one that never ends takes nobody else's place.
-    threading.Thread(target=_answer, args=(answer, tool, work.arguments), name=f"tool-{tool.name}", daemon=True).start()
-    try:
-        error = answer.exception(tool.timeout_seconds)
-    except TimeoutError:
-        return result(f"{tool.name} took longer than {tool.timeout_seconds:g} s", "timeout")
+    answer: Future[ToolResult] = Future()
     if error is None:
-        return result(answer.result())
-    if isinstance(error, ToolFailure):
-        return result(str(error), "tool_error")
-    log.error("tool %s raised", tool.name, exc_info=error)
-    return result(f"{tool.name} failed: {type(error).__name__}: {error}", "tool_crash")
+        # A thread of its own for each call: one that never ends takes nobody else's place.
+        attempt = (answer, partial(_timed, tool, work.arguments))
+        threading.Thread(target=_attempt, args=attempt, name=f"tool-{tool.name}", daemon=True).start()
+        try:
+            error = answer.exception(tool.timeout_seconds)
+        except TimeoutError:
+            error = tool.overdue()
+    told = answer.result() if error is None else _failure(tool, error)
+    return replace(told, seconds=time.perf_counter() - start)
 
 
-def _answer(answer: "Future[str]", tool: Tool, arguments: Mapping[str, Any]) -> None:
+def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -> ToolResult:
+    """The answer of a tool that keeps a session, as the next cell of the notebook's; never raises for what the tool did.
+
+    Only the sandbox limits it: a cell that outlived a limit of ours would run beside the next.
+
+    Raises:
+        InfraError: the system failed the tool.
+    """
+    start = time.perf_counter()
     try:
-        answer.set_result(str(tool.call(arguments)))
+        told = notebook.run(tool, arguments)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - anybody's tool; what is the system's is raised again
+        told = _failure(tool, error)
+    return replace(told, seconds=time.perf_counter() - start)
+
+
+def _timed(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
+    """The tool's answer, with the processor time of this thread, which did nothing else, where no sandbox told its own."""
+    try:
+        told = tool.run(arguments)
+    except ToolFailure as error:
+        told = failure(tool, error)
+    return told if told.exit else replace(told, cpu_seconds=time.thread_time())
+
+
+def _attempt(answer: "Future[Answer]", work: Callable[[], Answer]) -> None:
+    try:
+        answer.set_result(work())
     except BaseException as error:  # noqa: BLE001 - anybody's code, and `exit()` in it; it is recorded as the call's result
         answer.set_exception(error)
 
 
-@cache
-def toolset(env: str) -> dict[str, Tool]:
-    """The tools of the run's env, by the name the model writes."""
-    found: Env = find("envs", env)
-    return found.toolset()
+def _opening(tool: Tool) -> BaseException | None:
+    """Makes what the tool needs for all of its calls; what it raised."""
+    opened: Future[object] = Future()
+    if tool.opens is None:
+        return None
+    _attempt(opened, tool.opens)
+    return opened.exception()
+
+
+def _failure(tool: Tool, error: BaseException) -> ToolResult:
+    if isinstance(error, AgentRLError) and not isinstance(error, ToolFailure):
+        log.error("tool %s cannot run here: %s", tool.name, error)
+        raise InfraError(f"{tool.name} cannot run on {worker_name()}: {error.message}", error.hint) from error
+    told = failure(tool, error)
+    if told.error_class == "tool_crash":
+        log.error("tool %s raised", tool.name, exc_info=error)
+    return told
+
+
+@lru_cache(maxsize=64)
+def toolset(db: Database, run: int) -> dict[str, Tool]:
+    """The tools of the run's env and its own, by the name the model writes."""
+    config = RunConfig.model_validate(calls.config_of(db, run))
+    env: Env = find("envs", str(config.env))
+    return offered(env, config)
+
+
+@Once
+def _sessions() -> Sessions:
+    made = Sessions(database(), own_queue(), settings().lease_seconds, _failure)
+    made.start()
+    return made
 
 
 @Once

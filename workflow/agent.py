@@ -53,13 +53,14 @@ def next_action(episode: Episode, env: Env, limits: RolloutConfig) -> Action:
         return Finish("parse_error")
     if step.pending:
         return CallTools(step)
-    if not step.message.tool_calls:
+    told = env.step(episode)
+    if len(told) == 0:  # not `not told`: a `step` that forgot to return has not said that the episode is over
         return Finish("answered")
     if sum(step.seconds + sum(r.seconds for r in step.results or ()) for step in episode.steps) > limits.timeout_seconds:
         return Finish("timeout")
     if len(episode.steps) >= limits.max_steps:
         return Finish("max_steps")
-    return Generate(env.step(step.message.tool_calls, step.results or ()))
+    return Generate(told)
 
 
 def refusal(call: ToolCall, index: int, tools: Mapping[str, Tool], limits: RolloutConfig) -> ToolResult | None:

@@ -165,13 +165,25 @@ class SourceConfig(Section):
         return bool(self.runs or self.groups)
 
 
+class ServedTool(Section):
+    """A tool that a server of the Model Context Protocol offered when the run was submitted: every episode reads the same."""
+
+    server: str = Field(description="Its name in `tools`: mcp:COMMAND")
+    name: str = Field(min_length=1, description="What the model writes")
+    description: str = Field("", description="What the model is told")
+    parameters: dict[str, Any] = Field(description="JSON schema of the arguments")
+    effects: Literal["none", "repeatable", "once"] = Field("once", description="From the server's hints")
+
+
 class RunConfig(Section):
     """One experiment."""
 
     name: str | None = Field(None, pattern=NAME_PATTERN, description="Unique name; unset: made from dataset and model")
     seed: int = Field(0, ge=0, lt=2**31, description="Orders tasks and keys every random draw")
     epochs: int = Field(3, ge=1, le=100_000, description="Passes over the dataset")
-    env: str | None = Field(None, description="A file of workflow/envs; unset: the dataset's own")
+    env: str | None = Field(None, description="A file of workflow/envs [the dataset's own]")
+    tools: Texts = Field((), description="More tools: a name, mcp:COMMAND")
+    served_tools: tuple[ServedTool, ...] = Field((), description="What mcp:COMMAND of `tools` offers; unset: it is asked")
     output_dir: str | None = Field(None, description="Where checkpoints go; unset: inside AGENTRL_HOME")
     hooks: tuple[str, ...] = Field((), description="Hook classes, package.module:ClassName")
     dataset: DatasetConfig = DatasetConfig()

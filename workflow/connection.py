@@ -48,10 +48,6 @@ class Connection:
         """Ends the connections; who waits for an answer gets a ServiceError."""
         self._client.close()
 
-    def get(self, path: str) -> Any:
-        """What the server answers, any JSON object. Raises as `read` does."""
-        return _json(self.url, path, self._ask("GET", path, None))
-
     def read(self, shape: type[Shape], path: str, body: Any = None) -> Shape:
         """What the server answers, in the shape of its route; a body is posted.
 

@@ -132,6 +132,7 @@ EPISODE_STATUS = tuple(TRANSITIONS)
 STOP_REASONS = ("answered", "max_steps", "max_tokens", "parse_error", "tool_error", "timeout")
 CALL_STATUS = ("pending", "started", "done", "unknown_outcome")
 EFFECTS = ("none", "repeatable", "once")
+CALL_KINDS = ("call", "grade")
 
 runs = Table(
     "runs",
@@ -359,14 +360,20 @@ tool_calls = Table(
     Column("call", Integer, nullable=False),
     Column("tool", String(128), nullable=False, index=True),
     Column("arguments", JSON, nullable=False),
+    Column("kind", String(8), nullable=False, server_default="call"),
     Column("effects", String(16), nullable=False, server_default="none"),
     Column("status", String(16), nullable=False, server_default="pending"),
     Column("result", Text, nullable=True),
     Column("error_class", String(32), nullable=True),
     Column("starts", Integer, nullable=False, server_default="0"),
+    Column("sends", Integer, nullable=False, server_default="0"),
     Column("lease_until", BigInteger, nullable=True),
     _text("worker"),
     _seconds("seconds"),
+    _number("cpu_seconds"),
+    Column("sandbox", String(16), nullable=True),
+    Column("exit_status", String(16), nullable=True),
+    Column("exit_code", Integer, nullable=True),
     _created(),
     _at("started_at"),
     _at("finished_at"),
@@ -375,8 +382,24 @@ tool_calls = Table(
     Index("ix_tool_calls_run", "run", "id"),
     _one_of("status", CALL_STATUS),
     _one_of("effects", EFFECTS),
+    _one_of("kind", CALL_KINDS),
     CheckConstraint("(status IN ('done', 'unknown_outcome')) = (result IS NOT NULL)", name="finished_has_result"),
+    CheckConstraint("(sandbox IS NULL) = (exit_status IS NULL)", name="sandbox_saw_exit"),
 )
+
+tool_sessions = Table(
+    "tool_sessions",
+    metadata,
+    Column("episode_id", Id, ForeignKey("episodes.id"), primary_key=True),
+    Column("attempt", Integer, primary_key=True, autoincrement=False),
+    Column("tool", String(128), primary_key=True),
+    Column("owner", Text, nullable=False, server_default="", index=True),
+    Column("lease_until", BigInteger, nullable=True),
+    Column("builds", Integer, nullable=False, server_default="1"),
+    _text("differs"),
+    _created(),
+)
+"""Who has the interpreter of an episode, by the queue that this process reads; how often one was started for it."""
 
 reward_sets = Table(
     "reward_sets",
@@ -497,3 +520,18 @@ def first_utc(column: Column[datetime], moment: datetime) -> ColumnElement[datet
 
 TABLES_FOR_READERS = tuple(table for table in metadata.tables if table != "service_leases")
 """What `agentrl_reader` may select from, beside every view."""
+
+ASKED = {column.name for column in tool_calls.primary_key} | {
+    *("run", "episode_id", "attempt", "step_id", "step", "call", "tool", "arguments", "kind", "effects", "created_at")
+}
+"""What of a call is known before it is made; the rest is what became of it."""
+
+RIGHTS_OF_TOOLS = {
+    "alembic_version": ["SELECT"],
+    "service_leases": ["SELECT"],
+    "runs": ["SELECT (id, config)"],
+    "episodes": ["SELECT (id, run_id, attempt, status, parent_id, inherited_steps)", "UPDATE (tainted)"],
+    "tool_calls": ["SELECT", f"UPDATE ({', '.join(column.name for column in tool_calls.c if column.name not in ASKED)})"],
+    "tool_sessions": ["SELECT", "INSERT", "UPDATE"],
+}
+"""Table -> what `agentrl_tools` may do with it: what a tools worker does, which runs what a model asks for, and no more."""

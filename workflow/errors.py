@@ -85,8 +85,39 @@ class BrokenCheckpoint(CheckpointError):
     """The files of a checkpoint are not as they were written; no other error says so, least of all one of this host's own."""
 
 
+class SandboxUnavailable(AgentRLError):
+    """Nothing on this machine can hold model-written code, or not what was asked for."""
+
+    exit_code = 10
+
+
 class ToolFailure(AgentRLError):
-    """A tool could not do what the model asked; its message is the observation that the model reads."""
+    """A tool could not do what the model asked; its message is the observation that the model reads.
+
+    `error_class` is what the call's row says of it.
+    """
+
+    error_class = "tool_error"
+
+
+class ToolTimeout(ToolFailure):
+    """A call took longer than its tool's time."""
+
+    error_class = "timeout"
+
+
+class CodeFailure(ToolFailure):
+    """Model-written code did not end well; `status` is how it ended (see `workflow.sandbox.Status`)."""
+
+    def __init__(self, message: str, status: str) -> None:
+        super().__init__(message)
+        self.error_class = "code_error" if status == "error" else status
+
+
+class UnknownOutcome(ToolFailure):
+    """A call that must not run twice was lost on its way: it may or may not have taken effect."""
+
+    error_class = "unknown_outcome"
 
 
 class RewardError(AgentRLError):

@@ -53,7 +53,6 @@ class Policy:
         self.folder = folder
         self.device = torch.device(device)
         self.lock = threading.RLock()
-        self.base_hash = base_hash(folder)
         self.tokenizer = base.tokenizer(folder)
         self.chat = Chat(self.tokenizer)
         self.rank = lora_rank(config, folder)
@@ -68,8 +67,10 @@ class Policy:
         self._in_memory: dict[Slot, Any] = {}
         self._pass: Pass | None = None
         self._initial: dict[str, Tensor] = {}
-        if weights:
-            self._take_in(self._base())
+        loaded = self._base() if weights else None
+        self.base_hash = base_hash(folder)  # after all was read: what is put there meanwhile is never taken for what was there
+        if loaded is not None:
+            self._take_in(loaded)
 
     @classmethod
     def load(cls, config: ModelConfig, path: str, device: str = "auto", threads: int = 0, weights: bool = True) -> "Policy":

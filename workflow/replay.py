@@ -18,8 +18,9 @@ from typing import Any
 
 from workflow.checkpoint import WEIGHTS
 from workflow.compare import SCALAR, TokenDifference
+from workflow.envs import Env, scored, scoring_hash
 from workflow.errors import RewardError
-from workflow.rewards import code_hash, score, total
+from workflow.rewards import total
 from workflow.settings import is_url
 from workflow.trajectory import Episode, FinishReason, Message, PolicyRef, Step, ToolResult
 
@@ -324,24 +325,30 @@ class RewardsReport:
 
 
 def check_rewards(
-    episode: Episode, reward_set: str, weights: Mapping[str, float], recorded: Mapping[str, float], code: str
+    episode: Episode, reward_set: str, env: Env, weights: Mapping[str, float], recorded: Mapping[str, float], code: str
 ) -> RewardsReport:
-    """Scores a finished episode again.
+    """Scores a finished episode again; what judges it judges here.
 
     Args:
         reward_set: its name; the episode's own scalar belongs to `default`.
+        env: what gives rewards of its own to that set; for another set an env that gives none.
         weights: of the set.
         recorded: the parts in the set, those of hooks too, in the order in which they were recorded.
-        code: `workflow.rewards.code_hash` of the set when it was made.
+        code: `workflow.envs.scoring_hash` of the set when it was made.
+
+    Raises:
+        SandboxUnavailable: a judge must run code, and nothing here can hold it.
+        InfraError: the system failed a reward.
     """
     hooks = tuple(part for part in recorded if part not in weights)
     try:
-        same_code = code_hash(weights) == code
-        found = score(replace(episode, status="done", reward=None, rewards={}), weights)
+        same_code = scoring_hash(env, weights) == code
+        found = scored(env, replace(episode, status="done", reward=None, rewards={}), weights)
+        hooks = tuple(part for part in hooks if part not in found)
         sums = {SCALAR: total({**found, **{part: recorded[part] for part in hooks}}, weights)}
     except RewardError as error:
         return RewardsReport(reward_set, 0, hooks, same_code, (RewardDifference(SCALAR, episode.reward, str(error)),))
-    ours = {part: recorded.get(part) for part in weights}
+    ours = {part: recorded.get(part) for part in found}
     differences = [*_differing(ours, found), *(_differing({SCALAR: episode.reward}, sums) if reward_set == "default" else ())]
     return RewardsReport(reward_set, len(found), hooks, same_code, tuple(differences))
 

@@ -7,6 +7,7 @@ variables point anywhere else.
 
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 from urllib.parse import quote
 
 from pydantic import Field, field_validator
@@ -29,6 +30,9 @@ class Settings(BaseSettings):
         default="", description="Postgres URL that `agentrl sql` logs in with; empty: database_url as the role agentrl_reader."
     )
     reader_password: str = Field(default="", description="Password of agentrl_reader, set by `agentrl db upgrade`.")
+    tools_password: str = Field(
+        default="", description="Password of agentrl_tools, which tools workers may log in as, set by `agentrl db upgrade`."
+    )
     broker_url: str = Field(default="", description="redis:// URL of a broker; empty: the embedded one.")
     redis_server: str = Field(default="", description="Path of a redis-server binary for the embedded broker.")
     gsm8k_dir: Path | None = Field(default=None, description="Folder with gsm8k's train.jsonl and test.jsonl.")
@@ -45,7 +49,28 @@ class Settings(BaseSettings):
         default="", description="http:// URL of the server that the engines openai and llamacpp sample with."
     )
     engine_key: str = Field(default="", description="Its API key, where it wants one.")
+    search: str = Field(
+        default="", description="What the tool search reads: a folder of text files, a .jsonl file, or an http:// URL."
+    )
+    sql_database: str = Field(
+        default="",
+        description="What the tool sql reads: a SQLite file, a .sql script, or a postgresql:// URL of a read-only login.",
+    )
+    fetch_hosts: str = Field(
+        default="", description="Hosts that the tool fetch may ask: docs.python.org,*.example.org; empty: off."
+    )
+    tools_token: str = Field(default="", description="What callers of `agentrl tools serve` must send; empty: one is made up.")
     threads: int = Field(default=0, ge=0, description="CPU threads of the model; 0: torch's choice.")
+    sandbox: Literal["auto", "bwrap", "landlock", "docker", "none-unsafe"] = Field(
+        default="auto", description="What holds model-written code; auto: bwrap, else landlock; none-unsafe: nothing does."
+    )
+    sandbox_python: str = Field(
+        default="", description="The interpreter inside of the sandbox; empty: /usr/bin/python3, or the first that can be read."
+    )
+    sandbox_uids: str = Field(
+        default="231000-231255", description="Where root starts sandboxes: the user ids they run as, one each; nobody else's."
+    )
+    sandbox_image: str = Field(default="", description="What the docker sandbox makes containers of: an image with a python3.")
 
     @field_validator("home", mode="before")
     @classmethod

@@ -43,12 +43,36 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Exit:
+    """How the code of a call ended, as its sandbox saw it from outside.
+
+    Args:
+        sandbox: its kind: bwrap, landlock, docker, unsafe.
+        status: see `workflow.sandbox.Status`.
+        code: the exit code, negative for a signal; None where it was killed from outside.
+    """
+
+    sandbox: str
+    status: str
+    code: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a call returned, as the model reads it. `error_class` is None for success."""
+    """What a call returned, as the model reads it, and what it took, of which the model is told nothing.
+
+    Args:
+        error_class: None for success.
+        seconds: on the clock.
+        cpu_seconds: processor time, of the sandbox where there is one, else of the worker's thread; None: not known.
+        exit: where a sandbox ran it.
+    """
 
     content: str
     error_class: str | None = None
     seconds: float = 0.0
+    cpu_seconds: float | None = None
+    exit: Exit | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,12 +100,20 @@ VIEWS = {
         JOIN runs r ON r.id = i.run_id
         JOIN policies p ON p.id = s.policy_id""",
     "v_tool_calls": """
-        SELECT c.id, c.run, i.number AS iteration, c.episode_id, c.step, c.call, c.tool, c.arguments, c.status,
-               c.result, c.error_class, c.effects, c.starts, c.seconds, {seconds:c.created_at,c.started_at} AS queue_seconds,
+        SELECT c.id, c.run, i.number AS iteration, c.episode_id, c.step, c.call, c.kind, c.tool, c.arguments, c.status,
+               c.result, c.error_class, c.effects, c.starts, c.sends AS attempts, c.seconds, c.cpu_seconds,
+               {seconds:c.created_at,c.started_at} AS queue_seconds, c.sandbox, c.exit_status, c.exit_code,
                c.worker, c.created_at, c.started_at, c.finished_at
         FROM tool_calls c
         JOIN episodes e ON e.id = c.episode_id AND e.attempt = c.attempt
         JOIN iterations i ON i.id = e.iteration_id""",
+    "v_tool_sessions": """
+        SELECT r.name AS run, i.number AS iteration, s.episode_id, s.attempt, s.tool, s.owner, s.builds, s.differs, e.tainted,
+               s.created_at
+        FROM tool_sessions s
+        JOIN episodes e ON e.id = s.episode_id
+        JOIN iterations i ON i.id = e.iteration_id
+        JOIN runs r ON r.id = e.run_id""",
     "v_rewards": """
         SELECT w.id, w.run, i.number AS iteration, w.episode_id, t.key AS task, s.name AS reward_set, w.part, w.value,
                w.weight

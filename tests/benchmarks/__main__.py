@@ -5,7 +5,7 @@ from importlib import import_module
 
 from tests.benchmarks.report import Comparison, Measured, compared, keep
 
-SUBJECTS = ("decode", "tools", "update", "memory", "iteration", "overhead", "queue", "workers", "growth")
+SUBJECTS = ("decode", "tools", "update", "memory", "iteration", "overhead", "queue", "workers", "growth", "sandbox")
 
 
 def main(wanted: list[str]) -> None:

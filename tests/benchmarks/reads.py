@@ -30,6 +30,9 @@ FILTERS: tuple[dict[str, object], ...] = (
 
 README = Path(__file__).parents[2] / "README.md"
 
+WITHOUT_IDS = ("v_ledger", "v_tool_sessions")
+"""An episode stands in the first once for each run that trained on it; a session is its episode's."""
+
 
 def reads(runs: list[Run], episodes: int) -> dict[str, Read]:
     """Name -> what is read, for the oldest, the largest and the running run."""
@@ -59,7 +62,7 @@ def _of_run(run: str, episodes: int) -> dict[str, Read]:
     for view in VIEWS:
         chosen = f"SELECT * FROM {view} WHERE run = '{run}'"
         found[f"{run}: {view}"] = _query(f"{chosen} LIMIT 50")
-        if view != "v_ledger":  # the one without ids: an episode stands there once for each run that trained on it
+        if view not in WITHOUT_IDS:
             found[f"{run}: {view}, newest"] = _query(f"{chosen} ORDER BY id DESC LIMIT 50")
     return found
 

@@ -49,6 +49,7 @@ def fill(tx: Connection, episodes: int) -> list[Run]:
     _episodes(tx)
     _steps(tx)
     _calls(tx)
+    _sessions(tx)
     _rewards(tx)
     _updates(tx)
     return runs
@@ -188,6 +189,12 @@ def _calls(tx: Connection) -> None:
         "finished_at": _at(FINISHED),
     }
     _copy(tx, db.tool_calls, rows, select().where(steps.number < TURNS // 2), steps.id)
+
+
+def _sessions(tx: Connection) -> None:
+    episodes = db.episodes.c
+    rows = {"episode_id": episodes.id, "attempt": episodes.attempt, "tool": literal("python"), "owner": literal("")}
+    _copy(tx, db.tool_sessions, rows, select().select_from(db.episodes), episodes.id)
 
 
 def _rewards(tx: Connection) -> None:

@@ -1,7 +1,7 @@
 """`python -m tests.faults`: every fault at every hit of every point (`make faults`), or with `--sample` what CI has time for.
 
-Writes `build/faults.json`, a list of {fault, action, hit, hits, prelude, outcome, seconds, violated}, and prints a table. Exits
-with 1 if an invariant was violated.
+Writes `build/faults.json`, a list of {fault, action, hit, hits, prelude, env, outcome, seconds, violated}, and prints a table.
+Exits with 1 if an invariant was violated.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.faults.loop import ACTIONS, Case, Result, every, laboratory, play, recordings, sample
+from tests.faults.loop import ACTIONS, Case, Result, every, in_box, laboratory, of_tools, play, recordings, sample
 
 Row = dict[str, Any]
 
@@ -27,20 +27,24 @@ def main() -> int:
 
     def told(case: Case, result: Result) -> None:
         rows.append(_row(case, result))
-        print(f"{case.fault:60} {result.outcome:10} {result.seconds:5.1f} s  {', '.join(result.deaths)}", flush=True)
+        end = f"{result.outcome:10} {result.seconds:5.1f} s  {', '.join(result.deaths)}"
+        print(f"{case.env:5} {case.fault:60} {end}", flush=True)
         for line in result.violated:
             print(f"    {line}", flush=True)
 
     with laboratory() as bare:
         lab, recorded = recordings(bare)
-        chosen = (sample if asked.sample else every)(recorded, asked.action)
+        boxed = in_box(lab, recorded[""].record)
+        firsts = every(recorded, asked.action) + (of_tools(boxed, asked.action) if boxed else [])
+        chosen = sample(firsts) if asked.sample else firsts
         cases = [case for case in chosen if not asked.point or case.point in asked.point]
         asked.json.parent.mkdir(parents=True, exist_ok=True)
         try:
             play(lab, cases, recorded[""].record, asked.jobs, not asked.sample, told)
         finally:  # what is known after half an hour is kept
             asked.json.write_text(json.dumps(rows, indent=1))
-    print(table(rows, {prelude: recording.seconds for prelude, recording in recorded.items()}))
+    seconds = {(prelude, "world"): recording.seconds for prelude, recording in recorded.items()}
+    print(table(rows, seconds | ({("", "boxed"): boxed.seconds} if boxed else {})))
     return int(any(row["outcome"] == "violated" for row in rows))
 
 
@@ -61,16 +65,18 @@ def _row(case: Case, result: Result) -> Row:
     return {"fault": fields.pop("point"), **fields, "seconds": round(result.seconds, 2)}
 
 
-def table(rows: Sequence[Row], undisturbed: dict[str, float]) -> str:
-    """One line per point: hits, how many faults it stood, and what they cost in seconds beyond the undisturbed run."""
+def table(rows: Sequence[Row], undisturbed: dict[tuple[str, str], float]) -> str:
+    """One line per point: hits, how many faults it stood, and what they cost in seconds beyond the undisturbed run of that
+    prelude and world.
+    """
     lines = ["| point | hits | faults | passed | seconds lost: median | most |", "|---|---|---|---|---|---|"]
     touched = [row for row in rows if row["outcome"] != "untouched"]
-    for point in sorted({row["fault"] for row in touched}):
-        mine = [row for row in touched if row["fault"] == point]
+    for point, env in sorted({(row["fault"], row["env"]) for row in touched}):
+        mine = [row for row in touched if (row["fault"], row["env"]) == (point, env)]
         passed = sum(row["outcome"] == "recovered" for row in mine)
-        lost = [max(0.0, row["seconds"] - undisturbed[row["prelude"]]) for row in mine]
-        hits = mine[0]["hits"]
-        lines.append(f"| {point} | {hits} | {len(mine)} | {passed} | {median(lost):.1f} | {max(lost):.1f} |")
+        lost = [max(0.0, row["seconds"] - undisturbed[row["prelude"], env]) for row in mine]
+        hits, where = mine[0]["hits"], ", in the sandbox" if env == "boxed" else ""
+        lines.append(f"| {point}{where} | {hits} | {len(mine)} | {passed} | {median(lost):.1f} | {max(lost):.1f} |")
     passed = sum(row["outcome"] == "recovered" for row in touched)
     lines.append(f"| all | | {len(touched)} | {passed} | | |")
     return "\n".join(lines)

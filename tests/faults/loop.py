@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.faults.experiment import Experiment, forked
-from tests.faults.record import Record, complete, read, violations
+from tests.faults.record import IN_TOOLS, Record, complete, read, violations
 
 PRELUDES = ("", "submit.after:1:kill", "commit_sampled.after:2:kill")
 """Nothing; a submitter that dies before its first message; a rollout worker that dies and whose groups are sent again."""
@@ -73,6 +73,7 @@ class Case:
     hit: int
     hits: int
     prelude: str = ""
+    env: str = "world"
 
     @property
     def fault(self) -> str:
@@ -106,11 +107,11 @@ class Laboratory:
     folder: Path
     seed: int = 0
 
-    def experiment(self, name: str, fault: str) -> Experiment:
+    def experiment(self, name: str, fault: str, env: str = "world") -> Experiment:
         """A new experiment in a folder of its own."""
         folder = self.folder / name
         folder.mkdir()
-        return Experiment(folder, self.folder / "model", self.folder / "migrated.db", self.seed, fault)
+        return Experiment(folder, self.folder / "model", self.folder / "migrated.db", self.seed, env, fault)
 
 
 @contextmanager
@@ -163,8 +164,41 @@ def recordings(lab: Laboratory) -> tuple[Laboratory, dict[str, Recording]]:
     return lab, found
 
 
-def _recorded(lab: Laboratory, prelude: str) -> Recording:
-    experiment = lab.experiment(f"r{lab.seed}{PRELUDES.index(prelude)}", prelude)
+def in_box(lab: Laboratory, plain: Record) -> Recording | None:
+    """The undisturbed run whose tool is a program in the sandbox; None where no sandbox holds.
+
+    Raises:
+        AssertionError: it is not the run of the other world, token for token.
+    """
+    pid = forked(_look_for_sandbox, lab.folder / "log")
+    if os.waitpid(pid, 0)[1]:
+        return None
+    found = _recorded(lab, "", "boxed")
+    wrong = violations(found.record, plain, "")
+    assert not wrong, f"in the sandbox: {wrong}"
+    return found
+
+
+def _look_for_sandbox() -> None:
+    from workflow.sandbox.find import find_sandbox
+    from workflow.settings import Settings
+
+    find_sandbox(Settings()).close()
+
+
+def of_tools(boxed: Recording, actions: Sequence[str]) -> list[Case]:
+    """The first hit of every point of a tools worker in the second world, but for what the sandbox has no part in."""
+    points = {point: hits for point, hits in boxed.hits.items() if point.startswith(IN_TOOLS) and "once" not in point}
+    return [
+        Case(point, action, 1, hits, env="boxed")
+        for point, hits in points.items()
+        for action in actions
+        if action == "kill" or point.startswith("program")
+    ]
+
+
+def _recorded(lab: Laboratory, prelude: str, env: str = "world") -> Recording:
+    experiment = lab.experiment(f"r{lab.seed}{PRELUDES.index(prelude)}{env}", prelude, env)
     answer = experiment.folder / "answer.json"
 
     def work() -> None:
@@ -193,12 +227,14 @@ def every(recorded: dict[str, Recording], actions: Sequence[str]) -> list[Case]:
     return cases
 
 
-def sample(recorded: dict[str, Recording], actions: Sequence[str]) -> list[Case]:
+def sample(firsts: Sequence[Case]) -> list[Case]:
     """Kill at the first, a middle and the last hit of every point; raise at the first; sleep where it matters."""
     cases = []
-    for case in every(recorded, actions):
+    for case in firsts:
         if case.action == "kill":
             cases += [replace(case, hit=hit) for hit in sorted({1, (case.hits + 1) // 2, case.hits})]
+        elif case.env == "boxed":  # the first hits are of who tries the sandbox out
+            cases.append(replace(case, hit=(case.hits + 1) // 2))
         elif case.action == "raise" or case.point in ZOMBIES:
             cases.append(case)
     return cases
@@ -218,7 +254,7 @@ def play(
     while waiting or running:
         while waiting and len(running) < jobs:
             case, number = waiting.popleft(), number + 1
-            experiment = lab.experiment(str(number), case.fault)
+            experiment = lab.experiment(str(number), case.fault, case.env)
             running[_begun(case, experiment, undisturbed)] = (case, experiment)
         pid, _ = os.waitpid(-1, 0)
         case, experiment = running.pop(pid)

@@ -22,7 +22,7 @@ from tests.faults import world
 Record = dict[str, Any]
 """JSON: `episodes`, `consumed` and `policies` by their names, `wrong`: what needs no comparison to be wrong."""
 
-IN_TOOLS = ("start_once", "run_tool", "record_result", "wake", "call")
+IN_TOOLS = ("start_once", "run_tool", "program", "record_result", "wake", "call")
 """Points of the tools worker. What it leaves of the once-only calls it was running is unknown, and the model is told so."""
 
 PLANNED = world.ITERATIONS * world.GROUPS * world.EPISODES
@@ -76,7 +76,8 @@ def read(home: Path) -> Record:
             },
             "consumed": {names[row["episode_id"]]: row["advantage"] for row in db.execute("SELECT * FROM consumptions")},
             "policies": {str(row["version"]): _policy(row) for row in db.execute("SELECT * FROM policies")},
-            "calls": _one(db, "SELECT count(*) FROM tool_calls WHERE error_class IS NULL"),
+            "calls": _one(db, "SELECT count(*) FROM tool_calls WHERE kind = 'call' AND error_class IS NULL"),
+            "grades": _one(db, "SELECT count(*) FROM tool_calls WHERE kind = 'grade' AND error_class IS NULL"),
             "unknown": _one(db, "SELECT count(*) FROM tool_calls WHERE status = 'unknown_outcome'"),
             "wrong": [*_counted(db), *_noted(db, home), *_left(db, home)],
         }
@@ -93,6 +94,8 @@ def violations(record: Record, undisturbed: Record, fault: str) -> list[str]:
             if mine.get(name) != theirs.get(name)
         ]
     allowed = world.GROUPS * world.EPISODES if any(part.startswith(IN_TOOLS) for part in fault.split(",")) else 0
+    if record["grades"] != undisturbed["grades"]:
+        wrong.append(f"I1: {record['grades']} episodes were judged instead of {undisturbed['grades']}")
     if record["unknown"] > allowed:
         wrong.append(f"I1: the outcome of {record['unknown']} calls is unknown")
     return wrong
@@ -105,6 +108,7 @@ def complete(record: Record) -> bool:
     return (
         len(episodes) == PLANNED
         and record["calls"] == PLANNED * world.TURNS
+        and record["grades"] == PLANNED
         and all(status == "done" and steps == world.TURNS for status, _, _, steps, _ in episodes)
         and kinds == ["base", *["trained"] * world.ITERATIONS]
     )

@@ -2,12 +2,16 @@
 
 The first turn's tool may run twice; its result is read by the policy. The second turn's may not; nobody reads its result, so
 that the tokens stay the same also where its outcome is unknown. Rewards follow from the sampled tokens, in which are random
-digits.
+digits; a judge has its say without weight.
+
+In the second world, `boxed`, the first tool is a program in the sandbox. It says the same, so that every token and weight is
+the first world's.
 """
 
 import random
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -15,8 +19,10 @@ from workflow.config import RunConfig, build
 from workflow.datasets import Dataset
 from workflow.envs import Env
 from workflow.hooks import Hook
+from workflow.rewards import Judge
 from workflow.settings import settings
 from workflow.tools import Tool
+from workflow.tools.python import python
 from workflow.trajectory import Episode, Message, Task, ToolCall
 
 RUN = "faults"
@@ -39,9 +45,24 @@ def note(digit: int) -> str:
     return "noted"
 
 
+def _digits(text: str) -> str:
+    """How many digits it has."""
+    return str(sum(letter.isdecimal() for letter in text))
+
+
+def _plus_program(a: int, b: int) -> str:
+    """Adds."""
+    return f"print({a} + {b})"
+
+
+_plus_program.__name__ = "plus"
 plus_tool = Tool(plus, timeout_seconds=0.5)
+plus_program = replace(python, function=_plus_program, timeout_seconds=3.0)
 note_tool = Tool(note, effects="once", timeout_seconds=0.5)
-world = Env(tools=(f"{__name__}:plus_tool", f"{__name__}:note_tool"))
+judge = Judge(_digits, asks=lambda episode: {"text": episode.messages[-1].content}, timeout_seconds=2.0)
+REWARDS = {f"{__name__}:judge": 0.0}
+world = Env(tools=(f"{__name__}:plus_tool", f"{__name__}:note_tool"), rewards=REWARDS)
+boxed = Env(tools=(f"{__name__}:plus_program", f"{__name__}:note_tool"), rewards=REWARDS)
 
 
 def load(split: str) -> Iterator[Task]:
@@ -96,14 +117,14 @@ def make_model(folder: Path) -> None:
     save_tiny(folder, model, tokenizer)
 
 
-def config(model: Path, seed: int) -> RunConfig:
-    """The run."""
+def config(model: Path, seed: int, env: str = "world") -> RunConfig:
+    """The run in one of the two worlds."""
     return build(
         {
             "name": RUN,
             "seed": seed,
             "epochs": 1,
-            "env": tasks.env,
+            "env": f"{__name__}:{env}",
             "hooks": (f"{__name__}:Chance",),
             "dataset.name": f"{__name__}:tasks",
             "dataset.max_samples": ITERATIONS * GROUPS,

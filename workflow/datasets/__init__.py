@@ -29,6 +29,9 @@ class Dataset:
     sft_split: str = "train"
 
 
+_Reader = Callable[[Path, str, bool], tuple[list[Task], list[str]]]
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """What a config's dataset section names.
@@ -79,10 +82,13 @@ def _taken(config: DatasetConfig, found: Callable[[], Iterable[Task]]) -> tuple[
 
 def _read(config: DatasetConfig) -> tuple[Callable[[], Iterable[Task]], str, list[str]]:
     if config.name.endswith(".jsonl"):
-        from workflow.datasets.jsonl import ENV, read_tasks  # it imports this file
+        from workflow.datasets import code, jsonl  # they import this file
 
-        tasks, skipped = read_tasks(Path(config.name), config.split, config.skip_bad_rows)
-        return lambda: tasks, ENV, skipped
+        path = Path(config.name)
+        form: tuple[_Reader, str] = (code.read_tasks, code.ENV) if code.is_code(path) else (jsonl.read_tasks, jsonl.ENV)
+        read_tasks, env = form
+        tasks, skipped = read_tasks(path, config.split, config.skip_bad_rows)
+        return lambda: tasks, env, skipped
     if config.skip_bad_rows:
         raise ConfigError(f"skip_bad_rows is for .jsonl files, and the dataset is {config.name!r}.", "Leave it out.")
     dataset: Dataset = find("datasets", config.name)

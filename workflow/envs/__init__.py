@@ -1,40 +1,162 @@
-"""Envs: a file here binds tools, rewards and limits into what an agent acts in. See `Env`."""
+"""Envs: a file here binds tools, rewards and limits into what an agent acts in. See `Env`.
 
-from collections.abc import Mapping, Sequence
+An env of one's own is an `Env` with other arguments, or a subclass where what it says is not only what tools return. It has
+the three methods of a Gym environment, but keeps no state: the episode is the state. It holds the task, what was said and what
+was returned, and each method is a function of it alone. So nothing is lost with a process, and `agentrl replay --verify` can
+ask again. A guessing game, in a file `guess.py` of your own, is named with `--env guess:guess`:
+
+    import re
+
+    from workflow.envs import Env
+    from workflow.trajectory import Message
+
+
+    class Guess(Env):
+        def reset(self, task):
+            return (Message("user", "Guess my number, from 1 to 20. Say nothing but a number."),)
+
+        def step(self, episode):
+            said, right = guessed(episode), int(episode.task.reference)
+            if said == right:
+                return ()  # it is over
+            return (Message("user", "higher" if said < right else "lower"),)
+
+        def final_reward(self, episode):
+            right = guessed(episode) == int(episode.task.reference)
+            return {"guessed": right / len(episode.steps)}
+
+
+    def guessed(episode):
+        return int(re.sub("[^0-9]", "", episode.final_answer) or 0)
+
+
+    guess = Guess(rewards={"format": 0.1})
+
+What is costly to find anew from the episode may be cached under what it follows from. A world outside that cannot be brought
+back to where it was says `resumability="restart"`: then an episode whose worker is lost begins again.
+"""
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
+from workflow import mcp
+from workflow.config import RunConfig
+from workflow.errors import ConfigError, InfraError, RewardError
 from workflow.plugins import find
+from workflow.rewards import checked, code_hash, score
 from workflow.tools import Tool
-from workflow.trajectory import Message, Task, ToolCall, ToolResult
+from workflow.tools.python import CodeTool, keeps_session
+from workflow.trajectory import Episode, Message, Task
 
 
 @dataclass(frozen=True)
 class Env:
-    """What an agent acts in. Subclass it (one level) where `reset` or `step` must differ.
+    """What an agent acts in. Subclass it (one level) where `reset`, `step` or `final_reward` must differ.
+
+    They are functions of their arguments alone: after a crash, and for `replay`, they are called again with what is recorded.
 
     Args:
         system_prompt: first message of every episode; empty for none.
-        tools: names of the tools it offers.
+        tools: what it offers: names of tools, or tools as they are, made for this env (`search_in(folder)`).
         rewards: reward name -> weight; the scalar reward is the weighted sum.
-        resumability: after a lost worker, `replay` rebuilds the env from the record, `restart` begins the episode again.
+        resumability: after a lost worker, `replay` goes on from the record, `restart` begins the episode again.
     """
 
     system_prompt: str = ""
-    tools: tuple[str, ...] = ()
+    tools: tuple[str | Tool, ...] = ()
     rewards: Mapping[str, float] = field(default_factory=dict)
     resumability: Literal["replay", "restart"] = "replay"
 
     def toolset(self) -> dict[str, Tool]:
         """The env's tools by the name the model writes."""
-        found = [find("tools", name) for name in self.tools]
-        return {tool.name: tool for tool in found}
+        return _named(tool if isinstance(tool, Tool) else _found(tool) for tool in self.tools)
 
     def reset(self, task: Task) -> tuple[Message, ...]:
-        """The messages that open an episode."""
+        """The messages that open an episode; the siblings of a group read the same."""
         system = (Message("system", self.system_prompt),) if self.system_prompt else ()
         return (*system, *task.messages)
 
-    def step(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> tuple[Message, ...]:
-        """What the model reads after its calls: one tool message per result, in the order of the calls."""
-        return tuple(Message("tool", result.content, name=call.name) for call, result in zip(calls, results, strict=True))
+    def step(self, episode: Episode) -> tuple[Message, ...]:
+        """What the model reads after the episode's last turn and its calls' results; nothing where it is over, `answered`.
+
+        Here: one tool message per result, in the order of the calls, so that a turn without a call is the answer.
+        """
+        last = episode.steps[-1]
+        made = zip(last.message.tool_calls, last.results or (), strict=True)
+        return tuple(Message("tool", result.content, name=call.name) for call, result in made)
+
+    def final_reward(self, episode: Episode) -> Mapping[str, float]:
+        """Named parts of the reward that the env gives itself for an episode that is over, beside `rewards`; each has weight 1.
+
+        It runs in the rollout worker: code that the model wrote is run by a `workflow.rewards.Judge`, named in `rewards`.
+        """
+        return {}
+
+
+def scored(
+    env: Env, episode: Episode, weights: Mapping[str, float], judged: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, float]:
+    """The named parts of a finished episode's reward: by reward files, see `workflow.rewards.score`, and by the env itself.
+
+    Raises:
+        RewardError: a reward or the env raised, or gave what is no finite number; both name a part the same.
+        InfraError: the system failed one of them.
+        SandboxUnavailable: a reward must run code, and nothing here can hold it.
+    """
+    parts = score(episode, weights, judged)
+    source = f"{type(env).__name__}.final_reward"
+    try:
+        own = {str(name): float(value) for name, value in env.final_reward(episode).items()}
+    except InfraError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise RewardError(f"{source} raised {type(error).__name__}: {error}") from error
+    if twice := parts.keys() & own.keys():
+        raise RewardError(f"{source} names a part {min(twice)!r}, and a reward of this env has that name")
+    return parts | checked(own, source)
+
+
+def scoring_hash(env: Env, weights: Mapping[str, float]) -> str:
+    """Hash of all code that scores in this env: the rewards', and the env's own file where it gives rewards itself."""
+    if type(env).final_reward is Env.final_reward:
+        return code_hash(weights)
+    text = f"{code_hash(weights)}\0{inspect.getsource(sys.modules[type(env).__module__])}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def offered(env: Env, config: RunConfig) -> dict[str, Tool]:
+    """What the model may call in a run: the env's tools and the run's own, by the name it writes.
+
+    A run's `python_session` takes the place of an env's `python`.
+
+    Raises:
+        ConfigError: no such tool, or two of one name.
+    """
+    own = [_found(name) for name in config.tools if not mcp.is_server(name)]
+    kept = {tool.name for tool in own if keeps_session(tool)}
+    # The same tool that keeps a session is another way to offer it, and no second one.
+    mine = (tool for tool in env.toolset().values() if tool.name not in kept or not isinstance(tool, CodeTool))
+    served = (mcp.McpTool.of(tool) for tool in config.served_tools if tool.server in config.tools)
+    return _named((*mine, *own, *served))
+
+
+def _found(name: str) -> Tool:
+    if mcp.is_server(name):
+        raise ConfigError(
+            f"An env cannot name the server {name!r}: what it offers is asked for with the run.", f"--tools '{name}'"
+        )
+    found: Tool = find("tools", name)
+    return found
+
+
+def _named(tools: Iterator[Tool] | Sequence[Tool]) -> dict[str, Tool]:
+    named: dict[str, Tool] = {}
+    for tool in tools:
+        if named.setdefault(tool.name, tool) is not tool:
+            raise ConfigError(f"Two tools are called {tool.name!r}, and the model could not tell them apart.", "Leave one out.")
+    return named

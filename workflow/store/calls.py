@@ -1,6 +1,6 @@
 """Tool calls are started once in effect and answered once, whoever runs them and however often they are delivered."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -21,18 +21,23 @@ UNKNOWN_OUTCOME = ToolResult(
 
 @dataclass(frozen=True, slots=True)
 class CallWork:
-    """What a tools worker needs of one call."""
+    """What a tools worker needs of one call. `kind`: `call`, of the model's, or `grade`, whose tool is a reward that judges."""
 
     id: int
     env: str
     tool: str
     arguments: Mapping[str, Any]
     effects: str
+    run: int = 0
+    kind: str = "call"
+    episode: int = 0
+    attempt: int = 0
 
 
 _CALLS, _EPISODES = db.tool_calls.c, db.episodes.c
 _CALL = (
-    select(_CALLS.id, db.runs.c.config["env"].as_string(), _CALLS.tool, _CALLS.arguments, _CALLS.effects)
+    select(_CALLS.id, db.runs.c.config["env"].as_string(), _CALLS.tool, _CALLS.arguments, _CALLS.effects, db.runs.c.id)
+    .add_columns(_CALLS.kind, _CALLS.episode_id, _CALLS.attempt)
     .join(db.episodes, (_EPISODES.id == _CALLS.episode_id) & (_EPISODES.attempt == _CALLS.attempt))
     .join(db.runs, db.runs.c.id == _EPISODES.run_id)
     .where(_CALLS.id == bindparam("wanted"), _CALLS.result.is_(None), _EPISODES.status == "running")
@@ -44,6 +49,13 @@ def find_call(tx: Connection, call: int) -> CallWork | None:
     """The call, or None if it is answered or its episode is over."""
     row = tx.execute(_CALL, {"wanted": call}).one_or_none()
     return CallWork(*row) if row else None
+
+
+@reading
+def config_of(tx: Connection, run: int) -> Mapping[str, Any]:
+    """The config of that run."""
+    found: Mapping[str, Any] = tx.execute(select(db.runs.c.config).where(db.runs.c.id == run)).scalar_one()
+    return found
 
 
 @transaction
@@ -71,6 +83,30 @@ def start_once(tx: Connection, call: int, worker: str, seconds: float) -> Litera
     return "lost" if tx.execute(lost).first() else "running"
 
 
+@transaction
+def count_sending(tx: Connection, sent: Sequence[int]) -> None:
+    """Those of the calls that have no result are sent once more."""
+    again = update(db.tool_calls).where(_CALLS.id.in_(sent), _CALLS.result.is_(None))
+    tx.execute(again.values(sends=_CALLS.sends + 1))
+
+
+@transaction
+def lost_calls(tx: Connection, most: int) -> list[int]:
+    """The calls without a result of all running episodes, counted as sent once more; save those sent `most` times already.
+
+    Calls that must not run twice and were started are among them: see `start_once`.
+    """
+    iterations = select(db.iterations.c.id).where(db.iterations.c.status == "running")
+    waiting = (
+        select(_CALLS.id)
+        .join(db.episodes, (_EPISODES.id == _CALLS.episode_id) & (_EPISODES.attempt == _CALLS.attempt))
+        .where(_EPISODES.iteration_id.in_(iterations), _EPISODES.status == "running")
+        .where(_CALLS.result.is_(None), _CALLS.sends < most)
+    )
+    again = update(db.tool_calls).where(_CALLS.id.in_(waiting)).values(sends=_CALLS.sends + 1)
+    return sorted(tx.execute(again.returning(_CALLS.id)).scalars())
+
+
 _RECORD = Prepared(
     update(db.tool_calls)
     .where(_CALLS.id == bindparam("call_id"), _CALLS.result.is_(None))
@@ -89,6 +125,10 @@ def record_result(tx: Connection, call: int, result: ToolResult, started_at: dat
         "result": clean(result.content),
         "error_class": result.error_class,
         "seconds": result.seconds,
+        "cpu_seconds": result.cpu_seconds,
+        "sandbox": result.exit.sandbox if result.exit else None,
+        "exit_status": result.exit.status if result.exit else None,
+        "exit_code": result.exit.code if result.exit else None,
         "worker": worker,
         "finished_at": datetime.now(UTC),
     }

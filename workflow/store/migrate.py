@@ -25,13 +25,14 @@ from workflow.settings import settings
 from workflow.store.connect import Database
 
 log = getLogger("agentrl.migrate")
+READER, TOOLS = "agentrl_reader", "agentrl_tools"
 LOCK_KEY = 7213094551
 LOCK_SECONDS = 60.0
 
 
 def head() -> str:
     """The revision that this code wants."""
-    revision = ScriptDirectory.from_config(_config()).get_current_head()
+    revision = _script().get_current_head()
     assert revision is not None
     return revision
 
@@ -46,16 +47,20 @@ def open_database(url: str) -> Database:
     """The database, ready to use: SQLite is upgraded at once.
 
     Raises:
-        ServiceError: a Postgres database that is not at this code's revision, or does not answer.
+        ServiceError: a Postgres database that is not at this code's revision, a database of a newer agentrl, or none that
+            answers.
     """
     database = Database(url)
     found = current(database)
     if found == head():
         return database
-    if database.is_sqlite:
+    newer = found is not None and found not in {script.revision for script in _script().walk_revisions()}
+    if database.is_sqlite and not newer:
         upgrade(database)
         return database
     database.close()
+    if newer:
+        raise ServiceError(f"A newer agentrl made this database (revision {found}; known here: {head()}).", "Use that one.")
     raise ServiceError(
         f"The database is at revision {found or 'none'}, this agentrl needs {head()}.", "Run `agentrl db upgrade` first."
     )
@@ -80,7 +85,8 @@ def _migrate(database: Database, run) -> None:  # type: ignore[no-untyped-def]
         if MigrationContext.configure(connection).get_current_revision() == head():
             views.create(connection)
             if not database.is_sqlite:
-                _grant(connection)
+                _grant_reader(connection)
+                _grant_tools(connection)
 
 
 @contextmanager
@@ -99,43 +105,64 @@ def _unchecked(database: Database) -> Iterator[Connection]:
             driver.execute("PRAGMA foreign_keys=ON")
 
 
-def _grant(tx: Connection) -> None:
+def _grant_reader(tx: Connection) -> None:
     """The role that `agentrl sql` reads as: SELECT on named tables and views, nothing else."""
-    if not _has_reader(tx):
-        log.warning(
-            "This login may not make the role that `agentrl sql` reads as. Let a superuser type: CREATE ROLE agentrl_reader "
-            "LOGIN; then run `agentrl db upgrade` again."
-        )
+    if not _has_role(tx, READER, "that `agentrl sql` reads as"):
         return
     names = ", ".join([*db.TABLES_FOR_READERS, *views.VIEWS])
-    tx.execute(text("GRANT USAGE ON SCHEMA public TO agentrl_reader"))
-    tx.execute(text(f"GRANT SELECT ON {names} TO agentrl_reader"))
+    tx.execute(text(f"GRANT USAGE ON SCHEMA public TO {READER}"))
+    tx.execute(text(f"GRANT SELECT ON {names} TO {READER}"))
     for function in views.FUNCTIONS:
-        tx.execute(text(f"GRANT EXECUTE ON FUNCTION {function}(bytea) TO agentrl_reader"))
-    if settings().reader_password:
-        _set_password(tx, settings().reader_password)
+        tx.execute(text(f"GRANT EXECUTE ON FUNCTION {function}(bytea) TO {READER}"))
+    _set_password(tx, READER, settings().reader_password, "AGENTRL_READER_PASSWORD")
 
 
-def _has_reader(tx: Connection) -> bool:
+def _grant_tools(tx: Connection) -> None:
+    """The role that a tools worker may log in as."""
+    if not _has_role(tx, TOOLS, "for tools workers"):
+        return
+    tx.execute(text(f"GRANT USAGE ON SCHEMA public TO {TOOLS}"))
+    for table, rights in db.RIGHTS_OF_TOOLS.items():
+        tx.execute(text(f"GRANT {', '.join(rights)} ON {table} TO {TOOLS}"))
+    _set_password(tx, TOOLS, settings().tools_password, "AGENTRL_TOOLS_PASSWORD")
+
+
+def _has_role(tx: Connection, role: str, purpose: str) -> bool:
     """Whether the role is there, made now if need be and may be."""
-    found = text("SELECT count(*) FROM pg_roles WHERE rolname = 'agentrl_reader'")
-    if not tx.execute(found).scalar_one():
+    found = text("SELECT count(*) FROM pg_roles WHERE rolname = :role")
+    if not tx.execute(found, {"role": role}).scalar_one():
         # Another database of the same server may be making it too.
         passing = "duplicate_object OR unique_violation OR insufficient_privilege"
-        tx.execute(text(f"DO $$ BEGIN CREATE ROLE agentrl_reader LOGIN; EXCEPTION WHEN {passing} THEN NULL; END $$"))
-    return bool(tx.execute(found).scalar_one())
+        tx.execute(text(f"DO $$ BEGIN CREATE ROLE {role} LOGIN; EXCEPTION WHEN {passing} THEN NULL; END $$"))
+    there = bool(tx.execute(found, {"role": role}).scalar_one())
+    if not there:
+        log.warning(
+            "This login may not make the role %s. Let a superuser type: CREATE ROLE %s LOGIN; then run `agentrl db upgrade` "
+            "again.",
+            purpose,
+            role,
+        )
+    return there
 
 
-def _set_password(tx: Connection, password: str) -> None:
-    login = sql.SQL("ALTER ROLE agentrl_reader PASSWORD {}").format(password)  # a role's password takes no parameter
+def _set_password(tx: Connection, role: str, password: str, variable: str) -> None:
+    if not password:
+        return
+    login = sql.SQL("ALTER ROLE {} PASSWORD {}").format(sql.Identifier(role), password)  # which takes no parameter
     try:
         with tx.begin_nested():
             tx.connection.cursor().execute(login)
     except InsufficientPrivilege:
         log.warning(
-            "This login may not set the password of agentrl_reader: AGENTRL_READER_PASSWORD is left aside. Let a superuser "
-            "type: ALTER ROLE agentrl_reader PASSWORD '...';"
+            "This login may not set the password of %s: %s is left aside. Let a superuser type: ALTER ROLE %s PASSWORD '...';",
+            role,
+            variable,
+            role,
         )
+
+
+def _script() -> ScriptDirectory:
+    return ScriptDirectory.from_config(_config())
 
 
 def _config(connection: Connection | None = None) -> Config:

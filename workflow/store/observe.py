@@ -234,12 +234,16 @@ def evaluation(tx: Connection, run: str) -> Row:
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """One episode whole: its row of `v_episodes`, its value with every step, its step, call and reward rows."""
+    """One episode whole: its row of `v_episodes`, its value with every step, its step, call and reward rows.
+
+    `grades` are the calls that judged it: the env made them when it was over, and the model saw nothing of them.
+    """
 
     row: Row
     episode: Episode
     steps: Sequence[Row]
     calls: Sequence[Row]
+    grades: Sequence[Row]
     rewards: Sequence[Row]
 
 
@@ -251,6 +255,9 @@ def find_episode(tx: Connection, episode: int) -> EpisodeRecord:
         NotFoundError: there is none.
     """
     return episode_record(tx, episode)
+
+
+_CALLS_OF = "SELECT * FROM v_tool_calls WHERE episode_id = :id AND kind = '{kind}' ORDER BY step, call"
 
 
 def episode_record(tx: Connection, episode: int) -> EpisodeRecord:
@@ -265,7 +272,8 @@ def episode_record(tx: Connection, episode: int) -> EpisodeRecord:
         row=rows[0],
         episode=value,
         steps=_with_inherited(tx, "SELECT * FROM v_steps WHERE episode_id = :id ORDER BY step", rows[0]),
-        calls=_with_inherited(tx, "SELECT * FROM v_tool_calls WHERE episode_id = :id ORDER BY step, call", rows[0]),
+        calls=_with_inherited(tx, _CALLS_OF.format(kind="call"), rows[0]),
+        grades=_with_inherited(tx, _CALLS_OF.format(kind="grade"), rows[0]),
         rewards=_rows(tx, "SELECT * FROM v_rewards WHERE episode_id = :id ORDER BY id", id=episode),
     )
 

@@ -205,17 +205,17 @@ def wait_for(tx: Connection, run_id: int, what: str) -> None:
 @transaction
 def wait_no_more(tx: Connection, run_id: int) -> None:
     """Says that the run's rollouts go on, where it was said that they wait."""
-    if newest_wait(tx, run_id):
+    if _newest_wait(tx, run_id):
         log(tx, run_id, "going_on")
 
 
 @reading
 def waits_for(tx: Connection, run_id: int) -> str:
     """What the run's rollouts wait for, as their worker said; empty where nothing is known to keep them."""
-    return newest_wait(tx, run_id)
+    return _newest_wait(tx, run_id)
 
 
-def newest_wait(tx: Connection, run_id: int) -> str:
+def _newest_wait(tx: Connection, run_id: int) -> str:
     """As waits_for, inside a transaction: only the newest event counts."""
     newest = select(db.events.c.kind, db.events.c.detail).where(db.events.c.run_id == run_id)
     row = tx.execute(newest.order_by(db.events.c.id.desc()).limit(1)).one_or_none()

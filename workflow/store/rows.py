@@ -88,7 +88,7 @@ def _load_calls(tx: Connection, condition: Any) -> dict[int, list[Any]]:
     rows = tx.execute(
         select(db.tool_calls)
         .join(db.episodes, db.episodes.c.id == db.tool_calls.c.episode_id)
-        .where(condition)
+        .where(condition, db.tool_calls.c.kind == "call")
         .order_by(db.tool_calls.c.step_id, db.tool_calls.c.call)
     )
     found: dict[int, list[Any]] = {}

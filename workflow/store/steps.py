@@ -1,10 +1,10 @@
 """A step is two transactions. T1 *sampled*: tokens, logprobs, one pending row per tool call. T2 *observed*: all results.
 
 Nothing reaches the `tools` queue before T1, and the policy reads nothing before T2. Steps that end together are committed
-together.
+together. What judges an episode that is over is asked the same way, through rows of another kind (`commit_asked`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -39,6 +39,15 @@ class Sampled:
     calls: tuple[CallRecord, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What judges an episode that is over: at its last `step`, the arguments by the name of each judge."""
+
+    episode: int
+    step: int
+    questions: Mapping[str, Mapping[str, Any]]
+
+
 _EPISODES, _STEPS, _CALLS = db.episodes.c, db.steps.c, db.tool_calls.c
 _THE_STEP = (
     (_STEPS.episode_id == bindparam("of_episode"))
@@ -66,6 +75,7 @@ _CALLS_OF_GROUP = Prepared(
     select(_CALLS.id, _CALLS.episode_id, _CALLS.step)
     .join(db.episodes, (_EPISODES.id == _CALLS.episode_id) & (_EPISODES.attempt == _CALLS.attempt))
     .where(_EPISODES.group_id == bindparam("group"), _CALLS.step.between(bindparam("first"), bindparam("last")))
+    .where(_CALLS.kind == "call")
     .order_by(_CALLS.call)
 )
 
@@ -113,14 +123,14 @@ def _step_row(record: Sampled, held: Held) -> dict[str, Any]:
     }
 
 
-def _key(record: Sampled, held: Held) -> dict[str, int]:
-    return {"of_episode": record.episode, "of_attempt": held.attempts[record.episode], "of_number": record.step.index}
+def _key(episode: int, step: int, held: Held) -> dict[str, int]:
+    return {"of_episode": episode, "of_attempt": held.attempts[episode], "of_number": step}
 
 
 def _token_row(record: Sampled, held: Held) -> dict[str, Any]:
     step = record.step
     return {
-        **_key(record, held),
+        **_key(record.episode, step.index, held),
         "prompt_ids": pack("i", step.prompt_ids),
         "sampled_ids": pack("i", step.sampled_ids),
         "behavior_logprobs": pack("f", step.behavior_logprobs),
@@ -128,26 +138,29 @@ def _token_row(record: Sampled, held: Held) -> dict[str, Any]:
 
 
 def _call_rows(record: Sampled, held: Held) -> list[dict[str, Any]]:
+    return [_call_row(item, record.episode, record.step.index, number, held) for number, item in enumerate(record.calls)]
+
+
+def _call_row(item: CallRecord, episode: int, step: int, number: int, held: Held, kind: str = "call") -> dict[str, Any]:
     now = datetime.now(UTC)
-    return [
-        {
-            **_key(record, held),
-            "run": held.run,
-            "episode_id": record.episode,
-            "attempt": held.attempts[record.episode],
-            "step": record.step.index,
-            "call": index,
-            "tool": clean(item.call.name)[:128],
-            "arguments": clean_tree(dict(item.call.arguments)),
-            "effects": item.effects,
-            "status": "done" if item.result else "pending",
-            "result": clean(item.result.content) if item.result else None,
-            "error_class": item.result.error_class if item.result else None,
-            "created_at": now,
-            "finished_at": now if item.result else None,
-        }
-        for index, item in enumerate(record.calls)
-    ]
+    return {
+        **_key(episode, step, held),
+        "run": held.run,
+        "episode_id": episode,
+        "attempt": held.attempts[episode],
+        "step": step,
+        "call": number,
+        "kind": kind,
+        "tool": clean(item.call.name)[:128],
+        "arguments": clean_tree(dict(item.call.arguments)),
+        "effects": item.effects,
+        "status": "done" if item.result else "pending",
+        "sends": 0 if item.result else 1,
+        "result": clean(item.result.content) if item.result else None,
+        "error_class": item.result.error_class if item.result else None,
+        "created_at": now,
+        "finished_at": now if item.result else None,
+    }
 
 
 def _counts(record: Sampled) -> dict[str, Any]:
@@ -188,7 +201,7 @@ def calls_of(tx: Connection, episode: int, step: int) -> list[int]:
     calls = db.tool_calls.c
     attempt = select(db.episodes.c.attempt).where(db.episodes.c.id == episode).scalar_subquery()
     query = select(calls.id).where(calls.episode_id == episode, calls.attempt == attempt, calls.step == step)
-    return list(tx.execute(query.order_by(calls.call)).scalars())
+    return list(tx.execute(query.where(calls.kind == "call").order_by(calls.call)).scalars())
 
 
 _OBSERVED = Prepared(update(db.steps).where(_THE_STEP, _STEPS.observed_at.is_(None)))
@@ -209,11 +222,48 @@ def commit_observed(tx: Connection, fence: Fence, observed: Sequence[tuple[int, 
     held = check(tx, fence)
     for episode, step in observed:
         results = step.results or ()
-        key = {"of_episode": episode, "of_attempt": held.attempts[episode], "of_number": step.index}
-        if _OBSERVED.run(tx, {**key, "observed_at": datetime.now(UTC)}):
+        if _OBSERVED.run(tx, {**_key(episode, step.index, held), "observed_at": datetime.now(UTC)}):
             errors = sum(result.error_class is not None for result in results)
             seconds = sum(result.seconds for result in results)
             _COUNT_RESULTS.run(tx, {"episode": episode, "errors": errors, "seconds": seconds})
+
+
+_ROWS_OF_STEP = (
+    select(_CALLS.id, _CALLS.kind, _CALLS.tool)
+    .where(_CALLS.episode_id == bindparam("of_episode"), _CALLS.attempt == bindparam("of_attempt"))
+    .where(_CALLS.step == bindparam("of_number"))
+)
+
+
+@transaction
+def commit_asked(tx: Connection, fence: Fence, asked: Sequence[Asked]) -> list[list[int]]:
+    """One pending row per question, beside the calls of the episode's last step; those that are there are left as they are.
+
+    Returns the ids of each episode's rows, in the order of its questions. Only now are they sent.
+
+    Raises:
+        Fenced: another worker holds the group.
+    """
+    held = check(tx, fence)
+    return [_asked(tx, one, held) for one in asked]
+
+
+def _asked(tx: Connection, one: Asked, held: Held) -> list[int]:
+    key = _key(one.episode, one.step, held)
+    rows = tx.execute(_ROWS_OF_STEP, key).all()
+    known = {row.tool for row in rows if row.kind == "grade"}
+    fresh = [judge for judge in one.questions if judge not in known]
+    if fresh:
+        numbered = enumerate(fresh, start=len(rows))
+        _NEW_CALL.run(tx, *(_question_row(one, judge, number, held) for number, judge in numbered))
+        rows = tx.execute(_ROWS_OF_STEP, key).all()
+    ids = {row.tool: row.id for row in rows if row.kind == "grade"}
+    return [ids[judge] for judge in one.questions]
+
+
+def _question_row(one: Asked, judge: str, number: int, held: Held) -> dict[str, Any]:
+    asked = CallRecord(ToolCall(judge, one.questions[judge]), "none", None)
+    return _call_row(asked, one.episode, one.step, number, held, "grade")
 
 
 @transaction

@@ -1,4 +1,10 @@
-"""Tools: a file here is a callable tool. See `Tool`."""
+"""Tools: a file here is a callable tool, a typed function with a docstring. See `Tool`.
+
+What a call costs to set up (an index, a connection) is made once per process: keep it in a `workflow.once.Once` that the
+function asks, and name that as what the tool `opens`. A tool that needs to be told something (a folder, a database) is made
+by a function of its file, `search_in(folder)`, and put into an env as it is; under its plain name it takes what the machine's
+settings say.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -6,26 +12,44 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from pydantic import ConfigDict, ValidationError, create_model
+from pydantic import ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticUserError
 
-from workflow.errors import ToolFailure
+from workflow.errors import AgentRLError, ConfigError, ToolFailure, ToolTimeout
+from workflow.trajectory import ToolResult
 
 Effects = Literal["none", "repeatable", "once"]
+
+SHOWN_PROBLEMS = 5
+_MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
 
 
 @dataclass(frozen=True)
 class Tool:
     """A typed function that the model may call; its signature and docstring are what the model is told.
 
+    A parameter's type is whatever pydantic knows (`Literal["a", "b"]`, `list[int]`, a model); `Annotated[int, Field(ge=1,
+    description="...")]` narrows and explains it.
+
     Args:
-        function: returns the text that the model reads; raises ToolFailure for what the model did wrong.
+        function: returns the text that the model reads; raises ToolFailure for what the model did wrong and InfraError where
+            the system failed, so that the call is sent again.
         effects: `none` (pure), `repeatable` (may run twice), `once` (a call that was started is never run again).
         timeout_seconds: how long one call may take.
+        max_characters: of the text that the model reads; the rest is cut off, and the model told so.
+        memory_mb: megabytes that a sandboxed call may take; None: the sandbox's own limit. What runs in the worker itself
+            cannot be held to it.
+        needs: called when a run is submitted; raises ConfigError where the machine lacks what the tool needs.
+        opens: makes what lasts (a `Once`); called before the time of a call begins to count.
     """
 
-    function: Callable[..., str]
+    function: Callable[..., object]
     effects: Effects = "none"
     timeout_seconds: float = 10.0
+    max_characters: int = 65536
+    memory_mb: int | None = None
+    needs: Callable[[], object] | None = None
+    opens: Callable[[], object] | None = None
 
     @property
     def name(self) -> str:
@@ -33,12 +57,25 @@ class Tool:
         return self.function.__name__
 
     @cached_property
+    def _parameters(self) -> tuple[str, ...]:
+        return tuple(inspect.signature(self.function).parameters)
+
+    @cached_property
     def _arguments(self) -> Any:
-        parameters = inspect.signature(self.function).parameters.values()
-        fields: dict[str, Any] = {
-            p.name: (p.annotation, ... if p.default is inspect.Parameter.empty else p.default) for p in parameters
-        }
-        return create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
+        """The arguments as a pydantic model; its fields are numbered, since a parameter may have any name."""
+        fields: dict[str, Any] = {}
+        try:
+            for number, parameter in enumerate(inspect.signature(self.function, eval_str=True).parameters.values()):
+                fields[f"argument_{number}"] = (self._type_of(parameter), _field(parameter))
+            return create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
+        except (PydanticUserError, NameError, TypeError) as error:
+            said = " ".join(str(error).split())[:300]
+            raise ConfigError(f"The tool {self.name!r} has a type that says nothing to a model: {said}.", _TYPES) from error
+
+    def _type_of(self, parameter: inspect.Parameter) -> Any:
+        if parameter.annotation is inspect.Parameter.empty or parameter.kind in _MANY:
+            raise ConfigError(f"The parameter {str(parameter)!r} of the tool {self.name!r} has no type, or no name.", _TYPES)
+        return parameter.annotation
 
     @cached_property
     def schema(self) -> dict[str, Any]:
@@ -48,20 +85,106 @@ class Tool:
         for parameter in parameters.get("properties", {}).values():
             parameter.pop("title", None)
         description = (inspect.getdoc(self.function) or "").split("\n\n")[0].replace("\n", " ")
-        return {
-            "type": "function",
-            "function": {"name": self.name, "description": description, "parameters": parameters},
-        }
+        return function_schema(self.name, description, parameters)
+
+    def check(self) -> None:
+        """Whether the tool can be offered from here.
+
+        Raises:
+            ConfigError: its types cannot be told to a model, or this machine lacks what it needs.
+        """
+        if not self.schema["function"]["description"]:
+            raise ConfigError(
+                f"The tool {self.name!r} has no docstring, and a model would not know what it does.", "Write one."
+            )
+        if inspect.iscoroutinefunction(self.function):
+            raise ConfigError(
+                f"The tool {self.name!r} is an async function.", "Write it as a plain one; calls run side by side."
+            )
+        if self.needs is not None:
+            self.needs()
 
     def call(self, arguments: Mapping[str, Any]) -> str:
         """Runs the tool.
 
         Raises:
             ToolFailure: arguments of the wrong names or types, or the tool's own refusal.
+            InfraError: the system failed the tool.
+        """
+        return clip(self.answer(arguments), self.max_characters)
+
+    def run(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """As `call`, with what is known beside the text.
+
+        Raises:
+            ToolFailure, InfraError: as `call`.
+        """
+        return ToolResult(self.call(arguments))
+
+    def answer(self, arguments: Mapping[str, Any]) -> str:
+        """What the function returns as text, however long.
+
+        Raises:
+            ToolFailure, InfraError: as `call`.
+        """
+        return str(self.returned(arguments))
+
+    def returned(self, arguments: Mapping[str, Any]) -> object:
+        """What the function returns.
+
+        Raises:
+            ToolFailure, InfraError: as `call`.
         """
         try:
             checked = self._arguments.model_validate(dict(arguments))
         except ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
-            raise ToolFailure(f"wrong arguments for {self.name}: {problems}") from error
-        return self.function(**{name: getattr(checked, name) for name in type(checked).model_fields})
+            raise ToolFailure(f"wrong arguments for {self.name}: {_problems(error)}.", f"It takes {self._usage}.") from error
+        values = {name: getattr(checked, f"argument_{number}") for number, name in enumerate(self._parameters)}
+        return self.function(**values)
+
+    def overdue(self) -> AgentRLError:
+        """Whose failure it is that a call took longer than its time: the model's."""
+        return ToolTimeout(f"{self.name} took longer than {self.timeout_seconds:g} s")
+
+    @property
+    def _usage(self) -> str:
+        """`query (string), k (integer, optional)`."""
+        parameters = self.schema["function"]["parameters"]
+        needed = parameters.get("required", [])
+        told = [
+            f"{name} ({spec.get('type', 'value')}{'' if name in needed else ', optional'})"
+            for name, spec in parameters.get("properties", {}).items()
+        ]
+        return ", ".join(told) or "no arguments"
+
+
+_TYPES = "Write each parameter as name: type, with types that JSON has."
+
+
+def _field(parameter: inspect.Parameter) -> Any:
+    default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+    return Field(default, alias=parameter.name)
+
+
+def _problems(error: ValidationError) -> str:
+    found = error.errors(include_url=False)
+    told = [f"{'.'.join(map(str, item['loc']))[:100]}: {item['msg'][:200]}" for item in found[:SHOWN_PROBLEMS]]
+    more = len(found) - SHOWN_PROBLEMS
+    return "; ".join(told) + (f"; and {more} more" if more > 0 else "")
+
+
+def function_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as chat templates take it. `parameters` is a JSON schema of an object."""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": dict(parameters)}}
+
+
+def clip(text: str, limit: int) -> str:
+    """At most `limit` characters of the text, and where it was longer how much is missing."""
+    return text if len(text) <= limit else f"{text[:limit]}\n[cut: {len(text) - limit} more characters]"
+
+
+def failure(tool: Tool, error: BaseException) -> ToolResult:
+    """What the model reads of what a call raised: its own mistake, or else that the tool failed."""
+    if isinstance(error, ToolFailure):
+        return ToolResult(clip(str(error), tool.max_characters), error.error_class)
+    return ToolResult(clip(f"{tool.name} failed: {type(error).__name__}: {error}", tool.max_characters), "tool_crash")

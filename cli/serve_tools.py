@@ -1,0 +1,129 @@
+"""`agentrl tools`: what a model may call, told and served."""
+
+import json
+import re
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cli.output import Json, say, show, show_json, show_table
+
+if TYPE_CHECKING:
+    import socket
+
+    from workflow.tools import Tool
+
+HOST = "127.0.0.1"
+PORT = 8750
+TOKEN_CHARACTERS = re.compile(r"[\w.~+/=-]+", re.ASCII)
+
+tools = typer.Typer(help="What a model may call: listed, and served over HTTP.", rich_markup_mode=None)
+
+
+@tools.callback(invoke_without_command=True)
+def listed(ctx: typer.Context, as_json: Json = False) -> None:
+    """List the tools there are; --json with the schemas of their arguments."""
+    if ctx.invoked_subcommand is not None:
+        if as_json:
+            raise typer.BadParameter("--json goes with the list alone.")
+        return
+    from workflow.plugins import find, names
+
+    rows = [{"tool": name, **_row(find("tools", name))} for name in names("tools")]
+    if as_json:
+        show_json(rows)
+        return
+    show_table(("tool", "called", "arguments", "effects", "seconds", "works_here"), map(_cells, rows))
+    for row in rows:
+        if row["lacks"]:
+            say(f"{row['tool']}: {row['lacks']}")
+    say("package.module:name and mcp:COMMAND are tools too.")
+
+
+def _row(tool: "Tool") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from workers.offer import Description
+    from workflow.errors import AgentRLError
+
+    lacks = None
+    try:
+        tool.check()
+    except AgentRLError as error:
+        lacks = str(error)
+    return {**asdict(Description.of(tool)), "lacks": lacks}
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    arguments = row["parameters"].get("properties", {})
+    told = ", ".join(f"{name}: {spec.get('type', json.dumps(spec))}" for name, spec in arguments.items())
+    return [row["tool"], row["name"], told, row["effects"], row["timeout_seconds"], row["lacks"] is None]
+
+
+@tools.command("serve")
+def serve(
+    env: Annotated[str | None, typer.Option(metavar="NAME", help="All tools of an env.", show_default=False)] = None,
+    named: Annotated[
+        list[str] | None,
+        typer.Option("--tools", metavar="NAME,...", help="These tools; also mcp:COMMAND, once for each.", show_default=False),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Where to listen; other than here only with AGENTRL_TOOLS_TOKEN.")] = HOST,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = PORT,
+    path: Annotated[
+        Path | None, typer.Option("--socket", metavar="PATH", help="Listen at a Unix socket instead.", show_default=False)
+    ] = None,
+) -> None:
+    """Serve tools over HTTP until SIGTERM, for agents of any kind.
+
+    GET /tools, GET /tools/NAME, POST /tools/NAME/call with {"arguments": {...}}, each with `Authorization: Bearer TOKEN`. The
+    token is AGENTRL_TOOLS_TOKEN, or one that is made up and printed. POST /sessions opens a session, in which the names of
+    python_session last: POST /sessions/SESSION/tools/NAME/call, until DELETE /sessions/SESSION. /openapi.json describes it all.
+    """
+    from workflow.errors import ConfigError
+
+    try:
+        from workers import server
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"The tool server needs FastAPI and uvicorn: {error}.", "pip install 'agentrl[server]'") from error
+    from workers.main import set_up_logging
+    from workers.offer import chosen
+
+    token, own = _token()
+    if path is not None and (host, port) != (HOST, PORT):
+        raise ConfigError("--socket and --host or --port exclude each other.", "Choose one.")
+    offer = chosen(env, [name for words in named or () for name in _names(words)])
+    where: AbstractContextManager[socket.socket]
+    where = server.at_path(path.expanduser().absolute()) if path is not None else server.at_address(host, port, own)
+    with where as listener:
+        show(f"{', '.join(offer)} at {_address(listener)}")
+        if not own:
+            show(f"token {token}")
+        set_up_logging()
+        server.serve(offer, listener, token)
+
+
+def _token() -> tuple[str, bool]:
+    """The token, and whether a person chose it."""
+    from secrets import token_urlsafe
+
+    from workflow.errors import ConfigError
+    from workflow.settings import settings
+
+    given = settings().tools_token
+    if given and not TOKEN_CHARACTERS.fullmatch(given):
+        raise ConfigError("AGENTRL_TOOLS_TOKEN cannot be sent in a header.", "Take letters, digits and -._~+/= alone.")
+    return given or token_urlsafe(24), bool(given)
+
+
+def _names(words: str) -> list[str]:
+    return [words] if words.startswith("mcp:") else [name for name in map(str.strip, words.split(",")) if name]
+
+
+def _address(listener: "socket.socket") -> str:
+    name = listener.getsockname()
+    if isinstance(name, str):
+        return f"unix:{name}"
+    host, port = name[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

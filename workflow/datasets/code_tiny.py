@@ -1,0 +1,137 @@
+"""code_tiny: functions of one expression, `Write f(x, y) that gives x plus y times 2.`; the same ones for ever.
+
+256 tasks to train on, 128 held out, and 8,192 more (split `warmup`) for supervised fine-tuning; no train or test question is
+in another split. The question shows one test; five more are hidden, at least one of which tells each confusion of
+operators from the right function.
+
+The demonstrations come from a deliberately unreliable teacher: the form is always right (it tries its function out with the
+tool python, then answers with it), but it often takes one operator for another and does not look at what came out.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import islice, product
+
+from workflow.datasets import Dataset
+from workflow.datasets.code import Case, code_metadata
+from workflow.errors import DatasetError
+from workflow.trajectory import Message, Task, ToolCall
+
+OPERATORS = {"plus": "+", "minus": "-", "times": "*"}
+SPLITS = {"test": 128, "train": 256, "warmup": 8_192}
+LEVELS = (2, 3, 3)
+"""How many terms, in turn."""
+
+TERMS = ("x", "y", *map(str, range(2, 21)))
+CASES = 6
+CONFUSED = {"plus": "-", "minus": "*", "times": "+"}
+MISTAKEN = 0.4
+"""How often the teacher writes the confused operator; of the functions it is right in about half."""
+
+
+def load(split: str) -> Iterator[Task]:
+    """The tasks of `train`, `test` or `warmup`.
+
+    Raises:
+        DatasetError: another split.
+    """
+    if split not in SPLITS:
+        raise DatasetError(f"code_tiny has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
+    names = list(SPLITS)
+    start = sum(SPLITS[name] for name in names[: names.index(split)])
+    return (_task(f"{split}/{i}", words) for i, words in enumerate(islice(_distinct(), start, start + SPLITS[split])))
+
+
+def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
+    """For each task a conversation in two turns: a function, often a wrong one, tried out; then the function."""
+    rng = random.Random(f"code_tiny demonstrations {seed}")
+    for task in tasks:
+        words = str(task.metadata["words"]).split()
+        expression = _expression(words, [(CONFUSED if rng.random() < MISTAKEN else OPERATORS)[word] for word in words[1::2]])
+        x, y = Case.of(task.metadata["visible"][0]).args
+        yield (
+            *task.messages,
+            Message(
+                "assistant", "", tool_calls=(ToolCall("python", {"code": f"{_function(expression)}\nprint(f({x}, {y}))"}),)
+            ),
+            Message("tool", str(_value(expression, x, y)), name="python"),
+            Message("assistant", _function(expression)),
+        )
+
+
+def _distinct() -> Iterator[str]:
+    """The words of an endless row of questions; those of `test` and `train` come once, the others may come again."""
+    rng = random.Random("code_tiny")
+    reserved: set[str] = set()
+    kept = SPLITS["test"] + SPLITS["train"]
+    count = 0
+    while True:
+        words = _words(rng, LEVELS[count % len(LEVELS)])
+        if words in reserved:
+            continue
+        if count < kept:
+            reserved.add(words)
+        count += 1
+        yield words
+
+
+def _words(rng: random.Random, terms: int) -> str:
+    """`x plus y times 2`: x, y and, where there is a third term, one more, in any order."""
+    chosen = ["x", "y", rng.choice(TERMS)][:terms] if terms > 2 else [rng.choice("xy"), rng.choice(TERMS)]
+    rng.shuffle(chosen)
+    words = chosen[0]
+    for term in chosen[1:]:
+        words += f" {rng.choice(list(OPERATORS))} {term}"
+    return words
+
+
+def _task(key: str, words: str) -> Task:
+    rng = random.Random(f"code_tiny cases {words}")
+    expression = _expression(words.split(), [OPERATORS[word] for word in words.split()[1::2]])
+    while True:
+        cases = [_case(expression, rng.randint(2, 9), rng.randint(2, 9)) for _ in range(CASES)]
+        if _telling(words.split(), cases[1:]):
+            break
+    x, y = cases[0].args
+    question = f"Write f(x, y) that gives {words}. f({x}, {y}) is {cases[0].value}."
+    metadata = {**code_metadata("f", cases[1:], visible=cases[:1]), "words": words}
+    return Task(key, (Message("user", question),), _function(expression), metadata)
+
+
+def _telling(words: Sequence[str], cases: Sequence[Case]) -> bool:
+    """Whether no function with another operator passes all of these, save one that is the same everywhere."""
+    right = _expression(words, [OPERATORS[word] for word in words[1::2]])
+    grid = list(product(range(2, 10), repeat=2))
+    for signs in product(OPERATORS.values(), repeat=len(words) // 2):
+        other = _expression(words, signs)
+        same = all(_value(other, x, y) == _value(right, x, y) for x, y in grid)
+        if not same and all(_value(other, *case.args) == case.value for case in cases):
+            return False
+    return True
+
+
+def _case(expression: str, x: int, y: int) -> Case:
+    return Case((x, y), _value(expression, x, y))
+
+
+def _function(expression: str) -> str:
+    return f"def f(x, y): return {expression}"
+
+
+def _expression(words: Sequence[str], signs: Sequence[str]) -> str:
+    """The words' terms between these signs."""
+    return words[0] + "".join(f" {sign} {term}" for sign, term in zip(signs, words[2::2], strict=True))
+
+
+def _value(expression: str, x: int, y: int) -> int:
+    """Of terms with + - *, products first."""
+    total, sign, factor = 0, 1, 1
+    for word in ["*", *expression.split(), "+"]:
+        if word in ("+", "-"):
+            total, sign, factor = total + sign * factor, 1 if word == "+" else -1, 1
+        elif word != "*":
+            factor *= {"x": x, "y": y}[word] if word in "xy" else int(word)
+    return total
+
+
+code_tiny = Dataset(load=load, env="code_tiny", demonstrations=demonstrations, sft_split="warmup")

@@ -1,0 +1,18 @@
+"""code: write a function, try it out with the tool python, repair it, and answer with it.
+
+The question shows tests; the reward is the share of the hidden ones that the answer passes, and beside it a tenth of what the
+programs gained that were tried out: each step earns by how much it raises the share of the visible tests that pass. Whether the
+turns are well formed is recorded too, with weight 0.
+"""
+
+from workflow.envs import Env
+
+code = Env(
+    system_prompt=(
+        "Write the Python function that is asked for. Run it with the tool python, which prints what your program prints, "
+        "until it passes the tests that you see. Then answer with the whole function in one ```python block: "
+        "other tests decide whether it is right."
+    ),
+    tools=("python",),
+    rewards={"tests_passed": 1.0, "progress": 0.1, "format": 0.0},
+)

@@ -1,0 +1,9 @@
+"""echo: a text goes through the tool and is said again; half of the reward is for the call, half for the answer."""
+
+from workflow.envs import Env
+
+echo = Env(
+    system_prompt="Call the tool echo with the text, then answer with what it returned and nothing else.",
+    tools=("echo",),
+    rewards={"echoed": 0.5, "text_answer": 0.5},
+)

@@ -1,0 +1,8 @@
+"""qa: a question, no tool, one short answer. For tasks of your own: `--dataset FILE.jsonl --env qa`."""
+
+from workflow.envs import Env
+
+qa = Env(
+    system_prompt="Answer the question with one word or number and nothing else.",
+    rewards={"text_answer": 1.0},
+)

@@ -1,0 +1,18 @@
+"""search_qa: questions about an invented country, and the tool that searches the texts about it.
+
+For a collection of your own write an env like this one, `tools=(search_in("/data/manuals"),)`, or take
+`--env qa --tools search` with AGENTRL_SEARCH set.
+"""
+
+from workflow.datasets.search_qa import texts
+from workflow.envs import Env
+from workflow.tools.search import Passage, search_in
+
+search_qa = Env(
+    system_prompt=(
+        "Find the answer with the tool search; search again where one text leads to another. "
+        "Then answer with the name, word or number that was asked for and nothing else."
+    ),
+    tools=(search_in(lambda: (Passage(title, text) for title, text in texts())),),
+    rewards={"text_answer": 1.0},
+)

@@ -1,0 +1,24 @@
+"""text_to_sql: a question about a database is answered with a query; the tool sql tries queries out first.
+
+The reward compares what the query gives with what the reference gives, in whatever order unless the reference has one.
+"""
+
+from workflow.datasets.text_to_sql import DATABASE, FOLDER
+from workflow.envs import Env
+from workflow.tools.sql import sql_over
+
+
+def _tables() -> str:
+    script = (FOLDER / DATABASE).read_text(encoding="utf-8")
+    return script[script.index("CREATE") : script.index("INSERT")].strip()
+
+
+text_to_sql = Env(
+    system_prompt=(
+        f"The tables of a SQLite database:\n\n{_tables()}\n\n"
+        "Answer the question with one SELECT that gives what was asked for, in this form:\n```sql\nSELECT ...\n```\n"
+        "The tool sql runs a query, so that you can try yours before you answer."
+    ),
+    tools=(sql_over(FOLDER / DATABASE),),
+    rewards={"sql_match": 1.0},
+)

@@ -1,0 +1,46 @@
+"""text_answer: 1.0 where the final answer is the reference, word for word, else 0.0.
+
+The answer is what follows the last `####` of the last turn, else its last line, without `Answer:` before it. Case,
+punctuation at the ends of words, articles and spaces are passed over. `metadata["aliases"]` lists other right answers. A turn
+that called a tool, or was cut off by a limit, did not answer.
+"""
+
+import re
+import unicodedata
+
+from workflow.trajectory import Episode
+
+LEAD = re.compile(r"(?:(?:the\s+)?(?:final\s+)?answer\s*(?:is\b\s*:?|:))\s*", re.IGNORECASE)
+ARTICLES = frozenset({"a", "an", "the"})
+ENDS = "\"'`*_.,;:!?()[]{}\u201c\u201d\u2018\u2019"
+
+
+def text_answer(episode: Episode) -> float:
+    """1.0 or 0.0.
+
+    Raises:
+        ValueError: the reference holds no word, so that no answer could be right.
+    """
+    right = {normal(text) for text in (episode.task.reference, *episode.task.metadata.get("aliases", ()))}
+    if "" in right:
+        raise ValueError(f"a reference of task {episode.task.key!r} holds no word")
+    if episode.stop_reason != "answered":
+        return 0.0
+    return float(normal(read_answer(episode.final_answer)) in right)
+
+
+def read_answer(text: str) -> str:
+    """What a text gives as its answer."""
+    marked = text.rpartition("####")
+    answer = marked[2] if marked[1] else text
+    lines = [line.strip() for line in answer.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    line = (lines[0] if marked[1] else lines[-1]).lstrip("*_ ")
+    return LEAD.sub("", line, count=1) if LEAD.match(line) else line
+
+
+def normal(text: str) -> str:
+    """The words of a text in lower case, without articles and without punctuation at their ends."""
+    words = (word.strip(ENDS) for word in unicodedata.normalize("NFKC", text).casefold().split())
+    return " ".join(word for word in words if word and word not in ARTICLES)

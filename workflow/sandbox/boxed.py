@@ -1,0 +1,92 @@
+"""A sandbox of processes on this host: programs from nothing and sessions, whatever confines them.
+
+As many programs run at once as there are cores; the others wait for their turn, and nobody's limits run meanwhile. A zygote
+serves one program at a time, so that its control group and its user id count that program alone. What had to be killed takes
+its zygote with it, and the next program gets a new one.
+"""
+
+import os
+import threading
+from contextlib import ExitStack
+from logging import getLogger
+
+from workflow.errors import InfraError
+from workflow.sandbox import DEFAULTS, Limits, Result, spawn
+from workflow.sandbox.launch import Launch
+from workflow.sandbox.programs import Program, Zygote, cold
+from workflow.sandbox.session import BoxedSession
+from workflow.sandbox.turns import Turns
+
+log = getLogger("agentrl.sandbox")
+
+
+class Boxed:
+    """A `Sandbox`. One per process: its turns are the process's."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.kind = launch.kind
+        self.launch = launch
+        self._turns = Turns(os.cpu_count() or 1)
+        self._lock = threading.Lock()
+        self._idle: list[Zygote] = []
+        self._closed = False
+        self._sessions: set[BoxedSession] = set()
+
+    def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> Result:
+        """See `Sandbox.run`."""
+        with self._turns.one():
+            try:
+                return self._run(code, stdin, limits)
+            except InfraError as error:
+                said = str(error)
+            except Exception as error:  # no descriptor, no memory, a mistake of ours: never the program's
+                log.exception("a sandbox failed")
+                said = f"{type(error).__name__}: {error}"
+            return Result("sandbox_fault", said, None, 0.0, 0.0, self.kind)
+
+    def session(self, limits: Limits = DEFAULTS) -> BoxedSession:
+        """See `Sandbox.session`."""
+        session = BoxedSession(self.launch, limits, self._turns)
+        with self._lock:
+            self._sessions = {other for other in self._sessions if other.alive} | {session}
+        return session
+
+    def close(self) -> None:
+        """See `Sandbox.close`."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            sessions, self._sessions = self._sessions, set()
+        for zygote in idle:
+            zygote.close()
+        for session in sessions:
+            session.close()
+
+    def _run(self, code: str, stdin: str, limits: Limits) -> Result:
+        with ExitStack() as files:
+            source, typed = (spawn.memory_file(text.encode(errors="surrogateescape")) for text in (code, stdin))
+            for file in (source, typed):
+                files.callback(os.close, file)
+            program = Program(source, typed, limits)
+            return self._warm(program) if self.launch.nests else cold(self.launch, program, self._turns.running)
+
+    def _warm(self, program: Program) -> Result:
+        with self._lock:
+            zygote = self._idle.pop() if self._idle else None
+        if zygote is None:
+            zygote = Zygote(self.launch, program.limits)
+        try:
+            return zygote.run(program, self._turns.running)
+        except BaseException:
+            zygote.close()
+            raise
+        finally:
+            self._keep(zygote)
+
+    def _keep(self, zygote: Zygote) -> None:
+        with self._lock:
+            if zygote.alive and not self._closed:
+                self._idle.append(zygote)
+                return
+        if zygote.alive:
+            zygote.close()

@@ -1,0 +1,246 @@
+"""Inside: the first process of a container, which joins the host's one pair of pipes with the files that a program expects.
+
+It reads a line of JSON from stdin (`Header`) and as many bytes of sources, program and stdin as that says, starts the program
+in a child, and from then on reads and writes frames: a kind, four bytes of length, the data.
+
+to the host      R the program begins, O it printed, C a session's process (4 bytes) said something, E what the kernel counted,
+                 X how the child ended
+from the host    C a request to the session, E count, K kill all but the session's keeper and the process (4 bytes) given
+
+What was printed goes out before what was said after it. When the host closes stdin, because it wants this to end or is gone
+itself, the bridge ends, and as the first process of its namespace it takes all others along.
+
+The program runs as the same user. It can neither trace nor signal the bridge, which is the first process and not dumpable; it
+may close or fill its own files, and harm its own answers.
+
+This file runs inside and imports the standard library.
+"""
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import time
+from typing import NoReturn, TypedDict
+
+SOURCES, CODE, CONTROL, READY = 10, 11, 12, 13
+"""The descriptors that the program finds, fixed so that the host can name them on its command line."""
+FRAME = struct.Struct("<cI")
+CREDENTIALS = struct.Struct("iII")  # process, user, group
+PR_SET_DUMPABLE, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 4, 22, 2
+CHUNK = 1 << 16
+KILL_SECONDS = 10.0
+GROUPS = "/sys/fs/cgroup/"
+COUNTS = {
+    "oom": ("memory/memory.oom_control", "memory.events", "oom_kill"),
+    "pids": ("pids/pids.events", "pids.events", "max"),
+    "cpu_ns": ("cpuacct/cpuacct.usage", "", ""),
+    "cpu_us": ("", "cpu.stat", "usage_usec"),
+}
+"""What is counted: the file of the first version of control groups, of the second, the word before the number."""
+
+
+class Header(TypedDict):
+    """The child's command line, the system call filter in hex, and lengths of what follows."""
+
+    argv: list[str]
+    filter: str
+    sources: int
+    code: int
+    stdin: int
+
+
+class Filter(ctypes.Structure):
+    """struct sock_fprog."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
+
+
+def exactly(length: int) -> bytes:
+    """The next bytes of stdin; where the host has closed it, the end of this container."""
+    parts: list[bytes] = []
+    while length:
+        part = os.read(0, min(length, 1 << 20))
+        if not part:
+            os._exit(0)
+        parts.append(part)
+        length -= len(part)
+    return b"".join(parts)
+
+
+def line() -> bytes:
+    """The next line of stdin, and not a byte more."""
+    found = b""
+    while not found.endswith(b"\n"):
+        found += exactly(1)
+    return found
+
+
+def file_of(content: bytes) -> int:
+    """A file without a name, to be read from its beginning."""
+    fd = os.memfd_create("given")
+    with open(fd, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def become(header: Header, files: dict[int, int]) -> NoReturn:
+    """The child: its files at their places, the filter, then the program."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # who is not may not write the next
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory is short the kernel takes these before the bridge
+    free = max(*files, *files.values()) + 1
+    copies = {place: os.dup2(fd, free + number) for number, (place, fd) in enumerate(files.items())}
+    for place, fd in copies.items():
+        os.dup2(fd, place)
+    os.closerange(free, free + len(copies))
+    rules = bytes.fromhex(header["filter"])
+    program = Filter(len(rules) // 8, rules)
+    if libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0):
+        os._exit(125)
+    os.execvp(header["argv"][0], header["argv"])
+
+
+def send(kind: bytes, data: bytes) -> None:
+    """A frame to the host."""
+    frame = FRAME.pack(kind, len(data)) + data
+    while frame:
+        frame = frame[os.write(1, frame) :]
+
+
+def counts() -> bytes:
+    """How often the kernel killed for memory and refused a process in this container, and its processor time, as JSON."""
+    found = {}
+    for name, (first, second, word) in COUNTS.items():
+        for path in (GROUPS + file for file in (first, second) if file and os.path.exists(GROUPS + file)):
+            with open(path) as file:
+                words = file.read().split()
+            found[name] = int(words[words.index(word) + 1 if word in words else 0]) if not word or word in words else 0
+    return json.dumps(found).encode()
+
+
+def drain(output: int) -> None:
+    """Sends what was printed so far."""
+    while select.select([output], [], [], 0)[0] and (data := os.read(output, CHUNK)):
+        send(b"O", data)
+
+
+class Relay:
+    """Between the host and the child."""
+
+    def __init__(self, child: int, output: int, control: socket.socket, ready: int) -> None:
+        self.child = child
+        self.output = output
+        self.control = control
+        self.ready = ready
+        self.status: int | None = None
+
+    def run(self) -> int:
+        """Relays until the child has ended: its exit code, negative for a signal."""
+        pidfd = os.pidfd_open(self.child)
+        watched = {0, pidfd, self.output, self.control.fileno(), self.ready}
+        while pidfd in watched:
+            for fd in sorted(select.select(watched, [], [])[0], key=lambda fd: fd != self.ready):
+                if fd == 0:
+                    self.from_host()
+                elif fd == pidfd or not self.from_child(fd):
+                    watched.discard(fd)
+            self.bury()
+        while self.status is None:
+            self.bury()
+        drain(self.output)
+        return os.waitstatus_to_exitcode(self.status)
+
+    def from_host(self) -> None:
+        """One frame."""
+        kind, length = FRAME.unpack(exactly(FRAME.size))
+        data = exactly(length)
+        if kind == b"E":
+            send(b"E", counts())
+        elif kind == b"K":
+            self.kill_others(int.from_bytes(data, "little"))
+        else:
+            self.control.sendall(data)
+
+    def from_child(self, fd: int) -> bool:
+        """What is there to be read, or False at its end."""
+        if fd == self.control.fileno():
+            return self.heard()
+        data = os.read(fd, CHUNK)
+        if data:
+            send(b"O" if fd == self.output else b"R", data)
+        return bool(data)
+
+    def heard(self) -> bool:
+        """What a process of the session said, after all that was printed before it."""
+        data, told, _, _ = self.control.recvmsg(CHUNK, socket.CMSG_SPACE(CREDENTIALS.size))
+        drain(self.output)
+        process = CREDENTIALS.unpack(told[0][2])[0] if told else 0
+        send(b"C", process.to_bytes(4, "little") + data)  # without data: it is closed
+        return bool(data)
+
+    def kill_others(self, lasting: int) -> None:
+        """Until nobody else lives; what cannot be killed is the host's to see."""
+        deadline = time.monotonic() + KILL_SECONDS
+        while (others := living() - {os.getpid(), self.child, lasting}) and time.monotonic() < deadline:
+            for process in others:
+                try:
+                    os.kill(process, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            self.bury()
+            time.sleep(0.001)
+
+    def bury(self) -> None:
+        """Waits for whoever has ended: orphans come to the first process."""
+        while True:
+            try:
+                process, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if process == self.child:
+                self.status = status
+            if process == 0:
+                return
+
+
+def living() -> set[int]:
+    """The processes of this container that have not ended."""
+    found = set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] != "Z":
+                    found.add(int(name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def main() -> None:
+    """Starts the program and relays; the container ends with this process."""
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    header: Header = json.loads(line())
+    sources, code, stdin = (file_of(exactly(length)) for length in (header["sources"], header["code"], header["stdin"]))
+    (heard, told), (ready, made_ready) = os.pipe(), os.pipe()
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    places = {0: stdin, 1: told, 2: told, SOURCES: sources, CODE: code, CONTROL: theirs.fileno(), READY: made_ready}
+    child = os.fork()
+    if child == 0:
+        become(header, places)
+    theirs.close()
+    for fd in (sources, code, stdin, told, made_ready):
+        os.close(fd)
+    ended = Relay(child, heard, ours, ready).run()
+    send(b"E", counts())
+    send(b"X", str(ended).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""bubblewrap's command line: what a program inside sees, and as whom it runs.
+
+A read-only /usr and nothing else of this host; its own process, network, user, IPC and mount namespaces; /tmp and /dev/shm in
+memory. Three things are not as one would write them first. Where root starts it, the user is dropped before bwrap begins:
+inside a user namespace made by root, root stays root to the kernel, and could write /proc/sys. bwrap itself gets an empty
+environment, because its own first process keeps it readable in /proc/1/environ; its options go over a descriptor. And it
+joins its control groups before anything, so that nothing is started outside of them.
+"""
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from workflow.sandbox.payload import ENVIRONMENT
+
+JOIN = 'while [ "$1" != -- ]; do echo 0 > "$1" || exit 125; shift; done; shift; exec "$@"'
+LINKS = ("bin", "sbin", "lib", "lib32", "lib64")
+READ_ONLY = ("/etc/ld.so.cache", "/etc/alternatives")
+SHM_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What this machine allows.
+
+    Args:
+        bwrap: path of the program.
+        python: path of the interpreter inside.
+        folders: what it needs beside /usr.
+        proc: whether a /proc of the sandbox's own can be mounted.
+        disable_userns: whether further user namespaces can be forbidden by bwrap (the system call filter does it in any case).
+        nests: whether a zygote can make namespaces of its own.
+    """
+
+    bwrap: str
+    python: str
+    folders: tuple[str, ...] = ()
+    proc: bool = True
+    disable_userns: bool = True
+    nests: bool = False
+
+
+def options(profile: Profile, tmp_bytes: int, info: int, go: int, filter_file: int | None) -> bytes:
+    """What bwrap reads from `--args`.
+
+    Args:
+        info: the descriptor on which it says which process is the sandbox's first.
+        go: the descriptor on which that process waits for a byte, so that it cannot be gone before it is held.
+        filter_file: the system call filter; None: for the zygote, which forks into namespaces and sets it then.
+    """
+    words = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    words += ["--hostname", "sandbox", "--ro-bind", "/usr", "/usr", *_links()]
+    for path in READ_ONLY:
+        words += ["--ro-bind-try", path, path]
+    for path in profile.folders:
+        words += ["--ro-bind", path, path]
+    words += ["--proc", "/proc"] if profile.proc else ["--tmpfs", "/proc"]
+    words += ["--dev", "/dev", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    words += ["--size", str(tmp_bytes), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
+    for name, value in ENVIRONMENT.items():
+        words += ["--setenv", name, value]
+    words += ["--info-fd", str(info), "--block-fd", str(go)]
+    if filter_file is not None:
+        words += ["--seccomp", str(filter_file), *(["--disable-userns"] if profile.disable_userns else [])]
+    return b"".join(os.fsencode(word) + b"\0" for word in words)
+
+
+def command(profile: Profile, args: int, uid: int | None, joins: Sequence[str], inside: Sequence[str]) -> list[str]:
+    """The whole command line, outermost first: join the groups, drop the user, bwrap, the interpreter."""
+    words = [profile.bwrap, "--args", str(args), "--", *inside]
+    if uid is not None:
+        number = str(uid)
+        dropped = ["--reuid", number, "--regid", number, "--clear-groups", "--no-new-privs", "--bounding-set=-all"]
+        words = [_found("setpriv"), *dropped, "--inh-caps=-all", *words]
+    return ["/bin/sh", "-c", JOIN, "sh", *joins, "--", *words] if joins else words
+
+
+def _links() -> list[str]:
+    """/lib and its kin: links into /usr, or folders on older systems."""
+    words: list[str] = []
+    for name in LINKS:
+        path = Path("/", name)
+        if path.is_symlink():
+            words += ["--symlink", os.readlink(path), str(path)]
+        elif path.is_dir():
+            words += ["--ro-bind", str(path), str(path)]
+    return words
+
+
+def _found(program: str) -> str:
+    return shutil.which(program) or f"/usr/bin/{program}"

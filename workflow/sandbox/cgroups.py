@@ -1,0 +1,152 @@
+"""Counting and bounding what all processes of one sandbox use together: memory, processes, processor time.
+
+A control group per sandbox, below the one this process is in, for each controller that can be written (version 1: a hierarchy
+per controller; version 2: one). Where none can, rlimits bound each process, and whoever runs the container bounds the whole.
+Only the kernel's word is taken: how much, and whether it had to kill or to refuse.
+"""
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from workflow.errors import InfraError
+
+MOUNT = Path("/sys/fs/cgroup")
+CONTROLLERS = ("memory", "pids", "cpuacct")
+PREFIX = "agentrl-sandbox-"
+SPARE_PROCESSES = 6
+"""Of the sandbox itself, beside the program's."""
+
+_numbers = count()
+
+
+@dataclass(frozen=True)
+class Events:
+    """How often the kernel killed for memory and refused a process, so far."""
+
+    oom: int = 0
+    pids: int = 0
+
+
+class Cgroup:
+    """The groups of one sandbox; `folders` is empty where none can be made."""
+
+    def __init__(self, folders: dict[str, Path]) -> None:
+        self._folders = folders
+        self._bounds: dict[str, int] = {}
+        self._seconds: float | None = None
+
+    @property
+    def joins(self) -> list[str]:
+        """The files a process writes its number to in order to join."""
+        return sorted({str(folder / "cgroup.procs") for folder in self._folders.values()})
+
+    def bound(self, memory_bytes: int, processes: int) -> None:
+        """Sets the limits, where they differ from those in force.
+
+        Raises:
+            InfraError: the kernel does not take them, since more than that is in use.
+        """
+        self._write("memory", "memory.swappiness", "memory.swap.max", 0)
+        self._write("memory", "memory.limit_in_bytes", "memory.max", memory_bytes)
+        self._write("pids", "pids.max", "pids.max", processes + SPARE_PROCESSES)
+
+    def events(self) -> Events:
+        """What the kernel did to keep the limits."""
+        memory = self._pairs("memory", "memory.oom_control", "memory.events")
+        return Events(memory.get("oom_kill", 0), self._pairs("pids", "pids.events", "pids.events").get("max", 0))
+
+    def cpu_seconds(self) -> float | None:
+        """Processor time of all that ever were in it; None where nobody counts."""
+        folder = self._folders.get("cpuacct")
+        if folder is None:
+            return self._seconds
+        if (folder / "cpuacct.usage").exists():
+            return int((folder / "cpuacct.usage").read_text()) / 1e9
+        return self._pairs("cpuacct", "", "cpu.stat").get("usage_usec", 0) / 1e6
+
+    def ended_after(self, seconds: float) -> None:
+        """What the first of them and all that it buried had used, where nobody else counts."""
+        self._seconds = seconds
+
+    def remove(self) -> None:
+        """Takes the groups away. A process that has just ended may hold its group for a moment."""
+        for folder in set(self._folders.values()):
+            for _ in range(100):
+                try:
+                    folder.rmdir()
+                except FileNotFoundError:
+                    break
+                except OSError:
+                    time.sleep(0.01)
+                else:
+                    break
+
+    def _write(self, controller: str, first: str, second: str, value: int) -> None:
+        folder = self._folders.get(controller)
+        if folder is None or self._bounds.get(second) == value:
+            return
+        file = folder / (first if (folder / first).exists() else second)
+        try:
+            if file.exists():  # a kernel without swap has no file for it
+                file.write_text(str(value))
+        except OSError as error:
+            raise InfraError(f"A sandbox's limit could not be set: {value} in {file}: {error.strerror}.") from error
+        self._bounds[second] = value
+
+    def _pairs(self, controller: str, first: str, second: str) -> dict[str, int]:
+        folder = self._folders.get(controller)
+        if folder is None:
+            return {}
+        file = next((folder / name for name in (first, second) if name and (folder / name).exists()), None)
+        if file is None:
+            return {}
+        return {name: int(number) for name, number in (line.split() for line in file.read_text().splitlines())}
+
+
+def make() -> Cgroup:
+    """Groups for one sandbox, for whatever controllers this process may use."""
+    name = f"{PREFIX}{os.getpid()}-{next(_numbers)}"
+    folders: dict[str, Path] = {}
+    for controller, parent in parents().items():
+        with suppress(OSError):
+            (parent / name).mkdir(exist_ok=True)
+            folders[controller] = parent / name
+    return Cgroup(folders)
+
+
+def parents(mount: Path = MOUNT, own: Path = Path("/proc/self/cgroup")) -> dict[str, Path]:
+    """The group this process is in, of each controller in which it may make groups."""
+    first: dict[str, Path] = {}
+    second: dict[str, Path] = {}
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, names, path = line.split(":", 2)
+        for controller in set(names.split(",")) & set(CONTROLLERS):
+            first[controller] = mount / names / path.lstrip("/")
+        if names == "":
+            second = _second_version(mount, path.lstrip("/"))
+    found = {**second, **first}
+    return {controller: folder for controller, folder in found.items() if os.access(folder, os.W_OK)}
+
+
+def _second_version(mount: Path, path: str) -> dict[str, Path]:
+    """Version 2: the nearest group that hands memory and pids on to groups below it, which one with processes never does."""
+    for folder in (mount / path, *(mount / parent for parent in Path(path).parents)):
+        with suppress(OSError):
+            handed = (folder / "cgroup.subtree_control").read_text().split()
+            if {"memory", "pids"} <= set(handed) and os.access(folder / "cgroup.procs", os.W_OK):
+                return dict.fromkeys(CONTROLLERS, folder)
+    return {}
+
+
+def sweep() -> None:
+    """Removes the groups of processes that are gone; theirs ended with them."""
+    for parent in set(parents().values()):
+        for folder in parent.glob(f"{PREFIX}*"):
+            owner = folder.name.removeprefix(PREFIX).split("-")[0]
+            if not Path("/proc", owner).exists():
+                with suppress(OSError):
+                    folder.rmdir()

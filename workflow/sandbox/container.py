@@ -1,0 +1,243 @@
+"""A started container from outside: its `docker run`, and the frames of `bridge.py` that come and go over its pipes.
+
+The bridge is ours and the program cannot touch it, so that the kinds of frames and the process that spoke are as they say; what
+a session's process said in a `C` frame is model-written and checked by whoever reads it.
+"""
+
+import json
+import os
+import select
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from workflow.errors import InfraError
+from workflow.sandbox import Limits, bridge, payload, seccomp
+from workflow.sandbox.bridge import FRAME
+from workflow.sandbox.cgroups import SPARE_PROCESSES, Events
+from workflow.sandbox.keeper import ENTRIES
+from workflow.sandbox.watch import Overrun, Use
+
+KIND = "docker"
+START_SECONDS = 60.0
+END_SECONDS = 5.0
+LOOK_SECONDS = 0.1
+CHUNK = 1 << 16
+MAX_FRAME_BYTES = 8 << 20
+PYTHON = "python3"
+SHM_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What the kernel counted for all of a container's processes."""
+
+    events: Events
+    cpu_seconds: float
+
+
+def options(name: str, image: str, user: int, limits: Limits) -> list[str]:
+    """The command line of `docker run` up to the interpreter's arguments: nothing but what the image holds, and a /tmp."""
+    tmp = f"/tmp:rw,exec,nosuid,nodev,size={limits.tmp_bytes},nr_inodes={ENTRIES},uid={user},gid={user},mode=700"
+    words = ["run", "--interactive", "--rm", "--pull", "never", "--name", name, "--log-driver", "none", "--network", "none"]
+    words += ["--read-only", "--tmpfs", tmp, "--shm-size", str(SHM_BYTES), "--workdir", "/tmp", "--hostname", "sandbox"]
+    words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", f"{user}:{user}"]
+    words += ["--pids-limit", str(limits.processes + SPARE_PROCESSES), "--ulimit", "core=0:0"]
+    words += ["--memory", str(limits.memory_bytes), "--memory-swap", str(limits.memory_bytes)]
+    for variable, value in payload.ENVIRONMENT.items():
+        words += ["--env", f"{variable}={value}"]
+    return [*words, "--entrypoint", PYTHON, image]
+
+
+class Container:
+    """One container and the program in it.
+
+    Args:
+        scripts: files of this package; the `main` of the last one is called.
+        arguments: of that `main`; descriptors as `bridge` numbers them.
+    """
+
+    def __init__(
+        self,
+        docker: Sequence[str],
+        image: str,
+        user: int,
+        limits: Limits,
+        scripts: Sequence[str],
+        arguments: Sequence[int],
+        code: bytes = b"",
+        stdin: bytes = b"",
+    ) -> None:
+        self._docker = list(docker)
+        self._name = f"agentrl-sandbox-{uuid.uuid4().hex}"
+        self._unread = b""
+        self._kept: list[tuple[bytes, bytes]] = []
+        self._log = TemporaryFile()  # noqa: SIM115 - closed with the container
+        self._said = ""
+        inside = [*payload.FLAGS, "-c", Path(bridge.__file__).read_text()]
+        self._process = subprocess.Popen(
+            [*self._docker, *options(self._name, image, user, limits), *inside],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._out, self._in = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._out, False)
+        self._waiting = bytearray(_opening(scripts, arguments, code, stdin))
+        self.counted = Counted(Events(), 0.0)
+
+    def ask(self, kind: bytes, data: bytes = b"") -> None:
+        """A frame to the bridge; it goes out while frames are read."""
+        self._waiting += FRAME.pack(kind, len(data)) + data
+
+    def frames(self, seconds: float) -> list[tuple[bytes, bytes]]:
+        """The frames that have come, none where nothing did within so many seconds, or only a count.
+
+        Raises:
+            EOFError: the container has ended.
+        """
+        found, self._kept = [*self._kept, *self._split()], []
+        deadline, counted = time.monotonic() + seconds, self.counted
+        while not found and self.counted is counted and (left := deadline - time.monotonic()) > 0:
+            reads, writes, _ = select.select([self._in], [self._out] if self._waiting else [], [], left)
+            if writes:
+                self._write()
+            if reads:
+                part = os.read(self._in, CHUNK)
+                if not part:
+                    raise EOFError
+                self._unread += part
+                found = self._split()
+        return found
+
+    def begun(self, seconds: float) -> bool:
+        """Whether the program has begun within so many seconds; what came beside that word is kept to be read."""
+        deadline = time.monotonic() + seconds
+        came: list[tuple[bytes, bytes]] = []
+        try:
+            while not any(kind == b"R" for kind, _ in came) and (left := deadline - time.monotonic()) > 0:
+                came += self.frames(left)
+        except EOFError:
+            came = [frame for frame in came if frame[0] == b"O"]
+        self._kept = [frame for frame in came if frame[0] != b"R"]
+        return len(self._kept) < len(came)
+
+    def follow(self, limits: Limits, running: Callable[[], int], over: Callable[[bytes, bytes], bool]) -> Use:
+        """Reads what is printed until a frame says that it is over, or a limit is passed.
+
+        Args:
+            over: is given each frame that is neither output nor a count; True ends it.
+
+        Raises:
+            EOFError: the container ended first.
+        """
+        began, crowd, printed = time.monotonic(), 1, bytearray()
+        cpu_before, overrun, ended = self.counted.cpu_seconds, None, False
+        while not ended and overrun is None:
+            for kind, data in self.frames(LOOK_SECONDS):
+                if kind == b"O":
+                    printed += data[: limits.output_bytes + 1 - len(printed)]
+                else:
+                    ended = over(kind, data) or ended
+            crowd = max(crowd, running())
+            overrun = self._overrun(
+                limits, len(printed), self.counted.cpu_seconds - cpu_before, time.monotonic() - began, crowd
+            )
+            self.ask(b"E")
+        return Use(overrun, bytes(printed[: limits.output_bytes]), time.monotonic() - began)
+
+    def count(self) -> Counted:
+        """What the kernel has counted by now.
+
+        Raises:
+            EOFError: the container has ended.
+        """
+        self.ask(b"E")
+        before = self.counted
+        deadline = time.monotonic() + END_SECONDS
+        while self.counted is before and time.monotonic() < deadline:
+            self.frames(LOOK_SECONDS)
+        return self.counted
+
+    def close(self) -> str:
+        """Ends it and whatever runs in it, and waits until it is gone; what docker had to say. Twice is no error."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if not self._log.closed:
+            self._process.stdin.close()
+            if not self._gone(END_SECONDS):
+                subprocess.run([*self._docker, "rm", "--force", self._name], capture_output=True, check=False)
+                self._process.kill()
+                self._process.wait()
+            self._process.stdout.close()
+            self._log.seek(0)
+            self._said = self._log.read(1000).decode(errors="backslashreplace").strip()
+            self._log.close()
+        return self._said
+
+    def _gone(self, seconds: float) -> bool:
+        """Whether docker has ended within so many seconds, while nobody waits for its output to be read."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([self._in], [], [], left)[0] and not os.read(self._in, CHUNK):
+                break
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.1, deadline - time.monotonic()))
+        return self._process.returncode is not None
+
+    def _overrun(self, limits: Limits, printed: int, cpu: float, wall: float, crowd: int) -> Overrun | None:
+        if printed > limits.output_bytes:
+            return "output_cap"
+        if cpu >= limits.cpu_seconds:
+            return "timeout_cpu"
+        return "timeout_wall" if wall >= limits.wall(crowd) else None
+
+    def _write(self) -> None:
+        try:
+            del self._waiting[: os.write(self._out, self._waiting[:CHUNK])]
+        except BrokenPipeError:
+            self._waiting.clear()  # it has ended: reading says so
+
+    def _split(self) -> list[tuple[bytes, bytes]]:
+        """The whole frames read so far; counts are kept, not handed out."""
+        found, at = [], 0
+        while len(self._unread) >= at + FRAME.size:
+            kind, length = FRAME.unpack_from(self._unread, at)
+            if length > MAX_FRAME_BYTES:
+                raise InfraError("A container's bridge sent what is no frame.", "Look for other output of the image.")
+            if len(self._unread) < at + FRAME.size + length:
+                break
+            data = self._unread[at + FRAME.size : at + FRAME.size + length]
+            at += FRAME.size + length
+            if kind == b"E":
+                self.counted = _counted(data)
+            else:
+                found.append((kind, data))
+        self._unread = self._unread[at:]
+        return found
+
+
+def _opening(scripts: Sequence[str], arguments: Sequence[int], code: bytes, stdin: bytes) -> bytes:
+    sources = payload.sources(*scripts)
+    header: bridge.Header = {
+        "argv": payload.command(PYTHON, bridge.SOURCES, *arguments),
+        "filter": seccomp.rules().hex(),
+        "sources": len(sources),
+        "code": len(code),
+        "stdin": len(stdin),
+    }
+    return json.dumps(header).encode() + b"\n" + sources + code + stdin
+
+
+def _counted(data: bytes) -> Counted:
+    found = json.loads(data)
+    cpu = found.get("cpu_ns", 0) / 1e9 or found.get("cpu_us", 0) / 1e6
+    return Counted(Events(found.get("oom", 0), found.get("pids", 0)), cpu)

@@ -1,0 +1,142 @@
+"""The sandbox in containers, for machines where only docker may make namespaces: one container per program or session.
+
+The image (AGENTRL_SANDBOX_IMAGE) needs a python3 of 3.9 or newer and is read-only; no network, no capabilities, no new
+privileges, a user that owns nothing, /tmp in memory, memory and processes bounded by docker, and docker's own system call
+filter beside ours. It is taken only where the setting AGENTRL_SANDBOX says so: whoever may talk to docker is root on its
+machine, so the process that uses this backend must itself be trusted with that.
+
+Compared with bwrap: the same namespaces but the user's, so that the program's number is one of the host's; it may make message
+queues of its own; it costs some 0.5 s rather than 0.02; its view is the image rather than this machine's /usr; docker's daemon
+and runc, which run as root, belong to what must be trusted.
+"""
+
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Sequence
+
+from workflow.errors import ConfigError, InfraError, SandboxUnavailable
+from workflow.sandbox import DEFAULTS, Limits, Result, bridge, seats
+from workflow.sandbox.container import KIND, START_SECONDS, Container
+from workflow.sandbox.container_session import ContainerSession
+from workflow.sandbox.find import ANSWER, PROBE, PROBE_LIMITS
+from workflow.sandbox.programs import ADDRESS_BYTES, whole_seconds
+from workflow.sandbox.turns import Turns
+from workflow.sandbox.watch import status, text
+from workflow.settings import Settings
+
+UNCOUNTED = 1 << 20
+"""Processes as rlimits count them, by user and so across containers: docker's own limit is the container's."""
+
+
+class Docker:
+    """A `Sandbox`.
+
+    Args:
+        image: what containers are made from.
+        user: the user and group id inside.
+        docker: the command.
+    """
+
+    kind = KIND
+
+    def __init__(self, image: str, user: int, docker: Sequence[str] = ("docker",)) -> None:
+        self.image = image
+        self.user = user
+        self.command = docker
+        self._turns = Turns(os.cpu_count() or 1)
+        self._lock = threading.Lock()
+        self._sessions: set[ContainerSession] = set()
+
+    def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> Result:
+        """See `Sandbox.run`."""
+        numbers = (bridge.CODE, bridge.READY, whole_seconds(limits), ADDRESS_BYTES, UNCOUNTED)
+        given = [part.encode(errors="surrogateescape") for part in (code, stdin)]
+        with self._turns.one():
+            container = Container(self.command, self.image, self.user, limits, ["runner"], numbers, *given)
+            try:
+                return _followed(container, limits, self._turns)
+            except InfraError as error:
+                return Result("sandbox_fault", str(error), None, 0.0, 0.0, KIND)
+
+    def session(self, limits: Limits = DEFAULTS) -> ContainerSession:
+        """See `Sandbox.session`."""
+        numbers = (bridge.CONTROL, ADDRESS_BYTES, UNCOUNTED)
+        scripts = ("runner", "plain", "cells")
+        session = ContainerSession(
+            Container(self.command, self.image, self.user, limits, scripts, numbers), limits, self._turns
+        )
+        with self._lock:
+            self._sessions = {other for other in self._sessions if other.alive} | {session}
+        return session
+
+    def close(self) -> None:
+        """See `Sandbox.close`."""
+        with self._lock:
+            sessions, self._sessions = self._sessions, set()
+        for session in sessions:
+            session.close()
+
+
+def find(settings: Settings) -> Docker:
+    """The sandbox, tried out.
+
+    Raises:
+        ConfigError: no image is named, or the range of user ids cannot be used.
+        SandboxUnavailable: docker or the image is not there, or no program runs in it.
+    """
+    check(settings.sandbox_image)
+    sandbox = Docker(settings.sandbox_image, seats.uid_range(settings.sandbox_uids)[-1])
+    result = sandbox.run(PROBE, limits=PROBE_LIMITS)
+    if result.output != ANSWER:
+        said = " ".join(result.output.split())[:300]
+        raise SandboxUnavailable(f"No program runs in a container of {settings.sandbox_image}: {said}", "Look for its python3.")
+    return sandbox
+
+
+def check(image: str, docker: Sequence[str] = ("docker",)) -> None:
+    """Whether containers can be made.
+
+    Raises:
+        ConfigError: no image is named.
+        SandboxUnavailable: docker or the image is not there.
+    """
+    if not image:
+        raise ConfigError(
+            "The docker sandbox was asked for, but AGENTRL_SANDBOX_IMAGE names no image.", "Try python:3.11-slim."
+        )
+    if shutil.which(docker[0]) is None:
+        raise SandboxUnavailable("The docker sandbox was asked for, but there is no docker command.", "Install docker.")
+    found = subprocess.run([*docker, "image", "inspect", "--format", "ok", image], capture_output=True, text=True, check=False)
+    if found.returncode:
+        said = found.stderr.strip().splitlines()[-1:] or [""]
+        raise SandboxUnavailable(f"The docker sandbox cannot use the image {image}: {said[0]}", f"docker pull {image}")
+
+
+def _followed(container: Container, limits: Limits, turns: Turns) -> Result:
+    """A program from its first byte to its end.
+
+    Raises:
+        InfraError: it did not begin, or its container ended first.
+    """
+    code: list[int] = []
+
+    def over(kind: bytes, data: bytes) -> bool:
+        if kind == b"X":
+            code.append(int(data))
+        return kind == b"X"
+
+    try:
+        if not container.begun(START_SECONDS):
+            raise EOFError
+        use = container.follow(limits, turns.running, over)
+    except EOFError as error:
+        printed = text(b"".join(data for kind, data in container.frames(0) if kind == b"O"))
+        raise InfraError(f"A container did not come up: {printed}{container.close()}", "See `agentrl doctor`.") from error
+    finally:
+        container.close()
+    used = container.counted
+    came_to = status(limits, use.overrun, next(iter(code), None), used.cpu_seconds, used.events)
+    exit_code = None if use.overrun else code[0]
+    return Result(came_to, text(use.output), exit_code, used.cpu_seconds, use.wall_seconds, KIND)

@@ -1,0 +1,123 @@
+"""Which sandbox this machine has. It is tried out, not guessed: a program is run in it.
+
+`auto` takes bwrap, else landlock. Docker must be asked for, and so must nothing at all (`AGENTRL_SANDBOX=none-unsafe`). Where
+none of them holds, whoever wanted to run code is told what to install; there is no silent fallback.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+from workflow.errors import SandboxUnavailable
+from workflow.sandbox import Limits, Sandbox, cgroups, seats, spawn, unsafe
+from workflow.sandbox.boxed import Boxed
+from workflow.sandbox.bwrap import Profile
+from workflow.settings import Settings
+
+PREFERRED = ("bwrap", "landlock")
+PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3", sys.executable)
+PROBE = "print(6 * 7)"
+ANSWER = "42\n"
+PROBE_LIMITS = Limits(wall_seconds=60.0)
+INSTALL = "apt-get install bubblewrap libseccomp2, or set AGENTRL_SANDBOX."
+
+
+def find_sandbox(settings: Settings) -> Sandbox:
+    """The sandbox that the settings name; `auto`: the first that holds here.
+
+    Raises:
+        SandboxUnavailable: it does not hold here, or none does; the message says what each of them lacks.
+        ConfigError: a setting that cannot be used.
+    """
+    lacking: dict[str, SandboxUnavailable] = {}
+    for kind, found in attempts(settings):
+        if not isinstance(found, SandboxUnavailable):
+            return found
+        lacking[kind] = found
+    if settings.sandbox in lacking:
+        raise lacking[settings.sandbox]
+    said = " ".join(f"{kind}: {error.message}" for kind, error in lacking.items())
+    raise SandboxUnavailable(f"No sandbox holds model-written code on this machine. {said}", INSTALL)
+
+
+def attempts(settings: Settings) -> Iterator[tuple[str, Sandbox | SandboxUnavailable]]:
+    """The kinds that the settings allow, the preferred first: why each does not hold here, up to the sandbox that does.
+
+    Raises:
+        ConfigError: a setting that cannot be used.
+    """
+    kinds = {"bwrap": find_bwrap, "landlock": find_landlock, "docker": find_docker, "none-unsafe": find_unsafe}
+    for kind in PREFERRED if settings.sandbox == "auto" else (settings.sandbox,):
+        try:
+            found = kinds[kind](settings)
+        except SandboxUnavailable as error:
+            yield kind, error
+        else:
+            yield kind, found
+            return
+
+
+def find_bwrap(settings: Settings) -> Sandbox:
+    """bwrap with the strictest profile that this machine allows, with a zygote where one can be made.
+
+    Raises:
+        SandboxUnavailable: it is not installed, or does not come up.
+    """
+    program = shutil.which("bwrap")
+    if program is None:
+        raise SandboxUnavailable("The bwrap sandbox needs bubblewrap, and bubblewrap is not installed.", INSTALL)
+    cgroups.sweep()
+    uids = seats.uid_range(settings.sandbox_uids)
+    said = "no interpreter was found"
+    # Without a /proc of its own the sandbox still holds; without bwrap's own ban the filter forbids user namespaces.
+    for (python, folders), (proc, disable) in product(interpreters(settings), ((True, True), (True, False), (False, False))):
+        profile = Profile(program, python, folders, proc, disable)
+        holds, said = tried(profile, uids)
+        if holds:
+            warm = replace(profile, nests=True)
+            return Boxed(spawn.launch(warm if proc and tried(warm, uids)[0] else profile, uids))
+    raise SandboxUnavailable(f"bubblewrap is installed, and no sandbox of it comes up here: {said}", INSTALL)
+
+
+def find_landlock(settings: Settings) -> Sandbox:
+    """Landlock and a system call filter, for machines without user namespaces."""
+    from workflow.sandbox import landlock  # itself looks for an interpreter here
+
+    return landlock.find(settings)
+
+
+def find_docker(settings: Settings) -> Sandbox:
+    """A container per program or session."""
+    from workflow.sandbox import docker  # itself looks for an interpreter here
+
+    return docker.find(settings)
+
+
+def find_unsafe(settings: Settings) -> Sandbox:
+    """No sandbox at all, with a sandbox's interface."""
+    python = next((python for python, _ in interpreters(settings)), sys.executable)
+    return Boxed(unsafe.launch(python))
+
+
+def interpreters(settings: Settings) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Interpreters to try: path, and the folders that each needs beside /usr."""
+    for python in (settings.sandbox_python,) if settings.sandbox_python else PYTHONS:
+        if Path(python).exists():
+            asked = [python, "-I", "-c", "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"]
+            answer = subprocess.run(asked, capture_output=True, text=True, check=False)
+            prefixes = sorted({path for path in answer.stdout.splitlines() if path and not f"{path}/".startswith("/usr/")})
+            yield python, tuple(prefixes)
+
+
+def tried(profile: Profile, uids: range) -> tuple[bool, str]:
+    """Whether a program runs in it, and what was said instead."""
+    sandbox = Boxed(spawn.launch(profile, uids))
+    try:
+        result = sandbox.run(PROBE, limits=PROBE_LIMITS)
+    finally:
+        sandbox.close()
+    return result.output == ANSWER, " ".join(result.output.split())[:300]

@@ -1,0 +1,363 @@
+"""The process that keeps Landlock's sandbox: it confines a child, watches what all of its descendants use, and ends them.
+
+A script of its own (`python3 -I keeper.py SPEC`), which imports the standard library alone and holds no secret: its environment
+is empty. Linux without namespaces has no "kill all that came of this one": daemons leave their group and their parent. So the
+keeper enters a Landlock domain that scopes signals, and its child a second one inside of it. From then on the child's
+descendants can signal one another and nothing else, not even the keeper, and the keeper can signal them and nothing else on
+the machine. `kill(-1)` means then exactly all of them, in one step that a fork cannot outrun.
+
+SPEC is JSON, see `Spec`. The keeper ends the rest when its first child ends, when a limit is passed, or when the control
+pipe's other end is closed, be it by a host that was killed; then it removes the folder. Its last words are one JSON line, see
+`Report`.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain, islice
+from typing import NoReturn, TypedDict
+
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same numbers on all architectures
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+MAKE_CHAR, MAKE_SOCK, MAKE_BLOCK, REFER, TRUNCATE, IOCTL_DEV = 1 << 6, 1 << 9, 1 << 11, 1 << 13, 1 << 14, 1 << 15
+EVERY_FILE_RIGHT = (1 << 16) - 1
+EVERY_TCP_RIGHT = 0b11  # bind, connect
+EVERY_SCOPE = 0b11  # abstract unix sockets, signals
+PATH_BENEATH = 1
+
+READ = EXECUTE | READ_FILE | READ_DIR
+WRITE = EVERY_FILE_RIGHT & ~(MAKE_CHAR | MAKE_SOCK | MAKE_BLOCK | IOCTL_DEV)
+OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE  # what may be granted on something that is no folder
+
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
+SECCOMP_MODE_FILTER = 2
+TICK_MS = 100
+PAGE = resource.getpagesize()
+CLOCK = os.sysconf("SC_CLK_TCK")
+ENTRIES = 10_000  # files and folders in the sandbox's own folder
+UNSEEN = (FileNotFoundError, ProcessLookupError, PermissionError)  # gone meanwhile; not to be looked at before it has executed
+
+
+class Spec(TypedDict):
+    """What the host asks for. `filters` are seccomp programs in hex; `watched` bounds all descendants together (cpu 0: not
+    watched); `joins` are files of control groups; `control` and `report`
+    are descriptors."""
+
+    argv: list[str]
+    env: dict[str, str]
+    folder: str
+    uid: int
+    joins: list[str]
+    readable: list[str]
+    devices: list[str]
+    rlimits: dict[str, int]
+    filters: list[str]
+    memory: int
+    processes: int
+    disk: int
+    cpu: float
+    control: int
+    report: int
+
+
+class Report(TypedDict):
+    """How it ended: the first child's wait status, the limit that was passed ("" for none, "closed" for the control pipe),
+    processor seconds of all descendants, how many outlived the first child."""
+
+    status: int
+    passed: str
+    cpu_seconds: float
+    left: int
+
+
+class RulesetAttr(ctypes.Structure):
+    """struct landlock_ruleset_attr, ABI 6."""
+
+    _fields_ = [("fs", ctypes.c_uint64), ("net", ctypes.c_uint64), ("scoped", ctypes.c_uint64)]
+
+
+class PathBeneathAttr(ctypes.Structure):
+    """struct landlock_path_beneath_attr."""
+
+    _pack_ = 1
+    _fields_ = [("access", ctypes.c_uint64), ("fd", ctypes.c_int32)]
+
+
+class Program(ctypes.Structure):
+    """struct sock_fprog."""
+
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
+
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def checked(answer: int) -> int:
+    """The answer of a system call, or its error raised."""
+    if answer < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return answer
+
+
+def enter_domain(files: int, tcp: int, rules: list[tuple[str, int]]) -> None:
+    """Gives up `files` and `tcp` rights except where a rule grants them, and all signals and abstract sockets beyond it."""
+    attr = RulesetAttr(files, tcp, EVERY_SCOPE)
+    ruleset = checked(LIBC.syscall(CREATE_RULESET, ctypes.byref(attr), ctypes.c_size_t(ctypes.sizeof(attr)), 0))
+    for path, rights in rules:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        granted = rights if stat.S_ISDIR(os.fstat(fd).st_mode) else rights & OF_A_FILE
+        beneath = PathBeneathAttr(granted, fd)
+        checked(LIBC.syscall(ADD_RULE, ruleset, PATH_BENEATH, ctypes.byref(beneath), 0))
+        os.close(fd)
+    checked(LIBC.syscall(RESTRICT_SELF, ruleset, 0))
+    os.close(ruleset)
+
+
+def scope_signals() -> None:
+    """The keeper's own domain: it may do what it could, but signal nothing outside.
+
+    Raises:
+        SystemExit: the kernel does not hold to it, and `kill(-1)` would end the whole machine.
+    """
+    checked(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    checked(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+    enter_domain(REFER, 0, [("/", REFER)])  # a domain that does not name this right denies it
+    try:
+        os.kill(os.getppid(), 0)
+    except PermissionError:
+        return
+    sys.exit("signals are not scoped")
+
+
+def confine(spec: Spec) -> None:
+    """What the child gives up, in the order in which each step still has the right to the next."""
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # the kernel out of memory takes these before the keeper
+    for group in spec["joins"]:
+        with open(group, "w") as file:
+            file.write("0")
+    for name, value in spec["rlimits"].items():
+        resource.setrlimit(getattr(resource, name), (value, value))
+    if spec["uid"]:
+        os.setgroups([])
+        os.setresgid(spec["uid"], spec["uid"], spec["uid"])
+        os.setresuid(spec["uid"], spec["uid"], spec["uid"])
+    checked(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+    os.chdir(spec["folder"])
+    rules = [(path, READ) for path in spec["readable"]] + [(path, READ_FILE | WRITE_FILE) for path in spec["devices"]]
+    enter_domain(EVERY_FILE_RIGHT, EVERY_TCP_RIGHT, [*rules, (spec["folder"], WRITE)])
+    for hexadecimal in spec["filters"]:
+        code = bytes.fromhex(hexadecimal)
+        program = Program(len(code) // 8, code)
+        checked(LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0))
+
+
+def become(spec: Spec) -> NoReturn:
+    """The child: confined, then the command."""
+    try:
+        os.setsid()
+        confine(spec)
+        os.execve(spec["argv"][0], spec["argv"], spec["env"])
+    except BaseException as error:  # noqa: BLE001 - a child that failed must never go on as the keeper
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        os._exit(125)
+
+
+def words(path: str) -> list[str]:
+    """A file of /proc, split; empty where its process is gone."""
+    try:
+        with open(path) as file:
+            return file.read().rpartition(")")[2].split()
+    except UNSEEN:
+        return []
+
+
+def names(folder: str) -> list[str]:
+    """The entries of a folder; empty where it is gone."""
+    try:
+        return os.listdir(folder)
+    except UNSEEN:
+        return []
+
+
+def descendants(of: int) -> Iterator[tuple[str, int]]:
+    """(process, number of its threads) of all that a process's children came to."""
+    waiting = [str(of)]
+    while waiting:
+        pid = waiting.pop()
+        threads = names(f"/proc/{pid}/task")
+        waiting += [child for thread in threads for child in words(f"/proc/{pid}/task/{thread}/children")]
+        if pid != str(of):
+            yield pid, len(threads)
+
+
+def proportional(pid: str) -> int:
+    """Bytes of a process, where what forks share counts once."""
+    found = words(f"/proc/{pid}/smaps_rollup")
+    return int(found[found.index("Pss:") + 1]) * 1024 if "Pss:" in found else 0
+
+
+def memory(pids: list[str]) -> int:
+    """Resident bytes, shared pages counted for each that has them."""
+    found = [words(f"/proc/{pid}/statm") for pid in pids]
+    return sum(int(fields[1]) * PAGE for fields in found if fields)
+
+
+def cpu_seconds(pids: list[str]) -> float:
+    """Of the living, of the dead that they waited for, and of those that the keeper did."""
+    found = [words(f"/proc/{pid}/stat") for pid in pids]
+    dead = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return dead.ru_utime + dead.ru_stime + sum(sum(map(int, fields[11:15])) for fields in found if fields) / CLOCK
+
+
+def below(folder: str) -> Iterator[os.stat_result]:
+    """What is in a folder and in those in it.
+
+    Raises:
+        OSError: one cannot be listed: it is too deep for a path, or closed to the keeper.
+    """
+    waiting = [folder]
+    while waiting:
+        try:
+            for entry in os.scandir(waiting.pop()):
+                status = entry.stat(follow_symlinks=False)
+                yield status
+                if stat.S_ISDIR(status.st_mode):
+                    waiting.append(entry.path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # gone meanwhile
+
+
+def nameless(pids: list[str], device: int) -> Iterator[os.stat_result]:
+    """Files of a device that have no name any more, but are open."""
+    for path in [f"/proc/{pid}/fd/{fd}" for pid in pids for fd in names(f"/proc/{pid}/fd")]:
+        try:
+            status = os.stat(path)
+        except UNSEEN:
+            continue
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 0 and status.st_dev == device:
+            yield status
+
+
+def too_full(folder: str, pids: list[str], most: int) -> bool:
+    """Whether the folder, with what was deleted from it and is still open, holds more than `most` bytes or `ENTRIES` files."""
+    found: dict[int, int] = {}
+    try:
+        for status in chain(below(folder), nameless(pids, os.stat(folder).st_dev)):
+            found[status.st_ino] = status.st_blocks * 512
+            if len(found) > ENTRIES:
+                return True
+    except OSError:
+        return True
+    return sum(found.values()) > most
+
+
+def passed(spec: Spec) -> str:
+    """The limit that the descendants together have passed, or ""."""
+    # No more than it takes to know: among the hundreds of a fork bomb this process hardly gets its turn.
+    found = list(islice(descendants(os.getpid()), spec["processes"] + 1))
+    pids = [pid for pid, _ in found]
+    if sum(threads for _, threads in found) > spec["processes"]:
+        return "pids"
+    if memory(pids) > spec["memory"] and sum(map(proportional, pids)) > spec["memory"]:
+        return "oom"
+    if too_full(spec["folder"], pids, spec["disk"]):
+        return "disk"
+    return "timeout_cpu" if spec["cpu"] and cpu_seconds(pids) > spec["cpu"] else ""
+
+
+def watch(spec: Spec, child: int) -> tuple[int | None, str]:
+    """Waits until the first child ends, (its wait status, ""), or is to be ended, (None, why)."""
+    poll = select.poll()
+    poll.register(spec["control"], select.POLLIN)
+    poll.register(os.pidfd_open(child), select.POLLIN)
+    while True:
+        events = dict(poll.poll(TICK_MS))
+        for pid, status in reaped():
+            if pid == child:
+                return status, ""
+        if spec["control"] in events:
+            return None, "closed"
+        limit = passed(spec)
+        if limit:
+            return None, limit
+
+
+def reaped() -> Iterator[tuple[int, int]]:
+    """The (process, wait status) of whoever has ended; orphans come to the keeper."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, status
+
+
+def end_all() -> dict[int, int]:
+    """Kills all descendants and waits for each: process -> wait status."""
+    with suppress(ProcessLookupError, PermissionError):  # none is left
+        os.kill(-1, signal.SIGKILL)
+    ended: dict[int, int] = {}
+    while True:
+        try:
+            pid, status = os.wait()
+        except ChildProcessError:
+            return ended
+        ended[pid] = status
+
+
+def remove(folder: str) -> None:
+    """Takes the folder away, if it is there, whatever is in it: folders too deep for a path, or closed to their owner."""
+    try:
+        os.rmdir(folder)
+    except FileNotFoundError:
+        return
+    except OSError:  # not empty
+        if os.spawnlp(os.P_WAIT, "rm", "rm", "-rf", "--", folder):
+            os.spawnlp(os.P_WAIT, "chmod", "chmod", "-R", "u+rwx", "--", folder)
+            os.spawnlp(os.P_WAIT, "rm", "rm", "-rf", "--", folder)
+
+
+def let_go(spec: Spec) -> None:
+    """The keeper holds none of the child's files: who reads at their other end sees when the child has closed them."""
+    first, last = sorted((spec["control"], spec["report"]))
+    nothing = os.open("/dev/null", os.O_RDWR)
+    for fd in range(3):
+        os.dup2(nothing, fd)
+    os.closerange(3, first)
+    os.closerange(first + 1, last)
+    os.closerange(last + 1, 1 << 16)
+
+
+def main(spec: Spec) -> None:
+    """Confines, watches, ends all, clears up, reports."""
+    for fd in (spec["control"], spec["report"]):
+        os.set_inheritable(fd, False)
+    scope_signals()
+    child = os.fork()
+    if child == 0:
+        become(spec)
+    let_go(spec)
+    status, limit = None, ""
+    try:
+        status, limit = watch(spec, child)
+    finally:
+        ended = end_all()
+    code = ended.pop(child) if status is None else status
+    report = Report(status=code, passed=limit, cpu_seconds=cpu_seconds([]), left=len(ended))
+    remove(spec["folder"])
+    os.write(spec["report"], json.dumps(report).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,306 @@
+"""The sandbox for machines that give no user namespaces: Landlock, a stricter system call filter, rlimits and a keeper.
+
+A program reads /usr and its interpreter, and writes one folder of its own, which HOME and TMPDIR name; every other file, TCP,
+every socket with an address, abstract sockets, signals and tracing beyond itself are refused by the kernel (Linux 6.12 on:
+Landlock's ABI 6). As root each sandbox has a user id of its own, as with bwrap. `keeper.py` holds memory, processes, processor
+time and the folder's size to their limits, by looking ten times a second, and leaves nothing running.
+
+What it does not contain, and bwrap does:
+- Limits are looked at, not enforced at once: for a tenth of a second memory and disk can be overrun (memory of one process
+  by 1 GiB at most); with a writable control group memory is exact here too.
+- There is no /tmp of its own, only the folder; /tmp, /proc and /dev/shm cannot be read or written. What needs them
+  (`multiprocessing` locks, `psutil`) fails.
+- Names are no secret: whether a path exists, its size, owner and times can be asked (`stat`) anywhere where the user may look;
+  contents and listings cannot. Host name, uptime, load and the process's own number are those of the machine.
+- As an ordinary user the program runs as that user. Priorities, limits, scheduling and file modes of others are denied by the
+  filter (so `chmod` and `utime` fail in its own folder too), and the kernel's count of processes is shared with all that
+  the user runs, so that a fork bomb is ended by the keeper rather than refused.
+- One filter between it and the kernel's whole surface of files and processes; no second wall of namespaces. Whoever kills the
+  keeper itself, which nobody inside can, leaves what it kept alive but for its first process.
+"""
+
+import ctypes
+import errno
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from workflow.errors import SandboxUnavailable
+from workflow.sandbox import Limits, cgroups, keeper, payload, seats, seccomp, spawn
+from workflow.sandbox.boxed import Boxed
+from workflow.sandbox.cgroups import Cgroup, Events
+from workflow.sandbox.find import ANSWER, PROBE, PROBE_LIMITS, interpreters
+from workflow.sandbox.launch import Inside, Launch
+from workflow.sandbox.seats import Seat
+from workflow.settings import Settings
+
+NEEDED_ABI = 6
+LANDLOCK_CREATE_RULESET_VERSION = 1
+LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
+READABLE = ("/usr", "/etc/ld.so.cache", "/etc/alternatives")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/full")
+SLACK_PROCESSES = 512
+"""As an ordinary user: what the user's other programs may start meanwhile, before ours are refused a process."""
+SLACK_BYTES = 1 << 30
+"""Beyond the limit of memory: what one process may take before it is looked at again."""
+
+FAMILIES = (
+    *("socket", "connect", "bind", "listen", "memfd_create", "memfd_secret", "inotify_init", "inotify_init1"),
+    *("shmget", "shmat", "shmctl", "semget", "semop", "semtimedop", "semctl", "msgget", "msgsnd", "msgrcv", "msgctl"),
+    *("mq_open", "mq_unlink", "migrate_pages", "move_pages", "process_mrelease", "sched_setattr"),
+)
+"""What a mount, network or IPC namespace would have made harmless."""
+OF_OTHERS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam")
+"""Their first argument is a process; 0 is the caller."""
+OF_OWNED_FILES = (
+    *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
+    *("utime", "utimes", "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat"),
+    *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
+)
+"""Landlock does not know them, so an ordinary user's program could change any of that user's files."""
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+SOCK_STREAM, SOCK_TYPE_MASK = 1, 0xF
+
+
+def abi() -> int:
+    """Landlock's version here; 0 where the kernel has none."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return max(0, int(libc.syscall(keeper.CREATE_RULESET, None, ctypes.c_size_t(0), LANDLOCK_CREATE_RULESET_VERSION)))
+
+
+def check() -> None:
+    """Whether it can be used here.
+
+    Raises:
+        SandboxUnavailable: the kernel or libseccomp is not there.
+    """
+    if abi() < NEEDED_ABI:
+        raise SandboxUnavailable(
+            f"The landlock sandbox needs Landlock's ABI {NEEDED_ABI} (Linux 6.12), and this kernel has {abi()}.",
+            "Install bubblewrap where user namespaces are allowed, or set AGENTRL_SANDBOX=docker.",
+        )
+    filters(owner=True)
+
+
+@lru_cache(maxsize=2)
+def filters(owner: bool) -> tuple[str, str]:
+    """The filter that bwrap's programs have, and ours, in hex; `owner`: the program runs as a user who owns files."""
+    import pyseccomp
+
+    rules = seccomp.rules()
+    denied, arg = pyseccomp.ERRNO(errno.EPERM), pyseccomp.Arg
+    made = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    for name in (*FAMILIES, *(OF_OWNED_FILES if owner else ())):
+        if pyseccomp.resolve_syscall(pyseccomp.system_arch(), name) >= 0:
+            made.add_rule(denied, name)
+    for name in OF_OTHERS:
+        made.add_rule(denied, name, arg(0, pyseccomp.NE, 0))
+    for name in ("setpriority", "ioprio_set"):  # (which, who): ourselves is 0, 0 for the one and 1, 0 for the other
+        made.add_rule(denied, name, arg(0, pyseccomp.GT, 1 if name == "ioprio_set" else 0))
+        made.add_rule(denied, name, arg(1, pyseccomp.NE, 0))
+    for option in (PR_SET_PDEATHSIG, PR_SET_DUMPABLE):
+        made.add_rule(denied, "prctl", arg(0, pyseccomp.MASKED_EQ, 0xFFFFFFFF, option))  # the kernel reads 32 bits of it
+    for kind in range(SOCK_TYPE_MASK + 1):  # pairs of datagram sockets could still send to an address
+        if kind != SOCK_STREAM:
+            made.add_rule(denied, "socketpair", arg(1, pyseccomp.MASKED_EQ, SOCK_TYPE_MASK, kind))
+    with TemporaryFile() as file:
+        made.export_bpf(file)
+        file.seek(0)
+        return rules.hex(), file.read().hex()
+
+
+def readable(folders: tuple[str, ...]) -> list[str]:
+    """What a program may read: /usr, the folders of older systems beside it, the interpreter's."""
+    real = [path for path in LINKS if Path(path).is_dir() and not Path(path).is_symlink()]
+    return [path for path in (*READABLE, *real, *folders) if Path(path).exists()]
+
+
+@lru_cache(maxsize=1)
+def keeper_source() -> str:
+    """The keeper's file: given as text, since the interpreter inside may run where our own files cannot be read."""
+    return Path(keeper.__file__).read_text(encoding="utf-8")
+
+
+def processes_of(uid: int) -> Iterator[int]:
+    """The processes of a user at this moment."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if os.stat(f"/proc/{pid}").st_uid == uid:
+                yield int(pid)
+
+
+def threads_of(uid: int) -> int:
+    """Processes and threads of a user at this moment, as the kernel counts them."""
+    return sum(len(keeper.names(f"/proc/{pid}/task")) for pid in processes_of(uid))
+
+
+class Tally:
+    """What the kernel counted, with what the keeper found where no control group counts."""
+
+    def __init__(self, cgroup: Cgroup, report: int) -> None:
+        self._cgroup = cgroup
+        self._report = report
+        self._said: keeper.Report | None = None
+
+    def said(self) -> keeper.Report | None:
+        """The keeper's report; None before its end."""
+        if self._said is None and spawn.ready(self._report, 0):
+            line = os.read(self._report, 4096)
+            self._said = json.loads(line) if line else None
+        return self._said
+
+    def bound(self, memory_bytes: int, processes: int) -> None:
+        """See `Counts.bound`."""
+        self._cgroup.bound(memory_bytes, processes)
+
+    def events(self) -> Events:
+        """See `Counts.events`."""
+        kernel, said = self._cgroup.events(), self.said()
+        passed = said["passed"] if said else ""
+        return Events(kernel.oom + (passed == "oom"), kernel.pids + (passed == "pids"))
+
+    def cpu_seconds(self) -> float | None:
+        """See `Counts.cpu_seconds`; without a control group only known at the end."""
+        counted, said = self._cgroup.cpu_seconds(), self.said()
+        return said["cpu_seconds"] if counted is None and said else counted
+
+
+class Kept:
+    """A `Started` that a keeper holds.
+
+    Args:
+        hold: the control pipe's writing end; the keeper ends all when it is closed.
+        undone: takes away what was made for it.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", hold: int, uid: int | None, tally: Tally, undone: ExitStack) -> None:
+        self.cgroup = tally
+        self.ended = os.pidfd_open(process.pid)
+        self._process = process
+        self._hold = hold
+        self._uid = uid
+        self._undone = undone
+        self._closed = False
+
+    def members(self) -> set[int]:
+        """See `Started.members`: those of its user, or what came of the keeper, looked at twice since orphans move up to it."""
+        if self._uid is not None:
+            return set(processes_of(self._uid))
+        return {int(pid) for _ in range(2) for pid, _ in keeper.descendants(self._process.pid)}
+
+    def close(self) -> int:
+        """See `Started.close`."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._hold)
+            spawn.ready(self.ended)
+            os.close(self.ended)
+            self._process.wait()
+            self.cgroup.said()  # before its pipe is closed
+            self._undone.close()
+        said = self.cgroup.said()
+        return os.waitstatus_to_exitcode(said["status"]) if said else self._process.wait()
+
+
+def launch(python: str, folders: tuple[str, ...], uids: range) -> Launch:
+    """Landlock around an interpreter, which needs those folders beside /usr."""
+
+    def start_one(limits: Limits, inside: Inside) -> Kept:
+        return start(python, folders, uids, limits, inside)
+
+    return Launch("landlock", start_one)
+
+
+def find(settings: Settings) -> Boxed:
+    """The sandbox, tried out.
+
+    Raises:
+        SandboxUnavailable: the kernel or libseccomp lacks what it needs, or no program runs in it.
+        ConfigError: the range of user ids cannot be used.
+    """
+    check()
+    uids, said = seats.uid_range(settings.sandbox_uids), "no interpreter was found"
+    for python, folders in interpreters(settings):
+        sandbox = Boxed(launch(python, folders, uids))
+        result = sandbox.run(PROBE, limits=PROBE_LIMITS)
+        if result.output == ANSWER:
+            return sandbox
+        said = " ".join(result.output.split())[:300]
+    raise SandboxUnavailable(f"The kernel has Landlock, and no sandbox of it comes up here: {said}", "See `agentrl doctor`.")
+
+
+def start(python: str, folders: tuple[str, ...], uids: range, limits: Limits, inside: Inside) -> Kept:
+    """Starts a sandbox, as `spawn.start`.
+
+    Raises:
+        InfraError: it did not come up.
+    """
+    with ExitStack() as undone, ExitStack() as passed_on:
+        seat = seats.take(uids)
+        undone.callback(seat.leave)
+        cgroup = cgroups.make()
+        undone.callback(cgroup.remove)
+        cgroup.bound(limits.memory_bytes, limits.processes)
+        folder = own_folder(seat)
+        undone.callback(keeper.remove, folder)  # where the keeper could not
+        (control, hold), (said, report) = os.pipe(), os.pipe()
+        undone.callback(os.close, said)
+        source = spawn.memory_file(payload.sources(*inside.scripts))
+        for file in (control, report, source):
+            passed_on.callback(os.close, file)
+        with ExitStack() as held:
+            held.callback(os.close, hold)
+            asked = spec(python, folders, seat, cgroup, folder, limits, inside, source, control, report)
+            command = [python, "-I", "-S", "-c", keeper_source(), json.dumps(asked)]
+            process = spawn.started(command, inside, [control, report, source, *inside.files])
+            held.pop_all()
+        return Kept(process, hold, seat.uid, Tally(cgroup, said), undone.pop_all())
+
+
+def spec(
+    python: str,
+    folders: tuple[str, ...],
+    seat: Seat,
+    cgroup: Cgroup,
+    folder: str,
+    limits: Limits,
+    inside: Inside,
+    source: int,
+    control: int,
+    report: int,
+) -> keeper.Spec:
+    """What the keeper is told."""
+    # The keeper and the control group hold the number of processes; the kernel's count by user is the wall behind them.
+    processes = 2 * inside.numbers[-1] if seat.uid else threads_of(os.getuid()) + SLACK_PROCESSES
+    numbers = (*inside.numbers[:-1], processes)
+    return {
+        "argv": payload.command(python, source, *inside.files, *numbers),
+        "env": payload.ENVIRONMENT | {"HOME": folder, "TMPDIR": folder},
+        "folder": folder,
+        "uid": seat.uid or 0,
+        "joins": cgroup.joins,
+        "readable": readable(folders),
+        "devices": [path for path in DEVICES if Path(path).exists()],
+        "rlimits": {"RLIMIT_DATA": limits.memory_bytes + SLACK_BYTES, "RLIMIT_FSIZE": limits.tmp_bytes},
+        "filters": list(filters(owner=seat.uid is None)),
+        "memory": limits.memory_bytes,
+        "processes": limits.processes + cgroups.SPARE_PROCESSES,
+        "disk": limits.tmp_bytes,
+        "cpu": limits.cpu_seconds if inside.scripts[-1] == "runner" else 0.0,
+        "control": control,
+        "report": report,
+    }
+
+
+def own_folder(seat: Seat) -> str:
+    """An empty folder that the sandbox's user alone may enter."""
+    folder = tempfile.mkdtemp(prefix="agentrl-sandbox-")
+    if seat.uid is not None:
+        os.chown(folder, seat.uid, seat.uid)
+    return folder

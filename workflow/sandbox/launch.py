@@ -1,0 +1,85 @@
+"""What every kind of sandbox on this host does in its own way: start an interpreter inside and hold it.
+
+Programs, sessions and the watch over them are the same whatever confines them; they know a `Launch`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from workflow.sandbox import Limits
+from workflow.sandbox.cgroups import Events
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What is to run inside.
+
+    Args:
+        scripts: files of this package without their suffix; the `main` of the last one is called.
+        files: its first arguments: descriptors, which keep their numbers.
+        numbers: its further arguments.
+        stdin, output: its standard streams.
+        zygote: it forks into namespaces of its own. So these, and the calls that make them, are left to it, and it is given the
+            system call filter as a last argument.
+    """
+
+    scripts: tuple[str, ...]
+    files: tuple[int, ...]
+    numbers: tuple[int, ...]
+    stdin: int
+    output: int
+    zygote: bool = False
+
+
+class Counts(Protocol):
+    """What all processes of a sandbox use together, as far as somebody counts it."""
+
+    def bound(self, memory_bytes: int, processes: int) -> None:
+        """Sets the limits."""
+        ...
+
+    def events(self) -> Events:
+        """What was done to keep them."""
+        ...
+
+    def cpu_seconds(self) -> float | None:
+        """Processor time so far; None where nobody counts."""
+        ...
+
+
+class Started(Protocol):
+    """A started sandbox. `ended` is a descriptor that can be read when what was to run has ended."""
+
+    @property
+    def cgroup(self) -> Counts:
+        """Its use of the machine."""
+        ...
+
+    @property
+    def ended(self) -> int:
+        """A pidfd, or the like."""
+        ...
+
+    def members(self) -> set[int]:
+        """The processes inside, by this host's numbers."""
+        ...
+
+    def close(self) -> int:
+        """Kills what still runs and waits until nothing is left; the exit code, negative for a signal. Twice is no error."""
+        ...
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kind of sandbox.
+
+    Args:
+        kind: its name in results.
+        start: starts one, or raises InfraError.
+        nests: whether a zygote inside can make namespaces of its own.
+    """
+
+    kind: str
+    start: Callable[[Limits, Inside], Started]
+    nests: bool = False

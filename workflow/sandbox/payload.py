@@ -1,0 +1,53 @@
+"""What is started inside: an interpreter that reads our files from a descriptor, so that no path of this host need be visible.
+
+The files that run inside (`runner`, `zygote`, `cells`, `plain`) import each other by their own names; the few lines of `BOOT`
+make modules of their sources.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+
+BOOT = """\
+import sys, types
+sys.path[:] = [path for path in sys.path if path]
+for name in ("workflow", "workflow.sandbox"):
+    sys.modules[name] = types.ModuleType(name)
+for part in open({source}, encoding="utf-8").read().split("\\0"):
+    short, _, text = part.partition("\\n")
+    name = "workflow.sandbox." + short
+    module = sys.modules[name] = types.ModuleType(name)
+    setattr(sys.modules["workflow.sandbox"], short, module)
+    exec(compile(text, "<" + short + ">", "exec"), module.__dict__)
+module.main({arguments})
+"""
+"""The last of the files is the one whose `main` runs."""
+
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONUTF8": "1",
+    "PYTHONSAFEPATH": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONHASHSEED": "0",  # what a set prints is the same when cells are run again
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",  # as many stacks as cores would meet the limit of address space
+}
+"""All that a program inside finds in its environment."""
+
+FLAGS = ("-s", "-B")
+"""With `ENVIRONMENT` as isolated as -I, which would leave out the hash seed."""
+
+
+@lru_cache(maxsize=8)
+def sources(*names: str) -> bytes:
+    """The files of those names, as `BOOT` reads them."""
+    folder = Path(__file__).parent
+    return b"\0".join(name.encode() + b"\n" + (folder / f"{name}.py").read_bytes() for name in names)
+
+
+def command(python: str, source: int, *arguments: int) -> list[str]:
+    """The command line that runs the `main` of the last of the sources on the descriptor `source`."""
+    told = ", ".join(str(argument) for argument in arguments)
+    return [python, *FLAGS, "-c", BOOT.format(source=source, arguments=told)]

@@ -1,0 +1,150 @@
+"""One program from nothing: in a sandbox of its own (cold), or in a fork of a warm one.
+
+Both give the program an interpreter's state as it is before the first line, an empty /tmp and its limits. The fork costs
+about as much as a plain interpreter does, the cold start three times that.
+"""
+
+import json
+import math
+import os
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from workflow.errors import InfraError
+from workflow.faults import faultpoint
+from workflow.sandbox import Limits, Result, spawn
+from workflow.sandbox.cgroups import SPARE_PROCESSES, Events
+from workflow.sandbox.launch import Inside, Launch
+from workflow.sandbox.watch import Use, explained, spent, status, text, watch
+
+ADDRESS_BYTES = 4 << 30
+"""Of each process: far more than it may really use, since threads reserve much that they never touch."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """Descriptors of its source and its standard input, and its limits."""
+
+    source: int
+    stdin: int
+    limits: Limits
+
+
+def whole_seconds(limits: Limits) -> int:
+    """The budget as rlimits count it."""
+    return max(1, math.ceil(limits.cpu_seconds))
+
+
+def cold(launch: Launch, program: Program, running: Callable[[], int]) -> Result:
+    """Runs a program in a sandbox of its own.
+
+    Raises:
+        InfraError: it did not come up.
+    """
+    limits = program.limits
+    with ExitStack() as files:
+        (printed, output), (heard, ready) = os.pipe(), os.pipe()
+        files.callback(os.close, printed)
+        files.callback(os.close, heard)
+        numbers = (whole_seconds(limits), ADDRESS_BYTES, limits.processes + SPARE_PROCESSES)
+        try:
+            inside = Inside(("runner",), (program.source, ready), numbers, program.stdin, output)
+            box = launch.start(limits, inside)
+        except InfraError as error:
+            raise explained(error, os.read(printed, 500) if spawn.ready(printed, 0) else b"") from error
+        finally:
+            os.close(output)
+            os.close(ready)
+        try:
+            faultpoint("program.begun")
+            use = watch(printed, box.ended, limits, lambda: spent(box), running)
+            events, cpu = box.cgroup.events(), spent(box)
+        finally:
+            code = box.close()
+        cpu = max(cpu, box.cgroup.cpu_seconds() or 0.0)  # where nobody counted, it is known only afterwards
+        if not os.read(heard, 1):
+            return Result("sandbox_fault", text(use.output), code, 0.0, use.wall_seconds, launch.kind)
+        return _result(launch.kind, limits, use, code, cpu, events)
+
+
+class Zygote:
+    """A warm sandbox: programs run in it one after the other.
+
+    Raises:
+        InfraError: it did not come up.
+    """
+
+    def __init__(self, launch: Launch, limits: Limits) -> None:
+        self._kind = launch.kind
+        self._line, theirs = socket.socketpair()
+        log = spawn.memory_file(b"")
+        try:
+            with open(os.devnull, "rb") as nothing, theirs:
+                inside = Inside(("runner", "zygote"), (theirs.fileno(),), (), nothing.fileno(), log, zygote=True)
+                self._box = launch.start(limits, inside)
+            if not spawn.ready(self._line.fileno(), spawn.START_SECONDS) or not self._line.recv(4096):
+                self._box.close()
+                raise InfraError("A warm sandbox did not come up.")
+        except InfraError as error:
+            self._line.close()
+            raise explained(error, os.pread(log, 500, 0)) from error
+        finally:
+            os.close(log)
+        self._keepers = self._box.members()
+        self.alive = True
+
+    def run(self, program: Program, running: Callable[[], int]) -> Result:
+        """Runs a program; afterwards `alive` says whether the zygote can run another."""
+        limits, cgroup = program.limits, self._box.cgroup
+        cgroup.bound(limits.memory_bytes, limits.processes)
+        before, cpu_before = cgroup.events(), spent(self._box, self._keepers)
+
+        def used() -> float:
+            return spent(self._box, self._keepers) - cpu_before
+
+        printed = self._begin(program)
+        try:
+            faultpoint("program.begun")
+            use = watch(printed, self._line.fileno(), limits, used, running)
+        finally:
+            os.close(printed)
+        after, cpu = cgroup.events(), used()
+        events = Events(after.oom - before.oom, after.pids - before.pids)
+        reply = b"" if use.overrun else self._line.recv(4096)
+        told: dict[str, Any] = json.loads(reply) if reply else {"code": None, "cpu": 0.0}
+        if told["code"] is None:
+            self.close()
+            if use.overrun is None and not events.oom:
+                return Result("sandbox_fault", text(use.output), None, 0.0, use.wall_seconds, self._kind)
+        return _result(self._kind, limits, use, told["code"], max(told["cpu"], cpu), events)
+
+    def close(self) -> None:
+        """Ends it, and whatever runs in it."""
+        self.alive = False
+        self._box.close()
+        self._line.close()
+
+    def _begin(self, program: Program) -> int:
+        """Sends the program in; the end of the pipe from which its output is read."""
+        limits = program.limits
+        asked = {
+            "cpu": whole_seconds(limits),
+            "address": ADDRESS_BYTES,
+            "processes": limits.processes + SPARE_PROCESSES,
+            "tmp": limits.tmp_bytes,
+        }
+        printed, output = os.pipe()
+        try:
+            with suppress(BrokenPipeError):  # it is gone: what watches it sees that
+                socket.send_fds(self._line, [json.dumps(asked).encode()], [program.source, program.stdin, output])
+        finally:
+            os.close(output)
+        return printed
+
+
+def _result(kind: str, limits: Limits, use: Use, code: int | None, cpu: float, events: Events) -> Result:
+    came_to = status(limits, use.overrun, code, cpu, events)
+    return Result(came_to, text(use.output), None if use.overrun else code, cpu, use.wall_seconds, kind)

@@ -1,0 +1,55 @@
+"""Which system calls a program inside may not make: what reaches into other processes, namespaces or the kernel's odd corners.
+
+The rules are made with libseccomp (`pyseccomp`) and handed over as BPF. Everything else is allowed: the mount, process,
+network and user namespaces hold the rest. A denied call fails with EPERM; `clone3` fails with ENOSYS, since its flags lie in
+memory that a filter cannot read, and the C library then uses `clone`, whose flags can be read.
+"""
+
+import errno
+from functools import lru_cache
+from tempfile import TemporaryFile
+
+from workflow.errors import SandboxUnavailable
+
+DENIED = (
+    *("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "kcmp", "process_madvise"),
+    *("unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "fsopen", "fsmount"),
+    *("fsconfig", "fspick", "mount_setattr", "keyctl", "add_key", "request_key", "bpf", "perf_event_open", "userfaultfd"),
+    *("io_uring_setup", "io_uring_enter", "io_uring_register", "open_by_handle_at", "name_to_handle_at", "personality"),
+    *("init_module", "finit_module", "delete_module", "kexec_load", "kexec_file_load", "reboot", "swapon", "swapoff"),
+    *("acct", "quotactl", "syslog", "settimeofday", "clock_settime", "adjtimex", "clock_adjtime", "sethostname"),
+    *("setdomainname", "iopl", "ioperm", "modify_ldt", "vhangup", "lookup_dcookie", "nfsservctl", "fanotify_init"),
+)
+NEW_NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
+TIOCSTI, TIOCLINUX = 0x5412, 0x541C
+AF_UNIX = 1
+
+
+@lru_cache(maxsize=1)
+def rules() -> bytes:
+    """The filter as BPF instructions of 8 bytes.
+
+    Raises:
+        SandboxUnavailable: libseccomp is not installed.
+    """
+    try:
+        import pyseccomp
+    except (ImportError, OSError, RuntimeError) as error:
+        raise SandboxUnavailable(
+            f"A system call filter was asked for, but libseccomp cannot be loaded: {error}.", "apt-get install libseccomp2"
+        ) from error
+    denied = pyseccomp.ERRNO(errno.EPERM)
+    made = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    for name in DENIED:
+        if pyseccomp.resolve_syscall(pyseccomp.system_arch(), name) >= 0:
+            made.add_rule(denied, name)
+    for flag in NEW_NAMESPACES:
+        made.add_rule(denied, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))
+    made.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
+    for request in (TIOCSTI, TIOCLINUX):
+        made.add_rule(denied, "ioctl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFFFFFFFF, request))
+    made.add_rule(denied, "socket", pyseccomp.Arg(0, pyseccomp.NE, AF_UNIX))
+    with TemporaryFile() as file:
+        made.export_bpf(file)
+        file.seek(0)
+        return file.read()

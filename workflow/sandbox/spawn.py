@@ -1,0 +1,186 @@
+"""A started sandbox as its parent holds it: a process, its namespace's first process, a control group, a seat.
+
+bwrap's `--die-with-parent` follows the thread that started it, not the process: sandboxes started by a short-lived thread die
+with it. So one thread starts all of them and lives as long as this process. A sandbox is ended by killing the first process
+of its namespace, and is gone when the kernel has buried every other one: nothing survives `Box.close`.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from workflow.errors import InfraError
+from workflow.sandbox import Limits, bwrap, cgroups, payload, seats, seccomp
+from workflow.sandbox.cgroups import Cgroup
+from workflow.sandbox.launch import Inside, Launch
+from workflow.sandbox.seats import Seat
+
+BWRAP_SECONDS = 5.0
+"""In which bwrap ends by itself once the first process is gone, with that one's exit code."""
+SIGNALLED = 128
+"""What bwrap adds to the number of the signal that ended a program."""
+START_SECONDS = 60.0
+"""To come up, on a machine that is very busy."""
+
+_spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sandbox-spawner")
+
+
+def memory_file(data: bytes) -> int:
+    """A descriptor from which those bytes are read; a file without a name."""
+    file = os.memfd_create("sandbox")
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+class Box:
+    """One sandbox.
+
+    Args:
+        process: bwrap, or whatever was started.
+        first: the first process inside.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", first: int, cgroup: Cgroup, seat: Seat) -> None:
+        self.process = process
+        self.cgroup = cgroup
+        self.ended = os.pidfd_open(process.pid)
+        self._first_id = first
+        self._first = os.pidfd_open(first)
+        self._seat = seat
+        self._closed = False
+
+    def members(self) -> set[int]:
+        """See `Started.members`: the first process and its descendants; an orphan becomes a child of the first."""
+        if self._closed or ready(self._first, 0):
+            return set()  # its number may be another's by now
+        parents = dict(filter(None, map(_parent, filter(str.isdigit, os.listdir("/proc")))))
+        found: set[int] = set()
+        layer = {self._first_id}
+        while layer:
+            found |= layer
+            layer = {process for process, parent in parents.items() if parent in layer}
+        return found
+
+    def close(self) -> int:
+        """See `Started.close`."""
+        if not self._closed:
+            self._closed = True
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._first, signal.SIGKILL)
+            ready(self._first)
+            if not ready(self.ended, BWRAP_SECONDS):
+                self.process.kill()
+            buried(self.process, self.cgroup)
+            with suppress(ChildProcessError):  # where this process is the machine's first, it inherits the other's orphan
+                os.waitid(os.P_PIDFD, self._first, os.WEXITED)
+            os.close(self._first)
+            os.close(self.ended)
+            self.cgroup.remove()
+            self._seat.leave()
+        code = self.process.wait()
+        return SIGNALLED - code if code > SIGNALLED else code
+
+
+def launch(profile: bwrap.Profile, uids: range) -> Launch:
+    """bwrap as this machine allows it, as users of that range where root starts it."""
+
+    def start_one(limits: Limits, inside: Inside) -> Box:
+        return start(profile, uids, limits, inside)
+
+    return Launch("bwrap", start_one, profile.nests)
+
+
+def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -> Box:
+    """Starts a sandbox.
+
+    Raises:
+        InfraError: it did not come up.
+    """
+    with ExitStack() as files, ExitStack() as undone:
+        (heard, info), (waits, go) = os.pipe(), os.pipe()
+        source, rules = memory_file(payload.sources(*inside.scripts)), memory_file(seccomp.rules())
+        options = memory_file(bwrap.options(profile, limits.tmp_bytes, info, waits, None if inside.zygote else rules))
+        for file in (heard, waits, go, source, rules, options):
+            files.callback(os.close, file)
+        seat = seats.take(uids)
+        undone.callback(seat.leave)
+        cgroup = cgroups.make()
+        undone.callback(cgroup.remove)
+        cgroup.bound(limits.memory_bytes, limits.processes)
+        words = payload.command(profile.python, source, *inside.files, *inside.numbers, *([rules] if inside.zygote else []))
+        command = bwrap.command(profile, options, seat.uid, cgroup.joins, words)
+        try:
+            process = started(command, inside, [info, waits, source, rules, options, *inside.files])
+        finally:
+            os.close(info)
+        undone.callback(process.wait)
+        undone.callback(process.kill)
+        try:
+            box = Box(process, _first_process(heard), cgroup, seat)
+        except ProcessLookupError as error:
+            raise InfraError("A sandbox ended as it came up.") from error
+        os.write(go, b"1")
+        undone.pop_all()
+        return box
+
+
+def buried(process: "subprocess.Popen[bytes]", cgroup: Cgroup) -> None:
+    """Waits for a process that has ended, and notes what it and its children had used."""
+    _, code, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(code)
+    cgroup.ended_after(used.ru_utime + used.ru_stime)
+
+
+def ready(file: int, seconds: float | None = None) -> bool:
+    """Whether there is something to read (or, of a pidfd, the process has ended) within so many seconds; None: however long."""
+    poller = select.poll()
+    poller.register(file, select.POLLIN)
+    return bool(poller.poll(None if seconds is None else max(0, seconds * 1000)))
+
+
+def started(
+    command: Sequence[str], inside: Inside, files: Sequence[int], env: Mapping[str, str] | None = None, cwd: str = "/"
+) -> "subprocess.Popen[bytes]":
+    """A process that the one thread started, in an environment of nothing but `env`."""
+
+    def popen() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            command,
+            env=env or {},
+            stdin=inside.stdin,
+            stdout=inside.output,
+            stderr=inside.output,
+            pass_fds=files,
+            cwd=cwd,
+            start_new_session=True,
+        )
+
+    return _spawner.submit(popen).result()
+
+
+def _first_process(heard: int) -> int:
+    """The process that bwrap names on its info descriptor."""
+    said = b""
+    while ready(heard, START_SECONDS) and (part := os.read(heard, 4096)):
+        said += part
+    try:
+        return int(json.loads(said)["child-pid"])
+    except (ValueError, KeyError) as error:
+        raise InfraError("A sandbox did not come up.") from error
+
+
+def _parent(process: str) -> tuple[int, int] | None:
+    """A process and its parent; None where it is gone, or dead already."""
+    with suppress(OSError):
+        state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
+        return None if state in "ZX" else (int(process), int(parent))
+    return None

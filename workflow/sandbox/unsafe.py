@@ -1,0 +1,58 @@
+"""No sandbox at all, for whoever says `AGENTRL_SANDBOX=none-unsafe`: model-written code runs as this user, on this host.
+
+What is left: limits on each process, the parent's deadlines, an environment without this process's variables, and that what a
+program started is killed with it unless it hides. It can read and write whatever this user can.
+"""
+
+import os
+import signal
+import subprocess
+from contextlib import suppress
+
+from workflow.sandbox import Limits, payload, spawn
+from workflow.sandbox.cgroups import Cgroup
+from workflow.sandbox.launch import Inside, Launch
+
+
+class Bare:
+    """A process and its session. As `launch.Started`."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self.process = process
+        self.cgroup = Cgroup({})
+        self.ended = os.pidfd_open(process.pid)
+        self._closed = False
+
+    def members(self) -> set[int]:
+        """See `Started.members`: those in the same session of processes, unless they left it."""
+        found = set()
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(ProcessLookupError):
+                if os.getsid(int(name)) == self.process.pid:
+                    found.add(int(name))
+        return found
+
+    def close(self) -> int:
+        """See `Started.close`."""
+        if not self._closed:
+            self._closed = True
+            for process in self.members():
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            spawn.buried(self.process, self.cgroup)
+            os.close(self.ended)
+        return self.process.wait()
+
+
+def launch(python: str) -> Launch:
+    """Starts programs with that interpreter and nothing around them."""
+
+    def start(limits: Limits, inside: Inside) -> Bare:
+        source = spawn.memory_file(payload.sources(*inside.scripts))
+        try:
+            command = payload.command(python, source, *inside.files, *inside.numbers)
+            return Bare(spawn.started(command, inside, [source, *inside.files], env=payload.ENVIRONMENT, cwd="/tmp"))
+        finally:
+            os.close(source)
+
+    return Launch("unsafe", start)

@@ -1,0 +1,147 @@
+"""Inside: a warm interpreter that forks a child with namespaces of its own for each program.
+
+A cold sandbox costs three times what the interpreter alone does. This one is started once; each program then runs in a fork
+with fresh user, process, mount and IPC namespaces, a fresh /tmp and /dev/shm, no capabilities and the system call filter. The
+zygote itself runs no program; what it says over its socket (how the child ended, and its processor time) is the kernel's
+word. Whoever wants a program killed kills the whole sandbox.
+
+This file runs inside and imports the standard library and the runner.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+from importlib import import_module
+
+from workflow.sandbox import runner
+
+NEWNS, NEWIPC, NEWUSER, NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
+NOSUID, NODEV, NOEXEC = 2, 4, 8
+SET_DUMPABLE, SET_SECCOMP, FILTER_MODE = 4, 22, 2
+CAPABILITIES_VERSION_3 = 0x20080522
+FILES_PER_REQUEST = 3
+LOADED = (
+    *("bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq", "itertools"),
+    *("linecache", "math", "random", "re", "statistics", "string", "traceback", "typing"),
+)
+"""What programs often import, and every traceback: imported once."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Filter(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
+
+
+def main(control: int, bpf: int) -> None:
+    """Serves requests until the socket is closed: a line of JSON with the files code, stdin and output; a line back."""
+    with open(bpf, "rb") as file:
+        rules = file.read()
+    runner.settle()
+    line = socket.socket(fileno=control)
+    for name in LOADED:
+        import_module(name)
+    gc.collect()
+    gc.freeze()
+    line.send(b"{}\n")
+    while True:
+        message, files, _, _ = socket.recv_fds(line, 4096, FILES_PER_REQUEST)
+        if not message:
+            os._exit(0)
+        code, cpu = _run(json.loads(message), files, rules)
+        line.send(json.dumps({"code": code, "cpu": cpu}).encode() + b"\n")
+
+
+def _run(asked: dict[str, int], files: list[int], rules: bytes) -> tuple[int | None, float]:
+    """How the program ended (negative: a signal; None: its sandbox could not be made) and its processor seconds."""
+    heard, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(heard)
+        _outermost(asked, files, rules, told)
+    os.close(told)
+    for file in files:
+        os.close(file)
+    with open(heard, "rb") as answer:
+        said = answer.read(64).split()
+    _, _, used = os.wait4(child, 0)
+    return _code(said), used.ru_utime + used.ru_stime
+
+
+def _code(said: list[bytes]) -> int | None:
+    """What the first process said: that the program begins, and how it ended; it may have been killed in between."""
+    if not said:
+        return None
+    return int(said[1]) if len(said) == 2 and said[1].removeprefix(b"-").isdigit() else -signal.SIGKILL
+
+
+def _outermost(asked: dict[str, int], files: list[int], rules: bytes, told: int) -> None:
+    """The child leaves the zygote's namespaces; process ids are new for its children only, hence one more fork."""
+    user, group = os.getuid(), os.getgid()
+    _called(_libc.unshare(NEWUSER | NEWNS | NEWPID | NEWIPC))
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    init = os.fork()
+    if init == 0:
+        _init(asked, files, rules, told)
+    os.close(told)
+    os.waitpid(init, 0)
+    os._exit(0)
+
+
+def _init(asked: dict[str, int], files: list[int], rules: bytes, told: int) -> None:
+    """The first process of the namespace: mounts, starts the program, buries orphans, and takes all with it when it ends."""
+    size = str(asked["tmp"])
+    _called(_libc.mount(b"tmpfs", b"/tmp", b"tmpfs", NOSUID | NODEV, f"size={size},mode=1777".encode()))
+    _called(_libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", NOSUID | NODEV, b"size=1m,mode=1777"))
+    _called(_libc.mount(b"proc", b"/proc", b"proc", NOSUID | NODEV | NOEXEC, None))
+    os.chdir("/tmp")
+    _drop_capabilities()
+    os.write(told, b"1 ")
+    _libc.prctl(SET_DUMPABLE, 0, 0, 0, 0)  # the program is the same user, and must not reach into this process
+    program = os.fork()
+    if program == 0:
+        _program(asked, files, rules)
+    os.closerange(3, told)
+    os.closerange(told + 1, 1 << 16)
+    while (ended := os.wait())[0] != program:
+        pass
+    os.write(told, str(os.waitstatus_to_exitcode(ended[1])).encode())
+    os._exit(0)
+
+
+def _program(asked: dict[str, int], files: list[int], rules: bytes) -> None:
+    with open(files[0], encoding="utf-8", errors="surrogateescape", closefd=False) as file:
+        source = file.read()
+    runner.connect(files[1], files[2])
+    runner.limit(asked["address"], asked["processes"])
+    runner.budget(asked["cpu"], final=True)
+    _libc.prctl(SET_DUMPABLE, 1, 0, 0, 0)
+    _filter(rules)
+    for name in [name for name in sys.modules if name.startswith("workflow")]:
+        del sys.modules[name]
+    os._exit(runner.execute(source))
+
+
+def _drop_capabilities() -> None:
+    """A new user namespace gives its first process all of them."""
+    header = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION_3, 0)
+    _called(_libc.capset(header, (ctypes.c_uint32 * 6)()))
+
+
+def _filter(rules: bytes) -> None:
+    """The system call filter that bwrap would have set; the zygote itself needs what it denies."""
+    program = _Filter(len(rules) // 8, rules)
+    _called(_libc.prctl(SET_SECCOMP, FILTER_MODE, ctypes.byref(program), 0, 0))
+
+
+def _called(result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        sys.stderr.write(f"zygote: {os.strerror(number)}\n")
+        os.kill(os.getpid(), signal.SIGKILL) if os.getpid() != 1 else os._exit(1)

@@ -1,0 +1,210 @@
+"""fetch: the text of a web page, of the hosts that AGENTRL_FETCH_HOSTS names; where it names none the tool is off.
+
+The list holds names and addresses, each with `:PORT` where that is not 80 or 443; `*.example.org` means every host below it.
+A redirect is followed only to a host of the list. A name that leads to a private address (loopback, a local network, a cloud's
+metadata service) is refused, and the address that was looked at is the one that is asked; only an address that stands in the
+list itself may be private. Time and size are limited, and nothing of this machine (proxies, credentials, cookies) is sent.
+"""
+
+import ipaddress
+import re
+import socket
+import time
+from collections.abc import Callable, Sequence
+from html.parser import HTMLParser
+
+import httpx2
+
+from workflow.errors import ConfigError, ToolFailure
+from workflow.settings import settings
+from workflow.tools import Tool
+
+SECONDS = 10.0
+MAX_BYTES = 1_000_000
+MAX_CHARACTERS = 8000
+MAX_REDIRECTS = 3
+PORTS = {"http": 80, "https": 443}
+TEXTS = ("text/", "application/json", "application/xml", "application/xhtml", "application/rss", "application/atom")
+ENTRY = re.compile(r"(?P<name>\[[0-9a-f:]+\]|(?:\*\.)?[\w.-]+)(?::(?P<port>[0-9]{1,5}))?")
+HINT = "Name hosts: AGENTRL_FETCH_HOSTS=docs.python.org,*.example.org"
+
+
+def fetch_from(hosts: Sequence[str]) -> Tool:
+    """The tool over these hosts."""
+    return _tool(lambda: hosts)
+
+
+def _tool(allowed: Callable[[], Sequence[str]]) -> Tool:
+    def fetch(url: str) -> str:
+        """Fetches a web page by its http:// or https:// URL and returns its text."""
+        return get(url, allowed())
+
+    return Tool(fetch, "repeatable", SECONDS + 5.0, MAX_CHARACTERS, needs=lambda: check(allowed()))
+
+
+def check(hosts: Sequence[str]) -> None:
+    """Whether the tool is on.
+
+    Raises:
+        ConfigError: no host is named, or one that is none.
+    """
+    if not hosts:
+        raise ConfigError("The tool fetch is off: no host is named that it may ask.", HINT)
+    for host in hosts:
+        _fits(host, "", 0)
+
+
+def get(url: str, hosts: Sequence[str]) -> str:
+    """The text behind a URL.
+
+    Raises:
+        ToolFailure: its host is not among `hosts`, or what comes of it is too slow, too large, or no text.
+    """
+    check(hosts)
+    end = time.monotonic() + SECONDS
+    with httpx2.Client(trust_env=False, follow_redirects=False) as client:
+        for _ in range(MAX_REDIRECTS + 1):
+            found = _one(client, _url(url), hosts, end)
+            if isinstance(found, str):
+                return found
+            url = str(found)
+    raise ToolFailure(f"{url[:200]} was redirected more than {MAX_REDIRECTS} times")
+
+
+def _url(text: str) -> httpx2.URL:
+    try:
+        url = httpx2.URL(text)
+    except (httpx2.InvalidURL, ValueError) as error:
+        raise ToolFailure(f"{text[:200]!r} is no URL: {error}") from error
+    if url.scheme not in PORTS or not url.host:
+        raise ToolFailure(f"{text[:200]!r} is no http:// or https:// URL")
+    if url.userinfo:
+        raise ToolFailure("a URL with a password in it is not fetched")
+    return url
+
+
+def _one(client: httpx2.Client, url: httpx2.URL, hosts: Sequence[str], end: float) -> str | httpx2.URL:
+    """One request: the text, or where it was redirected to."""
+    address = _address(url, hosts)
+    # The address itself is asked, so that a second look at the name cannot lead elsewhere; certificates are for the name.
+    request = client.build_request(
+        "GET",
+        url.copy_with(host=address),
+        headers={"Host": url.netloc.decode("ascii"), "Accept": "text/*, application/json", "Accept-Encoding": "identity"},
+        extensions={"sni_hostname": url.host},
+        timeout=max(0.1, end - time.monotonic()),
+    )
+    try:
+        response = client.send(request, stream=True)
+        try:
+            if response.has_redirect_location:
+                return url.join(response.headers["Location"])
+            return _text(response, end)
+        finally:
+            response.close()
+    except (httpx2.TransportError, httpx2.InvalidURL, httpx2.DecodingError) as error:
+        raise ToolFailure(f"{url.host} does not answer: {type(error).__name__}: {str(error)[:300]}") from error
+
+
+def _address(url: httpx2.URL, hosts: Sequence[str]) -> str:
+    """An address of the URL's host that may be asked."""
+    port = url.port or PORTS[url.scheme]
+    if not any(_fits(host, url.host, port) for host in hosts):
+        raise ToolFailure(f"{url.host}:{port} may not be fetched; allowed: {', '.join(hosts)}")
+    try:
+        found = socket.getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ToolFailure(f"there is no host {url.host!r}") from error
+    addresses = [str(item[4][0]) for item in found]
+    for address in addresses:
+        # As it stands in the list it is meant, private or not.
+        if url.host != address and not _public(address):
+            raise ToolFailure(f"{url.host} is at a private address and is not fetched")
+    return addresses[0]
+
+
+def _fits(allowed: str, host: str, port: int) -> bool:
+    entry = ENTRY.fullmatch(allowed.strip().lower())
+    if entry is None:
+        raise ConfigError(f"{allowed!r} is no host that fetch could be allowed.", HINT)
+    ports = (int(entry["port"]),) if entry["port"] else tuple(PORTS.values())
+    name = entry["name"].strip("[]")
+    return port in ports and (host.lower().endswith(name[1:]) if name.startswith("*.") else host.lower() == name)
+
+
+def _public(address: str) -> bool:
+    found = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(found, "ipv4_mapped", None)
+    return (mapped or found).is_global and not (mapped or found).is_multicast
+
+
+def _text(response: httpx2.Response, end: float) -> str:
+    kind = response.headers.get("Content-Type", "text/plain").lower()
+    if response.status_code >= 300:
+        raise ToolFailure(f"the page answers {response.status_code} {response.reason_phrase}")
+    if not kind.startswith(TEXTS):
+        raise ToolFailure(f"the page is {kind[:100]}, no text")
+    if response.headers.get("Content-Encoding", "identity") != "identity":
+        raise ToolFailure("the page is compressed, which was not asked for")  # and might unfold to any size
+    read = bytearray()
+    for part in response.iter_raw():
+        read += part
+        if len(read) > MAX_BYTES:
+            raise ToolFailure(f"the page is longer than {MAX_BYTES} bytes")
+        if time.monotonic() > end:
+            raise ToolFailure(f"the page took longer than {SECONDS:g} s")
+    text = bytes(read).decode(_charset(response), errors="replace")
+    return plain(text) if "html" in kind else text
+
+
+def _charset(response: httpx2.Response) -> str:
+    try:
+        "".encode(response.charset_encoding or "utf-8")
+    except LookupError:
+        return "utf-8"
+    return response.charset_encoding or "utf-8"
+
+
+class _Words(HTMLParser):
+    """The words of a page, without scripts and styles."""
+
+    SKIPPED = ("script", "style", "noscript", "template")
+    BREAKS = ("p", "br", "div", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article", "pre", "table")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+        self._skipped = self._kept = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Begins a line, or what is passed over."""
+        self._skipped += tag in self.SKIPPED
+        self._kept += tag == "pre"
+        self.parts += ["\n"] * (tag in self.BREAKS)
+
+    def handle_endtag(self, tag: str) -> None:
+        """Ends them."""
+        self._skipped -= tag in self.SKIPPED and self._skipped > 0
+        self._kept -= tag == "pre" and self._kept > 0
+        self.parts += ["\n"] * (tag in self.BREAKS)
+
+    def handle_data(self, data: str) -> None:
+        """Keeps the words."""
+        if not self._skipped:
+            self.parts.append(data if self._kept else re.sub(r"\s+", " ", data))
+
+
+def plain(page: str) -> str:
+    """The text of an HTML page, a line per block."""
+    words = _Words()
+    words.feed(page)
+    words.close()
+    lines = (" ".join(line.split()) for line in "".join(words.parts).splitlines())
+    return "\n".join(line for line in lines if line)
+
+
+def _listed() -> list[str]:
+    return [host.strip() for host in settings().fetch_hosts.split(",") if host.strip()]
+
+
+fetch = _tool(_listed)

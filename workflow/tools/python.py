@@ -1,0 +1,200 @@
+"""python: runs a program in the sandbox and tells what it printed. Each call starts from nothing.
+
+What its code does wrong (an exception, too much time, memory or output) is told to the model with what was printed until
+then. Processor time is the model's limit; the clock is the system's. So a program that was kept from its processor, as one
+that the sandbox failed, is no observation: its call is sent again.
+
+The process has one sandbox, of the kind that the machine's settings name (`AGENTRL_SANDBOX`); where none holds, a run that
+offers this tool is refused, with what to install.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
+
+from workflow.errors import AgentRLError, CodeFailure, ConfigError, InfraError, ToolFailure
+from workflow.once import Once
+from workflow.sandbox import MIB, Limits, Result, Sandbox, Session
+from workflow.sandbox.find import find_sandbox
+from workflow.settings import settings
+from workflow.tools import Tool, clip, failure
+from workflow.trajectory import Exit, ToolResult
+
+CPU_SECONDS = 5.0
+MEMORY_MB = 512
+MAX_CHARACTERS = 8000
+OUTPUT_BYTES = 64 * 1024
+CALL_SECONDS = 60.0
+IDLE_SHARE = 0.1
+"""The clock's limit gives each program four times its processor time, and more where others want the cores too: one that had
+less than this share of its time then did not want it, but slept or waited for itself."""
+
+
+@Once
+def sandbox() -> Sandbox:
+    """The process's sandbox."""
+    return find_sandbox(settings())
+
+
+@dataclass(frozen=True)
+class CodeTool(Tool):
+    """A tool whose function returns a program, which runs in the sandbox.
+
+    Args:
+        cpu_seconds: processor time that one call may use. `timeout_seconds` of a call is no limit of the model's: where it
+            passes, the machine was too busy.
+        keeps: the programs of an episode are cells of one session: names last from one call to the next.
+    """
+
+    cpu_seconds: float = CPU_SECONDS
+    keeps: bool = False
+
+    @property
+    def limits(self) -> Limits:
+        """What the sandbox holds a call to."""
+        return Limits(self.cpu_seconds, memory_bytes=(self.memory_mb or MEMORY_MB) * MIB, output_bytes=OUTPUT_BYTES)
+
+    def call(self, arguments: Mapping[str, Any]) -> str:
+        """Runs the program.
+
+        Raises:
+            ToolFailure: arguments of the wrong names or types, or a program that did not end well.
+            InfraError: the system failed the program.
+            ConfigError: the tool keeps a session, and there is none here.
+        """
+        return self._observed(self._ran(arguments))
+
+    def run(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """See `Tool.run`; a program that did not end well is a result too."""
+        return self._told(self._ran(arguments))
+
+    def open(self) -> Session:
+        """A session of the process's sandbox, with this tool's limits.
+
+        Raises:
+            InfraError: it did not come up.
+        """
+        return sandbox().session(self.limits)
+
+    def cell(self, session: Session, arguments: Mapping[str, Any]) -> ToolResult:
+        """Runs the program as a session's next cell.
+
+        Raises:
+            ToolFailure: arguments of the wrong names or types: the session saw nothing of it.
+            InfraError: the system failed the cell.
+        """
+        return self._told(session.run(self._program(arguments)))
+
+    def _ran(self, arguments: Mapping[str, Any]) -> Result:
+        if self.keeps:
+            raise ConfigError(f"The tool {self.name!r} keeps its names for an episode, and here is none.", "Take python.")
+        return sandbox().run(self._program(arguments), limits=self.limits)
+
+    def _program(self, arguments: Mapping[str, Any]) -> str:
+        program = self.answer(arguments)
+        try:
+            program.encode()
+        except UnicodeEncodeError as error:
+            raise ToolFailure("the code holds half a surrogate pair, which no file can hold") from error
+        return program
+
+    def _observed(self, result: Result) -> str:
+        return clip(observed(result, self.limits), self.max_characters)
+
+    def _told(self, result: Result) -> ToolResult:
+        try:
+            told = ToolResult(self._observed(result))
+        except CodeFailure as error:
+            told = failure(self, error)
+        seen = Exit(result.kind, result.status, result.exit_code)
+        return replace(told, cpu_seconds=result.cpu_seconds, exit=seen)
+
+    def overdue(self) -> AgentRLError:
+        """The system's failure."""
+        return InfraError(f"{self.name} was not served within {self.timeout_seconds:g} s.")
+
+
+class Notebook:
+    """The sessions of one conversation in this very process, where no worker has them: one for each tool that keeps one."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+
+    def run(self, tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
+        """The tool's answer; what the model did wrong is one too.
+
+        Raises:
+            InfraError: the system failed it.
+        """
+        try:
+            return tool.cell(self._session(tool), arguments) if keeps_session(tool) else tool.run(arguments)
+        except ToolFailure as error:
+            return failure(tool, error)
+
+    def _session(self, tool: CodeTool) -> Session:
+        if tool.name not in self._sessions:
+            self._sessions[tool.name] = tool.open()
+        return self._sessions[tool.name]
+
+    @property
+    def alive(self) -> bool:
+        """Whether none of its interpreters is lost, and their names with it."""
+        return all(session.alive for session in self._sessions.values())
+
+    def close(self) -> None:
+        """Ends the sessions."""
+        for session in self._sessions.values():
+            session.close()
+
+
+def keeps_session(tool: object) -> TypeGuard[CodeTool]:
+    """Whether the tool's calls are cells of a session that lasts the episode."""
+    return isinstance(tool, CodeTool) and tool.keeps
+
+
+def observed(result: Result, limits: Limits) -> str:
+    """What the model reads of a program that ended well.
+
+    Raises:
+        CodeFailure: it did not; with what it had printed, and why it was ended.
+        InfraError: the system failed it.
+    """
+    if system_failed(result, limits):
+        raise InfraError(f"The sandbox ({result.kind}) failed a program: {result.status}: {result.output[:300]}")
+    if result.status == "ok":
+        return result.output.rstrip("\n") or "(no output)"
+    said = result.output.rstrip("\n")
+    reason = reasons(limits).get(result.status, "")
+    if not reason and (not said or result.exit_code != 1):  # 1 is a traceback's, which says more
+        reason = f"(exit code {result.exit_code})"
+    raise CodeFailure("\n".join(filter(None, (said, reason))), result.status)
+
+
+def system_failed(result: Result, limits: Limits) -> bool:
+    """Whether it says nothing about the code: the sandbox failed, or the machine was too busy for it."""
+    if result.status == "timeout_wall":
+        return result.cpu_seconds >= IDLE_SHARE * limits.cpu_seconds
+    return result.status == "sandbox_fault"
+
+
+def reasons(limits: Limits) -> dict[str, str]:
+    """Status -> what the model is told of it; what a traceback says needs no more."""
+    return {
+        "timeout_cpu": f"[stopped: it used up its {limits.cpu_seconds:g} s of processor time]",
+        "timeout_wall": "[stopped: it slept or waited for too long]",
+        "oom": f"[stopped: it needs more than {limits.memory_bytes // MIB} MB of memory]",
+        "output_cap": f"[stopped: it printed more than {limits.output_bytes} bytes]",
+        "pids": f"[stopped: it started more than {limits.processes} processes and threads]",
+        "killed": "[stopped: it crashed the interpreter]",
+    }
+
+
+def _python(code: str) -> str:
+    """Runs a Python program and returns what it prints. Nothing is kept between calls."""
+    return code
+
+
+_python.__name__ = "python"
+python = CodeTool(
+    _python, timeout_seconds=CALL_SECONDS, max_characters=MAX_CHARACTERS, memory_mb=MEMORY_MB, needs=sandbox, opens=sandbox
+)

@@ -1,0 +1,205 @@
+"""search: the passages of a collection of texts that fit a query best, by BM25 (SQLite's FTS5).
+
+The collection is a folder of text files (.txt, .md, .markdown, .rst, with all its sub-folders), a .jsonl file (one object per
+line with `text` or `contents`, and `title` where it has one), or an http:// URL: that is asked with a POST of
+`{"query": ..., "k": ...}` and answers `{"results": [{"title": ..., "text": ...}, ...]}`.
+
+By its plain name the tool reads what AGENTRL_SEARCH names; `search_in(...)` makes one over a collection of an env's own. The
+index is made once per process, when the first call comes, in a temporary file that SQLite removes by itself.
+"""
+
+import json
+import re
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx2
+from pydantic import Field
+
+from workflow.errors import ConfigError, ServiceError, ToolFailure
+from workflow.once import Once
+from workflow.settings import is_url, settings
+from workflow.tools import Tool
+
+SUFFIXES = {".txt", ".md", ".markdown", ".rst"}
+PASSAGE = 1000
+"""Characters of a passage: paragraphs are joined up to it, and longer ones are cut."""
+
+MAX_WORDS = 64
+MAX_CHARACTERS = 8000
+ANSWER_SECONDS = 10.0
+HINT = "Set AGENTRL_SEARCH to a folder of texts, a .jsonl file or an http:// URL."
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A piece of a text, and where it is from."""
+
+    title: str
+    text: str
+
+
+Search = Callable[[str, int], Sequence[Passage]]
+"""A query and how many -> the best passages, the best first."""
+
+
+def search_in(collection: str | Path | Callable[[], Iterable[Passage]]) -> Tool:
+    """The tool over a folder, a .jsonl file, a URL, or passages that a function gives."""
+    return _tool(lambda: collection)
+
+
+def _tool(named: Callable[[], str | Path | Callable[[], Iterable[Passage]]]) -> Tool:
+    opened = Once(lambda: open_search(named()))
+
+    def search(query: str, k: Annotated[int, Field(ge=1, le=20)] = 3) -> str:
+        """Searches a collection of texts and returns the k passages that fit the query best."""
+        found = opened()(query, k)
+        if not found:
+            return "nothing was found; try other words"
+        return "\n\n".join(f"[{rank}] {passage.title}\n{passage.text}" for rank, passage in enumerate(found, start=1))
+
+    return Tool(search, timeout_seconds=15.0, max_characters=MAX_CHARACTERS, needs=lambda: check(named()), opens=opened)
+
+
+def check(collection: str | Path | Callable[[], Iterable[Passage]]) -> None:
+    """Whether there is such a collection.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if callable(collection) or is_url(str(collection)):
+        return
+    path = Path(collection).expanduser()
+    if not collection or not (path.is_dir() or path.is_file()):
+        what = f"nothing is at {str(path)!r}" if collection else "no collection is named"
+        raise ConfigError(f"There is nothing to search: {what}.", HINT)
+    if path.is_file() and path.suffix != ".jsonl":
+        raise ConfigError(f"{str(path)!r} is neither a folder nor a .jsonl file.", HINT)
+
+
+def open_search(collection: str | Path | Callable[[], Iterable[Passage]]) -> Search:
+    """What searches the collection; an index is made now.
+
+    Raises:
+        ConfigError: no such collection, or nothing is in it.
+    """
+    check(collection)
+    if callable(collection):
+        return index(collection())
+    if is_url(str(collection)):
+        return lambda query, k: _ask(str(collection), query, k)
+    path = Path(collection).expanduser()
+    return index(_of_lines(path) if path.is_file() else _of_folder(path))
+
+
+# an index of our own
+
+
+def index(passages: Iterable[Passage]) -> Search:
+    """A search by BM25 in which a word of the title counts twice; equals come in their order.
+
+    Raises:
+        ConfigError: there is no passage.
+    """
+    # Without a name it is a temporary file of SQLite's: large collections stay out of memory.
+    table = sqlite3.connect("", check_same_thread=False, isolation_level=None)
+    table.execute("CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize = 'porter unicode61 remove_diacritics 2')")
+    table.execute("BEGIN")
+    added = table.executemany(
+        "INSERT INTO passages VALUES (?, ?)", ((_utf8(p.title), _utf8(p.text)) for p in passages)
+    ).rowcount
+    table.execute("COMMIT")
+    if added < 1:
+        raise ConfigError("The collection to search holds no text.", HINT)
+    turn = threading.Lock()
+
+    def best(query: str, k: int) -> list[Passage]:
+        words = re.findall(r"\w+", _utf8(query))[:MAX_WORDS]
+        if not words:
+            raise ToolFailure("the query holds no word to search for")
+        wanted = " OR ".join(f'"{word}"' for word in words)
+        with turn:
+            rows = table.execute(
+                "SELECT title, text FROM passages WHERE passages MATCH ? ORDER BY bm25(passages, 2.0, 1.0), rowid LIMIT ?",
+                (wanted, k),
+            ).fetchall()
+        return [Passage(*row) for row in rows]
+
+    return best
+
+
+def _utf8(text: str) -> str:
+    return text.replace("\0", " ").encode("utf-8", "replace").decode()
+
+
+def _of_folder(folder: Path) -> Iterator[Passage]:
+    for file in sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()):
+        title = str(file.relative_to(folder))
+        yield from (Passage(title, text) for text in pieces(file.read_text(encoding="utf-8", errors="replace")))
+
+
+def _of_lines(file: Path) -> Iterator[Passage]:
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                title, text = _document(file, number, line)
+                yield from (Passage(title, piece) for piece in pieces(text))
+
+
+def _document(file: Path, number: int, line: str) -> tuple[str, str]:
+    try:
+        row = json.loads(line)
+        text = row["text"] if "text" in row else row["contents"]
+        if not isinstance(text, str):
+            raise TypeError("text must be text")
+        return str(row.get("title", f"{file.stem}/{number}")), text
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"Line {number} of {str(file)!r} is no object with a 'text': {said}.", "Correct the file.") from error
+
+
+def pieces(text: str) -> Iterator[str]:
+    """The text in passages of at most PASSAGE characters, cut between paragraphs where that is possible."""
+    piece = ""
+    for paragraph in re.split(r"\n\s*\n", text):
+        paragraph = paragraph.strip()
+        if piece and len(piece) + len(paragraph) + 2 > PASSAGE:
+            yield piece
+            piece = ""
+        while len(paragraph) > PASSAGE:
+            cut = paragraph.rfind(" ", PASSAGE // 2, PASSAGE)
+            cut = PASSAGE if cut < 0 else cut
+            yield paragraph[:cut].rstrip()
+            paragraph = paragraph[cut:].lstrip()
+        piece = f"{piece}\n\n{paragraph}" if piece and paragraph else piece or paragraph
+    if piece:
+        yield piece
+
+
+# somebody else's
+
+
+def _ask(url: str, query: str, k: int) -> list[Passage]:
+    try:
+        response = httpx2.post(url, json={"query": query, "k": k}, timeout=ANSWER_SECONDS)
+    except (httpx2.TransportError, httpx2.InvalidURL) as error:
+        raise ServiceError(f"The search at {url} does not answer: {type(error).__name__}: {error}.", HINT) from error
+    if response.status_code in (400, 422):
+        raise ToolFailure(f"the search refuses the query: {response.text[:300]}")
+    if response.status_code != 200:
+        raise ServiceError(f"The search at {url} answered {response.status_code}: {response.text[:300]}.", HINT)
+    try:
+        return [_found(row) for row in response.json()["results"][:k]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ServiceError(f"The search at {url} answered what is no list of results: {error}.", HINT) from error
+
+
+def _found(row: dict[str, Any]) -> Passage:
+    return Passage(str(row.get("title", "")), str(row["text"]))
+
+
+search = _tool(lambda: settings().search)
