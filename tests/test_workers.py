@@ -30,6 +30,8 @@ from workflow.config import RunConfig
 from workflow.envs import Env
 from workflow.errors import InfraError
 from workflow.hooks import Hook
+from workflow.models import base_hash
+from workflow.policy import Policy
 from workflow.settings import Settings, settings
 from workflow.store import calls, steps
 from workflow.store.calls import CallWork
@@ -349,6 +351,31 @@ def test_a_model_folder_that_was_made_anew_is_loaded_anew_and_an_unchanged_one_i
     with models.use(RunConfig(), str(folder)) as anew:
         assert anew.policy.base_hash != before
         anew.engine.close()
+
+
+def test_a_model_folder_that_is_replaced_while_it_is_read_is_read_again(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTRL_DEVICE", "cpu")
+    settings.cache_clear()
+    mine, other = tiny_random(tmp_path / "mine"), tiny_random(tmp_path / "other", seed=1)
+    expected = {"mine": base_hash(mine), "other": base_hash(other)}
+    load = Policy.load
+
+    def load_slowly(*args: Any, **named: Any) -> Policy:
+        while swaps:
+            swaps.pop()()
+        return load(*args, **named)
+
+    kept, models = tmp_path / "kept", Models()
+    swaps = [lambda: other.rename(mine), lambda: mine.rename(kept)]
+    monkeypatch.setattr(Policy, "load", load_slowly)
+    with models.use(RunConfig(), str(mine)) as loaded:
+        assert loaded.policy.base_hash == expected["other"]
+    mine.rename(other)
+    kept.rename(mine)
+    with models.use(RunConfig(), str(mine)) as loaded:
+        assert loaded.policy.base_hash == expected["mine"], "the files that it asked for first are back"
 
 
 def test_jobs_of_two_bases_take_turns_and_a_base_is_not_changed_for_each_job(

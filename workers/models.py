@@ -81,9 +81,8 @@ class Models:
             ModelError: it cannot be loaded.
             ConfigError: there is no such engine.
         """
-        key = f"{base}|{config.model.model_dump_json(exclude={'path'})}|{config.rollout.engine}|{_stamp(Path(base))}"
         with self._changed:
-            loaded = self._enter(key, config, base)
+            loaded = self._enter(_key(config, base), config, base)
         try:
             yield loaded
         finally:
@@ -98,7 +97,7 @@ class Models:
         try:
             self._changed.wait_for(lambda: self._may_enter(ticket))
             if self._key != key or self._loaded is None:
-                self._replace(key, config, base)
+                self._replace(config, base)
             assert self._loaded is not None
             self._users += 1
             return self._loaded
@@ -112,7 +111,7 @@ class Models:
         first = self._line[0] == ticket
         return ticket in invited or (first and (ticket[1] == self._key or not (self._users or invited)))
 
-    def _replace(self, key: str, config: RunConfig, base: str) -> None:
+    def _replace(self, config: RunConfig, base: str) -> None:
         if self._loaded is not None:
             log.info("changing bases: %s leaves", self._key.split("|")[0])
             self._loaded.leave()
@@ -120,15 +119,26 @@ class Models:
         log.info("loading %s", base)
         where = settings()
         backend: Backend = find("engines", config.rollout.engine)
-        policy = Policy.load(config.model, base, where.device, where.threads, weights=backend.local)
+        key = ""
+        while key != (present := _key(config, base)):  # a folder that is replaced while it is read is read again
+            key = present
+            policy = Policy.load(config.model, base, where.device, where.threads, weights=backend.local)
         self._loaded = Loaded(policy, backend)
         self._key, self._invited = key, self._tickets
+
+
+def _key(config: RunConfig, base: str) -> str:
+    """What must be equal for two jobs to share a loaded base."""
+    return f"{base}|{config.model.model_dump_json(exclude={'path'})}|{config.rollout.engine}|{_stamp(Path(base))}"
 
 
 def _stamp(folder: Path) -> str:
     """Tells a folder that was made anew from the one that was loaded; hashing gigabytes for every job would be too slow."""
     files = sorted(file for file in folder.glob("*") if file.suffix in (".safetensors", ".json", ".jinja", ".txt"))
-    return " ".join(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}" for file in files for stat in [file.stat()])
+    try:
+        return " ".join(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}" for file in files for stat in [file.stat()])
+    except FileNotFoundError:
+        return "being replaced"
 
 
 models = Models()
