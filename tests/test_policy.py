@@ -1,6 +1,7 @@
 """policy: what trains, what samples, what is published, and that nothing altered is ever loaded."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,13 @@ def test_a_base_that_changes_while_it_is_read_is_not_taken_for_what_it_was(
 
     monkeypatch.setattr(base, "tokenizer", changing)
     assert Policy.load(config(lora_r=0), str(folder), device="cpu").base_hash == base_hash(folder) != before
+
+
+def test_models_that_are_loaded_at_once_are_each_whole(folder: Path) -> None:
+    alone = Policy.load(config(lora_r=0), str(folder), device="cpu").trainable().keys()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: Policy.load(config(lora_r=0), str(folder), device="cpu").trainable().keys(), range(8)))
+    assert all(names == alone for names in found)
 
 
 def test_a_base_that_was_made_anew_in_its_folder_is_not_taken_for_the_old_one(tmp_path: Path) -> None:

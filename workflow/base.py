@@ -1,6 +1,7 @@
 """A base as its folder has it: tokenizer, window, quantisation and precision, and the LoRA adapters that fit it."""
 
 import logging
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprec
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_alone = threading.Lock()
+"""transformers makes one model at a time: of two at once, tied weights of one come out apart."""
 
 
 def load(config: ModelConfig, folder: Path, device: torch.device, kind: str) -> Any:
@@ -40,7 +43,7 @@ def load(config: ModelConfig, folder: Path, device: torch.device, kind: str) -> 
     dtype = _dtype(config, device, kind)
     extra = _placement(config, dtype, device)
     # Spared, because each weight comes whole before it is quantised.
-    with _taken_for(folder, "model"), spared(config.load_in_4bit or config.load_in_8bit):
+    with _alone, _taken_for(folder, "model"), spared(config.load_in_4bit or config.load_in_8bit):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **extra)
     return _trainable_4bit(model) if config.load_in_4bit else model
 
