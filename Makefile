@@ -11,7 +11,7 @@ ifneq ($(wildcard ../shared/data/gsm8k),)
 export AGENTRL_GSM8K_DIR ?= $(abspath ../shared/data/gsm8k)
 endif
 
-.PHONY: env quickstart test faults disturbed learn-code bench lint format wheel-test compose-test clean
+.PHONY: env quickstart test faults disturbed learn learn-code bench lint format wheel-test compose-test clean
 
 env: .venv/.stamp
 
@@ -35,6 +35,15 @@ faults: env
 # The same run left alone and struck some 30 times, in four modes: about half an hour, into build/disturbed.json.
 disturbed: env
 	$(BIN)/python -m tests.faults.disturbed
+
+# Every algorithm on arithmetic, 96 iterations with 3 seeds each: an hour or two, into build/learn.json, .md and .svg; what is
+# there already is not run again. `make learn only=grpo,ppo seeds=0 jobs=1` runs those.
+learn: .venv/.learn
+	$(BIN)/python -m tests.learn $(if $(only),--only $(only)) $(if $(seeds),--seeds $(seeds)) $(if $(jobs),--jobs $(jobs))
+
+.venv/.learn: .venv/.stamp
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[dev,learn]'
+	touch $@
 
 # The tiny model learns to program, through the tools queue, the sandbox and a kill -9 of the tools worker: a warm start, 48
 # iterations, held-out tasks before and after: five to ten minutes, into build/learn_code.json.

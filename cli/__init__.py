@@ -1,4 +1,5 @@
 """The commands: `agentrl submit`, `watch`, `replay` and the rest. A command parses, calls one function, prints.
 
-Nothing heavy is imported before a command needs it, so that `--help` answers at once; torch comes only with `sft` and `chat`.
+Nothing heavy is imported before a command needs it, so that `--help` answers at once; torch comes only with `sft`, `dpo`
+and `chat`.
 """

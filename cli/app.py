@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from cli import ask, doctor, fork, keep, look, model, serve_tools, stack, steer, submit, watch
+from cli import ask, compare, doctor, fork, keep, look, model, serve_tools, stack, steer, submit, tune, watch, whatif
 from cli.output import say
 from workflow.errors import AgentRLError, ConfigError
 
@@ -30,12 +30,15 @@ for command in (
     fork.fork,
     fork.rescore,
     fork.why,
+    whatif.whatif,
     steer.resume,
     steer.pause,
     steer.cancel,
     ask.sql,
-    model.sft,
+    tune.sft,
+    tune.dpo,
     model.evaluate,
+    compare.compare,
     model.chat,
     stack.up,
     stack.down,

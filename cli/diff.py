@@ -33,7 +33,10 @@ def diff(episode: int, other: int, as_json: bool) -> int:
 
 def _scored(origin: "Origin") -> Episode:
     """With the parts of its own reward set, which a record keeps apart."""
-    return replace(origin.record.episode, rewards=origin.reward_sets["default"].parts)
+    from workflow.rewards import whole
+
+    parts = origin.reward_sets["default"].parts
+    return replace(origin.record.episode, rewards={name: whole(part) for name, part in parts.items()})
 
 
 def _spelled(token: "TokenDifference", sides: "tuple[Origin, Origin]") -> "TokenDifference":

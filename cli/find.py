@@ -16,15 +16,22 @@ def existing_database() -> Any:
 
 
 def find_policy(policy: str) -> tuple[RunConfig, Any]:
-    """`RUN[@VERSION]`: the run's config and that policy. Else a model: the default config with it, and None."""
+    """`RUN[@VERSION|@best]`, or a checkpoint folder of a run: the run's config and that policy.
+
+    Else a model: the default config with it, and None.
+
+    Raises:
+        NotFoundError: there is no such run or version, and no model can be of that name.
+    """
     from workers.submit import stored_policy, version_number
     from workflow.config import build
     from workflow.errors import NotFoundError
     from workflow.store import planning
 
-    name, _, word = policy.partition("@")
-    version = version_number(word) if word else None
     db = existing_database()
+    at = _checkpoint(db, policy)
+    name, _, word = at.partition("@") if at else policy.partition("@")
+    version = version_number(word) if word else None
     if db is not None:
         try:
             run = planning.find_run(db, name)
@@ -36,4 +43,45 @@ def find_policy(policy: str) -> tuple[RunConfig, Any]:
             return RunConfig.model_validate(run["config"]), ref
     if version is not None:
         raise NotFoundError(f"There is no run {name!r}.", "List them with `agentrl runs`.")
+    if not _may_be_a_model(policy):
+        raise NotFoundError(
+            f"There is no run and no model folder {policy!r}; a model of the hub has a '/' in its name.",
+            "List the runs: agentrl runs",
+        )
     return build({"model.path": policy}), None
+
+
+def _may_be_a_model(name: str) -> bool:
+    """Whether there is a folder of that name, or may be a model on the hub."""
+    from pathlib import Path
+
+    from workflow.models import TINY
+    from workflow.settings import settings
+
+    return name == TINY or "/" in name or (settings().models_dir / name).is_dir() or Path(name).expanduser().is_dir()
+
+
+def _checkpoint(db: Any, policy: str) -> str:
+    """`RUN@VERSION` of the checkpoint that the words are the path of; empty where they are no path of a checkpoint.
+
+    Raises:
+        NotFoundError: it is one of no run here.
+    """
+    from pathlib import Path
+
+    from workflow.checkpoint import MANIFEST, STATE
+    from workflow.errors import NotFoundError
+    from workflow.settings import is_url
+    from workflow.store import evals
+
+    folder = Path(policy).expanduser().resolve()
+    is_checkpoint = not is_url(policy) and (folder / MANIFEST).is_file() and (folder / STATE).is_file()
+    if not is_url(policy) and not is_checkpoint:
+        return ""
+    found = "" if db is None else evals.policy_at(db, policy.rstrip("/") if is_url(policy) else str(folder))
+    if not found:
+        raise NotFoundError(
+            f"{policy!r} is a checkpoint of no run in this database, which alone knows its base model.",
+            "Name RUN@VERSION where its run is, or a model's folder.",
+        )
+    return found

@@ -79,16 +79,17 @@ def why(episode: EpisodeNumber, as_json: Json = False) -> None:
 
 
 COLUMNS = (
-    "iteration", "planned", "trained", "no_variance=no variance", "strayed", "too_few=too few", "skipped", "tainted",
+    "iteration", "planned", "trained", "no_variance=no variance", "strayed", "too_few=too few", "surplus", "skipped", "tainted",
     "no_reward=no reward", "failed", "infra_error", "cancelled", "evaluated", "forked", "waiting", "open",
 )  # fmt: skip
 """Fates, in the table; a column where nothing ended so is left out."""
 
 SENTENCES = {
     "trained": "trained: advantage {advantage} in the update of iteration {iteration}, which made policy version {version}",
-    "no_variance": "taught nothing: the rewards of its group are all alike, so that its advantage is 0",
+    "no_variance": "taught nothing: the rewards of its group are all alike, so that it has no advantage",
     "strayed": "not trained: of its group {dropped}",
     "too_few": "not trained: its group was dropped, {dropped}",
+    "surplus": "not trained: its group was dropped, {dropped}",
     "skipped": "not trained: the update of iteration {iteration} was skipped, {skipped}",
     "tainted": "not trained: a tool gave another output when its state was rebuilt",
     "no_reward": "not trained: it has no reward in the set that was trained on",

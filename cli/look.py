@@ -13,7 +13,7 @@ from workflow.errors import ConfigError
 
 RUN_COLUMNS = (
     "id", "run", "kind", "status", "dataset", "model", "done=iterations", "episodes_done=episodes", "last_reward=reward",
-    "seconds", "reason",
+    "best", "seconds", "reason",
 )  # fmt: skip
 EPISODE_COLUMNS = (
     "id", "iteration", "task", "sample", "status", "stop_reason", "reward", "advantage", "steps", "tool_calls=calls",
@@ -37,7 +37,7 @@ Limit = Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so ma
 
 
 def runs(limit: Limit = 50, as_json: Json = False) -> None:
-    """List the newest runs."""
+    """List the newest runs; best: the highest mean on the held-out split, and whose version it is (RUN@best)."""
     from workers.process import database
     from workflow.store import observe
 
@@ -52,7 +52,8 @@ def runs(limit: Limit = 50, as_json: Json = False) -> None:
 
 def _short(run: Any) -> dict[str, Any]:
     done = f"{run['iterations_done']}/{run['iterations']}"
-    return {**run, "model": run["model"].rstrip("/").rpartition("/")[2], "done": done}
+    best = None if run["best_version"] is None else f"{cell(run['best_reward'])} @{run['best_version']}"
+    return {**run, "model": run["model"].rstrip("/").rpartition("/")[2], "done": done, "best": best}
 
 
 def episodes(

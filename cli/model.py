@@ -1,20 +1,25 @@
-"""`agentrl sft`, `eval`, `chat`: give a model a start, measure it, talk to it."""
+"""`agentrl eval`, `chat`: measure a model, talk to it."""
 
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cli.find import existing_database, find_policy
-from cli.output import Json, cell, console, say, show, show_json
-from workflow.config import NAME_PATTERN, RunConfig
-from workflow.errors import ConfigError, ConflictError, ModelError
+from cli.output import Json, cell, say, show, show_json
+from workflow.config import RunConfig
+from workflow.errors import ModelError
+
+if TYPE_CHECKING:
+    from workers.submit import Prepared
 
 PolicyName = Annotated[
-    str, typer.Option("--policy", metavar="RUN[@VERSION]|MODEL", help="A run's policy (newest version) or a model.")
+    str,
+    typer.Option(
+        "--policy", metavar="RUN[@VERSION|@best]|PATH|MODEL", help="A run's policy (newest version), a checkpoint or a model."
+    ),
 ]
 TopK = Annotated[int | None, typer.Option("--top-k", help="Draw from the K likeliest tokens [the run's].", show_default=False)]
 TopP = Annotated[
@@ -26,119 +31,13 @@ MinP = Annotated[
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", help="A text that ends a turn; repeatable [the run's].", show_default=False)
 ]
-MAX_TASKS = 4096
-
-
-def sft(
-    dataset: Annotated[str, typer.Option(help="Dataset with demonstrations.")] = "arithmetic",
-    model: Annotated[str, typer.Option(help="tiny for a new small model; or a folder, a hub name.")] = "tiny",
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps [tiny 400, else 200].", show_default=False)] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Demonstrations per step [tiny 32, else 16].", show_default=False)
-    ] = None,
-    learning_rate: Annotated[
-        float | None, typer.Option(help="AdamW, highest [tiny 3e-3, else 2e-4 LoRA, 2e-5 full].", show_default=False)
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of new weights, the teacher and the order.")] = 0,
-    name: Annotated[str | None, typer.Option(help="Name of the model made [MODEL-DATASET].", show_default=False)] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a model of that name.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Fine-tune a model on demonstrations; prints its folder."""
-    from workflow.datasets import Dataset
-    from workflow.models import made_name, resolve_model
-    from workflow.plugins import find
-    from workflow.settings import settings
-
-    if learning_rate is not None and learning_rate <= 0:
-        raise ConfigError(f"--learning-rate must be above 0, not {learning_rate:g}.")
-    if dataset.endswith(".jsonl"):
-        raise ConfigError(
-            f"{dataset!r} holds questions and answers, and no demonstrations to imitate.",
-            "Write a dataset file with `demonstrations`; see workflow/datasets/arithmetic.py.",
-        )
-    found: Dataset = find("datasets", dataset)
-    path = model if model == "tiny" else resolve_model(model, dataset)
-    target = settings().models_dir / _model_name(name, made_name(path, dataset))
-    if target.exists() and not force:
-        raise ConflictError(f"There is a model in {str(target)!r} already.", "Pass --force to make it anew, or another --name.")
-
-    from workflow.sft import sft as fine_tune
-
-    recipe = _recipe(path, {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed})
-    machine = settings()
-    with _Progress() as progress:
-        made = fine_tune(
-            found,
-            path,
-            target,
-            recipe=recipe,
-            device=machine.device,
-            threads=machine.threads,
-            overwrite=force,
-            progress=progress.step,
-        )
-    if as_json:
-        show_json({"model": made, "name": made.name, "steps": recipe.steps, "loss": progress.loss})
-    else:
-        show(str(made))
-    say(f"Train it: agentrl submit --dataset {dataset} --model {model if model == 'tiny' and name is None else made.name}")
-
-
-def _model_name(asked: str | None, made: str) -> str:
-    if asked is not None and not re.match(NAME_PATTERN, asked):
-        raise ConfigError(f"--name {asked!r} is no name.", "Use a-z, 0-9, '.', '_' and '-', at most 64.")
-    name = asked or made
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise ConfigError(f"No name can be made of {name!r}.", "Pass --name.")
-    return name
-
-
-def _recipe(model: str, asked: dict[str, Any]) -> Any:
-    from workflow.config import ModelConfig
-    from workflow.models import lora_rank, model_folder
-    from workflow.sft import default_recipe
-
-    full = model == "tiny" or lora_rank(ModelConfig.model_validate({"path": model}), model_folder(model)) == 0
-    return replace(default_recipe(model, full), **{key: value for key, value in asked.items() if value is not None})
-
-
-class _Progress:
-    """A bar on a terminal, else a line for every tenth."""
-
-    def __init__(self) -> None:
-        self.loss = 0.0
-        self._bar: Any = None
-
-    def __enter__(self) -> "_Progress":
-        if sys.stderr.isatty():
-            from rich.progress import Progress
-
-            self._bar = Progress(console=console(stderr=True), transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task("sft", total=None)
-        return self
-
-    def __exit__(self, *ending: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def step(self, step: int, steps: int, loss: float) -> None:
-        """Shows how far it is."""
-        self.loss = loss
-        if self._bar is not None:
-            self._bar.update(self._task, total=steps, completed=step, description=f"loss {loss:.3f}")
-        elif step == steps or step % max(1, steps // 10) == 0:
-            say(f"step {step}/{steps}  loss {loss:.3f}")
 
 
 def evaluate(
     policy: PolicyName,
     dataset: Annotated[str | None, typer.Option(help="Dataset [the run's, else gsm8k].", show_default=False)] = None,
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "test",
-    n: Annotated[
-        int | None, typer.Option("-n", min=1, max=MAX_TASKS, help="Only the first N tasks.", show_default=False)
-    ] = None,
+    n: Annotated[int | None, typer.Option("-n", min=1, max=4096, help="Only the first N tasks.", show_default=False)] = None,
     group_size: Annotated[int, typer.Option(min=1, help="Episodes per task.")] = 1,
     temperature: Annotated[
         float | None, typer.Option(help="Sampling temperature [the run's, else 1].", show_default=False)
@@ -151,7 +50,11 @@ def evaluate(
     fail_under: Annotated[float | None, typer.Option(help="Exit 1 if the mean reward is lower.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a policy: n, mean reward, 95% interval, errors apart."""
+    """Measure a policy: n, mean reward with its 95% interval, accuracy, pass@k, errors apart.
+
+    An episode counts as right where what says so in its reward is at its full value; pass@k is the chance that one of k
+    episodes of a task is right, for k up to --group-size. Compare two: agentrl compare A B.
+    """
     from cli.submit import start_services
     from cli.watch import follow
     from workers import submit as submission
@@ -161,9 +64,11 @@ def evaluate(
     asked: dict[str, Any] = {"temperature": temperature, "engine": engine, "group_size": group_size}
     asked |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
     config, ref = evaluation_of(policy, dataset, split, n, asked)
-    prepared = submission.prepare(existing_database(), config, kind="eval", policy=ref)
+    prepared = _told_of(submission.prepare(existing_database(), config, kind="eval", policy=ref), policy)
     missing = start_services(required=True)
     made = submission.submit(database(), prepared)
+    if n is not None and len(prepared.submission.tasks) < n:
+        say(f"{config.dataset.name} ({split}) has {len(prepared.submission.tasks)} tasks, fewer than -n {n}.")
     for line in [f"{made.name}: {len(prepared.submission.tasks)} tasks x {group_size}", *missing]:
         say(line)
     view = follow(database(), made.name, sys.stderr.isatty(), say)
@@ -177,6 +82,12 @@ def evaluate(
         raise typer.Exit(1)
 
 
+def _told_of(prepared: "Prepared", policy: str) -> "Prepared":
+    """The evaluation's manifest tells of which run (empty: none) the policy was named, as several may have the same weights."""
+    manifest = {**prepared.submission.manifest, "of": find_policy(policy)[0].name or ""}
+    return replace(prepared, submission=replace(prepared.submission, manifest=manifest))
+
+
 def evaluation_of(
     policy: str, dataset: str | None, split: str, n: int | None, rollout: Mapping[str, Any]
 ) -> tuple[RunConfig, Any]:
@@ -184,25 +95,17 @@ def evaluation_of(
 
     What `rollout` leaves out, or gives as None, is the run's.
     """
+    from workers.measure import measuring, sized
     from workers.submit import known_model
-    from workflow.config import build
-    from workflow.datasets import load_tasks
 
     base, ref = find_policy(policy)
-    values = base.flat() | {"name": None, "output_dir": None, "epochs": 1, "rollout.max_staleness": 0}
-    values |= {"dataset.split": split, "dataset.max_samples": n, **_given(rollout)}
-    if dataset is not None and dataset != base.dataset.name:
-        values |= {"dataset.name": dataset, "env": None, "dataset.skip_bad_rows": False}
-    config = build(values)
+    config = measuring(base, dataset, split, n, rollout)
     if ref is None:  # before the dataset, which may be far away and is not what is wrong with an unknown name
         try:
             known_model(config)
         except ModelError as error:
             raise ModelError(f"No run is called {policy!r}, and no model is found: {error.message}", error.hint) from error
-    tasks = len(load_tasks(config.dataset).tasks)
-    if tasks > MAX_TASKS:
-        raise ConfigError(f"{tasks} tasks are more than an evaluation takes.", f"Pass -n {MAX_TASKS} or less.")
-    return build(values | {"rollout.tasks_per_iteration": tasks}), ref
+    return sized(config), ref
 
 
 def _given(rollout: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,12 +114,15 @@ def _given(rollout: Mapping[str, Any]) -> dict[str, Any]:
 
 def _show_score(run: str, policy: str, result: Any, as_json: bool) -> None:
     if as_json:
-        keys = ("episodes", "errors", "mean_reward", "low", "high", "dataset", "split")
+        keys = ("tasks", "episodes", "errors", "mean_reward", "low", "high", "accuracy", "pass_at", "dataset", "split")
         show_json({"run": run, "policy": policy, **{key: result[key] for key in keys}})
         return
     interval = f"[{cell(result['low'])}, {cell(result['high'])}]"
     show(f"{policy} on {result['dataset']} ({result['split']})")
     show(f"  n {result['episodes']}  mean {cell(result['mean_reward'])}  95% {interval}  errors {result['errors']}")
+    if result["accuracy"] is not None:
+        chances = "".join(f"  pass@{k} {cell(chance)}" for k, chance in result["pass_at"].items())
+        show(f"  accuracy {cell(result['accuracy'])}{chances}")
     show(f"  run {run}")
 
 

@@ -118,24 +118,39 @@ def show_config(
     origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the config that a run would have (or has), as YAML."""
-    values, origins = _values(file, assignments, run)
+    """Show the config that a run would have (or has), as YAML.
+
+    What the algorithm makes of options that are left out is a comment there, so that another algorithm takes the file too.
+    """
+    values, origins, settled = _values(file, assignments, run)
     if as_json:
         show_json([{"key": k, "value": v, "origin": origins[k]} for k, v in values.items()] if origin else values)
     elif origin:
         show_table(("key", "value", "origin"), [(key, _yaml(value), origins[key]) for key, value in values.items()])
     else:
         for key, value in values.items():
-            show(f"{key}: {_yaml(value)}")
+            show(f"# {key}: {_yaml(value)} ({origins[key]})" if key in settled else f"{key}: {_yaml(value)}")
 
 
-def _values(file: Any, assignments: list[str] | None, run: str | None) -> tuple[dict[str, Any], dict[str, str]]:
-    from workflow.config import RunConfig, resolve
+def _values(file: Any, assignments: list[str] | None, run: str | None) -> tuple[dict[str, Any], dict[str, str], set[str]]:
+    """Values and origins by key, and the keys whose value is the algorithm's own.
+
+    Raises:
+        ConfigError: the config is one that `submit` refuses, or both a stored one and changes to it were asked for.
+    """
+    from workers.submit import check_trainer
+    from workflow.algorithms import settled_run
+    from workflow.config import RunConfig
     from workflow.errors import ConfigError
+    from workflow.resolve import resolve
 
     if run is None:
         asked, origins = resolve(file, {}, tuple(assignments or ()), os.environ)
-        return asked.flat(), origins
+        made = settled_run(asked)
+        check_trainer(made)
+        before, values = asked.flat(), made.flat()
+        settled = {key for key, value in values.items() if value != before[key]}
+        return values, origins | dict.fromkeys(settled, asked.algorithm.name), settled
     if file or assignments:
         raise ConfigError("--run shows a stored config, which --config and -s cannot change.", "Choose one.")
     from workers.process import database
@@ -143,7 +158,7 @@ def _values(file: Any, assignments: list[str] | None, run: str | None) -> tuple[
 
     row = planning.find_run(database(), run)
     values = RunConfig.model_validate(row["config"]).flat()
-    return values, dict.fromkeys(values, f"run {row['name']}")
+    return values, dict.fromkeys(values, f"run {row['name']}"), set()
 
 
 def _yaml(value: Any) -> str:

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from cli.find import existing_database, find_policy
-from cli.output import Json, say, show, show_json, show_table
+from cli.output import Json, cell, say, show, show_json, show_table
 from workflow.config import DESCRIPTIONS, RunConfig
 from workflow.errors import ConfigError
+from workflow.resolve import weighted
 
 START_SECONDS = 30.0
 """How long the workers of a named broker may take to come up before a run is refused for want of them."""
@@ -23,7 +24,9 @@ FLAGS = {
     "model": "model.path",
     "env": "env",
     "tools": "tools",
+    "reward": "rewards",
     "algorithm": "algorithm.name",
+    "trainer": "update.trainer",
     "engine": "rollout.engine",
     "group_size": "rollout.group_size",
     "tasks_per_iteration": "rollout.tasks_per_iteration",
@@ -37,6 +40,7 @@ FLAGS = {
     "learning_rate": "update.learning_rate",
     "lora_r": "model.lora_r",
     "load_in_4bit": "model.load_in_4bit",
+    "eval_every": "eval.every",
     "seed": "seed",
     "name": "name",
     "output_dir": "output_dir",
@@ -67,7 +71,12 @@ def submit(
     model: Annotated[str | None, _flag("model", "--model", "--model-path")] = None,
     env: Annotated[str | None, _flag("env")] = None,
     tools: Annotated[list[str] | None, _flag("tools")] = None,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[=WEIGHT]", help=f"{DESCRIPTIONS['rewards']}; may be repeated.", show_default=False),
+    ] = None,
     algorithm: Annotated[str | None, _flag("algorithm")] = None,
+    trainer: Annotated[str | None, _flag("trainer")] = None,
     engine: Annotated[str | None, _flag("engine")] = None,
     group_size: Annotated[int | None, _flag("group_size", "--group-size", "--samples-per-prompt")] = None,
     tasks_per_iteration: Annotated[int | None, _flag("tasks_per_iteration")] = None,
@@ -81,6 +90,7 @@ def submit(
     learning_rate: Annotated[float | None, _flag("learning_rate")] = None,
     lora_r: Annotated[int | None, _flag("lora_r")] = None,
     load_in_4bit: Annotated[bool | None, _flag("load_in_4bit", "--load-in-4bit/--no-load-in-4bit")] = None,
+    eval_every: Annotated[int | None, _flag("eval_every")] = None,
     seed: Annotated[int | None, _flag("seed")] = None,
     name: Annotated[str | None, _flag("name")] = None,
     output_dir: Annotated[str | None, _flag("output_dir")] = None,
@@ -96,7 +106,7 @@ def submit(
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option(metavar="RUN[@V]", help="With stored episodes: start from this policy [theirs].", show_default=False),
+        typer.Option(metavar="RUN[@V]", help="Start from it, with stored episodes [theirs].", show_default=False),
     ] = None,
     config: ConfigFile = None,
     assignments: Assignments = None,
@@ -111,10 +121,11 @@ def submit(
 ) -> None:
     """Submit a training run; prints its name."""
     from workers import submit as submission
-    from workflow.config import resolve
+    from workflow.resolve import resolve
 
     flags = {FLAGS[parameter]: value for parameter, value in ctx.params.items() if parameter in FLAGS}
     flags["tools"] = tools or None
+    flags["rewards"] = weighted(reward or ()) or None
     flags |= _source(from_groups or [], from_episodes or [], reward_set)
     asked, origins = resolve(config, flags, tuple(assignments or ()), os.environ)
     if not asked.source.given and (policy or asked.source.reward_set != "default"):
@@ -166,7 +177,8 @@ def send(prepared: Any, wait: bool | None, as_json: bool) -> None:
         show_json({"run": made.name, "id": made.id, "created": made.created, "iterations": made.iterations})
     else:
         show(made.name)
-    say(f"{made.name}: {'submitted' if made.created else 'was submitted before'}, {made.iterations} iterations.")
+    counted = "1 iteration" if made.iterations == 1 else f"{made.iterations} iterations"
+    say(f"{made.name}: {'submitted' if made.created else 'was submitted before'}, {counted}.")
     for line in missing:
         say(line)
     if wait:
@@ -242,20 +254,43 @@ def _say_skipped(rows: tuple[str, ...]) -> None:
             say(f"  {row}")
 
 
+def _told(evaluation: Any, every: int) -> str:
+    tasks = f"{len(evaluation.tasks)} tasks of {evaluation.dataset} ({evaluation.config['dataset']['split']})"
+    return f"every {every} versions: {tasks} x {evaluation.group_size}"
+
+
+def _update_of(config: RunConfig) -> dict[str, Any]:
+    """What an update is, as far as it is not the ordinary one."""
+    from workflow.algorithms import Algorithm
+    from workflow.plugins import find
+
+    algorithm: Algorithm = find("algorithms", config.algorithm.name)
+    warmup = f", alone in the first {config.critic.warmup} iterations" if config.critic.warmup else ""
+    found: dict[str, Any] = {"convention": config.algorithm.convention}
+    found |= {"trainer": "trl"} if config.update.trainer == "trl" else {}
+    found |= {"critic": f"learning rate {cell(config.critic.learning_rate)}{warmup}"} if algorithm.critic else {}
+    return found | ({"passes": config.update.epochs} if config.update.epochs > 1 else {})
+
+
 def _show_plan(prepared: Any, as_json: bool) -> None:
     submission, config = prepared.submission, prepared.config
-    tasks = len(submission.tasks)
+    tasks, more = len(submission.tasks), config.rollout.dynamic_sampling
+    planned = submission.epochs * tasks * submission.group_size
     plan = {
         "name": submission.name,
         "dataset": f"{config.dataset.name} ({config.dataset.split})",
         "model": submission.policy.base,
         "env": config.env,
+        "rewards": ", ".join(f"{name} x {cell(weight)}" for name, weight in submission.weights.items()),
         "algorithm": config.algorithm.name,
+        **_update_of(config),
         "tasks": tasks or f"{len(submission.groups)} stored groups",
         "epochs": submission.epochs,
         "iterations": submission.iterations,
         "group_size": submission.group_size,
-        "episodes": submission.epochs * tasks * submission.group_size or "stored",
+        **({"held_out": _told(submission.evaluation, config.eval.every)} if submission.evaluation else {}),
+        "episodes": planned or "stored",
+        **({"dynamic_sampling": f"up to {planned * more} episodes ({more} x)"} if planned and more > 1 else {}),
         "output_dir": submission.output_dir,
     }
     if as_json:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 from cli.output import Line, cell, one_line
@@ -18,6 +19,9 @@ def transcript(record: Any, only: int | None = None) -> Iterator[Line]:
             calls = [call for call in record.calls if call["step"] == step.index]
             before = record.episode.steps[step.index - 1].results if step.index else None
             yield from _step(step, record.steps[step.index], calls, {result.content for result in before or ()})
+            for part in record.rewards:
+                if part["step"] == step.index:
+                    yield f"  earned {part['part']}: {cell(part['value'])} x {cell(part['weight'])}", "green"
     yield from _end(record)
 
 
@@ -26,7 +30,7 @@ def as_document(record: Any, only: int | None = None) -> dict[str, Any]:
     chosen = [step for step in record.episode.steps if only in (None, step.index)]
     return {
         "episode": record.row,
-        "rewards": [{key: row[key] for key in ("part", "value", "weight", "reward_set")} for row in record.rewards],
+        "rewards": [{key: row[key] for key in ("part", "step", "value", "weight", "reward_set")} for row in record.rewards],
         "grades": record.grades,
         "steps": [
             {
@@ -114,8 +118,8 @@ def _end(record: Any) -> Iterator[Line]:
     for grade in record.grades:
         said = grade["status"] if grade["result"] is None else f"{one_line(grade['result'], 200)} ({grade['seconds']:.3f} s)"
         yield f"  judged by {grade['tool']}: {said}", "red" if grade["error_class"] else ""
-    for part in record.rewards:
-        yield f"  {part['part']}: {cell(part['value'])} x {cell(part['weight'])}", ""
+    for (_, name), rows in groupby(record.rewards, lambda row: (row["reward_set"], row["part"])):
+        yield f"  {name}: {_came_to(list(rows))}", ""
     yield f"  answer:    {one_line(row['final_answer'], 400) or '(none)'}", ""
     yield f"  reference: {one_line(row['reference'], 400)}", ""
     yield (
@@ -123,6 +127,12 @@ def _end(record: Any) -> Iterator[Line]:
         f"({row['tool_errors']} errors), sampling {row['generate_seconds']:.2f} s, tools {row['tool_seconds']:.3f} s",
         "dim",
     )
+
+
+def _came_to(rows: list[Any]) -> str:
+    """What a part came to, the sum of its steps where these earned it."""
+    by_steps = "" if rows[0]["step"] is None else f" (over {len(rows)} steps)"
+    return f"{cell(sum(row['value'] for row in rows))} x {cell(rows[0]['weight'])}{by_steps}"
 
 
 def _tokens(step: Step) -> str:

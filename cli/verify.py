@@ -132,14 +132,16 @@ def _check_tokens(origin: "Origin") -> "TokensReport":
 
 
 def _check_rewards(origin: "Origin") -> "list[RewardsReport]":
+    from workflow.config import RunConfig
     from workflow.envs import Env
     from workflow.plugins import find
     from workflow.replay import check_rewards
 
     env: Env = find("envs", str(origin.config["env"]))
     sets = {"default": env}
+    episode = replace(origin.record.episode, limits=RunConfig.model_validate(origin.config).rollout)
     return [
-        check_rewards(origin.record.episode, name, sets.get(name, Env()), scored.weights, scored.parts, scored.code_hash)
+        check_rewards(episode, name, sets.get(name, Env()), scored.weights, scored.parts, scored.code_hash)
         for name, scored in origin.reward_sets.items()
         if scored.parts
     ]
@@ -252,7 +254,8 @@ def _rewards(reports: "list[RewardsReport]", status: str) -> Iterator[Line]:
         said = f"{report.parts} parts computed again, {len(report.differences) or 'none'} differ{hooks}{code}"
         yield f"rewards  {report.reward_set}: {said}", colour(report.same)
         for item in report.differences:
-            yield f"  {item.part}: recorded {number(item.recorded)}, now {number(item.found)}", "red"
+            at = "" if item.step is None else f" of step {item.step}"
+            yield f"  {item.part}{at}: recorded {number(item.recorded)}, now {number(item.found)}", "red"
 
 
 def parting(found: "TokenDifference", left: str, right: str) -> Iterator[Line]:

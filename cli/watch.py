@@ -30,18 +30,32 @@ Row = Any
 
 @dataclass
 class View:
-    """What is known of a run: its row, its finished iterations, the counts of its open ones, its failures, a warning."""
+    """What is known of a run: its row, its finished iterations, the counts of its open ones, its failures, a warning, and the
+    evaluations that it makes of its own policies."""
 
     run: Row
     iterations: list[Row] = field(default_factory=list)
     progress: Row = field(default_factory=dict)
     failure: Row = field(default_factory=dict)
+    sampled_on: str = ""
     warning: str = ""
+    evals: list[Row] = field(default_factory=list)
 
     @property
     def rewards(self) -> list[float]:
         """Mean reward of each finished iteration that has one."""
         return [row["mean_reward"] for row in self.iterations if row["mean_reward"] is not None]
+
+    @property
+    def going(self) -> bool:
+        """Whether something of it goes on: the run itself, or the evaluations of one that is done."""
+        left = self.run["status"] == "done" and any(row["status"] in GOING for row in self.evals)
+        return left or self.run["status"] in GOING
+
+    @property
+    def scores(self) -> list[float]:
+        """Mean reward on the held-out tasks of each version that was measured."""
+        return [row["mean_reward"] for row in self.evals if row["mean_reward"] is not None]
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -64,7 +78,7 @@ def watch(run: RunName, as_json: Json = False) -> None:
     db = database()
     if as_json:
         view = look(db, run)
-        show_json({"run": view.run, "iterations": view.iterations, "progress": view.progress})
+        show_json({"run": view.run, "iterations": view.iterations, "progress": view.progress, "evals": view.evals})
         return
     view = follow(db, run, sys.stdout.isatty(), show)
     show_lines(summary(view))
@@ -90,11 +104,12 @@ def look(db: Any, run: str, before: View | None = None) -> View:
     from workflow.store import observe
 
     known = [] if before is None else before.iterations
+    evals = observe.list_evals(db, run)  # before the row, which names the best of them
     row = observe.describe_run(db, run)
     after = known[-1]["iteration"] if known else -1
     fresh = [item for item in observe.list_iterations(db, run, after) if item["status"] in ENDED]
     failure = {} if row["status"] in GOING else observe.most_frequent_failure(db, run)
-    return View(row, [*known, *fresh], observe.progress(db, run), failure)
+    return View(row, [*known, *fresh], observe.progress(db, run), failure, observe.sampled_on(db, run), evals=evals)
 
 
 def follow(db: Any, run: str, live: bool, write: Any) -> View:
@@ -108,7 +123,7 @@ def follow(db: Any, run: str, live: bool, write: Any) -> View:
                     seen = time.monotonic()
                 view.warning = _stranded(run) if time.monotonic() - seen > ALONE_SECONDS else _waits(db, view.run)
                 screen.show(view)
-                if view.run["status"] not in GOING:
+                if not view.going:
                     return view
                 time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
@@ -122,6 +137,7 @@ class _Lines:
 
     write: Any
     shown: int = 0
+    measured: set[int] = field(default_factory=set)
     warned: str = ""
 
     def __enter__(self) -> Self:
@@ -135,6 +151,10 @@ class _Lines:
         for row, seconds in list(zip(view.iterations, own_seconds(view.iterations), strict=True))[self.shown :]:
             self.write(iteration_line(row, view.run["iterations"], seconds))
         self.shown = len(view.iterations)
+        for row in view.evals:
+            if row["status"] not in GOING and row["id"] not in self.measured:
+                self.measured.add(row["id"])
+                self.write(eval_line(row, view.run["best_version"]))
         if view.warning and view.warning != self.warned:
             say(view.warning)
         self.warned = view.warning
@@ -181,6 +201,7 @@ def iteration_line(row: Row, iterations: int, seconds: float) -> str:
         f"epoch {row['epoch'] + 1}",
         f"reward {cell(row['mean_reward'])}",
         f"episodes {row['trainable']}/{row['episodes']}",
+        *([f"groups {row['groups'] - row['dropped_groups']}/{row['groups']}"] if row["more_groups"] else []),
         f"tokens {row['tokens']}",
         f"calls {row['tool_calls']}",
         f"loss {cell(row['loss'])}",
@@ -188,6 +209,24 @@ def iteration_line(row: Row, iterations: int, seconds: float) -> str:
         *([f"staleness {row['staleness']}"] if row["staleness"] else []),
     ]
     return "  ".join([*parts, f"no step: {row['skipped']}"] if row["skipped"] else parts)
+
+
+def eval_line(row: Row, best: int | None) -> str:
+    """A version that was measured, in one line."""
+    head = f"held out  version {row['policy_version']}"
+    if row["mean_reward"] is None:
+        return f"{head}  {row['status']}  {row['reason']}".rstrip()
+    interval = f"95% [{cell(row['low'])}, {cell(row['high'])}]"
+    parts = [head, f"mean {cell(row['mean_reward'])}", interval, f"n {row['episodes']}", f"errors {row['errors']}"]
+    return "  ".join([*parts, "best so far"] if row["policy_version"] == best else parts)
+
+
+def held_out(view: View) -> str:
+    """How the held-out scores went, in one line."""
+    run, scores = view.run, view.scores
+    went = f"{scores[0]:.3f}" if len(scores) == 1 else f"{scores[0]:.3f} -> {scores[-1]:.3f}"
+    best = "" if run["best_version"] is None else f", best {run['best_reward']:.3f}: {run['run']}@{run['best_version']}"
+    return f"held out {went}{best}"
 
 
 def numbers(now: Row, first: int = 0) -> str:
@@ -204,11 +243,15 @@ def live_lines(view: View) -> list[str]:
     lines = [f"{run['run']}  {run['status']}", f"[{'#' * filled}{'.' * (40 - filled)}] {done}/{total} iterations"]
     if view.rewards:
         lines.append(f"reward  {sparkline(view.rewards)}  {view.rewards[0]:.3f} -> {view.rewards[-1]:.3f}")
+    if view.scores:
+        lines.append(f"{sparkline(view.scores)}  {held_out(view)}")
     if now:
         lines.append(
             f"{numbers(now, 1)}: {now['finished']}/{now['episodes']} episodes, "
             f"{now['sampled_tokens']} tokens sampled, {now['tool_calls']} tool calls"
         )
+    if view.sampled_on:
+        lines.append(view.sampled_on)
     if view.tokens_per_second is not None:
         left = view.seconds_left
         lines.append(f"{view.tokens_per_second:.0f} tokens/s" + (f", about {duration(left)} left" if left else ""))
@@ -224,6 +267,8 @@ def summary(view: View) -> list[Line]:
     if view.rewards:
         lines.append((f"  {_rewards(view.rewards)}", ""))
         lines += [(line, "cyan") for line in plot(view.rewards)]
+    if view.scores:
+        lines.append((f"  {held_out(view)}", ""))
     lines += _failures(view)
     if run["status"] in ("paused", "failed"):
         now = view.progress
@@ -276,9 +321,9 @@ def somebody_works(db: Any) -> bool:
 
 
 def _waits(db: Any, run: Row) -> str:
-    from workflow.store import planning
+    from workflow.store import waiting
 
-    waited = planning.waits_for(db, run["id"])
+    waited = waiting.waits_for(db, run["id"])
     return f"{run['run']} waits: {waited}" if waited else ""
 
 

@@ -4,7 +4,8 @@ from typing import Any, Literal
 
 from alembic import context
 
-from workflow.db import Utc, metadata
+from workflow.columns import Utc
+from workflow.db import metadata
 
 
 def render_item(kind: str, item: Any, autogen_context: Any) -> str | Literal[False]:

@@ -4,18 +4,19 @@ The episodes of an iteration begin when the update before it has begun; that upd
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from sqlalchemy import text
 
 from tests.faults import world
 from workers.process import database
-from workflow.advantages import relative_to_group
-from workflow.algorithms import Algorithm
+from workflow.advantages import Credited, Earned, relative_to_group
 from workflow.algorithms.grpo import grpo
+from workflow.config import AlgorithmConfig
 from workflow.settings import settings
-from workflow.trajectory import Episode, Group
+from workflow.trajectory import Episode
 
 PATIENCE_SECONDS = 200.0
 NUMBER = "SELECT number FROM iterations i JOIN episodes e ON e.iteration_id = i.id WHERE e.id = :id"
@@ -29,7 +30,7 @@ def begun(root: Path, number: int) -> Path:
     return root / "stack" / f"update-{number}"
 
 
-def credit(groups: Sequence[Group]) -> list[list[float]]:
+def credit(earned: Earned, options: AlgorithmConfig) -> Credited:
     """GRPO's, once the next iteration's rollouts were all claimed."""
     root = settings().root
     (root / "stack").mkdir(exist_ok=True)
@@ -37,7 +38,7 @@ def credit(groups: Sequence[Group]) -> list[list[float]]:
     begun(root, number).touch()
     if number + 1 < world.ITERATIONS:
         _wait(lambda: _one(CLAIMED, number=number + 1) == world.GROUPS, "the next iteration's claims")
-    return relative_to_group(groups)
+    return relative_to_group(earned, options)
 
 
 class Patient(world.Chance):
@@ -65,4 +66,4 @@ def _wait(met: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-meeting = Algorithm("meeting", f"{__name__}:credit", grpo.loss, needs_group=True)
+meeting = replace(grpo, name="meeting", credit=f"{__name__}:credit")

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel, Qwen2Tokenizer
 from workflow.chat import Chat
 from workflow.config import ModelConfig
 from workflow.datasets.arithmetic import arithmetic
-from workflow.sft import Recipe, conversation_texts, sft
+from workflow.offline import Recipe
+from workflow.sft import conversation_texts, sft
 from workflow.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 
@@ -42,4 +43,4 @@ def tiny_calling(folder: Path, layers: int = 2, width: int = 32) -> Path:
     """A random model of the same size that has learned in a few seconds to call the calculator, and little else."""
     base = tiny_random(folder / "random", layers=layers, width=width)
     config = ModelConfig.model_validate({"path": str(base), "lora_r": 0})
-    return sft(arithmetic, str(base), folder / "calling", recipe=Recipe(60, 16, 1e-2), config=config, device="cpu")
+    return sft(arithmetic, str(base), folder / "calling", recipe=Recipe(60, 16, 1e-2), config=config, device="cpu").folder

@@ -1,6 +1,6 @@
 """What the rows promise, as queries for SQLite and Postgres: for runs whose iterations have 2 groups x 2 episodes.
 
-Those called `one` have max_staleness 1.
+Those called `one` have max_staleness 1 and dynamic sampling of up to twice as many groups.
 """
 
 from typing import Any
@@ -25,18 +25,27 @@ PROMISED = {
     "observation": "SELECT id, observed_at FROM steps WHERE observed_at IS NOT NULL",
     "call": "SELECT id, episode_id, attempt, step, call, tool FROM tool_calls",
     "result": "SELECT id, status, result, error_class, seconds FROM tool_calls WHERE result IS NOT NULL",
-    "reward": "SELECT id, reward_set_id, episode_id, part, value FROM rewards",
+    "reward": "SELECT id, reward_set_id, episode_id, part, step, value FROM rewards",
     "policy": "SELECT id, run_id, version, path, sha256 FROM policies",
     "consumption": "SELECT id, run_id, iteration_id, episode_id, advantage FROM consumptions",
 }
 """What is so once stays so for ever; the first column names it."""
 
 OPEN = "('planned', 'running')"
+VARIED = (
+    "(SELECT count(*) FROM (SELECT 1 FROM episodes e WHERE e.iteration_id = i.id AND e.status = 'done' GROUP BY e.group_id "
+    "HAVING min(e.reward) < max(e.reward)) AS varied)"
+)
 BROKEN = (
     "SELECT episode_id FROM consumptions GROUP BY run_id, episode_id HAVING count(*) > 1",
     "SELECT c.id FROM consumptions c JOIN episodes e ON e.id = c.episode_id WHERE e.status <> 'done'",
     "SELECT group_id FROM episodes GROUP BY group_id HAVING count(*) <> 2 OR count(DISTINCT sample) <> 2",
-    "SELECT iteration_id FROM groups GROUP BY iteration_id HAVING count(*) <> 2 OR count(DISTINCT task_id) <> 2",
+    "SELECT i.id FROM groups g JOIN iterations i ON i.id = g.iteration_id GROUP BY i.id, i.more_groups, i.episodes "
+    "HAVING count(*) <> 2 + i.more_groups OR count(DISTINCT task_id) <> count(*) OR i.episodes <> 2 * count(*)",
+    "SELECT i.id FROM iterations i JOIN runs r ON r.id = i.run_id "
+    "WHERE more_groups > CASE WHEN r.name = 'one' THEN 2 ELSE 0 END",
+    f"SELECT i.id FROM iterations i JOIN runs r ON r.id = i.run_id WHERE r.name = 'one' AND i.status = 'done' "
+    f"AND too_few = '' AND more_groups < 2 AND {VARIED} < 2",
     f"SELECT i.id FROM iterations i JOIN groups g ON g.iteration_id = i.id WHERE i.status = 'done' AND g.status IN {OPEN}",
     f"SELECT g.id FROM groups g JOIN episodes e ON e.group_id = g.id WHERE g.status = 'done' AND e.status IN {OPEN}",
     f"SELECT g.id FROM groups g WHERE g.status IN {OPEN} AND NOT EXISTS "
@@ -64,13 +73,14 @@ BROKEN = (
 """Queries that never find a row."""
 
 COMPLETE = {
-    "SELECT 4 * r.iterations - "
+    "SELECT (SELECT sum(episodes) FROM iterations i WHERE i.run_id = r.id) - "
     f"(SELECT count(*) FROM episodes e WHERE e.run_id = r.id AND status NOT IN {OPEN}) FROM runs r WHERE r.id = :run": 0,
     "SELECT iterations - (SELECT count(*) FROM iterations i WHERE i.run_id = r.id AND i.status = 'done') "
     "FROM runs r WHERE r.id = :run": 0,
     "SELECT iterations - (SELECT max(version) FROM policies p WHERE p.run_id = r.id) FROM runs r WHERE r.id = :run": 0,
     "SELECT count(*) FROM episodes e WHERE run_id = :run AND status = 'done' "
-    "AND NOT EXISTS (SELECT 1 FROM consumptions c WHERE c.episode_id = e.id)": 0,
+    "AND NOT EXISTS (SELECT 1 FROM consumptions c WHERE c.episode_id = e.id) "
+    "AND NOT EXISTS (SELECT 1 FROM groups g WHERE g.id = e.group_id AND g.dropped <> '')": 0,
 }
 """What each run that is done has of each."""
 

@@ -9,12 +9,13 @@ from uuid import uuid4
 from sqlalchemy import text
 
 from workflow.config import build
-from workflow.store import planning, rollout, steps, training
+from workflow.store import claims, planning, rollout, steps
+from workflow.store.claims import IterationWork
 from workflow.store.connect import Database
 from workflow.store.planning import Submission
 from workflow.store.rollout import Finished, GroupWork, Outcome
 from workflow.store.steps import CallRecord, Sampled
-from workflow.store.training import IterationWork, UpdateRecord
+from workflow.store.training import UpdateRecord
 from workflow.trajectory import Message, PolicyRef, Step, Task, ToolCall, ToolResult
 
 LEASE = 60.0
@@ -38,10 +39,11 @@ def submission(
     kind: str = "train",
     tasks_per_iteration: int = 2,
     max_staleness: int = 0,
+    dynamic_sampling: int = 1,
 ) -> Submission:
     """A run with groups of 2 episodes."""
     rollouts = {"rollout.group_size": 2, "rollout.tasks_per_iteration": tasks_per_iteration}
-    rollouts["rollout.max_staleness"] = max_staleness
+    rollouts |= {"rollout.max_staleness": max_staleness, "rollout.dynamic_sampling": dynamic_sampling}
     config = build({"name": name, "epochs": epochs, "seed": seed, "env": "math", **rollouts})
     return Submission(
         name=name,
@@ -133,8 +135,8 @@ def ready(db: Database, wanted: Submission) -> IterationWork:
 
 def claim_training(db: Database, iteration: int, lease: float = LEASE) -> IterationWork:
     """The claim of an iteration that is free."""
-    work = training.claim_iteration(db, iteration, f"trainer:{next(_workers)}", lease)
-    assert work is not None
+    work = claims.claim_iteration(db, iteration, f"trainer:{next(_workers)}", lease)
+    assert isinstance(work, IterationWork)
     return work
 
 

@@ -27,7 +27,7 @@ from workers import broker
 from workers.app import make_app
 from workers.process import database as process_database
 from workflow.settings import Settings, settings
-from workflow.store import calls, observe, planning, rollout, steps, training
+from workflow.store import calls, claims, observe, planning, rollout, steps, training, waiting
 from workflow.store.connect import Database
 from workflow.store.migrate import open_database
 from workflow.store.planning import Submission
@@ -71,7 +71,7 @@ def run(data: Database) -> str:
         assert work is not None
         for sample, episode in enumerate(work.episodes):
             _play(data, work, episode.id, reward=float(sample))
-    train = training.claim_iteration(data, iteration, "test:1", 30)
+    train = claims.claim_iteration(data, iteration, "test:1", 30)
     assert train is not None
     credit = {e.id: (1.0 if e.reward else -1.0) for group in train.groups for e in group.episodes}
     training.commit_update(
@@ -175,8 +175,9 @@ def _folder_like_a_model(tmp_path: Path) -> Path:
 
 def test_every_command_explains_each_of_its_options_on_one_page(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (
-        "submit", "watch", "runs", "episodes", "replay", "events", "resume", "pause", "cancel", "sql", "sft", "eval", "chat",
-        "up", "down", "worker", "doctor", "db", "db upgrade", "db current", "config", "config show", "tools", "tools serve",
+        "submit", "watch", "runs", "episodes", "replay", "events", "resume", "pause", "cancel", "sql", "sft", "dpo", "eval",
+        "compare", "chat", "up", "down", "worker", "doctor", "db", "db upgrade", "db current", "config", "config show", "tools",
+        "tools serve", "whatif",
     ):  # fmt: skip
         text = agentrl(capsys, *command.split(), "--help")
         assert f"agentrl {command}" in text
@@ -199,6 +200,12 @@ def test_a_dry_run_prints_the_plan(home: Path, tmp_path: Path, capsys: pytest.Ca
     plan = json.loads(agentrl(capsys, "submit", *flags, "--dry-run", "--json"))
     assert (plan["tasks"], plan["iterations"], plan["episodes"], plan["env"]) == (10, 6, 80, "arithmetic")
     assert plan["config"]["update"]["weight_decay"] == 0.5
+    assert "critic" not in plan
+    more = ["--algorithm", "ppo", "-s", "update.epochs=2", "-s", "critic.warmup=3", "-s", "rollout.dynamic_sampling=3"]
+    plan = json.loads(agentrl(capsys, "submit", *flags, *more, "--dry-run", "--json"))
+    assert (plan["algorithm"], plan["convention"], plan["passes"]) == ("ppo", "verl", 2)
+    assert plan["critic"] == "learning rate 0.001, alone in the first 3 iterations"
+    assert (plan["episodes"], plan["dynamic_sampling"]) == (80, "up to 240 episodes (3 x)")
     assert not home.exists()
 
 
@@ -225,12 +232,18 @@ BAD = [
     (["sft", "--dataset", "arithmetic", "--name", "../x"], 2, "--name"),
     (["eval", "--policy", "tiny", "--dataset", "arithmetic"], 8, "agentrl sft"),
     (["eval", "--policy", "nobody@3"], 5, "agentrl runs"),
+    (["eval", "--policy", "nobody", "--dataset", "arithmetic"], 5, "agentrl runs"),
+    (["chat", "--policy", "nobody"], 5, "agentrl runs"),
+    (["sft", "--from-episodes", "first", "--min-reward", "nan"], 2, "finite number"),
     (["eval", "--policy", "/nowhere/model", "--dataset", "nowhere.jsonl"], 8, "No run is called '/nowhere/model'"),
     (["chat", "--policy", "tiny", "--temperature", "nan"], 2, "finite number"),
     (["submit", "--dataset", "arithmetic", "--model", "", "--dry-run"], 2, "model.path"),
     (["submit", "--dataset", "arithmetic", "-s", "rollout.top_p=true", "--dry-run"], 2, "true and false"),
     (["chat", "--policy", "nobody@x"], 2, "RUN@3"),
     (["config", "show", "-s", "epoch=3"], 2, "epochs"),
+    (["config", "show", "-s", "algorithm.name=nothing"], 2, "algorithm"),
+    (["config", "show", "-s", "critic.clip=0.5"], 2, "it has no critic"),
+    (["config", "show", "-s", "algorithm.dual_clip=1"], 2, "algorithm.dual_clip"),
     (["worker", "cook"], 2, "rollout"),
     (["worker", "rollout,tools"], 2, "process"),
     (["sql", "SELECT 1"], 5, "agentrl submit"),
@@ -373,6 +386,23 @@ def test_config_show_says_where_each_value_comes_from(
     assert "rollout.group_size: 2" in agentrl(capsys, "config", "show", "--run", run)
 
 
+def test_config_show_says_what_the_algorithm_makes_of_what_is_left_out(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("config", "show", "-s", "algorithm.name=dapo", "-s", "algorithm.clip_low=0.1")
+    values = json.loads(agentrl(capsys, *words, "--json"))
+    assert (values["algorithm.clip_low"], values["algorithm.clip_high"]) == (0.1, 0.28)
+    origins = {row["key"]: row["origin"] for row in json.loads(agentrl(capsys, *words, "--origin", "--json"))}
+    assert (origins["algorithm.clip_low"], origins["algorithm.clip_high"]) == ("flag", "dapo")
+    shown = agentrl(capsys, *words[:4])
+    assert "# algorithm.clip_high: 0.28 (dapo)" in shown.splitlines()
+    (tmp_path / "x.yaml").write_text(shown)
+    again = json.loads(agentrl(capsys, "config", "show", "--config", str(tmp_path / "x.yaml"), "--json"))
+    assert again["algorithm.clip_high"] == 0.28
+    other = ("config", "show", "--config", str(tmp_path / "x.yaml"), "-s", "algorithm.name=reinforce", "--json")
+    assert json.loads(agentrl(capsys, *other))["algorithm.clip_high"] is None
+
+
 def test_a_reader_that_goes_away_is_no_failure(run: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -495,7 +525,7 @@ def test_ctrl_c_leaves_the_run_alone_and_says_how_to_stop_it(run: str) -> None:
 
 
 def test_watch_says_what_the_run_waits_for(run: str, data: Database) -> None:
-    planning.wait_for(data, planning.find_run(data, run)["id"], "The engine's server does not answer.")
+    waiting.wait_for(data, planning.find_run(data, run)["id"], "The engine's server does not answer.")
     watching = watch(run)
     assert watching.stderr is not None
     assert watching.stderr.readline() == f"{run} waits: The engine's server does not answer.\n"

@@ -24,6 +24,7 @@ from workflow.envs.code import code as env
 from workflow.errors import DatasetError, InfraError, RewardError, SandboxUnavailable
 from workflow.plugins import find
 from workflow.rewards import progress, score
+from workflow.rewards.progress import MOST_TRIED
 from workflow.rewards.tests_passed import read_code
 from workflow.settings import settings
 from workflow.store.calls import CallWork
@@ -238,12 +239,17 @@ def test_a_program_that_raises_the_share_of_the_visible_tests_earns_its_step_the
     judge = find("rewards", "progress")
     half, whole = "def add(a, b): return 3", "def add(a, b): return a + b\nprint(add(1, 2))"
     tried = trying("print(1)", half, "add(", whole, half)
-    assert judge.run(judge.asks(tried)).content == "[0.0, 0.5, 0.0, 1.0, 0.5]"
-    assert score(tried, {"progress": 1.0}) == {"progress": 1.0}
-    assert score(trying("print(1)", half), {"progress": 1.0}) == {"progress": 0.5}
-    assert score(trying("raise ValueError", "import os; os._exit(0)"), {"progress": 1.0}) == {"progress": 0.0}
-    assert score(answered(SHOWN, whole), {"progress": 1.0}) == {"progress": 0.0}
-    assert score(replace(tried, task=ADD), {"progress": 1.0}) == {"progress": 0.0}
+    assert judge.run(judge.asks(tried)).content == "[[0.0], [0.5], [0.0], [1.0], [0.5], []]"
+    assert score(tried, {"progress": 1.0}) == {"progress": (0.0, 0.5, 0.0, 0.5, 0.0, 0.0)}
+    assert score(trying("print(1)", half), {"progress": 1.0}) == {"progress": (0.0, 0.5, 0.0)}
+    assert score(trying("raise ValueError", "import os; os._exit(0)"), {"progress": 1.0}) == {"progress": (0.0, 0.0, 0.0)}
+    assert score(answered(SHOWN, whole), {"progress": 1.0}) == {"progress": (0.0,)}
+    assert score(replace(tried, task=ADD), {"progress": 1.0}) == {"progress": (0.0,) * 6}
+
+
+def test_no_more_than_the_first_programs_of_an_episode_are_judged() -> None:
+    tried = trying(*(f"print({number})" for number in range(MOST_TRIED + 2)))
+    assert [len(step) for step in find("rewards", "progress").asks(tried)["tried"]] == [1] * MOST_TRIED + [0, 0, 0]
 
 
 def test_programs_tried_out_share_one_budget_of_processor_time(box: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +257,7 @@ def test_programs_tried_out_share_one_budget_of_processor_time(box: None, monkey
     judge = find("rewards", "progress")
     slow = "import time\nwhile time.process_time() < 0.6: pass\ndef add(a, b): return a + b"
     told = judge.run(judge.asks(trying(slow, "def add(a, b): return a + b")))
-    assert told.content == "[0.0, 0.0]"
+    assert told.content == "[[0.0], [0.0], []]"
     assert told.cpu_seconds is not None
     assert told.cpu_seconds >= 0.5
 

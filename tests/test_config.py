@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from workflow.config import DESCRIPTIONS, KEYS, RunConfig, Section, build, resolve
+from workflow.config import DESCRIPTIONS, KEYS, RunConfig, Section, build
 from workflow.errors import ConfigError
+from workflow.resolve import resolve
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -211,3 +212,8 @@ def test_stop_strings_are_one_text_or_several_and_survive_being_stored() -> None
         config, origins = resolve(assignments=(f"rollout.stop={written}", "rollout.top_p=0.9"))
         assert (config.rollout.stop, config.rollout.top_p, origins["rollout.stop"]) == (expected, 0.9, "flag")
         assert build(config.flat()) == RunConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_a_section_that_is_named_as_a_key_gets_a_key_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean 'dataset\.name'\?"):
+        resolve(assignments=("dataset=code",))

@@ -127,6 +127,31 @@ def test_a_gsm8k_solution_without_computations_answers_directly(gsm8k_folder: Pa
     assert [message.content for message in conversation] == ["How many?", "Seven.\n#### 7"]
 
 
+@pytest.mark.parametrize(
+    ("annotation", "computes"),
+    [
+        ("<<1/3=0.33>>", True),
+        ("<<2*1,000=2,000>>", True),
+        ("<<5-5=0>>", True),
+        ("<<40*.5=$20>>", True),
+        ("<<48/2=25>>", False),
+        ("<<5-5=1>>", False),
+        ("<<3*x=12>>", False),
+        ("<<1/0=0>>", False),
+        ("<<48/2=half>>", False),
+        ("<<1+1=2>> and <<2+2=5>>", False),
+    ],
+)
+def test_a_gsm8k_row_whose_annotations_do_not_compute_has_no_demonstration(
+    gsm8k_folder: Path, annotation: str, computes: bool
+) -> None:
+    write(gsm8k_folder / "train.jsonl", {"question": "?", "answer": f"So {annotation} it is\n#### 7"}, GSM8K_ROW)
+    gsm8k = find("datasets", "gsm8k")
+    first, second = gsm8k.demonstrations(list(gsm8k.load("train")), 0)
+    assert (first is not None) is computes
+    assert second is not None
+
+
 def test_gsm8k_rows_pass_the_same_checks_as_any_other_file(gsm8k_folder: Path) -> None:
     write(gsm8k_folder / "train.jsonl", GSM8K_ROW, {"question": "?", "answer": "no mark"}, {"question": ""}, GSM8K_ROW)
     with pytest.raises(DatasetError) as caught:

@@ -1,12 +1,14 @@
-"""evaluate: the mean is over tasks, its interval comes from their spread, and errors are counted, never scored."""
+"""evaluate: the mean is over tasks, its interval comes from their spread, errors are counted apart; what is right."""
 
 import math
+from collections.abc import Sequence
+from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workflow.evaluate import evaluate
+from workflow.evaluate import evaluate, is_right, pass_at
 from workflow.trajectory import Episode, Group, Status, Task
 
 
@@ -46,3 +48,85 @@ def test_the_interval_holds_the_mean_and_the_order_of_tasks_changes_nothing(rewa
     score = evaluate(groups)
     assert score.low <= score.mean <= score.high
     assert evaluate(groups[::-1]).mean == pytest.approx(score.mean)
+
+
+def numbered(*tasks: Sequence[float | None]) -> tuple[list[Group], set[int]]:
+    """Groups whose episodes have ids of their own, and the ids of those with reward 1."""
+    groups, ids = [], iter(range(1, 1000))
+    for rewards in tasks:
+        made = group(*rewards)
+        episodes = [Episode(e.task, e.sample, status=e.status, reward=e.reward, id=next(ids)) for e in made.episodes]
+        groups.append(Group(made.task, tuple(episodes)))
+    return groups, {e.id for made in groups for e in made.episodes if e.reward == 1}
+
+
+@given(st.integers(1, 8), st.data())
+def test_pass_at_k_is_the_share_of_draws_of_k_that_hold_a_right_one(n: int, data: st.DataObject) -> None:
+    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    draws = list(combinations(range(n), k))
+    assert pass_at(n, c, k) == pytest.approx(sum(min(draw) < c for draw in draws) / len(draws))
+
+
+def test_accuracy_is_pass_at_1_and_k_goes_up_to_the_size_of_the_group() -> None:
+    groups, right = numbered([1.0, 0.5, 0.0, 0.0, 0.0, 0.0], [1.0] * 6, [0.0] * 6)
+    score = evaluate(groups, right)
+    assert score.accuracy == pytest.approx((1 / 6 + 1 + 0) / 3)
+    assert score.pass_at == {
+        1: pytest.approx(7 / 18),
+        2: pytest.approx((1 / 3 + 1) / 3),
+        4: pytest.approx((2 / 3 + 1) / 3),
+        6: pytest.approx(2 / 3),
+    }
+
+
+def test_pass_at_k_is_over_the_tasks_that_have_k_done_episodes() -> None:
+    groups, right = numbered([1.0, None], [0.0, 1.0], [None, None])
+    score = evaluate(groups, right)
+    assert (score.tasks, score.errors) == (2, 3)
+    assert score.pass_at == {1: pytest.approx(0.75), 2: 1.0}
+
+
+def test_where_nothing_tells_what_is_right_there_is_no_accuracy() -> None:
+    score = evaluate([group(1.0)])
+    assert (score.accuracy, score.pass_at) == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("parts", "weights", "correct", "right"),
+    [
+        ({"numeric_answer": 1.0, "format": 0.5}, {"numeric_answer": 1.0, "format": 0.1}, (), True),
+        ({"numeric_answer": 0.0, "format": 1.0}, {"numeric_answer": 1.0, "format": 0.1}, (), False),
+        ({"tests_passed": 0.999, "progress": 1.0}, {"tests_passed": 1.0, "progress": 0.1}, (), False),
+        ({"tests_passed": 1 - 1e-12, "progress": 0.0}, {"tests_passed": 1.0, "progress": 0.1}, (), True),
+        ({"echoed": 1.0, "text_answer": 0.0}, {"echoed": 0.5, "text_answer": 0.5}, (), False),
+        ({"echoed": 1.0, "text_answer": 1.0}, {"echoed": 0.5, "text_answer": 0.5}, (), True),
+        ({"numeric_answer": 1.0, "luck": 0.0}, {"numeric_answer": 1.0}, (), True),  # a hook's part beside a whole one
+        ({"numeric_answer": 1.0, "overlong": -1.0}, {"numeric_answer": 0.5}, (), True),  # a run's penalty beside half a one
+        ({"speed": 1.0, "answer": 0.0}, {"speed": 2.0, "answer": 1.0}, ("answer",), False),
+        ({"speed": 0.0, "answer": 1.0}, {"speed": 2.0, "answer": 1.0}, ("answer",), True),
+        ({"format": 1.0}, {"format": 0.0}, (), None),
+        ({}, {"format": 0.0}, (), None),
+        ({}, {}, (), None),
+    ],
+)  # fmt: skip
+def test_an_episode_is_right_where_what_says_so_is_at_its_full_value(
+    parts: dict[str, float], weights: dict[str, float], correct: tuple[str, ...], right: bool | None
+) -> None:
+    assert is_right(parts, weights, correct) is right
+
+
+@pytest.mark.parametrize(
+    ("parts", "weights", "right"),
+    [
+        ({"format": 1.0, "guessed": 0.5}, {"format": 0.1}, False),
+        ({"format": 0.0, "guessed": 1.0, "luck": 0.0}, {"format": 0.1}, True),
+        ({"numeric_answer": 1.0, "guessed": 0.5}, {"numeric_answer": 1.0, "format": 0.1}, False),
+        ({"numeric_answer": 0.0, "guessed": 1.0}, {"numeric_answer": 1.0}, False),
+        ({"numeric_answer": 1.0, "guessed": 1.0, "format": 0.0}, {"numeric_answer": 1.0, "format": 0.1}, True),
+        ({"numeric_answer": 1.0, "guessed": 0.5}, {"numeric_answer": 2.0}, True),
+    ],
+)
+def test_a_part_that_the_env_gives_itself_says_so_where_no_weight_is_heavier(
+    parts: dict[str, float], weights: dict[str, float], right: bool
+) -> None:
+    assert is_right(parts, weights, (), {"guessed"}) is right

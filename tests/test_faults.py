@@ -37,6 +37,7 @@ MUST_BE_MET = {
     "send_train.before",
     "rollout.end",
     "claim_iteration.after",
+    "sampled_on.end",
     "update.after",
     "checkpoint.written",
     "checkpoint.sealed",
@@ -61,6 +62,19 @@ IN_SANDBOX = {
     "call.end",
 }
 """Those where the tool was a program in the sandbox."""
+
+IN_TRAINER = {
+    "claim_iteration.after",
+    "update.before",
+    "update.after",
+    "checkpoint.written",
+    "checkpoint.renamed",
+    "commit_update.before",
+    "commit_update.after",
+    "optimizer.dropped",
+    "train.end",
+}
+"""Those where the run learned by PPO."""
 
 
 @pytest.fixture
@@ -112,6 +126,7 @@ def test_a_fault_at_the_first_a_middle_and_the_last_hit_of_every_point_changes_n
     rows = json.loads(answer.read_text())
     assert [row for row in rows if row["outcome"] == "violated"] == []
     assert {row["fault"] for row in rows if row["outcome"] == "recovered"} >= MUST_BE_MET
+    assert {row["fault"] for row in rows if row["env"] == "critic" and row["outcome"] == "recovered"} >= IN_TRAINER
     boxed = {row["fault"] for row in rows if row["env"] == "boxed" and row["outcome"] == "recovered"}
     if not boxed:
         missing("a sandbox")

@@ -11,13 +11,16 @@ from sqlalchemy import text
 
 from tests.faults import world
 from tests.stack import Stack, embedded_stack
+from tests.stored import ready, submission, update_of
 from workers.fork import ForkRequest, prepare_fork
 from workers.rescore import rescore
 from workers.stored import prepare_stored
 from workflow.batch import rows_of
-from workflow.config import resolve
+from workflow.config import CriticConfig
 from workflow.errors import ConfigError, ConflictError, NotFoundError, RewardError
-from workflow.store import ledger, observe
+from workflow.resolve import resolve
+from workflow.store import ledger, observe, training
+from workflow.store.connect import Database
 from workflow.trajectory import Episode
 
 RUN = "origin"
@@ -201,6 +204,20 @@ def test_new_rewards_stand_beside_the_old_and_train_without_a_rollout(stack: Sta
     assert len(select(stack, "SELECT id FROM v_updates WHERE run = :run", run=trained)) == 1
 
 
+def test_a_model_is_made_of_a_runs_best_episodes_or_of_pairs_of_them_and_can_be_trained_on(stack: Stack) -> None:
+    best = json.loads(stack.agentrl("sft", "--from-episodes", RUN, "--best", "1", "--steps", "2", "--json"))
+    assert (best["examples"], best["of"]) == (4, 8)
+    paired = json.loads(stack.agentrl("dpo", "--from-episodes", RUN, "--steps", "4", "--reference", "sampler", "--json"))
+    differing = "SELECT group_id FROM episodes JOIN runs ON runs.id = run_id WHERE name = :run GROUP BY group_id"
+    mixed = len(select(stack, f"{differing} HAVING min(reward) < max(reward)", run=RUN))
+    assert 0 < mixed == paired["examples"] == paired["groups"]
+    assert paired["of"] == 4
+    for made in (best, paired):
+        plan = json.loads(stack.agentrl("submit", *asked(Path(made["model"])), "--dry-run", "--json"))
+        assert plan["model"] == made["model"]
+    assert select(stack, "SELECT DISTINCT stage FROM consumptions") == [{"stage": "train"}]
+
+
 def test_a_reward_that_raises_writes_nothing_and_one_of_the_same_name_is_refused(stack: Stack) -> None:
     with pytest.raises(RewardError, match="no idea"):
         rescore(stack.database, RUN, ["tests.test_forks:broken"], None)
@@ -213,6 +230,20 @@ def test_a_reward_that_raises_writes_nothing_and_one_of_the_same_name_is_refused
     for wrong in ("no_such_reward", "format=nan", "format=much"):
         with pytest.raises(ConfigError):
             rescore(stack.database, RUN, [wrong], None)
+
+
+def test_a_critic_s_options_are_chosen_anew_for_stored_episodes(own_database: Database, home: Path) -> None:
+    work = ready(own_database, submission())
+    training.commit_update(own_database, work, update_of(work), 3)
+
+    def critic_of(**flags: Any) -> CriticConfig:
+        return prepare_stored(own_database, *resolve(flags={"source.runs": ["first"], **flags})).config.critic
+
+    ppo = {"algorithm.name": "ppo"}
+    assert critic_of(**ppo, **{"critic.warmup": 2}).warmup == 2
+    with own_database.engine.begin() as tx:
+        tx.execute(text("UPDATE runs SET config = json_set(config, '$.critic.warmup', 3)"))
+    assert [critic_of(), critic_of(**ppo)] == [CriticConfig(), CriticConfig()], "not that of who made the episodes"
 
 
 def test_what_was_decided_at_the_rollout_cannot_be_chosen_for_stored_episodes(stack: Stack) -> None:

@@ -26,8 +26,8 @@ from workers.submit import stored_policy
 from workflow import checkpoint, mirror
 from workflow.errors import CheckpointError, NotFoundError, ServiceError
 from workflow.store import compact, keeping, observe, planning, training
+from workflow.store.claims import IterationWork
 from workflow.store.connect import Database
-from workflow.store.training import IterationWork
 
 WEIGHTS, OPTIMIZER = 1000, 3000
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.credits import grpo_credits
 from tests.models import tiny_random
 from tests.test_trainer import config, gradient, groups_of, saved, trainer_of
-from workflow.advantages import relative_to_group
 from workflow.config import RunConfig, build
 from workflow.errors import ConfigError
 from workflow.losses import importance_weights
@@ -99,7 +99,7 @@ def test_the_gradient_is_the_policy_gradient_weighed_token_by_token(folder: Path
     policy, trainer = trainer_of(folder, run_of())
     groups = sampled_by_older_weights(policy, groups_of(2, 3))
     total, weights = torch.zeros((), dtype=torch.float64), []
-    for group, credits in zip(groups, relative_to_group(groups), strict=True):
+    for group, credits in zip(groups, grpo_credits(groups), strict=True):
         for episode, advantage in zip(group.episodes, credits, strict=True):
             logprobs = logprobs_of(policy, episode)
             behavior = torch.tensor([lp for step in episode.steps for lp in step.behavior_logprobs], dtype=torch.float32)

@@ -251,7 +251,7 @@ def test_judging_whose_worker_is_killed_is_done_again_by_the_next_and_counts_onc
     for episode in found(stack.database):
         assert (episode.status, episode.reward) == ("done", 1.1)
         grades = observe.find_episode(stack.database, episode.id).grades
-        assert {row["tool"]: row["result"] for row in grades} == {"tests_passed": "1.0", "progress": "[1.0]"}
+        assert {row["tool"]: row["result"] for row in grades} == {"tests_passed": "1.0", "progress": "[[1.0], []]"}
         assert {(row["starts"], row["exit_status"], row["sandbox"] is None) for row in grades} == {(1, "ok", False)}
     _asked_about(stack, episode.id)
     told = rescore(stack.database, "first", ["tests_passed=2"], "again")

@@ -44,9 +44,10 @@ from workflow.plugins import find
 from workflow.policy import Policy
 from workflow.scheduler import plan
 from workflow.settings import Settings, settings
-from workflow.store import connect, observe, planning, rollout, training
+from workflow.store import claims, connect, observe, planning, rollout, training
 from workflow.store.calls import CallWork
 from workflow.store.connect import POOL, Database
+from workflow.store.oom import OOM_HINT
 from workflow.trainer import Trainer
 
 # --- 5: a job that ends after Redis was lost ------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ def test_a_workers_clock_decides_nothing(database: Database, monkeypatch: pytest
             return datetime.fromtimestamp(moment, tz)
 
     monkeypatch.setattr(time, "time", lambda: moment)
-    for module in (planning, rollout, training, observe, store.steps, store.calls):
+    for module in (planning, rollout, claims, training, observe, store.steps, store.calls):
         if "datetime" in vars(module):
             monkeypatch.setattr(module, "datetime", Wrong)
     work = claim(database, group)
@@ -250,8 +251,8 @@ def test_a_workers_clock_decides_nothing(database: Database, monkeypatch: pytest
         play(database, other)
     iteration = planning.open_iterations(database, 1)[0]
     held = claim_training(database, iteration)
-    assert training.claim_iteration(database, iteration, "second", LEASE) is None
-    assert training.extend_lease(database, iteration, held.token, LEASE)
+    assert claims.claim_iteration(database, iteration, "second", LEASE) is None
+    assert claims.extend_lease(database, iteration, held.token, LEASE)
     assert values(database, "SELECT max(losses) FROM groups") == [1]
 
 
@@ -329,11 +330,11 @@ def test_a_worker_that_the_kernel_kills_for_memory_is_said_to_be_so(database: Da
     assert done.returncode == 0, done.stderr
     assert rollout.claim_group(database, group, "next", LEASE) is None
     (told,) = [event for event in observe.list_events(database, "first") if event["kind"] == "oom"]
-    assert told["detail"] == f"the worker rollout,train was killed, out of memory. {rollout.OOM_HINT}"
+    assert told["detail"] == f"the worker rollout,train was killed, out of memory. {OOM_HINT}"
     with database.read() as tx:
         query = "SELECT DISTINCT status, error_class, error FROM episodes WHERE group_id = :group"
         (end,) = tx.execute(text(query), {"group": group}).all()
-    assert tuple(end) == ("infra_error", "oom", f"its worker was lost 5 times, the last time out of memory. {rollout.OOM_HINT}")
+    assert tuple(end) == ("infra_error", "oom", f"its worker was lost 5 times, the last time out of memory. {OOM_HINT}")
 
 
 @contextmanager

@@ -16,22 +16,26 @@ from tests.conftest import forget_process
 from tests.models import tiny_random
 from tests.stack import SMALL, embedded_stack
 from tests.stored import claim_training, play, ready, start, submission, update_of, value, values
-from workers import control, dispatch, process
+from workers import control, dispatch, mend, process
 from workers.app import make_app
+from workers.measure import measuring, sized
 from workers.models import models
 from workers.rollout import _refuse, rollout
 from workers.submit import prepare, stored_policy
 from workers.train import train
 from workflow import faults, remote
 from workflow.checkpoint import MANIFEST, OPTIMIZER, STATE, WEIGHTS
-from workflow.config import build
+from workflow.config import RunConfig, build
 from workflow.envs import Env
 from workflow.errors import CheckpointError, Fenced
 from workflow.scheduler import Dispatch, SendRollouts, SendTrain, plan
 from workflow.settings import settings
-from workflow.store import mending, observe, planning, training
+from workflow.store import claims, mending, observe, planning, training, waiting
 from workflow.store import rollout as rollouts
 from workflow.store.connect import Database
+from workflow.store.mending import Rebuild
+from workflow.trajectory import PolicyRef
+from workflow.updates import Update
 
 bare = Env(rewards={"numeric_answer": 1.0})
 ITERATIONS = 4
@@ -258,6 +262,45 @@ def test_another_runs_policy_that_was_put_back_is_used_without_its_optimizers_st
     assert observe.describe_run(worker, RUN)["status"] == "running"
 
 
+def measured(db: Database) -> str:
+    """An evaluation of the run's newest policy; its name."""
+    config = sized(measuring(RunConfig.model_validate(planning.find_run(db, RUN)["config"]), None, "train", 2, {}))
+    return planning.submit(db, prepare(db, config, "eval", stored_policy(db, RUN, None)).submission).name
+
+
+def test_an_evaluation_of_a_damaged_checkpoint_ends_well_once_its_run_has_made_it_again(worker: Database, model: Path) -> None:
+    *_, newest = paused_at(worker, model, 2)
+    flip_weights(newest)
+    measure = measured(worker)
+    planning.resume(worker, RUN)
+    planning.stop(worker, measure, "paused")
+    do_jobs(until=lambda: bool(events(worker, "checkpoint_broken")))
+    planning.resume(worker, measure)
+    do_jobs()
+    assert {run["run"]: (run["status"], run["reason"]) for run in observe.list_runs(worker)} == {
+        RUN: ("done", ""),
+        measure: ("done", ""),
+    }
+    assert "bit for bit" in events(worker, "checkpoint_rebuilt")[0]
+
+
+def test_an_evaluation_of_a_damaged_checkpoint_says_who_makes_it_again(worker: Database, model: Path) -> None:
+    *_, newest = paused_at(worker, model, 2)
+    truncate(newest)
+    measure = measured(worker)
+    do_jobs()
+    failed = observe.describe_run(worker, measure)
+    assert failed["status"] == "failed"
+    assert failed["reason"].startswith(f"'{newest}/{WEIGHTS}' has sha256 ")
+    told = f"was altered. `agentrl resume {RUN}` makes it again, then type `agentrl resume {measure}`."
+    assert failed["reason"].endswith(told)
+    planning.resume(worker, RUN)
+    do_jobs(until=lambda: bool(events(worker, "checkpoint_rebuilt")))
+    planning.resume(worker, measure)
+    do_jobs()
+    assert observe.describe_run(worker, measure)["status"] == "done"
+
+
 def test_what_cannot_be_tidied_up_ends_no_job(worker: Database, model: Path) -> None:
     first, _ = paused_at(worker, model, 2)
     (first / OPTIMIZER).unlink()
@@ -334,7 +377,7 @@ def test_weights_that_another_run_made_are_not_made_again(worker: Database, mode
 # by hand
 
 
-def broken(db: Database) -> training.IterationWork:
+def broken(db: Database) -> claims.IterationWork:
     """A run whose version 1 is marked as broken, claimed to make it again."""
     work = ready(db, submission(epochs=2))
     training.commit_update(db, work, update_of(work), 3)
@@ -366,14 +409,36 @@ def test_a_broken_checkpoint_keeps_rollouts_from_being_sent_until_it_is_whole(da
 
 def test_of_two_trainers_one_makes_the_checkpoint_again(database: Database) -> None:
     work = broken(database)
-    assert training.claim_iteration(database, work.id, "another", 60) is None
-    training.hand_back_iteration(database, work.id, work.token)
+    assert claims.claim_iteration(database, work.id, "another", 60) is None
+    claims.hand_back_iteration(database, work.id, work.token)
     heir = claim_training(database, work.id)
     rebuild = mending.rebuild_of(database, work)
     with pytest.raises(Fenced):
         mending.commit_rebuild(database, work, rebuild.broken, "out/mine", "abc")
     mending.commit_rebuild(database, heir, rebuild.broken, "out/theirs", "abc")
     assert value(database, "SELECT path FROM policies WHERE version = 1") == "out/theirs"
+
+
+def test_advantages_are_the_recorded_ones_as_far_as_they_are_made_of_rewards(database: Database) -> None:
+    """A critic's values, and a KL in the reward, are rounded otherwise on another machine."""
+    work = ready(database, submission())
+    broken = replace(work.policy, path="out/v1", version=1)
+    credit = {episode.id: 0.5 for group in work.groups for episode in group.episodes if episode.id is not None}
+
+    def check(apart: float, without: int = 0, **algorithm: Any) -> None:
+        config = {**work.config, "algorithm": {**work.config["algorithm"], **algorithm}}
+        found = {episode: value + apart for episode, value in list(credit.items())[without:]}
+        rebuild = Rebuild(broken, work.policy, work.groups, credit)
+        mend.check_repeated(replace(work, config=config), rebuild, Update(advantages=found))
+
+    of_the_model: list[dict[str, Any]] = [{"name": "ppo"}, {"name": "rloo", "kl_coef": 0.1, "kl_in": "reward"}]
+    for algorithm in of_the_model:
+        check(1e-3, **algorithm)
+        with pytest.raises(CheckpointError, match="the advantages are not the recorded ones"):
+            check(0.0, without=1, **algorithm)
+    check(1e-7)
+    with pytest.raises(CheckpointError, match="the advantages are not the recorded ones"):
+        check(1e-5)
 
 
 def test_a_late_report_of_what_is_whole_again_changes_nothing(database: Database) -> None:
@@ -431,9 +496,71 @@ def test_no_group_is_claimed_while_a_checkpoint_is_broken(database: Database) ->
     assert rollouts.claim_group(database, group, "host:1/a", 60) is not None
 
 
-def test_nobody_marks_for_a_run_that_trains_nothing(database: Database) -> None:
-    start(database, replace(submission(kind="eval")))
-    assert mending.mark_broken(database, 1, "x", "gone") is None
+def evaluated(db: Database, version: int = 1) -> list[int]:
+    """The groups of an evaluation of the policy out/vN."""
+    policy = PolicyRef("tiny", "hash", f"out/v{version}", "abc", version)
+    return start(db, replace(submission("measure", kind="eval"), policy=policy))
+
+
+def test_an_evaluation_waits_until_the_run_that_goes_on_has_made_its_checkpoint_again(database: Database) -> None:
+    work = ready(database, submission(epochs=2))
+    following = training.commit_update(database, work, update_of(work), 3).next_iteration
+    assert following is not None
+    planning.mark_groups_sent(database, planning.start_iteration(database, following))
+    group, *_ = evaluated(database)
+    measure = planning.find_run(database, "measure")["id"]
+    assert mending.mark_broken(database, measure, "out/v1", "it is gone") == following
+    assert mending.mark_broken(database, measure, "out/v1", "so a second worker says") == following
+    assert rollouts.claim_group(database, group, "host:1/a", 60) is None
+    assert waiting.waits_for(database, measure) == "first makes its checkpoint again (it is gone)."
+    assert waiting.waits_for(database, work.run_id) == ""
+    assert plan(observe.snapshot(database, 60)) == [SendTrain(following)]
+    again = claim_training(database, following)
+    mending.commit_rebuild(database, again, mending.rebuild_of(database, again).broken, "out/again", "abc")
+    assert waiting.waits_for(database, measure) == ""
+    assert mending.how_to_go_on(database, "measure", "out/v1") == (
+        "It was made again in another folder: type `agentrl resume measure`."
+    )
+    assert [type(action) for action in plan(observe.snapshot(database, 60))] == [SendRollouts, SendRollouts]
+    claimed = rollouts.claim_group(database, group, "host:1/a", 60)
+    assert claimed is not None
+    assert claimed.policy.path == "out/again"
+    assert (
+        mending.mark_broken(database, measure, "out/v1", "a slow worker saw it")
+        == planning.open_iterations(database, measure)[0]
+    )
+    assert values(database, "SELECT broken FROM policies WHERE broken <> ''") == []
+
+
+def test_an_evaluation_of_what_no_run_makes_again_waits_for_nobody(database: Database) -> None:
+    work = ready(database, submission(epochs=3))
+    following = training.commit_update(database, work, update_of(work), 3).next_iteration
+    assert following is not None
+    group, *_ = evaluated(database)
+    planning.stop(database, "first", "paused")
+    measure = planning.find_run(database, "measure")["id"]
+    assert mending.mark_broken(database, measure, "out/v1", "gone") is None
+    resumed = "`agentrl resume first` makes it again, then type `agentrl resume measure`."
+    assert mending.how_to_go_on(database, "measure", "out/v1") == resumed
+    planning.resume(database, "first")
+    assert mending.mark_broken(database, measure, "out/v1", "gone") == following
+    for kept in ("measure", "first"):
+        assert waiting.waits_for(database, measure) == "first makes its checkpoint again (gone)."
+        planning.stop(database, kept, "paused")
+        assert waiting.waits_for(database, measure) == ""
+        planning.resume(database, kept)
+    planning.stop(database, "first", "paused")  # then nobody makes it again, and the evaluation's workers find that out
+    assert rollouts.claim_group(database, group, "host:1/a", 60) is not None
+    planning.resume(database, "first")
+    again = claim_training(database, following)
+    mending.commit_rebuild(database, again, mending.rebuild_of(database, again).broken, "out/v1", "abc")
+    for open_group in planning.start_iteration(database, following):
+        play(database, open_group)
+    second = claim_training(database, following)
+    training.commit_update(database, second, update_of(second, path="out/v2", sha256="def"), 3)
+    assert mending.mark_broken(database, measure, "out/v1", "gone, and left behind") is None
+    assert mending.how_to_go_on(database, "measure", "out/v1") == "Put the files back and type `agentrl resume measure`."
+    assert values(database, "SELECT broken FROM policies WHERE broken <> ''") == []
 
 
 def test_through_real_workers_a_run_whose_newest_checkpoint_is_cut_short_goes_on(short_folder: Path, model: Path) -> None:

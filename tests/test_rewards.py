@@ -1,18 +1,23 @@
 """Rewards: which text is which answer, which turn is well formed, and that a broken reward is never a 0."""
 
+import linecache
+import sys
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workflow.config import RolloutConfig
 from workflow.errors import RewardError
 from workflow.plugins import find
-from workflow.rewards import code_hash, score, total
+from workflow.rewards import code_hash, earned, score, total, whole
 from workflow.rewards.numeric_answer import read_answer
-from workflow.trajectory import Episode, FinishReason, Message, Step, StopReason, Task, ToolCall
+from workflow.rewards.overlong import within
+from workflow.trajectory import Episode, FinishReason, Message, Step, StopReason, Task, ToolCall, ToolResult
 
 CALL = ToolCall("calculator", {"expression": "1+1"})
 UNREADABLE = ToolCall("", {}, error="not JSON")
@@ -151,6 +156,90 @@ def test_a_reward_that_raises_or_is_no_number_fails_the_episode(user_rewards: Pa
     with pytest.raises(RewardError, match="returned nan"):
         score(episode(), {"user_rewards:endless": 1.0})
     assert score(episode(), {"user_rewards:half": 1.0}) == {"user_rewards:half": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ([0.5], "returned 1 numbers, and the episode has 2 steps"),
+        ([0.5, float("nan")], "returned nan at step 1"),
+        ((1e308, 1e308), "whose sum is inf"),
+        ([0.5, None], "raised TypeError"),
+    ],
+)
+def test_a_reward_by_step_has_a_finite_number_for_each_or_fails_the_episode(
+    given: Any, why: str, user_rewards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("user_rewards.half", lambda episode: given)
+    with pytest.raises(RewardError, match=f"'user_rewards:half' .*{why}"):
+        score(episode(turn("", CALL), turn("1")), {"user_rewards:half": 1.0})
+
+
+def test_a_reward_by_step_is_its_sum_and_each_step_earns_its_own() -> None:
+    parts = {"whole": 2.0, "steps": (0.25, 0.5), "others": (1.0, 0.0)}
+    weights = {"steps": 2.0, "others": 0.0}
+    told = earned(episode(turn("", CALL), turn("1")), parts, weights)
+    assert [step.reward for step in told.steps] == [0.5, 1.0]
+    assert (told.rewards, told.reward) == ({"whole": 2.0, "steps": 0.75, "others": 1.0}, 3.5)
+
+
+def test_a_reward_by_step_of_an_episode_without_a_step_is_nothing() -> None:
+    assert score(replace(episode(), limits=RolloutConfig()), {"length": 1.0}) == {"length": 0.0}
+
+
+def tokens(*counts: int, cut: bool = False) -> Episode:
+    """Turns of so many tokens, the last one cut off by the limit or not, in a run of 100 tokens a turn and 4 turns."""
+    made = episode(*(replace(turn(""), sampled_ids=(7,) * count) for count in counts))
+    last = replace(made.steps[-1], finish_reason="length" if cut else "stop")
+    return replace(made, steps=(*made.steps[:-1], last), limits=RolloutConfig(max_new_tokens=100, max_steps=4))
+
+
+def test_a_turn_is_punished_as_dapo_does_in_the_last_fifth_of_what_it_may_have() -> None:
+    overlong = find("rewards", "overlong")
+    assert overlong(tokens(0, 80, 81, 90, 99, 100)) == pytest.approx((0.0, 0.0, -0.05, -0.5, -0.95, -1.0))
+    assert overlong(tokens(100, 30, cut=True)) == (-1.0, -1.0)  # no matter what cut it
+
+
+def test_overlong_within_limits_of_ones_own_needs_no_run() -> None:
+    punished = within(max_tokens=10, cache=4)
+    assert punished(replace(tokens(6, 7, 8, 10, 11), limits=None)) == (0.0, -0.25, -0.5, -1.0, -1.0)
+    for most, cache in ((10, 0), (10, 11)):
+        with pytest.raises(ValueError, match="does not lie within"):
+            within(most, cache)
+
+
+def test_length_costs_each_step_its_share_of_all_that_the_run_allows() -> None:
+    assert score(tokens(100, 40, 0), {"length": 0.1}) == {"length": (-0.25, -0.1, 0.0)}
+    assert whole(score(tokens(100, 100, 100, 100), {"length": 0.1})["length"]) == -1.0
+
+
+@pytest.mark.parametrize("name", ["length", "overlong"])
+def test_what_a_runs_limits_decide_fails_loudly_where_there_is_no_run(name: str) -> None:
+    with pytest.raises(RewardError, match="has no run"):
+        score(episode(turn("72")), {name: 1.0})
+
+
+def test_tool_use_is_the_share_of_calls_that_their_tools_answered() -> None:
+    tool_use = find("rewards", "tool_use")
+    good, bad = ToolResult("2"), ToolResult("no", "tool_error")
+    assert tool_use(episode(turn("72"))) == 0.0
+    both = replace(turn("", CALL, CALL), results=(good, bad))
+    assert tool_use(episode(both, turn("72"))) == 0.5
+    assert tool_use(episode(both, replace(turn("", CALL), results=(good,)), turn("72"))) == pytest.approx(2 / 3)
+    assert tool_use(episode(both, turn("", UNREADABLE), stop="parse_error")) == pytest.approx(1 / 3)  # it was never run
+
+
+def test_what_a_users_file_makes_of_a_shipped_reward_is_hashed_with_that_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    hashes = set()
+    for most in (10, 200):
+        (tmp_path / "mine.py").write_text(f"from workflow.rewards.overlong import within\nbrief = within({most}, 5)\n")
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
+        linecache.clearcache()
+        hashes.add(code_hash({"mine:brief": 1.0}))
+    assert len(hashes) == 2
 
 
 def test_the_code_hash_changes_with_the_weights_and_the_code() -> None:

@@ -1,18 +1,26 @@
-"""sft: learns the assistant's tokens only, gives the same model for the same seed, and never leaves half a folder."""
+"""sft: learns sampled tokens only, gives the same model for the same seed, and never leaves half a folder."""
 
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.learned import PROMPT, episode, logprobs_of, start_of, step, two_turns
 from tests.models import chat, tiny_random
+from workflow import checkpoint
 from workflow.config import ModelConfig
 from workflow.datasets import Dataset
 from workflow.datasets.arithmetic import arithmetic, load
-from workflow.errors import ConfigError, ConflictError, DatasetError
+from workflow.errors import CheckpointError, ConfigError, ConflictError, DatasetError, ModelError, StateError
 from workflow.models import base_hash
+from workflow.offline import RECORD, Recipe, accumulate, batches, rows_by_episode, schedule
 from workflow.policy import Policy
-from workflow.sft import Recipe, batches, conversations, schedule, sft
+from workflow.sft import EMPTY, TOO_LONG, UNSOLVED, conversations, likelihood, sft, sft_on_episodes
+from workflow.trajectory import Message, PolicyRef, Task
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -21,7 +29,7 @@ SHORT = Recipe(steps=6, batch_size=8, learning_rate=3e-3)
 
 def losses_of(model: str, target: Path, recipe: Recipe = SHORT, config: ModelConfig | None = None) -> list[float]:
     seen: list[float] = []
-    sft(arithmetic, model, target, recipe=recipe, config=config, device="cpu", progress=lambda _, __, loss: seen.append(loss))
+    sft(arithmetic, model, target, recipe=recipe, config=config, device="cpu", progress=lambda _, __, m: seen.append(m["loss"]))
     return seen
 
 
@@ -53,6 +61,7 @@ def test_an_existing_model_learns_with_lora_or_with_all_weights(rank: int, tmp_p
 def test_only_the_assistants_tokens_are_learned() -> None:
     tasks = list(islice(arithmetic.load("warmup"), 5))
     for segments in conversations(chat(), arithmetic, tasks, 0):
+        assert segments is not None
         said = [chat().decode(ids) for ids, spoken in segments if spoken]
         assert len(said) == 2
         assert all(text.endswith("<|im_end|>") for text in said)
@@ -86,3 +95,121 @@ def test_the_learning_rate_goes_up_and_then_down_to_nothing() -> None:
     assert 0 < shares[0] < 0.3
     assert max(shares) == max(shares[3:6])
     assert shares[-1] < 0.01
+
+
+# what has no demonstration
+
+
+def some_unsolved(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...] | None]:
+    assert arithmetic.demonstrations is not None
+    for number, messages in enumerate(arithmetic.demonstrations(tasks, seed)):
+        assert messages is not None
+        long = replace(messages[-1], content="7" * 2000)
+        yield [messages, None, (*messages[:-1], long)][number % 3]
+
+
+def test_tasks_without_a_demonstration_and_those_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
+    dataset = replace(arithmetic, demonstrations=some_unsolved)
+    made = sft(dataset, "tiny", tmp_path / "tiny", recipe=Recipe(1, 9, 1e-3), device="cpu")
+    assert (made.examples, made.left_out) == (3, {UNSOLVED: 3, TOO_LONG: 3})
+    assert json.loads((tmp_path / "tiny" / RECORD).read_text())["left_out"] == made.left_out
+
+
+def test_a_dataset_in_which_no_demonstration_is_left_is_refused(tmp_path: Path) -> None:
+    dataset = replace(arithmetic, demonstrations=lambda tasks, seed: iter([None] * len(tasks)))
+    with pytest.raises(DatasetError, match="None of 8 tasks"):
+        sft(dataset, str(tiny_random(tmp_path / "base")), tmp_path / "made", recipe=Recipe(1, 8, 1e-3), device="cpu")
+    assert not (tmp_path / "made").exists()
+
+
+# stored episodes
+
+EPISODES = [two_turns(number + 1, seed=number) for number in range(6)]
+
+
+@pytest.mark.parametrize("lora_r", [0, 4], ids=["full weights", "LoRA"])
+def test_what_episodes_sampled_becomes_likelier_and_others_of_the_same_prompt_do_not(lora_r: int, tmp_path: Path) -> None:
+    base = tiny_random(tmp_path / "base")
+    recipe = Recipe(20, 4, 3e-2 if lora_r else 3e-3)
+    made = sft_on_episodes(EPISODES, start_of(base, lora_r), tmp_path / "made", recipe=recipe, device="cpu")
+    others = [two_turns(number, seed=100 + number) for number in range(6)]
+    gained = [new - old for new, old in zip(logprobs_of(made.folder, EPISODES), logprobs_of(base, EPISODES), strict=True)]
+    others_gained = sum(logprobs_of(made.folder, others)) - sum(logprobs_of(base, others))
+    assert min(gained) > 1
+    assert sum(gained) > others_gained + 6
+    record = json.loads((made.folder / RECORD).read_text())
+    assert (record["stage"], record["episodes"], record["recipe"]["steps"]) == ("sft", [1, 2, 3, 4, 5, 6], 20)
+
+
+def test_an_episodes_loss_is_that_of_its_own_sampled_tokens_at_its_temperature(tmp_path: Path) -> None:
+    base = tiny_random(tmp_path / "base")
+    inherited = replace(EPISODES[0], fork_step=1)
+    for one, tokens in ((EPISODES[0], 5), (inherited, 2)):
+        policy = Policy.load(ModelConfig(path=str(base), lora_r=0), str(base), device="cpu")
+        with policy.training() as module:
+            metrics = accumulate(module, rows_by_episode([one]), likelihood(temperature=0.7))
+            with torch.no_grad():
+                ids = torch.tensor([rows_by_episode([one])[0][0].input_ids])
+                by_hand = (module(input_ids=ids).logits[0].float() / 0.7).log_softmax(-1)
+        places = [4, 5, 6, 9, 10][-tokens:]  # four tokens of the prompt, three sampled, two of a tool, two sampled
+        expected = -sum(float(by_hand[place - 1, ids[0, place]]) for place in places) / tokens
+        assert metrics["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_batch_that_is_read_in_pieces_gives_the_same_gradient(tmp_path: Path) -> None:
+    base = tiny_random(tmp_path / "base")
+    uneven = [*rows_by_episode(EPISODES), *rows_by_episode([episode(9, step(0, PROMPT * 5, (3, 4, 5, 6)))])]
+    found = []
+    for tokens in (10**6, 30, 1):
+        policy = Policy.load(ModelConfig(path=str(base), lora_r=0), str(base), device="cpu")
+        with policy.training() as module:
+            accumulate(module, uneven, likelihood(), tokens)
+        found.append(torch.cat([p.grad.flatten() for p in policy.trainable().values() if p.grad is not None]))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("lora_r", [0, 4], ids=["full weights", "LoRA"])
+def test_it_starts_from_the_policy_that_is_named(lora_r: int, tmp_path: Path) -> None:
+    base = tiny_random(tmp_path / "base")
+    config = ModelConfig(path=str(base), lora_r=lora_r)
+    policy = Policy.load(config, str(base), device="cpu")
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            parameter.add_(0.05)
+    sha256 = checkpoint.write(tmp_path / "v3", lambda folder: policy.save_weights(folder / checkpoint.WEIGHTS))
+    start = replace(start_of(base, lora_r), policy=PolicyRef(str(base), "", str(tmp_path / "v3"), sha256, 3))
+    hardly = Recipe(1, 4, 1e-12)
+    made = sft_on_episodes(EPISODES, start, tmp_path / "made", recipe=hardly, device="cpu")
+    with policy.training() as module, torch.no_grad():
+        ids = torch.tensor([EPISODES[0].context_ids])
+        wanted = module.eval()(input_ids=ids).logits
+        got = Policy.load(ModelConfig(), str(made.folder), device="cpu")
+        with got.sampling() as merged:
+            torch.testing.assert_close(merged(input_ids=ids).logits, wanted, rtol=1e-4, atol=1e-4)
+    assert max(abs(a - b) for a, b in zip(logprobs_of(made.folder, EPISODES), logprobs_of(base, EPISODES), strict=True)) > 0.1
+    (tmp_path / "v3" / checkpoint.WEIGHTS).write_bytes(b"other")
+    with pytest.raises(CheckpointError, match="altered"):
+        sft_on_episodes(EPISODES, start, tmp_path / "again", recipe=hardly, device="cpu")
+
+
+def test_episodes_that_cannot_teach_are_refused_and_leave_no_folder(tmp_path: Path) -> None:
+    base = tiny_random(tmp_path / "base")
+    with pytest.raises(StateError, match="None of 1 episodes"):
+        sft_on_episodes([episode(1)], start_of(base), tmp_path / "made")
+    other = replace(start_of(base), policy=PolicyRef(str(base), "0" * 64))
+    with pytest.raises(ModelError, match="base 000000000000"):
+        sft_on_episodes(EPISODES, other, tmp_path / "made", device="cpu")
+    with pytest.raises(ModelError, match="lower --learning-rate"):
+        sft_on_episodes(EPISODES, start_of(base), tmp_path / "made", recipe=Recipe(20, 4, 1e20), device="cpu")
+    quantised = replace(start_of(base), model=ModelConfig(path=str(base), load_in_4bit=True))
+    with pytest.raises(ConfigError, match="quantised"):
+        sft_on_episodes(EPISODES, quantised, tmp_path / "made", device="cpu")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["base"]
+
+
+def test_episodes_that_sampled_nothing_are_counted(tmp_path: Path) -> None:
+    base = tiny_random(tmp_path / "base")
+    some = [EPISODES[0], episode(8)]
+    made = sft_on_episodes(some, start_of(base), tmp_path / "made", recipe=Recipe(1, 4, 1e-3), device="cpu")
+    assert (made.examples, made.left_out) == (1, {EMPTY: 1})

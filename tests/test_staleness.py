@@ -6,18 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from cli.model import evaluation_of
 from cli.watch import numbers, own_seconds
 from tests.stored import bad_update, claim, claim_training, play, start, submission, update_of, value, values
 from workers.fork import ForkRequest, prepare_fork
 from workers.stored import prepare_stored
-from workflow.config import resolve
+from workers.submit import check_trainer
+from workflow.config import build
 from workflow.errors import ConfigError
+from workflow.resolve import resolve
 from workflow.scheduler import Dispatch, SendTrain, plan
-from workflow.store import keeping, ledger, mending, observe, planning, rollout, training
+from workflow.store import claims, keeping, ledger, mending, observe, planning, rollout, training
+from workflow.store.claims import IterationWork
 from workflow.store.connect import Database
-from workflow.store.training import IterationWork, Published
+from workflow.store.training import Published
 
 LEASE = 60.0
 SAMPLED_WITH = """
@@ -109,7 +113,7 @@ def test_an_iteration_that_is_rolled_out_trains_when_the_update_before_it_is_com
     work = rolled_out_twice(database)
     _, second = planning.open_iterations(database, 1)
     planning.mark_train_sent(database, second)  # by the rollout that ended it; the job was refused
-    assert training.claim_iteration(database, second, "trainer:early", LEASE) is None
+    assert claims.claim_iteration(database, second, "trainer:early", LEASE) is None
     assert plan(observe.snapshot(database, LEASE)) == []
     published = commit(database, work)
     assert published.trains == second
@@ -275,9 +279,25 @@ def test_the_counts_of_all_open_iterations_are_shown_together(database: Database
     assert observe.progress(database, "first") == {}
 
 
-def test_what_is_made_of_such_a_run_waits_for_no_update(own_database: Database, home: Path) -> None:
-    """Its forks, a run on its stored episodes and its evaluation roll out nothing ahead."""
+@pytest.mark.parametrize("cap", [3.0, None])
+def test_a_cap_that_nothing_reads_is_refused(own_database: Database, home: Path, cap: float | None) -> None:
+    """Of a run whose sampler has the trainer's weights, and of one on stored episodes, whose ratio is against the sampler."""
+    named = {"algorithm.importance_cap": cap}
+    with pytest.raises(ConfigError, match=r"importance_cap does nothing where rollout\.max_staleness is 0"):
+        check_trainer(build(named))
+    check_trainer(build(named | {"rollout.max_staleness": 1}))
+    check_trainer(build({}))
     commit(own_database, rolled_out_twice(own_database, epochs=2))
+    assignments = ("source.runs=[first]", f"algorithm.importance_cap={'null' if cap is None else cap}")
+    with pytest.raises(ConfigError, match="importance_cap does nothing"):
+        prepare_stored(own_database, *resolve(assignments=assignments))
+
+
+def test_what_is_made_of_such_a_run_waits_for_no_update(own_database: Database, home: Path) -> None:
+    """Its forks, a run on its stored episodes and its evaluation roll out nothing ahead, and need no correction for it."""
+    commit(own_database, rolled_out_twice(own_database, epochs=2))
+    with own_database.engine.begin() as tx:
+        tx.execute(text("UPDATE runs SET config = json_set(config, '$.algorithm.importance_level', 'sequence')"))
     fork = prepare_fork(own_database, ForkRequest(episode=1, step=0, n=2))
     asked, origins = resolve(flags={"source.runs": ["first"]})
     stored = prepare_stored(own_database, asked, origins)

@@ -1,6 +1,7 @@
 """Two runs at once and all that can befall their messages, workers, tools, trainers, control loops and clocks, in any order.
 
-The rollouts of the first go on during its updates, those of the second wait for them.
+The rollouts of the first go on during its updates, and where the groups of an iteration have no variance more are sampled;
+those of the second wait for its updates, whatever they earn.
 Only Redis and the model are played by hand: a bag of messages and turns made up on the spot. The rows, every query and the
 plan are the real ones. After each rule the rows must keep their promises; in the end one healthy worker must bring both runs
 to their end.
@@ -25,15 +26,16 @@ from sqlalchemy import select, text
 from tests.promises import GIVE_UP, check_complete, check_promises, dump
 from tests.stored import CALL, answered, step, submission, update_of, value
 from workflow import db as tables
-from workflow.db import now_ms
+from workflow.columns import now_ms
+from workflow.dynamic import choose
 from workflow.errors import Fenced
 from workflow.scheduler import Dispatch, SendRollouts, SendTrain, headers, plan
-from workflow.store import calls, observe, planning, rollout, steps, training
+from workflow.store import calls, claims, observe, planning, rollout, steps, training
 from workflow.store.calls import UNKNOWN_OUTCOME
+from workflow.store.claims import IterationWork, SampledOn
 from workflow.store.connect import Database
 from workflow.store.rollout import GroupWork, Outcome
 from workflow.store.steps import CallRecord, Sampled
-from workflow.store.training import IterationWork
 from workflow.trajectory import TERMINAL, Episode
 
 LEASE = 30.0
@@ -94,7 +96,7 @@ class World(RuleBasedStateMachine):
         self.started: Counter[int] = Counter()
         self.seen: dict[Any, Any] = {}
         self.number = count(1)
-        planning.submit(self.db, submission("one", epochs=3, max_staleness=1))
+        planning.submit(self.db, submission("one", tasks=6, max_staleness=1, dynamic_sampling=2))
         planning.submit(self.db, submission("two", tasks=4, seed=1))
 
     # the broker
@@ -189,7 +191,8 @@ class World(RuleBasedStateMachine):
         return True
 
     def finish(self, roller: Roller, episode: Episode, fails: bool, send: bool) -> None:
-        reward = float(episode.sample)
+        flat = roller.work.run == "one" and roller.work.fence.group % 3 == 0
+        reward = float(episode.sample) * (not flat)
         done = Outcome(episode.id, "done", "answered", reward, {"numeric_answer": reward}, "42")
         outcome = Outcome(episode.id, "failed", error_class="RewardError", error="it raised") if fails else done
         ended = rollout.finish_episodes(self.db, roller.work.fence, [outcome], roller.work.reward_set, roller.work.weights)
@@ -260,14 +263,18 @@ class World(RuleBasedStateMachine):
 
     def claim_iteration(self, iteration: int) -> None:
         free = self.is_free("iterations", iteration)
-        work = training.claim_iteration(self.db, iteration, f"trainer:{next(self.number)}", LEASE)
+        work = claims.claim_iteration(self.db, iteration, f"trainer:{next(self.number)}", LEASE)
         if work is None:
             return
         assert free, "two trainers held one iteration"
+        if isinstance(work, SampledOn):
+            if next(self.number) % 3:  # else who planned them dies before they are sent
+                self.dispatch(iteration)
+            return
         assert work.policy.version == work.number, "an update starts from what the one before it published"
         episodes = [episode for group in work.groups for episode in group.episodes]
         assert [episode for episode in episodes if episode.status not in TERMINAL] == []
-        assert len(episodes) == 4
+        assert len(episodes) == 2 * len(work.groups)
         self.trainers.append(Trainer(work))
 
     @precondition(lambda self: self.trainers)
@@ -276,9 +283,11 @@ class World(RuleBasedStateMachine):
         self.commit_of(self.trainers[pick % len(self.trainers)], twice, send)
 
     def commit_of(self, trainer: Trainer, twice: bool = False, send: bool = True) -> None:
-        done = [e.id for group in trainer.work.groups for e in group.episodes if e.trainable]
+        work = trainer.work
+        chosen, dropped = choose(work.groups, work.wanted) if work.wanted else (work.groups, {})
+        done = [e.id for group in chosen for e in group.episodes if e.trainable]
         name = f"out/{next(self.number)}"
-        record = update_of(trainer.work, advantages=dict.fromkeys(done, 0.5), path=name, sha256=name)
+        record = update_of(work, advantages=dict.fromkeys(done, 0.5), dropped=dropped, path=name, sha256=name)
         published = None
         with self.fenced(trainer):
             published = training.commit_update(self.db, trainer.work, record, 3)
@@ -303,9 +312,9 @@ class World(RuleBasedStateMachine):
             self.ghosts.append(trainer)
         with self.unchanged_if(self.overtaken(trainer)):
             if how == "fails":
-                training.fail_update(self.db, trainer.work, "no memory", GIVE_UP)
+                claims.fail_update(self.db, trainer.work, "no memory", GIVE_UP)
             elif how == "hands back":
-                training.hand_back_iteration(self.db, trainer.work.id, trainer.work.token)
+                claims.hand_back_iteration(self.db, trainer.work.id, trainer.work.token)
         self.go_well(moves)
 
     # control
@@ -390,7 +399,7 @@ class World(RuleBasedStateMachine):
         assert rollout.extend_leases(self.db, fences, LEASE) == held
         for trainer in self.trainers:
             expected = self.holds(trainer)
-            assert training.extend_lease(self.db, trainer.work.id, trainer.work.token, LEASE) == expected
+            assert claims.extend_lease(self.db, trainer.work.id, trainer.work.token, LEASE) == expected
 
     # people
 

@@ -28,7 +28,7 @@ from tests.stored import (
 from workflow import db as tables
 from workflow import views
 from workflow.errors import ConflictError, Fenced, NotFoundError
-from workflow.store import observe, planning, rollout, steps, training
+from workflow.store import observe, planning, rollout, steps, training, waiting
 from workflow.store.connect import Database
 from workflow.store.iterations import task_order
 from workflow.store.planning import Submitted
@@ -223,7 +223,7 @@ def test_every_view_can_be_read_and_holds_plain_values(database: Database) -> No
     for view in views.VIEWS:
         with database.read() as tx:
             rows = tx.execute(text(f"SELECT * FROM {view}")).mappings().all()
-        assert rows or view in ("v_tool_calls", "v_tool_sessions"), view
+        assert rows or view in ("v_tool_calls", "v_tool_sessions", "v_evals"), view
         assert not [item for row in rows for item in row.values() if isinstance(item, Decimal | bytes | memoryview)], view
     assert not [item for item in observe.progress(database, "first").values() if isinstance(item, Decimal)]
 
@@ -262,13 +262,13 @@ def test_a_service_lease_is_held_by_one_until_it_runs_out(database: Database) ->
 def test_what_a_run_waits_for_is_one_event_however_many_jobs_meet_it(database: Database) -> None:
     start(database, submission())
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: planning.wait_for(database, 1, "the server is away"), range(8)))
-    assert planning.waits_for(database, 1) == "the server is away"
+        list(pool.map(lambda _: waiting.wait_for(database, 1, "the server is away"), range(8)))
+    assert waiting.waits_for(database, 1) == "the server is away"
     for what in ("it is not ready", "the server is away", "it is not ready"):
-        planning.wait_for(database, 1, what)
-    planning.wait_no_more(database, 1)
-    planning.wait_no_more(database, 1)
-    assert planning.waits_for(database, 1) == ""
-    planning.wait_for(database, 1, "the server is away")
+        waiting.wait_for(database, 1, what)
+    waiting.wait_no_more(database, 1)
+    waiting.wait_no_more(database, 1)
+    assert waiting.waits_for(database, 1) == ""
+    waiting.wait_for(database, 1, "the server is away")
     kinds = [event["kind"] for event in observe.list_events(database, "first")]
     assert kinds == ["submitted", "waiting", "waiting", "going_on", "waiting"]

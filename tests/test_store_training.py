@@ -28,7 +28,7 @@ from tests.stored import (
 from workflow import db as tables
 from workflow.errors import Fenced, ModelError, StateError
 from workflow.evaluate import Score
-from workflow.store import ledger, observe, planning, rollout, steps, training
+from workflow.store import claims, ledger, observe, planning, rollout, steps, training
 from workflow.store.connect import Database
 from workflow.store.rollout import MAX_LOSSES
 
@@ -37,22 +37,22 @@ def test_an_iteration_is_claimed_when_every_group_is_terminal_and_by_one_trainer
     first, second = start(database, submission())
     play(database, first)
     iteration = planning.open_iterations(database, 1)[0]
-    assert training.claim_iteration(database, iteration, "trainer:1", LEASE) is None
+    assert claims.claim_iteration(database, iteration, "trainer:1", LEASE) is None
     play(database, second)
     work = claim_training(database, iteration)
     assert [len(group.episodes) for group in work.groups] == [2, 2]
     assert all(len(episode.steps) == 1 for group in work.groups for episode in group.episodes)
-    assert training.claim_iteration(database, iteration, "trainer:2", LEASE) is None
+    assert claims.claim_iteration(database, iteration, "trainer:2", LEASE) is None
 
 
 def test_a_second_trainer_fences_the_first_out(database: Database) -> None:
     work = ready(database, submission())
-    training.hand_back_iteration(database, work.id, work.token)
+    claims.hand_back_iteration(database, work.id, work.token)
     heir = claim_training(database, work.id)
     with pytest.raises(Fenced):
         training.commit_update(database, work, update_of(work), 3)
-    assert not training.extend_lease(database, work.id, work.token, LEASE)
-    assert training.extend_lease(database, work.id, heir.token, LEASE)
+    assert not claims.extend_lease(database, work.id, work.token, LEASE)
+    assert claims.extend_lease(database, work.id, heir.token, LEASE)
     assert value(database, "SELECT count(*) FROM policies") == 1
     training.commit_update(database, heir, update_of(heir), 3)
     assert value(database, "SELECT count(*) FROM policies") == 2
@@ -61,7 +61,7 @@ def test_a_second_trainer_fences_the_first_out(database: Database) -> None:
 def test_a_late_heartbeat_takes_no_lease_of_what_is_over(database: Database) -> None:
     work = ready(database, submission())
     training.commit_update(database, work, update_of(work), 3)
-    assert not training.extend_lease(database, work.id, work.token, LEASE)
+    assert not claims.extend_lease(database, work.id, work.token, LEASE)
     assert value(database, f"SELECT lease_until FROM iterations WHERE id = {work.id}") is None
 
 
@@ -91,16 +91,16 @@ def test_a_lease_that_was_handed_back_is_not_renewed(database: Database) -> None
     assert rollout.extend_leases(database, [fence], LEASE) == set()
     claim(database, group)
     work = ready(database, submission("other"))
-    training.hand_back_iteration(database, work.id, work.token)
-    assert not training.extend_lease(database, work.id, work.token, LEASE)
+    claims.hand_back_iteration(database, work.id, work.token)
+    assert not claims.extend_lease(database, work.id, work.token, LEASE)
 
 
 def test_a_run_whose_trainer_was_lost_too_often_can_be_resumed(database: Database) -> None:
     work = ready(database, submission())
-    training.hand_back_iteration(database, work.id, work.token)
+    claims.hand_back_iteration(database, work.id, work.token)
     for _ in range(MAX_LOSSES):
         claim_training(database, work.id, lease=EXPIRED)
-    assert training.claim_iteration(database, work.id, "trainer:last", LEASE) is None
+    assert claims.claim_iteration(database, work.id, "trainer:last", LEASE) is None
     assert status_of_run(database) == "failed"
     planning.resume(database, "first")
     heir = claim_training(database, work.id)
@@ -110,9 +110,9 @@ def test_a_run_whose_trainer_was_lost_too_often_can_be_resumed(database: Databas
 
 def test_an_update_that_keeps_failing_fails_its_run_with_the_reason(database: Database) -> None:
     work = ready(database, submission())
-    training.fail_update(database, work, "RuntimeError: no memory", 2)
+    claims.fail_update(database, work, "RuntimeError: no memory", 2)
     assert status_of_run(database) == "running"
-    training.fail_update(database, claim_training(database, work.id), "RuntimeError: no memory", 2)
+    claims.fail_update(database, claim_training(database, work.id), "RuntimeError: no memory", 2)
     assert status_of_run(database) == "failed"
     assert "no memory" in value(database, "SELECT reason FROM runs")
 
@@ -174,6 +174,15 @@ def test_a_group_without_variance_is_told_so_also_where_an_episode_of_it_was_lef
     assert {ledger.why(database, episode)["fate"] for episode in of_varied if episode is not None} == {"strayed"}
 
 
+def test_a_group_without_variance_trained_where_a_critic_s_values_did(database: Database) -> None:
+    """All values are 0 at first, so that equal rewards are advantages of 0; the value loss has learned from them."""
+    work = ready(database, submission())
+    credit = {episode.id: 0.0 for group in work.groups for episode in group.episodes if episode.id is not None}
+    metrics = [{"loss": 0.5, "value_loss": 0.25, "rows": 4, "tokens": 8}]
+    training.commit_update(database, work, update_of(work, advantages=credit, metrics=metrics), 3)
+    assert {ledger.why(database, episode)["fate"] for episode in credit} == {"trained"}
+
+
 def test_the_commit_publishes_the_policy_and_plans_the_next_iteration_with_it(database: Database) -> None:
     work = ready(database, submission(epochs=2))
     published = training.commit_update(database, work, update_of(work, dropped={1: "one member"}), 3)
@@ -228,7 +237,7 @@ def test_with_under_half_of_the_episodes_trainable_the_run_pauses_until_it_is_re
         fail(database, work, 0)
         last = fail(database, work, 1) if group == 1 else finish(database, work, 1)
     assert last.iteration is not None
-    assert training.claim_iteration(database, last.iteration, "trainer:1", LEASE) is None
+    assert claims.claim_iteration(database, last.iteration, "trainer:1", LEASE) is None
     assert status_of_run(database) == "paused"
     assert "only 1 of 4" in planning.find_run(database, "first")["reason"]
     planning.resume(database, "first")

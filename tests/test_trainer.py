@@ -15,20 +15,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.credits import grpo_credits
 from tests.models import tiny_random
 from workflow import checkpoint
-from workflow.advantages import relative_to_group
-from workflow.algorithms import Algorithm
 from workflow.algorithms.grpo import grpo
 from workflow.config import AlgorithmConfig, RunConfig, build
 from workflow.engine import GenerateRequest
 from workflow.errors import CheckpointError, InfraError
-from workflow.losses import LossTerms, Normaliser, TokenBatch, clipped_with_kl
+from workflow.losses import TokenBatch, clipped
 from workflow.policy import Policy
 from workflow.rolling import RollingEngine
 from workflow.scoring import token_logprobs
-from workflow.trainer import Trainer, Update, select
+from workflow.trainer import Trainer
 from workflow.trajectory import Episode, Group, Message, PolicyRef, Step, Task
+from workflow.updates import Update, select
 
 TURN = Message("assistant", "")
 KINDS = pytest.mark.parametrize("lora_r", [0, 4], ids=["full weights", "LoRA"])
@@ -196,7 +196,7 @@ def test_the_gradient_is_the_policy_gradient_of_the_sampled_tokens(folder: Path,
     groups = [*groups_of(2, 3), *groups_of(1, 3, seed=9, equal=True)]
     total = torch.zeros((), dtype=torch.float64)
     count = 0
-    for group, credits in zip(groups, relative_to_group(groups), strict=True):
+    for group, credits in zip(groups, grpo_credits(groups), strict=True):
         for episode, advantage in zip(group.episodes, credits, strict=True):
             first, second = episode.steps
             ids = torch.tensor([episode.context_ids])
@@ -249,7 +249,7 @@ def test_an_update_says_what_it_did(folder: Path) -> None:
     assert update.metrics["sampler_difference_max"] >= update.metrics["sampler_difference_mean"] > 0
     assert update.advantages == {
         episode.id: pytest.approx(value)
-        for group, values in zip(groups, relative_to_group(groups), strict=True)
+        for group, values in zip(groups, grpo_credits(groups), strict=True)
         for episode, value in zip(group.episodes, values, strict=True)
     }
     assert len(update.steps) == 1
@@ -319,7 +319,7 @@ def test_episodes_whose_sampler_says_something_else_do_not_train_but_are_used_up
     assert update.metrics["rows"] == 6
     assert update.metrics["sampler_difference_max"] < 40
     assert update.dropped == {0: "2 of 4 episodes: sampler and trainer differ"}
-    expected = relative_to_group([one, two])
+    expected = grpo_credits([one, two])
     assert update.advantages == {
         episode.id: 0 if episode.id in (1, 2) else pytest.approx(value)
         for group, values in zip((one, two), expected, strict=True)
@@ -358,43 +358,43 @@ def test_a_nan_in_the_model_is_a_reason_to_skip(folder: Path, tmp_path: Path) ->
     assert trainer.update(groups_of(), 1).skipped is None
 
 
-def _nan_on_long_rows(batch: TokenBatch, options: AlgorithmConfig, normaliser: Normaliser) -> LossTerms:
-    terms = clipped_with_kl(batch, options, normaliser)
-    return replace(terms, loss=terms.loss * (math.nan if normaliser.width > 40 else 1.0))
+def _nan_on_long_rows(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    per_token, cut = clipped(batch, options)
+    return per_token * (math.nan if batch.mask.shape[1] > 40 else 1.0), cut
 
 
-def _two_rows_at_most(batch: TokenBatch, options: AlgorithmConfig, normaliser: Normaliser) -> LossTerms:
+def _two_rows_at_most(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     if len(batch.mask) > 2:
         raise torch.OutOfMemoryError("as if")
-    return clipped_with_kl(batch, options, normaliser)
+    return clipped(batch, options)
 
 
-def _nothing_fits(batch: TokenBatch, options: AlgorithmConfig, normaliser: Normaliser) -> LossTerms:
+def _nothing_fits(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     raise torch.OutOfMemoryError("as if")
 
 
 attempts: list[int] = []
 
 
-def _long_rows_never_fit(batch: TokenBatch, options: AlgorithmConfig, normaliser: Normaliser) -> LossTerms:
+def _long_rows_never_fit(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     attempts.append(len(batch.mask))
     assert len(attempts) < 50, "it tries for ever"
     if batch.mask.shape[1] > 100:
         raise torch.OutOfMemoryError("as if")
-    return clipped_with_kl(batch, options, normaliser)
+    return clipped(batch, options)
 
 
-def _broken_on_long_rows(batch: TokenBatch, options: AlgorithmConfig, normaliser: Normaliser) -> LossTerms:
-    if normaliser.width > 40:
+def _broken_on_long_rows(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    if batch.mask.shape[1] > 40:
         raise RuntimeError("a bug")
-    return clipped_with_kl(batch, options, normaliser)
+    return clipped(batch, options)
 
 
-nan_later = Algorithm("nan_later", grpo.credit, f"{__name__}:_nan_on_long_rows", needs_group=True)
-hungry = Algorithm("hungry", grpo.credit, f"{__name__}:_two_rows_at_most", needs_group=True)
-starving = Algorithm("starving", grpo.credit, f"{__name__}:_nothing_fits", needs_group=True)
-too_long = Algorithm("too_long", grpo.credit, f"{__name__}:_long_rows_never_fit", needs_group=True)
-broken_later = Algorithm("broken_later", grpo.credit, f"{__name__}:_broken_on_long_rows", needs_group=True)
+nan_later = replace(grpo, name="nan_later", surrogate=f"{__name__}:_nan_on_long_rows")
+hungry = replace(grpo, name="hungry", surrogate=f"{__name__}:_two_rows_at_most")
+starving = replace(grpo, name="starving", surrogate=f"{__name__}:_nothing_fits")
+too_long = replace(grpo, name="too_long", surrogate=f"{__name__}:_long_rows_never_fit")
+broken_later = replace(grpo, name="broken_later", surrogate=f"{__name__}:_broken_on_long_rows")
 
 
 def then_a_long_group(tokens: int = 50) -> list[Group]:
@@ -511,9 +511,14 @@ def test_the_optimizer_of_another_model_is_refused(folder: Path, tmp_path: Path)
 
 @KINDS
 def test_a_rewarded_set_of_tokens_becomes_likely(tmp_path: Path, lora_r: int) -> None:
-    """Sampler and trainer together: sample one token, reward the even ones, update, publish, again."""
-    run = config(lora_r, update__learning_rate=1e-2)
-    policy = Policy.load(run.model, str(sharp_base(tmp_path / "base")), device="cpu")
+    means = bandit(tmp_path, config(lora_r, update__learning_rate=1e-2))
+    assert means[0] < 0.7, means
+    assert sum(means[-5:]) / 5 > 0.85, means
+
+
+def bandit(folder: Path, run: RunConfig) -> list[float]:
+    """Sampler and trainer together: sample one token, reward the even ones, update, publish, again. Each time's mean reward."""
+    policy = Policy.load(run.model, str(sharp_base(folder / "base")), device="cpu")
     trainer, engine = Trainer(policy, run), RollingEngine(policy)
     ref = PolicyRef(str(policy.folder), policy.base_hash)
     means = []
@@ -523,11 +528,10 @@ def test_a_rewarded_set_of_tokens_becomes_likely(tmp_path: Path, lora_r: int) ->
         update: Update = trainer.update(groups, iteration)
         if not update.skipped:
             assert update.metrics["sampler_difference_max"] < 1e-5
-        path = tmp_path / f"v{iteration + 1}"
+        path = folder / f"v{iteration + 1}"
         ref = replace(ref, path=str(path), sha256=checkpoint.write(path, trainer.save), version=iteration + 1)
     engine.close()
-    assert means[0] < 0.7, means
-    assert sum(means[-5:]) / 5 > 0.85, means
+    return means
 
 
 def sharp_base(folder: Path) -> Path:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.faults import world
 from workflow.algorithms import Algorithm
@@ -20,7 +21,7 @@ from workflow.algorithms.grpo import grpo
 from workflow.config import AlgorithmConfig, build
 from workflow.datasets import Dataset
 from workflow.envs import Env
-from workflow.losses import LossTerms, Normaliser, TokenBatch, clipped_with_kl
+from workflow.losses import TokenBatch, clipped
 from workflow.settings import settings
 from workflow.tools import Tool
 
@@ -57,28 +58,28 @@ sluggish = Env(tools=(f"{__name__}:sluggish_plus", NOTE))
 hanging = Env(tools=(f"{__name__}:deaf_plus", NOTE))
 
 
-def not_a_number(batch: TokenBatch, options: AlgorithmConfig, normaliser: Normaliser) -> LossTerms:
+def not_a_number(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """A loss that is NaN, and so is its gradient."""
-    terms = clipped_with_kl(batch, options, normaliser)
-    return replace(terms, loss=terms.loss * math.nan)
+    per_token, cut = clipped(batch, options)
+    return per_token * math.nan, cut
 
 
-def greedy(batch: TokenBatch, options: AlgorithmConfig, normaliser: Normaliser) -> LossTerms:
+def greedy(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """As a GPU on which one row has room."""
     if len(batch.mask) > 1:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
     with (settings().root / "rows").open("a") as rows:
         rows.write("1")
-    return clipped_with_kl(batch, options, normaliser)
+    return clipped(batch, options)
 
 
-def full(batch: TokenBatch, options: AlgorithmConfig, normaliser: Normaliser) -> LossTerms:
+def full(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """As a GPU on which nothing has room."""
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 
-def _with(loss: Callable[..., LossTerms]) -> Algorithm:
-    return Algorithm(loss.__name__, grpo.credit, f"{__name__}:{loss.__name__}", needs_group=True)
+def _with(surrogate: Callable[..., Any]) -> Algorithm:
+    return replace(grpo, name=surrogate.__name__, surrogate=f"{__name__}:{surrogate.__name__}")
 
 
 nan_loss, greedy_loss, full_loss = _with(not_a_number), _with(greedy), _with(full)

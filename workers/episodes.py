@@ -97,7 +97,8 @@ class GroupRollout:
         self.judges = judges_of(self.work.weights)
         self.schemas = [tool.schema for tool in self.tools.values()]
         self.hooks: tuple[Hook, ...] = load_hooks(self.config.hooks)
-        self._episodes = {episode.id: episode for episode in self.work.episodes}
+        limits = self.config.rollout
+        self._episodes = {episode.id: replace(episode, limits=limits) for episode in self.work.episodes}
 
     @property
     def live(self) -> bool:
@@ -176,10 +177,8 @@ class GroupRollout:
         """What follows, or how the episode ends because its env failed it."""
         try:
             action = next_action(episode, self.env, self.config.rollout)
-            if isinstance(action, Generate):
-                if self.work.opening and not episode.begun:
-                    action = Generate(self.work.opening)
-                _check_messages(action.messages)
+            if isinstance(action, Generate) and self.work.opening and not episode.begun:
+                action = Generate(self.work.opening)
         except InfraError:  # the env says so itself: another attempt may go well
             raise
         except Exception as error:  # noqa: BLE001 - anybody's `reset` and `step`; the episode fails with their words
@@ -378,11 +377,6 @@ class GroupRollout:
                 failure = Outcome(episode.id, "failed", error_class="HookError", error=f"{type(error).__name__}: {error}")
                 self._close([failure])
                 return
-
-
-def _check_messages(messages: Sequence[Message]) -> None:
-    if not messages or not all(isinstance(message, Message) and isinstance(message.content, str) for message in messages):
-        raise TypeError(f"the env must give messages with text, not {messages!r:.200}")
 
 
 def _completed(inbox: "SimpleQueue[Event]", group: int, episode: int, future: "Future[Completion]") -> None:

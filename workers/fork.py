@@ -7,12 +7,14 @@ A fork run has one group: the forks of one step of one episode. It samples and s
 from dataclasses import dataclass, replace
 from typing import Any
 
+from workers.measure import how_sampled
 from workers.submit import Prepared, free_name, manifest, output_folder, stored_policy, version_number
 from workflow.config import RunConfig, build
 from workflow.envs import Env, scoring_hash
 from workflow.errors import ConfigError, ModelError
 from workflow.plugins import find
 from workflow.store.connect import Database
+from workflow.store.evals import Version
 from workflow.store.forks import Fork, ForkPoint, fork_point
 from workflow.store.planning import Submission
 from workflow.trajectory import Message, PolicyRef
@@ -57,7 +59,8 @@ def prepare_fork(db: Database, asked: ForkRequest) -> Prepared:
     name = asked.name or free_name(db, f"{point.run['name'][:50]}-fork")
     values: dict[str, Any] = {"name": name, "output_dir": None, "epochs": 1}
     values |= {"rollout.group_size": asked.n, "rollout.tasks_per_iteration": 1, "rollout.max_staleness": 0}
-    config = build(parent.flat() | values)
+    values["rollout.dynamic_sampling"] = 1
+    config = build(how_sampled(parent) | values)
     submission = Submission(
         name=name,
         kind="fork",
@@ -98,7 +101,7 @@ def _opening(asked: ForkRequest, point: ForkPoint) -> tuple[Message, ...] | None
     return (*others, replace(last, content=asked.edit))
 
 
-def _named(policy: str, point: ForkPoint) -> tuple[str, int | None]:
+def _named(policy: str, point: ForkPoint) -> tuple[str, Version]:
     """`V`, of the run whose policy sampled the step, `RUN` for its newest, or `RUN@V`."""
     run, at, word = policy.partition("@")
     if not at and run.removeprefix("v").isdecimal():
@@ -111,7 +114,7 @@ def _policy(db: Database, asked: ForkRequest, point: ForkPoint) -> PolicyRef:
     ref = stored_policy(db, run, version)
     if ref.base_hash != point.run["base_hash"]:
         raise ModelError(
-            f"Policy {run}@{version} has another base than episode {asked.episode}: its tokens mean something else there.",
+            f"Policy {run}@{ref.version} has another base than episode {asked.episode}: its tokens mean something else there.",
             "Choose a version of the episode's own run.",
         )
     return ref

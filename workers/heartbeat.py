@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from logging import getLogger
 
-from workflow.store import rollout, training
+from workflow.store import claims, rollout
 from workflow.store.connect import Database
 from workflow.store.rollout import Fence
 
@@ -64,6 +64,6 @@ class Heartbeat:
                     self.drop_group(fence)
                     lost()
         for (iteration, token), lost in iterations.items():
-            if not training.extend_lease(self.db, iteration, token, self.lease_seconds):
+            if not claims.extend_lease(self.db, iteration, token, self.lease_seconds):
                 self.drop_iteration(iteration, token)
                 lost()

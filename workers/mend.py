@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 from workers.dispatch import send_train
 from workers.process import database
 from workflow import mirror
+from workflow.algorithms import credits_alike
+from workflow.config import RunConfig
 from workflow.errors import CheckpointError, ConfigError, ServiceError
 from workflow.store import mending
+from workflow.store.claims import IterationWork
 from workflow.store.mending import Rebuild
-from workflow.store.training import IterationWork
 from workflow.trajectory import PolicyRef
 
 if TYPE_CHECKING:
-    from workflow.trainer import Update
+    from workflow.updates import Update
 
 log = getLogger("agentrl.mend")
-ROUNDING = 1e-6
-"""Advantages of one update differ by less between two machines."""
 
 
 def report(run_id: int, policy: PolicyRef, part: mirror.Part) -> int | None:
@@ -55,11 +55,10 @@ def check_repeated(work: IterationWork, rebuild: Rebuild, update: "Update") -> N
     Raises:
         CheckpointError: it took no step, or credits other episodes, or the same otherwise: the code is another, or the rewards.
     """
-    recorded = rebuild.advantages
     if update.skipped:
         raise beyond_repair(work, rebuild, f"its update now takes no step: {update.skipped}")
-    same = update.advantages.keys() == recorded.keys()
-    if not same or any(abs(update.advantages[episode] - recorded[episode]) > ROUNDING for episode in recorded):
+    options = RunConfig.model_validate(work.config).algorithm
+    if not credits_alike(options, update.advantages, rebuild.advantages):
         raise beyond_repair(work, rebuild, "its update cannot be repeated: the advantages are not the recorded ones")
 
 

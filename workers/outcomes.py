@@ -1,12 +1,11 @@
 """How an episode ended, as its row takes it: scored by its env, by the judges that were asked and by the run's hooks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from workflow.envs import Env, scored
 from workflow.errors import RewardError
 from workflow.hooks import Hook
-from workflow.rewards import Judge, checked, total, verdicts
+from workflow.rewards import Judge, Part, checked, earned, numbers, total, verdicts
 from workflow.store.rollout import GroupWork, Outcome
 from workflow.trajectory import Episode, ToolResult
 
@@ -30,7 +29,7 @@ def outcome_of(
     """
     try:
         parts = scored(env, ended, work.weights, verdicts(judges, said))
-        told = replace(ended, rewards=dict(parts), reward=total(parts, work.weights))
+        told = earned(ended, parts, work.weights)
         for hook in hooks:
             parts |= _hook_parts(hook, told)
         return Outcome(ended.id, "done", ended.stop_reason, total(parts, work.weights), parts, ended.final_answer)
@@ -43,10 +42,10 @@ def unscored(ended: Episode, error: RewardError) -> Outcome:
     return Outcome(ended.id, "failed", error_class="RewardError", error=str(error))
 
 
-def _hook_parts(hook: Hook, told: Episode) -> dict[str, float]:
+def _hook_parts(hook: Hook, told: Episode) -> dict[str, Part]:
     source = f"{type(hook).__name__}.on_rollout_end"
     try:
-        parts = {str(name): float(value) for name, value in hook.on_rollout_end(told).items()}
+        parts = {str(name): numbers(value) for name, value in hook.on_rollout_end(told).items()}
     except Exception as error:
         raise RewardError(f"{source} raised {type(error).__name__}: {error}") from error
-    return checked(parts, source)
+    return checked(parts, len(told.steps), source)

@@ -1,14 +1,15 @@
 """Rescoring: other rewards over stored episodes. All are computed before anything is written."""
 
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from workflow.config import NAME_PATTERN
+from workflow.config import NAME_PATTERN, RunConfig
 from workflow.errors import ConfigError, RewardError, StateError
 from workflow.plugins import find
-from workflow.rewards import code_hash, score, total
+from workflow.resolve import weighted
+from workflow.rewards import Part, code_hash, score, total, whole
 from workflow.store import planning, scoring
 from workflow.store.connect import Database
 
@@ -30,28 +31,26 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
         StateError: no episode of the run is done.
     """
     row = planning.find_run(db, run)
-    named = [_weight(text) for text in rewards]
-    weights = dict(named)
-    if len(weights) < len(named):
-        raise ConfigError("A reward is named twice.", "Give each one weight: --reward NAME=0.5")
+    weights = weighted(rewards)
     for reward in weights:
         find("rewards", reward)
     chosen = name if name is not None else _name(next(iter(weights)))
     _check_name(chosen)
+    limits = RunConfig.model_validate(row["config"]).rollout
     before: list[float] = []
-    parts: list[tuple[int, str, float]] = []
+    scored: dict[int, dict[str, Part]] = {}
     after: list[float] = []
     for episode in scoring.done_episodes(db, row["id"]):
         try:
-            scored = score(episode, weights)
+            parts = score(replace(episode, limits=limits), weights)
+            after.append(total(parts, weights))
         except RewardError as error:
             raise RewardError(f"Episode {episode.id}: {error}", f"agentrl replay {episode.id}") from error
-        parts += [(episode.id, part, value) for part, value in scored.items()]
+        scored[episode.id] = parts
         before.append(episode.reward or 0.0)
-        after.append(total(scored, weights))
     if not after:
         raise StateError(f"No episode of {row['name']!r} is done.", f"agentrl watch {row['name']}")
-    scoring.add_reward_set(db, row["id"], chosen, code_hash(weights), weights, parts)
+    scoring.add_reward_set(db, row["id"], chosen, code_hash(weights), weights, scored)
     return {
         "run": row["name"],
         "reward_set": chosen,
@@ -59,19 +58,11 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
         "changed": sum(old != new for old, new in zip(before, after, strict=True)),
         "mean_before": _mean(before),
         "mean": _mean(after),
-        "parts": _parts(weights, parts),
+        "parts": [
+            {"part": part, "weight": weight, "mean": _mean([whole(parts[part]) for parts in scored.values()])}
+            for part, weight in weights.items()
+        ],
     }
-
-
-def _weight(text: str) -> tuple[str, float]:
-    reward, separator, weight = text.partition("=")
-    try:
-        value = float(weight) if separator else 1.0
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ConfigError(f"{weight!r} is no weight of the reward {reward!r}.", "Write --reward NAME=0.5")
-    return reward, value
 
 
 def _name(reward: str) -> str:
@@ -82,13 +73,6 @@ def _name(reward: str) -> str:
 def _check_name(name: str) -> None:
     if name == "default" or not re.fullmatch(NAME_PATTERN, name):
         raise ConfigError(f"A reward set cannot be called {name!r}.", "Choose --name of a-z, 0-9, dots and dashes.")
-
-
-def _parts(weights: Mapping[str, float], parts: Sequence[tuple[int, str, float]]) -> list[dict[str, Any]]:
-    return [
-        {"part": part, "weight": weight, "mean": _mean([value for _, name, value in parts if name == part])}
-        for part, weight in weights.items()
-    ]
 
 
 def _mean(values: Sequence[float]) -> float:

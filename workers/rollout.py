@@ -20,10 +20,10 @@ from workers.models import models
 from workers.process import claim_name, confirm_base, database, heartbeat, refuse_overlap, stopping, until_written
 from workflow import engines, mirror
 from workflow.config import RunConfig
-from workflow.errors import CheckpointError, ConfigError, Fenced, ModelError, ServiceError
+from workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, ModelError, ServiceError
 from workflow.faults import faultpoint
 from workflow.settings import settings
-from workflow.store import planning, training
+from workflow.store import mending, training, waiting
 from workflow.store import rollout as store
 from workflow.store.rollout import Fence, GroupWork
 
@@ -49,8 +49,8 @@ def rollout(groups: list[int]) -> int:
     if not store.all_closed(database(), groups):
         raise Ignore()
     for run in {batch[0].run_id for batch in batches}:
-        if planning.waits_for(database(), run):
-            planning.wait_no_more(database(), run)
+        if waiting.waits_for(database(), run):
+            waiting.wait_no_more(database(), run)
     return len(groups)
 
 
@@ -110,7 +110,7 @@ def _roll_out(works: Sequence[GroupWork]) -> None:
             heartbeat().drop_group(work.fence)
 
 
-def _refuse(works: Sequence[GroupWork], error: Exception) -> None:
+def _refuse(works: Sequence[GroupWork], error: AgentRLError) -> None:
     """Ends the run, for it would fail again and again; unless it is its own checkpoint, which can be made again."""
     broken = {work.policy for work in works} if isinstance(error, CheckpointError) else set()
     waiting: list[int] = []
@@ -119,7 +119,7 @@ def _refuse(works: Sequence[GroupWork], error: Exception) -> None:
         waiting += [iteration for iteration in reported if iteration is not None]
         if not waiting:
             log.error("%s: %s", works[0].run, error)
-            training.fail_run(database(), works[0].run_id, str(error))
+            training.fail_run(database(), works[0].run_id, _reason(works[0], error))
     except ServiceError as away:  # nothing is known, so nothing ends: whoever takes the groups next finds the same
         log.warning("%s: %s", works[0].run, away)
     finally:
@@ -128,9 +128,15 @@ def _refuse(works: Sequence[GroupWork], error: Exception) -> None:
         mend.ask_for(iteration)
 
 
+def _reason(work: GroupWork, error: AgentRLError) -> str:
+    if work.kind == "train" or not work.policy.path or not isinstance(error, CheckpointError):
+        return str(error)
+    return f"{error.message} {mending.how_to_go_on(database(), work.run, work.policy.path)}"
+
+
 def _say_waiting(run_id: int, error: ServiceError) -> None:
     try:
-        planning.wait_for(database(), run_id, str(error))
+        waiting.wait_for(database(), run_id, str(error))
     except ServiceError as away:  # what does not answer is the database itself
         log.warning("the run's events do not say so: %s", away)
 

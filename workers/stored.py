@@ -4,12 +4,23 @@ What was decided when the episodes were made (model, dataset, env, sampling) is 
 and trained on can be chosen.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from workers.submit import Prepared, free_name, manifest, output_folder, stored_policy
-from workflow.algorithms import Algorithm
-from workflow.config import RunConfig, build
+from workers.measure import TRAINING, how_sampled
+from workers.submit import (
+    Prepared,
+    check_trainer,
+    evaluation_of,
+    free_name,
+    held_out_remarks,
+    manifest,
+    output_folder,
+    stored_policy,
+)
+from workflow.algorithms import Algorithm, settled_run
+from workflow.config import RunConfig, SourceConfig, build
 from workflow.errors import ConfigError, StateError
 from workflow.hooks import load_hooks
 from workflow.plugins import find
@@ -19,9 +30,8 @@ from workflow.store.forks import StoredRun, counted_twice, run_of_group, stored_
 from workflow.store.planning import Submission
 from workflow.trajectory import PolicyRef
 
-SECTIONS = ("algorithm.", "update.", "source.")
 KEYS = ("name", "seed", "epochs", "output_dir", "hooks", "rollout.tasks_per_iteration")
-"""What may be chosen: these sections of the config, and these keys."""
+"""What may be chosen beside the sections that say nothing of how episodes are made."""
 
 
 def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], policy: PolicyRef | None = None) -> Prepared:
@@ -38,22 +48,22 @@ def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], p
     chosen = {key: value for key, value in asked.flat().items() if origins.get(key, "default") != "default"}
     _refuse_ignored(chosen)
     algorithm: Algorithm = find("algorithms", asked.algorithm.name)
-    sources = _sources(db, asked, least=2 if algorithm.needs_group else 1)
-    first = sources[0]
-    made = RunConfig.model_validate(first.row["config"])
+    found = material(db, asked.source, 2 if algorithm.needs_group else 1, policy)
+    sources, start, first = found.sources, found.start, found.sources[0]
     name = asked.name or free_name(db, f"{first.row['name'][:50]}-stored")
-    defaults = {key: value for key, value in RunConfig().flat().items() if key.startswith(SECTIONS) or key in KEYS}
-    # Nothing is rolled out ahead, also where the run that made the episodes did so.
-    config = build(made.flat() | defaults | chosen | {"name": name, "epochs": 1, "rollout.max_staleness": 0})
+    defaults = {key: value for key, value in RunConfig().flat().items() if key in KEYS}
+    # Nothing is rolled out, ahead or in addition, also where the run that made the episodes did so.
+    fixed = {"name": name, "epochs": 1, "rollout.max_staleness": 0, "rollout.dynamic_sampling": 1}
+    config = settled_run(build(how_sampled(found.config) | defaults | chosen | fixed))
+    check_trainer(config)
     load_hooks(config.hooks)
-    start = policy or stored_policy(db, first.row["name"], first.version)
-    _check_alike(sources, start)
+    first_policy = PolicyRef(start.base, start.base_hash, start.path, start.sha256)
     submission = Submission(
         name=name,
         kind="train",
         config=config.model_dump(mode="json"),
         manifest=manifest(config),
-        policy=PolicyRef(start.base, start.base_hash, start.path, start.sha256),
+        policy=first_policy,
         tasks=(),
         dataset=first.row["dataset"],
         seed=config.seed,
@@ -65,9 +75,47 @@ def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], p
         output_dir=str(output_folder(config, name)),
         groups=[group for source in sources for group in source.groups],
         reward_set=config.source.reward_set,
+        evaluation=evaluation_of(db, config, first_policy),
     )
-    remarks = tuple(_left_out(source, config.source.reward_set) for source in sources if len(source.groups) < source.planned)
-    return Prepared(submission, config, (), asked.name is not None, remarks)
+    return Prepared(submission, config, (), asked.name is not None, (*found.remarks, *held_out_remarks(submission)))
+
+
+@dataclass(frozen=True)
+class Material:
+    """Stored groups of one or several runs, and the weights that learn from them.
+
+    Args:
+        sources: by run, the first of which names config and model.
+        start: its base, at the policy that was asked for, else at the one that it started from.
+        remarks: what a person should know of it.
+    """
+
+    sources: Sequence[StoredRun]
+    start: PolicyRef
+    remarks: tuple[str, ...]
+
+    @property
+    def config(self) -> RunConfig:
+        """The config that the episodes were made with."""
+        return RunConfig.model_validate(self.sources[0].row["config"])
+
+
+def material(db: Database, source: SourceConfig, least: int, policy: PolicyRef | None = None) -> Material:
+    """The finished groups that the source names, with at least so many done episodes each.
+
+    Args:
+        policy: the weights to start from; unset: those that the first of the runs started from.
+
+    Raises:
+        NotFoundError: no such run, group or reward set.
+        StateError: no group there is finished.
+        ConfigError: an episode would count twice, or they are of several bases or temperatures.
+    """
+    sources = _sources(db, source, least)
+    start = policy or stored_policy(db, sources[0].row["name"], sources[0].version)
+    _check_alike(sources, start)
+    remarks = tuple(_left_out(each, source.reward_set) for each in sources if len(each.groups) < each.planned)
+    return Material(sources, start, remarks)
 
 
 def _left_out(source: StoredRun, reward_set: str) -> str:
@@ -80,7 +128,7 @@ def _left_out(source: StoredRun, reward_set: str) -> str:
 
 
 def _refuse_ignored(chosen: Mapping[str, Any]) -> None:
-    ignored = [key for key in chosen if not key.startswith(SECTIONS) and key not in KEYS]
+    ignored = [key for key in chosen if not key.startswith(TRAINING) and key not in KEYS]
     if ignored:
         raise ConfigError(
             f"{', '.join(ignored)}: decided when the stored episodes were made, and cannot be chosen again.", "Leave it out."
@@ -89,15 +137,15 @@ def _refuse_ignored(chosen: Mapping[str, Any]) -> None:
         raise ConfigError("A run trains on an episode at most once, so that stored ones give one epoch.", "Leave --epochs out.")
 
 
-def _sources(db: Database, asked: RunConfig, least: int) -> list[StoredRun]:
+def _sources(db: Database, asked: SourceConfig, least: int) -> list[StoredRun]:
     """The runs to take groups from, each with those of its groups that are named; all where the run itself is."""
-    named: dict[int, list[int]] = {planning.find_run(db, run)["id"]: [] for run in asked.source.runs}
+    named: dict[int, list[int]] = {planning.find_run(db, run)["id"]: [] for run in asked.runs}
     whole = set(named)
-    for group in asked.source.groups:
+    for group in asked.groups:
         run = run_of_group(db, group)
         if run not in whole:
             named.setdefault(run, []).append(group)
-    sources = [stored_run(db, run, groups, asked.source.reward_set, least) for run, groups in named.items()]
+    sources = [stored_run(db, run, groups, asked.reward_set, least) for run, groups in named.items()]
     if not any(source.groups for source in sources):
         raise StateError(
             f"No finished group there has {least} done episodes to train on.", f"agentrl episodes {sources[0].row['name']}"

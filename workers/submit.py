@@ -16,22 +16,25 @@ from uuid import uuid4
 
 from workers import broker, embedded
 from workers.dispatch import dispatch
+from workers.measure import measuring, sized
 from workflow import __version__, engines, mcp, remote
-from workflow.algorithms import Algorithm
-from workflow.config import RunConfig
+from workflow.algorithms import settled_run
+from workflow.config import AlgorithmConfig, RunConfig
 from workflow.datasets import load_tasks
 from workflow.engines import Backend
-from workflow.envs import Env, offered, scoring_hash
+from workflow.envs import Env, offered, scoring_hash, told_right_by, weights_of
 from workflow.errors import ConfigError, ConflictError, ModelError
 from workflow.hooks import load_hooks
 from workflow.models import base_hash, check_on_hub, lora_rank, resolve_model
 from workflow.plugins import find
 from workflow.rewards import judges_of
 from workflow.settings import Settings, is_url, settings
-from workflow.store import observe, planning
+from workflow.store import evals, observe, planning
 from workflow.store.connect import Database
+from workflow.store.evals import Version
 from workflow.store.planning import Submission, Submitted
 from workflow.trajectory import PolicyRef
+from workflow.trl_options import check_trl, require_trl
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "celery", "sqlalchemy")
 
@@ -66,10 +69,14 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     assert config.env is not None
     env: Env = find("envs", config.env)
     config = _with_served_tools(config)
-    for tool in (*offered(env, config).values(), *judges_of(env.rewards).values()):
+    weights = weights_of(env, config)
+    for tool in (*offered(env, config).values(), *judges_of(weights).values()):
         tool.check()
     load_hooks(config.hooks)
-    _check_algorithm(config, kind)
+    if kind == "train":
+        config = settled_run(config)
+        check_trainer(config)
+    _check_sampling(config, kind)
     trained = policy is not None and bool(policy.path)
     backend: Backend = find("engines", config.rollout.engine)
     engines.check(backend, config, trains=kind == "train", trained=trained)
@@ -85,7 +92,7 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
         name=name,
         kind=kind,
         config=config.model_dump(mode="json"),
-        manifest=manifest(config),
+        manifest=manifest(config) | ({"right_by": told_right_by(env, config)} if kind == "eval" else {}),
         policy=ref,
         tasks=loaded.tasks,
         dataset=config.dataset.name,
@@ -93,11 +100,33 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
         epochs=config.epochs,
         tasks_per_iteration=config.rollout.tasks_per_iteration,
         group_size=config.rollout.group_size,
-        weights=env.rewards,
-        code_hash=scoring_hash(env, env.rewards),
+        weights=weights,
+        code_hash=scoring_hash(env, weights),
         output_dir=output,
+        evaluation=evaluation_of(db, config, ref) if kind == "train" else None,
     )
-    return Prepared(submission, config, loaded.skipped, named)
+    return Prepared(submission, config, loaded.skipped, named, held_out_remarks(submission))
+
+
+def evaluation_of(db: Database | None, config: RunConfig, policy: PolicyRef) -> Submission | None:
+    """The run that measures this one's first policy, where it is to measure itself (`eval.every`).
+
+    Raises:
+        AgentRLError: as `prepare`, of the held-out tasks.
+    """
+    asked = config.eval
+    if asked.every is None:
+        return None
+    measured = measuring(config, asked.dataset, asked.split, asked.tasks, {"group_size": asked.samples})
+    return prepare(db, sized(measured), "eval", policy).submission
+
+
+def held_out_remarks(submission: Submission) -> tuple[str, ...]:
+    """What a person should know of how the run measures itself."""
+    measured = submission.evaluation.tasks if submission.evaluation else ()
+    both = {task.content_hash for task in submission.tasks} & {task.content_hash for task in measured}
+    said = f"{len(both)} of the {len(measured)} held-out tasks are trained on too: name another split with -s eval.split=..."
+    return (said,) if both else ()
 
 
 def submit(db: Database, prepared: Prepared) -> Submitted:
@@ -112,7 +141,7 @@ def submit(db: Database, prepared: Prepared) -> Submitted:
         for hook in load_hooks(prepared.config.hooks):
             hook.on_run_start(made.name, prepared.submission.config)
         if not broker.in_memory(settings()):  # else only the stack itself can send, and its control loop does
-            for iteration in planning.open_iterations(db, made.id):
+            for iteration in (*planning.open_iterations(db, made.id), *evals.waiting_evals(db, made.id)):
                 dispatch(db, iteration)
     return made
 
@@ -156,20 +185,22 @@ def known_model(config: RunConfig) -> str:
     return base
 
 
-def version_number(word: str) -> int:
-    """The version that `3` or `v3` names.
+def version_number(word: str) -> Version:
+    """The version that `3`, `v3` or `best` names.
 
     Raises:
         ConfigError: it names none.
     """
+    if word == "best":
+        return "best"
     digits = word.removeprefix("v")
     if not (digits.isascii() and digits.isdecimal() and len(digits) < 20):
-        raise ConfigError(f"{word!r} is no policy version.", "Write RUN@3.")
+        raise ConfigError(f"{word!r} is no policy version.", "Write RUN@3 or RUN@best.")
     return int(digits)
 
 
-def stored_policy(db: Database, run: str, version: int | None) -> PolicyRef:
-    """The policy that a run published.
+def stored_policy(db: Database, run: str, version: Version) -> PolicyRef:
+    """The policy that a run published: of that version, or the best by its evaluations, or (None) the newest.
 
     Raises:
         NotFoundError: no such run or version.
@@ -179,12 +210,26 @@ def stored_policy(db: Database, run: str, version: int | None) -> PolicyRef:
     return PolicyRef(row["base"], row["base_hash"], row["path"], row["sha256"], row["version"])
 
 
-def _check_algorithm(config: RunConfig, kind: str) -> None:
-    algorithm: Algorithm = find("algorithms", config.algorithm.name)
-    if kind == "train" and algorithm.needs_group and config.rollout.group_size < 2:
+def check_trainer(config: RunConfig) -> None:
+    """Refuses what the run's trainer cannot do or would not read; workers of a named broker may have installed what is missing.
+
+    Raises:
+        ConfigError: saying what.
+    """
+    cap = AlgorithmConfig.model_fields["importance_cap"].default
+    if not config.rollout.max_staleness and config.algorithm.importance_cap != cap:
+        raise ConfigError("algorithm.importance_cap does nothing where rollout.max_staleness is 0.", "Leave it out.")
+    if config.update.trainer == "trl":
+        check_trl(config)
+        if not settings().broker_url:
+            require_trl()
+
+
+def _check_sampling(config: RunConfig, kind: str) -> None:
+    if kind != "train" and config.rollout.dynamic_sampling > 1:
         raise ConfigError(
-            f"{algorithm.name} compares the episodes of a group, and a group of one has nobody to compare with.",
-            "Set --group-size to 2 or more.",
+            f"rollout.dynamic_sampling={config.rollout.dynamic_sampling} samples on for an update, and an {kind} run has none.",
+            "Leave it out.",
         )
 
 

@@ -22,7 +22,7 @@ from workers.process import database
 from workflow.errors import ServiceError
 from workflow.settings import Settings, settings
 from workflow.store import observe
-from workflow.store.rollout import OOM_HINT, record_oom
+from workflow.store.oom import OOM_HINT, record_oom
 
 log = getLogger("agentrl.supervisor")
 WORKERS = ("rollout,train", "tools", "control")

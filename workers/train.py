@@ -18,25 +18,31 @@ from workers.models import Loaded, models
 from workers.process import claim_name, confirm_base, database, heartbeat, refuse_overlap, until_written
 from workflow import mirror
 from workflow.config import RunConfig
+from workflow.dynamic import choose
 from workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, ModelError, ServiceError
 from workflow.evaluate import evaluate
 from workflow.faults import faultpoint
 from workflow.hooks import load_hooks
 from workflow.settings import settings
-from workflow.store import mending, training
+from workflow.store import claims, evals, mending, training
+from workflow.store.claims import IterationWork, SampledOn
 from workflow.store.iterations import staleness_of
 from workflow.store.mending import Rebuild
-from workflow.store.training import IterationWork, Published, UpdateRecord
-from workflow.trainer import Trainer, Update
+from workflow.store.training import Published, UpdateRecord
+from workflow.trainer import Trainer
+from workflow.updates import Update
 
 log = getLogger("agentrl.train")
 
 
 @app.task(name="agentrl.train", throws=(ServiceError,))
 def train(iteration: int) -> None:
-    """Trains on the iteration, unless it is not ready, done already, or another trainer has it."""
-    work = training.claim_iteration(database(), row_id(iteration), claim_name(), settings().lease_seconds)
+    """Trains on the iteration, unless it is not ready, lacks groups with variance, is done, or another trainer has it."""
+    work = claims.claim_iteration(database(), row_id(iteration), claim_name(), settings().lease_seconds)
     if work is None:
+        return
+    if isinstance(work, SampledOn):
+        _sample_on(work)
         return
     fenced = threading.Event()
     heartbeat().hold_iteration(work.id, work.token, fenced.set)
@@ -46,17 +52,27 @@ def train(iteration: int) -> None:
         log.info("%s", error)
     except ServiceError as error:  # the database was away for long: no attempt of the iteration's
         log.warning("iteration %d of %s is handed back: %s", work.number, work.run, error)
-        until_written(partial(training.hand_back_iteration, database(), work.id, work.token))
+        until_written(partial(claims.hand_back_iteration, database(), work.id, work.token))
     except (ConfigError, ModelError, CheckpointError) as error:
         until_written(partial(_refuse, work, error))
     except Exception as error:
         log.exception("%s: iteration %d was not trained", work.run, work.number)
-        training.fail_update(database(), work, f"{type(error).__name__}: {error}", work.config["rollout"]["max_attempts"])
+        claims.fail_update(database(), work, f"{type(error).__name__}: {error}", work.config["rollout"]["max_attempts"])
     else:
         _go_on(work, published)
         faultpoint("train.end")
     finally:
         heartbeat().drop_iteration(work.id, work.token)
+
+
+def _sample_on(made: SampledOn) -> None:
+    log.info("iteration %d: %d of %d groups vary, %d more are sampled", made.iteration, made.varied, made.groups, made.more)
+    try:
+        dispatch(database(), made.iteration)
+    except ServiceError as error:
+        log.warning("the control loop will send what more is sampled of iteration %d: %s", made.iteration, error)
+    else:
+        faultpoint("sampled_on.end")
 
 
 @cache
@@ -74,7 +90,7 @@ def _act(work: IterationWork, fenced: threading.Event) -> Published:
 def _conclude(work: IterationWork) -> Published:
     """Ends a run that updates nothing."""
     if work.kind == "eval":
-        training.finish_eval(database(), work, evaluate(work.groups))
+        training.finish_eval(database(), work, evaluate(work.groups, evals.right_episodes(database(), work.id)))
     else:
         training.finish_fork(database(), work)
     return Published(0, None)
@@ -90,7 +106,7 @@ def _train(work: IterationWork, fenced: threading.Event) -> Published:
         loaded.trainer_holds = None  # until the commit says that what is in memory is what is published
         started = time.perf_counter()
         faultpoint("update.before")
-        update = trainer.update(work.groups, work.number)
+        update = _update(trainer, work)
         faultpoint("update.after")
         if fenced.is_set():
             raise Fenced(f"Iteration {work.number} of {work.run} was taken over.")
@@ -108,6 +124,15 @@ def _train(work: IterationWork, fenced: threading.Event) -> Published:
     for hook in load_hooks(config.hooks):
         hook.on_update_end(work.run, work.number, metrics)
     return published
+
+
+def _update(trainer: Trainer, work: IterationWork) -> Update:
+    """The update on the work's groups: with dynamic sampling on those that it chooses."""
+    if not work.wanted:
+        return trainer.update(work.groups, work.number)
+    chosen, left_out = choose(work.groups, work.wanted)
+    update = trainer.update(chosen, work.number) if chosen else Update(skipped="no group has variance")
+    return replace(update, dropped={**left_out, **update.dropped})
 
 
 def _rebuild(work: IterationWork, fenced: threading.Event) -> Published:
@@ -131,12 +156,13 @@ def _rebuild(work: IterationWork, fenced: threading.Event) -> Published:
 def _repeat(work: IterationWork, rebuild: Rebuild, config: RunConfig, loaded: Loaded, fenced: threading.Event) -> None:
     """The update that made the broken checkpoint, once more, into a folder of its own."""
     source = replace(work, number=rebuild.broken.version - 1, policy=rebuild.start, groups=rebuild.groups)
+    source = replace(source, wanted=rebuild.wanted)
     try:
         trainer = _at(source, config, loaded)
     except CheckpointError as error:
         raise mend.beyond_repair(work, rebuild, error.message.rstrip(".")) from error
     loaded.trainer_holds = None
-    mend.check_repeated(work, rebuild, trainer.update(source.groups, source.number))
+    mend.check_repeated(work, rebuild, _update(trainer, source))
     if fenced.is_set():
         raise Fenced(f"Version {rebuild.broken.version} of {work.run} is made again by another trainer.")
     path = _path(source, "r")
@@ -155,9 +181,9 @@ def _refuse(work: IterationWork, error: Exception) -> None:
     waiting = mend.report(work.run_id, work.policy, _part(work, work.policy.path)) if reported else None
     if waiting is None:
         log.error("%s: %s", work.run, error)
-        training.fail_update(database(), work, str(error), max_attempts=1)
+        claims.fail_update(database(), work, str(error), max_attempts=1)
         return
-    training.hand_back_iteration(database(), work.id, work.token)
+    claims.hand_back_iteration(database(), work.id, work.token)
     mend.ask_for(waiting)
 
 
@@ -166,7 +192,7 @@ def _at(work: IterationWork, config: RunConfig, loaded: Loaded) -> Trainer:
     wanted = (work.run_id, work.policy.path)
     if loaded.trainer is None or loaded.trainer_holds != wanted:
         loaded.trainer, loaded.trainer_holds = None, None  # nothing is held until it is loaded whole
-        trainer = Trainer(loaded.policy, config)
+        trainer = _trainer(work, config, loaded)
         path, part = work.policy.path, _part(work, work.policy.path)
         if path:
             mirror.read(path, work.policy.sha256, part, partial(trainer.load, fresh=part == "start"))
@@ -174,6 +200,14 @@ def _at(work: IterationWork, config: RunConfig, loaded: Loaded) -> Trainer:
             trainer.load(None)
         loaded.trainer = trainer
     return loaded.trainer
+
+
+def _trainer(work: IterationWork, config: RunConfig, loaded: Loaded) -> Trainer:
+    if config.update.trainer == "agentrl":
+        return Trainer(loaded.policy, config, work.iterations)
+    from workflow.trl_trainer import TrlTrainer  # few want it, and it takes long to import
+
+    return TrlTrainer(loaded.policy, config, work.iterations)
 
 
 def _part(work: IterationWork, path: str) -> mirror.Part:
@@ -216,6 +250,8 @@ def _go_on(work: IterationWork, published: Published) -> None:
             send_train(database(), published.trains)
         if published.next_iteration is not None:
             dispatch(database(), published.next_iteration)
+        for iteration in published.measured_by:
+            dispatch(database(), iteration)
     except ServiceError as error:
         log.warning("the control loop will send what follows iteration %d: %s", work.number, error)
     if work.rebuilds:

@@ -43,9 +43,13 @@ Action = Generate | CallTools | Finish
 
 
 def next_action(episode: Episode, env: Env, limits: RolloutConfig) -> Action:
-    """What the episode needs next."""
+    """What the episode needs next.
+
+    Raises:
+        TypeError: the env gave something else than messages with text; whatever its own code raises comes through as well.
+    """
     if not episode.steps:
-        return Generate(env.reset(episode.task))
+        return _generate(env.reset(episode.task))
     step = episode.steps[-1]
     if step.finish_reason == "length":
         return Finish("max_tokens")
@@ -60,7 +64,13 @@ def next_action(episode: Episode, env: Env, limits: RolloutConfig) -> Action:
         return Finish("timeout")
     if len(episode.steps) >= limits.max_steps:
         return Finish("max_steps")
-    return Generate(told)
+    return _generate(told)
+
+
+def _generate(messages: tuple[Message, ...]) -> Generate:
+    if not messages or not all(isinstance(message, Message) and isinstance(message.content, str) for message in messages):
+        raise TypeError(f"the env must give messages with text, not {messages!r:.200}")
+    return Generate(messages)
 
 
 def refusal(call: ToolCall, index: int, tools: Mapping[str, Tool], limits: RolloutConfig) -> ToolResult | None:

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
+from workflow.errors import StateError
 from workflow.scoring import Prefixes
 from workflow.trajectory import Episode, Step
 
@@ -54,6 +55,8 @@ class Row:
     prefix: int = field(init=False)
 
     def __post_init__(self) -> None:
+        if True not in self.loss_mask:
+            raise StateError(f"Row {self.index} of episode {self.episode} has no token that trains.")
         # Planning asks for it many times, so it is looked for once.
         object.__setattr__(self, "prefix", max(0, self.loss_mask.index(True) - 1))
 

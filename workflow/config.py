@@ -1,14 +1,8 @@
-"""RunConfig: the whole experiment as one frozen value, from YAML, flags and `-s key=value`. Unknown keys are refused.
-
-Precedence: flags > environment (`AGENTRL_RUN_<KEY>`, dots as `__`) > file > defaults. `origins` remembers where each value
-came from.
-"""
+"""RunConfig: the whole experiment, frozen; unknown keys are refused. `workflow.resolve` makes it from what is typed."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -20,12 +14,11 @@ from pydantic import (
     model_validator,
 )
 
-from workflow.errors import ConfigError, did_you_mean
+from workflow.errors import ConfigError
 
 MOST = 2**31 - 1
 """Of what is counted; the rows, the arrays and the servers have no room for more."""
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
-ENV_PREFIX = "AGENTRL_RUN_"
 
 
 def _listed(value: Any) -> Any:
@@ -34,6 +27,14 @@ def _listed(value: Any) -> Any:
 
 Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_listed)]
 """One text or several, none of them empty."""
+
+Weights = dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(strict=True)]]
+"""Name -> weight."""
+
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-sum-norm-trl"
+]
+"""See `workflow.losses.aggregate`."""
 
 
 class Section(BaseModel):
@@ -103,7 +104,7 @@ class RolloutConfig(Section):
     engine: str = Field("rolling", description="What samples: a file of workflow/engines, or package.module:name")
     group_size: int = Field(8, ge=1, le=1024, description="Episodes per task and iteration")
     tasks_per_iteration: int = Field(16, ge=1, le=4096, description="Groups per iteration")
-    temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature; the trainer divides by it too")
+    temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature, the trainer's too")
     top_k: int = Field(
         0, ge=0, le=MOST, description="Draw from the K likeliest tokens; 0: all. Ratios stay those of all tokens"
     )
@@ -117,39 +118,107 @@ class RolloutConfig(Section):
         600.0, gt=0, description="Seconds of sampling and tools in one episode, and of waiting in a server's own queue"
     )
     max_attempts: int = Field(3, ge=1, le=100, description="Failures of the system before an episode ends as infra_error")
-    max_staleness: int = Field(0, ge=0, le=8, description="Iterations sampled ahead of the updates, by older policies")
+    max_staleness: int = Field(0, ge=0, le=8, description="Iterations sampled ahead of updates")
+    dynamic_sampling: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Up to N times tasks_per_iteration groups, until tasks_per_iteration have unequal rewards; 1: off",
+    )
+
+    @model_validator(mode="after")
+    def _groups_can_vary(self) -> Self:
+        if self.dynamic_sampling > 1 and self.group_size == 1:
+            raise ValueError("dynamic_sampling waits for groups with unequal rewards, and a group of one never has any")
+        return self
 
 
 class AlgorithmConfig(Section):
-    """How episodes are credited and what is minimised.
+    """How tokens are credited and what is minimised. An option that is unset is the algorithm's own; one that it does not read
+    is refused (`workflow.algorithms.settled`).
 
     `importance_cap` does nothing where max_staleness is 0: there sampler and trainer hold the same weights, and how far
     rounding parts them is measured (`sampler_difference_mean`, `_max`) and not corrected.
     """
 
     name: str = Field("grpo", description="A file of workflow/algorithms, or package.module:name")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratio is clipped below 1 - clip_low")
-    clip_high: float = Field(0.2, gt=0, description="Ratio is clipped above 1 + clip_high")
-    kl_coef: float = Field(0.0, ge=0, description="Weight of the k3 KL to the reference in the loss")
+    convention: Literal["verl", "trl"] = Field("verl", description="Whose epsilon, clips and norms, where verl and TRL differ")
+    clip_low: float | None = Field(None, gt=0, lt=1, description="Ratio is clipped below 1 - clip_low")
+    clip_high: float | None = Field(None, gt=0, description="Ratio is clipped above 1 + clip_high")
+    dual_clip: float | None = Field(None, ge=0, description="Where A < 0 the loss is at most -A times this; 0: no such bound")
+    scale: Literal["group", "batch", "none"] | None = Field(None, description="Whose deviation advantages are divided by")
+    aggregation: Aggregation | None = Field(None, description="Tokens to one loss: " + ", ".join(get_args(Aggregation)))
+    discount: float | None = Field(None, ge=0, le=1, description="Of a reward, per token (turn_ppo: per turn) until it comes")
+    gae_lambda: float | None = Field(None, ge=0, le=1, description="GAE: 0 trusts the critic, 1 the rewards")
+    tau_positive: float | None = Field(None, gt=0, description="SAPO: how soon the gate closes where A > 0")
+    tau_negative: float | None = Field(None, gt=0, description="SAPO: how soon the gate closes where A < 0")
+    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the reference; 0: none is computed")
+    kl_estimator: Literal["k1", "k2", "k3", "k3-corrected"] = Field("k3", description="How the KL of a token is estimated")
+    kl_in: Literal["loss", "reward"] = Field("loss", description="Where the KL is: in the loss, or taken off the rewards")
+    kl_target: float | None = Field(None, gt=0, description="Move kl_coef after each update so that the KL stays near this")
+    kl_horizon: int | None = Field(None, ge=1, le=MOST, description="Episodes in which kl_coef may grow by a fifth [10000]")
+    entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus")
     importance_cap: float | None = Field(
         2.0, ge=1, description="With max_staleness > 0: cap of the policy's ratio to the sampler, null: no correction"
     )
+    importance_level: Literal["token", "sequence"] = Field("token", description="Ratio of a token, or of its whole row")
+    importance_beyond: Literal["truncate", "mask"] = Field("truncate", description="What becomes of a ratio above the cap")
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Self:
+        defaults = type(self).model_fields
+        for name in ("kl_estimator", "kl_in", "kl_target", "kl_horizon"):
+            if not self.kl_coef and getattr(self, name) != defaults[name].default:
+                raise ValueError(f"{name} does nothing where kl_coef is 0")
+        if self.kl_horizon is not None and self.kl_target is None:
+            raise ValueError("kl_horizon does nothing without kl_target")
+        if self.kl_in == "reward" and self.kl_estimator == "k3-corrected":
+            raise ValueError("k3-corrected is for the loss: in the reward there is no gradient to correct")
+        return self
+
+
+ALGORITHM_OPTIONS = (
+    *("clip_low", "clip_high", "dual_clip", "scale", "aggregation", "discount", "gae_lambda", "tau_positive", "tau_negative"),
+)
+"""Of `algorithm.*`, those that some algorithms read and others do not."""
+
+
+class CriticConfig(Section):
+    """The value head of an algorithm that has one: a linear layer on the policy's last hidden states."""
+
+    learning_rate: float = Field(1e-3, gt=0, le=1, description="AdamW step size of the head; the body has the policy's")
+    loss_coef: float = Field(0.5, gt=0, description="Weight of the value loss beside the policy's")
+    clip: float = Field(0.2, ge=0, description="A value moves at most this far from the one before the update; 0: any far")
+    warmup: int = Field(0, ge=0, le=MOST, description="First iterations in which the head alone trains")
 
 
 class UpdateConfig(Section):
     """How one train step runs."""
 
+    trainer: Literal["agentrl", "trl"] = Field(
+        "agentrl", description="Who makes the update: agentrl, or trl, TRL's GRPOTrainer (agentrl[trl])"
+    )
     learning_rate: float = Field(1e-4, gt=0, le=1, description="AdamW step size")
     weight_decay: float = Field(0.0, ge=0, description="AdamW decoupled weight decay")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this")
-    batch_size: int | None = Field(None, ge=1, le=MOST, description="Episodes per optimizer step; unset: all of the iteration")
-    gradient_accumulation_steps: int = Field(1, ge=1, le=MOST, description="Microbatches per optimizer step, at least")
+    batch_size: int | None = Field(None, ge=1, le=MOST, description="Episodes per optimizer step [all]")
+    gradient_accumulation_steps: int = Field(1, ge=1, le=MOST, description="Microbatches per step, at least")
     microbatch_tokens: int = Field(1536, ge=1, le=MOST, description="Tokens in one forward/backward, padding included, at most")
     gradient_checkpointing: bool = Field(False, description="Compute layers again in the backward pass: less memory, slower")
     max_sampler_difference: float | None = Field(
         None, gt=0, description="Do not train on episodes whose sampler's logprobs are on average this far from the trainer's"
     )
+    epochs: int = Field(1, ge=1, le=100, description="Passes over the episodes of an iteration")
+    max_kl: float | None = Field(None, gt=0, description="No further pass once the KL to where it began is above this")
+    warmup: int = Field(0, ge=0, le=MOST, description="First iterations, over which the learning rate rises")
+    decay: Literal["none", "linear", "cosine"] = Field("none", description="How the learning rate then falls, to 0 at the end")
     max_bad_updates: int = Field(3, ge=1, le=1000, description="Updates with a NaN in a row before the run fails")
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Self:
+        if self.max_kl is not None and self.epochs == 1:
+            raise ValueError("max_kl ends further passes, and epochs is 1")
+        return self
 
 
 class SourceConfig(Section):
@@ -165,6 +234,23 @@ class SourceConfig(Section):
         return bool(self.runs or self.groups)
 
 
+class EvalConfig(Section):
+    """How a training run measures its own policies on tasks that it does not train on: the first, every Nth and the last."""
+
+    every: int | None = Field(None, ge=1, le=MOST, description="Measure each Nth version on held-out tasks")
+    dataset: str | None = Field(None, description="Dataset of the held-out tasks [the run's]")
+    split: str = Field("test", description="Their split")
+    tasks: int | None = Field(128, ge=1, le=4096, description="Only the first N of them; null: all")
+    samples: int = Field(1, ge=1, le=1024, description="Episodes for each of them")
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Self:
+        for name, field in type(self).model_fields.items():
+            if self.every is None and getattr(self, name) != field.default:
+                raise ValueError(f"{name} does nothing without eval.every")
+        return self
+
+
 class ServedTool(Section):
     """A tool that a server of the Model Context Protocol offered when the run was submitted: every episode reads the same."""
 
@@ -178,24 +264,45 @@ class ServedTool(Section):
 class RunConfig(Section):
     """One experiment."""
 
-    name: str | None = Field(None, pattern=NAME_PATTERN, description="Unique name; unset: made from dataset and model")
+    name: str | None = Field(None, pattern=NAME_PATTERN, description="Unique name [made from dataset, model]")
     seed: int = Field(0, ge=0, lt=2**31, description="Orders tasks and keys every random draw")
     epochs: int = Field(3, ge=1, le=100_000, description="Passes over the dataset")
     env: str | None = Field(None, description="A file of workflow/envs [the dataset's own]")
     tools: Texts = Field((), description="More tools: a name, mcp:COMMAND")
+    rewards: Weights = Field({}, description="Rewards beside the env's, or other weights")
     served_tools: tuple[ServedTool, ...] = Field((), description="What mcp:COMMAND of `tools` offers; unset: it is asked")
-    output_dir: str | None = Field(None, description="Where checkpoints go; unset: inside AGENTRL_HOME")
+    output_dir: str | None = Field(None, description="Where checkpoints go [in AGENTRL_HOME]")
     hooks: tuple[str, ...] = Field((), description="Hook classes, package.module:ClassName")
     dataset: DatasetConfig = DatasetConfig()
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     update: UpdateConfig = UpdateConfig()
+    critic: CriticConfig = CriticConfig()
     source: SourceConfig = SourceConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trl_in_its_own_convention(cls, tree: Any) -> Any:
+        """The trainer trl knows one convention, which is meant where none is named."""
+        if not isinstance(tree, Mapping):
+            return tree
+        update, algorithm = tree.get("update"), tree.get("algorithm", {})
+        if isinstance(update, Mapping) and update.get("trainer") == "trl" and isinstance(algorithm, Mapping):
+            return {**tree, "algorithm": {"convention": "trl", **algorithm}}
+        return tree
+
+    @model_validator(mode="after")
+    def _importance_does_something(self) -> Self:
+        named = self.algorithm.importance_level != "token" or self.algorithm.importance_beyond != "truncate"
+        if named and (self.algorithm.importance_cap is None or not self.rollout.max_staleness):
+            raise ValueError("importance_level and importance_beyond need an importance_cap and rollout.max_staleness above 0")
+        return self
 
     def flat(self) -> dict[str, Any]:
         """`{"rollout.group_size": 8, ...}`, in the order of the fields."""
-        return dict(_flatten(self.model_dump(mode="json")))
+        return dict(flattened(self.model_dump(mode="json")))
 
     @property
     def lean(self) -> bool:
@@ -203,10 +310,15 @@ class RunConfig(Section):
         return self.model.load_in_4bit or self.model.load_in_8bit or self.update.gradient_checkpointing
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+WEIGHTS = ("rewards",)
+"""The keys that hold names and weights, and no keys of ours."""
+
+
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; a mapping of weights is one value."""
     for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping) and f"{prefix}{key}" not in WEIGHTS:
+            yield from flattened(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -221,40 +333,6 @@ DESCRIPTIONS = {
     for name, field in section.model_fields.items()
     if prefix + name in KEYS
 }
-
-
-def resolve(
-    file: Path | None = None,
-    flags: Mapping[str, Any] | None = None,
-    assignments: tuple[str, ...] = (),
-    environ: Mapping[str, str] | None = None,
-) -> tuple[RunConfig, dict[str, str]]:
-    """The config and, for every dotted key, where its value came from (`default`, the file, `AGENTRL_RUN_...`, `flag`).
-
-    Args:
-        file: a YAML file with nested or dotted keys.
-        flags: dotted key -> value, None where the flag was not given.
-        assignments: `key=value` strings; values are read as YAML.
-        environ: environment variables.
-
-    Raises:
-        ConfigError: an unknown key (with a suggestion), a value of the wrong kind, an unreadable file.
-    """
-    layers = [
-        (str(file), _read_yaml(file) if file else {}),
-        ("environment", _from_environ(environ or {})),
-        ("flag", {key: value for key, value in (flags or {}).items() if value is not None}),
-        ("flag", dict(_parse_assignment(text) for text in assignments)),
-    ]
-    values: dict[str, Any] = {}
-    origins = dict.fromkeys(KEYS, "default")
-    for origin, layer in layers:
-        for key, value in layer.items():
-            if key not in KEYS:
-                raise ConfigError(f"Unknown option {key!r} ({origin}).", _suggest(key))
-            values[key] = value
-            origins[key] = origin
-    return build(values), origins
 
 
 def build(values: Mapping[str, Any]) -> RunConfig:
@@ -276,66 +354,3 @@ def build(values: Mapping[str, Any]) -> RunConfig:
             for item in error.errors()
         )
         raise ConfigError(f"The config does not fit: {problems}.", "See `agentrl config show`.") from error
-
-
-class _OnceLoader(yaml.SafeLoader):
-    """Refuses a key that is written twice, where YAML would quietly take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping of a node."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is written twice", key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
-    except OSError as error:
-        raise ConfigError(f"Cannot read the config {str(path)!r}: {error.strerror}.") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, bytes that are no UTF-8
-        raise ConfigError(f"{str(path)!r} is not YAML: {' '.join(str(error).split())}.") from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"{str(path)!r} must hold keys and values, not a {type(tree).__name__}.")
-    return dict(_flatten(tree))
-
-
-def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        name.removeprefix(ENV_PREFIX).lower().replace("__", "."): _yaml_value(name, value)
-        for name, value in environ.items()
-        if name.startswith(ENV_PREFIX)
-    }
-
-
-def _parse_assignment(text: str) -> tuple[str, Any]:
-    key, separator, value = text.partition("=")
-    if not separator:
-        raise ConfigError(f"{text!r} is no assignment.", "Write -s key=value, for example -s rollout.group_size=4.")
-    return key.strip(), _yaml_value(key.strip(), value)
-
-
-def _yaml_value(name: str, text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"The value of {name!r} is not YAML: {text!r:.80}.", "Quote it as YAML text.") from error
-
-
-def _suggest(key: str) -> str:
-    same_leaf = [known for known in KEYS if known.rpartition(".")[2] == key.rpartition(".")[2]]
-    if same_leaf:
-        return f"Did you mean {same_leaf[0]!r}?"
-    hint = did_you_mean(key, KEYS)
-    if hint.startswith("Did"):
-        return hint
-    leaf = did_you_mean(key.rpartition(".")[2], [known.rpartition(".")[2] for known in KEYS])
-    if leaf.startswith("Did"):
-        word = leaf.split("'")[1]
-        return f"Did you mean {next(known for known in KEYS if known.rpartition('.')[2] == word)!r}?"
-    return "`agentrl config show` lists them."

@@ -6,18 +6,12 @@ own. Constraints, not code, keep the invariants: unique keys make every job idem
 known in it, triggers keep terminal states terminal.
 """
 
-from datetime import UTC, datetime
-from typing import Any
-
 from sqlalchemy import (
     JSON,
     BigInteger,
     Boolean,
     CheckConstraint,
     Column,
-    ColumnElement,
-    DateTime,
-    Dialect,
     Float,
     ForeignKey,
     Index,
@@ -27,17 +21,11 @@ from sqlalchemy import (
     String,
     Table,
     Text,
-    TypeDecorator,
     UniqueConstraint,
-    func,
-    literal,
 )
-from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql.functions import FunctionElement
 
+from workflow.columns import Id, Utc, count, created, key, moment, number, one_of, own_id, run_name, seconds, words
 from workflow.trajectory import TRANSITIONS
-
-Id = BigInteger().with_variant(Integer, "sqlite")
 
 metadata = MetaData(
     naming_convention={
@@ -50,82 +38,6 @@ metadata = MetaData(
 )
 
 
-class Utc(TypeDecorator[datetime]):
-    """A moment in UTC: `timestamptz` on Postgres, ISO text on SQLite; always aware in Python."""
-
-    impl = DateTime(timezone=True)
-    cache_ok = True
-
-    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Stored as UTC."""
-        return value.astimezone(UTC) if value else None
-
-    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """SQLite forgets the zone; it was UTC."""
-        if value is None:
-            return None
-        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
-
-
-class now_ms(FunctionElement[int]):  # noqa: N801 - reads as a SQL function
-    """The database's own clock, in ms since 1970: leases compare it, never a worker's clock."""
-
-    type = BigInteger()
-    inherit_cache = True
-
-
-@compiles(now_ms, "sqlite")
-def _now_sqlite(element: Any, compiler: Any, **kwargs: Any) -> str:
-    return "CAST((julianday('now') - 2440587.5) * 86400000.0 AS INTEGER)"
-
-
-@compiles(now_ms, "postgresql")
-def _now_postgres(element: Any, compiler: Any, **kwargs: Any) -> str:
-    return "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
-
-
-def _id() -> Column[int]:
-    return Column("id", Id, primary_key=True, autoincrement=True)
-
-
-def _key(name: str, target: str, nullable: bool = False, index: bool = False) -> Column[int]:
-    return Column(name, Id, ForeignKey(f"{target}.id"), nullable=nullable, index=index)
-
-
-def _text(name: str, default: str | None = "") -> Column[str]:
-    return Column(name, Text, nullable=default is None, server_default=default)
-
-
-def _count(name: str) -> Column[int]:
-    return Column(name, Id, nullable=False, server_default="0")
-
-
-def _number(name: str) -> Column[float]:
-    return Column(name, Float(53), nullable=True)
-
-
-def _seconds(name: str) -> Column[float]:
-    return Column(name, Float(53), nullable=False, server_default="0")
-
-
-def _at(name: str) -> Column[datetime]:
-    return Column(name, Utc, nullable=True)
-
-
-def _created() -> Column[datetime]:
-    return Column("created_at", Utc, nullable=False, server_default=func.now())
-
-
-def _run_name() -> Column[str]:
-    # In the row itself, so that a run's newest rows are one range of an index: Postgres finds no such range through a join.
-    return Column("run", String(64), nullable=False)
-
-
-def _one_of(column: str, values: tuple[str, ...]) -> CheckConstraint:
-    listed = ", ".join(f"'{value}'" for value in values)
-    return CheckConstraint(f"{column} IN ({listed})", name=column)
-
-
 RUN_STATUS = ("planned", "running", "paused", "done", "failed", "cancelled")
 WORK_STATUS = ("planned", "running", "done", "cancelled")
 EPISODE_STATUS = tuple(TRANSITIONS)
@@ -133,41 +45,46 @@ STOP_REASONS = ("answered", "max_steps", "max_tokens", "parse_error", "tool_erro
 CALL_STATUS = ("pending", "started", "done", "unknown_outcome")
 EFFECTS = ("none", "repeatable", "once")
 CALL_KINDS = ("call", "grade")
+WHOLE = -1
+"""The `step` of a reward that the whole episode earned: no NULL, which no unique key would hold to be the same as another."""
 
 runs = Table(
     "runs",
     metadata,
-    _id(),
+    own_id(),
     Column("name", String(64), nullable=False, unique=True),
     Column("kind", String(8), nullable=False, server_default="train"),
     Column("status", String(16), nullable=False, server_default="planned", index=True),
-    _text("reason"),
+    words("reason"),
     Column("config", JSON, nullable=False),
     Column("manifest", JSON, nullable=False),
     Column("seed", Id, nullable=False),
-    _text("dataset"),
-    _text("base"),
-    _text("base_hash"),
+    words("dataset"),
+    words("base"),
+    words("base_hash"),
     Column("epochs", Integer, nullable=False),
     Column("iterations", Integer, nullable=False),
-    _text("output_dir"),
+    words("output_dir"),
     Column("bad_updates", Integer, nullable=False, server_default="0"),
     Column("reward_set", String(64), nullable=False, server_default="default"),
-    _created(),
-    _at("started_at"),
-    _at("finished_at"),
-    _one_of("status", RUN_STATUS),
-    _one_of("kind", ("train", "eval", "fork")),
+    key("measures_id", "runs", nullable=True),
+    Column("measures_version", Integer, nullable=True),
+    created(),
+    moment("started_at"),
+    moment("finished_at"),
+    UniqueConstraint("measures_id", "measures_version"),
+    one_of("status", RUN_STATUS),
+    one_of("kind", ("train", "eval", "fork")),
 )
 
 tasks = Table(
     "tasks",
     metadata,
-    _id(),
+    own_id(),
     Column("content_hash", String(32), nullable=False, unique=True),
-    _text("key"),
+    words("key"),
     Column("messages", JSON, nullable=False),
-    _text("reference"),
+    words("reference"),
     Column("metadata", JSON, nullable=False),
 )
 
@@ -189,80 +106,81 @@ run_groups = Table(
 policies = Table(
     "policies",
     metadata,
-    _id(),
-    _key("run_id", "runs"),
+    own_id(),
+    key("run_id", "runs"),
     Column("version", Integer, nullable=False),
     Column("kind", String(8), nullable=False),
-    _text("path"),
-    _text("sha256"),
-    _at("collected_at"),
-    _text("broken"),
-    _created(),
+    words("path"),
+    words("sha256"),
+    moment("collected_at"),
+    words("broken"),
+    created(),
     UniqueConstraint("run_id", "version"),
-    _one_of("kind", ("base", "trained", "alias")),
+    one_of("kind", ("base", "trained", "alias")),
 )
 
 iterations = Table(
     "iterations",
     metadata,
-    _id(),
-    _key("run_id", "runs"),
+    own_id(),
+    key("run_id", "runs"),
     Column("number", Integer, nullable=False),
     Column("epoch", Integer, nullable=False),
     Column("status", String(16), nullable=False, server_default="planned"),
-    _key("policy_id", "policies"),
+    key("policy_id", "policies"),
     Column("train_token", Integer, nullable=False, server_default="0"),
     Column("lease_until", BigInteger, nullable=True),
-    _text("worker"),
+    words("worker"),
     Column("train_sent_ms", BigInteger, nullable=True),
     Column("train_sends", Integer, nullable=False, server_default="0"),
     Column("losses", Integer, nullable=False, server_default="0"),
     Column("too_few", String(8), nullable=False, server_default=""),
-    _count("episodes"),
-    _count("trainable"),
-    _count("dropped_groups"),
-    _number("mean_reward"),
-    _count("prompt_tokens"),
-    _count("sampled_tokens"),
-    _count("tool_calls"),
-    _count("tool_errors"),
-    _number("update_seconds"),
-    _text("skipped"),
-    _created(),
-    _at("started_at"),
-    _at("rolled_out_at"),
-    _at("finished_at"),
+    count("episodes"),
+    count("trainable"),
+    count("dropped_groups"),
+    count("more_groups"),
+    number("mean_reward"),
+    count("prompt_tokens"),
+    count("sampled_tokens"),
+    count("tool_calls"),
+    count("tool_errors"),
+    number("update_seconds"),
+    words("skipped"),
+    created(),
+    moment("started_at"),
+    moment("rolled_out_at"),
+    moment("finished_at"),
     UniqueConstraint("run_id", "number"),
-    _one_of("status", WORK_STATUS),
-    _one_of("too_few", ("", "paused", "accepted")),
+    one_of("status", WORK_STATUS),
+    one_of("too_few", ("", "paused", "accepted")),
 )
 
 groups = Table(
     "groups",
     metadata,
-    _id(),
-    _key("run_id", "runs", index=True),
-    _key("iteration_id", "iterations"),
-    _key("task_id", "tasks"),
+    own_id(),
+    key("run_id", "runs", index=True),
+    key("iteration_id", "iterations"),
+    key("task_id", "tasks"),
     Column("slot", Integer, nullable=False),
     Column("kind", String(8), nullable=False, server_default="train"),
     Column("status", String(16), nullable=False, server_default="planned"),
     Column("attempt", Integer, nullable=False, server_default="0"),
     Column("lease_until", BigInteger, nullable=True),
-    _text("worker"),
+    words("worker"),
     Column("sent_ms", BigInteger, nullable=True),
     Column("sends", Integer, nullable=False, server_default="0"),
     Column("losses", Integer, nullable=False, server_default="0"),
     Column("failures", Integer, nullable=False, server_default="0"),
-    _text("dropped"),
+    words("dropped"),
     Column("opening", JSON(none_as_null=True), nullable=True),
-    _number("mean_reward"),
-    _number("std_reward"),
-    _at("started_at"),
-    _at("finished_at"),
+    number("mean_reward"),
+    number("std_reward"),
+    moment("started_at"),
+    moment("finished_at"),
     UniqueConstraint("iteration_id", "slot"),
-    _one_of("status", WORK_STATUS),
-    _one_of("kind", ("train", "eval", "fork")),
+    one_of("status", WORK_STATUS),
+    one_of("kind", ("train", "eval", "fork")),
 )
 
 iteration_groups = Table(
@@ -270,43 +188,43 @@ iteration_groups = Table(
     metadata,
     Column("iteration_id", Id, ForeignKey("iterations.id"), primary_key=True),
     Column("slot", Integer, primary_key=True, autoincrement=False),
-    _key("group_id", "groups", index=True),
-    _text("dropped"),
+    key("group_id", "groups", index=True),
+    words("dropped"),
 )
 """The stored groups of one iteration of such a run."""
 
 episodes = Table(
     "episodes",
     metadata,
-    _id(),
-    _key("run_id", "runs"),
-    _key("iteration_id", "iterations", index=True),
-    _key("group_id", "groups"),
-    _key("task_id", "tasks"),
+    own_id(),
+    key("run_id", "runs"),
+    key("iteration_id", "iterations", index=True),
+    key("group_id", "groups"),
+    key("task_id", "tasks"),
     Column("sample", Integer, nullable=False),
     Column("status", String(16), nullable=False, server_default="planned"),
     Column("stop_reason", String(16), nullable=True),
     Column("attempt", Integer, nullable=False, server_default="0"),
-    _text("error_class"),
-    _text("error"),
-    _number("reward"),
-    _text("final_answer"),
-    _count("steps"),
-    _count("prompt_tokens"),
-    _count("sampled_tokens"),
-    _count("tool_calls"),
-    _count("tool_errors"),
-    _seconds("generate_seconds"),
-    _seconds("tool_seconds"),
+    words("error_class"),
+    words("error"),
+    number("reward"),
+    words("final_answer"),
+    count("steps"),
+    count("prompt_tokens"),
+    count("sampled_tokens"),
+    count("tool_calls"),
+    count("tool_errors"),
+    seconds("generate_seconds"),
+    seconds("tool_seconds"),
     Column("tainted", Boolean, nullable=False, server_default="0"),
-    _key("parent_id", "episodes", nullable=True, index=True),
+    key("parent_id", "episodes", nullable=True, index=True),
     Column("fork_step", Integer, nullable=True),
     Column("inherited_steps", Integer, nullable=False, server_default="0"),
-    _created(),
-    _at("started_at"),
-    _at("finished_at"),
+    created(),
+    moment("started_at"),
+    moment("finished_at"),
     UniqueConstraint("group_id", "sample"),
-    _one_of("status", EPISODE_STATUS),
+    one_of("status", EPISODE_STATUS),
     CheckConstraint("(status = 'done') = (stop_reason IS NOT NULL)", name="done_has_stop_reason"),
     CheckConstraint("status <> 'done' OR reward IS NOT NULL", name="done_has_reward"),
     CheckConstraint("status NOT IN ('failed', 'infra_error') OR error <> ''", name="failed_has_error"),
@@ -317,27 +235,27 @@ episodes = Table(
 steps = Table(
     "steps",
     metadata,
-    _id(),
-    _key("episode_id", "episodes"),
+    own_id(),
+    key("episode_id", "episodes"),
     Column("attempt", Integer, nullable=False),
     Column("number", Integer, nullable=False),
-    _key("policy_id", "policies"),
+    key("policy_id", "policies"),
     Column("prompt", JSON, nullable=False),
-    _text("text"),
-    _text("content"),
-    _text("thought"),
-    _text("new_row", default=None),
+    words("text"),
+    words("content"),
+    words("thought"),
+    words("new_row", default=None),
     Column("finish_reason", String(8), nullable=False),
-    _count("prompt_tokens"),
-    _count("sampled_tokens"),
-    _seconds("logprob_sum"),
-    _seconds("generate_seconds"),
+    count("prompt_tokens"),
+    count("sampled_tokens"),
+    seconds("logprob_sum"),
+    seconds("generate_seconds"),
     Column("sampled_at", Utc, nullable=False),
-    _at("observed_at"),
-    _run_name(),
+    moment("observed_at"),
+    run_name(),
     UniqueConstraint("episode_id", "attempt", "number"),
     Index("ix_steps_run", "run", "id"),
-    _one_of("finish_reason", ("stop", "length")),
+    one_of("finish_reason", ("stop", "length")),
 )
 
 step_tokens = Table(
@@ -352,9 +270,9 @@ step_tokens = Table(
 tool_calls = Table(
     "tool_calls",
     metadata,
-    _id(),
-    _key("episode_id", "episodes"),
-    _key("step_id", "steps", index=True),
+    own_id(),
+    key("episode_id", "episodes"),
+    key("step_id", "steps", index=True),
     Column("attempt", Integer, nullable=False),
     Column("step", Integer, nullable=False),
     Column("call", Integer, nullable=False),
@@ -368,21 +286,21 @@ tool_calls = Table(
     Column("starts", Integer, nullable=False, server_default="0"),
     Column("sends", Integer, nullable=False, server_default="0"),
     Column("lease_until", BigInteger, nullable=True),
-    _text("worker"),
-    _seconds("seconds"),
-    _number("cpu_seconds"),
+    words("worker"),
+    seconds("seconds"),
+    number("cpu_seconds"),
     Column("sandbox", String(16), nullable=True),
     Column("exit_status", String(16), nullable=True),
     Column("exit_code", Integer, nullable=True),
-    _created(),
-    _at("started_at"),
-    _at("finished_at"),
-    _run_name(),
+    created(),
+    moment("started_at"),
+    moment("finished_at"),
+    run_name(),
     UniqueConstraint("episode_id", "attempt", "step", "call"),
     Index("ix_tool_calls_run", "run", "id"),
-    _one_of("status", CALL_STATUS),
-    _one_of("effects", EFFECTS),
-    _one_of("kind", CALL_KINDS),
+    one_of("status", CALL_STATUS),
+    one_of("effects", EFFECTS),
+    one_of("kind", CALL_KINDS),
     CheckConstraint("(status IN ('done', 'unknown_outcome')) = (result IS NOT NULL)", name="finished_has_result"),
     CheckConstraint("(sandbox IS NULL) = (exit_status IS NULL)", name="sandbox_saw_exit"),
 )
@@ -396,34 +314,35 @@ tool_sessions = Table(
     Column("owner", Text, nullable=False, server_default="", index=True),
     Column("lease_until", BigInteger, nullable=True),
     Column("builds", Integer, nullable=False, server_default="1"),
-    _text("differs"),
-    _created(),
+    words("differs"),
+    created(),
 )
 """Who has the interpreter of an episode, by the queue that this process reads; how often one was started for it."""
 
 reward_sets = Table(
     "reward_sets",
     metadata,
-    _id(),
-    _key("run_id", "runs"),
+    own_id(),
+    key("run_id", "runs"),
     Column("name", String(64), nullable=False),
     Column("code_hash", String(32), nullable=False),
     Column("weights", JSON, nullable=False),
-    _created(),
+    created(),
     UniqueConstraint("run_id", "name"),
 )
 
 rewards = Table(
     "rewards",
     metadata,
-    _id(),
-    _key("reward_set_id", "reward_sets"),
-    _key("episode_id", "episodes", index=True),
-    _text("part"),
+    own_id(),
+    key("reward_set_id", "reward_sets"),
+    key("episode_id", "episodes", index=True),
+    words("part"),
+    Column("step", Integer, nullable=False, server_default=str(WHOLE)),
     Column("value", Float(53), nullable=False),
     Column("weight", Float(53), nullable=False),
-    _run_name(),
-    UniqueConstraint("reward_set_id", "episode_id", "part"),
+    run_name(),
+    UniqueConstraint("reward_set_id", "episode_id", "part", "step"),
     Index("ix_rewards_run", "run", "id"),
 )
 
@@ -439,29 +358,33 @@ UPDATE_METRICS = (
     "sampler_difference_max",
     "importance_weight",
     "importance_truncated",
+    "policy_kl",
+    "kl_coef",
+    "value_loss",
+    "explained_variance",
 )
 """The columns of `updates` that measure one optimizer step."""
 
 updates = Table(
     "updates",
     metadata,
-    _id(),
-    _key("run_id", "runs"),
-    _key("iteration_id", "iterations"),
+    own_id(),
+    key("run_id", "runs"),
+    key("iteration_id", "iterations"),
     Column("minibatch", Integer, nullable=False),
-    _count("rows"),
-    _count("tokens"),
-    *(_number(name) for name in UPDATE_METRICS),
+    count("rows"),
+    count("tokens"),
+    *(number(name) for name in UPDATE_METRICS),
     UniqueConstraint("iteration_id", "minibatch"),
 )
 
 consumptions = Table(
     "consumptions",
     metadata,
-    _id(),
-    _key("run_id", "runs"),
-    _key("iteration_id", "iterations"),
-    _key("episode_id", "episodes", index=True),
+    own_id(),
+    key("run_id", "runs"),
+    key("iteration_id", "iterations"),
+    key("episode_id", "episodes", index=True),
     Column("stage", String(16), nullable=False, server_default="train"),
     Column("advantage", Float(53), nullable=False),
     UniqueConstraint("run_id", "episode_id", "stage"),
@@ -470,52 +393,40 @@ consumptions = Table(
 evals = Table(
     "evals",
     metadata,
-    _id(),
+    own_id(),
     Column("run_id", Id, ForeignKey("runs.id"), nullable=False, unique=True),
-    _text("policy"),
-    _text("dataset"),
-    _text("split"),
-    _count("episodes"),
-    _count("errors"),
-    _number("mean_reward"),
-    _number("low"),
-    _number("high"),
-    _created(),
+    words("policy"),
+    words("dataset"),
+    words("split"),
+    count("episodes"),
+    count("errors"),
+    number("mean_reward"),
+    number("low"),
+    number("high"),
+    count("tasks"),
+    number("accuracy"),
+    Column("pass_at", JSON(none_as_null=True), nullable=True),
+    created(),
 )
 
 events = Table(
     "events",
     metadata,
-    _id(),
-    _key("run_id", "runs", nullable=True, index=True),
+    own_id(),
+    key("run_id", "runs", nullable=True, index=True),
     Column("kind", String(32), nullable=False),
-    _text("subject"),
-    _text("detail"),
-    _created(),
+    words("subject"),
+    words("detail"),
+    created(),
 )
 
 service_leases = Table(
     "service_leases",
     metadata,
     Column("name", String(64), primary_key=True),
-    _text("holder"),
+    words("holder"),
     Column("lease_until", BigInteger, nullable=False),
 )
-
-
-SET_BACK = 10
-"""A lease that ends later than this many of its lives from now was written before the database's clock was set back."""
-
-
-def free(lease_until: Column[int], seconds: float) -> ColumnElement[bool]:
-    """Whether nobody holds a lease of so many seconds, by the database's own clock. One set back keeps nobody waiting long."""
-    until = func.coalesce(lease_until, 0)
-    return (until < now_ms()) | (until > now_ms() + int(SET_BACK * seconds * 1000))
-
-
-def first_utc(column: Column[datetime], moment: datetime) -> ColumnElement[datetime]:
-    """The column's moment, or `moment` where it has none yet."""
-    return func.coalesce(column, literal(moment, Utc()))
 
 
 TABLES_FOR_READERS = tuple(table for table in metadata.tables if table != "service_leases")

@@ -1,40 +1,108 @@
-"""What an evaluation says: the mean reward of fresh episodes with its uncertainty, errors counted apart."""
+"""What an evaluation says: the mean reward of fresh episodes with its uncertainty, how many are right, errors counted apart.
+
+An episode is right where what says so in its reward is at its full value, 1: the parts that the env names in `correct`, else
+the heaviest of its own (see `is_right`). So neither a tenth for a well-formed answer nor a penalty makes an episode right or
+wrong, and what a run adds to the rewards changes nothing about it.
+"""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from workflow.trajectory import Group
 
 Z95 = 1.959964
 """Two-sided 95% quantile of the normal distribution."""
 
+FULL = 1 - 1e-9
+"""A part of a reward that is at least this is at its full value."""
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Mean reward of `episodes` done ones with its 95% interval; `errors` ended otherwise and are not in the mean."""
+    """Mean reward of `episodes` done ones with its 95% interval; `errors` ended otherwise and are in no mean.
+
+    Args:
+        tasks: those with a done episode: what the means are over.
+        accuracy: mean share of right episodes; None where no part of the rewards tells.
+        pass_at: k -> the chance that one of k episodes of a task is right, for k = 1, 2, 4, ... and the group's size.
+    """
 
     mean: float
     low: float
     high: float
     episodes: int
     errors: int
+    tasks: int = 0
+    accuracy: float | None = None
+    pass_at: Mapping[int, float] = field(default_factory=dict)
 
 
-def evaluate(groups: Sequence[Group]) -> Score:
+def evaluate(groups: Sequence[Group], right: Collection[int] | None = None) -> Score:
     """The mean over tasks of each task's mean reward; its interval comes from the spread between tasks.
 
     Episodes of one task are alike, so that tasks, not episodes, are what is independent.
+
+    Args:
+        right: ids of the episodes that are right; None where nothing tells.
     """
-    rewards = [[e.reward for e in group.episodes if e.trainable and e.reward is not None] for group in groups]
-    means = [sum(values) / len(values) for values in rewards if values]
-    done = sum(len(values) for values in rewards)
-    errors = sum(len(group.episodes) for group in groups) - done
+    done = [[e for e in group.episodes if e.trainable] for group in groups]
+    means = [math.fsum(e.reward or 0.0 for e in some) / len(some) for some in done if some]
+    count = sum(map(len, done))
+    errors = sum(len(group.episodes) for group in groups) - count
     if not means:
         return Score(math.nan, math.nan, math.nan, 0, errors)
-    mean = sum(means) / len(means)
-    if len(means) < 2:
-        return Score(mean, mean, mean, done, errors)
-    variance = sum((value - mean) ** 2 for value in means) / (len(means) - 1)
-    margin = Z95 * math.sqrt(variance / len(means))
-    return Score(mean, mean - margin, mean + margin, done, errors)
+    mean, margin = interval(means)
+    counts = [(len(some), sum(e.id in right for e in some)) for some in done if some] if right is not None else []
+    passed = passes(counts, max(len(group.episodes) for group in groups))
+    return Score(mean, mean - margin, mean + margin, count, errors, len(means), passed.get(1), passed)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of independent values, and half the width of its 95% interval; 0 where there is one value."""
+    mean = math.fsum(values) / len(values)
+    if len(values) < 2:
+        return mean, 0.0
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return mean, Z95 * math.sqrt(variance / len(values))
+
+
+def passes(counts: Sequence[tuple[int, int]], size: int) -> dict[int, float]:
+    """pass@k for k = 1, 2, 4, ... and `size`, each over the tasks that have at least k done episodes.
+
+    Args:
+        counts: of each task its done episodes, and how many of them are right.
+        size: the episodes that were planned for a task.
+    """
+    ks = sorted({size, *(2**power for power in range(size.bit_length()))} - {0})
+    chances = {k: [pass_at(n, c, k) for n, c in counts if n >= k] for k in ks}
+    return {k: math.fsum(found) / len(found) for k, found in chances.items() if found}
+
+
+def pass_at(n: int, c: int, k: int) -> float:
+    """The chance that k of n episodes, c of them right, drawn without return hold a right one: unbiased for pass@k.
+
+    Chen et al. 2021, arXiv 2107.03374, eq. 1: 1 - C(n - c, k) / C(n, k), for 1 <= k <= n.
+    """
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def is_right(
+    parts: Mapping[str, float], weights: Mapping[str, float], correct: Collection[str] = (), given: Collection[str] = ()
+) -> bool | None:
+    """Whether every part of an episode's reward that says so is at its full value; None where no part does.
+
+    Those are the parts named `correct`; without them the heaviest of the env's own: of its `weights`, all where several are;
+    and of the parts `given` by the env itself, each of weight 1, where no named one weighs more. The other parts are a run's: a
+    penalty of its own, never above 0, would let no episode be right.
+    """
+    says = correct or _heaviest(weights, given)
+    return all(parts.get(name, 0.0) >= FULL for name in says) if says else None
+
+
+def _heaviest(weights: Mapping[str, float], given: Collection[str]) -> Collection[str]:
+    most = max(weights.values(), default=0.0)
+    if given and most < 1:
+        return given
+    heaviest = [name for name, weight in weights.items() if weight == most > 0]
+    return [*heaviest, *given] if most == 1 else heaviest

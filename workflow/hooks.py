@@ -25,8 +25,11 @@ class Hook:
     def on_trace_end(self, episode: Episode) -> None:
         """A step and its tool results are recorded."""
 
-    def on_rollout_end(self, episode: Episode) -> Mapping[str, float]:
-        """The episode is over and scored; what is returned is added to its reward parts (weight 1)."""
+    def on_rollout_end(self, episode: Episode) -> Mapping[str, float | Sequence[float]]:
+        """The episode is over and scored; what is returned is added to its reward parts (weight 1).
+
+        A part is one number, or a list with one for each step. One of a name that is there already takes its place.
+        """
         return {}
 
     def on_update_end(self, run: str, iteration: int, metrics: Mapping[str, float]) -> None:

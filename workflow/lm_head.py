@@ -5,7 +5,8 @@ memory. Here only the positions asked for meet the head, in chunks, and no more 
 
 The gradient needs no logits either. With p = softmax(W h / T), d logprob(t) / d h = (W[t] - p W) / T: one vector per token,
 made while its chunk is there, and the backward pass only scales it. Where the head itself trains, d logprob(t) / d W =
-(onehot(t) - p) h / T is as large as the chunk was; the backward pass then makes each chunk once more.
+(onehot(t) - p) h / T is as large as the chunk was; the backward pass then makes each chunk once more. An entropy bonus needs
+the entropy's gradient too, d H / d h = -(p (log p + H)) W / T, which is made beside the other where it is asked for.
 """
 
 from collections.abc import Iterator
@@ -21,34 +22,39 @@ CHUNK = 2**23
 """Logits that are in memory at once: 32 MB in float32."""
 
 
-def head_logprobs(head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Logprobs of the targets after the hidden states, with a gradient, and the entropies, without one.
+def head_logprobs(
+    head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, entropy_trains: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Logprobs of the targets after the hidden states, with a gradient, and the entropies.
 
     Args:
         head: (H) -> (V) words, with or without a bias, frozen or trained.
         hidden: (N, H).
         targets: (N,) ids.
         temperature: logits are divided by it.
+        entropy_trains: whether the entropies have a gradient too.
 
     Returns:
         Two tensors (N,), in nats: float32, or float64 where the hidden states are.
     """
-    found: tuple[Tensor, Tensor] = _Head.apply(hidden, head.weight, head.bias, targets, temperature)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = _Head.apply(  # type: ignore[no-untyped-call]
+        hidden, head.weight, head.bias, targets, temperature, entropy_trains
+    )
     return found
 
 
-def logits_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def logits_logprobs(logits: Tensor, targets: Tensor, temperature: float, entropy_trains: bool = False) -> tuple[Tensor, Tensor]:
     """The same of logits (N, V) that a model made itself, again in chunks, each made twice where there is a gradient."""
     size = _size(logits.shape[-1])
     pairs = zip(torch.split(logits, size), torch.split(targets, size), strict=True)
-    parts = [checkpoint(_scores, *pair, temperature, use_reentrant=False) for pair in pairs]
+    parts = [checkpoint(_scores, *pair, temperature, entropy_trains, use_reentrant=False) for pair in pairs]
     return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
 
-def _scores(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _scores(logits: Tensor, targets: Tensor, temperature: float, entropy_trains: bool) -> tuple[Tensor, Tensor]:
     everything = torch.log_softmax(_wide(logits) / temperature, dim=-1)
-    entropy = -torch.linalg.vecdot(everything.detach().exp(), everything.detach())
-    return everything.gather(-1, targets[:, None])[:, 0], entropy
+    seen = everything if entropy_trains else everything.detach()
+    return everything.gather(-1, targets[:, None])[:, 0], -torch.linalg.vecdot(seen.exp(), seen)
 
 
 class _Head(Function):
@@ -56,44 +62,62 @@ class _Head(Function):
 
     @staticmethod
     def forward(
-        ctx: "_Context", hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+        ctx: "_Context",
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        entropy_trains: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Scores, and what the backward pass needs: slopes (N, H), or all inputs once more where the head trains."""
+        """Scores, and what the backward pass needs: slopes (N, H) of each, or all inputs once more where the head trains."""
         like = _wide(hidden[:0])
         logprobs, entropy = like.new_empty(len(hidden)), like.new_empty(len(hidden))
         trains = any(ctx.needs_input_grad[1:3])
-        slopes = like.new_empty(hidden.shape if ctx.needs_input_grad[0] and not trains else 0)
+        shape = hidden.shape if ctx.needs_input_grad[0] and not trains else (0,)
+        slopes, spreads = like.new_empty(shape), like.new_empty(shape if entropy_trains else (0,))
         for part in _parts(len(hidden), len(weight)):
             shares, logs, total = _softmax(hidden[part], weight, bias, temperature)
             logprobs[part] = logs.gather(-1, targets[part, None])[:, 0] - total.log()
             entropy[part] = total.log() - torch.linalg.vecdot(shares, logs) / total
+            if len(spreads):
+                spreads[part] = _spread(shares, logs, total).to(weight.dtype) @ weight
             if len(slopes):
                 slopes[part] = _rise(shares, total, targets[part], 1.0).to(weight.dtype) @ weight
-        ctx.save_for_backward(slopes, targets, *((hidden, weight, bias) if trains else ()))
+        ctx.save_for_backward(slopes, spreads, targets, *((hidden, weight, bias) if trains else ()))
         ctx.temperature = temperature
         ctx.dtype = hidden.dtype
-        ctx.mark_non_differentiable(entropy)
+        ctx.entropy_trains = entropy_trains
+        if not entropy_trains:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: "_Context", *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """From d loss / d logprobs (N,) to those of the hidden states and, where they train, of weight and bias."""
+        """From d loss / d logprobs and d entropy (N,) to those of the hidden states and, where they train, weight and bias."""
         scale = gradients[0] / ctx.temperature
-        slopes, targets, *inputs = ctx.saved_tensors
+        widening = gradients[1] / ctx.temperature if ctx.entropy_trains else None
+        slopes, spreads, targets, *inputs = ctx.saved_tensors
         if not inputs:
-            return (slopes * scale[:, None]).to(ctx.dtype), None, None, None, None
+            to_hidden = slopes * scale[:, None]
+            if widening is not None:
+                to_hidden += spreads * widening[:, None]
+            return to_hidden.to(ctx.dtype), None, None, None, None, None
         hidden, weight, bias = inputs
         to_hidden, to_weight = torch.empty_like(hidden), _wide(weight[:0]).new_zeros(weight.shape)
         to_bias = None if bias is None else to_weight.new_zeros(len(bias))
         for part in _parts(len(hidden), len(weight)):
-            shares, _, total = _softmax(hidden[part], weight, bias, ctx.temperature)
+            shares, logs, total = _softmax(hidden[part], weight, bias, ctx.temperature)
+            spread = None if widening is None else _spread(shares, logs, total) * widening[part, None]
             rise = _rise(shares, total, targets[part], scale[part])
+            if spread is not None:
+                rise += spread
             narrow = rise.to(weight.dtype)
             to_hidden[part] = narrow @ weight
             _add_product(to_weight, narrow.T, hidden[part])
             if to_bias is not None:
                 to_bias += rise.sum(0)
-        return to_hidden, to_weight.to(weight.dtype), None if to_bias is None else to_bias.to(weight.dtype), None, None
+        return to_hidden, to_weight.to(weight.dtype), None if to_bias is None else to_bias.to(weight.dtype), None, None, None
 
 
 class _Context(FunctionCtx):
@@ -101,6 +125,7 @@ class _Context(FunctionCtx):
 
     temperature: float
     dtype: torch.dtype
+    entropy_trains: bool
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, ...]
 
@@ -123,6 +148,14 @@ def _rise(shares: Tensor, total: Tensor, targets: Tensor, scale: Tensor | float)
     rise = shares.mul_((-scale / total)[:, None])
     rise[torch.arange(len(rise), device=rise.device), targets] += scale
     return rise
+
+
+def _spread(shares: Tensor, logs: Tensor, total: Tensor) -> Tensor:
+    """Of a chunk: d entropy / d (logits / T) = -p (log p + H), (C, V), in memory of its own."""
+    ours = logs - total.log()[:, None]
+    found = shares / total[:, None]
+    entropy = -torch.linalg.vecdot(found, ours)
+    return found.mul_(-(ours + entropy[:, None]))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -19,7 +19,7 @@ from workflow.settings import settings
 TINY = "tiny"
 SMALL = 50_000_000
 """Below this many parameters all weights train, unless the config says otherwise."""
-HUB_HINT = "Pass --model PATH of a local folder, or --model tiny."
+HUB_HINT = "Name a local folder that holds a model, or tiny."
 _TEXT_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "vocab.json", "merges.txt", "chat_template.jinja",
@@ -66,9 +66,9 @@ def model_folder(path: str) -> Path:
     if (folder / "config.json").is_file():
         return folder
     if folder.is_dir():
-        raise ModelError(f"The folder {path!r} holds no config.json.", "Pass --model PATH of a model, or --model tiny.")
+        raise ModelError(f"The folder {path!r} holds no config.json.", HUB_HINT)
     if folder.is_absolute() or path.startswith("."):
-        raise ModelError(f"There is no folder {path!r}.", "Pass --model PATH of a model, or --model tiny.")
+        raise ModelError(f"There is no folder {path!r}.", HUB_HINT)
     return _from_hub(path)
 
 

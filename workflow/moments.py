@@ -36,9 +36,10 @@ def set_moments(optimizer: torch.optim.AdamW, parameters: Mapping[str, nn.Parame
     Raises:
         CheckpointError: they are of other parameters.
     """
-    expected = {f"{name}:{moment}" for name in parameters for moment in MOMENTS}
-    if tensors and set(tensors) != expected:
+    stepped = {name for name in parameters if f"{name}:{MOMENTS[0]}" in tensors}  # others were left alone so far
+    if set(tensors) != {f"{name}:{moment}" for name in stepped for moment in MOMENTS}:
         raise CheckpointError("The optimizer's state in the checkpoint is of another model.")
-    for name, parameter in parameters.items() if tensors else ():
+    for name in stepped:
+        parameter = parameters[name]
         values = [tensors[f"{name}:{moment}"].to(parameter.device, copy=True) for moment in MOMENTS]
         optimizer.state[parameter] = dict(zip(MOMENTS, values, strict=True))

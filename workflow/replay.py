@@ -20,7 +20,7 @@ from workflow.checkpoint import WEIGHTS
 from workflow.compare import SCALAR, TokenDifference
 from workflow.envs import Env, scored, scoring_hash
 from workflow.errors import RewardError
-from workflow.rewards import total
+from workflow.rewards import Part, total, whole
 from workflow.settings import is_url
 from workflow.trajectory import Episode, FinishReason, Message, PolicyRef, Step, ToolResult
 
@@ -290,11 +290,15 @@ def gone(policies: Mapping[int, PolicyRef], collected: Mapping[int, datetime]) -
 
 @dataclass(frozen=True, slots=True)
 class RewardDifference:
-    """A part (or the `reward`, their weighted sum) that comes to something else; `found` may be what a reward raised."""
+    """A part (or the `reward`, their weighted sum) that comes to something else; `found` may be what a reward raised.
+
+    `step`: whose; None for the whole episode's.
+    """
 
     part: str
     recorded: float | None
     found: float | str | None
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +329,7 @@ class RewardsReport:
 
 
 def check_rewards(
-    episode: Episode, reward_set: str, env: Env, weights: Mapping[str, float], recorded: Mapping[str, float], code: str
+    episode: Episode, reward_set: str, env: Env, weights: Mapping[str, float], recorded: Mapping[str, Part], code: str
 ) -> RewardsReport:
     """Scores a finished episode again; what judges it judges here.
 
@@ -348,12 +352,16 @@ def check_rewards(
         sums = {SCALAR: total({**found, **{part: recorded[part] for part in hooks}}, weights)}
     except RewardError as error:
         return RewardsReport(reward_set, 0, hooks, same_code, (RewardDifference(SCALAR, episode.reward, str(error)),))
-    ours = {part: recorded.get(part) for part in found}
-    differences = [*_differing(ours, found), *(_differing({SCALAR: episode.reward}, sums) if reward_set == "default" else ())]
+    differences = [difference for name, part in found.items() for difference in _differing(name, recorded.get(name), part)]
+    if reward_set == "default":
+        differences += _differing(SCALAR, episode.reward, sums[SCALAR])
     return RewardsReport(reward_set, len(found), hooks, same_code, tuple(differences))
 
 
-def _differing(recorded: Mapping[str, float | None], found: Mapping[str, float]) -> Iterator[RewardDifference]:
-    for part in {**recorded, **found}:
-        if recorded.get(part) != found.get(part):
-            yield RewardDifference(part, recorded.get(part), found.get(part))
+def _differing(name: str, recorded: Part | None, found: Part) -> Iterator[RewardDifference]:
+    if isinstance(recorded, tuple) and isinstance(found, tuple):
+        for step, (ours, theirs) in enumerate(zip_longest(recorded, found)):
+            if ours != theirs:
+                yield RewardDifference(name, ours, theirs, step)
+    elif recorded != found:
+        yield RewardDifference(name, None if recorded is None else whole(recorded), whole(found))

@@ -38,6 +38,21 @@ class Prefixes:
     of: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of the tokens 1..T-1, each (B, T - 1) and 0 where not wanted: float32, or float64 where the model computes in it.
+
+    Args:
+        logprobs: of each token given those before it, in nats.
+        entropy: of the distribution that it was drawn from, in nats.
+        values: what a critic expects before it; None without one.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor | None = None
+
+
 def token_logprobs(
     model: nn.Module,
     input_ids: Tensor,
@@ -46,7 +61,22 @@ def token_logprobs(
     wanted: Tensor | None = None,
     prefixes: Prefixes | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of every wanted token given those before it, and the entropy of the distribution it was drawn from.
+    """`token_scores` without a critic: the logprobs, and the entropies without a gradient."""
+    found = token_scores(model, input_ids, attention_mask, temperature, wanted, prefixes)
+    return found.logprobs, found.entropy
+
+
+def token_scores(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    temperature: float = 1.0,
+    wanted: Tensor | None = None,
+    prefixes: Prefixes | None = None,
+    critic: nn.Linear | None = None,
+    entropy_trains: bool = False,
+) -> Scores:
+    """Logprob of every wanted token given those before it, the entropy of the distribution it was drawn from, its value.
 
     Args:
         input_ids: (B, T), padded on the right.
@@ -54,10 +84,8 @@ def token_logprobs(
         temperature: logits are divided by it, as the sampler did.
         wanted: (B, T), True where a token is scored; None for all.
         prefixes: what the rows continue, where `shares_prefixes(model)`.
-
-    Returns:
-        Two tensors (B, T - 1) for the tokens 1..T-1, in nats, 0 where not wanted: float32, or float64 where the model computes
-        in it. The entropy carries no gradient.
+        critic: (H) -> (1), of the hidden state before the token.
+        entropy_trains: whether the entropy has a gradient.
     """
     chosen = attention_mask[:, 1:] > 0 if wanted is None else wanted[:, 1:]
     targets = input_ids[:, 1:][chosen]
@@ -65,11 +93,12 @@ def token_logprobs(
     if _is_plain(causal):
         hidden = _hidden(causal.base_model, input_ids, attention_mask, prefixes)[:, :-1][chosen]
         head = cast(nn.Linear, causal.get_output_embeddings())  # type: ignore[no-untyped-call]
-        found = head_logprobs(head, hidden, targets, temperature)
+        found = head_logprobs(head, hidden, targets, temperature, entropy_trains)
     else:
-        found = logits_logprobs(_own_logits(causal, input_ids, attention_mask, chosen), targets, temperature)
-    logprobs, entropy = (values.new_zeros(chosen.shape).masked_scatter(chosen, values) for values in found)
-    return logprobs, entropy
+        logits, hidden = _own_logits(causal, input_ids, attention_mask, chosen, critic is not None)
+        found = logits_logprobs(logits, targets, temperature, entropy_trains)
+    valued = () if critic is None else (critic(hidden.to(critic.weight.dtype))[:, 0],)
+    return Scores(*(values.new_zeros(chosen.shape).masked_scatter(chosen, values) for values in (*found, *valued)))
 
 
 def causal_model(model: nn.Module) -> PreTrainedModel:
@@ -123,11 +152,15 @@ def _inputs(ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "position_ids": positions[:, -ids.shape[1] :]}
 
 
-def _own_logits(causal: nn.Module, ids: Tensor, mask: Tensor, chosen: Tensor) -> Tensor:
-    """Logits (N, V) before the chosen (B, T - 1), as the model makes them, for the columns in which any row has one."""
+def _own_logits(causal: nn.Module, ids: Tensor, mask: Tensor, chosen: Tensor, hidden: bool) -> tuple[Tensor, Tensor]:
+    """Logits (N, V) before the chosen (B, T - 1), as the model makes them, for the columns in which any row has one.
+
+    With `hidden` also the last hidden states (N, H) there, else nothing (0,).
+    """
     columns = chosen.any(0).nonzero()[:, 0]
-    logits: Tensor = causal(**_inputs(ids, mask), use_cache=False, logits_to_keep=columns).logits
-    return logits[chosen[:, columns]]
+    made = causal(**_inputs(ids, mask), use_cache=False, logits_to_keep=columns, output_hidden_states=hidden)
+    logits: Tensor = made.logits[chosen[:, columns]]
+    return logits, made.hidden_states[-1][:, :-1][chosen] if hidden else logits.new_empty(0)
 
 
 def _is_plain(causal: PreTrainedModel) -> bool:

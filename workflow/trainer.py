@@ -5,16 +5,12 @@ cut into microbatches changes memory and time, never the gradient. What is not f
 is undone and says why. The order of everything follows from the order of the groups, so an update can be repeated.
 """
 
-import hashlib
 import json
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -22,62 +18,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from workflow import checkpoint
-from workflow.advantages import Credit
-from workflow.algorithms import Algorithm
-from workflow.batch import Microbatch, Row, by_row, collate, in_lines, microbatches, rows_of, size
+from workflow.advantages import Credit, Credited, Earned
+from workflow.algorithms import Algorithm, settled
+from workflow.batch import Row, collate, in_lines, rows_of
 from workflow.config import RunConfig
-from workflow.errors import InfraError
-from workflow.losses import Loss, Normaliser, TokenBatch, importance_weights
-from workflow.memory import out_of_memory, spared
+from workflow.crediting import Constants, Tokens
+from workflow.critic import FILE, critic_of, explained_variance, load_critic, parameters_of, save_critic
+from workflow.losses import KL, Normaliser, Surrogate, TokenBatch, aggregate, importance_weights, k3, policy_loss, value_loss
+from workflow.memory import spared
 from workflow.moments import adamw, moments, set_moments
 from workflow.plugins import find
 from workflow.policy import Policy
-from workflow.scoring import checkpointing, shares_prefixes, token_logprobs
+from workflow.reading import Reader, drawing
+from workflow.schedules import learning_rate_share, next_kl_coef
+from workflow.scoring import checkpointing
 from workflow.trajectory import Group
-
-T = TypeVar("T")
-
-Constants = dict[tuple[int, int], Tensor]
-"""Logprobs of the tokens after a row's prefix, without gradient, by `Row.key`."""
-
-Metrics = Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What an update did.
-
-    Args:
-        metrics: over the whole update: `loss`, `grad_norm` (before clipping), `tokens` and `rows` that trained, `seconds`;
-            means over the tokens that the model read again (those with an advantage; all where kl_coef > 0): `entropy`,
-            `ratio`, `clip_fraction`, `kl` (to the reference, where kl_coef > 0), `sampler_difference_mean` and its
-            maximum `_max` (|sampler's - trainer's logprob|); with max_sampler_difference the number of episodes that were
-            not used for it, `sampler_dropped`. With max_staleness > 0 also `staleness`, in versions, and unless
-            importance_cap is null the mean `importance_weight` and, as `importance_truncated`, the share that the cap cut.
-        steps: the same per optimizer step.
-        advantages: by episode id, of the episodes that were used.
-        dropped: why a group was not used, or not all of its finished episodes, by slot.
-        skipped: why the weights were left as they were; None where they were updated.
-        bad: something was not finite; what is in memory may be spoiled, and the last checkpoint is to be loaded.
-    """
-
-    metrics: Metrics = field(default_factory=dict)
-    steps: tuple[Metrics, ...] = ()
-    advantages: Mapping[int, float] = field(default_factory=dict)
-    dropped: Mapping[int, str] = field(default_factory=dict)
-    skipped: str | None = None
-    bad: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Minibatch:
-    """The rows of one optimizer step that teach, counts over all of its rows, credit by episode index, constants if needed."""
-
-    rows: Sequence[Row]
-    normaliser: Normaliser
-    advantages: Sequence[float]
-    proximal: Constants
-    reference: Constants
+from workflow.updates import Begun, Known, Look, Metrics, Minibatch, Update, overall, per_episode, select, why_strayed
 
 
 class NotFinite(Exception):
@@ -85,22 +41,28 @@ class NotFinite(Exception):
 
 
 class Trainer:
-    """Holds what outlives an update: the optimizer, its learning rate, the counters.
+    """Holds what outlives an update: the optimizer, its learning rate, the critic, the weight of the KL, the counters.
 
     Args:
         policy: its trainable weights are what is updated; its lock is held during an update.
         config: the run's.
+        iterations: how many the run has, where the learning rate falls to 0 at their end.
+
+    Raises:
+        ConfigError: an option that the algorithm does not read.
     """
 
-    def __init__(self, policy: Policy, config: RunConfig) -> None:
+    def __init__(self, policy: Policy, config: RunConfig, iterations: int = 0) -> None:
         self._policy = policy
         self._config = config
+        self._iterations = iterations
         self._algorithm: Algorithm = find("algorithms", config.algorithm.name)
+        self._options = settled(config.algorithm)
         self._credit: Credit = find("credits", self._algorithm.credit)
-        self._loss: Loss = find("losses", self._algorithm.loss)
+        self._surrogate: Surrogate = find("surrogates", self._algorithm.surrogate_of(config.algorithm))
         self._importance_cap = config.algorithm.importance_cap if config.rollout.max_staleness else None
-        self._microbatch_tokens = config.update.microbatch_tokens
-        self._share = _may_share(policy, config)
+        self._reader = Reader(policy, config)
+        self.kl_coef = self._options.kl_coef
         self._fresh()
 
     def update(self, groups: Sequence[Group], iteration: int) -> Update:
@@ -108,41 +70,54 @@ class Trainer:
 
         Raises:
             InfraError: memory does not suffice even for one row at a time.
+            RewardError: an episode's reward is no finite number.
         """
         started = time.perf_counter()
-        kept, dropped = select(groups, self._algorithm.needs_group)
-        episodes = [episode for group in kept for episode in group.episodes]
-        credit = [value for values in self._credit(kept) for value in values]
-        if not episodes:
-            return Update(dropped=dropped, skipped="no group has enough finished episodes")
         with self._policy.lock, spared(self._config.lean):
-            rows = rows_of(episodes)
-            strayed = self._strayed(rows)
-            credit = [0.0 if number in strayed else value for number, value in enumerate(credit)]
-            advantages = {episode.id: value for episode, value in zip(episodes, credit, strict=True)}
-            dropped |= _why_strayed(kept, strayed)
-            minibatches = self._minibatches([row for row in rows if row.episode not in strayed], credit)
-            if not minibatches:
-                reason = "sampler and trainer differ" if strayed else "no advantage differs from 0"
-                return Update(advantages=advantages, dropped=dropped, skipped=reason)
-            steps, skipped = self._all_or_nothing(minibatches, iteration)
+            begun = self._begin(groups, iteration)
+            if isinstance(begun, Update):
+                return begun
+            steps, skipped = self._all_or_nothing(begun.minibatches, begun.known, iteration)
         if skipped:
-            return Update(advantages=advantages, dropped=dropped, skipped=skipped, bad=True)
+            return Update(advantages=begun.advantages, dropped=begun.dropped, skipped=skipped, bad=True)
         self.iteration = iteration
         self.updates += 1
-        metrics = _overall(steps) | {"seconds": time.perf_counter() - started}
-        if self._config.update.max_sampler_difference is not None:
-            metrics["sampler_dropped"] = float(len(strayed))
-        if self._config.rollout.max_staleness:
-            metrics["staleness"] = float(min(iteration, self._config.rollout.max_staleness))
-        return Update(metrics, tuple(steps), advantages, dropped)
+        steps = [{**step, **begun.beside} for step in steps]
+        metrics = {**overall(steps), **begun.whole}
+        self.kl_coef = next_kl_coef(self.kl_coef, metrics.get("kl", 0.0), begun.episodes, self._options)
+        return Update(metrics | {"seconds": time.perf_counter() - started}, tuple(steps), begun.advantages, begun.dropped)
+
+    def look(self, groups: Sequence[Group], iteration: int) -> Look:
+        """What the first step of that update would be: all is as before when it returns. Raises as `update`."""
+        with self._policy.lock, spared(self._config.lean):
+            begun = self._begin(groups, iteration)
+            if isinstance(begun, Update):
+                return Look(begun)
+            first, blank, before = begun.minibatches[0], self._blank(), self._snapshot()
+            known = self._with_constants(begun.minibatches, begun.known)
+            since = replace(known, start=known.start or self._reader.read(first.rows, self._policy.training)[0])
+            try:
+                with drawing(f"{self._config.seed}|{iteration}|0", self._policy.device):
+                    step = self._step(first, known, iteration)
+                gradient = self._gradient()
+                after = self._reader.pieces.work(first.rows, lambda pieces: self._accumulate(first, since, pieces, False))
+            except NotFinite as error:
+                return Look(Update(advantages=begun.advantages, dropped=begun.dropped, skipped=str(error), bad=True))
+            finally:
+                self._restore(*before)
+                self._optimizer.zero_grad()
+        metrics = {**step, **begun.beside, **begun.whole}
+        moved = {name: value for name, value in first.means(after).items() if name in ("ratio", "clip_fraction", "policy_kl")}
+        return Look(Update(metrics, (step,), begun.advantages, begun.dropped), moved, gradient, blank)
 
     def save(self, folder: Path) -> None:
         """Writes all that the next update reads; the writer for `checkpoint.write`."""
         with self._policy.lock:
             self._policy.save_weights(folder / checkpoint.WEIGHTS)
             save_file(moments(self._optimizer, self._parameters), folder / checkpoint.OPTIMIZER)
-        state = {"iteration": self.iteration, "updates": self.updates, "learning_rate": self.learning_rate}
+            if self._critic is not None:
+                save_critic(self._critic, folder)
+        state = {"iteration": self.iteration, "updates": self.updates, "kl_coef": self.kl_coef}
         (folder / checkpoint.STATE).write_text(json.dumps(state))
 
     def load(self, folder: Path | None, fresh: bool = False) -> None:
@@ -160,92 +135,146 @@ class Trainer:
         self._fresh()
         if fresh:
             return
+        if self._critic is not None:
+            load_critic(self._critic, folder)
+        self._go_on(folder, load_file)
+
+    def recall(self, folder: Path) -> None:
+        """As `load`, of a checkpoint that an update of another algorithm wrote, or one whose optimizer was dropped.
+
+        What it has nothing for is fresh: a critic, moments.
+        """
+        there = [name for name in (FILE, checkpoint.OPTIMIZER) if (folder / name).is_file()]
+        checkpoint.verify(folder, without={checkpoint.OPTIMIZER}.difference(there))
+        self._policy.load_weights(folder / checkpoint.WEIGHTS)
+        self._fresh()
+        if self._critic is not None and FILE in there:
+            load_critic(self._critic, folder)
+        self._go_on(folder, self._shared if checkpoint.OPTIMIZER in there else lambda file: {})
+
+    def _shared(self, file: Path) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in load_file(file).items() if name.rpartition(":")[0] in self._parameters}
+
+    def _go_on(self, folder: Path, read: Callable[[Path], Mapping[str, Tensor]]) -> None:
         try:
-            set_moments(self._optimizer, self._parameters, load_file(folder / checkpoint.OPTIMIZER))
+            set_moments(self._optimizer, self._parameters, read(folder / checkpoint.OPTIMIZER))
             state = json.loads((folder / checkpoint.STATE).read_text())
             self.iteration = int(state["iteration"])
             self.updates = int(state["updates"])
-            self.learning_rate = float(state["learning_rate"])
+            if self._options.kl_target is not None:  # else it is the config's
+                self.kl_coef = float(state["kl_coef"])
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise checkpoint.broken(folder, f"the optimizer's state cannot be read: {error}") from error
 
     @property
     def learning_rate(self) -> float:
-        """The step size of the next optimizer step."""
+        """The step size of the update that was last, of the policy; the critic has its own."""
         return float(self._optimizer.param_groups[0]["lr"])
 
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        self._optimizer.param_groups[0]["lr"] = value
-
     def _fresh(self) -> None:
-        self._parameters = self._policy.trainable()
-        self._optimizer = adamw(self._parameters, self._config.update)
+        self._critic = critic_of(self._policy) if self._algorithm.critic else None
+        self._parameters = self._policy.trainable() | (parameters_of(self._critic) if self._critic is not None else {})
+        self._optimizer = adamw(self._policy.trainable(), self._config.update)
+        if self._critic is not None:
+            self._optimizer.add_param_group({"params": list(self._critic.parameters()), "weight_decay": 0.0})
+        self.kl_coef = self._options.kl_coef
         self.iteration = -1
         self.updates = 0
 
-    def _strayed(self, rows: Sequence[Row]) -> set[int]:
-        """Episodes whose sampled tokens have, on average, other logprobs here than the sampler recorded."""
-        limit = self._config.update.max_sampler_difference
-        if limit is None:
-            return set()
-        apart: dict[int, list[Tensor]] = {}
-        ours = self._constants(rows, self._policy.training)
-        for row in rows:
-            start = row.prefix + 1
-            mask = torch.tensor(row.loss_mask[start:], device=self._policy.device)
-            difference = ours[row.key] - torch.tensor(row.behavior_logprobs[start:], device=self._policy.device)
-            apart.setdefault(row.episode, []).append(difference[mask].abs())
-        # What is not a number is left to the guard against it.
-        return {episode for episode, found in apart.items() if float(torch.cat(found).mean()) > limit}
+    def _set_rates(self, iteration: int) -> None:
+        share = learning_rate_share(self._config.update, iteration, self._iterations)
+        rates = (self._config.update.learning_rate, self._config.critic.learning_rate)
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=False):
+            group["lr"] = rate * share
 
-    def _minibatches(self, rows: Sequence[Row], credit: Sequence[float]) -> list[_Minibatch]:
+    # before the first step
+
+    def _begin(self, groups: Sequence[Group], iteration: int) -> Begun | Update:
+        """What there is to do; where that is nothing, the update that says why."""
+        kept, dropped = select(groups, self._algorithm.needs_group)
+        episodes = [episode for group in kept for episode in group.episodes]
+        if not episodes:
+            return Update(dropped=dropped, skipped="no group has enough finished episodes")
+        self._set_rates(iteration)
+        tokens = Tokens.of(episodes, rows_of(episodes))
+        strayed = self._reader.strayed(tokens.rows)
+        known, credited, earned = self._find_out(tokens, kept, strayed)
+        advantages = {e.id: value for e, value in zip(episodes, per_episode(credited, tokens), strict=True)}
+        dropped |= why_strayed(kept, strayed)
+        minibatches = self._minibatches([row for row in tokens.rows if row.episode not in strayed], known, len(episodes))
+        if not minibatches:
+            reason = "sampler and trainer differ" if strayed else "no advantage differs from 0"
+            return Update(advantages=advantages, dropped=dropped, skipped=reason)
+        beside, whole = self._beside(known, credited, earned), self._of_the_whole(strayed, iteration)
+        return Begun(minibatches, known, len(episodes), beside, whole, advantages, dropped)
+
+    def _blank(self) -> tuple[str, ...]:
+        """What has learned nothing yet."""
+        critic = self._critic is not None and not any(bool(parameter.any()) for parameter in self._critic.parameters())
+        return (*(("critic",) if critic else ()), *(() if self._optimizer.state else ("optimizer",)))
+
+    def _find_out(self, tokens: Tokens, groups: Sequence[Group], strayed: Set[int]) -> tuple[Known, Credited, Earned]:
+        """Reads what credit and loss need to know of the rows, and credits their tokens; strayed episodes have no credit."""
+        in_reward = self._options.kl_coef > 0 and self._options.kl_in == "reward"
+        start: Constants = {}
+        values: Constants = {}
+        if self._critic is not None or in_reward:
+            start, values = self._reader.read(tokens.rows, self._policy.training, self._critic)
+        reference = self._reader.read(tokens.rows, self._policy.reference)[0] if in_reward else {}
+        penalty, kl = None, None
+        if in_reward:
+            estimate = KL[self._options.kl_estimator](tokens.gathered(start), tokens.gathered(reference))
+            penalty, kl = self.kl_coef * estimate, float(estimate[tokens.mask].mean())
+        earned = tokens.earned(groups, penalty, tokens.gathered(values) if values else None)
+        credited = self._credit(earned, self._options)
+        kept = torch.tensor([number not in strayed for number in range(len(tokens.episodes))])
+        credited = replace(credited, advantages=credited.advantages * kept[:, None])
+        returns = {} if credited.returns is None else tokens.scattered(credited.returns)
+        return Known(tokens.scattered(credited.advantages), start, reference, values, returns, kl), credited, earned
+
+    def _minibatches(self, rows: Sequence[Row], known: Known, episodes: int) -> list[Minibatch]:
         """One per optimizer step; a step that would only coast on its momentum is left out.
 
-        A row without advantage has no gradient, unless there is a KL: it is counted, but the model need not read it.
+        A row without advantage has no gradient, unless the loss has a KL, an entropy or a value: it is counted, but the model
+        need not read it.
         """
-        step = self._config.update.batch_size or len(credit)
-        kl = self._config.algorithm.kl_coef > 0
-        parts = [[row for row in rows if start <= row.episode < start + step] for start in range(0, len(credit), step)]
-        teaching = [([row for row in part if kl or credit[row.episode]], part) for part in parts]
-        teaching = [(some, part) for some, part in teaching if some]
-        used = [row for some, _ in teaching for row in some]
-        proximal = self._proximal(used, one_step=len(teaching) == 1)
-        reference = self._constants(used, self._policy.reference) if kl else {}
-        return [_Minibatch(some, _counts(part), credit, proximal, reference) for some, part in teaching]
+        step = self._config.update.batch_size or episodes
+        options = self._options
+        all_teach = bool(options.entropy_coef or self._critic is not None or (options.kl_coef and options.kl_in == "loss"))
+        parts = [[row for row in rows if start <= row.episode < start + step] for start in range(0, episodes, step)]
+        teaching = [([row for row in part if all_teach or known.advantages[row.key].any()], part) for part in parts]
+        return [Minibatch(some, self._counts(part)) for some, part in teaching if some]
 
-    def _proximal(self, rows: Sequence[Row], one_step: bool) -> Constants:
-        """What the ratio is against; empty for the weights as they are when the step begins.
-
-        Stored episodes were sampled by other weights: there the sampler's own logprobs, which PPO's clip then bounds.
-        """
-        if self._config.source.given:
-            return {row.key: torch.tensor(row.behavior_logprobs[row.prefix + 1 :]) for row in rows}
+    def _with_constants(self, minibatches: Sequence[Minibatch], known: Known) -> Known:
+        """With the logprobs that the steps need: where there are several, those of the policy before the first."""
+        used = [row for minibatch in minibatches for row in minibatch.rows]
+        one_step = len(minibatches) * self._config.update.epochs == 1
         noisy = self._importance_cap is not None and self._config.model.lora_dropout > 0  # an importance weight must not be
-        return {} if one_step and not noisy else self._constants(rows, self._policy.training)
+        if one_step and not noisy:
+            known = replace(known, start={})  # the step's own are the same, with its dropout
+        elif not known.start:
+            known = replace(known, start=self._reader.read(used, self._policy.training)[0])
+        if not known.reference and self._options.kl_coef > 0:
+            known = replace(known, reference=self._reader.read(used, self._policy.reference)[0])
+        return known
 
-    def _constants(self, rows: Sequence[Row], module: Callable[[], AbstractContextManager[nn.Module]]) -> Constants:
-        """Logprobs of the rows as the module says them before the update, without dropout."""
+    # the steps
 
-        def read(pieces: Sequence[Sequence[Row]]) -> Constants:
-            found: Constants = {}
-            with module() as model, torch.no_grad():
-                model.eval()
-                for piece in pieces:
-                    batch = collate(piece, self._policy.device, self._share)
-                    found |= by_row(batch, self._logprobs(model, batch)[0])
-            return found
-
-        return self._in_pieces(rows, read)
-
-    def _all_or_nothing(self, minibatches: Sequence[_Minibatch], iteration: int) -> tuple[list[Metrics], str | None]:
+    def _all_or_nothing(
+        self, minibatches: Sequence[Minibatch], known: Known, iteration: int
+    ) -> tuple[list[Metrics], str | None]:
         """All optimizer steps, or none and the reason."""
-        before = self._snapshot() if len(minibatches) > 1 else None
+        known = self._with_constants(minibatches, known)
+        epochs = self._config.update.epochs
+        before = self._snapshot() if len(minibatches) * epochs > 1 else None
         steps: list[Metrics] = []
         try:
-            for number, minibatch in enumerate(minibatches):
-                with _drawing(f"{self._config.seed}|{iteration}|{number}", self._policy.device):
-                    steps.append(self._step(minibatch))
+            for epoch in range(epochs):
+                for minibatch in minibatches:
+                    with drawing(f"{self._config.seed}|{iteration}|{len(steps)}", self._policy.device):
+                        steps.append(self._step(minibatch, known, iteration))
+                if epoch + 1 < epochs and self._far(minibatches, known):
+                    break
         except Exception as error:
             if before is not None:
                 self._restore(*before)
@@ -256,82 +285,102 @@ class Trainer:
             self._optimizer.zero_grad()
         return steps, None
 
-    def _step(self, minibatch: _Minibatch) -> Metrics:
-        sums = self._in_pieces(minibatch.rows, lambda pieces: self._accumulate(minibatch, pieces))
+    def _far(self, minibatches: Sequence[Minibatch], known: Known) -> bool:
+        """Whether the policy is by now so far from where it began that there is no other pass."""
+        limit = self._config.update.max_kl
+        return limit is not None and self._reader.moved([row for some in minibatches for row in some.rows], known.start) > limit
+
+    def _step(self, minibatch: Minibatch, known: Known, iteration: int) -> Metrics:
+        sums = self._reader.pieces.work(minibatch.rows, lambda pieces: self._accumulate(minibatch, known, pieces))
+        if self._critic is not None and iteration < self._config.critic.warmup:
+            for parameter in self._policy.trainable().values():
+                parameter.grad = None
         norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), self._config.update.max_grad_norm))
         if not math.isfinite(sums["loss"]) or not math.isfinite(norm):
             raise NotFinite(f"the loss is {sums['loss']} and the gradient's norm is {norm}")
         self._optimizer.step()
         if not all(bool(parameter.isfinite().all()) for parameter in self._parameters.values()):
             raise NotFinite("the step left weights that are not finite")
-        read = _counts(minibatch.rows).tokens
-        whole = {"loss", "sampler_difference_max"}
-        metrics = {name: value if name in whole else value / read for name, value in sums.items()}
         counts = minibatch.normaliser
-        return metrics | {"grad_norm": norm, "tokens": float(counts.tokens), "rows": float(counts.rows)}
+        return minibatch.means(sums) | {"grad_norm": norm, "tokens": float(counts.tokens), "rows": float(counts.rows)}
 
-    def _accumulate(self, minibatch: _Minibatch, pieces: Sequence[Sequence[Row]]) -> dict[str, float]:
-        """Adds up the gradients of the microbatches, and returns sums over trained tokens."""
+    def _accumulate(
+        self, minibatch: Minibatch, known: Known, pieces: Sequence[Sequence[Row]], learns: bool = True
+    ) -> dict[str, float]:
+        """Adds up the gradients of the microbatches, unless nothing `learns`, and returns sums over trained tokens."""
         self._optimizer.zero_grad()
         sums: dict[str, float] = {}
-        with self._policy.training() as model, checkpointing(model, self._config.update.gradient_checkpointing):
+        again = self._config.update.gradient_checkpointing and learns
+        with self._policy.training() as model, checkpointing(model, again), torch.set_grad_enabled(learns):
+            model.train(learns)
             for piece in pieces:
-                for name, value in self._backward(model, minibatch, piece).items():
+                for name, value in self._backward(model, minibatch.normaliser, known, piece).items():
                     sums[name] = max(sums.get(name, 0.0), value) if name.endswith("_max") else sums.get(name, 0.0) + value
         return sums
 
-    def _backward(self, model: nn.Module, minibatch: _Minibatch, piece: Sequence[Row]) -> dict[str, float]:
-        batch = collate(piece, self._policy.device, self._share)
+    def _backward(self, model: nn.Module, counts: Normaliser, known: Known, piece: Sequence[Row]) -> dict[str, float]:
+        batch = collate(piece, self._policy.device, self._reader.pieces.share)
         mask = batch.loss_mask[:, 1:]  # (B, T-1)
-        logprobs, entropy = self._logprobs(model, batch)
-        old = in_lines(batch, minibatch.proximal, logprobs) if minibatch.proximal else logprobs.detach()
-        credit = logprobs.new_tensor([[minibatch.advantages[row.episode]] for row in piece]).expand_as(logprobs)
-        corrected: dict[str, Tensor] = {}
+        scores = self._reader.scores(model, batch, self._critic, trains=True)
+        logprobs = scores.logprobs
+        start = in_lines(batch, known.start, logprobs) if known.start else logprobs.detach()
+        behavior = batch.behavior_logprobs[:, 1:]
+        old = behavior.to(logprobs.dtype) if self._config.source.given else start
+        credit = in_lines(batch, known.advantages, logprobs)
+        sums: dict[str, Tensor] = {}
         if self._importance_cap is not None:
-            weights, cut = importance_weights(old, batch.behavior_logprobs[:, 1:], mask, self._importance_cap)
+            how = self._options.importance_level, self._options.importance_beyond
+            weights, cut = importance_weights(start, behavior, mask, self._importance_cap, *how)
             credit = credit * weights.to(credit.dtype)
-            corrected = {"importance_weight": (weights * mask).sum(), "importance_truncated": cut.sum()}
-        tokens = TokenBatch(
-            logprobs=logprobs,
-            old=old,
-            advantages=credit,
-            mask=mask,
-            reference=in_lines(batch, minibatch.reference, logprobs) if minibatch.reference else None,
-        )
-        terms = self._loss(tokens, self._config.algorithm, minibatch.normaliser)
-        terms.loss.backward()  # type: ignore[no-untyped-call]
-        ours = logprobs.detach() if self._config.source.given else old
-        difference = (batch.behavior_logprobs[:, 1:] - ours).abs() * mask
-        sums = {
-            "loss": terms.loss.detach(),
-            "entropy": (entropy.detach() * mask).sum(),
+            sums |= {"importance_weight": (weights * mask).sum(), "importance_truncated": cut.sum()}
+        reference = in_lines(batch, known.reference, logprobs) if known.reference else None
+        tokens = TokenBatch(logprobs, old, credit, mask, reference, scores.entropy)
+        options = self._options.model_copy(update={"kl_coef": self.kl_coef})
+        terms = policy_loss(self._surrogate, tokens, options, counts)
+        loss = terms.loss
+        if scores.values is not None:
+            before, returns = (in_lines(batch, constants, scores.values) for constants in (known.values, known.returns))
+            errors = value_loss(scores.values, before, returns, self._config.critic.clip or None)
+            loss = loss + self._config.critic.loss_coef * aggregate(errors, mask, "token-mean", counts)
+            sums["value_loss"] = (errors * mask).sum().detach()
+        if torch.is_grad_enabled():
+            loss.backward()  # type: ignore[no-untyped-call]
+        difference = (behavior - start).abs() * mask
+        sums |= {
+            "loss": loss.detach(),
+            "entropy": (scores.entropy.detach() * mask).sum(),
             "sampler_difference_mean": difference.sum(),
+            "policy_kl": k3(*(torch.where(mask, values, 0.0) for values in (start, logprobs.detach()))).sum(),
             "sampler_difference_max": difference.max(),
-            **corrected,
             **terms.sums,
         }
         return dict(zip(sums, torch.stack([value.double() for value in sums.values()]).tolist(), strict=True))
 
-    def _logprobs(self, model: nn.Module, batch: Microbatch) -> tuple[Tensor, Tensor]:
-        temperature = self._config.rollout.temperature
-        return token_logprobs(model, batch.input_ids, batch.attention_mask, temperature, batch.loss_mask, batch.prefixes)
+    def _counts(self, rows: Sequence[Row]) -> Normaliser:
+        limits = self._config.rollout
+        return Normaliser(sum(sum(row.loss_mask) for row in rows), len(rows), limits.max_steps * limits.max_new_tokens)
 
-    def _in_pieces(self, rows: Sequence[Row], work: Callable[[Sequence[Sequence[Row]]], T]) -> T:
-        """Runs `work` on microbatches; where memory runs out, again on smaller ones, which later updates keep."""
-        while True:
-            fewest = self._config.update.gradient_accumulation_steps
-            pieces = microbatches(rows, self._microbatch_tokens, fewest, self._share)
-            try:
-                return work(pieces)
-            except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error):
-                    raise
-                if all(len(piece) == 1 for piece in pieces):
-                    raise InfraError(
-                        f"Memory does not suffice for one row of {len(pieces[0][0].input_ids)} tokens.",
-                        "Set update.gradient_checkpointing=true or model.load_in_4bit=true, or lower rollout.max_new_tokens.",
-                    ) from error
-            self._microbatch_tokens = max(size(piece, self._share) for piece in pieces if len(piece) > 1) // 2
+    def _beside(self, known: Known, credited: Credited, earned: Earned) -> dict[str, float]:
+        """Metrics that all steps of an update share."""
+        found = {"kl_coef": self.kl_coef} if self._options.kl_coef else {}
+        if known.kl is not None:
+            found["kl"] = known.kl
+        if credited.returns is not None and earned.values is not None:
+            found["explained_variance"] = explained_variance(earned.values, credited.returns, earned.mask)
+        return found
+
+    def _of_the_whole(self, strayed: Set[int], iteration: int) -> dict[str, float]:
+        """Metrics of the whole update alone."""
+        found = {}
+        if self._config.update.max_sampler_difference is not None:
+            found["sampler_dropped"] = float(len(strayed))
+        if self._config.rollout.max_staleness:
+            found["staleness"] = float(min(iteration, self._config.rollout.max_staleness))
+        return found
+
+    def _gradient(self) -> Tensor:
+        found = (torch.zeros_like(p) if p.grad is None else p.grad for p in self._policy.trainable().values())
+        return torch.cat([gradient.detach().cpu().flatten() for gradient in found])
 
     def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         weights = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
@@ -343,58 +392,3 @@ class Trainer:
             parameter.copy_(weights[name])
         self._optimizer.state.clear()
         set_moments(self._optimizer, self._parameters, state)
-
-
-def select(groups: Sequence[Group], needs_group: bool) -> tuple[list[Group], dict[int, str]]:
-    """The groups with their trainable episodes only, and why others are dropped, by slot.
-
-    A group-relative algorithm needs 2 finished episodes in a group, any other 1.
-    """
-    kept, dropped = [], {}
-    for group in groups:
-        done = tuple(episode for episode in group.episodes if episode.trainable)
-        if len(done) >= (2 if needs_group else 1):
-            kept.append(Group(group.task, done, group.slot))
-        else:
-            dropped[group.slot] = f"{len(done)} of {len(group.episodes)} episodes can train"
-    return kept, dropped
-
-
-def _why_strayed(groups: Sequence[Group], strayed: set[int]) -> dict[int, str]:
-    """By slot; the episodes of all groups are counted through."""
-    slots = [group.slot for group in groups for _ in group.episodes]
-    counts = Counter(slots[number] for number in strayed)
-    return {slot: f"{n} of {slots.count(slot)} episodes: sampler and trainer differ" for slot, n in counts.items()}
-
-
-def _may_share(policy: Policy, config: RunConfig) -> bool:
-    """Whether rows that begin alike may have their beginning read once."""
-    # Layers that are computed again keep no keys and values; bodies of float64 norm in float32, so that sums' order shows.
-    if config.update.gradient_checkpointing or config.model.numerics == "exact":
-        return False
-    with policy.training() as model:
-        return shares_prefixes(model)
-
-
-def _counts(rows: Sequence[Row]) -> Normaliser:
-    tokens = sum(sum(row.loss_mask) for row in rows)
-    return Normaliser(tokens, len(rows), max(len(row.input_ids) for row in rows) - 1)
-
-
-def _overall(steps: Sequence[Metrics]) -> dict[str, float]:
-    """The steps' metrics as one: counts are summed, maxima are maxima, all else is weighed by tokens."""
-    tokens = sum(step["tokens"] for step in steps)
-    combined = {name: sum(step[name] * step["tokens"] for step in steps) / tokens for name in steps[0]}
-    return combined | {
-        "sampler_difference_max": max(step["sampler_difference_max"] for step in steps),
-        "tokens": tokens,
-        "rows": sum(step["rows"] for step in steps),
-    }
-
-
-@contextmanager
-def _drawing(key: str, device: torch.device) -> Iterator[None]:
-    """Dropout inside draws from the key, and nothing outside notices."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little"))
-        yield

@@ -7,7 +7,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from workflow.config import RolloutConfig
 
 Role = Literal["system", "user", "assistant", "tool"]
 Status = Literal["planned", "running", "done", "failed", "infra_error", "cancelled"]
@@ -109,7 +112,8 @@ class Step:
     Token ids are exact and never re-tokenised. `prompt_ids` continues the previous step's tokens (with its end token, where
     a stop string ended it), unless `new_row` says why the template could not be continued; then it holds the whole prompt.
     `behavior_logprobs` has one natural-log value per sampled token, at the sampling temperature and over the whole
-    vocabulary. `results` is None until they are all observed.
+    vocabulary. `results` is None until they are all observed. `reward` is what this very step earned, weighted; it is part of
+    its episode's reward.
     """
 
     index: int
@@ -123,6 +127,7 @@ class Step:
     seconds: float = 0.0
     results: tuple[ToolResult, ...] | None = None
     new_row: str | None = None
+    reward: float = 0.0
 
     @property
     def pending(self) -> bool:
@@ -135,7 +140,8 @@ class Episode:
     """One attempt at one task: its steps so far and, at the end, why it stopped and what it earned.
 
     A fork begins with `inherited` steps of its parent, and trains from step `fork_step` on; `tainted` says that a tool gave
-    another output when its state was rebuilt, so that the record is no longer what one policy and one world would do.
+    another output when its state was rebuilt, so that the record is no longer what one policy and one world would do. `limits`
+    are its run's, where it is scored.
     """
 
     task: Task
@@ -151,6 +157,7 @@ class Episode:
     fork_step: int = 0
     inherited: int = 0
     tainted: bool = False
+    limits: "RolloutConfig | None" = None
 
     def with_step(self, step: Step) -> "Episode":
         """This episode, one step later (the same index replaces)."""

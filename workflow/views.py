@@ -1,12 +1,14 @@
 """Views and functions for people, and the triggers that keep terminal states terminal: SQL made anew after every migration.
 
 A view joins what a question needs and names things as a researcher would; none reads a blob. `staleness` is by how many
-versions the trainer was ahead of the policy that sampled (NULL where nothing was sampled for an update of the run). The
-triggers refuse to move an episode, group, iteration or run out of a terminal state, whoever writes.
+versions the trainer was ahead of the policy that sampled (NULL where nothing was sampled for an update of the run).
+`eval_reward` is the mean on the held-out split: of an iteration that of the version which it sampled with (`policy_version`),
+of a run the newest. The triggers refuse to move an episode, group, iteration or run out of a terminal state, whoever writes.
 """
 
 from sqlalchemy import Connection, text
 
+from workflow.dynamic import NO_VARIANCE, SURPLUS
 from workflow.trajectory import TERMINAL
 
 _FATES = """
@@ -19,9 +21,13 @@ _FATES = """
                     WHEN c.id IS NULL AND i.status = 'cancelled' THEN 'cancelled'
                     WHEN c.id IS NULL AND i.status <> 'done' THEN 'waiting'
                     WHEN c.id IS NULL AND e.tainted THEN 'tainted'
+                    WHEN c.id IS NULL AND {dropped} = '{no_variance}' THEN 'no_variance'
+                    WHEN c.id IS NULL AND {dropped} = '{surplus}' THEN 'surplus'
                     WHEN c.id IS NULL AND {dropped} <> '' THEN 'too_few'
                     WHEN c.id IS NULL THEN 'no_reward'
-                    WHEN c.advantage = 0 AND NOT EXISTS (
+                    WHEN c.advantage = 0 AND NOT EXISTS (  -- a critic's values were trained on them all the same
+                      SELECT 1 FROM updates u WHERE u.iteration_id = i.id AND u.value_loss IS NOT NULL)
+                      AND NOT EXISTS (
                       SELECT 1 FROM episodes sibling
                       JOIN consumptions other ON other.episode_id = sibling.id AND other.run_id = i.run_id
                       WHERE sibling.group_id = e.group_id AND other.advantage <> 0)
@@ -37,21 +43,42 @@ _FATES = """
 _OWN = "iterations i JOIN groups g ON g.iteration_id = i.id JOIN episodes e ON e.group_id = g.id"
 _STORED = "iterations i JOIN iteration_groups g ON g.iteration_id = i.id JOIN episodes e ON e.group_id = g.group_id"
 
+_MEASURED = """
+        FROM runs m JOIN evals v ON v.run_id = m.id
+        WHERE m.measures_id = r.id AND v.mean_reward IS NOT NULL AND v.errors <= v.episodes"""  # too few episodes tell little
+_BEST = f"{_MEASURED} ORDER BY v.mean_reward DESC, m.measures_version LIMIT 1"
+_NEWEST = f"{_MEASURED} ORDER BY m.measures_version DESC LIMIT 1"
+
 VIEWS = {
-    "v_runs": """
+    "v_runs": f"""
         SELECT r.id, r.name AS run, r.kind, r.status, r.reason, r.dataset, r.base AS model, r.seed, r.epochs, r.iterations,
                (SELECT count(*) FROM iterations i WHERE i.run_id = r.id AND i.status = 'done') AS iterations_done,
                (SELECT max(p.version) FROM policies p WHERE p.run_id = r.id) AS policy_version,
                (SELECT count(*) FROM episodes e WHERE e.run_id = r.id AND e.status = 'done') AS episodes_done,
                (SELECT i.mean_reward FROM iterations i WHERE i.run_id = r.id AND i.mean_reward IS NOT NULL
                 ORDER BY i.number DESC LIMIT 1) AS last_reward,
-               r.created_at, r.started_at, r.finished_at, {seconds:r.started_at,r.finished_at} AS seconds
+               (SELECT v.mean_reward {_NEWEST}) AS eval_reward, (SELECT v.mean_reward {_BEST}) AS best_reward,
+               (SELECT m.measures_version {_BEST}) AS best_version,
+               (SELECT m.name FROM runs m WHERE m.id = r.measures_id) AS measures,
+               r.created_at, r.started_at, r.finished_at, {{seconds:r.started_at,r.finished_at}} AS seconds
         FROM runs r""",
+    "v_evals": """
+        SELECT r.id, r.name AS run, m.name AS measures, p.version AS policy_version, r.status, r.reason, r.dataset, v.split,
+               v.tasks, v.episodes, v.errors, v.mean_reward, v.low, v.high, v.accuracy, v.pass_at, v.policy,
+               r.created_at, r.finished_at
+        FROM runs r
+        JOIN policies p ON p.run_id = r.id
+        LEFT JOIN evals v ON v.run_id = r.id
+        LEFT JOIN runs m ON m.id = r.measures_id
+        WHERE r.kind = 'eval'""",
     "v_iterations": """
         SELECT i.id, r.name AS run, i.epoch, i.number AS iteration, i.status, i.skipped, i.episodes, i.trainable,
-               i.dropped_groups,
+               i.dropped_groups, i.more_groups,
+               (SELECT count(*) FROM groups g WHERE g.iteration_id = i.id) AS groups,
                (SELECT count(*) FROM groups g WHERE g.iteration_id = i.id AND g.std_reward = 0) AS flat_groups,
                i.mean_reward, p.version AS policy_version,
+               (SELECT v.mean_reward FROM runs m JOIN evals v ON v.run_id = m.id
+                WHERE m.measures_id = r.id AND m.measures_version = p.version) AS eval_reward,
                CASE WHEN r.kind = 'train' AND EXISTS (SELECT 1 FROM groups g WHERE g.iteration_id = i.id)
                     THEN i.number - p.version END AS staleness, u.loss, u.kl, u.entropy, u.clip_fraction, u.grad_norm,
                u.sampler_difference_max, u.importance_weight, u.importance_truncated,
@@ -115,8 +142,8 @@ VIEWS = {
         JOIN iterations i ON i.id = e.iteration_id
         JOIN runs r ON r.id = e.run_id""",
     "v_rewards": """
-        SELECT w.id, w.run, i.number AS iteration, w.episode_id, t.key AS task, s.name AS reward_set, w.part, w.value,
-               w.weight
+        SELECT w.id, w.run, i.number AS iteration, w.episode_id, t.key AS task, s.name AS reward_set, w.part,
+               CASE WHEN w.step >= 0 THEN w.step END AS step, w.value, w.weight
         FROM rewards w
         JOIN reward_sets s ON s.id = w.reward_set_id
         JOIN episodes e ON e.id = w.episode_id
@@ -124,14 +151,16 @@ VIEWS = {
         JOIN tasks t ON t.id = e.task_id""",
     "v_updates": """
         SELECT u.id, r.name AS run, i.epoch, i.number AS iteration, u.minibatch, u.rows, u.tokens, u.loss, u.kl, u.entropy,
-               u.clip_fraction, u.ratio, u.grad_norm, u.learning_rate, u.sampler_difference_mean,
+               u.clip_fraction, u.ratio, u.grad_norm, u.learning_rate, u.policy_kl, u.kl_coef, u.value_loss,
+               u.explained_variance, u.sampler_difference_mean,
                u.sampler_difference_max, u.importance_weight, u.importance_truncated
         FROM updates u
         JOIN iterations i ON i.id = u.iteration_id
         JOIN runs r ON r.id = u.run_id""",
     # What became of each planned episode, in its own run and in those that trained on it as a stored one.
     "v_ledger": " UNION ALL ".join(
-        _FATES.format(slot="g.slot", dropped="g.dropped", members=members) for members in (_OWN, _STORED)
+        _FATES.format(slot="g.slot", dropped="g.dropped", members=members, no_variance=NO_VARIANCE, surplus=SURPLUS)
+        for members in (_OWN, _STORED)
     ),
 }
 

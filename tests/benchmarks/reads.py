@@ -33,6 +33,9 @@ README = Path(__file__).parents[2] / "README.md"
 WITHOUT_IDS = ("v_ledger", "v_tool_sessions")
 """An episode stands in the first once for each run that trained on it; a session is its episode's."""
 
+OF_RUN = {"v_evals": "measures"}
+"""View -> the column that names the run, where it is not `run`: that of an evaluation is the evaluation."""
+
 
 def reads(runs: list[Run], episodes: int) -> dict[str, Read]:
     """Name -> what is read, for the oldest, the largest and the running run."""
@@ -60,7 +63,7 @@ def _of_run(run: str, episodes: int) -> dict[str, Read]:
         shown = " ".join(f"{name}={value}" for name, value in filters.items())
         found[f"{run}: list_episodes {shown}"] = _page(run, filters)
     for view in VIEWS:
-        chosen = f"SELECT * FROM {view} WHERE run = '{run}'"
+        chosen = f"SELECT * FROM {view} WHERE {OF_RUN.get(view, 'run')} = '{run}'"
         found[f"{run}: {view}"] = _query(f"{chosen} LIMIT 50")
         if view not in WITHOUT_IDS:
             found[f"{run}: {view}, newest"] = _query(f"{chosen} ORDER BY id DESC LIMIT 50")

@@ -1,7 +1,8 @@
 """A database as it looks after a long life: five runs, 100,000 episodes, 600,000 steps, written by the database itself.
 
 All rows keep the constraints of real ones. Runs follow each other in time, so that a run's rows lie together: a small old one,
-a large one of 60%, two more, and one that is running, its last iteration half done.
+a large one of 60%, two more, and one that is running, its last iteration half done. Each measures every tenth version; of these
+evaluations there is what they came to, and none of the episodes that they sampled.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,10 @@ from typing import Any
 from sqlalchemy import Connection, Float, Integer, Text, case, cast, column, insert, literal, null, select, text, values
 
 from workflow import db
+from workflow.columns import Utc
 
+EVAL_EVERY = 10
+HELD_OUT = 128
 GROUP_SIZE = 8
 TASKS_PER_ITERATION = 16
 TURNS = 6
@@ -52,6 +56,8 @@ def fill(tx: Connection, episodes: int) -> list[Run]:
     _sessions(tx)
     _rewards(tx)
     _updates(tx)
+    for run in runs:
+        _evals(tx, run)
     return runs
 
 
@@ -233,6 +239,23 @@ def _updates(tx: Connection) -> None:
     _copy(tx, db.consumptions, consumed, joined.where(iterations.status == "done", episodes.status == "done"), episodes.id)
 
 
+def _evals(tx: Connection, run: Run) -> None:
+    policies = select(db.policies.c.version).where(db.policies.c.run_id == run.id)
+    for version in tx.execute(policies.where(db.policies.c.version % EVAL_EVERY == 0)).scalars().all():
+        shown = {"name": f"{run.name}-eval-{version}", "kind": "eval", "status": "done", "dataset": "synthetic", "base": "tiny"}
+        counts = {"seed": run.id, "epochs": 1, "iterations": 1, "started_at": STARTED, "finished_at": FINISHED}
+        row = {**shown, **counts, "config": {"env": "math"}, "manifest": {}, "measures_id": run.id, "measures_version": version}
+        made = tx.execute(db.runs.insert().values(row).returning(db.runs.c.id)).scalar_one()
+        policy = tx.execute(
+            db.policies.insert().values(run_id=made, version=version, kind="trained").returning(db.policies.c.id)
+        ).scalar_one()
+        done = {"number": 0, "epoch": 0, "status": "done", "started_at": STARTED, "finished_at": FINISHED}
+        tx.execute(db.iterations.insert().values(run_id=made, policy_id=policy, **done))
+        score = {"episodes": HELD_OUT, "errors": 0, "tasks": HELD_OUT, "mean_reward": 0.5, "low": 0.4, "high": 0.6}
+        told = {"policy": f"tiny@{version}", "dataset": "synthetic", "split": "test", "accuracy": 0.5, "pass_at": {"1": 0.5}}
+        tx.execute(db.evals.insert().values(run_id=made, **score, **told))
+
+
 def _copy(tx: Connection, table: Any, rows: dict[str, Any], source: Any, *order: Any) -> None:
     """Fills the table's columns from the source's rows, in that order, so that ids grow with it."""
     tx.execute(insert(table).from_select(list(rows), source.add_columns(*rows.values()).order_by(*order)))
@@ -244,7 +267,7 @@ def _numbers(name: str, count: int) -> Any:
 
 
 def _at(moment: datetime) -> Any:
-    return literal(moment, db.Utc())
+    return literal(moment, Utc())
 
 
 def settle(tx: Connection) -> None:

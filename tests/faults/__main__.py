@@ -14,9 +14,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.faults.loop import ACTIONS, Case, Result, every, in_box, laboratory, of_tools, play, recordings, sample
+from tests.faults.loop import (
+    ACTIONS,
+    Case,
+    Result,
+    every,
+    in_box,
+    laboratory,
+    of_tools,
+    of_trainer,
+    play,
+    recordings,
+    sample,
+    with_critic,
+)
 
 Row = dict[str, Any]
+WORLDS = {"world": "", "boxed": ", in the sandbox", "critic": ", PPO"}
 
 
 def main() -> int:
@@ -28,23 +42,27 @@ def main() -> int:
     def told(case: Case, result: Result) -> None:
         rows.append(_row(case, result))
         end = f"{result.outcome:10} {result.seconds:5.1f} s  {', '.join(result.deaths)}"
-        print(f"{case.env:5} {case.fault:60} {end}", flush=True)
+        print(f"{case.env:6} {case.fault:60} {end}", flush=True)
         for line in result.violated:
             print(f"    {line}", flush=True)
 
     with laboratory() as bare:
         lab, recorded = recordings(bare)
         boxed = in_box(lab, recorded[""].record)
+        critic = with_critic(lab)
         firsts = every(recorded, asked.action) + (of_tools(boxed, asked.action) if boxed else [])
+        firsts += of_trainer(critic, asked.action)
+        undisturbed = {"world": recorded[""].record, "boxed": recorded[""].record, "critic": critic.record}
         chosen = sample(firsts) if asked.sample else firsts
         cases = [case for case in chosen if not asked.point or case.point in asked.point]
         asked.json.parent.mkdir(parents=True, exist_ok=True)
         try:
-            play(lab, cases, recorded[""].record, asked.jobs, not asked.sample, told)
+            play(lab, cases, undisturbed, asked.jobs, not asked.sample, told)
         finally:  # what is known after half an hour is kept
             asked.json.write_text(json.dumps(rows, indent=1))
     seconds = {(prelude, "world"): recording.seconds for prelude, recording in recorded.items()}
-    print(table(rows, seconds | ({("", "boxed"): boxed.seconds} if boxed else {})))
+    seconds |= {("", env): found.seconds for env, found in (("boxed", boxed), ("critic", critic)) if found}
+    print(table(rows, seconds))
     return int(any(row["outcome"] == "violated" for row in rows))
 
 
@@ -75,7 +93,7 @@ def table(rows: Sequence[Row], undisturbed: dict[tuple[str, str], float]) -> str
         mine = [row for row in touched if (row["fault"], row["env"]) == (point, env)]
         passed = sum(row["outcome"] == "recovered" for row in mine)
         lost = [max(0.0, row["seconds"] - undisturbed[row["prelude"], env]) for row in mine]
-        hits, where = mine[0]["hits"], ", in the sandbox" if env == "boxed" else ""
+        hits, where = mine[0]["hits"], WORLDS[env]
         lines.append(f"| {point}{where} | {hits} | {len(mine)} | {passed} | {median(lost):.1f} | {max(lost):.1f} |")
     passed = sum(row["outcome"] == "recovered" for row in touched)
     lines.append(f"| all | | {len(touched)} | {passed} | | |")

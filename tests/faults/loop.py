@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,6 +21,9 @@ from tests.faults.record import IN_TOOLS, Record, complete, read, violations
 
 PRELUDES = ("", "submit.after:1:kill", "commit_sampled.after:2:kill")
 """Nothing; a submitter that dies before its first message; a rollout worker that dies and whose groups are sent again."""
+
+IN_TRAINER = ("claim_iteration", "update", "checkpoint", "commit_update", "rivals", "optimizer", "train")
+"""Points of a trainer."""
 
 IN_RECOVERY = ("control", "send_rollouts")
 """Points that an undisturbed run passes only by chance, where a tick of the control loop was faster than a message."""
@@ -58,6 +61,7 @@ _PRELOADED = (
     "workflow.rolling",
     "workflow.store.migrate",
     "workflow.store.observe",
+    "workflow.store.claims",
     "workflow.store.training",
     "tests.faults.world",
 )
@@ -179,6 +183,24 @@ def in_box(lab: Laboratory, plain: Record) -> Recording | None:
     return found
 
 
+def with_critic(lab: Laboratory) -> Recording:
+    """The undisturbed run that learns by PPO.
+
+    Raises:
+        AssertionError: it has not all that there is to disturb, or no critic.
+    """
+    found = _recorded(lab, "", "critic")
+    assert complete(found.record), found.record
+    assert all(critic for kind, _, _, critic in found.record["policies"].values() if kind == "trained"), found.record
+    return found
+
+
+def of_trainer(critic: Recording, actions: Sequence[str]) -> list[Case]:
+    """The first hit of every point of a trainer in the third world."""
+    points = {point: hits for point, hits in critic.hits.items() if point.startswith(IN_TRAINER)}
+    return [Case(point, action, 1, hits, env="critic") for point, hits in points.items() for action in actions]
+
+
 def _look_for_sandbox() -> None:
     from workflow.sandbox.find import find_sandbox
     from workflow.settings import Settings
@@ -231,7 +253,9 @@ def sample(firsts: Sequence[Case]) -> list[Case]:
     """Kill at the first, a middle and the last hit of every point; raise at the first; sleep where it matters."""
     cases = []
     for case in firsts:
-        if case.action == "kill":
+        if case.env == "critic":  # the last ones: by then there is something to lose
+            cases += [replace(case, hit=case.hits)] if case.action == "kill" else []
+        elif case.action == "kill":
             cases += [replace(case, hit=hit) for hit in sorted({1, (case.hits + 1) // 2, case.hits})]
         elif case.env == "boxed":  # the first hits are of who tries the sandbox out
             cases.append(replace(case, hit=(case.hits + 1) // 2))
@@ -241,9 +265,16 @@ def sample(firsts: Sequence[Case]) -> list[Case]:
 
 
 def play(
-    lab: Laboratory, cases: Sequence[Case], undisturbed: Record, jobs: int, on: bool, told: Callable[[Case, Result], None]
+    lab: Laboratory,
+    cases: Sequence[Case],
+    undisturbed: Mapping[str, Record],
+    jobs: int,
+    on: bool,
+    told: Callable[[Case, Result], None],
 ) -> None:
-    """Plays the cases, `jobs` at a time; `on`: from each on to the next hit, until a run is untouched.
+    """Plays the cases, `jobs` at a time, each against the undisturbed run of its world.
+
+    `on`: from each on to the next hit, until a run is untouched.
 
     How often a point is hit varies a little, since what ends together is committed together: without `on`, a last hit that did
     not happen gives way to the one before it.
@@ -255,7 +286,7 @@ def play(
         while waiting and len(running) < jobs:
             case, number = waiting.popleft(), number + 1
             experiment = lab.experiment(str(number), case.fault, case.env)
-            running[_begun(case, experiment, undisturbed)] = (case, experiment)
+            running[_begun(case, experiment, undisturbed[case.env])] = (case, experiment)
         pid, _ = os.waitpid(-1, 0)
         case, experiment = running.pop(pid)
         result = _ended(experiment)

@@ -25,7 +25,7 @@ Record = dict[str, Any]
 IN_TOOLS = ("start_once", "run_tool", "program", "record_result", "wake", "call")
 """Points of the tools worker. What it leaves of the once-only calls it was running is unknown, and the model is told so."""
 
-PLANNED = world.ITERATIONS * world.GROUPS * world.EPISODES
+PLANNED = (world.ITERATIONS * world.GROUPS + world.MORE) * world.EPISODES
 
 _EPISODES = """
     SELECT e.id, i.number || ' ' || t.key || ' ' || e.sample AS name, e.status, e.stop_reason, e.reward, e.steps
@@ -39,7 +39,7 @@ _COUNTS = {
     "I1: {} groups are not done": "SELECT count(*) FROM groups WHERE status <> 'done'",
     "I1: {} iterations are not done": "SELECT count(*) FROM iterations WHERE status <> 'done'",
     "I1: {} episodes were scored twice": (
-        "SELECT count(*) FROM (SELECT 1 FROM rewards GROUP BY episode_id, part HAVING count(*) > 1)"
+        "SELECT count(*) FROM (SELECT 1 FROM rewards GROUP BY episode_id, part, step HAVING count(*) > 1)"
     ),
     "I1: {} calls have no result": "SELECT count(*) FROM tool_calls WHERE result IS NULL",
     "I1: {} once-only calls were started twice": "SELECT count(*) FROM tool_calls WHERE effects = 'once' AND starts > 1",
@@ -58,7 +58,8 @@ _COUNTS = {
     "I5: {} services are held for long": "SELECT count(*) FROM service_leases WHERE lease_until > :now + 60000",
     "I6: {} runs are not shown as done": "SELECT count(*) FROM v_runs WHERE status <> 'done' OR iterations_done <> iterations",
     "I6: {} iterations are shown with other episodes than planned": (
-        f"SELECT count(*) FROM v_iterations WHERE episodes <> {world.GROUPS * world.EPISODES} OR trainable <> episodes"
+        "SELECT count(*) FROM v_iterations WHERE trainable <> episodes "
+        f"OR episodes <> {world.EPISODES} * groups OR groups <> {world.GROUPS} + more_groups"
     ),
 }
 
@@ -126,10 +127,13 @@ def _tokens(db: sqlite3.Connection, episode: int) -> str:
 
 
 def _policy(row: sqlite3.Row) -> list[str]:
-    """Kind, the hash that was recorded, and the hash of what lies there."""
-    file = Path(row["path"]) / "weights.safetensors"
-    there = hashlib.sha256(file.read_bytes()).hexdigest() if row["path"] and file.is_file() else ""
-    return [row["kind"], row["sha256"], there]
+    """Kind, the hash that was recorded, and the hashes of what lies there: the weights, and the critic where there is one."""
+    return [row["kind"], row["sha256"], *(_hash(row["path"], name) for name in ("weights.safetensors", "critic.safetensors"))]
+
+
+def _hash(folder: str, name: str) -> str:
+    file = Path(folder) / name
+    return hashlib.sha256(file.read_bytes()).hexdigest() if folder and file.is_file() else ""
 
 
 def _counted(db: sqlite3.Connection) -> Iterator[str]:

@@ -2,10 +2,11 @@
 
 The first turn's tool may run twice; its result is read by the policy. The second turn's may not; nobody reads its result, so
 that the tokens stay the same also where its outcome is unknown. Rewards follow from the sampled tokens, in which are random
-digits; a judge has its say without weight.
+digits; a judge has its say without weight. Of one task all episodes earn the same, so that its iteration is sampled on.
 
 In the second world, `boxed`, the first tool is a program in the sandbox. It says the same, so that every token and weight is
-the first world's.
+the first world's. In the third, `critic`, the run learns by PPO: a value head, two passes, a learning rate that falls and a
+weight of the KL that moves are what the trainer must not lose either.
 """
 
 import random
@@ -27,7 +28,8 @@ from workflow.trajectory import Episode, Message, Task, ToolCall
 
 RUN = "faults"
 ITERATIONS, GROUPS, EPISODES, TURNS = 3, 2, 2, 2
-"""Three iterations: the optimizer state of a policy is dropped two policies later."""
+FLAT, MORE = "train/0", 1
+"""Three iterations: the optimizer state of a policy is dropped two policies later. One has a group more, for the flat one."""
 
 NOTES = "notes"
 WARM_UP_STEPS = 60
@@ -90,10 +92,12 @@ tasks = Dataset(load=load, env=f"{__name__}:world", demonstrations=demonstration
 
 
 class Chance(Hook):
-    """Rewards chance: a number between 0 and 1 that follows from the sampled tokens alone."""
+    """Rewards chance: a number between 0 and 1 that follows from the sampled tokens alone, but for one task."""
 
     def on_rollout_end(self, episode: Episode) -> Mapping[str, float]:
         """Their hash."""
+        if episode.task.key == FLAT:
+            return {"chance": 0.5}
         return {"chance": zlib.crc32(repr([step.sampled_ids for step in episode.steps]).encode()) / 2**32}
 
 
@@ -102,29 +106,37 @@ def make_model(folder: Path) -> None:
     import torch
 
     from workflow.chat import Chat
-    from workflow.sft import Recipe, conversation_texts, conversations, train
+    from workflow.offline import Recipe, train
+    from workflow.sft import conversation_texts, conversations, likelihood, row_of
     from workflow.tiny import save_tiny, tiny_model, tiny_tokenizer
 
     torch.set_num_threads(1)
     shown = list(islice(load("warmup"), 16 * WARM_UP_STEPS))
     tokenizer = tiny_tokenizer(conversation_texts(tasks, shown[:200], 0))
     model = tiny_model(len(tokenizer), 0, layers=2, width=64)
-    examples = [
-        ([token for ids, _ in segments for token in ids], [said for ids, said in segments for _ in ids])
-        for segments in conversations(Chat(tokenizer), tasks, shown, 0)
-    ]
-    train(model, examples, Recipe(WARM_UP_STEPS, 16, 1e-2), lambda step, steps, loss: None)
+    examples = [(row_of(segments),) for segments in conversations(Chat(tokenizer), tasks, shown, 0) if segments]
+    train(model, examples, Recipe(WARM_UP_STEPS, 16, 1e-2), likelihood(), lambda step, steps, metrics: None)
     save_tiny(folder, model, tokenizer)
 
 
+PPO = {
+    "algorithm.name": "ppo",
+    "algorithm.kl_coef": 0.05,
+    "algorithm.kl_target": 0.01,
+    "update.epochs": 2,
+    "update.decay": "linear",
+}
+
+
 def config(model: Path, seed: int, env: str = "world") -> RunConfig:
-    """The run in one of the two worlds."""
+    """The run in one of the worlds."""
     return build(
         {
+            **(PPO if env == "critic" else {}),
             "name": RUN,
             "seed": seed,
             "epochs": 1,
-            "env": f"{__name__}:{env}",
+            "env": f"{__name__}:{'boxed' if env == 'boxed' else 'world'}",
             "hooks": (f"{__name__}:Chance",),
             "dataset.name": f"{__name__}:tasks",
             "dataset.max_samples": ITERATIONS * GROUPS,
@@ -133,6 +145,7 @@ def config(model: Path, seed: int, env: str = "world") -> RunConfig:
             "rollout.tasks_per_iteration": GROUPS,
             "rollout.group_size": EPISODES,
             "rollout.max_steps": TURNS,
+            "rollout.dynamic_sampling": 2,
             "rollout.max_new_tokens": 24,
         }
     )

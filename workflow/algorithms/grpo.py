@@ -1,9 +1,9 @@
-"""GRPO: group-relative advantages, clipped surrogate, k3 KL to the reference in the loss.
+"""GRPO: group-relative advantages, clipped surrogate, KL to the reference in the loss where kl_coef is not 0.
 
-Source: DeepSeekMath, arXiv 2402.03300, equations 3 and 4. Where its two common implementations differ, this is verl's
-convention: epsilon 1e-6, dual clip at 3, mean over all trained tokens. The token mean weighs every token of a minibatch
-alike; the paper's mean of sequence means makes a wrong answer cheaper by being longer, which matters most for agents,
-whose turns differ much in length. TRL's convention is a matter of other arguments to the same functions.
+Source: DeepSeekMath, arXiv 2402.03300, equations 3 and 4. Where its two common implementations differ, verl's convention is
+the default: epsilon 1e-6, dual clip at 3, mean over all trained tokens. The token mean weighs every token of a minibatch
+alike; the paper's mean of sequence means (TRL's `grpo`) makes a wrong answer cheaper by being longer, which matters most for
+agents, whose turns differ much in length.
 """
 
 from workflow.algorithms import Algorithm
@@ -11,6 +11,8 @@ from workflow.algorithms import Algorithm
 grpo = Algorithm(
     name="grpo",
     credit="workflow.advantages:relative_to_group",
-    loss="workflow.losses:clipped_with_kl",
+    surrogate="workflow.losses:clipped",
     needs_group=True,
+    options={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "scale": "group", "aggregation": "token-mean"},
+    trl={"dual_clip": 0.0, "aggregation": "seq-mean-token-mean"},
 )

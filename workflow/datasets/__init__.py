@@ -19,13 +19,14 @@ class Dataset:
     Args:
         load: split -> tasks, in a fixed order; raises DatasetError.
         env: the env its tasks are made for.
-        demonstrations: tasks -> for each, a conversation that solves it (for `agentrl sft`), or None where it has none.
+        demonstrations: tasks -> for each, a conversation that solves it (for `agentrl sft`), None for a task without one; None
+            where the dataset has none at all.
         sft_split: the split whose tasks `agentrl sft` shows.
     """
 
     load: Callable[[str], Iterator[Task]]
     env: str
-    demonstrations: Callable[[Sequence[Task], int], Iterator[tuple[Message, ...]]] | None = None
+    demonstrations: Callable[[Sequence[Task], int], Iterator[tuple[Message, ...] | None]] | None = None
     sft_split: str = "train"
 
 

@@ -30,7 +30,7 @@ ask again. A guessing game, in a file `guess.py` of your own, is named with `--e
         return int(re.sub("[^0-9]", "", episode.final_answer) or 0)
 
 
-    guess = Guess(rewards={"format": 0.1})
+    guess = Guess(rewards={"format": 0.1}, correct=("guessed",))
 
 What is costly to find anew from the episode may be cached under what it follows from. A world outside that cannot be brought
 back to where it was says `resumability="restart"`: then an episode whose worker is lost begins again.
@@ -42,13 +42,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from workflow import mcp
 from workflow.config import RunConfig
 from workflow.errors import ConfigError, InfraError, RewardError
 from workflow.plugins import find
-from workflow.rewards import checked, code_hash, score
+from workflow.rewards import Part, Value, checked, code_hash, numbers, score
 from workflow.tools import Tool
 from workflow.tools.python import CodeTool, keeps_session
 from workflow.trajectory import Episode, Message, Task
@@ -64,12 +64,16 @@ class Env:
         system_prompt: first message of every episode; empty for none.
         tools: what it offers: names of tools, or tools as they are, made for this env (`search_in(folder)`).
         rewards: reward name -> weight; the scalar reward is the weighted sum.
+        correct: names of the parts at whose full value, 1, an episode is right (`agentrl eval`: accuracy, pass@k); unset: the
+            heaviest of the env's own, see `workflow.evaluate.is_right`. What a run adds to the rewards never says so; where
+            its hooks may have added what an env gives itself, nothing does.
         resumability: after a lost worker, `replay` goes on from the record, `restart` begins the episode again.
     """
 
     system_prompt: str = ""
     tools: tuple[str | Tool, ...] = ()
     rewards: Mapping[str, float] = field(default_factory=dict)
+    correct: tuple[str, ...] = ()
     resumability: Literal["replay", "restart"] = "replay"
 
     def toolset(self) -> dict[str, Tool]:
@@ -90,17 +94,18 @@ class Env:
         made = zip(last.message.tool_calls, last.results or (), strict=True)
         return tuple(Message("tool", result.content, name=call.name) for call, result in made)
 
-    def final_reward(self, episode: Episode) -> Mapping[str, float]:
+    def final_reward(self, episode: Episode) -> Mapping[str, Value]:
         """Named parts of the reward that the env gives itself for an episode that is over, beside `rewards`; each has weight 1.
 
-        It runs in the rollout worker: code that the model wrote is run by a `workflow.rewards.Judge`, named in `rewards`.
+        A part is one number, or a list with one for each step of the episode, in order, where the steps earn it. It runs in the
+        rollout worker: code that the model wrote is run by a `workflow.rewards.Judge`, named in `rewards`.
         """
         return {}
 
 
 def scored(
-    env: Env, episode: Episode, weights: Mapping[str, float], judged: Mapping[str, float] = MappingProxyType({})
-) -> dict[str, float]:
+    env: Env, episode: Episode, weights: Mapping[str, float], judged: Mapping[str, Value] = MappingProxyType({})
+) -> dict[str, Part]:
     """The named parts of a finished episode's reward: by reward files, see `workflow.rewards.score`, and by the env itself.
 
     Raises:
@@ -111,22 +116,49 @@ def scored(
     parts = score(episode, weights, judged)
     source = f"{type(env).__name__}.final_reward"
     try:
-        own = {str(name): float(value) for name, value in env.final_reward(episode).items()}
+        own = {str(name): numbers(value) for name, value in env.final_reward(episode).items()}
     except InfraError:
         raise
     except (Exception, SystemExit) as error:
         raise RewardError(f"{source} raised {type(error).__name__}: {error}") from error
     if twice := parts.keys() & own.keys():
         raise RewardError(f"{source} names a part {min(twice)!r}, and a reward of this env has that name")
-    return parts | checked(own, source)
+    return parts | checked(own, len(episode.steps), source)
+
+
+def weights_of(env: Env, config: RunConfig) -> dict[str, float]:
+    """Reward -> weight in a run: the env's, and the run's own, which take the place of the env's of the same name.
+
+    Raises:
+        ConfigError: no such reward.
+    """
+    for name in config.rewards:
+        find("rewards", name)
+    return {**env.rewards, **config.rewards}
 
 
 def scoring_hash(env: Env, weights: Mapping[str, float]) -> str:
     """Hash of all code that scores in this env: the rewards', and the env's own file where it gives rewards itself."""
-    if type(env).final_reward is Env.final_reward:
+    if not _gives_rewards(env):
         return code_hash(weights)
     text = f"{code_hash(weights)}\0{inspect.getsource(sys.modules[type(env).__module__])}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def told_right_by(env: Env, config: RunConfig) -> dict[str, Any]:
+    """What `workflow.evaluate.is_right` needs to know of the env; a run's manifest keeps it.
+
+    A run's hooks add parts of weight 1, as an env does that gives rewards itself: whose a stored part is, nothing tells. Where
+    those could be the heaviest, nothing says what is right, unless the env names it.
+    """
+    gives = _gives_rewards(env)
+    if gives and config.hooks and not env.correct and max(env.rewards.values(), default=0.0) <= 1:
+        return {"correct": [], "weights": {}, "gives": False}
+    return {"correct": list(env.correct), "weights": dict(env.rewards), "gives": gives}
+
+
+def _gives_rewards(env: Env) -> bool:
+    return type(env).final_reward is not Env.final_reward
 
 
 def offered(env: Env, config: RunConfig) -> dict[str, Tool]:

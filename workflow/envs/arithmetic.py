@@ -2,4 +2,4 @@
 
 from workflow.envs import Env
 
-arithmetic = Env(tools=("calculator",), rewards={"numeric_answer": 1.0})
+arithmetic = Env(tools=("calculator",), rewards={"numeric_answer": 1.0}, correct=("numeric_answer",))

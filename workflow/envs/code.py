@@ -15,4 +15,5 @@ code = Env(
     ),
     tools=("python",),
     rewards={"tests_passed": 1.0, "progress": 0.1, "format": 0.0},
+    correct=("tests_passed",),
 )

@@ -2,4 +2,4 @@
 
 from workflow.envs import Env
 
-code_tiny = Env(tools=("python",), rewards={"tests_passed": 1.0})
+code_tiny = Env(tools=("python",), rewards={"tests_passed": 1.0}, correct=("tests_passed",))

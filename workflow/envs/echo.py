@@ -6,4 +6,5 @@ echo = Env(
     system_prompt="Call the tool echo with the text, then answer with what it returned and nothing else.",
     tools=("echo",),
     rewards={"echoed": 0.5, "text_answer": 0.5},
+    correct=("echoed", "text_answer"),
 )

@@ -12,4 +12,5 @@ math = Env(
     ),
     tools=("calculator",),
     rewards={"numeric_answer": 1.0, "format": 0.0},
+    correct=("numeric_answer",),
 )

@@ -15,4 +15,5 @@ search_qa = Env(
     ),
     tools=(search_in(lambda: (Passage(title, text) for title, text in texts())),),
     rewards={"text_answer": 1.0},
+    correct=("text_answer",),
 )

@@ -21,4 +21,5 @@ text_to_sql = Env(
     ),
     tools=(sql_over(FOLDER / DATABASE),),
     rewards={"sql_match": 1.0},
+    correct=("sql_match",),
 )

@@ -1,12 +1,21 @@
-"""Rewards: a file here scores an Episode. See `Reward`, `score`, and `Judge` for one that must run what the model wrote."""
+"""Rewards: a file here scores an Episode. See `Reward`, `score`, and `Judge` for one that must run what the model wrote.
+
+A run adds some of its own to those of its env, or weighs them anew (`--reward NAME=WEIGHT`). One of your own is a function in
+a file of yours, `--reward mine:polite=0.2`, that returns one number for the episode, or a list with one for each of its steps:
+
+    def polite(episode):
+        return [float("please" in step.message.content) for step in episode.steps]
+
+What it earns step by step is kept so (`rewards.step`), and an algorithm that credits turns credits each with its own.
+"""
 
 import hashlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,8 +24,14 @@ from workflow.plugins import find
 from workflow.tools import Tool
 from workflow.trajectory import Episode, ToolResult
 
-Reward = Callable[[Episode], float]
-"""A finished episode -> a finite number. One that raises fails its episode; it never counts as 0."""
+Value = float | Sequence[float]
+"""What a reward gives: a finite number for the episode, or a list of as many as it has steps, of which it is the sum."""
+
+Part = float | tuple[float, ...]
+"""A value that was checked."""
+
+Reward = Callable[[Episode], Value]
+"""A finished episode -> its value. One that raises fails its episode; it never counts as 0. `episode.limits` are the run's."""
 
 MAX_NAME = 64
 """Characters in the name that a hook gives to a reward part, at most."""
@@ -35,16 +50,16 @@ class Judge(Tool):
 
     Args:
         function: judges; returns the text that `reads` the number, or a ToolResult with it, and with what the sandbox saw.
-        asks: the arguments that `function` is called with for a finished episode, of what JSON has; or the number itself,
+        asks: the arguments that `function` is called with for a finished episode, of what JSON has; or the value itself,
             where nothing need be run.
-        reads: the number in such a text.
+        reads: the value in such a text.
     """
 
-    asks: Callable[[Episode], Mapping[str, Any] | float] = field(kw_only=True)
-    reads: Callable[[str], float] = float
+    asks: Callable[[Episode], Mapping[str, Any] | Value] = field(kw_only=True)
+    reads: Callable[[str], Value] = float
 
-    def __call__(self, episode: Episode) -> float:
-        """The number, found here.
+    def __call__(self, episode: Episode) -> Value:
+        """The value, found here.
 
         Raises:
             SandboxUnavailable: nothing here can hold model-written code.
@@ -92,39 +107,68 @@ def questions(episode: Episode, judges: Mapping[str, Judge]) -> dict[str, Mappin
     return asked
 
 
-def verdicts(judges: Mapping[str, Judge], results: Mapping[str, ToolResult]) -> dict[str, float]:
-    """The numbers that judges gave.
+def verdicts(judges: Mapping[str, Judge], results: Mapping[str, ToolResult]) -> dict[str, Value]:
+    """The values that judges gave.
 
     Raises:
         RewardError: a judge raised.
     """
-    numbers = {}
+    values = {}
     for name, result in results.items():
         if result.error_class is not None:
             raise RewardError(f"reward {name!r} did not judge: {result.content}")
         with _loudly(name):
-            numbers[name] = judges[name].reads(result.content)
-    return numbers
+            values[name] = judges[name].reads(result.content)
+    return values
 
 
 def score(
-    episode: Episode, weights: Mapping[str, float], judged: Mapping[str, float] = MappingProxyType({})
-) -> dict[str, float]:
+    episode: Episode, weights: Mapping[str, float], judged: Mapping[str, Value] = MappingProxyType({})
+) -> dict[str, Part]:
     """The named parts of an episode's reward: what was `judged` already, and the others by the reward file of that name.
 
     Raises:
-        RewardError: a reward raised, or returned what is no finite number.
+        RewardError: a reward raised, or returned neither a finite number nor one for each step.
         InfraError: the system failed a reward.
         SandboxUnavailable: a reward must run code, and nothing here can hold it.
     """
     parts = {}
     for name in weights:
         with _loudly(name):
-            value = float(judged[name] if name in judged else find("rewards", name)(episode))
-        if not math.isfinite(value):
-            raise RewardError(f"reward {name!r} returned {value}")
-        parts[name] = value
+            value = numbers(judged[name] if name in judged else find("rewards", name)(episode))
+        parts[name] = part_of(value, len(episode.steps), f"reward {name!r}")
     return parts
+
+
+def numbers(value: object) -> Part:
+    """One number or several, as plain floats."""
+    return tuple(map(float, value)) if isinstance(value, list | tuple) else float(value)  # type: ignore[arg-type]
+
+
+def part_of(value: Part, steps: int, source: str, name: str = "") -> Part:
+    """The value that `source` returned, for the part of that name where it returns several, with its numbers checked.
+
+    Raises:
+        RewardError: one is not finite, or they are not as many as the steps.
+    """
+    about = f" for {name!r}" if name else ""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise RewardError(f"{source} returned {value}{about}")
+        return value
+    if len(value) != steps:
+        raise RewardError(f"{source} returned {len(value)} numbers{about}, and the episode has {steps} steps")
+    for step, number in enumerate(value):
+        if not math.isfinite(number):
+            raise RewardError(f"{source} returned {number}{about} at step {step}")
+    if not math.isfinite(sum(value)):
+        raise RewardError(f"{source} returned numbers{about} whose sum is {sum(value)}")
+    return value or 0.0
+
+
+def whole(part: Part) -> float:
+    """What a part came to over the episode."""
+    return part if isinstance(part, float) else math.fsum(part)
 
 
 @contextmanager
@@ -137,27 +181,40 @@ def _loudly(name: str) -> Iterator[None]:
         raise RewardError(f"reward {name!r} raised {type(error).__name__}: {error}") from error
 
 
-def checked(parts: Mapping[str, float], source: str) -> dict[str, float]:
-    """The parts that `source`, a hook, returned.
+def checked(parts: Mapping[str, Part], steps: int, source: str) -> dict[str, Part]:
+    """The parts that `source`, a hook or an env, returned for an episode of so many steps.
 
     Raises:
-        RewardError: a value is no finite number, or a name is empty, too long or cannot be printed.
+        RewardError: a value is neither a finite number nor one for each step; a name is empty, too long or cannot be printed.
     """
-    for name, value in parts.items():
+    for name in parts:
         if not name.isprintable() or not 0 < len(name) <= MAX_NAME:
             raise RewardError(f"{source} names a part {name[:200]!r}: a name has 1 to {MAX_NAME} printable characters")
-        if not math.isfinite(value):
-            raise RewardError(f"{source} returned {value} for {name!r}")
-    return dict(parts)
+    return {name: part_of(value, steps, source, name) for name, value in parts.items()}
 
 
-def total(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
+def earned(episode: Episode, parts: Mapping[str, Part], weights: Mapping[str, float]) -> Episode:
+    """The episode with its reward, the parts of it, and what each step earned.
+
+    Raises:
+        RewardError: the sum is too large for a number.
+    """
+    by_step = {name: part for name, part in parts.items() if isinstance(part, tuple)}
+    steps = tuple(
+        replace(step, reward=sum(part[index] * weights.get(name, 1.0) for name, part in by_step.items()))
+        for index, step in enumerate(episode.steps)
+    )
+    rewards = {name: whole(part) for name, part in parts.items()}
+    return replace(episode, steps=steps, rewards=rewards, reward=total(parts, weights))
+
+
+def total(parts: Mapping[str, Part], weights: Mapping[str, float]) -> float:
     """The scalar: the weighted sum of the parts; a part without a weight (from a hook) counts 1.
 
     Raises:
         RewardError: the sum is too large for a number.
     """
-    reward = sum(value * weights.get(name, 1.0) for name, value in parts.items())
+    reward = sum(whole(part) * weights.get(name, 1.0) for name, part in parts.items())
     if not math.isfinite(reward):
         raise RewardError(f"the weighted sum of the reward parts is {reward}")
     return reward
@@ -165,10 +222,13 @@ def total(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
 
 def code_hash(weights: Mapping[str, float]) -> str:
     """Hash of the weights and of the whole file each reward is in: two sets with the same hash were scored by the same code."""
-    files = {name: inspect.getsource(sys.modules[_code(find("rewards", name)).__module__]) for name in weights}
+    files = {name: "".join(inspect.getsource(sys.modules[module]) for module in _modules(name)) for name in weights}
     text = "\0".join(f"{name}={weight}\0{files[name]}" for name, weight in sorted(weights.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _code(reward: Reward) -> Callable[..., Any]:
-    return reward.function if isinstance(reward, Judge) else reward
+def _modules(name: str) -> tuple[str, ...]:
+    """Where its code is, and where a user's file may have made it of that (`brief = within(400, 100)`)."""
+    reward = find("rewards", name)
+    code: Callable[..., Any] = reward.function if isinstance(reward, Judge) else reward
+    return tuple(dict.fromkeys((code.__module__, name.partition(":")[0]) if ":" in name else (code.__module__,)))

@@ -107,8 +107,12 @@ class Session(Protocol):
         """
         ...
 
-    def call(self, function: str, args: Sequence[object], limits: Limits | None = None) -> Result:
-        """Calls a function that the cells defined with plain data; a value that is no plain data is an `error`."""
+    def call(self, function: str, args: Sequence[object], limits: Limits | None = None, *, keeps: bool = True) -> Result:
+        """Calls a function that the cells defined with plain data; a value that is no plain data is an `error`.
+
+        Args:
+            keeps: False: the state stays as it was before the call, which is ended with all that it started.
+        """
         ...
 
     def close(self) -> None:
@@ -128,11 +132,15 @@ class Sandbox(Protocol):
         """Runs a program from nothing: a fresh interpreter, a fresh /tmp; nothing of it is left when this returns."""
         ...
 
-    def session(self, limits: Limits = DEFAULTS) -> Session:
+    def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> Session:
         """Opens a session.
+
+        Args:
+            reads: paths of this host that it may read too.
 
         Raises:
             InfraError: it did not come up.
+            ConfigError: this kind shows nothing of this host.
         """
         ...
 

@@ -7,6 +7,7 @@ its zygote with it, and the next program gets a new one.
 
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from logging import getLogger
 
@@ -44,9 +45,9 @@ class Boxed:
                 said = f"{type(error).__name__}: {error}"
             return Result("sandbox_fault", said, None, 0.0, 0.0, self.kind)
 
-    def session(self, limits: Limits = DEFAULTS) -> BoxedSession:
+    def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> BoxedSession:
         """See `Sandbox.session`."""
-        session = BoxedSession(self.launch, limits, self._turns)
+        session = BoxedSession(self.launch, limits, self._turns, reads)
         with self._lock:
             self._sessions = {other for other in self._sessions if other.alive} | {session}
         return session

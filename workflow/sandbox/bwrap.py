@@ -54,11 +54,12 @@ def options(profile: Profile, tmp_bytes: int, info: int, go: int, filter_file: i
     words += ["--hostname", "sandbox", "--ro-bind", "/usr", "/usr", *_links()]
     for path in READ_ONLY:
         words += ["--ro-bind-try", path, path]
-    for path in profile.folders:
+    words += ["--size", str(tmp_bytes), "--tmpfs", "/tmp"]
+    for path in profile.folders:  # after /tmp, in which some may be
         words += ["--ro-bind", path, path]
     words += ["--proc", "/proc"] if profile.proc else ["--tmpfs", "/proc"]
     words += ["--dev", "/dev", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
-    words += ["--size", str(tmp_bytes), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
+    words += ["--remount-ro", "/", "--chdir", "/tmp"]
     for name, value in ENVIRONMENT.items():
         words += ["--setenv", name, value]
     words += ["--info-fd", str(info), "--block-fd", str(go)]

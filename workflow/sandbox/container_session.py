@@ -47,11 +47,11 @@ class ContainerSession:
 
     def run(self, code: str, limits: Limits | None = None) -> Result:
         """See `Session.run`."""
-        return self._ask({"code": code}, limits or self._limits)
+        return self._ask({"code": code}, limits or self._limits, True)
 
-    def call(self, function: str, args: Sequence[object], limits: Limits | None = None) -> Result:
+    def call(self, function: str, args: Sequence[object], limits: Limits | None = None, *, keeps: bool = True) -> Result:
         """See `Session.call`."""
-        result = self._ask({"call": function, "args": plain.encode(list(args))}, limits or self._limits)
+        result = self._ask({"call": function, "args": plain.encode(list(args))}, limits or self._limits, keeps)
         if result.status != "ok":
             return replace(result, value="")
         try:
@@ -70,17 +70,17 @@ class ContainerSession:
             self.alive = False
             self._container.close()
 
-    def _ask(self, request: dict[str, Any], limits: Limits) -> Result:
+    def _ask(self, request: dict[str, Any], limits: Limits, keeps: bool) -> Result:
         with self._lock, self._turns.one():
             if not self.alive:
                 return Result("killed", ENDED, None, 0.0, 0.0, KIND)
             try:
-                return self._answer({**request, "cpu": whole_seconds(limits)}, limits)
+                return self._answer({**request, "cpu": whole_seconds(limits)}, limits, keeps)
             except (Broken, EOFError) as error:
                 self._close()
                 return Result("killed", f"{ENDED} ({error or 'its processes are gone'})", None, 0.0, 0.0, KIND)
 
-    def _answer(self, request: dict[str, Any], limits: Limits) -> Result:
+    def _answer(self, request: dict[str, Any], limits: Limits, keeps: bool) -> Result:
         before = self._container.count()
         self._say(request)
         child, _ = self._next(limits.wall(self._turns.running()))
@@ -91,9 +91,10 @@ class ContainerSession:
         _, message = self._next(ANSWER_SECONDS)
         if use.overrun is not None and "done" in message:  # it said so, and was killed all the same
             _, message = self._next(ANSWER_SECONDS)
-        return self._result(message, child, limits, use, before)
+        return self._result(message, child if keeps else None, limits, use, before)
 
-    def _result(self, message: dict[str, Any], child: int, limits: Limits, use: Use, before: Counted) -> Result:
+    def _result(self, message: dict[str, Any], heir: int | None, limits: Limits, use: Use, before: Counted) -> Result:
+        """`heir`: the process that is the next state, where it ended by itself; None: the one from before stays."""
         died, done = message.get("died"), message.get("done")
         if is_exit(died):
             self._kill_cell()  # what it started
@@ -104,9 +105,12 @@ class ContainerSession:
             or type(done.get("value")) is not str
         ):
             raise Broken("a cell's end was not told as it is")
+        elif heir is None:
+            self._kill_cell()
+            self._next(ANSWER_SECONDS)  # the state says that its child died
         else:
             self._container.ask(b"C", GO)
-            self._state = child
+            self._state = heir
         after = self._container.count()
         cpu = after.cpu_seconds - before.cpu_seconds
         events = Events(after.events.oom - before.events.oom, after.events.pids - before.events.pids)

@@ -60,8 +60,10 @@ class Docker:
             except InfraError as error:
                 return Result("sandbox_fault", str(error), None, 0.0, 0.0, KIND)
 
-    def session(self, limits: Limits = DEFAULTS) -> ContainerSession:
+    def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> ContainerSession:
         """See `Sandbox.session`."""
+        if reads:
+            raise ConfigError(f"A container shows nothing of this host, and not {reads[0]!r}.", "Put it into the image.")
         numbers = (bridge.CONTROL, ADDRESS_BYTES, UNCOUNTED)
         scripts = ("runner", "plain", "cells")
         session = ContainerSession(

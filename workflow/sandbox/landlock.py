@@ -285,7 +285,7 @@ def spec(
         "folder": folder,
         "uid": seat.uid or 0,
         "joins": cgroup.joins,
-        "readable": readable(folders),
+        "readable": readable((*folders, *inside.reads)),
         "devices": [path for path in DEVICES if Path(path).exists()],
         "rlimits": {"RLIMIT_DATA": limits.memory_bytes + SLACK_BYTES, "RLIMIT_FSIZE": limits.tmp_bytes},
         "filters": list(filters(owner=seat.uid is None)),

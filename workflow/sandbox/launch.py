@@ -22,6 +22,7 @@ class Inside:
         stdin, output: its standard streams.
         zygote: it forks into namespaces of its own. So these, and the calls that make them, are left to it, and it is given the
             system call filter as a last argument.
+        reads: paths of this host that it may read, beside its interpreter.
     """
 
     scripts: tuple[str, ...]
@@ -30,6 +31,7 @@ class Inside:
     stdin: int
     output: int
     zygote: bool = False
+    reads: tuple[str, ...] = ()
 
 
 class Counts(Protocol):

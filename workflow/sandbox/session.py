@@ -46,7 +46,7 @@ class BoxedSession:
         InfraError: it did not come up.
     """
 
-    def __init__(self, launch: Launch, limits: Limits, turns: Turns) -> None:
+    def __init__(self, launch: Launch, limits: Limits, turns: Turns, reads: Sequence[str] = ()) -> None:
         self._kind = launch.kind
         self.alive = True
         self._limits = limits
@@ -59,7 +59,7 @@ class BoxedSession:
         try:
             with open(os.devnull, "rb") as nothing, theirs:
                 scripts = ("runner", "plain", "cells")
-                inside = Inside(scripts, (theirs.fileno(),), numbers, nothing.fileno(), output)
+                inside = Inside(scripts, (theirs.fileno(),), numbers, nothing.fileno(), output, reads=tuple(reads))
                 self._box = launch.start(limits, inside)
         except InfraError as error:
             self._line.close()
@@ -73,11 +73,11 @@ class BoxedSession:
 
     def run(self, code: str, limits: Limits | None = None) -> Result:
         """See `Session.run`."""
-        return self._ask({"code": code}, limits or self._limits)
+        return self._ask({"code": code}, limits or self._limits, True)
 
-    def call(self, function: str, args: Sequence[object], limits: Limits | None = None) -> Result:
+    def call(self, function: str, args: Sequence[object], limits: Limits | None = None, *, keeps: bool = True) -> Result:
         """See `Session.call`."""
-        result = self._ask({"call": function, "args": plain.encode(list(args))}, limits or self._limits)
+        result = self._ask({"call": function, "args": plain.encode(list(args))}, limits or self._limits, keeps)
         if result.status != "ok":
             return replace(result, value="")
         try:
@@ -107,7 +107,7 @@ class BoxedSession:
             raise explained(InfraError(f"A session's sandbox did not come up: {error}."), said) from error
         return process
 
-    def _ask(self, request: dict[str, Any], limits: Limits) -> Result:
+    def _ask(self, request: dict[str, Any], limits: Limits, keeps: bool) -> Result:
         fixed = ("memory_bytes", "processes", "tmp_bytes")
         if changed := [name for name in fixed if getattr(limits, name) != getattr(self._limits, name)]:
             raise ConfigError(f"{changed[0]} of a cell differs from its session's.", "Open the session with it.")
@@ -115,7 +115,7 @@ class BoxedSession:
             if not self.alive:
                 return Result("killed", ENDED, None, 0.0, 0.0, self._kind)
             try:
-                return self._answer({**request, "cpu": whole_seconds(limits)}, limits)
+                return self._answer({**request, "cpu": whole_seconds(limits)}, limits, keeps)
             except (Broken, OSError) as error:
                 self._close()
                 return Result("killed", f"{ENDED} ({error})", None, 0.0, 0.0, self._kind)
@@ -123,7 +123,7 @@ class BoxedSession:
                 self._close()  # the next line would answer this cell
                 raise
 
-    def _answer(self, request: dict[str, Any], limits: Limits) -> Result:
+    def _answer(self, request: dict[str, Any], limits: Limits, keeps: bool) -> Result:
         cgroup = self._box.cgroup
         lasting = self._keepers | {self._state}
         before, cpu_before = cgroup.events(), spent(self._box, lasting)
@@ -143,9 +143,12 @@ class BoxedSession:
         message, _ = self._heard(ANSWER_SECONDS)
         if use.overrun is not None and "done" in message:  # it said so, and was killed all the same
             message, _ = self._heard(ANSWER_SECONDS)
-        return self._result(message, child, limits, use, cpu, events)
+        return self._result(message, child if keeps else None, limits, use, cpu, events)
 
-    def _result(self, message: dict[str, Any], child: int, limits: Limits, use: Use, cpu: float, events: Events) -> Result:
+    def _result(
+        self, message: dict[str, Any], heir: int | None, limits: Limits, use: Use, cpu: float, events: Events
+    ) -> Result:
+        """`heir`: the process that is the next state, where it ended by itself; None: the one from before stays."""
         output = text(use.output)
         code = message.get("died")
         if is_exit(code):
@@ -163,8 +166,12 @@ class BoxedSession:
             or type(done.get("value")) is not str
         ):
             raise Broken("a cell's end was not told as it is")
-        self._line.sendall(GO)
-        self._state = child
+        if heir is None:
+            self._kill_cell()
+            self._heard(ANSWER_SECONDS)  # the state says that its child died
+        else:
+            self._line.sendall(GO)
+            self._state = heir
         came_to = status(limits, None, done["code"], cpu, events)
         return Result(came_to, output, done["code"], cpu, use.wall_seconds, self._kind, done["value"])
 

@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from workflow.errors import InfraError
@@ -108,7 +109,8 @@ def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -
     with ExitStack() as files, ExitStack() as undone:
         (heard, info), (waits, go) = os.pipe(), os.pipe()
         source, rules = memory_file(payload.sources(*inside.scripts)), memory_file(seccomp.rules())
-        options = memory_file(bwrap.options(profile, limits.tmp_bytes, info, waits, None if inside.zygote else rules))
+        shown = replace(profile, folders=(*profile.folders, *inside.reads))
+        options = memory_file(bwrap.options(shown, limits.tmp_bytes, info, waits, None if inside.zygote else rules))
         for file in (heard, waits, go, source, rules, options):
             files.callback(os.close, file)
         seat = seats.take(uids)

@@ -8,7 +8,9 @@
 - `steps`     a step's two transactions: sampled, observed
 - `calls`     tool calls are started once in effect and answered once
 - `groups`    what an iteration trains on, with the rewards of a set
-- `training`  iterations are claimed, updates committed, policies published
+- `claims`    iterations are claimed for training, or sampled on
+- `offline`   episodes to learn from apart from a run
+- `training`  updates are committed, policies published
 - `scoring`   reward sets beside the first
 - `ledger`    what became of every planned episode
 - `keeping`   checkpoints are collected

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from sqlalchemy import Connection, bindparam, case, func, select, update
 
 from workflow import db
-from workflow.db import now_ms
+from workflow.columns import Utc, free, now_ms
 from workflow.store.connect import reading, transaction
 from workflow.store.prepared import Prepared
 from workflow.store.rows import clean
@@ -79,7 +79,7 @@ def start_once(tx: Connection, call: int, worker: str, seconds: float) -> Litera
     mine = select(calls.c.id).where(calls.c.id == call, calls.c.worker == worker)
     if started.rowcount or tx.execute(mine).first():
         return "ours"
-    lost = select(calls.c.id).where(calls.c.id == call, db.free(calls.c.lease_until, seconds))
+    lost = select(calls.c.id).where(calls.c.id == call, free(calls.c.lease_until, seconds))
     return "lost" if tx.execute(lost).first() else "running"
 
 
@@ -112,7 +112,7 @@ _RECORD = Prepared(
     .where(_CALLS.id == bindparam("call_id"), _CALLS.result.is_(None))
     .values(
         starts=_CALLS.starts + case((_CALLS.effects == "once", 0), else_=1),
-        started_at=func.coalesce(_CALLS.started_at, bindparam("began", type_=db.Utc())),
+        started_at=func.coalesce(_CALLS.started_at, bindparam("began", type_=Utc())),
     )
 )
 

@@ -138,11 +138,12 @@ def _insert_stand_in(tx: Connection, shared: Mapping[str, Any], parent: Mapping[
     ).scalar_one()
     rewards = db.rewards.c
     its = reward_set(tx, parent["run_id"], "default")["id"]
-    parts = select(rewards.part, rewards.value, rewards.weight).where(
+    parts = select(rewards.part, rewards.step, rewards.value, rewards.weight).where(
         rewards.episode_id == parent["id"], rewards.reward_set_id == its
     )
     mine = reward_set(tx, shared["run_id"], "default")["id"]
-    copies = [{"reward_set_id": mine, "episode_id": stand_in, **row} for row in tx.execute(parts).mappings()]
+    rows = tx.execute(parts.order_by(rewards.id)).mappings()
+    copies = [{"reward_set_id": mine, "episode_id": stand_in, **row} for row in rows]
     if copies:
         name = select(db.runs.c.name).where(db.runs.c.id == shared["run_id"]).scalar_subquery()
         tx.execute(db.rewards.insert().values(run=name), copies)

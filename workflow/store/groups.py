@@ -1,6 +1,6 @@
 """What an iteration trains on: its groups with their episodes, whole, and the rewards of one set."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sqlalchemy import Connection, func, select, union_all
@@ -37,16 +37,27 @@ def load_groups(tx: Connection, iteration: int, reward_set: str) -> tuple[Group,
 
 
 def _rewarded(tx: Connection, iteration: int, episodes: Sequence[Episode], reward_set: str) -> list[Episode]:
-    """The episodes with their reward in that set of their own run; one that has none there cannot train."""
-    if reward_set == "default":
-        return list(episodes)
+    """The episodes with their reward in that set of their own run, and their steps'; one that has none there cannot train."""
     sets, rewards = db.reward_sets.c, db.rewards.c
     query = (
-        select(rewards.episode_id, func.sum(rewards.value * rewards.weight).label("reward"))
+        select(rewards.episode_id, rewards.step, func.sum(rewards.value * rewards.weight).label("earned"))
         .join(db.reward_sets, sets.id == rewards.reward_set_id)
         .join(db.episodes, (db.episodes.c.id == rewards.episode_id) & (db.episodes.c.run_id == sets.run_id))
         .where(members_of(iteration), sets.name == reward_set)
-        .group_by(rewards.episode_id)
+        .group_by(rewards.episode_id, rewards.step)
+        .order_by(rewards.episode_id, rewards.step)
     )
-    found = {row.episode_id: row.reward for row in tx.execute(query)}
-    return [replace(episode, reward=found.get(episode.id)) for episode in episodes]
+    if reward_set == "default":
+        query = query.where(rewards.step != db.WHOLE)
+    found: dict[int, dict[int, float]] = {}
+    for row in tx.execute(query):
+        found.setdefault(row.episode_id, {})[row.step] = row.earned
+    return [_with_rewards(episode, found.get(episode.id, {}), reward_set == "default") for episode in episodes]
+
+
+def _with_rewards(episode: Episode, earned: Mapping[int, float], default: bool) -> Episode:
+    """With what each of its steps earned; the reward of another set than the `default` one is the sum of all that is there."""
+    if earned:
+        steps = tuple(replace(step, reward=earned.get(step.index, 0.0)) for step in episode.steps)
+        episode = replace(episode, steps=steps)
+    return episode if default else replace(episode, reward=sum(earned.values()) if earned else None)

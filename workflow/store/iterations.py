@@ -1,18 +1,29 @@
 """What an iteration consists of: the groups of the tasks whose turn it is, or the stored groups that it trains on.
 
+With dynamic sampling groups of other tasks may be added to the first ones.
+
 Every run passes over its tasks in an order that follows from its seed, the epoch and the tasks alone.
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, func, select, update
 
 from workflow import db
+from workflow.columns import now_ms
 
 
-def task_order(seed: int, epoch: int, keys: Sequence[str]) -> list[int]:
+class _Slot(NamedTuple):
+    """A place in the iteration, its task, and the number that the samples of its group begin with."""
+
+    number: int
+    task: int
+    sample: int
+
+
+def task_order(seed: int, epoch: int | str, keys: Sequence[str]) -> list[int]:
     """Positions of the tasks in the order of hash(seed, epoch, task): the same on every machine."""
     digests = [hashlib.sha256(f"{seed}|{epoch}|{key}".encode()).digest() for key in keys]
     return sorted(range(len(keys)), key=digests.__getitem__)
@@ -21,6 +32,19 @@ def task_order(seed: int, epoch: int, keys: Sequence[str]) -> list[int]:
 def staleness_of(config: Mapping[str, Any]) -> int:
     """How many versions a run's episodes may lag behind its trainer: iteration i samples with version max(0, i - that)."""
     return int(config["rollout"].get("max_staleness", 0))  # a run of before there was such an option has none
+
+
+def dynamic_sampling_of(config: Mapping[str, Any]) -> int:
+    """How many times its first groups an iteration may have, so that enough of them have variance; 1: no more are planned."""
+    return int(config["rollout"].get("dynamic_sampling", 1))
+
+
+def wanted_groups(tx: Connection, iteration: int, config: Mapping[str, Any]) -> int:
+    """With dynamic sampling how many groups the iteration was planned with at first: so many train at most. Without it 0."""
+    if dynamic_sampling_of(config) == 1:
+        return 0
+    planned = select(func.count()).where(db.groups.c.iteration_id == iteration).scalar_subquery()
+    return int(tx.execute(select(planned - db.iterations.c.more_groups).where(db.iterations.c.id == iteration)).scalar_one())
 
 
 def insert_iteration(tx: Connection, run_id: int, number: int, policy_id: int) -> int:
@@ -42,8 +66,39 @@ def insert_iteration(tx: Connection, run_id: int, number: int, policy_id: int) -
         lent = [{"iteration_id": iteration_id, "slot": slot, "group_id": group} for slot, group in enumerate(chosen)]
         tx.execute(db.iteration_groups.insert(), lent)
     else:
-        _insert_groups(tx, run_id, iteration_id, run["kind"], chosen, size)
+        slots = [_Slot(number, task, 0) for number, task in enumerate(chosen)]
+        _insert_groups(tx, run, iteration_id, slots)
     return iteration_id
+
+
+def insert_more(tx: Connection, run: Mapping[Any, Any], iteration: Mapping[str, Any], planned: int, count: int) -> None:
+    """So many more groups of an iteration that has `planned`, and nobody's claim on it is valid any longer.
+
+    Their tasks follow from seed, iteration and slot alone: first those that the iteration does not have, in an order of its
+    own, then all of them once more, with samples of other numbers, hence other draws.
+    """
+    _, first = _tasks(tx, run, iteration["number"])
+    ids, keys = _all_tasks(tx, run)
+    order = [ids[index] for index in task_order(run["seed"], f"more {iteration['number']}", keys)]
+    order = list(dict.fromkeys([*first, *order]))
+    size = run["config"]["rollout"]["group_size"]
+    numbers = range(planned, planned + count)
+    slots = [_Slot(slot, order[slot % len(order)], slot // len(order) * size) for slot in numbers]
+    _insert_groups(tx, run, iteration["id"], slots)
+    iterations = db.iterations.c
+    tx.execute(
+        update(db.iterations)
+        .where(iterations.id == iteration["id"])
+        .values(
+            episodes=iterations.episodes + count * size,
+            more_groups=iterations.more_groups + count,
+            train_token=iterations.train_token + 1,
+            lease_until=now_ms() - 1,
+            worker="",
+            train_sent_ms=None,
+            train_sends=0,
+        )
+    )
 
 
 def _stored(run: Mapping[Any, Any], number: int, groups: Sequence[int]) -> tuple[int, list[int]]:
@@ -51,9 +106,13 @@ def _stored(run: Mapping[Any, Any], number: int, groups: Sequence[int]) -> tuple
 
 
 def _tasks(tx: Connection, run: Mapping[Any, Any], number: int) -> tuple[int, list[int]]:
+    return _chosen(run, number, *_all_tasks(tx, run))
+
+
+def _all_tasks(tx: Connection, run: Mapping[Any, Any]) -> tuple[list[int], list[str]]:
     mine = select(db.tasks.c.id, db.tasks.c.key).join(db.run_tasks).where(db.run_tasks.c.run_id == run["id"])
     tasks = tx.execute(mine.order_by(db.tasks.c.id)).all()
-    return _chosen(run, number, [task.id for task in tasks], [task.key for task in tasks])
+    return [task.id for task in tasks], [task.key for task in tasks]
 
 
 def _chosen(run: Mapping[Any, Any], number: int, ids: Sequence[int], keys: Sequence[str]) -> tuple[int, list[int]]:
@@ -67,20 +126,20 @@ def _size_of(tx: Connection, groups: Sequence[int]) -> int:
     return tx.execute(select(func.count()).where(db.episodes.c.group_id.in_(groups))).scalar_one()
 
 
-def _insert_groups(tx: Connection, run_id: int, iteration_id: int, kind: str, tasks: Sequence[int], size: int) -> None:
+def _insert_groups(tx: Connection, run: Mapping[Any, Any], iteration_id: int, slots: Sequence[_Slot]) -> None:
+    of_iteration = {"run_id": run["id"], "iteration_id": iteration_id}
     tx.execute(
         db.groups.insert(),
-        [
-            {"run_id": run_id, "iteration_id": iteration_id, "task_id": task_id, "slot": slot, "kind": kind}
-            for slot, task_id in enumerate(tasks)
-        ],
+        [{**of_iteration, "task_id": slot.task, "slot": slot.number, "kind": run["kind"]} for slot in slots],
     )
-    rows = tx.execute(select(db.groups.c.id, db.groups.c.task_id).where(db.groups.c.iteration_id == iteration_id)).all()
+    groups = db.groups.c
+    made = select(groups.slot, groups.id).where(groups.iteration_id == iteration_id, groups.slot >= slots[0].number)
+    ids = {row.slot: row.id for row in tx.execute(made)}
     tx.execute(
         db.episodes.insert(),
         [
-            {"run_id": run_id, "iteration_id": iteration_id, "group_id": row.id, "task_id": row.task_id, "sample": sample}
-            for row in rows
-            for sample in range(size)
+            {**of_iteration, "group_id": ids[slot.number], "task_id": slot.task, "sample": slot.sample + sample}
+            for slot in slots
+            for sample in range(run["config"]["rollout"]["group_size"])
         ],
     )

@@ -14,6 +14,7 @@ from sqlalchemy import Connection, exists, select, update
 from workflow import db
 from workflow.collect import Needs
 from workflow.store.connect import reading, transaction
+from workflow.store.evals import best_version
 from workflow.store.iterations import staleness_of
 from workflow.store.planning import log, run_row
 from workflow.trajectory import OPEN
@@ -79,7 +80,10 @@ def _needs(tx: Connection, run_id: int, present: Collection[str], keep_last: int
     mine = [path for path in named if _name(path) in present]
     config = tx.execute(select(db.runs.c.config).where(db.runs.c.id == run_id)).scalar_one()
     restartable = RESTARTABLE + staleness_of(config)
-    unneeded = [path for path in mine if path not in _kept(rows, run_id, mine, keep_last, restartable)]
+    kept = _kept(rows, run_id, mine, keep_last, restartable)
+    best = best_version(tx, run_id)  # which stays, whatever `keep_last` says: `RUN@best`
+    kept |= {row.path for row in rows if row.run_id == run_id and row.version == best}
+    unneeded = [path for path in mine if path not in kept]
     claims = select(db.iterations.c.number, db.iterations.c.train_token)
     open_ones = tx.execute(claims.where(db.iterations.c.run_id == run_id, db.iterations.c.status.in_(OPEN)))
     found = Needs(
@@ -103,7 +107,7 @@ def _policies(tx: Connection, run_id: int) -> Sequence[Any]:
     waiting = select(iterations.c.policy_id).where(iterations.c.status.in_(OPEN))
     mine = select(policies.c.path).where(policies.c.run_id == run_id, policies.c.path != "")
     query = (
-        select(policies.c.run_id, policies.c.path, policies.c.collected_at, runs.c.status)
+        select(policies.c.run_id, policies.c.version, policies.c.path, policies.c.collected_at, runs.c.status)
         .add_columns(policies.c.id.in_(sampled).label("sampled"), policies.c.id.in_(waiting).label("waiting"))
         .join(runs, runs.c.id == policies.c.run_id)
         .where(policies.c.path.in_(mine))

@@ -9,8 +9,8 @@ from workflow.store.connect import reading
 from workflow.store.rows import episode_row
 
 FATES = (
-    "trained", "no_variance", "strayed", "too_few", "skipped", "tainted", "no_reward", "failed", "infra_error", "cancelled",
-    "evaluated", "forked", "waiting", "open",
+    "trained", "no_variance", "strayed", "too_few", "surplus", "skipped", "tainted", "no_reward", "failed", "infra_error",
+    "cancelled", "evaluated", "forked", "waiting", "open",
 )  # fmt: skip
 """How a planned episode may end for a run: the first was read by an update, the others say why not, or not yet."""
 

@@ -8,16 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import Connection, Select, func, select, update
 
 from workflow import db
-from workflow.db import now_ms
+from workflow.columns import now_ms
 from workflow.errors import Fenced
+from workflow.store.claims import IterationWork
 from workflow.store.connect import reading, transaction
 from workflow.store.groups import load_groups
+from workflow.store.iterations import wanted_groups
 from workflow.store.planning import log, newest_version, still_sampled
 from workflow.store.rows import clean
-from workflow.store.training import IterationWork
 from workflow.trajectory import OPEN, Group, PolicyRef
 
 
@@ -30,35 +31,45 @@ class Rebuild:
         start: the policy that its update started from.
         groups: what it was trained on; empty where it came from another run.
         advantages: by episode, as its update recorded them.
+        wanted: as in `IterationWork`.
     """
 
     broken: PolicyRef
     start: PolicyRef
     groups: tuple[Group, ...]
     advantages: Mapping[int, float]
+    wanted: int = 0
 
 
 @transaction
 def mark_broken(tx: Connection, run_id: int, path: str, fault: str) -> int | None:
     """Stops the run from sampling with the checkpoint and training on it until it is whole.
 
+    A run that trains nothing, such as an evaluation, waits meanwhile for the run that made its checkpoint, if that goes on.
+
     A late report changes nothing: that of a version which the run has left behind (it is not the newest, and nothing is left to
     sample with it), or which was made again elsewhere.
 
     Returns:
-        The iteration whose train job makes it again; None for a run that trains nothing.
+        The iteration whose train job makes it again; None where no run does.
     """
-    # Locked, as by the commit of an update: one of the two sees the other.
-    run = tx.execute(select(db.runs.c.kind).where(db.runs.c.id == run_id).with_for_update(key_share=True)).one()
-    if run.kind != "train":
-        return None
     policies = db.policies.c
-    used = (policies.version == newest_version(run_id)) | policies.id.in_(still_sampled(run_id))
-    paths = select(policies.path).where(policies.run_id == run_id, used)
+    kind = tx.execute(select(db.runs.c.kind).where(db.runs.c.id == run_id)).scalar_one()
+    if kind == "train" or not tx.execute(select(policies.id).where(policies.run_id == run_id, policies.path == path)).first():
+        return _mark(tx, run_id, path, fault)  # its own; or it was made again meanwhile, elsewhere
+    maker = _maker(tx, path)
+    if maker is None or (maker["kind"], maker["status"]) != ("train", "running"):
+        return None
+    return _mark(tx, maker["id"], path, fault) if tx.execute(_used_by(maker["id"], path)).first() else None
+
+
+def _mark(tx: Connection, run_id: int, path: str, fault: str) -> int | None:
+    # Locked, as by the commit of an update: one of the two sees the other.
+    tx.execute(select(db.runs.c.kind).where(db.runs.c.id == run_id).with_for_update(key_share=True)).one()
+    policies = db.policies.c
     marked = tx.execute(
         update(db.policies)
-        .where(policies.run_id == run_id, policies.path == path, policies.broken == "")
-        .where(policies.path.in_(paths))
+        .where(policies.run_id == run_id, policies.path.in_(_used_by(run_id, path)), policies.broken == "")
         .values(broken=clean(fault))
         .returning(policies.version)
     ).scalars()
@@ -66,6 +77,31 @@ def mark_broken(tx: Connection, run_id: int, path: str, fault: str) -> int | Non
         log(tx, run_id, "checkpoint_broken", f"version {version}", fault)
     waiting = select(db.iterations.c.id).where(db.iterations.c.run_id == run_id, db.iterations.c.status.in_(OPEN))
     return tx.execute(waiting.order_by(db.iterations.c.number).limit(1)).scalar_one_or_none()
+
+
+def _used_by(run_id: int, path: str) -> Select[tuple[str]]:
+    """That path where the run, which trains, still needs it and makes it again: its newest, or still sampled with."""
+    policies = db.policies.c
+    used = (policies.version == newest_version(run_id)) | policies.id.in_(still_sampled(run_id))
+    return select(policies.path).where(policies.run_id == run_id, policies.path == path, used)
+
+
+def _maker(tx: Connection, path: str) -> Mapping[str, Any] | None:
+    """The run that first published the checkpoint; None where it was made again in another folder meanwhile."""
+    named = select(db.runs).join(db.policies, db.policies.c.run_id == db.runs.c.id).where(db.policies.c.path == path)
+    row = tx.execute(named.order_by(db.policies.c.id).limit(1)).mappings().one_or_none()
+    return dict(row) if row else None
+
+
+@reading
+def how_to_go_on(tx: Connection, run: str, path: str) -> str:
+    """What to type where a run that trains nothing has failed by a broken checkpoint."""
+    maker = _maker(tx, path)
+    if maker is None:
+        return f"It was made again in another folder: type `agentrl resume {run}`."
+    if maker["status"] in ("paused", "failed") and maker["kind"] == "train" and tx.execute(_used_by(maker["id"], path)).first():
+        return f"`agentrl resume {maker['name']}` makes it again, then type `agentrl resume {run}`."
+    return f"Put the files back and type `agentrl resume {run}`."
 
 
 @reading
@@ -83,7 +119,8 @@ def rebuild_of(tx: Connection, work: IterationWork) -> Rebuild:
     recorded = tx.execute(consumed.where(db.consumptions.c.iteration_id == iteration)).all()
     reward_set = tx.execute(select(db.runs.c.reward_set).where(db.runs.c.id == work.run_id)).scalar_one()
     groups = load_groups(tx, iteration, reward_set)
-    return Rebuild(broken, _ref(work, before), groups, {row.episode_id: row.advantage for row in recorded})
+    advantages = {row.episode_id: row.advantage for row in recorded}
+    return Rebuild(broken, _ref(work, before), groups, advantages, wanted_groups(tx, iteration, work.config))
 
 
 @reading
@@ -111,9 +148,10 @@ def commit_rebuild(tx: Connection, work: IterationWork, broken: PolicyRef, path:
         return  # this commit's answer was lost; another trainer may have claimed the iteration since
     if not handed_back.rowcount:
         raise Fenced(f"Version {broken.version} of {work.run} is made again by another trainer.")
-    # Sent again at once: the messages that came meanwhile were refused.
-    waiting = (db.groups.c.run_id == work.run_id, db.groups.c.status.in_(OPEN))
-    tx.execute(update(db.groups).where(*waiting).values(sent_ms=None))
+    # Sent again at once: the messages that came meanwhile were refused, those of its evaluations too.
+    users = select(db.policies.c.run_id).where(db.policies.c.path == broken.path)
+    waiting = (db.groups.c.run_id == work.run_id) | db.groups.c.run_id.in_(users)
+    tx.execute(update(db.groups).where(waiting, db.groups.c.status.in_(OPEN)).values(sent_ms=None))
     named = tx.execute(update(db.policies).where(db.policies.c.path == broken.path).values(path=path, sha256=sha256, broken=""))
     if named.rowcount:  # else another run that has the same checkpoint has made it again
         log(tx, work.run_id, "checkpoint_rebuilt", f"version {broken.version}", _outcome(broken, path, sha256))

@@ -9,13 +9,15 @@ from typing import Any
 from sqlalchemy import Connection, func, select, text, update
 
 from workflow import db
-from workflow.db import now_ms
+from workflow.columns import SET_BACK, free, now_ms
 from workflow.errors import CheckpointError, NotFoundError
 from workflow.snapshot import Claim, GroupState, IterationState, RunState, Snapshot
 from workflow.store.connect import Database, insert, reading, transaction
+from workflow.store.evals import Version, best_of
 from workflow.store.iterations import staleness_of
 from workflow.store.planning import is_broken, newest_version, run_row
 from workflow.store.rows import MAX_ID, load_episodes, task_value
+from workflow.store.waiting import awaits_maker
 from workflow.trajectory import OPEN, Episode
 
 Row = Mapping[str, Any]
@@ -23,11 +25,11 @@ Row = Mapping[str, Any]
 
 @reading
 def snapshot(tx: Connection, lease_seconds: float) -> Snapshot:
-    """The unfinished work of all running runs."""
+    """The unfinished work of all running runs but those that wait until another has made their checkpoint again."""
     now = int(tx.execute(select(now_ms())).scalar_one())
     running = tx.execute(
         select(db.runs.c.id, db.runs.c.name, is_broken(db.runs.c.id))
-        .where(db.runs.c.status == "running")
+        .where(db.runs.c.status == "running", ~awaits_maker())
         .order_by(db.runs.c.id)
     )
     return Snapshot(
@@ -63,7 +65,7 @@ def _open_iterations(tx: Connection, run_id: int, now: int, lease: float) -> tup
 
 
 def _claim(now: int, lease: float, lease_until: int | None, sent_ms: int | None, sends: int) -> Claim:
-    held = lease_until is not None and now <= lease_until <= now + db.SET_BACK * lease * 1000
+    held = lease_until is not None and now <= lease_until <= now + SET_BACK * lease * 1000
     expired_ago = None if lease_until is None or lease_until >= now else (now - lease_until) / 1000
     return Claim(held, expired_ago, None if sent_ms is None else (now - sent_ms) / 1000, sends)
 
@@ -116,7 +118,7 @@ def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -
         return True
     renewed = tx.execute(
         update(leases)
-        .where(leases.c.name == name, (leases.c.holder == holder) | db.free(leases.c.lease_until, seconds))
+        .where(leases.c.name == name, (leases.c.holder == holder) | free(leases.c.lease_until, seconds))
         .values(holder=holder, lease_until=until)
     )
     return bool(renewed.rowcount)
@@ -136,8 +138,8 @@ def service_holder(tx: Connection, name: str) -> str | None:
 
 @reading
 def list_runs(tx: Connection, limit: int = 50) -> list[Row]:
-    """The newest runs, from `v_runs`."""
-    return _rows(tx, "SELECT * FROM v_runs ORDER BY id DESC LIMIT :limit", limit=limit)
+    """The newest runs, from `v_runs`; without the evaluations that runs make of themselves (`list_evals`)."""
+    return _rows(tx, "SELECT * FROM v_runs WHERE measures IS NULL ORDER BY id DESC LIMIT :limit", limit=limit)
 
 
 @reading
@@ -158,6 +160,13 @@ def list_iterations(tx: Connection, run: str, after: int = -1) -> list[Row]:
 
 
 @reading
+def list_evals(tx: Connection, run: str) -> list[Row]:
+    """The evaluations that the run makes of its own policies, by version, from `v_evals`."""
+    mine = "SELECT id FROM runs WHERE measures_id = :id"
+    return _rows(tx, f"SELECT * FROM v_evals WHERE id IN ({mine}) ORDER BY policy_version", id=run_row(tx, run)["id"])
+
+
+@reading
 def progress(tx: Connection, run: str) -> Row:
     """Counts of the episodes, tokens and tool calls of the run's open iterations; empty if none is open.
 
@@ -175,6 +184,19 @@ def progress(tx: Connection, run: str) -> Row:
         WHERE i.run_id = :id AND i.status IN ('planned', 'running')"""
     (counts,) = _rows(tx, query, id=run_id)
     return counts if counts["episodes"] else {}
+
+
+@reading
+def sampled_on(tx: Connection, run: str) -> str:
+    """Why the newest open iteration is sampled on, and with how many groups; empty where dynamic sampling has added none."""
+    query = """
+        SELECT detail FROM events WHERE run_id = :id AND kind = 'sampling_on' AND subject IN (
+          SELECT 'iteration ' || i.number FROM iterations i JOIN groups g ON g.iteration_id = i.id
+          WHERE i.run_id = :id AND i.status IN ('planned', 'running') AND i.more_groups > 0
+          AND g.status IN ('planned', 'running'))
+        ORDER BY id DESC LIMIT 1"""
+    rows = _rows(tx, query, id=run_row(tx, run)["id"])
+    return str(rows[0]["detail"]) if rows else ""
 
 
 @reading
@@ -288,14 +310,15 @@ def _with_inherited(tx: Connection, query: str, episode: Row) -> list[Row]:
 
 
 @reading
-def find_policy(tx: Connection, run: str, version: int | None) -> Row:
-    """The run's policy of that version (the newest if None), with the run's base and its hash.
+def find_policy(tx: Connection, run: str, version: Version) -> Row:
+    """The run's policy of that version, with the run's base and its hash.
 
     Raises:
         NotFoundError: there is none.
         CheckpointError: its weights were collected.
     """
     row = run_row(tx, run)
+    version = best_of(tx, row) if version == "best" else version
     query = select(db.policies).where(db.policies.c.run_id == row["id"])
     # A version that no database takes is one that no policy has.
     query = query.where(db.policies.c.version == min(version, MAX_ID)) if version is not None else query
@@ -322,6 +345,8 @@ def _rows(tx: Connection, query: str, **parameters: Any) -> list[Row]:
 
 def _typed(name: str, value: Any) -> Any:
     """SQLite's views forget what is a moment, a truth value or JSON."""
+    if name == "pass_at" and isinstance(value, str):
+        return json.loads(value)
     if name.endswith("_at") and isinstance(value, str):
         return datetime.fromisoformat(value).replace(tzinfo=UTC)
     if name == "arguments" and isinstance(value, str):

@@ -8,9 +8,10 @@ from typing import Any
 from sqlalchemy import Connection, select
 
 from workflow import db
+from workflow.rewards import Part
 from workflow.store.connect import reading
 from workflow.store.observe import EpisodeRecord, episode_record
-from workflow.store.rows import message_value
+from workflow.store.rows import message_value, part_values
 from workflow.trajectory import Message, PolicyRef, SamplingKey
 
 
@@ -25,7 +26,7 @@ class RewardSet:
 
     weights: Mapping[str, float]
     code_hash: str
-    parts: Mapping[str, float]
+    parts: Mapping[str, Part]
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,11 @@ def find_origin(tx: Connection, episode: int) -> Origin:
 def _reward_sets(tx: Connection, episode: int, run: int) -> dict[str, RewardSet]:
     rewards = db.rewards.c
     sets = tx.execute(select(db.reward_sets).where(db.reward_sets.c.run_id == run).order_by(db.reward_sets.c.id)).all()
-    parts: dict[int, dict[str, float]] = {row.id: {} for row in sets}
-    scored = select(rewards.reward_set_id, rewards.part, rewards.value).where(rewards.episode_id == episode)
-    for row in tx.execute(scored.where(rewards.reward_set_id.in_(parts)).order_by(rewards.id)):
-        parts[row.reward_set_id][row.part] = row.value
-    return {row.name: RewardSet(row.weights, row.code_hash, parts[row.id]) for row in sets}
+    rows: dict[int, list[Any]] = {row.id: [] for row in sets}
+    for row in tx.execute(select(db.rewards).where(rewards.episode_id == episode).order_by(rewards.id)):
+        if row.reward_set_id in rows:
+            rows[row.reward_set_id].append(row)
+    return {row.name: RewardSet(row.weights, row.code_hash, part_values(rows[row.id])) for row in sets}
 
 
 def _policies(tx: Connection, episode: int) -> Sequence[Any]:

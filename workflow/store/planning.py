@@ -6,14 +6,15 @@ publishes its policy. Publishing a message can fail or repeat; work cannot be fo
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, ScalarSelect, Select, exists, func, select, update
 
 from workflow import db
-from workflow.db import now_ms
+from workflow.columns import now_ms
 from workflow.errors import CheckpointError, ConflictError, NotFoundError, StateError
 from workflow.store.connect import insert, reading, transaction
 from workflow.store.forks import Fork, insert_fork
@@ -38,6 +39,7 @@ class Submission:
         groups: stored groups to train on; empty for a run that makes its own from the tasks.
         reward_set: whose rewards train.
         fork: of a fork run, where it leaves its parent.
+        evaluation: of a run that measures its policies, the run that measures the first; its name follows from this one's.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Submission:
     groups: Sequence[int] = ()
     reward_set: str = "default"
     fork: Fork | None = None
+    evaluation: "Submission | None" = None
 
     @property
     def iterations(self) -> int:
@@ -84,9 +87,27 @@ def submit(tx: Connection, submission: Submission) -> Submitted:
         ConflictError: a run of that name exists and was submitted with another config, or from other weights.
         CheckpointError: its weights have just been collected.
     """
-    run_id = _insert_run(tx, submission)
+    run_id = _insert_whole(tx, submission)
     if run_id is None:
         return _existing(tx, submission)
+    if submission.evaluation:
+        _insert_evaluation(tx, run_id, submission.name, submission.evaluation)
+    return Submitted(run_id, submission.name, True, submission.iterations)
+
+
+def _insert_evaluation(tx: Connection, run_id: int, run: str, evaluation: Submission) -> None:
+    version, made = evaluation.policy.version, None
+    while made is None:  # unless somebody takes the name in between
+        name = eval_name(tx, run, version)
+        named = replace(evaluation, name=name, config={**evaluation.config, "name": name})
+        made = _insert_whole(tx, named, {"measures_id": run_id, "measures_version": version})
+
+
+def _insert_whole(tx: Connection, submission: Submission, more: Mapping[str, Any] = MappingProxyType({})) -> int | None:
+    """The run's id; None where its name is taken. `more` goes into its row."""
+    run_id = insert_run(tx, _row_of(submission) | dict(more))
+    if run_id is None:
+        return None
     _insert_tasks(tx, run_id, submission.tasks)
     ref = submission.policy
     _check_kept(tx, ref)
@@ -108,7 +129,7 @@ def submit(tx: Connection, submission: Submission) -> Submitted:
         for number in range(min(submission.iterations, 1 + staleness_of(submission.config))):
             insert_iteration(tx, run_id, number, policy_id)
     log(tx, run_id, "submitted", detail=f"{submission.iterations} iterations")
-    return Submitted(run_id, submission.name, True, submission.iterations)
+    return run_id
 
 
 def _check_kept(tx: Connection, ref: PolicyRef) -> None:
@@ -118,29 +139,20 @@ def _check_kept(tx: Connection, ref: PolicyRef) -> None:
         raise CheckpointError(f"The weights in {ref.path!r} have just been collected.", "Choose another policy version.")
 
 
-def _insert_run(tx: Connection, submission: Submission) -> int | None:
-    statement = (
-        insert(tx, db.runs)
-        .values(
-            name=submission.name,
-            kind=submission.kind,
-            status="running",
-            config=dict(submission.config),
-            manifest=dict(submission.manifest),
-            seed=submission.seed,
-            dataset=submission.dataset,
-            base=submission.policy.base,
-            base_hash=submission.policy.base_hash,
-            epochs=submission.epochs,
-            iterations=submission.iterations,
-            output_dir=submission.output_dir,
-            reward_set=submission.reward_set,
-            created_at=datetime.now(UTC),
-        )
-        .on_conflict_do_nothing(index_elements=["name"])
-        .returning(db.runs.c.id)
-    )
-    return tx.execute(statement).scalar_one_or_none()
+AS_ASKED = ("name", "kind", "seed", "dataset", "epochs", "iterations", "output_dir", "reward_set")
+
+
+def _row_of(submission: Submission) -> dict[str, Any]:
+    asked = {name: getattr(submission, name) for name in AS_ASKED}
+    asked |= {"status": "running", "config": dict(submission.config), "manifest": dict(submission.manifest)}
+    return asked | {"base": submission.policy.base, "base_hash": submission.policy.base_hash}
+
+
+def insert_run(tx: Connection, values: Mapping[str, Any]) -> int | None:
+    """A run's row; its id, or None where its name is taken."""
+    statement = insert(tx, db.runs).values(created_at=datetime.now(UTC), **values)
+    made = statement.on_conflict_do_nothing(index_elements=["name"]).returning(db.runs.c.id)
+    return tx.execute(made).scalar_one_or_none()
 
 
 def _existing(tx: Connection, submission: Submission) -> Submitted:
@@ -188,38 +200,6 @@ def _insert_tasks(tx: Connection, run_id: int, tasks: Sequence[Task]) -> None:
 def log(tx: Connection, run_id: int | None, kind: str, subject: str = "", detail: str = "") -> None:
     """Adds to the run's event log."""
     tx.execute(db.events.insert().values(run_id=run_id, kind=kind, subject=subject, detail=clean(detail)))
-
-
-@transaction
-def wait_for(tx: Connection, run_id: int, what: str) -> None:
-    """Says in the run's events that its rollouts wait, and for what: once, however often each of its jobs meets it."""
-    # Locked: of two jobs that say so at once the second sees the first.
-    tx.execute(select(db.runs.c.id).where(db.runs.c.id == run_id).with_for_update())
-    mine = select(db.events.c.id).where(db.events.c.run_id == run_id)
-    before = mine.where(db.events.c.kind != "waiting").order_by(db.events.c.id.desc()).limit(1).scalar_subquery()
-    said = mine.where(db.events.c.id > func.coalesce(before, 0), db.events.c.detail == clean(what))
-    if tx.execute(said.limit(1)).first() is None:
-        log(tx, run_id, "waiting", detail=what)
-
-
-@transaction
-def wait_no_more(tx: Connection, run_id: int) -> None:
-    """Says that the run's rollouts go on, where it was said that they wait."""
-    if _newest_wait(tx, run_id):
-        log(tx, run_id, "going_on")
-
-
-@reading
-def waits_for(tx: Connection, run_id: int) -> str:
-    """What the run's rollouts wait for, as their worker said; empty where nothing is known to keep them."""
-    return _newest_wait(tx, run_id)
-
-
-def _newest_wait(tx: Connection, run_id: int) -> str:
-    """As waits_for, inside a transaction: only the newest event counts."""
-    newest = select(db.events.c.kind, db.events.c.detail).where(db.events.c.run_id == run_id)
-    row = tx.execute(newest.order_by(db.events.c.id.desc()).limit(1)).one_or_none()
-    return str(row.detail) if row is not None and row.kind == "waiting" else ""
 
 
 @reading
@@ -291,6 +271,17 @@ def run_row(tx: Connection, run: str) -> dict[str, Any]:
 @reading
 def free_name(tx: Connection, stem: str) -> str:
     """`stem-N` with the first N that no run has."""
+    return _numbered(tx, stem)
+
+
+def eval_name(tx: Connection, run: str, version: int) -> str:
+    """What the run's evaluation of that version is called; with a number behind it where another run is called so."""
+    name = f"{run[:48]}-eval-{version}"
+    taken = tx.execute(select(db.runs.c.id).where(db.runs.c.name == name)).first()
+    return _numbered(tx, name) if taken else name
+
+
+def _numbered(tx: Connection, stem: str) -> str:
     taken = set(tx.execute(select(db.runs.c.name).where(db.runs.c.name.startswith(f"{stem}-", autoescape=True))).scalars())
     number = 1
     while f"{stem}-{number}" in taken:
@@ -300,7 +291,7 @@ def free_name(tx: Connection, stem: str) -> str:
 
 @transaction
 def resume(tx: Connection, run: str) -> dict[str, Any]:
-    """Sets a paused or failed run running again, and lets what nobody holds be sent at once.
+    """Sets a paused or failed run running again, its paused evaluations too, and lets what nobody holds be sent at once.
 
     An iteration that paused the run because too few of its episodes ended well then trains with those there are.
 
@@ -310,6 +301,18 @@ def resume(tx: Connection, run: str) -> dict[str, Any]:
     row = run_row(tx, run)
     if row["status"] not in RESUMABLE:
         raise StateError(f"Run {row['name']!r} is {row['status']}: nothing is left to do.", f"agentrl watch {row['name']}")
+    _resume(tx, row)
+    resume_evals(tx, row["id"])
+    return row
+
+
+def resume_evals(tx: Connection, run_id: int) -> None:
+    """Sets the run's paused evaluations running again."""
+    for each in _measuring(tx, run_id, ("paused",)):
+        _resume(tx, each)
+
+
+def _resume(tx: Connection, row: Mapping[str, Any]) -> None:
     if row["status"] != "running":
         tx.execute(
             update(db.runs)
@@ -330,7 +333,12 @@ def resume(tx: Connection, run: str) -> dict[str, Any]:
     open_ones = select(func.count()).where(db.iterations.c.run_id == row["id"], db.iterations.c.status.in_(OPEN))
     if not tx.execute(open_ones).scalar_one():
         tx.execute(update(db.runs).where(db.runs.c.id == row["id"]).values(status="done", finished_at=datetime.now(UTC)))
-    return row
+
+
+def _measuring(tx: Connection, run_id: int, statuses: Sequence[str]) -> Sequence[Mapping[str, Any]]:
+    """The rows of the run's evaluations of its own policies that have such a status."""
+    mine = select(db.runs).where(db.runs.c.measures_id == run_id, db.runs.c.status.in_(statuses))
+    return [dict(row) for row in tx.execute(mine.order_by(db.runs.c.id)).mappings()]
 
 
 def newest_version(run_id: Any) -> ScalarSelect[int]:
@@ -363,6 +371,8 @@ def _unheld(table: Any) -> Any:
 def stop(tx: Connection, run: str, status: str, reason: str = "") -> dict[str, Any]:
     """Pauses, cancels or fails a run: its workers finish or drop what they hold, nothing new is sent. Idempotent.
 
+    The evaluations that it makes of itself are paused and cancelled with it.
+
     Raises:
         StateError: the run is already over.
     """
@@ -371,13 +381,20 @@ def stop(tx: Connection, run: str, status: str, reason: str = "") -> dict[str, A
         return row
     if row["status"] in ("done", "cancelled") or (row["status"] == "failed" and status == "paused"):
         raise StateError(f"Run {row['name']!r} is {row['status']} already.", f"agentrl watch {row['name']}")
+    _stop(tx, row, status, reason)
+    if status != "failed":
+        for each in _measuring(tx, row["id"], OPEN if status == "paused" else (*OPEN, "paused")):
+            _stop(tx, each, status, reason)
+    return {**row, "status": status}
+
+
+def _stop(tx: Connection, row: Mapping[str, Any], status: str, reason: str) -> None:
     over = datetime.now(UTC) if status in ("cancelled", "failed") else None
     tx.execute(update(db.runs).where(db.runs.c.id == row["id"]).values(status=status, reason=reason, finished_at=over))
     if status == "cancelled":
         for table in (db.episodes, db.groups, db.iterations):
             tx.execute(update(table).where(table.c.run_id == row["id"], table.c.status.in_(OPEN)).values(status="cancelled"))
     log(tx, row["id"], status, detail=reason)
-    return {**row, "status": status}
 
 
 @reading

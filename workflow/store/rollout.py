@@ -10,22 +10,22 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, ColumnElement, Connection, Select, bindparam, func, or_, select, union, update
+from sqlalchemy import BigInteger, Column, ColumnElement, Connection, Select, bindparam, func, or_, select, update
 
 from workflow import db
-from workflow.db import now_ms
+from workflow.columns import Utc, free, now_ms
 from workflow.errors import Fenced
+from workflow.rewards import Part
 from workflow.store.connect import reading, transaction
+from workflow.store.oom import memory_hint
 from workflow.store.planning import is_broken, log
 from workflow.store.prepared import Prepared
-from workflow.store.rows import clean, load_episodes, message_value, task_value
+from workflow.store.rows import clean, load_episodes, message_value, reward_rows, task_value
+from workflow.store.waiting import awaits_maker
 from workflow.trajectory import OPEN, Episode, Message, PolicyRef, Task
 
 MAX_LOSSES = 5
 """A row held in this many worker losses is poison: its episodes end as infra_error."""
-
-OOM_HINT = "Lower rollout.group_size or update.microbatch_tokens, or set model.load_in_4bit=true."
-"""What to do where the kernel kills workers for want of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Outcome:
     status: str
     stop_reason: str | None = None
     reward: float | None = None
-    parts: Mapping[str, float] | None = None
+    parts: Mapping[str, Part] | None = None
     final_answer: str = ""
     error_class: str = ""
     error: str = ""
@@ -106,8 +106,8 @@ def _free_group(lease_seconds: float) -> Select[Any]:
     return (
         select(_GROUPS.run_id, _GROUPS.worker, _GROUPS.losses, db.runs.c.status)
         .join(db.runs, db.runs.c.id == _GROUPS.run_id)
-        .where(_GROUPS.id == bindparam("wanted"), _open(_GROUPS.status), ~is_broken(_GROUPS.run_id))
-        .where(db.free(_GROUPS.lease_until, lease_seconds) | (_GROUPS.worker == bindparam("claimant")))
+        .where(_GROUPS.id == bindparam("wanted"), _open(_GROUPS.status), ~is_broken(_GROUPS.run_id), ~awaits_maker())
+        .where(free(_GROUPS.lease_until, lease_seconds) | (_GROUPS.worker == bindparam("claimant")))
         .with_for_update(of=db.groups)
     )
 
@@ -121,7 +121,7 @@ _TAKE_GROUP = (
         worker=bindparam("worker"),
         losses=bindparam("losses"),
         lease_until=now_ms() + bindparam("lease", type_=BigInteger()),
-        started_at=func.coalesce(_GROUPS.started_at, bindparam("now", type_=db.Utc())),
+        started_at=func.coalesce(_GROUPS.started_at, bindparam("now", type_=Utc())),
     )
     .returning(_GROUPS.attempt)
 )
@@ -235,25 +235,6 @@ def extend_leases(tx: Connection, fences: Sequence[Fence], lease_seconds: float)
 
 
 @transaction
-def record_oom(tx: Connection, worker: str, role: str) -> None:
-    """Tells every run of which the worker `host:pid` holds something that the kernel killed it, out of memory."""
-    held = [
-        select(table.c.run_id).where(table.c.worker.startswith(f"{worker}/", autoescape=True), table.c.status.in_(OPEN))
-        for table in (db.groups, db.iterations)
-    ]
-    runs: set[int | None] = set(tx.execute(union(*held)).scalars())
-    for run in runs or {None}:
-        log(tx, run, "oom", worker, f"the worker {role} was killed, out of memory. {OOM_HINT}")
-
-
-def memory_hint(tx: Connection, run: int, claim: str) -> str:
-    """What to add to the loss of a claim's worker: the hint if it was killed for want of memory, else nothing."""
-    events, worker = db.events.c, claim.partition("/")[0]
-    query = select(events.id).where(events.run_id == run, events.kind == "oom", events.subject == worker)
-    return f", the last time out of memory. {OOM_HINT}" if tx.execute(query.limit(1)).first() else ""
-
-
-@transaction
 def hand_back(tx: Connection, fence: Fence) -> None:
     """Ends the claim before its time: the group is sent again at once, and no loss is counted."""
     tx.execute(
@@ -299,7 +280,7 @@ def _give_up(tx: Connection, fence: Fence, error_class: str, error: str) -> None
 _END_EPISODE = Prepared(
     update(db.episodes)
     .where(_EPISODES.id == bindparam("of_episode"))
-    .values(started_at=func.coalesce(_EPISODES.started_at, bindparam("began", type_=db.Utc())))
+    .values(started_at=func.coalesce(_EPISODES.started_at, bindparam("began", type_=Utc())))
 )
 _NEW_REWARD = Prepared(db.rewards.insert().inline())
 _OPEN_EPISODES = Prepared(select(_EPISODES.id).where(_EPISODES.group_id == bindparam("group"), _open(_EPISODES.status)))
@@ -332,12 +313,11 @@ def finish_episodes(
             "run": held.run,
             "reward_set_id": reward_set,
             "episode_id": outcome.episode,
-            "part": part,
-            "value": value,
-            "weight": weights.get(part, 1.0),
+            "weight": weights.get(row["part"], 1.0),
+            **row,
         }
         for outcome in ended
-        for part, value in (outcome.parts or {}).items()
+        for row in reward_rows(outcome.parts or {})
     ]
     if parts:
         _NEW_REWARD.run(tx, *parts)

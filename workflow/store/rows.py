@@ -9,6 +9,7 @@ from sqlalchemy import ColumnElement, Connection, select
 
 from workflow import db
 from workflow.errors import NotFoundError
+from workflow.rewards import Part
 from workflow.trajectory import Episode, Message, Step, Task, ToolCall, ToolResult
 
 MAX_ID = 2**63 - 1
@@ -137,6 +138,24 @@ def message_row(message: Message) -> dict[str, str]:
     """The message as a JSON column holds it."""
     row = {"role": message.role, "content": clean(message.content)}
     return row | {"name": message.name} if message.name else row
+
+
+def reward_rows(parts: Mapping[str, Part]) -> list[dict[str, Any]]:
+    """Part, step and value of each row that the parts take: one, or one for each step."""
+    return [
+        {"part": name, "step": step, "value": value}
+        for name, part in parts.items()
+        for step, value in ([(db.WHOLE, part)] if isinstance(part, float) else enumerate(part))
+    ]
+
+
+def part_values(rows: Iterable[Any]) -> dict[str, Part]:
+    """The parts of an episode's rows of one set, which name part, step and value; in the order of the rows."""
+    parts: dict[str, Part] = {}
+    for row in rows:
+        before = parts.get(row.part, ())
+        parts[row.part] = row.value if row.step == db.WHOLE else (*(before if isinstance(before, tuple) else ()), row.value)
+    return parts
 
 
 def clean(text: str) -> str:

@@ -1,15 +1,16 @@
 """New scores beside the old: a run's done episodes are read again, and a reward set is added in one transaction."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 
 from sqlalchemy import Connection, select
 
 from workflow import db
 from workflow.errors import ConflictError
+from workflow.rewards import Part
 from workflow.store.connect import Database, insert, reading, transaction
 from workflow.store.planning import log
-from workflow.store.rows import load_episodes, task_value
+from workflow.store.rows import load_episodes, reward_rows, task_value
 from workflow.trajectory import Episode
 
 PAGE = 500
@@ -44,9 +45,9 @@ def add_reward_set(
     name: str,
     code_hash: str,
     weights: Mapping[str, float],
-    parts: Sequence[tuple[int, str, float]],
+    scored: Mapping[int, Mapping[str, Part]],
 ) -> None:
-    """Writes the set with all its (episode, part, value).
+    """Writes the set with the parts of each episode, by its id.
 
     Raises:
         ConflictError: the run has a set of that name, by other code or weights.
@@ -61,15 +62,16 @@ def add_reward_set(
     if made is None:
         made = _same_set(tx, run_id, name, code_hash, weights)
     rows = [
-        {"reward_set_id": made, "episode_id": episode, "part": part, "value": value, "weight": weights[part]}
-        for episode, part, value in parts
+        {"reward_set_id": made, "episode_id": episode, "weight": weights[row["part"]], **row}
+        for episode, parts in scored.items()
+        for row in reward_rows(parts)
     ]
     if rows:
         # Episodes that were done since the set was made join it; those that are there stay as they are.
-        keys = ["reward_set_id", "episode_id", "part"]
+        keys = ["reward_set_id", "episode_id", "part", "step"]
         run = select(db.runs.c.name).where(db.runs.c.id == run_id).scalar_subquery()
         tx.execute(insert(tx, db.rewards).values(run=run).on_conflict_do_nothing(index_elements=keys), rows)
-    log(tx, run_id, "rescored", name, f"{len({episode for episode, _, _ in parts})} episodes")
+    log(tx, run_id, "rescored", name, f"{len(scored)} episodes")
 
 
 def _same_set(tx: Connection, run_id: int, name: str, code_hash: str, weights: Mapping[str, float]) -> int:

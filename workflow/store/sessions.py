@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, exists, select, update
 
 from workflow import db
-from workflow.db import now_ms
+from workflow.columns import free, now_ms
 from workflow.store.connect import insert, reading, transaction
 from workflow.trajectory import Exit, ToolResult
 
@@ -54,9 +54,9 @@ def take(tx: Connection, key: SessionKey, owner: str, lease_seconds: float) -> s
     ).scalar_one_or_none()
     if made:
         return owner
-    free = (_SESSIONS.owner == owner) | db.free(_SESSIONS.lease_until, lease_seconds)
+    ours = (_SESSIONS.owner == owner) | free(_SESSIONS.lease_until, lease_seconds)
     again = {"owner": owner, "lease_until": until, "builds": _SESSIONS.builds + 1}
-    tx.execute(update(db.tool_sessions).where(_is(key), free).values(again))
+    tx.execute(update(db.tool_sessions).where(_is(key), ours).values(again))
     return str(tx.execute(select(_SESSIONS.owner).where(_is(key))).scalar_one())
 
 

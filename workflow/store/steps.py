@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, func, select, update
 
 from workflow import db
+from workflow.columns import Utc
 from workflow.store.connect import reading, transaction
 from workflow.store.prepared import Prepared
 from workflow.store.rollout import Fence, Held, check
@@ -63,7 +64,7 @@ _COUNT_STEP = Prepared(
     .where(_EPISODES.id == bindparam("episode"))
     .values(
         status="running",
-        started_at=func.coalesce(_EPISODES.started_at, bindparam("began", type_=db.Utc())),
+        started_at=func.coalesce(_EPISODES.started_at, bindparam("began", type_=Utc())),
         steps=_EPISODES.steps + 1,
         prompt_tokens=_EPISODES.prompt_tokens + bindparam("prompted"),
         sampled_tokens=_EPISODES.sampled_tokens + bindparam("sampled"),

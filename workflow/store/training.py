@@ -1,6 +1,6 @@
-"""Iterations are claimed for training, updates committed, policies published: all of it or nothing, and only once.
+"""Updates are committed, policies published, runs ended: all of it or nothing, and only once.
 
-The token counted up at the claim and checked at the commit fences a second trainer out. Only the commit publishes: the
+The token counted up at the claim (`claims`) and checked here fences a second trainer out. Only the commit publishes: the
 checkpoint's files are there before it, and mean nothing without it.
 """
 
@@ -12,39 +12,16 @@ from typing import Any
 from sqlalchemy import Connection, func, select, update
 
 from workflow import db
-from workflow.db import now_ms
+from workflow.columns import Utc
 from workflow.errors import Fenced, ModelError
 from workflow.evaluate import Score
+from workflow.store.claims import IterationWork, set_run
 from workflow.store.connect import insert, reading, transaction
-from workflow.store.groups import load_groups
+from workflow.store.evals import open_evals, plan_eval
 from workflow.store.iterations import insert_iteration, staleness_of
-from workflow.store.planning import is_broken, log, newest_version, still_read
-from workflow.store.rollout import MAX_LOSSES, memory_hint
-from workflow.store.rows import clean, members_of
-from workflow.trajectory import OPEN, Group, PolicyRef
-
-
-@dataclass(frozen=True)
-class IterationWork:
-    """All that a train job needs of one iteration.
-
-    `policy` is what the update starts from, with its optimizer state; `key` tells this run's checkpoints from all others. With
-    `rebuilds` the run's checkpoint is to be made again first, and there are no groups yet.
-    """
-
-    id: int
-    token: int
-    run_id: int
-    run: str
-    kind: str
-    config: Mapping[str, Any]
-    seed: int
-    number: int
-    policy: PolicyRef
-    output_dir: str
-    key: str
-    groups: tuple[Group, ...]
-    rebuilds: bool = False
+from workflow.store.planning import resume_evals, still_read
+from workflow.store.rows import members_of
+from workflow.trajectory import OPEN
 
 
 @dataclass(frozen=True)
@@ -75,125 +52,13 @@ class UpdateRecord:
 class Published:
     """The policy version that the commit published, and what may start with it: an iteration to roll out, one to train.
 
-    Without staleness `trains` is None: what is trained next must be rolled out first.
+    Without staleness `trains` is None: what is trained next must be rolled out first. `measured_by`: iterations of evaluations.
     """
 
     version: int
     next_iteration: int | None
     trains: int | None = None
-
-
-@transaction
-def claim_iteration(tx: Connection, iteration: int, worker: str, lease_seconds: float) -> IterationWork | None:
-    """Takes the iteration's lease and loads its episodes; None if it is not ready, over, held, or its run is not running.
-
-    It is ready when all of its groups are terminal and the policy is published that its update starts from.
-
-    With fewer than half of the planned episodes done the run is paused instead, and says why.
-    """
-    row = _claimable(tx, iteration, worker, lease_seconds)
-    if row is None:
-        return None
-    done = tx.execute(select(func.count()).where(members_of(iteration), db.episodes.c.status == "done")).scalar_one()
-    if row["kind"] == "train" and not row["broken"] and 2 * done < row["episodes"] and row["too_few"] != "accepted":
-        tx.execute(update(db.iterations).where(db.iterations.c.id == iteration).values(too_few="paused"))
-        reason = f"iteration {row['number']}: only {done} of {row['episodes']} episodes can train"
-        _set_run(tx, row["run_id"], "paused", reason)
-        return None
-    losses = row["losses"] + (1 if row["worker"] not in ("", worker) else 0)
-    if losses >= MAX_LOSSES:
-        hint = memory_hint(tx, row["run_id"], row["worker"])
-        _set_run(tx, row["run_id"], "failed", f"iteration {row['number']}: its trainer was lost {losses} times{hint}")
-        return None
-    token = tx.execute(
-        update(db.iterations)
-        .where(db.iterations.c.id == iteration)
-        .values(
-            train_token=db.iterations.c.train_token + 1,
-            worker=worker,
-            losses=losses,
-            lease_until=now_ms() + int(lease_seconds * 1000),
-        )
-        .returning(db.iterations.c.train_token)
-    ).scalar_one()
-    return IterationWork(
-        id=iteration,
-        token=token,
-        run_id=row["run_id"],
-        run=row["name"],
-        kind=row["kind"],
-        config=row["config"],
-        seed=row["seed"],
-        number=row["number"],
-        policy=_published(tx, row["run_id"], row["base"], row["base_hash"]),
-        output_dir=row["output_dir"],
-        key=row["manifest"].get("id", "")[:8],
-        groups=() if row["broken"] else load_groups(tx, iteration, row["reward_set"]),
-        rebuilds=row["broken"],
-    )
-
-
-def _claimable(tx: Connection, iteration: int, worker: str, lease_seconds: float) -> Mapping[str, Any] | None:
-    iterations, runs = db.iterations, db.runs
-    open_groups = (
-        select(func.count()).where(db.groups.c.iteration_id == iteration, db.groups.c.status.in_(OPEN)).scalar_subquery()
-    )
-    query = (
-        select(iterations, runs.c.name, runs.c.kind, runs.c.config, runs.c.seed, runs.c.base, runs.c.base_hash)
-        .add_columns(runs.c.output_dir, runs.c.manifest, runs.c.reward_set, is_broken(runs.c.id).label("broken"))
-        .join(runs, runs.c.id == iterations.c.run_id)
-        .where(iterations.c.id == iteration, iterations.c.status.in_(OPEN), runs.c.status == "running")
-        .where((open_groups == 0) | is_broken(runs.c.id), iterations.c.number <= newest_version(runs.c.id))
-        .where(db.free(iterations.c.lease_until, lease_seconds) | (iterations.c.worker == worker))
-        .with_for_update(of=iterations)
-    )
-    row = tx.execute(query).mappings().one_or_none()
-    return dict(row) if row else None
-
-
-def _published(tx: Connection, run_id: int, base: str, base_hash: str) -> PolicyRef:
-    latest = select(db.policies).where(db.policies.c.run_id == run_id).order_by(db.policies.c.version.desc()).limit(1)
-    row = tx.execute(latest).one()
-    return PolicyRef(base, base_hash, row.path, row.sha256, row.version)
-
-
-@transaction
-def extend_lease(tx: Connection, iteration: int, token: int, lease_seconds: float) -> bool:
-    """The trainer's heartbeat; False if another trainer holds the iteration, or it is over."""
-    extended = tx.execute(
-        update(db.iterations)
-        .where(db.iterations.c.id == iteration, db.iterations.c.train_token == token, db.iterations.c.worker != "")
-        .where(db.iterations.c.status.in_(OPEN))
-        .values(lease_until=now_ms() + int(lease_seconds * 1000))
-    )
-    return bool(extended.rowcount)
-
-
-@transaction
-def hand_back_iteration(tx: Connection, iteration: int, token: int) -> None:
-    """Ends the trainer's claim before its time, without counting a loss."""
-    tx.execute(
-        update(db.iterations)
-        .where(db.iterations.c.id == iteration, db.iterations.c.train_token == token, db.iterations.c.status.in_(OPEN))
-        .values(lease_until=now_ms() - 1, worker="")
-    )
-
-
-@transaction
-def fail_update(tx: Connection, work: IterationWork, error: str, max_attempts: int) -> None:
-    """Hands the iteration back after a failure of the system; the run fails with the last of `max_attempts`."""
-    failed = tx.execute(
-        update(db.iterations)
-        .where(db.iterations.c.id == work.id, db.iterations.c.train_token == work.token, db.iterations.c.status.in_(OPEN))
-        .where(db.iterations.c.worker != "")  # else this very failure is written already, and only the answer was lost
-        .values(losses=db.iterations.c.losses + 1, lease_until=now_ms() - 1, worker="")
-        .returning(db.iterations.c.losses)
-    ).scalar_one_or_none()
-    if failed is None:
-        return
-    log(tx, work.run_id, "update_failed", f"iteration {work.number}", clean(error))
-    if failed >= max_attempts:
-        _set_run(tx, work.run_id, "failed", f"iteration {work.number}: {error}")
+    measured_by: tuple[int, ...] = ()
 
 
 @transaction
@@ -248,7 +113,8 @@ def _published_by(tx: Connection, work: IterationWork) -> Published:
     open_groups = select(db.groups.c.iteration_id).where(db.groups.c.run_id == work.run_id, db.groups.c.status.in_(OPEN))
     ready = of_run.where(iterations.number == work.number + 1, iterations.id.not_in(open_groups))
     trains = tx.execute(ready).scalar_one_or_none()
-    return Published(work.number + 1, rolls_out, None if trains == rolls_out else trains)
+    measured_by = tuple(open_evals(tx, work.run_id, work.number + 1))
+    return Published(work.number + 1, rolls_out, None if trains == rolls_out else trains, measured_by)
 
 
 def _close_iteration(tx: Connection, work: IterationWork, record: UpdateRecord) -> None:
@@ -276,7 +142,7 @@ def _sums(tx: Connection, work: IterationWork) -> dict[str, Any]:
     row = tx.execute(
         select(
             # Stored episodes were rolled out before the iteration began.
-            func.max(episodes.finished_at, type_=db.Utc()).filter(episodes.iteration_id == work.id).label("rolled_out_at"),
+            func.max(episodes.finished_at, type_=Utc()).filter(episodes.iteration_id == work.id).label("rolled_out_at"),
             *(func.coalesce(func.sum(episodes[name]), 0).label(name) for name in summed),
         ).where(members_of(work.id))
     )
@@ -319,11 +185,14 @@ def _go_on(tx: Connection, work: IterationWork, record: UpdateRecord, policy_id:
         .where(db.iterations.c.run_id == work.run_id, db.iterations.c.number == work.number + 1)
         .values(train_sent_ms=None, train_sends=0)
     )
+    plan_eval(tx, run, work.number + 1)
     if bad >= max_bad:
-        _set_run(tx, work.run_id, "failed", f"{bad} updates in a row were skipped: {record.skipped}")
+        set_run(tx, work.run_id, "failed", f"{bad} updates in a row were skipped: {record.skipped}")
     elif work.number + 1 >= run["iterations"]:
         # Also a run that was failed meanwhile: nothing is left to resume.
-        _set_run(tx, work.run_id, "done", "", (*OPEN, "paused", "failed"))
+        set_run(tx, work.run_id, "done", "", (*OPEN, "paused", "failed"))
+        if run["status"] != "running":  # paused with it, and a run that is done is resumed no more
+            resume_evals(tx, work.run_id)
     return _published_by(tx, work)
 
 
@@ -344,12 +213,15 @@ def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
             split=work.config["dataset"]["split"],
             episodes=score.episodes,
             errors=score.errors,
+            tasks=score.tasks,
+            accuracy=score.accuracy,
+            pass_at={str(k): chance for k, chance in score.pass_at.items()},
             # NULL where no episode was done: a NaN would compare as anything.
             **({"mean_reward": score.mean, "low": score.low, "high": score.high} if score.episodes else {}),
         )
         .on_conflict_do_nothing(index_elements=["run_id"])
     )
-    _set_run(tx, work.run_id, "done", "")
+    set_run(tx, work.run_id, "done", "")
 
 
 @transaction
@@ -360,7 +232,7 @@ def finish_fork(tx: Connection, work: IterationWork) -> None:
         Fenced: another worker holds the iteration.
     """
     _close_iteration(tx, work, UpdateRecord((), {}))
-    _set_run(tx, work.run_id, "done", "")
+    set_run(tx, work.run_id, "done", "")
 
 
 @transaction
@@ -400,15 +272,4 @@ def optimizer_to_drop(tx: Connection, run: int, staleness: int = 0) -> str | Non
 @transaction
 def fail_run(tx: Connection, run: int, reason: str) -> None:
     """Ends the run as failed; `agentrl resume` takes it up again once the cause is mended."""
-    _set_run(tx, run, "failed", reason)
-
-
-def _set_run(tx: Connection, run_id: int, status: str, reason: str, leaving: Sequence[str] = (*OPEN, "paused")) -> None:
-    over = datetime.now(UTC) if status in ("done", "failed") else None
-    changed = tx.execute(
-        update(db.runs)
-        .where(db.runs.c.id == run_id, db.runs.c.status.in_(leaving))
-        .values(status=status, reason=clean(reason), finished_at=over)
-    )
-    if changed.rowcount:
-        log(tx, run_id, status, detail=reason)
+    set_run(tx, run, "failed", reason)

@@ -1,0 +1,154 @@
+"""`agentrl compare`: two evaluations of the same tasks, task by task: which policy is better, and could that be chance?"""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cli.output import Json, cell, say, show, show_json
+from cli.pair import OTHER, OTHER_CODE, Pair, Row, find_pair, scored_by
+from workflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from workflow.paired import Paired
+
+MEASURES = ("difference", "low", "high", "p_value", "method", "won", "lost", "tied")
+
+
+def _side(which: str) -> Any:
+    help_text = f"The {which}: an evaluation's run, or a policy, whose newest evaluation of the same tasks is meant."
+    return typer.Argument(metavar="EVAL|POLICY", help=help_text, show_default=False)
+
+
+def compare(
+    first: Annotated[str, _side("one")],
+    second: Annotated[str, _side("other")],
+    dataset: Annotated[str | None, typer.Option(help="Only evaluations on this dataset.", show_default=False)] = None,
+    split: Annotated[str | None, typer.Option(help="Only evaluations on this split.", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the test, where its worlds are too many to count.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Compare two policies on the tasks that both were measured on: B - A, with a paired sign-flip permutation test.
+
+    The p-value says how often chance alone would make a difference at least as large, if the two were alike.
+    """
+    from workers.process import database
+    from workflow.paired import paired
+    from workflow.store import evals
+
+    pair = find_pair(first, second, dataset, split)
+    one, other = pair.one, pair.other
+    means = [evals.task_means(database(), row["id"]) for row in (one, other)]
+    if means[0].keys() != means[1].keys():
+        shared = len(means[0].keys() & means[1].keys())
+        raise ConfigError(
+            f"{one['run']} has {len(means[0])} tasks and {other['run']} {len(means[1])}, of which {shared} are the same.",
+            f"Measure one again: agentrl eval --policy {second} --dataset {one['dataset']} --split {one['split']} "
+            f"-n {len(means[0])}",
+        )
+    scored = [{task: mean for task, mean in side.items() if mean is not None} for side in means]
+    rights = paired(_shares(one), _shares(other), seed)
+    document = _document(pair, paired(scored[0], scored[1], seed), rights, len(means[0]))
+    if as_json:
+        show_json(document)
+    else:
+        _show(document)
+    for remark in _remarks(pair, document):
+        say(remark)
+
+
+def _shares(row: Row) -> dict[int, float]:
+    """Of each task with a done episode the share of these that are right; empty where nothing tells."""
+    from workers.process import database
+    from workflow.store import evals
+
+    right = evals.right_episodes(database(), row["iteration"])
+    if right is None:
+        return {}
+    done = evals.done_episodes(database(), row["id"])
+    return {task: len(right.intersection(its)) / len(its) for task, its in done.items()}
+
+
+def _told_by(row: Row) -> list[str]:
+    """The names of what says that an episode is right: see `workflow.evaluate.is_right`."""
+    told = row["manifest"].get("right_by", {})
+    if told.get("correct"):
+        return sorted(told["correct"])
+    weights = told.get("weights", row["weights"])
+    most = max(weights.values(), default=0.0)
+    heaviest = sorted(name for name, weight in weights.items() if weight == most > 0)
+    return [*heaviest, f"env {row['config']['env']}"] if told.get("gives") else heaviest
+
+
+def _remarks(pair: Pair, document: Mapping[str, Any]) -> Iterator[str]:
+    """What a person should know of the two before a difference is taken for one of the policies."""
+    from workers.measure import sampled_otherwise
+
+    one, other = pair.one, pair.other
+    if pair.newest != "yes":
+        made = " and ".join(f"{row['run']} of {cell(row['created_at'])}" for row in (one, other))
+        yield f"Their newest evaluations do not have the same {pair.newest}; the newest that do are {made} (UTC)."
+    otherwise = sampled_otherwise(one["config"], other["config"]).items()
+    if otherwise:
+        said = ", ".join(f"{key} {cell(a)} and {cell(b)}" for key, (a, b) in otherwise)
+        yield f"They were sampled otherwise: {said}: the difference may be of that."
+    if pair.rewards == OTHER_CODE:
+        yield "Their rewards were computed by different code: the difference may be of the rewards."
+    if pair.rewards == OTHER:
+        made = "; ".join(f"{side} {_made_of(row)}" for side, row in (("A", one), ("B", other)))
+        instead = "accuracy is" if document["accuracy"] else "nothing else is told by both"
+        yield f"Their rewards differ ({made}): their means are not compared; {instead}."
+    if _told_by(one) != _told_by(other):
+        yield "Different parts of the rewards say what is right: their accuracies are not compared."
+
+
+def _made_of(row: Row) -> str:
+    parts = scored_by(row).items()
+    return ", ".join(f"env {value}" if name == "env" else f"{name} x {cell(value)}" for name, value in parts) or "none"
+
+
+def _document(pair: Pair, rewards: "Paired", rights: "Paired", tasks: int) -> dict[str, Any]:
+    """`difference` and what follows it are null where the rewards differ; `accuracy` where not the same says what is right."""
+    accuracies = (rights.first, rights.second) if rights.tasks else (None, None)
+    sides = {
+        side: {
+            **{"run": row["run"], "mean": mean, "accuracy": accuracy, "episodes": row["episodes"], "errors": row["errors"]},
+            "rewards": scored_by(row),
+        }
+        for side, row, mean, accuracy in zip(
+            "ab", (pair.one, pair.other), (rewards.first, rewards.second), accuracies, strict=True
+        )
+    }
+    comparable = bool(rights.tasks) and _told_by(pair.one) == _told_by(pair.other)
+    return {
+        "dataset": pair.one["dataset"],
+        "split": pair.one["split"],
+        **sides,
+        "tasks": rewards.tasks,
+        "left_out": tasks - rewards.tasks,
+        "rewards_differ": pair.rewards == OTHER,
+        **{name: None if pair.rewards == OTHER else getattr(rewards, name) for name in MEASURES},
+        "accuracy": {name: getattr(rights, name) for name in MEASURES} if comparable else None,
+    }
+
+
+def _show(found: Mapping[str, Any]) -> None:
+    show(f"{found['tasks']} tasks of {found['dataset']} ({found['split']})")
+    for side in ("a", "b"):
+        row = found[side]
+        measures = f"mean {cell(row['mean'])}  accuracy {cell(row['accuracy'])}  n {row['episodes']}  errors {row['errors']}"
+        show(f"  {side.upper()}  {measures}  {row['run']}")
+    rights = found["accuracy"]
+    if not found["rewards_differ"]:
+        show(f"  B - A  {_difference(found)}")
+        show(f"  B better on {found['won']}, worse on {found['lost']}, equal on {found['tied']}")
+    if rights:
+        show(f"  B - A of accuracy  {_difference(rights)}")
+        show(f"  B right more often on {rights['won']}, less on {rights['lost']}, as often on {rights['tied']}")
+    if found["left_out"]:
+        show(f"  left out: {found['left_out']} tasks without a done episode on one side")
+
+
+def _difference(found: Mapping[str, Any]) -> str:
+    interval = f"95% [{cell(found['low'])}, {cell(found['high'])}]"
+    return f"{cell(found['difference'])}  {interval}  p {cell(found['p_value'])} ({found['method']})"

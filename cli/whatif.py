@@ -1,0 +1,196 @@
+"""`agentrl whatif`: what other algorithms would have made of an update of a run, as one table; nothing is kept."""
+
+from collections.abc import Iterator, Sequence
+from textwrap import wrap
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from cli.look import GREATEST
+from cli.output import Json, Line, say, show_json, show_lines
+from cli.watch import RunName
+
+if TYPE_CHECKING:
+    from workers.whatif import Question
+    from workflow.store.past import Past
+    from workflow.whatif import Finding
+
+WIDTH = 80
+NAMES = 13
+"""Columns of a line, and of a name in front of its numbers; a longer one has a line of its own."""
+
+COLUMNS = (
+    *(("spread", 7), ("zero", 5), ("corr", 7)),
+    *(("loss", 9), ("grad", 9), ("cosine", 7)),
+    *(("ratio", 7), ("clip", 7), ("kl", 9)),
+)
+MEANINGS = (
+    "spread: standard deviation of the episodes' advantages; zero: share of them that is 0; corr: their correlation with the "
+    "run's own; grad: norm before clipping; cosine: of the gradient with the run's own; kl: to the policy before the step."
+)
+
+
+def whatif(
+    run: RunName,
+    algorithm: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Algorithms to look at beside the run's own.", show_default=False)
+    ],
+    iteration: Annotated[
+        int | None, typer.Option(max=GREATEST, help="Of this iteration (from 0) [the last trained one].", show_default=False)
+    ] = None,
+    convention: Annotated[
+        Literal["verl", "trl"] | None,
+        typer.Option(help="Whose, where the two differ [the run's].", show_default=False),
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("-s", metavar="KEY=VALUE", help="algorithm.KEY, for those that take it.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare algorithms on an update of a run: advantages, loss, gradient, and what one step would change.
+
+    On the stored episodes of the iteration, from the policy that its update started from. The run, its checkpoints and the
+    database stay as they are.
+    """
+    from workers.process import database
+    from workers.whatif import question
+
+    names = [name.strip() for name in algorithm.split(",")]
+    asked = question(database(), run, iteration, names, convention, assignments or [])
+    found = _look(asked)
+    if as_json:
+        show_json(_document(asked, found))
+    else:
+        show_lines(_table(asked, found))
+    if not _as_recorded(asked, found[0]):
+        say("The run's own advantages are not the recorded ones: rewards, code or numerics are others now.")
+
+
+def _look(asked: "Question") -> "list[Finding]":
+    from workflow.dynamic import choose
+    from workflow.rescoring import open_policy
+    from workflow.settings import settings
+    from workflow.whatif import whatif as look
+
+    past, where = asked.past, settings()
+    groups = choose(past.groups, past.wanted)[0] if past.wanted else past.groups
+    model, run = asked.configs[0].model, past.run
+    policy = open_policy(model, run["base"], run["base_hash"], run["manifest"], where.device, where.threads)
+    return list(look(policy, asked.configs, past.policy, past.borrowed, groups, past.number, run["iterations"]))
+
+
+def _as_recorded(asked: "Question", own: "Finding") -> bool:
+    from workflow.algorithms import credits_alike
+
+    return not asked.past.advantages or credits_alike(own.options, own.advantages, asked.past.advantages)
+
+
+# as a document
+
+
+def _document(asked: "Question", found: "Sequence[Finding]") -> dict[str, Any]:
+    past = asked.past
+    return {
+        "run": past.run["name"],
+        "iteration": past.number,
+        "policy_version": past.policy.version,
+        "algorithms": [_algorithm(each) for each in found],
+        "groups": [
+            {"slot": group.slot, "task": group.task.key, "episodes": [_episode(episode, found) for episode in group.episodes]}
+            for group in past.groups
+        ],
+    }
+
+
+def _algorithm(found: "Finding") -> dict[str, Any]:
+    told = ("own", "skipped", "spread", "zero", "correlation", "start", "cosine", "after", "blank")
+    options = found.options.model_dump(mode="json", exclude_none=True)
+    return {"algorithm": _name(found, plain=True), "options": options} | {name: getattr(found, name) for name in told}
+
+
+def _episode(episode: Any, found: "Sequence[Finding]") -> dict[str, Any]:
+    """Its advantages are in the order of the algorithms; null where one does not credit it."""
+    return {"id": episode.id, "reward": episode.reward, "advantages": [each.advantages.get(episode.id) for each in found]}
+
+
+# as a table
+
+
+def _table(asked: "Question", found: "Sequence[Finding]") -> Iterator[Line]:
+    spans = (("advantages", 19), ("at the start", 25), ("after one step", 23))
+    yield (" " * NAMES + "".join(f" {title:-^{width - 1}}" for title, width in spans), "bold")
+    yield ("algorithm".ljust(NAMES) + "".join(title.rjust(width) for title, width in COLUMNS), "bold")
+    for each in found:
+        name, numbers = _name(each), "".join(text.rjust(width) for text, (_, width) in zip(_cells(each), COLUMNS, strict=True))
+        if len(name) >= NAMES:
+            yield name, ""
+        yield ("" if len(name) >= NAMES else name).ljust(NAMES) + numbers, ""
+    yield "", ""
+    for sentence in _sentences(asked, found):
+        for line in wrap(sentence, WIDTH):
+            yield line, ""
+    for line in wrap(MEANINGS, WIDTH):
+        yield line, "dim"
+
+
+def _name(found: "Finding", plain: bool = False) -> str:
+    trl = " trl" if found.options.convention == "trl" else ""
+    return found.options.name + ("" if plain else trl + (" *" if found.own else ""))
+
+
+def _cells(found: "Finding") -> list[str]:
+    start, after = found.start, found.after
+    return [
+        _number(found.spread, ".3g"),
+        _number(found.zero, ".0%"),
+        _number(found.correlation, ".3f"),
+        _number(start.get("loss"), ".2g"),
+        _number(start.get("grad_norm"), ".3g"),
+        _number(found.cosine, ".3f"),
+        _number(after.get("ratio"), ".4f"),
+        _number(after.get("clip_fraction"), ".1%"),
+        _number(after.get("policy_kl"), ".2g"),
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _sentences(asked: "Question", found: "Sequence[Finding]") -> Iterator[str]:
+    past, own = asked.past, asked.configs[0]
+    credited = {episode for each in found for episode in each.advantages}
+    groups = sum(any(episode.id in credited for episode in group.episodes) for group in past.groups)
+    yield (
+        f"* the run's own. {len(credited)} episodes in {groups} groups of iteration {past.number} of {past.run['name']}, "
+        f"and policy version {past.policy.version}, from which its update started."
+    )
+    ratio = "to the sampler's logprobs" if own.source.given else "which is 1 before it"
+    yield f"Ratio ({ratio}), clip and kl: after one step of AdamW ({_memory(past, found)}) on all episodes, which was put back."
+    if past.run["config"]["update"].get("trainer", "agentrl") != "agentrl":
+        yield f"The run's updates are {past.run['config']['update']['trainer']}'s; here our trainer computes all of them."
+    for key, takers in asked.options.items():
+        yield f"{key} is taken by {', '.join(takers)}."
+    for each in found:
+        if "critic" in each.blank:
+            yield f"{_name(each, plain=True)}'s critic knows nothing yet: its values are 0."
+    critical = list(dict.fromkeys(_name(each, plain=True) for each in found if "value_loss" in each.start))
+    if critical:
+        yield f"Loss and grad of {', '.join(critical)} include the critic's; the cosine is of the policy's gradient alone."
+    warmup = asked.configs[0].critic.warmup
+    if past.number < warmup:
+        yield (
+            f"Iteration {past.number} is one of the first {warmup} (critic.warmup), in which the run's own policy does not "
+            "move: in the critic's warm-up the policy's gradient is 0, and has no cosine with another."
+        )
+    for each in found:
+        if each.skipped:
+            yield f"{_name(each, plain=True)} takes no step: {each.skipped}."
+
+
+def _memory(past: "Past", found: "Sequence[Finding]") -> str:
+    """What the optimizer knows of earlier steps: a run's later updates had something, which is collected first."""
+    if all("optimizer" not in each.blank for each in found):
+        return "as the run had it"
+    return "whose state was removed since" if past.policy.path and not past.borrowed else "that remembers nothing yet"

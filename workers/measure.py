@@ -1,0 +1,65 @@
+"""What a run is like that measures a policy: one iteration with all of its tasks, no update; else as the run it measures."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from workflow.config import RunConfig, build, flattened
+from workflow.datasets import load_tasks
+from workflow.errors import ConfigError
+
+MAX_TASKS = 4096
+"""In one evaluation, at most: its tasks are one iteration."""
+
+TRAINING = ("algorithm.", "update.", "critic.", "source.", "eval.")
+"""Sections of the config that say nothing of how episodes are made."""
+
+ALIKE = ("group_size", "tasks_per_iteration", "max_attempts", "max_staleness", "dynamic_sampling")
+"""Keys of the section `rollout` that say how many episodes are made and when, and nothing of what is in one."""
+
+ONCE = {"name": None, "output_dir": None, "epochs": 1, "rollout.max_staleness": 0, "rollout.dynamic_sampling": 1}
+
+
+def measuring(config: RunConfig, dataset: str | None, split: str, n: int | None, rollout: Mapping[str, Any]) -> RunConfig:
+    """The config that measures a policy of a run with `config`; `sized` says how many tasks it has.
+
+    Args:
+        dataset: the run's where None; of another one the env is that dataset's own.
+        n: only the first N tasks; None: all.
+        rollout: keys of the section `rollout` that are not the run's; None is the run's.
+    """
+    values = how_sampled(config) | ONCE | {"dataset.split": split, "dataset.max_samples": n}
+    values |= {f"rollout.{key}": value for key, value in rollout.items() if value is not None}
+    if dataset is not None and dataset != config.dataset.name:
+        values |= {"dataset.name": dataset, "env": None, "dataset.skip_bad_rows": False}
+    return build(values)
+
+
+def how_sampled(config: RunConfig) -> dict[str, Any]:
+    """What the config says of how episodes are made, for a run that updates nothing."""
+    return {key: value for key, value in config.flat().items() if not key.startswith(TRAINING)}
+
+
+def sampled_otherwise(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """By which keys two runs make their episodes otherwise, with both values; their weights, tasks and rewards aside.
+
+    Args:
+        first, second: configs as their rows hold them; a key that one of them lacks is younger than it.
+    """
+    one, other = ({**RunConfig().flat(), **dict(flattened(config))} for config in (first, second))
+    keys = [key for key in one if key.startswith("rollout.") and key.removeprefix("rollout.") not in ALIKE]
+    keys += ["env", "tools", "hooks", *(f"model.{name}" for name in ("load_in_4bit", "load_in_8bit", "dtype", "numerics"))]
+    return {key: (one[key], other[key]) for key in keys if one[key] != other[key]}
+
+
+def sized(config: RunConfig) -> RunConfig:
+    """The config with all of its tasks in one iteration.
+
+    Raises:
+        ConfigError: they are too many.
+        DatasetError: they cannot be read.
+    """
+    tasks = len(load_tasks(config.dataset).tasks)
+    if tasks > MAX_TASKS:
+        hint = f"Take the first {MAX_TASKS} or less: -n of `agentrl eval`, eval.tasks of a run."
+        raise ConfigError(f"{tasks} tasks are more than an evaluation takes.", hint)
+    return build(config.flat() | {"rollout.tasks_per_iteration": tasks})

@@ -1,0 +1,17 @@
+"""CISPO: GRPO's credit, and -A log pi weighted by the clipped ratio, so that no token loses its gradient.
+
+Source: MiniMax-M1, arXiv 2506.13585, equations 4 and 5. verl bounds the weight by 1 - clip_low and 1 + clip_high; in TRL's
+convention clip_high is the weight's absolute cap, 5 where none is named, and there is no lower bound. verl's is the default:
+the bounds mean the same as everywhere else here.
+"""
+
+from workflow.algorithms import Algorithm
+
+cispo = Algorithm(
+    name="cispo",
+    credit="workflow.advantages:relative_to_group",
+    surrogate="workflow.losses:clipped_weight",
+    needs_group=True,
+    options={"clip_low": 0.2, "clip_high": 0.28, "scale": "group", "aggregation": "token-mean"},
+    trl={"clip_high": 5.0, "clip_low": None},
+)

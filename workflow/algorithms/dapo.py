@@ -1,0 +1,17 @@
+"""DAPO: GRPO's credit, a wider upper clip, mean over all tokens.
+
+Source: arXiv 2503.14476, equations 8 to 12. The wider upper clip lets unlikely tokens grow, so that the entropy lasts. The
+other two parts of the paper are the run's: sampling on until enough groups have unequal rewards is `rollout.dynamic_sampling`,
+the soft punishment of answers that are nearly too long is the reward `overlong`; configs/dapo.yaml has all four.
+"""
+
+from workflow.algorithms import Algorithm
+
+dapo = Algorithm(
+    name="dapo",
+    credit="workflow.advantages:relative_to_group",
+    surrogate="workflow.losses:clipped",
+    needs_group=True,
+    options={"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "scale": "group", "aggregation": "token-mean"},
+    trl={"dual_clip": 0.0},
+)

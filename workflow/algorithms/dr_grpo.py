@@ -1,0 +1,21 @@
+"""Dr.GRPO: R - mean without the deviation, and the sum over tokens divided by a constant: the most that an episode may sample.
+
+Source: arXiv 2503.20783, section 3.2. Dividing by the deviation favours tasks that are nearly always or nearly never solved,
+dividing by an answer's own length favours long wrong ones; neither is done. The paper averages over answers, and so does TRL;
+verl sums them, which multiplies the gradient by their number. Here the paper's and TRL's mean is the default of both
+conventions, since max_grad_norm would cut a sum at once.
+"""
+
+from workflow.algorithms import Algorithm
+
+dr_grpo = Algorithm(
+    name="dr_grpo",
+    credit="workflow.advantages:relative_to_group",
+    surrogate="workflow.losses:clipped",
+    needs_group=True,
+    options={
+        **{"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "scale": "none"},
+        "aggregation": "seq-mean-token-sum-norm-trl",
+    },
+    trl={"dual_clip": 0.0},
+)

@@ -1,0 +1,15 @@
+"""OPO: the group's rewards against their mean weighted by length, and the plain policy gradient.
+
+Source: arXiv 2505.23585: the baseline of least variance, where a gradient's size grows with its length, and strictly on-policy
+steps. Several steps per iteration are off-policy here, for there is no ratio.
+"""
+
+from workflow.algorithms import Algorithm
+
+opo = Algorithm(
+    name="opo",
+    credit="workflow.advantages:optimal_baseline",
+    surrogate="workflow.losses:policy_gradient",
+    needs_group=True,
+    options={"aggregation": "token-mean"},
+)

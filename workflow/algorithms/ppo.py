@@ -1,0 +1,20 @@
+"""PPO: a critic's advantages (GAE over sampled tokens), clipped surrogate, value loss.
+
+Source: arXiv 1707.06347, equation 9; GAE arXiv 1506.02438. The critic is a linear head on the policy's own body (`critic.*`).
+discount 1 and lambda 1 where none is named: an episode has one reward, at its end, and a critic that has learned little would
+else blur it.
+"""
+
+from workflow.algorithms import Algorithm
+
+ppo = Algorithm(
+    name="ppo",
+    credit="workflow.advantages:gae",
+    surrogate="workflow.losses:clipped",
+    critic=True,
+    options={
+        **{"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},
+        **{"discount": 1.0, "gae_lambda": 1.0, "aggregation": "token-mean"},
+    },
+    trl={"dual_clip": 0.0},
+)

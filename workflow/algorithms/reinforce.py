@@ -1,0 +1,15 @@
+"""REINFORCE: -log pi times the discounted return, without a baseline.
+
+Source: Williams (1992), "Simple statistical gradient-following algorithms". The simplest there is, and what the others are
+measured against: its gradient is unbiased and noisy, and where every reward is positive every sampled token is pushed up, the
+better ones more. Several steps per iteration are off-policy here, for there is no ratio.
+"""
+
+from workflow.algorithms import Algorithm
+
+reinforce = Algorithm(
+    name="reinforce",
+    credit="workflow.advantages:returns_to_go",
+    surrogate="workflow.losses:policy_gradient",
+    options={"discount": 1.0, "aggregation": "token-mean"},
+)

@@ -1,0 +1,19 @@
+"""PPO with a critic's advantages over turns, then over the tokens inside of each.
+
+Source: VAGEN, arXiv 2510.16907, Bi-Level GAE. For agents whose steps earn something too: discount and lambda count turns, so
+that a long turn does not move a reward further away.
+"""
+
+from workflow.algorithms import Algorithm
+
+turn_ppo = Algorithm(
+    name="turn_ppo",
+    credit="workflow.advantages:turn_gae",
+    surrogate="workflow.losses:clipped",
+    critic=True,
+    options={
+        **{"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},
+        **{"discount": 1.0, "gae_lambda": 0.95, "aggregation": "token-mean"},
+    },
+    trl={"dual_clip": 0.0},
+)

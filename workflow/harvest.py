@@ -1,0 +1,40 @@
+"""Which stored episodes are learned from apart from a run: the best of each task, pairs of a group. Pure, without tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A finished, untainted episode with a reward; `group` and `task` are numbers of rows."""
+
+    id: int
+    group: int
+    task: int
+    reward: float
+
+
+def best(candidates: Sequence[Candidate], min_reward: float | None = None, most: int | None = None) -> list[Candidate]:
+    """Those of at least that reward, of each task at most so many, in the order of their numbers.
+
+    Of a task's the better ones are taken, and of equals those that were made first: older policies are nearer to the start.
+    """
+    good = [one for one in candidates if min_reward is None or one.reward >= min_reward]
+    ranked = sorted(good, key=lambda one: (one.task, -one.reward, one.id))
+    taken = [one for _, some in groupby(ranked, key=lambda one: one.task) for one in list(some)[:most]]
+    return sorted(taken, key=lambda one: one.id)
+
+
+def pairs(candidates: Sequence[Candidate], most: int = 1) -> list[tuple[Candidate, Candidate]]:
+    """Of each group at most so many pairs (better, worse): best and worst, second best and second worst, ...
+
+    No episode is in two of them, and those of a pair have different rewards.
+    """
+    ranked = sorted(candidates, key=lambda one: (one.group, -one.reward, one.id))
+    found = []
+    for _, members in groupby(ranked, key=lambda one: one.group):
+        some = list(members)
+        opposed = zip(some[: len(some) // 2], reversed(some), strict=False)
+        found += [(better, worse) for better, worse in opposed if better.reward > worse.reward][:most]
+    return found

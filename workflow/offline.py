@@ -1,0 +1,265 @@
+"""Training apart from a run: one loop for what is learned offline (`workflow.sft`, `workflow.dpo`), and the folder it makes.
+
+An example is rows of exact tokens that are learned together: a demonstration, an episode, a pair of episodes. An objective
+says what is minimised. The result is a model folder in the hub's format, LoRA merged, written beside and renamed, so that
+another process never sees half of it; `training.json` in it says what it was made of.
+"""
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from workflow import mirror
+from workflow.batch import Row, collate, rows_of, size
+from workflow.chat import Chat
+from workflow.config import ModelConfig
+from workflow.errors import ConfigError, ConflictError, ModelError
+from workflow.policy import Policy, checked_weights
+from workflow.rescoring import open_policy
+from workflow.scoring import token_logprobs
+from workflow.trajectory import Episode, PolicyRef
+
+T = TypeVar("T")
+
+Metrics = Mapping[str, float]
+Progress = Callable[[int, int, Metrics], None]
+"""Called after each step with its number (from 1), how many there are, and the step's metrics, `loss` first."""
+
+BATCH_SIZE = 16
+"""Examples per step, unless asked for otherwise."""
+
+PIECE_TOKENS = 8192
+"""Tokens in one forward and backward, padding included, at most; an example is never cut."""
+
+RECORD = "training.json"
+"""The file of a model folder that says how it was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How long and how fast: AdamW, a short linear warm-up, then a cosine down to zero.
+
+    Args:
+        steps: optimizer steps.
+        batch_size: examples per step.
+        learning_rate: at its highest.
+        seed: of the weights (where new), the teacher and the order.
+    """
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    seed: int = 0
+
+
+def recipe_for(examples: int, passes: int, learning_rate: float, batch_size: int | None = None) -> Recipe:
+    """So many passes over that many examples."""
+    batch_size = batch_size or BATCH_SIZE
+    return Recipe(passes * math.ceil(examples / batch_size), batch_size, learning_rate)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What stored episodes are learned by: the model of the run that made them, at one of its policies.
+
+    Args:
+        model: the run's section of the config.
+        policy: the weights to start from.
+        temperature: at which the episodes were sampled. Logits are divided by it here too: so learning from all that a policy
+            says leaves it as it is, on average, and only the choice of episodes moves it.
+        manifest: the run's, for its hashes of tokenizer and template.
+    """
+
+    model: ModelConfig
+    policy: PolicyRef
+    temperature: float = 1.0
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+
+    def record(self, stage: str) -> dict[str, Any]:
+        """What `training.json` says of it."""
+        return {"stage": stage, **asdict(self.policy), "temperature": self.temperature}
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A model that was made.
+
+    Args:
+        folder: where it is.
+        examples: how many there were to learn from.
+        left_out: why others were not learned, and how many.
+        metrics: of the last step.
+    """
+
+    folder: Path
+    examples: int
+    left_out: Mapping[str, int]
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Objective(Generic[T]):
+    """What a training minimises.
+
+    Args:
+        rows: of an example.
+        weight: what it counts: a batch's loss is a sum over its examples divided by the sum of their weights.
+        terms: examples, and for each the summed logprobs of its rows (rows,), in nats -> sums over these examples; `loss`,
+            the first, carries the gradient.
+        temperature: what logits are divided by.
+    """
+
+    rows: Callable[[T], Sequence[Row]]
+    weight: Callable[[T], float]
+    terms: Callable[[Sequence[T], Sequence[Tensor]], Mapping[str, Tensor]]
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """A module to train, and what its folder needs beside the weights."""
+
+    module: Any
+    chat: Chat
+    kind: str
+    context: int
+
+
+def refuse_existing(target: Path, overwrite: bool) -> None:
+    """Raises ConflictError where the folder exists, unless it may be made anew."""
+    if target.exists() and not overwrite:
+        raise ConflictError(f"There is a model in {str(target)!r} already.", "Pass --force to make it anew, or another --name.")
+
+
+def learner_of(config: ModelConfig, load: Callable[[], Policy]) -> Learner:
+    """The trainable weights of the policy that `load` gives.
+
+    Raises:
+        ConfigError: a quantised base, into which no adapter can be merged without loss.
+    """
+    if config.load_in_4bit or config.load_in_8bit:
+        raise ConfigError("What is learned is merged into the base, which a quantised base cannot take.", "Leave it out.")
+    policy = load()
+    with policy.training() as module:
+        return Learner(module, policy.chat, policy.kind, policy.max_context)
+
+
+def started(start: Start, device: str, threads: int) -> Learner:
+    """The model that stored episodes are learned by.
+
+    Raises:
+        ConfigError: a quantised base.
+        ModelError: it cannot be loaded, or is another than the run's.
+        CheckpointError: the policy's weights are not as they were recorded.
+    """
+
+    def load() -> Policy:
+        ref = start.policy
+        policy = open_policy(start.model, ref.base, ref.base_hash, start.manifest, device, threads)
+        if ref.path:
+            mirror.read(ref.path, ref.sha256, "weights", lambda at: policy.load_weights(checked_weights(at, ref.sha256)))
+        return policy
+
+    return learner_of(start.model, load)
+
+
+def rows_by_episode(episodes: Sequence[Episode]) -> list[tuple[Row, ...]]:
+    """Each episode's training rows: exact tokens, of which those train that it sampled itself; none where there is none."""
+    found: list[list[Row]] = [[] for _ in episodes]
+    for row in rows_of(episodes):
+        found[row.episode].append(row)
+    return [tuple(rows) for rows in found]
+
+
+def train(module: nn.Module, examples: Sequence[T], recipe: Recipe, objective: Objective[T], progress: Progress) -> Metrics:
+    """Trains the module's trainable parameters in place; the metrics of the last step.
+
+    Raises:
+        ModelError: the loss or the gradient is no finite number any more.
+    """
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98), weight_decay=0.01)
+    order = batches(len(examples), recipe.batch_size, recipe.seed)
+    metrics: Metrics = {}
+    module.train()
+    for step, rows in enumerate(islice(order, recipe.steps)):
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * schedule(step, recipe.steps)
+        metrics = accumulate(module, [examples[row] for row in rows], objective)
+        norm = float(nn.utils.clip_grad_norm_(parameters, 1.0))
+        if not math.isfinite(metrics["loss"]) or not math.isfinite(norm):
+            said = f"In step {step + 1} the loss is {metrics['loss']:g} and the gradient's norm {norm:g}; nothing was written."
+            raise ModelError(said, "Pass a lower --learning-rate.")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        progress(step + 1, recipe.steps, metrics)
+    module.eval()
+    return metrics
+
+
+def accumulate(module: nn.Module, batch: Sequence[T], objective: Objective[T], tokens: int = PIECE_TOKENS) -> Metrics:
+    """Adds up the gradient of one batch in pieces of at most so many tokens, which do not change it; its metrics."""
+    whole = sum(map(objective.weight, batch))
+    sums: dict[str, float] = {}
+    for piece in pieces(batch, objective.rows, tokens):
+        terms = {name: value / whole for name, value in objective.terms(piece, sums_of(module, piece, objective)).items()}
+        terms["loss"].backward()  # type: ignore[no-untyped-call]
+        for name, value in terms.items():
+            sums[name] = sums.get(name, 0.0) + value.item()
+    return sums
+
+
+def sums_of(module: nn.Module, examples: Sequence[T], objective: Objective[T]) -> list[Tensor]:
+    """For each example the logprobs of its rows (rows,), summed over the tokens that train, in nats."""
+    rows = [objective.rows(example) for example in examples]
+    batch = collate([row for some in rows for row in some], next(module.parameters()).device)
+    logprobs, _ = token_logprobs(module, batch.input_ids, batch.attention_mask, objective.temperature, batch.loss_mask)
+    return list(torch.split(logprobs.sum(1), [len(some) for some in rows]))
+
+
+def pieces(batch: Sequence[T], rows: Callable[[T], Sequence[Row]], tokens: int) -> list[list[T]]:
+    """The batch as it is where it fits into so many padded tokens, else cut, examples of like length together."""
+    if size([row for example in batch for row in rows(example)]) <= tokens:
+        return [list(batch)]
+    found: list[list[T]] = []
+    for example in sorted(batch, key=lambda one: -max(len(row.input_ids) for row in rows(one))):
+        if not found or size([row for one in (*found[-1], example) for row in rows(one)]) > tokens:
+            found.append([])
+        found[-1].append(example)
+    return found
+
+
+def schedule(step: int, steps: int) -> float:
+    """Share of the learning rate: up over the first twentieth, then a half cosine."""
+    return min(1.0, (step + 1) * 20 / steps) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def batches(rows: int, size: int, seed: int) -> Iterator[list[int]]:
+    """Endless batches of row numbers: every row once, in a new order each time round."""
+    rng = random.Random(f"sft order {seed}")
+    while True:
+        order = rng.sample(range(rows), rows)
+        yield from (order[i : i + size] for i in range(0, rows, size))
+
+
+def save(learner: Learner, target: Path, made: Made, recipe: Recipe, source: Mapping[str, Any]) -> Made:
+    """Makes the model folder, whole or not at all, with the record of how it was made."""
+    beside = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    module = learner.module.merge_and_unload() if learner.kind == "lora" else learner.module
+    module.save_pretrained(beside)
+    learner.chat.tokenizer.save_pretrained(beside)
+    told = {"examples": made.examples, "left_out": dict(made.left_out), "metrics": dict(made.metrics)}
+    (beside / RECORD).write_text(json.dumps({**source, "recipe": asdict(recipe), **told}, indent=1))
+    shutil.rmtree(target, ignore_errors=True)
+    beside.rename(target)
+    return made

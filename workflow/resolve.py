@@ -1,0 +1,152 @@
+"""A config from YAML, the environment, flags and `-s key=value`.
+
+Precedence: flags > environment (`AGENTRL_RUN_<KEY>`, dots as `__`) > file > defaults. `origins` remembers where each value
+came from.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from workflow.config import KEYS, RunConfig, build, flattened
+from workflow.errors import ConfigError, did_you_mean
+
+ENV_PREFIX = "AGENTRL_RUN_"
+
+
+def resolve(
+    file: Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+    assignments: tuple[str, ...] = (),
+    environ: Mapping[str, str] | None = None,
+) -> tuple[RunConfig, dict[str, str]]:
+    """The config and, for every dotted key, where its value came from (`default`, the file, `AGENTRL_RUN_...`, `flag`).
+
+    Args:
+        file: a YAML file with nested or dotted keys.
+        flags: dotted key -> value, None where the flag was not given.
+        assignments: `key=value` strings; values are read as YAML.
+        environ: environment variables.
+
+    Raises:
+        ConfigError: an unknown key (with a suggestion), a value of the wrong kind, an unreadable file.
+    """
+    layers = [
+        (str(file), _read_yaml(file) if file else {}),
+        ("environment", _from_environ(environ or {})),
+        ("flag", {key: value for key, value in (flags or {}).items() if value is not None}),
+        ("flag", dict(_parse_assignment(text) for text in assignments)),
+    ]
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(KEYS, "default")
+    for origin, layer in layers:
+        for key, value in layer.items():
+            if key not in KEYS:
+                raise ConfigError(f"Unknown option {key!r} ({origin}).", _suggest(key))
+            values[key] = value
+            origins[key] = origin
+    made = build(values)
+    if "algorithm.convention" not in values and made.update.trainer == "trl":
+        origins["algorithm.convention"] = origins["update.trainer"]
+    return made, origins
+
+
+def weighted(words: Iterable[str]) -> dict[str, float]:
+    """`NAME` (weight 1) or `NAME=WEIGHT` each, as weights by name.
+
+    Raises:
+        ConfigError: a weight is no finite number, or a name stands there twice.
+    """
+    weights: dict[str, float] = {}
+    for word in words:
+        name, separator, weight = word.partition("=")
+        try:
+            value = float(weight) if separator else 1.0
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise ConfigError(f"{weight!r} is no weight of the reward {name!r}.", "Write --reward NAME=0.5")
+        if name in weights:
+            raise ConfigError(f"The reward {name!r} is named twice.", "Give it one weight: --reward NAME=0.5")
+        weights[name] = value
+    return weights
+
+
+def assigned(texts: Iterable[str]) -> dict[str, Any]:
+    """`key=value` each, values read as YAML, by key.
+
+    Raises:
+        ConfigError: a text is no assignment, or its key is unknown.
+    """
+    found = dict(_parse_assignment(text) for text in texts)
+    for key in found:
+        if key not in KEYS:
+            raise ConfigError(f"Unknown option {key!r}.", _suggest(key))
+    return found
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """Refuses a key that is written twice, where YAML would quietly take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping of a node."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is written twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
+    except OSError as error:
+        raise ConfigError(f"Cannot read the config {str(path)!r}: {error.strerror}.") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, bytes that are no UTF-8
+        raise ConfigError(f"{str(path)!r} is not YAML: {' '.join(str(error).split())}.") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{str(path)!r} must hold keys and values, not a {type(tree).__name__}.")
+    return dict(flattened(tree))
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        name.removeprefix(ENV_PREFIX).lower().replace("__", "."): _yaml_value(name, value)
+        for name, value in environ.items()
+        if name.startswith(ENV_PREFIX)
+    }
+
+
+def _parse_assignment(text: str) -> tuple[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator:
+        raise ConfigError(f"{text!r} is no assignment.", "Write -s key=value, for example -s rollout.group_size=4.")
+    return key.strip(), _yaml_value(key.strip(), value)
+
+
+def _yaml_value(name: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"The value of {name!r} is not YAML: {text!r:.80}.", "Quote it as YAML text.") from error
+
+
+def _suggest(key: str) -> str:
+    of_section = [known for known in KEYS if known.startswith(f"{key}.")]
+    same_leaf = [known for known in KEYS if known.rpartition(".")[2] == key.rpartition(".")[2]]
+    if of_section or same_leaf:
+        return f"Did you mean {(of_section or same_leaf)[0]!r}?"
+    hint = did_you_mean(key, KEYS)
+    if hint.startswith("Did"):
+        return hint
+    leaf = did_you_mean(key.rpartition(".")[2], [known.rpartition(".")[2] for known in KEYS])
+    if leaf.startswith("Did"):
+        word = leaf.split("'")[1]
+        return f"Did you mean {next(known for known in KEYS if known.rpartition('.')[2] == word)!r}?"
+    return "`agentrl config show` lists them."

@@ -1,0 +1,167 @@
+"""math_answer: 1.0 where the final answer is mathematically the reference, as math-verify judges it, else 0.0.
+
+`\\frac{1}{2}`, `0.5` and `50\\%` are one number; `x + 1` and `1 + x` one expression; intervals, sets, matrices and equations
+are compared as what they are. The answer is what follows the last `####` of the last turn, else what math-verify takes for it:
+the last box, what is said to be the final answer, the last formula. A turn that called a tool, or was cut off by a limit, did
+not answer. For plain numbers `numeric_answer` needs none of this.
+
+A `Judge`: math-verify's parser reads model-written text, so it runs where the tools run, in the sandbox, which is shown these
+packages of our Python (`pip install 'agentrl[math]'`) and nothing else of it; a docker image must hold them itself. To load
+them takes a second, so as many sessions as there are cores last; each answer is judged in a fork of one, which is gone
+afterwards. An answer that uses up its time or memory there is wrong.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from queue import LifoQueue
+from typing import Any
+
+from workflow.errors import ConfigError, InfraError, SandboxUnavailable, ToolFailure
+from workflow.once import Once
+from workflow.rewards import Judge
+from workflow.rewards.tests_passed import JUDGE_SECONDS, told, writable
+from workflow.sandbox import Limits, Session, plain
+from workflow.tools.python import sandbox, system_failed
+from workflow.trajectory import Episode, ToolResult
+
+PACKAGES = ("math_verify", "latex2sympy2_extended", "sympy", "mpmath", "antlr4")
+ASKED_FOR = "antlr4-python3-runtime"
+"""Whose version latex2sympy2 looks up, and so wants to see that it is installed."""
+INSTALL = "pip install 'agentrl[math]'"
+
+LIMITS = Limits(cpu_seconds=3.0)
+LOADING = Limits(cpu_seconds=60.0)
+"""A Python of another version than ours compiles them first."""
+MOST_CHARACTERS = 20_000
+
+INSIDE = """
+import logging
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+logging.disable()  # of times that it does not limit: the sandbox does
+TARGETS = [LatexExtractionConfig(), ExprExtractionConfig()]
+
+
+def read(text):
+    return parse(text, TARGETS, parsing_timeout=None)
+
+
+def marked(text):
+    _, mark, answer = text.rpartition("####")
+    return (mark, answer.strip().partition("\\n")[0].strip() if mark else text.strip())
+
+
+def bare(text):
+    return read(text if "$" in text or "\\\\boxed" in text or "\\\\(" in text or "\\\\[" in text else f"${text}$") or read(text)
+
+
+def judge(reference, answer):
+    gold = bare(marked(reference)[1])
+    if not gold:
+        return None
+    mark, said = marked(answer)
+    return float(verify(gold, bare(said) if mark else read(said), timeout_seconds=None))
+
+
+# What the parser learns of the grammar lasts, and is five times as fast then.
+for known in ("1,200.5", "\\frac{-3}{4}\\%", "x = 2\\sqrt{3} + \\pi", "(1, 2]", "\\{1, x^2\\}"):
+    judge(known, f"It is \\boxed{{{known}}}.")
+"""
+
+
+def asked(episode: Episode) -> Mapping[str, Any] | float:
+    """What is judged; 0.0 where there is no answer."""
+    answer = episode.final_answer[-MOST_CHARACTERS:]
+    if episode.stop_reason != "answered" or not writable(answer):
+        return 0.0
+    return {"reference": episode.task.reference, "answer": answer}
+
+
+def _math_answer(reference: str, answer: str) -> ToolResult:
+    """Whether the answer is the reference."""
+    right, cpu_seconds = _judged(reference, answer)()
+    if right is None:
+        raise ToolFailure(f"the reference {reference!r:.80} holds no mathematics")
+    return told(right, cpu_seconds)
+
+
+@lru_cache(maxsize=4096)
+def _judged(reference: str, answer: str) -> Once[tuple[float | None, float]]:
+    """The verdict (None: there is nothing to compare with), and the processor time; of an answer once."""
+
+    def judge() -> tuple[float | None, float]:
+        with _session() as session:
+            result = session.call("judge", [reference, answer], keeps=False)
+        if system_failed(result, LIMITS):
+            raise InfraError(f"The sandbox ({result.kind}) failed an answer: {result.status}: {result.output[:300]}")
+        return (plain.decode(result.value) if result.status == "ok" else 0.0), result.cpu_seconds
+
+    return Once(judge)
+
+
+@Once
+def _places() -> "LifoQueue[Session | None]":
+    """As many places as cores, each with the session that was last opened there; those in use are taken out."""
+    places: LifoQueue[Session | None] = LifoQueue()
+    for _ in range(os.cpu_count() or 1):
+        places.put(None)
+    return places
+
+
+@contextmanager
+def _session() -> Iterator[Session]:
+    session = _places().get()
+    try:
+        if session is None or not session.alive:
+            session = _opened()
+        yield session
+    finally:
+        _places().put(session)
+
+
+def _opened() -> Session:
+    """A session that knows `judge`.
+
+    Raises:
+        ConfigError: the packages are not installed.
+        SandboxUnavailable: nothing here can hold them.
+        InfraError: it did not come up.
+    """
+    place = sandbox()
+    reads = () if place.kind == "docker" else installed()
+    session = place.session(LIMITS, reads)
+    paths = sorted({str(Path(path).parent) for path in reads})
+    result = session.run(f"import sys\nsys.path += {paths!r}\n{INSIDE}", LOADING)
+    if result.status != "ok":
+        session.close()
+        said = f"{result.status}: {' '.join(result.output.split())[-300:]}"
+        raise SandboxUnavailable(f"math-verify cannot be loaded in the sandbox ({result.kind}): {said}", INSTALL)
+    return session
+
+
+def installed() -> tuple[str, ...]:
+    """The folders of the packages.
+
+    Raises:
+        ConfigError: one of them is not installed.
+    """
+    found = [find_spec(name) for name in PACKAGES]
+    folders = [folder for spec in found if spec for folder in spec.submodule_search_locations or ()]
+    if not all(found):
+        raise ConfigError("The reward math_answer needs math-verify, which is not installed.", INSTALL)
+    return (*folders, *(str(Path(file.locate()).parent) for file in metadata.files(ASKED_FOR) or () if file.name == "METADATA"))
+
+
+def ready() -> None:
+    """Makes sure that answers can be judged here. Raises as a first answer would."""
+    with _session():
+        pass
+
+
+_math_answer.__name__ = "math_answer"
+math_answer = Judge(_math_answer, timeout_seconds=JUDGE_SECONDS, needs=ready, opens=ready, asks=asked)

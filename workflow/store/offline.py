@@ -1,0 +1,46 @@
+"""What is learned from apart from a run: finished episodes with their rewards, then the tokens of those that were chosen."""
+
+from collections.abc import Collection, Sequence
+
+from sqlalchemy import Connection, func, select
+
+from workflow import db
+from workflow.harvest import Candidate
+from workflow.store.connect import reading
+from workflow.store.rows import load_episodes, task_value
+from workflow.trajectory import Episode
+
+AT_ONCE = 500
+"""Episodes in one query; a database takes only so many values."""
+
+
+@reading
+def candidates(tx: Connection, run_id: int, groups: Collection[int], reward_set: str) -> list[Candidate]:
+    """The done, untainted episodes of these groups of the run that have a reward in that set, with it."""
+    episodes = db.episodes.c
+    done = (episodes.run_id == run_id) & (episodes.status == "done") & episodes.tainted.is_(False)
+    query = select(episodes.id, episodes.group_id, episodes.task_id, episodes.reward).where(done)
+    if reward_set != "default":
+        rewards, sets = db.rewards.c, db.reward_sets.c
+        query = (
+            select(episodes.id, episodes.group_id, episodes.task_id, func.sum(rewards.value * rewards.weight).label("reward"))
+            .join(db.rewards, rewards.episode_id == episodes.id)
+            .join(db.reward_sets, sets.id == rewards.reward_set_id)
+            .where(done, sets.run_id == run_id, sets.name == reward_set)
+            .group_by(episodes.id, episodes.group_id, episodes.task_id)
+        )
+    wanted = set(groups)
+    rows = tx.execute(query.order_by(episodes.id)).all()
+    return [Candidate(row.id, row.group_id, row.task_id, row.reward) for row in rows if row.group_id in wanted]
+
+
+@reading
+def chosen(tx: Connection, ids: Sequence[int]) -> list[Episode]:
+    """The episodes of these numbers with all their tokens, in this order; one that is named twice comes twice."""
+    found: dict[int, Episode] = {}
+    for start in range(0, len(ids), AT_ONCE):
+        some = db.episodes.c.id.in_(ids[start : start + AT_ONCE])
+        of_some = db.tasks.c.id.in_(select(db.episodes.c.task_id).where(some))
+        tasks = {row["id"]: task_value(row) for row in tx.execute(select(db.tasks).where(of_some)).mappings()}
+        found |= {episode.id: episode for episode in load_episodes(tx, some, tasks)}
+    return [found[number] for number in ids]
