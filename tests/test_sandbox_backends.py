@@ -33,7 +33,7 @@ LANDLOCKS = KINDS[:2]
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def docker_sandbox() -> Iterator[Docker]:
     with (
         tempfile.TemporaryDirectory(prefix="arl-", dir="/tmp") as name,
@@ -43,15 +43,16 @@ def docker_sandbox() -> Iterator[Docker]:
         yield Docker(made, UIDS[-2], command)
 
 
-@pytest.fixture(scope="session")
-def landlock_sandbox() -> Boxed:
+@pytest.fixture(scope="module")
+def landlock_sandbox() -> Iterator[Boxed]:
     needs_landlock()
     found = landlock.find(SETTINGS)
     assert isinstance(found, Boxed)
-    return found
+    yield found
+    found.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ordinary_sandbox() -> Iterator[Ordinary]:
     needs_landlock()
     if os.geteuid() != 0:
