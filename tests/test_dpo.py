@@ -2,18 +2,22 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.learned import PROMPT, episode, logprobs_of, start_of, step, two_turns
 from tests.models import tiny_random
+from workflow import offline
 from workflow.config import ModelConfig
 from workflow.dpo import EMPTY, Pair, dpo, dpo_loss, preference, read_by, sampled_by
-from workflow.errors import ConfigError, ConflictError, StateError
-from workflow.offline import RECORD, Recipe, accumulate, rows_by_episode
+from workflow.errors import ConfigError, ConflictError, InfraError, StateError
+from workflow.offline import RECORD, Recipe, accumulate, in_pieces, rows_by_episode
 from workflow.policy import Policy
 from workflow.scoring import token_logprobs
 from workflow.trajectory import Episode
@@ -61,7 +65,7 @@ def test_what_was_not_sampled_changes_nothing(base: Path) -> None:
     def loss_of(one: Episode) -> float:
         policy = policy_of(base)
         with policy.training() as module:
-            return accumulate(module, [pair_of(one, worse)], objective)["loss"]
+            return accumulate(module, [pair_of(one, worse)], objective, in_pieces(objective.rows))["loss"]
 
     told = [replace(better, steps=(*better.steps, step(2, tool, ()))) for tool in ((9, 10, 11), (40, 41, 42))]
     assert loss_of(told[0]) == loss_of(told[1]) == pytest.approx(loss_of(better), rel=1e-5)
@@ -80,17 +84,55 @@ def test_what_forks_share_with_their_parent_is_no_part_of_a_pair() -> None:
 
 def test_the_gradient_does_not_depend_on_how_a_batch_is_cut(base: Path) -> None:
     pairs = [pair_of(*each) for each in PAIRS]
+    objective = preference(0.1)
     found = []
     for tokens in (10**6, 30, 1):
         policy = policy_of(base)
         with policy.training() as module:
-            metrics = accumulate(module, pairs, preference(0.1), tokens)
+            metrics = accumulate(module, pairs, objective, in_pieces(objective.rows, tokens))
         gradients = [p.grad.flatten() for p in policy.trainable().values() if p.grad is not None]
         found.append((metrics["loss"], torch.cat(gradients)))
     assert found[0][1].norm() > 1e-3
     for loss, gradient in found[1:]:
         assert loss == pytest.approx(found[0][0], rel=1e-5)
         torch.testing.assert_close(gradient, found[0][1], rtol=1e-4, atol=1e-6)
+
+
+def room_for(rows: int, refused: list[int]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Scores no more than so many rows at once; notes how many were too many."""
+
+    def score(module: Any, ids: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        if len(ids) > rows:
+            refused.append(len(ids))
+            raise torch.OutOfMemoryError
+        return token_logprobs(module, ids, *others)
+
+    return score
+
+
+def test_where_memory_runs_out_smaller_pieces_make_the_same_model(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[int] = []
+    made = []
+    for rows in (12, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(offline, "token_logprobs", room_for(rows, refused))
+            made.append(dpo(PAIRS, start_of(base), tmp_path / str(rows), recipe=RECIPE, device="cpu"))
+    # Read by the reference, then learned: each is cut until it fits, and stays cut in all steps that follow.
+    assert refused == [12, 6, 8, 4]
+    assert made[1].metrics == pytest.approx(made[0].metrics, rel=1e-4)
+    better = [better for better, _ in PAIRS]
+    assert logprobs_of(made[1].folder, better) == pytest.approx(logprobs_of(made[0].folder, better), rel=1e-3)
+
+
+def test_where_not_even_one_pair_fits_it_says_so_and_leaves_no_folder(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offline, "token_logprobs", room_for(1, []))
+    with pytest.raises(InfraError, match=r"Memory does not suffice for one example of \d+ tokens. Take a smaller model"):
+        dpo(PAIRS, start_of(base), tmp_path / "made", recipe=RECIPE, device="cpu")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("lora_r", [0, 4], ids=["full weights", "LoRA"])

@@ -17,7 +17,7 @@ from workflow.datasets import Dataset
 from workflow.datasets.arithmetic import arithmetic, load
 from workflow.errors import CheckpointError, ConfigError, ConflictError, DatasetError, ModelError, StateError
 from workflow.models import base_hash
-from workflow.offline import RECORD, Recipe, accumulate, batches, rows_by_episode, schedule
+from workflow.offline import RECORD, Recipe, accumulate, batches, in_pieces, rows_by_episode, schedule
 from workflow.policy import Policy
 from workflow.sft import EMPTY, TOO_LONG, UNSOLVED, conversations, likelihood, sft, sft_on_episodes
 from workflow.trajectory import Message, PolicyRef, Task
@@ -147,7 +147,8 @@ def test_an_episodes_loss_is_that_of_its_own_sampled_tokens_at_its_temperature(t
     for one, tokens in ((EPISODES[0], 5), (inherited, 2)):
         policy = Policy.load(ModelConfig(path=str(base), lora_r=0), str(base), device="cpu")
         with policy.training() as module:
-            metrics = accumulate(module, rows_by_episode([one]), likelihood(temperature=0.7))
+            objective = likelihood(temperature=0.7)
+            metrics = accumulate(module, rows_by_episode([one]), objective, in_pieces(objective.rows))
             with torch.no_grad():
                 ids = torch.tensor([rows_by_episode([one])[0][0].input_ids])
                 by_hand = (module(input_ids=ids).logits[0].float() / 0.7).log_softmax(-1)
@@ -159,11 +160,12 @@ def test_an_episodes_loss_is_that_of_its_own_sampled_tokens_at_its_temperature(t
 def test_a_batch_that_is_read_in_pieces_gives_the_same_gradient(tmp_path: Path) -> None:
     base = tiny_random(tmp_path / "base")
     uneven = [*rows_by_episode(EPISODES), *rows_by_episode([episode(9, step(0, PROMPT * 5, (3, 4, 5, 6)))])]
+    objective = likelihood()
     found = []
     for tokens in (10**6, 30, 1):
         policy = Policy.load(ModelConfig(path=str(base), lora_r=0), str(base), device="cpu")
         with policy.training() as module:
-            accumulate(module, uneven, likelihood(), tokens)
+            accumulate(module, uneven, objective, in_pieces(objective.rows, tokens))
         found.append(torch.cat([p.grad.flatten() for p in policy.trainable().values() if p.grad is not None]))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-6)

@@ -22,13 +22,12 @@ from torch.nn.functional import logsigmoid
 from workflow.batch import Row
 from workflow.errors import ConfigError, StateError
 from workflow.offline import (
-    PIECE_TOKENS,
     Made,
     Objective,
     Progress,
     Recipe,
     Start,
-    pieces,
+    in_pieces,
     recipe_for,
     refuse_existing,
     rows_by_episode,
@@ -37,6 +36,7 @@ from workflow.offline import (
     sums_of,
     train,
 )
+from workflow.pieces import Pieces
 from workflow.trajectory import Episode
 
 Reference = Literal["start", "sampler"]
@@ -162,9 +162,13 @@ def _recorded(rows: Sequence[Row]) -> float:
 def read_by(module: nn.Module, pairs: Sequence[Pair], objective: Objective[Pair]) -> list[float]:
     """Each pair's difference under the module as it is, without dropout."""
     module.eval()
-    numbers = list(range(len(pairs)))
-    found: dict[int, float] = {}
-    for piece in pieces(numbers, lambda number: pairs[number].rows, PIECE_TOKENS):
-        some = [pairs[number] for number in piece]
-        found |= zip(piece, differences(some, sums_of(module, some, objective)).tolist(), strict=True)
-    return [found[number] for number in numbers]
+
+    def on(cut: Sequence[Sequence[int]]) -> dict[int, float]:
+        found: dict[int, float] = {}
+        for piece in cut:
+            some = [pairs[number] for number in piece]
+            found |= zip(piece, differences(some, sums_of(module, some, objective)).tolist(), strict=True)
+        return found
+
+    pieces: Pieces[int] = in_pieces(lambda number: pairs[number].rows)
+    return [difference for _, difference in sorted(pieces.work(range(len(pairs)), on).items())]

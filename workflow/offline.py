@@ -23,6 +23,7 @@ from workflow.batch import Row, collate, rows_of, size
 from workflow.chat import Chat
 from workflow.config import ModelConfig
 from workflow.errors import ConfigError, ConflictError, ModelError
+from workflow.pieces import Pieces
 from workflow.policy import Policy, checked_weights
 from workflow.rescoring import open_policy
 from workflow.scoring import token_logprobs
@@ -38,7 +39,7 @@ BATCH_SIZE = 16
 """Examples per step, unless asked for otherwise."""
 
 PIECE_TOKENS = 8192
-"""Tokens in one forward and backward, padding included, at most; an example is never cut."""
+"""Tokens in one forward and backward, padding included, at most, and fewer where memory runs out; no example is cut."""
 
 RECORD = "training.json"
 """The file of a model folder that says how it was made."""
@@ -185,37 +186,43 @@ def train(module: nn.Module, examples: Sequence[T], recipe: Recipe, objective: O
 
     Raises:
         ModelError: the loss or the gradient is no finite number any more.
+        InfraError: memory does not suffice for one example.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98), weight_decay=0.01)
     order = batches(len(examples), recipe.batch_size, recipe.seed)
+    pieces = in_pieces(objective.rows)
     metrics: Metrics = {}
     module.train()
     for step, rows in enumerate(islice(order, recipe.steps)):
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * schedule(step, recipe.steps)
-        metrics = accumulate(module, [examples[row] for row in rows], objective)
+        metrics = accumulate(module, [examples[row] for row in rows], objective, pieces)
         norm = float(nn.utils.clip_grad_norm_(parameters, 1.0))
         if not math.isfinite(metrics["loss"]) or not math.isfinite(norm):
             said = f"In step {step + 1} the loss is {metrics['loss']:g} and the gradient's norm {norm:g}; nothing was written."
             raise ModelError(said, "Pass a lower --learning-rate.")
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
         progress(step + 1, recipe.steps, metrics)
     module.eval()
     return metrics
 
 
-def accumulate(module: nn.Module, batch: Sequence[T], objective: Objective[T], tokens: int = PIECE_TOKENS) -> Metrics:
-    """Adds up the gradient of one batch in pieces of at most so many tokens, which do not change it; its metrics."""
+def accumulate(module: nn.Module, batch: Sequence[T], objective: Objective[T], pieces: Pieces[T]) -> Metrics:
+    """The gradient of one batch, which does not depend on how it is cut, and its metrics."""
     whole = sum(map(objective.weight, batch))
-    sums: dict[str, float] = {}
-    for piece in pieces(batch, objective.rows, tokens):
-        terms = {name: value / whole for name, value in objective.terms(piece, sums_of(module, piece, objective)).items()}
-        terms["loss"].backward()  # type: ignore[no-untyped-call]
-        for name, value in terms.items():
-            sums[name] = sums.get(name, 0.0) + value.item()
-    return sums
+
+    def on(cut: Sequence[Sequence[T]]) -> Metrics:
+        module.zero_grad(set_to_none=True)  # of an attempt for which memory did not suffice
+        sums: dict[str, float] = {}
+        for piece in cut:
+            terms = {name: value / whole for name, value in objective.terms(piece, sums_of(module, piece, objective)).items()}
+            terms["loss"].backward()  # type: ignore[no-untyped-call]
+            for name, value in terms.items():
+                sums[name] = sums.get(name, 0.0) + value.item()
+        return sums
+
+    return pieces.work(batch, on)
 
 
 def sums_of(module: nn.Module, examples: Sequence[T], objective: Objective[T]) -> list[Tensor]:
@@ -226,16 +233,23 @@ def sums_of(module: nn.Module, examples: Sequence[T], objective: Objective[T]) -
     return list(torch.split(logprobs.sum(1), [len(some) for some in rows]))
 
 
-def pieces(batch: Sequence[T], rows: Callable[[T], Sequence[Row]], tokens: int) -> list[list[T]]:
-    """The batch as it is where it fits into so many padded tokens, else cut, examples of like length together."""
-    if size([row for example in batch for row in rows(example)]) <= tokens:
-        return [list(batch)]
-    found: list[list[T]] = []
-    for example in sorted(batch, key=lambda one: -max(len(row.input_ids) for row in rows(one))):
-        if not found or size([row for one in (*found[-1], example) for row in rows(one)]) > tokens:
-            found.append([])
-        found[-1].append(example)
-    return found
+def in_pieces(rows: Callable[[T], Sequence[Row]], tokens: int = PIECE_TOKENS) -> Pieces[T]:
+    """How examples of such rows are read: as they are where they fit, else cut, those of like length together."""
+
+    def extent(piece: Sequence[T]) -> int:
+        return size([row for example in piece for row in rows(example)])
+
+    def cut(examples: Sequence[T], tokens: int) -> list[list[T]]:
+        if extent(examples) <= tokens:
+            return [list(examples)]
+        found: list[list[T]] = []
+        for example in sorted(examples, key=lambda one: -max(len(row.input_ids) for row in rows(one))):
+            if not found or extent([*found[-1], example]) > tokens:
+                found.append([])
+            found[-1].append(example)
+        return found
+
+    return Pieces(tokens, cut, extent, "example", "Take a smaller model, or a device with more memory.")
 
 
 def schedule(step: int, steps: int) -> float:

@@ -7,13 +7,15 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from workflow.batch import Microbatch, Row, by_row, collate
+from workflow.batch import Microbatch, Row, by_row, collate, microbatches, size
 from workflow.config import RunConfig
 from workflow.crediting import Constants
 from workflow.losses import k3
 from workflow.pieces import Pieces
 from workflow.policy import Policy
 from workflow.scoring import Scores, shares_prefixes, token_scores
+
+NO_ROOM = "Set update.gradient_checkpointing=true or model.load_in_4bit=true, or lower rollout.max_new_tokens."
 
 
 class Reader:
@@ -22,7 +24,14 @@ class Reader:
     def __init__(self, policy: Policy, config: RunConfig) -> None:
         self._policy = policy
         self._config = config
-        self.pieces = Pieces(config.update, _may_share(policy, config))
+        self.share = _may_share(policy, config)
+        self.pieces = Pieces(config.update.microbatch_tokens, self._cut, self._size, "row", NO_ROOM)
+
+    def _cut(self, rows: Sequence[Row], tokens: int) -> Sequence[Sequence[Row]]:
+        return microbatches(rows, tokens, self._config.update.gradient_accumulation_steps, self.share)
+
+    def _size(self, rows: Sequence[Row]) -> int:
+        return size(rows, self.share)
 
     def scores(self, model: nn.Module, batch: Microbatch, critic: nn.Linear | None, trains: bool = False) -> Scores:
         """Of a microbatch; `trains`: with all gradients that the loss wants."""
@@ -48,7 +57,7 @@ class Reader:
             with module() as model, torch.no_grad():
                 model.eval()
                 for piece in pieces:
-                    batch = collate(piece, self._policy.device, self.pieces.share)
+                    batch = collate(piece, self._policy.device, self.share)
                     scores = self.scores(model, batch, critic)
                     logprobs |= by_row(batch, scores.logprobs)
                     values |= {} if scores.values is None else by_row(batch, scores.values)

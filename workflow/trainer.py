@@ -319,7 +319,7 @@ class Trainer:
         return sums
 
     def _backward(self, model: nn.Module, counts: Normaliser, known: Known, piece: Sequence[Row]) -> dict[str, float]:
-        batch = collate(piece, self._policy.device, self._reader.pieces.share)
+        batch = collate(piece, self._policy.device, self._reader.share)
         mask = batch.loss_mask[:, 1:]  # (B, T-1)
         scores = self._reader.scores(model, batch, self._critic, trains=True)
         logprobs = scores.logprobs
