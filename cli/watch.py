@@ -240,7 +240,8 @@ def live_lines(view: View) -> list[str]:
     run, now = view.run, view.progress
     done, total = run["iterations_done"], run["iterations"]
     filled = 40 * done // max(total, 1)
-    lines = [f"{run['run']}  {run['status']}", f"[{'#' * filled}{'.' * (40 - filled)}] {done}/{total} iterations"]
+    bar = f"[{'#' * filled}{'.' * (40 - filled)}] {done}/{total} {'iteration' if total == 1 else 'iterations'}"
+    lines = [f"{run['run']}  {run['status']}", bar]
     if view.rewards:
         lines.append(f"reward  {sparkline(view.rewards)}  {view.rewards[0]:.3f} -> {view.rewards[-1]:.3f}")
     if view.scores:

@@ -209,6 +209,30 @@ def test_a_dry_run_prints_the_plan(home: Path, tmp_path: Path, capsys: pytest.Ca
     assert not home.exists()
 
 
+@pytest.mark.parametrize(("section", "what"), [("critic", "the policy never trains"), ("update", "the learning rate never")])
+def test_a_warm_up_that_is_as_long_as_the_run_is_remarked(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str, what: str
+) -> None:
+    flags = [
+        "--dataset",
+        "arithmetic",
+        "--max-samples",
+        "4",
+        "--total-epochs",
+        "1",
+        "--tasks-per-iteration",
+        "2",
+        "--algorithm",
+        "ppo",
+    ]
+    flags += ["--model-path", str(_folder_like_a_model(tmp_path)), "--dry-run"]
+    for length, remarked in ((1, False), (2, True)):
+        assert main(["submit", *flags, "-s", f"{section}.warmup={length}"]) == 0
+        said = capsys.readouterr().err
+        assert (f"{section}.warmup={length} is no shorter than the run (iterations: 2): {what}" in said) == remarked
+        assert ("warmup" in said) == remarked
+
+
 BAD = [
     (["submit", "--dataset", "arithmetik", "--dry-run"], 2, "arithmetic"),
     (["submit", "--dataset", "nowhere.jsonl", "--dry-run"], 2, "nowhere.jsonl"),

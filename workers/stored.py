@@ -14,9 +14,9 @@ from workers.submit import (
     check_trainer,
     evaluation_of,
     free_name,
-    held_out_remarks,
     manifest,
     output_folder,
+    remarks_on,
     stored_policy,
 )
 from workflow.algorithms import Algorithm, settled_run
@@ -77,7 +77,7 @@ def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], p
         reward_set=config.source.reward_set,
         evaluation=evaluation_of(db, config, first_policy),
     )
-    return Prepared(submission, config, (), asked.name is not None, (*found.remarks, *held_out_remarks(submission)))
+    return Prepared(submission, config, (), asked.name is not None, (*found.remarks, *remarks_on(submission)))
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,11 @@ will start.
 
 import platform
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -105,7 +107,7 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
         output_dir=output,
         evaluation=evaluation_of(db, config, ref) if kind == "train" else None,
     )
-    return Prepared(submission, config, loaded.skipped, named, held_out_remarks(submission))
+    return Prepared(submission, config, loaded.skipped, named, remarks_on(submission))
 
 
 def evaluation_of(db: Database | None, config: RunConfig, policy: PolicyRef) -> Submission | None:
@@ -121,12 +123,24 @@ def evaluation_of(db: Database | None, config: RunConfig, policy: PolicyRef) -> 
     return prepare(db, sized(measured), "eval", policy).submission
 
 
-def held_out_remarks(submission: Submission) -> tuple[str, ...]:
-    """What a person should know of how the run measures itself."""
+def remarks_on(submission: Submission) -> tuple[str, ...]:
+    """What a person should know of how the run trains and measures itself."""
+    return tuple(chain(_remarks_on_training(submission), _remarks_on_evaluation(submission)))
+
+
+def _remarks_on_training(submission: Submission) -> Iterator[str]:
+    in_vain = {"critic": "the policy never trains", "update": "the learning rate never reaches its height"}
+    for section, what in in_vain.items():
+        warmup = submission.config[section]["warmup"]
+        if submission.kind == "train" and warmup >= submission.iterations:
+            yield f"{section}.warmup={warmup} is no shorter than the run (iterations: {submission.iterations}): {what}."
+
+
+def _remarks_on_evaluation(submission: Submission) -> Iterator[str]:
     measured = submission.evaluation.tasks if submission.evaluation else ()
     both = {task.content_hash for task in submission.tasks} & {task.content_hash for task in measured}
-    said = f"{len(both)} of the {len(measured)} held-out tasks are trained on too: name another split with -s eval.split=..."
-    return (said,) if both else ()
+    if both:
+        yield f"{len(both)} of the {len(measured)} held-out tasks are trained on too: name another split with -s eval.split=..."
 
 
 def submit(db: Database, prepared: Prepared) -> Submitted:
