@@ -7,12 +7,12 @@ from datetime import UTC, datetime
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import CheckConstraint, create_engine, inspect, text
+from sqlalchemy import CheckConstraint, Engine, create_engine, inspect, text
 from sqlalchemy.exc import ProgrammingError
 
 from tests.stored import CALL, answered, claim, sampled, start, submission, values
 from workflow import db, views
-from workflow.errors import ServiceError
+from workflow.errors import ConfigError, ServiceError
 from workflow.store import calls, steps
 from workflow.store.connect import Database
 from workflow.store.migrate import current, downgrade, head, open_database, upgrade
@@ -97,6 +97,18 @@ def test_six_processes_may_upgrade_at_once(empty_url: str) -> None:
 
 def test_sqlite_is_upgraded_by_whoever_opens_it(sqlite: Database) -> None:
     assert current(sqlite) == head()
+
+
+@pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
+def test_a_postgres_that_cannot_keep_every_text_is_refused_with_the_command_to_type(
+    postgres_server: Engine, encoding: str
+) -> None:
+    with postgres_server.connect() as connection:
+        connection.execute(text("DROP DATABASE IF EXISTS narrow"))
+        connection.execute(text(f"CREATE DATABASE narrow ENCODING '{encoding}' LOCALE 'C' TEMPLATE template0"))
+    url = postgres_server.url.set(database="narrow").render_as_string(hide_password=False)
+    with pytest.raises(ConfigError, match=f"'narrow' is kept in {encoding}, .* CREATE DATABASE narrow_utf8 ENCODING 'UTF8'"):
+        open_database(url)
 
 
 def test_a_postgres_that_was_not_migrated_is_refused_with_the_command_to_type(empty_postgres: str) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psycopg
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -158,6 +159,25 @@ def test_postgres_is_read_by_a_login_that_may_only_read(reader: str, tmp_path: P
         with pytest.raises(ToolFailure):
             tool.call({"query": attack.format(folder=tmp_path)})
     assert tool.call({"query": "SELECT count(*) FROM runs"}).splitlines()[1] == "2"
+
+
+def test_a_postgres_whose_texts_are_any_bytes_is_read_as_text(reader: str, postgres_server: Engine) -> None:
+    with postgres_server.connect() as server:
+        server.execute(text("DROP DATABASE IF EXISTS bytes"))
+        server.execute(text("CREATE DATABASE bytes ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0"))
+    url = make_url(reader).set(database="bytes")
+    with psycopg.connect(url.set(username=postgres_server.url.username).render_as_string(False)) as owner:
+        owner.execute("CREATE TABLE notes (kind varchar, text text)")
+        owner.execute("INSERT INTO notes VALUES ('utf8', 'caf\u00e9'), ('latin1', E'caf\\xe9')".encode())
+        owner.execute("GRANT SELECT ON notes TO tool_reader")
+    try:
+        tool = sql_over(url.render_as_string(False))
+        found = tool.call({"query": "SELECT * FROM notes ORDER BY kind DESC"})
+        assert found == "kind | text\nutf8 | caf\u00e9\nlatin1 | caf\\xe9\n(2 rows)"
+        assert tool.call({"query": "SELECT kind FROM notes WHERE text = 'caf\u00e9'"}) == "kind\nutf8\n(1 row)"
+    finally:
+        with postgres_server.connect() as server:
+            server.execute(text("DROP DATABASE bytes WITH (FORCE)"))
 
 
 def test_a_postgres_login_that_may_write_is_refused(reader: str, empty_postgres: str) -> None:

@@ -153,7 +153,8 @@ def read_postgres(
     """The columns and at most `limit` rows of one SELECT, stopped after `seconds` by the server or, failing that, from here.
 
     Args:
-        connection: of a login that may only read, with `statement_timeout` and `default_transaction_read_only` set.
+        connection: of a login that may only read, with `statement_timeout` and `default_transaction_read_only` set, in UTF-8
+            (or SQL_ASCII, which is any).
         stopped: raised where the time is over.
         hint: to what does not work.
     """
@@ -161,9 +162,9 @@ def read_postgres(
     timer.start()
     try:
         cursor = connection.cursor()
-        rows = collect(cursor.stream(sql), limit)  # the extended protocol: one statement
+        rows = collect(cursor.stream(sql.encode()), limit)  # the extended protocol: one statement
         if cursor.description is None:  # an empty stream does not name its columns
-            cursor.execute(sql, prepare=True)
+            cursor.execute(sql.encode(), prepare=True)
     except psycopg.Error as error:
         raise (stopped if isinstance(error, psycopg.errors.QueryCanceled) else _postgres_refusal(error, hint)) from error
     finally:

@@ -118,7 +118,7 @@ class Database:
             max_overflow=POOL - POOL // 2,
             pool_timeout=POOL_SECONDS,
             pool_pre_ping=True,
-            connect_args=_SILENCE_HERE,
+            connect_args={**_SILENCE_HERE, "client_encoding": "utf8"},
         )
         event.listen(engine, "connect", _configure_postgres)
         return engine
@@ -351,6 +351,14 @@ def _configure_sqlite(connection: Any, record: object) -> None:
 
 
 def _configure_postgres(connection: Any, record: object) -> None:
+    encoding = connection.info.parameter_status("server_encoding")
+    if encoding != "UTF8":
+        name = connection.info.dbname
+        connection.close()
+        raise ConfigError(
+            f"The database {name!r} is kept in {encoding}, and what models write needs UTF8.",
+            f"Type CREATE DATABASE {name}_utf8 ENCODING 'UTF8' TEMPLATE template0; and set AGENTRL_DATABASE_URL to that.",
+        )
     with connection.cursor() as cursor:
         cursor.execute(";".join(f"SET {name} = {value}" for name, value in {**_SILENCE_THERE, **PLANNING}.items()))
     connection.commit()

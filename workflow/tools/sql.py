@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+from psycopg.abc import Buffer
+from psycopg.adapt import Loader
 
 from workflow.errors import AccessDenied, AgentRLError, ConfigError, ServiceError, ToolFailure
 from workflow.readonly import Table, check_text, instructions, open_sqlite, read_postgres, read_sqlite, refusing_sqlite
@@ -47,6 +49,14 @@ OR EXISTS (
     AND (has_table_privilege(c.oid, 'DELETE, TRUNCATE') OR has_any_column_privilege(c.oid, 'INSERT, UPDATE'))
 )
 """
+
+
+class AnyText(Loader):
+    """Text of a database that is kept in SQL_ASCII may be any bytes: what is no UTF-8 is escaped."""
+
+    def load(self, data: Buffer) -> str:
+        """The text."""
+        return bytes(data).decode(errors="backslashreplace")
 
 
 def sql_over(database: str | Path) -> Tool:
@@ -125,11 +135,18 @@ def _made(script: Path, changed: int) -> bytes:
 def _postgres(url: str) -> "Iterator[psycopg.Connection[tuple[Any, ...]]]":
     options = f"-c default_transaction_read_only=on -c statement_timeout={int(SECONDS * 1000)}"
     try:
-        connection = psycopg.connect(url.replace("postgresql+psycopg://", "postgresql://"), connect_timeout=5, options=options)
+        connection = psycopg.connect(
+            url.replace("postgresql+psycopg://", "postgresql://"), connect_timeout=5, options=options, client_encoding="utf8"
+        )
     except psycopg.Error as error:
         said = " ".join(str(error).split())
         raise ServiceError(f"The database of the tool sql does not answer: {said}.", HINT) from error
     with connection:
+        if connection.info.parameter_status("server_encoding") == "SQL_ASCII":
+            for kind in ("text", "varchar", "bpchar", "name"):
+                connection.adapters.register_loader(kind, AnyText)
+            connection.execute("SET client_encoding TO SQL_ASCII")  # else the server refuses what is no UTF-8
+            connection.commit()
         row = connection.execute(MAY_WRITE, [list(MIGHTY_ROLES)]).fetchone()
         connection.rollback()
         if row is None or row[0]:
