@@ -164,6 +164,13 @@ def test_an_upgrade_gives_the_reader_the_password_of_the_settings(asked: Setting
     assert query(asked, "SELECT 1")[1]
 
 
+def test_what_the_url_says_of_the_connection_is_no_hindrance(postgres: Database, tmp_path: Path) -> None:
+    url = postgres.url.update_query_dict({"connect_timeout": "7", "client_encoding": "latin1", "application_name": "mine"})
+    where = Settings(home=tmp_path, database_url=url.render_as_string(hide_password=False))
+    _, rows = query(where, "SELECT current_setting('application_name') AS name, '\u65e5' AS day")
+    assert [tuple(row) for row in rows] == [("mine", "\u65e5")]
+
+
 def test_the_application_s_own_login_is_refused_as_reader(postgres: Database, tmp_path: Path) -> None:
     url = postgres.url.render_as_string(hide_password=False)
     with pytest.raises(AccessDenied, match="may write"):

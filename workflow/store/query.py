@@ -107,7 +107,7 @@ def _reader(settings: Settings, seconds: float) -> "psycopg.Connection[tuple[Any
     chosen = {"default_transaction_read_only": "on", "statement_timeout": int(seconds * 1000), **PLANNING}
     options = " ".join(f"-c {name}={value}" for name, value in chosen.items())
     try:
-        return psycopg.connect(**_parts(url), connect_timeout=5, options=options, client_encoding="utf8")
+        return psycopg.connect(**_parts(url) | {"connect_timeout": 5, "options": options, "client_encoding": "utf8"})
     except psycopg.OperationalError as error:
         message = " ".join(str(error).split())
         shown = url.render_as_string(hide_password=True)
