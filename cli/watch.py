@@ -205,6 +205,7 @@ def iteration_line(row: Row, iterations: int, seconds: float) -> str:
         f"tokens {row['tokens']}",
         f"calls {row['tool_calls']}",
         f"loss {cell(row['loss'])}",
+        *([f"explained variance {cell(row['explained_variance'])}"] if row["explained_variance"] is not None else []),
         f"{seconds:.1f} s",
         *([f"staleness {row['staleness']}"] if row["staleness"] else []),
     ]

@@ -7,6 +7,7 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.exc import IntegrityError
 
+from cli.watch import iteration_line
 from tests.stored import (
     EXPIRED,
     LEASE,
@@ -181,6 +182,17 @@ def test_a_group_without_variance_trained_where_a_critic_s_values_did(database: 
     metrics = [{"loss": 0.5, "value_loss": 0.25, "rows": 4, "tokens": 8}]
     training.commit_update(database, work, update_of(work, advantages=credit, metrics=metrics), 3)
     assert {ledger.why(database, episode)["fate"] for episode in credit} == {"trained"}
+
+
+def test_what_a_critic_explains_stands_beside_the_iteration_and_in_its_line(database: Database) -> None:
+    work = ready(database, submission())
+    step = {"loss": 0.5, "explained_variance": 0.25, "rows": 4, "tokens": 8}
+    steps = [{**step, "value_loss": value_loss} for value_loss in (0.5, 0.25)]
+    training.commit_update(database, work, update_of(work, metrics=steps), 3)
+    (row,) = observe.list_iterations(database, "first")
+    assert (row["explained_variance"], row["value_loss"]) == (0.25, 0.375)
+    assert "  loss 0.5  explained variance 0.25  2.0 s" in iteration_line(row, 1, 2.0)
+    assert "explained" not in iteration_line({**row, "explained_variance": None}, 1, 2.0)
 
 
 def test_the_commit_publishes_the_policy_and_plans_the_next_iteration_with_it(database: Database) -> None:

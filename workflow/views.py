@@ -81,7 +81,7 @@ VIEWS = {
                 WHERE m.measures_id = r.id AND m.measures_version = p.version) AS eval_reward,
                CASE WHEN r.kind = 'train' AND EXISTS (SELECT 1 FROM groups g WHERE g.iteration_id = i.id)
                     THEN i.number - p.version END AS staleness, u.loss, u.kl, u.entropy, u.clip_fraction, u.grad_norm,
-               u.sampler_difference_max, u.importance_weight, u.importance_truncated,
+               u.value_loss, u.explained_variance, u.sampler_difference_max, u.importance_weight, u.importance_truncated,
                i.prompt_tokens + i.sampled_tokens AS tokens, i.prompt_tokens,
                i.sampled_tokens, i.tool_calls, i.tool_errors, i.update_seconds,
                {seconds:i.started_at,i.rolled_out_at} AS rollout_seconds,
@@ -91,6 +91,7 @@ VIEWS = {
         JOIN policies p ON p.id = i.policy_id
         LEFT JOIN (SELECT iteration_id, avg(loss) AS loss, avg(kl) AS kl, avg(entropy) AS entropy,
                           avg(clip_fraction) AS clip_fraction, avg(grad_norm) AS grad_norm,
+                          avg(value_loss) AS value_loss, avg(explained_variance) AS explained_variance,
                           max(sampler_difference_max) AS sampler_difference_max,
                           avg(importance_weight) AS importance_weight, avg(importance_truncated) AS importance_truncated
                    FROM updates GROUP BY iteration_id) u ON u.iteration_id = i.id""",
