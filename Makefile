@@ -1,17 +1,18 @@
-# `make quickstart` shows what this is; `make test` and `make lint` are what CI runs. Every target makes the environment first.
+# `make quickstart` shows what this is; `make lint test test-slow` is what CI runs. Every target makes the environment first.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # An index with other builds of torch, for example https://download.pytorch.org/whl/cpu (smaller) or .../whl/cu130.
 TORCH_INDEX ?=
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 BIN := .venv/bin
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The published gsm8k files, where they lie beside the checkout.
 ifneq ($(wildcard ../shared/data/gsm8k),)
 export AGENTRL_GSM8K_DIR ?= $(abspath ../shared/data/gsm8k)
 endif
 
-.PHONY: env quickstart test faults disturbed learn learn-code bench lint format wheel-test compose-test clean
+.PHONY: env quickstart test test-slow faults disturbed learn learn-code bench lint format wheel-test compose-test clean
 
 env: .venv/.stamp
 
@@ -26,7 +27,11 @@ quickstart:
 	MAKE="$(MAKE)" ./quickstart.sh
 
 test: env
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m 'not slow'
+
+# What takes 20 seconds or more: whole runs, kills in the middle, a fault at every point (sampled).
+test-slow: env
+	$(PYTEST) -m slow
 
 # Every fault at every hit of every fault point, three experiments at a time: about half an hour, into build/faults.json.
 faults: env

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from workflow.store.migrate import open_database, upgrade
 from workflow.tools.python import sandbox
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: tests and their workers run side by side
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C, and so would all it starts
 
 LONGEST = ("test_faults", "test_run", "test_matrix", "test_forks", "test_overlap", "test_cli", "test_served_runs", "test_stack")
 """The files of whole runs, which start first: one of minutes that started last would be waited for alone."""

@@ -255,6 +255,7 @@ def test_a_process_that_ends_does_not_wait_for_the_engine(policy: Policy) -> Non
     assert not begun & set(threading.enumerate())
 
 
+@pytest.mark.slow
 def test_a_run_samples_and_trains_in_one_process_and_its_record_holds(short_folder: Path, tmp_path: Path) -> None:
     with embedded_stack(short_folder, idle_seconds="3600") as stack:
         asked = ("--dataset", "arithmetic", "--model", str(tiny_random(tmp_path / "small")), "--max-samples", "8", *SMALL)

@@ -627,6 +627,7 @@ def test_held_out_tasks_that_are_not_there_are_refused_before_anything_is_writte
 # whole
 
 
+@pytest.mark.slow
 def test_a_run_measures_itself_through_a_kill_and_its_best_version_is_a_policy(stack: Stack, model: Path) -> None:
     words = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", "--eval-every", "1", "-s", "eval.tasks=6")
     run = stack.agentrl("submit", *words, *SMALL).strip()
@@ -660,6 +661,7 @@ def test_a_run_measures_itself_through_a_kill_and_its_best_version_is_a_policy(s
     assert 0 < compared["p_value"] <= 1
 
 
+@pytest.mark.slow
 def test_a_run_that_measures_itself_learns_bit_for_bit_what_it_learns_unmeasured(stack: Stack, model: Path) -> None:
     words = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", "-s", "model.numerics=exact", *SMALL)
     measuring = ("--eval-every", "1", "-s", "eval.tasks=4")

@@ -204,6 +204,7 @@ def test_new_rewards_stand_beside_the_old_and_train_without_a_rollout(stack: Sta
     assert len(select(stack, "SELECT id FROM v_updates WHERE run = :run", run=trained)) == 1
 
 
+@pytest.mark.slow
 def test_a_model_is_made_of_a_runs_best_episodes_or_of_pairs_of_them_and_can_be_trained_on(stack: Stack) -> None:
     best = json.loads(stack.agentrl("sft", "--from-episodes", RUN, "--best", "1", "--steps", "2", "--json"))
     assert (best["examples"], best["of"]) == (4, 8)

@@ -240,6 +240,7 @@ def model(tmp_path: Path) -> Path:
     return tiny_random(tmp_path / "random")
 
 
+@pytest.mark.slow
 def test_gc_and_vacuum_beside_a_run_change_nothing_that_it_needs(short_folder: Path, model: Path) -> None:
     with embedded_stack(short_folder, idle_seconds="3600") as stack:
         asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "12", *SMALL, "--epochs", "2")

@@ -563,6 +563,7 @@ def test_an_evaluation_of_what_no_run_makes_again_waits_for_nobody(database: Dat
     assert values(database, "SELECT broken FROM policies WHERE broken <> ''") == []
 
 
+@pytest.mark.slow
 def test_through_real_workers_a_run_whose_newest_checkpoint_is_cut_short_goes_on(short_folder: Path, model: Path) -> None:
     with embedded_stack(short_folder, idle_seconds="3600") as stack:
         (short_folder / "hits").mkdir()  # and the trainer is killed when it has made it again but for the commit

@@ -83,7 +83,6 @@ def in_the_sandbox() -> Iterator[None]:
             one.result()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("neighbours", [nobody, on_the_machine, in_the_sandbox])
 def test_eight_busy_loops_beside_eight_sessions_change_no_reward(
     box: None, neighbours: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch

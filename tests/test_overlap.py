@@ -144,6 +144,7 @@ def refused_at_once(crew: Crew, *words: str) -> str:
         crew.wait(lambda: crew.rows("SELECT DISTINCT status FROM runs") == {("failed",)}, "the worker's own refusal")
 
 
+@pytest.mark.slow
 def test_the_embedded_stack_has_a_process_each_where_a_run_wants_them_and_says_so_where_it_has_not(
     short_folder: Path, tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def test_a_run_rolls_out_trains_and_ends_as_planned_and_its_rows_can_be_asked_ab
     assert "reward" in stack.agentrl("replay", str(listed[0]["id"]))
 
 
+@pytest.mark.slow
 def test_submitting_the_same_name_twice_makes_one_run(stack: Stack, model: Path) -> None:
     asked = ("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "4", "--name", "twice", *SMALL)
     assert stack.agentrl(*asked) == stack.agentrl(*asked, "--wait") == "twice\n"
@@ -65,6 +66,7 @@ def test_submitting_the_same_name_twice_makes_one_run(stack: Stack, model: Path)
     stack.agentrl(*asked, "--seed", "7", code=3)
 
 
+@pytest.mark.slow
 def test_a_rollout_worker_killed_in_the_middle_costs_no_episode(stack: Stack, model: Path) -> None:
     run = stack.agentrl(
         "submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "24", *SMALL, "--max-new-tokens", "64"
@@ -79,6 +81,7 @@ def test_a_rollout_worker_killed_in_the_middle_costs_no_episode(stack: Stack, mo
     assert_whole(stack.database, iterations=6, episodes=96)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_told_to_stop_hands_its_claims_back_and_no_loss_is_counted(stack: Stack, model: Path) -> None:
     run = stack.agentrl(
         "submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "16", *SMALL, "--max-new-tokens", "200"
@@ -104,6 +107,7 @@ def stops_in_the_middle(stack: Stack) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_paused_run_stands_still_until_it_is_resumed(stack: Stack, model: Path) -> None:
     run = stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "16", *SMALL).strip()
     stack.agentrl("pause", run)
@@ -115,6 +119,7 @@ def test_a_paused_run_stands_still_until_it_is_resumed(stack: Stack, model: Path
     stack.agentrl("resume", run, code=6)
 
 
+@pytest.mark.slow
 def test_a_cancelled_run_stays_cancelled(stack: Stack, model: Path) -> None:
     run = stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "64", *SMALL).strip()
     stack.agentrl("cancel", run)
@@ -123,6 +128,7 @@ def test_a_cancelled_run_stays_cancelled(stack: Stack, model: Path) -> None:
     assert count(stack.database, "SELECT count(*) FROM episodes WHERE status IN ('planned', 'running')") == 0
 
 
+@pytest.mark.slow
 def test_workers_started_by_hand_run_on_postgres_and_redis_by_url(
     redis_server: Settings, postgres: Database, model: Path, tmp_path: Path
 ) -> None:
@@ -144,6 +150,7 @@ def test_workers_started_by_hand_run_on_postgres_and_redis_by_url(
         stack.close()
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_a_run_of_its_own_with_an_interval(stack: Stack, model: Path) -> None:
     said = json.loads(
         stack.agentrl("eval", "--policy", str(model), "--dataset", "arithmetic", "--split", "test", "-n", "6", "--json")
@@ -175,6 +182,7 @@ def gsm8k_rows(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_first_command_of_the_readme_runs_from_a_hub_cache(short_folder: Path) -> None:
     stack = Stack(
         short_folder / "home",
@@ -217,6 +225,7 @@ class Diary(Hook):
 """
 
 
+@pytest.mark.slow
 def test_hooks_are_called_and_add_reward_parts_and_one_that_raises_fails_its_episode(short_folder: Path, model: Path) -> None:
     (short_folder / "diary_hook.py").write_text(HOOK.replace("\\\\", "\\"))
     stack = Stack(short_folder / "home", PYTHONPATH=str(short_folder), AGENTRL_IDLE_STOP_SECONDS="3600")
@@ -240,6 +249,7 @@ def test_hooks_are_called_and_add_reward_parts_and_one_that_raises_fails_its_epi
     assert count(stack.database, "SELECT count(*) FROM episodes WHERE status = 'done' AND reward >= 1") == 12
 
 
+@pytest.mark.slow
 def test_two_runs_into_one_folder_keep_their_checkpoints_and_the_newest_can_be_sampled(stack: Stack, model: Path) -> None:
     asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", "--output-dir", str(stack.home / "out"))
     for seed in ("0", "1"):
@@ -252,6 +262,7 @@ def test_two_runs_into_one_folder_keep_their_checkpoints_and_the_newest_can_be_s
     assert said["episodes"] == 2
 
 
+@pytest.mark.slow
 def test_without_any_redis_the_stack_is_one_process_and_says_so(short_folder: Path, model: Path) -> None:
     stack = Stack(short_folder / "home", AGENTRL_REDIS_SERVER="none", AGENTRL_IDLE_STOP_SECONDS="3600")
     try:

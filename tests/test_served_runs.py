@@ -50,6 +50,7 @@ def submit(stack: Stack, model: Path, *more: str, code: int = 0) -> str:
     return stack.agentrl("submit", *asked, code=code).strip()
 
 
+@pytest.mark.slow
 def test_a_run_over_a_server_trains_on_what_the_server_sampled_and_publishes_every_version(stack: Stack, model: Path) -> None:
     with served(model) as (routes, url):
         stack.environment["AGENTRL_ENGINE_URL"] = url
@@ -70,6 +71,7 @@ def test_a_run_over_a_server_trains_on_what_the_server_sampled_and_publishes_eve
         assert 0 < away < 1e-3
 
 
+@pytest.mark.slow
 def test_a_server_that_is_away_or_dies_in_the_middle_costs_no_episode(stack: Stack, model: Path) -> None:
     with kept_port() as port:
         stack.environment["AGENTRL_ENGINE_URL"] = f"http://127.0.0.1:{port}"
@@ -90,6 +92,7 @@ def test_a_server_that_is_away_or_dies_in_the_middle_costs_no_episode(stack: Sta
     assert all(one != other for one, other in pairwise(told))
 
 
+@pytest.mark.slow
 def test_what_a_server_cannot_serve_ends_its_run_and_says_so_and_an_evaluation_comes_through(stack: Stack, model: Path) -> None:
     with served(model) as (routes, url):
         stack.environment["AGENTRL_ENGINE_URL"] = url
