@@ -19,19 +19,15 @@ NO_ROOM = "Set update.gradient_checkpointing=true or model.load_in_4bit=true, or
 
 
 class Reader:
-    """Scores rows at the run's temperature, in pieces that fit into memory."""
+    """Scores rows at the run's temperature, in pieces that fit into memory; with `share` the beginning that rows have in common
+    is read once.
+    """
 
     def __init__(self, policy: Policy, config: RunConfig) -> None:
         self._policy = policy
         self._config = config
         self.share = _may_share(policy, config)
         self.pieces = Pieces(config.update.microbatch_tokens, self._cut, self._size, "row", NO_ROOM)
-
-    def _cut(self, rows: Sequence[Row], tokens: int) -> Sequence[Sequence[Row]]:
-        return microbatches(rows, tokens, self._config.update.gradient_accumulation_steps, self.share)
-
-    def _size(self, rows: Sequence[Row]) -> int:
-        return size(rows, self.share)
 
     def scores(self, model: nn.Module, batch: Microbatch, critic: nn.Linear | None, trains: bool = False) -> Scores:
         """Of a microbatch; `trains`: with all gradients that the loss wants."""
@@ -90,6 +86,12 @@ class Reader:
             apart.setdefault(row.episode, []).append(difference[mask].abs())
         # What is not a number is left to the guard against it.
         return {episode for episode, found in apart.items() if float(torch.cat(found).mean()) > limit}
+
+    def _cut(self, rows: Sequence[Row], tokens: int) -> Sequence[Sequence[Row]]:
+        return microbatches(rows, tokens, self._config.update.gradient_accumulation_steps, self.share)
+
+    def _size(self, rows: Sequence[Row]) -> int:
+        return size(rows, self.share)
 
 
 @contextmanager
