@@ -21,8 +21,6 @@ from workflow.tools.python import sandbox
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: tests and their workers run side by side
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C, and so would all it starts
-
 LONGEST = ("test_faults", "test_run", "test_matrix", "test_forks", "test_overlap", "test_cli", "test_served_runs", "test_stack")
 """The files of whole runs, which start first: one of minutes that started last would be waited for alone."""
 
@@ -31,6 +29,11 @@ _numbers = count()
 # A busy machine makes any example slow; what never ends meets pytest's own timeout.
 hypothesis_settings.register_profile("agentrl", deadline=None)
 hypothesis_settings.load_profile("agentrl")
+
+
+def pytest_configure() -> None:
+    """Ctrl-C is heard by what the tests start, also where a shell runs the tests in its background, which ignores it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
