@@ -207,6 +207,12 @@ def test_a_kl_in_the_reward_is_taken_off_each_token_and_is_not_in_the_loss(folde
     assert found[0].metrics["kl"] == pytest.approx(found[1].metrics["kl"])
 
 
+def test_a_kl_that_leaves_no_finite_advantage_is_no_step_and_counts_as_one_gone_wrong(folder: Path) -> None:
+    _, trainer = trainer_of(folder, config(algorithm__name="ppo", algorithm__kl_coef=1e308, algorithm__kl_in="reward"))
+    update = trainer.update(groups_of(), 0)
+    assert (update.skipped, update.bad, update.advantages) == ("an advantage is no finite number", True, {})
+
+
 def test_an_entropy_bonus_makes_the_policy_less_sure(folder: Path) -> None:
     def after(coef: float) -> float:
         _, trainer = trainer_of(folder, config(0, algorithm__entropy_coef=coef))

@@ -163,8 +163,10 @@ def test_a_reward_that_raises_or_is_no_number_fails_the_episode(user_rewards: Pa
     [
         ([0.5], "returned 1 numbers, and the episode has 2 steps"),
         ([0.5, float("nan")], "returned nan at step 1"),
-        ((1e308, 1e308), "whose sum is inf"),
-        ([0.5, None], "raised TypeError"),
+        ((9e29, 9e29), "whose sum is 1.8e[+]30; the largest that can be trained on is 1e[+]30"),
+        ([0.5, None], "raised TypeError: a reward is a number, not 'NoneType'"),
+        ("0.5", "raised TypeError: a reward is a number, not 'str'"),
+        (-1e200, "returned -1e[+]200; the largest"),
     ],
 )
 def test_a_reward_by_step_has_a_finite_number_for_each_or_fails_the_episode(
@@ -173,6 +175,11 @@ def test_a_reward_by_step_has_a_finite_number_for_each_or_fails_the_episode(
     monkeypatch.setattr("user_rewards.half", lambda episode: given)
     with pytest.raises(RewardError, match=f"'user_rewards:half' .*{why}"):
         score(episode(turn("", CALL), turn("1")), {"user_rewards:half": 1.0})
+
+
+def test_parts_whose_weighted_sum_is_too_large_fail_the_episode() -> None:
+    with pytest.raises(RewardError, match=r"the weighted sum of the reward parts is 2e\+30; the largest"):
+        total({"numeric_answer": 1.0}, {"numeric_answer": 2e30})
 
 
 def test_a_reward_by_step_is_its_sum_and_each_step_earns_its_own() -> None:

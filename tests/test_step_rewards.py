@@ -149,6 +149,16 @@ def nan(episode: Episode) -> list[float]:
     return [float("nan")] * len(episode.steps)
 
 
+async def awaited(episode: Episode) -> float:
+    """Nobody awaits it."""
+    return 1.0
+
+
+def two_of_them(episode: Episode, other: Episode) -> float:
+    """Wants more than there is."""
+    return 1.0
+
+
 SAID = [chat().turn(Message("assistant", "#### 0"))] * 2
 
 
@@ -236,12 +246,21 @@ def test_rescoring_names_the_episode_whose_reward_is_no_number(own_database: Dat
 # --- what is asked for --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rewards", [{"no_such": 1.0}, {f"{HERE}:nothing": 1.0}, {f"{HERE}:SAID": 1.0}])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("no_such", "No reward is called"),
+        (f"{HERE}:nothing", "leads to no object"),
+        (f"{HERE}:SAID", "nothing that can be called"),
+        (f"{HERE}:awaited", "is an async function, which nobody awaits"),
+        (f"{HERE}:two_of_them", "cannot be called with an episode alone: missing a required argument: 'other'"),
+    ],
+)
 def test_a_reward_that_is_none_is_refused_when_the_run_is_submitted(
-    own_database: Database, asked: dict[str, Any], rewards: dict[str, float]
+    own_database: Database, asked: dict[str, Any], name: str, why: str
 ) -> None:
-    with pytest.raises(ConfigError):
-        prepare(own_database, build(asked | {"rewards": rewards}))
+    with pytest.raises(ConfigError, match=why):
+        prepare(own_database, build(asked | {"rewards": {name: 1.0}}))
 
 
 @pytest.mark.parametrize("rewards", [{"format": float("nan")}, {"format": True}, {"format": "much"}, {"": 1.0}, ["format"], 1])

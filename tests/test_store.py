@@ -28,6 +28,7 @@ from tests.stored import (
 from workflow import db as tables
 from workflow import views
 from workflow.errors import ConflictError, Fenced, NotFoundError
+from workflow.rewards import LARGEST
 from workflow.store import observe, planning, rollout, steps, training, waiting
 from workflow.store.connect import Database
 from workflow.store.iterations import task_order
@@ -175,6 +176,14 @@ def test_the_last_episode_closes_its_group_and_the_last_group_its_iteration(data
         row = tx.execute(select(tables.groups).where(tables.groups.c.id == first)).one()
     assert (row.mean_reward, row.std_reward) == (0.5, pytest.approx(0.5**0.5))
     assert values(database, "SELECT weight FROM v_rewards WHERE part = 'format'") == [0.5]
+
+
+def test_the_largest_rewards_close_their_group(database: Database) -> None:
+    group, _ = start(database, submission())
+    work = claim(database, group)
+    finish(database, work, 0, LARGEST)
+    assert finish(database, work, 1, -LARGEST) == rollout.Finished(True, None)
+    assert values(database, "SELECT std_reward FROM groups WHERE id = :g", g=group) == [pytest.approx(2**0.5 * LARGEST)]
 
 
 def test_of_groups_that_finish_at_once_exactly_one_is_told_that_the_iteration_is_ready(database: Database) -> None:

@@ -200,6 +200,8 @@ class Trainer:
         strayed = self._reader.strayed(tokens.rows)
         known, credited, earned = self._find_out(tokens, kept, strayed)
         advantages = {e.id: value for e, value in zip(episodes, per_episode(credited, tokens), strict=True)}
+        if not all(map(math.isfinite, advantages.values())):  # nothing of it can be learned, or written down
+            return Update(dropped=dropped, skipped="an advantage is no finite number", bad=True)
         dropped |= why_strayed(kept, strayed)
         minibatches = self._minibatches([row for row in tokens.rows if row.episode not in strayed], known, len(episodes))
         if not minibatches:

@@ -14,10 +14,10 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, SupportsFloat
 
 from workflow.errors import AgentRLError, ConfigError, InfraError, RewardError, SandboxUnavailable
 from workflow.plugins import find
@@ -32,6 +32,9 @@ Part = float | tuple[float, ...]
 
 Reward = Callable[[Episode], Value]
 """A finished episode -> its value. One that raises fails its episode; it never counts as 0. `episode.limits` are the run's."""
+
+LARGEST = 1e30
+"""The size of a reward, at most: a group's deviation squares it."""
 
 MAX_NAME = 64
 """Characters in the name that a hook gives to a reward part, at most."""
@@ -82,14 +85,29 @@ def judges_of(weights: Mapping[str, float]) -> dict[str, Judge]:
     """Those of the rewards that are judges, by the reward's name.
 
     Raises:
-        ConfigError: a judge's name is too long.
+        ConfigError: a judge's name is too long, or a reward cannot be called with an episode alone.
     """
     found = {name: find("rewards", name) for name in weights}
+    for name, reward in found.items():
+        _check_call(name, reward)
     judges = {name: reward for name, reward in found.items() if isinstance(reward, Judge)}
     for name in judges:
         if len(name) > MAX_JUDGE:
             raise ConfigError(f"The reward {name[:60]!r}... has {len(name)} characters.", f"At most {MAX_JUDGE}.")
     return judges
+
+
+def _check_call(name: str, reward: Reward) -> None:
+    said = ""
+    if inspect.iscoroutinefunction(reward):
+        said = "is an async function, which nobody awaits"
+    with suppress(ValueError):  # of some built-in ones nothing is known
+        try:
+            inspect.signature(reward).bind(None)
+        except TypeError as error:
+            said = f"cannot be called with an episode alone: {error}"
+    if said:
+        raise ConfigError(f"The reward {name!r} {said}.", "Write it as def reward(episode): return 1.0")
 
 
 def questions(episode: Episode, judges: Mapping[str, Judge]) -> dict[str, Mapping[str, Any]]:
@@ -141,29 +159,47 @@ def score(
 
 
 def numbers(value: object) -> Part:
-    """One number or several, as plain floats."""
-    return tuple(map(float, value)) if isinstance(value, list | tuple) else float(value)  # type: ignore[arg-type]
+    """One number or several, as plain floats.
+
+    Raises:
+        TypeError: it is something else; a text that reads like a number is none.
+    """
+    return tuple(map(_number, value)) if isinstance(value, list | tuple) else _number(value)
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, SupportsFloat):
+        raise TypeError(f"a reward is a number, not {type(value).__name__!r}")
+    return float(value)
 
 
 def part_of(value: Part, steps: int, source: str, name: str = "") -> Part:
     """The value that `source` returned, for the part of that name where it returns several, with its numbers checked.
 
     Raises:
-        RewardError: one is not finite, or they are not as many as the steps.
+        RewardError: one is not finite or beyond `LARGEST`, or they are not as many as the steps.
     """
     about = f" for {name!r}" if name else ""
     if isinstance(value, float):
-        if not math.isfinite(value):
-            raise RewardError(f"{source} returned {value}{about}")
+        if not _usable(value):
+            raise RewardError(f"{source} returned {value}{about}{_why(value)}")
         return value
     if len(value) != steps:
         raise RewardError(f"{source} returned {len(value)} numbers{about}, and the episode has {steps} steps")
     for step, number in enumerate(value):
-        if not math.isfinite(number):
-            raise RewardError(f"{source} returned {number}{about} at step {step}")
-    if not math.isfinite(sum(value)):
-        raise RewardError(f"{source} returned numbers{about} whose sum is {sum(value)}")
+        if not _usable(number):
+            raise RewardError(f"{source} returned {number}{about} at step {step}{_why(number)}")
+    if not _usable(sum(value)):
+        raise RewardError(f"{source} returned numbers{about} whose sum is {sum(value)}{_why(sum(value))}")
     return value or 0.0
+
+
+def _usable(value: float) -> bool:
+    return abs(value) <= LARGEST  # no NaN is
+
+
+def _why(value: float) -> str:
+    return f"; the largest that can be trained on is {LARGEST:g}" if math.isfinite(value) else ""
 
 
 def whole(part: Part) -> float:
@@ -215,8 +251,8 @@ def total(parts: Mapping[str, Part], weights: Mapping[str, float]) -> float:
         RewardError: the sum is too large for a number.
     """
     reward = sum(whole(part) * weights.get(name, 1.0) for name, part in parts.items())
-    if not math.isfinite(reward):
-        raise RewardError(f"the weighted sum of the reward parts is {reward}")
+    if not _usable(reward):
+        raise RewardError(f"the weighted sum of the reward parts is {reward}{_why(reward)}")
     return reward
 
 
