@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workflow.evaluate import evaluate, is_right, pass_at
+from workflow.evaluate import evaluate, interval, is_right, pass_at, student
 from workflow.trajectory import Episode, Group, Status, Task
 
 
@@ -26,8 +26,37 @@ def test_errors_are_counted_apart_and_do_not_lower_the_mean() -> None:
 
 def test_the_interval_is_that_of_a_mean_of_independent_tasks() -> None:
     score = evaluate([group(1.0)] * 60 + [group(0.0)] * 40)
-    margin = 1.959964 * math.sqrt(0.6 * 0.4 / 99)
+    margin = 1.984217 * math.sqrt(0.6 * 0.4 / 99)
     assert (score.low, score.high) == (pytest.approx(0.6 - margin), pytest.approx(0.6 + margin))
+
+
+def test_the_interval_of_few_tasks_is_students() -> None:
+    slept = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]  # hours more: Student 1908, Illustration I
+    mean, margin = interval(slept)
+    assert (mean, margin) == (pytest.approx(0.75), pytest.approx(1.279780))
+
+
+def test_one_task_says_nothing_of_its_spread_and_tasks_that_are_alike_have_none() -> None:
+    score = evaluate([group(1.0, 0.0)])
+    assert (score.low, score.mean, score.high) == (-math.inf, 0.5, math.inf)
+    assert interval([0.5] * 5) == (0.5, 0.0)
+
+
+PUBLISHED = {
+    1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 6: 2.4469, 7: 2.3646, 8: 2.3060, 9: 2.2622, 10: 2.2281, 11: 2.2010,
+    12: 2.1788, 13: 2.1604, 14: 2.1448, 15: 2.1314, 20: 2.0860, 25: 2.0595, 29: 2.0452, 30: 2.0423, 40: 2.0211, 60: 2.0003,
+    100: 1.9840, 120: 1.9799, 10**9: 1.9600,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), PUBLISHED.items())
+def test_the_quantiles_of_t_are_the_published_ones(freedom: int, quantile: float) -> None:
+    assert student(freedom) == pytest.approx(quantile, abs=0.6e-4)  # of it half a digit is their rounding
+
+
+def test_the_quantiles_of_t_fall_with_the_degrees_of_freedom() -> None:
+    found = [student(freedom) for freedom in range(1, 3000)]
+    assert all(more > fewer > 1.96 for more, fewer in pairwise(found))
 
 
 def test_many_episodes_of_one_task_are_not_many_tasks() -> None:

@@ -34,8 +34,19 @@ def test_ten_tasks_won_and_none_lost_is_the_sign_test() -> None:
     assert (found.won, found.lost, found.tied) == (10, 0, 20)
     assert found.p_value == pytest.approx(2 / 2**10)
     assert (found.first, found.second, found.difference) == (0.0, pytest.approx(1 / 3), pytest.approx(1 / 3))
-    margin = 1.959964 * math.sqrt((10 / 30) * (20 / 30) / 29)
+    margin = 2.0452296 * math.sqrt((10 / 30) * (20 / 30) / 29)
     assert (found.low, found.high) == (pytest.approx(1 / 3 - margin), pytest.approx(1 / 3 + margin))
+
+
+def test_of_few_tasks_interval_and_p_value_agree_that_it_may_be_chance() -> None:
+    found = paired(dict.fromkeys(range(5), 0.0), dict(enumerate([0.0, 0.25, 0.25, 0.3125, 0.75])))
+    assert (found.difference, found.p_value) == (0.3125, 0.125)
+    assert found.low < 0.0 < found.high
+
+
+def test_the_difference_of_one_task_is_in_no_bounds() -> None:
+    found = paired({1: 0.0}, {1: 1.0})
+    assert (found.low, found.difference, found.high, found.p_value) == (-math.inf, 1.0, math.inf, 1.0)
 
 
 def test_a_thousand_tasks_of_zeros_and_ones_are_counted_and_not_drawn() -> None:

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.exc import IntegrityError
 
-from cli.watch import iteration_line
+from cli.watch import eval_line, iteration_line
 from tests.stored import (
     EXPIRED,
     LEASE,
@@ -284,6 +284,14 @@ def test_an_eval_run_ends_with_its_score(database: Database) -> None:
     training.finish_eval(database, work, Score(0.5, 0.1, 0.9, 4, 0))
     assert observe.evaluation(database, "first")["mean_reward"] == 0.5
     assert status_of_run(database) == "done"
+
+
+def test_an_evaluation_of_one_task_is_stored_without_bounds(database: Database) -> None:
+    work = ready(database, submission(kind="eval"))
+    training.finish_eval(database, work, Score(0.5, -math.inf, math.inf, 4, 0))
+    row = observe.evaluation(database, "first")
+    assert (row["low"], row["mean_reward"], row["high"]) == (-math.inf, 0.5, math.inf)
+    assert "  95% [-inf, inf]  " in eval_line({**row, "policy_version": 0}, None)
 
 
 def test_the_hash_of_a_base_is_remembered_from_its_first_loading(database: Database) -> None:

@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from workflow.trajectory import Group
 
 Z95 = 1.959964
-"""Two-sided 95% quantile of the normal distribution."""
+"""Two-sided 95% quantile of the normal distribution: of Student's t with endless degrees of freedom."""
+
+T95 = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157)
+"""Two-sided 95% quantiles of Student's t with 1, 2, ... degrees of freedom, where the expansion of `student` is too coarse."""
 
 FULL = 1 - 1e-9
 """A part of a reward that is at least this is at its full value."""
@@ -39,7 +42,7 @@ class Score:
 
 
 def evaluate(groups: Sequence[Group], right: Collection[int] | None = None) -> Score:
-    """The mean over tasks of each task's mean reward; its interval comes from the spread between tasks.
+    """The mean over tasks of each task's mean reward; its interval (see `interval`) comes from the spread between tasks.
 
     Episodes of one task are alike, so that tasks, not episodes, are what is independent.
 
@@ -59,12 +62,33 @@ def evaluate(groups: Sequence[Group], right: Collection[int] | None = None) -> S
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean of independent values, and half the width of its 95% interval; 0 where there is one value."""
+    """The mean of independent values, and half the width of its 95% interval; infinite where there is one value.
+
+    Of Student's t with n - 1 degrees of freedom: few values know their own spread badly. Student 1908, The probable error of a
+    mean.
+    """
     mean = math.fsum(values) / len(values)
     if len(values) < 2:
-        return mean, 0.0
+        return mean, math.inf
     variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return mean, Z95 * math.sqrt(variance / len(values))
+    return mean, student(len(values) - 1) * math.sqrt(variance / len(values))
+
+
+def student(freedom: int) -> float:
+    """The two-sided 95% quantile of Student's t with that many degrees of freedom, at least 1; off by less than 1e-5.
+
+    From 10 on the Cornish-Fisher expansion around the normal quantile: Abramowitz and Stegun 1964, eq. 26.7.5.
+    """
+    if freedom <= len(T95):
+        return T95[freedom - 1]
+    z = Z95
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
 def passes(counts: Sequence[tuple[int, int]], size: int) -> dict[int, float]:

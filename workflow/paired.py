@@ -31,7 +31,8 @@ class Paired:
 
     Args:
         first, second: their means over these tasks.
-        difference, low, high: mean of second - first, with its 95% interval from the spread between tasks.
+        difference, low, high: mean of second - first, with its 95% interval from the spread between tasks: Student's t, so
+            that few tasks have a wide one, and one task has none (infinite).
         p_value: two-sided; NaN without a task.
         method: whether the worlds were all counted or drawn.
         won, lost, tied: tasks on which the second has more, less, the same.
