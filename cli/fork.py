@@ -35,6 +35,8 @@ def fork(
 
     asked = ForkRequest(episode, step, n, edit_message, policy, with_parent, name)
     prepared = prepare_fork(database(), asked)
+    for remark in prepared.remarks:
+        say(remark)
     send(prepared, wait or None, as_json)
     say(f"Train on it: agentrl submit --from-groups {prepared.submission.name}")
 

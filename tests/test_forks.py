@@ -1,6 +1,7 @@
 """Forks, training on stored groups, new rewards over old episodes, and the ledger: on one real run with two turns and tools."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ from sqlalchemy import text
 from tests.faults import world
 from tests.stack import Stack, embedded_stack
 from tests.stored import ready, submission, update_of
-from workers.fork import ForkRequest, prepare_fork
+from workers.fork import OTHER_CODE, ForkRequest, prepare_fork
 from workers.rescore import rescore
 from workers.stored import prepare_stored
 from workflow.batch import rows_of
@@ -31,8 +32,14 @@ def stack() -> Iterator[Stack]:
     """The embedded stack, with one finished run of 2 iterations x 2 groups x 2 episodes x 2 turns."""
     with TemporaryDirectory(prefix="arl-", dir="/tmp") as folder, embedded_stack(Path(folder), idle_seconds="3600") as made:
         world.make_model(Path(folder) / "model")
+        made.environment["PYTHONPATH"] = os.pathsep.join([str(own(made)), os.environ.get("PYTHONPATH", "")])
         made.agentrl("submit", *asked(Path(folder) / "model"), "--name", RUN, "--wait")
         yield made
+
+
+def own(stack: Stack) -> Path:
+    """The folder of a user's own code."""
+    return stack.home.parent / "own"
 
 
 def asked(model: Path) -> tuple[str, ...]:
@@ -274,3 +281,19 @@ def test_the_ledger_tells_what_became_of_an_episode_and_sums_to_what_was_planned
         for row in table:
             assert sum(row[fate] for fate in ledger.FATES) == row["planned"]
     stack.agentrl("why", "999999", code=5)
+
+
+def test_a_reward_that_was_edited_is_read_anew_by_the_workers_that_run(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    own(stack).mkdir()
+    monkeypatch.syspath_prepend(str(own(stack)))
+    flags = (*asked(stack.home.parent / "model"), "--max-samples", "2", "--reward", "edited_rewards:mine", "--wait")
+    for run, code in (("edited-1", "1.0"), ("edited-2", "22.0")):
+        (own(stack) / "edited_rewards.py").write_text(f"def mine(episode): return {code}\n")
+        stack.agentrl("submit", *flags, "--name", run)
+    values = "SELECT DISTINCT run, value FROM v_rewards WHERE part = 'edited_rewards:mine' ORDER BY run"
+    assert [tuple(row.values()) for row in select(stack, values)] == [("edited-1", 1.0), ("edited-2", 22.0)]
+    assert select(stack, "SELECT kind FROM events WHERE kind = 'code_changed'") == []
+    for run, remarks in (("edited-1", (OTHER_CODE,)), ("edited-2", ())):
+        (row,) = select(stack, "SELECT min(id) AS id FROM v_episodes WHERE run = :run", run=run)
+        prepared = prepare_fork(stack.database, ForkRequest(row["id"], 0, 1, with_parent=True))
+        assert prepared.remarks == remarks

@@ -19,11 +19,13 @@ from tests.test_datasets import write
 from tests.test_workers import in_memory as in_memory
 from workers.episodes import GroupRollout
 from workers.rescore import rescore
+from workers.rollout import _note_code
 from workers.submit import prepare
 from workflow.config import RunConfig, build
-from workflow.envs import Env
+from workflow.envs import Env, scoring_hash
 from workflow.errors import ConfigError, RewardError
 from workflow.hooks import Hook
+from workflow.plugins import find, read_anew
 from workflow.resolve import resolve
 from workflow.store import observe, planning, steps
 from workflow.store.claims import IterationWork
@@ -235,6 +237,27 @@ def test_a_reward_that_raises_or_is_no_number_fails_its_episode_and_is_named(
         assert (row["status"], row["error_class"], row["reward"]) == ("failed", "RewardError", None)
         assert row["error"] == f"reward '{HERE}:{name}' {why}"
     assert values(own_database, "SELECT id FROM rewards") == []
+
+
+def test_rewards_that_come_from_other_code_than_was_submitted_are_told_once(
+    own_database: Database, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "altered_reward.py").write_text("def mine(episode): return 1.0\n")
+    made = planning.submit(
+        own_database, prepare(own_database, build(asked | {"rewards": {"altered_reward:mine": 1.0}})).submission
+    )
+    (group,) = planning.start_iteration(own_database, planning.open_iterations(own_database, made.id)[0])
+    work, env = claim(own_database, group), find("envs", "math")
+    _note_code(work, env)
+    assert values(own_database, "SELECT count(*) FROM events WHERE kind = 'code_changed'") == [0]
+    (tmp_path / "altered_reward.py").write_text("def mine(episode): return 22.0\n")
+    for _ in range(2):
+        read_anew()
+        _note_code(work, env)
+    assert values(own_database, "SELECT subject FROM events WHERE kind = 'code_changed'") == [scoring_hash(env, work.weights)]
+    (tmp_path / "altered_reward.py").unlink()
+    _note_code(work, env)
 
 
 def test_rescoring_names_the_episode_whose_reward_is_no_number(own_database: Database, asked: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -182,9 +183,9 @@ class Returns(Hook):
 
 
 class Good(Returns):
-    """A number in a string's clothes is a number."""
+    """Whatever is a number is one, as are those of other libraries."""
 
-    parts: Any = {"bonus": "0.5"}  # noqa: RUF012
+    parts: Any = {"bonus": Decimal("0.5")}  # noqa: RUF012
 
 
 class NotANumber(Returns):
@@ -194,9 +195,9 @@ class NotANumber(Returns):
 
 
 class Endless(Returns):
-    """Each part is finite, their sum is not."""
+    """Each part may be so large, their sum may not."""
 
-    parts: Any = {"a": 1e308, "b": 1e308}  # noqa: RUF012
+    parts: Any = {"a": 9e29, "b": 9e29}  # noqa: RUF012
 
 
 class Missing(Returns):
@@ -262,9 +263,9 @@ def ends(db: Database) -> set[tuple[Any, ...]]:
     ("hook", "why"),
     [
         (NotANumber, "NotANumber.on_rollout_end returned nan for 'bonus'"),
-        (Endless, "the weighted sum of the reward parts is inf"),
+        (Endless, "the weighted sum of the reward parts is 1.8e+30; the largest that can be trained on is 1e+30"),
         (Missing, "Missing.on_rollout_end raised TypeError"),
-        (Words, "could not convert string to float: 'much'"),
+        (Words, "raised TypeError: a reward is a number, not 'str'"),
         (Nothing, "Nothing.on_rollout_end raised AttributeError"),
         (LongName, "a name has 1 to 64 printable characters"),
     ],

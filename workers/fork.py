@@ -19,6 +19,8 @@ from workflow.store.forks import Fork, ForkPoint, fork_point
 from workflow.store.planning import Submission
 from workflow.trajectory import Message, PolicyRef
 
+OTHER_CODE = "The parent's reward was given by other code than the forks' will be: they stand in one group all the same."
+
 
 @dataclass(frozen=True)
 class ForkRequest:
@@ -78,7 +80,8 @@ def prepare_fork(db: Database, asked: ForkRequest) -> Prepared:
         output_dir=str(output_folder(config, name)),
         fork=Fork(asked.episode, asked.step, _opening(asked, point), asked.with_parent),
     )
-    return Prepared(submission, config, (), asked.name is not None)
+    unlike = asked.with_parent and submission.code_hash != point.code_hash
+    return Prepared(submission, config, (), asked.name is not None, (OTHER_CODE,) if unlike else ())
 
 
 def _described(asked: ForkRequest) -> dict[str, Any]:

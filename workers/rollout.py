@@ -6,6 +6,7 @@ commits it and asks `next_action` what follows. While some episodes wait for a t
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from logging import getLogger
 from queue import Empty, SimpleQueue
@@ -20,8 +21,10 @@ from workers.models import models
 from workers.process import claim_name, confirm_base, database, heartbeat, refuse_overlap, stopping, until_written
 from workflow import engines, mirror
 from workflow.config import RunConfig
+from workflow.envs import Env, scoring_hash
 from workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, ModelError, ServiceError
 from workflow.faults import faultpoint
+from workflow.plugins import read_anew
 from workflow.settings import settings
 from workflow.store import mending, training, waiting
 from workflow.store import rollout as store
@@ -41,6 +44,7 @@ def rollout(groups: list[int]) -> int:
 
     A group that a live worker holds is left to it: the message is then acknowledged without counting for the chord.
     """
+    read_anew()
     groups = [row_id(group) for group in groups]
     batches = _by_run(_claim(groups))
     for batch in batches:
@@ -94,6 +98,7 @@ def _roll_out(works: Sequence[GroupWork]) -> None:
                 work.fence.group: GroupRollout(database(), work, config, loaded.engine, loaded.policy.chat, inbox, lost)
                 for work in works
             }
+            _note_code(works[0], rollouts[works[0].fence.group].env)
             _drive(rollouts, inbox)
     except (ConfigError, ModelError, CheckpointError) as error:
         _refuse(works, error)
@@ -108,6 +113,13 @@ def _roll_out(works: Sequence[GroupWork]) -> None:
     finally:
         for work in works:
             heartbeat().drop_group(work.fence)
+
+
+def _note_code(work: GroupWork, env: Env) -> None:
+    with suppress(OSError):  # a file of it is gone: what is loaded goes on
+        found = scoring_hash(env, work.weights)
+        if found != work.code_hash:
+            store.note_code(database(), work.run_id, found)
 
 
 def _refuse(works: Sequence[GroupWork], error: AgentRLError) -> None:

@@ -36,13 +36,14 @@ class Fork:
 
 @dataclass(frozen=True)
 class ForkPoint:
-    """The episode to fork, its run's row, and the version of the policy that sampled the step."""
+    """The episode to fork, its run's row, the version of the policy that sampled the step, and what the run's rewards are."""
 
     episode: Episode
     run: Mapping[str, Any]
     policy_run: str
     policy_version: int
     weights: Mapping[str, float]
+    code_hash: str
 
 
 @reading
@@ -73,7 +74,8 @@ def fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
         .where(steps.episode_id == owner["id"], steps.attempt == owner["attempt"], steps.number == step)
     ).one()
     run = tx.execute(select(db.runs).where(db.runs.c.id == row["run_id"])).mappings().one()
-    return ForkPoint(value, dict(run), sampler.name, sampler.version, reward_set(tx, run["id"], "default")["weights"])
+    rewards = reward_set(tx, run["id"], "default")
+    return ForkPoint(value, dict(run), sampler.name, sampler.version, rewards["weights"], rewards["code_hash"])
 
 
 def reward_set(tx: Connection, run_id: int, name: str) -> Mapping[Any, Any]:

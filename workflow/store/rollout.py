@@ -63,6 +63,7 @@ class GroupWork:
     policy_id: int
     task: Task
     weights: Mapping[str, float]
+    code_hash: str
     reward_set: int
     episodes: tuple[Episode, ...]
     opening: tuple[Message, ...] | None = None
@@ -168,6 +169,7 @@ _WORK = (
         db.tasks,
         db.reward_sets.c.id.label("reward_set"),
         db.reward_sets.c.weights,
+        db.reward_sets.c.code_hash,
     )
     .select_from(db.groups)
     .join(db.runs, db.runs.c.id == db.groups.c.run_id)
@@ -195,10 +197,20 @@ def _load_work(tx: Connection, fence: Fence) -> GroupWork:
         policy_id=row["policy_id"],
         task=task,
         weights=row["weights"],
+        code_hash=row["code_hash"],
         reward_set=row["reward_set"],
         episodes=load_episodes(tx, (db.episodes.c.group_id == fence.group) & unfinished, {row["id"]: task}),
         opening=tuple(message_value(message) for message in row["opening"]) if row["opening"] else None,
     )
+
+
+@transaction
+def note_code(tx: Connection, run_id: int, code_hash: str) -> None:
+    """Tells once in the run's event log that its rewards come from other code than when it was submitted."""
+    events = db.events.c
+    told = (events.run_id == run_id) & (events.kind == "code_changed") & (events.subject == code_hash)
+    if tx.execute(select(events.id).where(told)).first() is None:
+        log(tx, run_id, "code_changed", code_hash, "from here on rewards come from other code than when the run was submitted")
 
 
 _STILL_OPEN = select(_GROUPS.id).where(_GROUPS.id.in_(bindparam("groups", expanding=True)), _open(_GROUPS.status)).limit(1)
