@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cli.output import Json, Line, cell, say, show, show_json, show_lines, show_rows
+from cli.output import Json, Line, cell, one_line, say, show, show_json, show_lines, show_rows
 from cli.watch import RunName
 
 EpisodeNumber = Annotated[int, typer.Argument(metavar="EPISODE", help="Number of the episode.", show_default=False)]
@@ -119,7 +119,8 @@ def _told(found: Any) -> Iterator[Line]:
 
 
 def _sentence(fate: Mapping[str, Any]) -> str:
-    shown = {**fate, "advantage": cell(fate["advantage"]), "version": fate["iteration"] + 1}
+    error = one_line(fate["error"] or "", 1000)
+    shown = {**fate, "error": error, "advantage": cell(fate["advantage"]), "version": fate["iteration"] + 1}
     return SENTENCES[fate["fate"]].format(**shown)
 
 

@@ -122,6 +122,11 @@ def cell(value: Any) -> str:
             return one_line(str(value))
 
 
+def decimals(value: float) -> str:
+    """A number of a curve, with three decimals; one of five digits or more as `cell` writes it."""
+    return f"{value:.3f}" if abs(value) < 10_000 else cell(value)
+
+
 def plain(value: Any) -> Any:
     """A value as JSON has it: moments in ISO 8601, bytes in hex, NaN and infinity as null."""
     match value:

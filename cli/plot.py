@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
+from cli.output import decimals
+
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -31,12 +33,13 @@ def plot(values: Sequence[float], width: int = 60, height: int = 8) -> list[str]
     if low == high:
         height = 1
     levels = _levels(points, height)
+    beside = max(8, len(decimals(low)), len(decimals(high)))
     lines = []
     for level in reversed(range(height)):
         label = high if level == height - 1 else low if level == 0 else None
-        margin = f"{label:8.3f}" if label is not None else " " * 8
-        lines.append(f"{margin} |{''.join('*' if here == level else ' ' for here in levels)}".rstrip())
-    return [*lines, f"{' ' * 9}+{'-' * len(points)}"]
+        margin = decimals(label) if label is not None else ""
+        lines.append(f"{margin:>{beside}} |{''.join('*' if here == level else ' ' for here in levels)}".rstrip())
+    return [*lines, f"{' ' * beside} +{'-' * len(points)}"]
 
 
 def _levels(points: Sequence[float], height: int) -> list[int]:

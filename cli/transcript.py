@@ -114,13 +114,14 @@ def _end(record: Any) -> Iterator[Line]:
     outcome = row["stop_reason"] or row["error_class"] or "not over"
     yield f"{row['status']} ({outcome})  reward {cell(row['reward'])}, advantage {cell(row['advantage'])}", "bold"
     if row["error"]:
-        yield f"  {row['error']}", "red"
+        yield f"  {one_line(row['error'], 1000)}", "red"
     for grade in record.grades:
         said = grade["status"] if grade["result"] is None else f"{one_line(grade['result'], 200)} ({grade['seconds']:.3f} s)"
         yield f"  judged by {grade['tool']}: {said}", "red" if grade["error_class"] else ""
     for (_, name), rows in groupby(record.rewards, lambda row: (row["reward_set"], row["part"])):
         yield f"  {name}: {_came_to(list(rows))}", ""
-    yield f"  answer:    {one_line(row['final_answer'], 400) or '(none)'}", ""
+    if row["status"] == "done":  # no other has its final answer recorded, whatever its last turn said
+        yield f"  answer:    {one_line(row['final_answer'], 400) or '(none)'}", ""
     yield f"  reference: {one_line(row['reference'], 400)}", ""
     yield (
         f"  {row['steps']} steps, {row['prompt_tokens']} + {row['sampled_tokens']} tokens, {row['tool_calls']} tool calls "

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self
 
 import typer
 
-from cli.output import Json, Line, cell, console, one_line, say, show, show_json, show_lines
+from cli.output import Json, Line, cell, console, decimals, one_line, say, show, show_json, show_lines
 from cli.plot import plot, sparkline
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name or number of the run.", show_default=False)]
@@ -225,8 +225,8 @@ def eval_line(row: Row, best: int | None) -> str:
 def held_out(view: View) -> str:
     """How the held-out scores went, in one line."""
     run, scores = view.run, view.scores
-    went = f"{scores[0]:.3f}" if len(scores) == 1 else f"{scores[0]:.3f} -> {scores[-1]:.3f}"
-    best = "" if run["best_version"] is None else f", best {run['best_reward']:.3f}: {run['run']}@{run['best_version']}"
+    went = decimals(scores[0]) if len(scores) == 1 else f"{decimals(scores[0])} -> {decimals(scores[-1])}"
+    best = "" if run["best_version"] is None else f", best {decimals(run['best_reward'])}: {run['run']}@{run['best_version']}"
     return f"held out {went}{best}"
 
 
@@ -244,7 +244,7 @@ def live_lines(view: View) -> list[str]:
     bar = f"[{'#' * filled}{'.' * (40 - filled)}] {done}/{total} {'iteration' if total == 1 else 'iterations'}"
     lines = [f"{run['run']}  {run['status']}", bar]
     if view.rewards:
-        lines.append(f"reward  {sparkline(view.rewards)}  {view.rewards[0]:.3f} -> {view.rewards[-1]:.3f}")
+        lines.append(f"reward  {sparkline(view.rewards)}  {decimals(view.rewards[0])} -> {decimals(view.rewards[-1])}")
     if view.scores:
         lines.append(f"{sparkline(view.scores)}  {held_out(view)}")
     if now:
@@ -277,13 +277,14 @@ def summary(view: View) -> list[Line]:
         over = now and now["finished"] == now["episodes"]
         meant = (OVER if now["done"] else NOTHING) if over else ""
         lines.append((f"  Go on: agentrl resume {name}{meant}", ""))
-    lines += [
+    curve = f"    agentrl sql \"SELECT iteration, mean_reward, kl, tokens FROM v_iterations WHERE run = '{name}'\""
+    return [
+        *lines,
         ("  Look closer:", ""),
-        (f"    agentrl episodes {name} --max-reward 0", ""),
+        (f"    agentrl episodes {name}" + (" --max-reward 0" if view.rewards else ""), ""),
         ("    agentrl replay EPISODE", ""),
-        (f"    agentrl sql \"SELECT iteration, mean_reward, kl, tokens FROM v_iterations WHERE run = '{name}'\"", ""),
+        *([(curve, "")] if view.rewards else []),
     ]
-    return lines
 
 
 def _failures(view: View) -> list[Line]:
@@ -299,10 +300,10 @@ def _failures(view: View) -> list[Line]:
 def _rewards(rewards: Sequence[float]) -> str:
     some = max(1, len(rewards) // 10)
     if len(rewards) == 1:
-        return f"reward {rewards[0]:.3f} (one iteration)"
+        return f"reward {decimals(rewards[0])} (one iteration)"
     first, last = sum(rewards[:some]) / some, sum(rewards[-some:]) / some
     meant = "the first and the last of" if some == 1 else f"mean of the first and the last {some} of"
-    return f"reward {first:.3f} -> {last:.3f} ({meant} {len(rewards)} iterations)"
+    return f"reward {decimals(first)} -> {decimals(last)} ({meant} {len(rewards)} iterations)"
 
 
 def duration(seconds: float) -> str:

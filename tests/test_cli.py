@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from cli.main import main
 from cli.output import clean, one_line
 from cli.plot import buckets, plot, sparkline
-from cli.watch import look, somebody_works, summary
+from cli.watch import View, held_out, live_lines, look, somebody_works, summary
 from tests.conftest import forget_process, missing
 from tests.models import tiny_random
 from tests.stack import SMALL, Stack
+from tests.stored import claim, fail, start, submission
 from workers import broker
 from workers.app import make_app
 from workers.process import database as process_database
@@ -467,6 +468,48 @@ def test_failed_episodes_are_told_with_their_most_frequent_error(data: Database,
     assert f"agentrl resume {run} (goes on without an update" in text
 
 
+@pytest.mark.parametrize("data", ["sqlite"], indirect=True)
+def test_a_run_without_a_reward_is_given_no_hint_that_shows_nothing(data: Database) -> None:
+    for group in start(data, submission()):
+        work = claim(data, group)
+        for position in range(len(work.episodes)):
+            fail(data, work, position)
+    planning.stop(data, "first", "paused", "none of 4 episodes can train")
+    lines = [line.strip() for line, _ in summary(look(data, "first"))]
+    assert lines[lines.index("Look closer:") :] == ["Look closer:", "agentrl episodes first", "agentrl replay EPISODE"]
+
+
+def _fails_after_its_answer(data: Database, error: str) -> str:
+    """An episode of the second iteration that says something and fails then; its number."""
+    group = observe.snapshot(data, 30).runs[0].iterations[0].groups[0]
+    work = rollout.claim_group(data, group.id, "test:1", 30)
+    assert work is not None
+    episode = work.episodes[0].id
+    said = Step(0, (Message("user", "?"),), (1,), (2,), (-1.0,), "stop", Message("assistant", "The answer is 4."), 0, 0.5)
+    steps.commit_sampled(data, work.fence, [Sampled(episode, said, work.policy_id, "text", ())])
+    outcome = Outcome(episode, "failed", error_class="RewardError", error=error)
+    rollout.finish_episodes(data, work.fence, [outcome], work.reward_set, work.weights)
+    return str(episode)
+
+
+@pytest.mark.parametrize("data", ["sqlite"], indirect=True)
+def test_replay_does_not_say_of_an_episode_that_failed_that_it_has_no_answer(
+    run: str, data: Database, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = agentrl(capsys, "replay", _fails_after_its_answer(data, "reward 'x' raised KeyError"))
+    assert "The answer is 4." in text
+    assert "failed (RewardError)" in text
+    assert "answer: " not in text
+    assert "reference: " in text
+
+
+@pytest.mark.parametrize("data", ["sqlite"], indirect=True)
+def test_an_error_of_several_lines_is_told_on_one(run: str, data: Database, capsys: pytest.CaptureFixture[str]) -> None:
+    episode = _fails_after_its_answer(data, "reward 'x' raised ValueError: it began\nand\r\n went on")
+    for command in ("replay", "why"):
+        assert "reward 'x' raised ValueError: it began and went on" in agentrl(capsys, command, episode)
+
+
 # steering
 
 
@@ -661,3 +704,19 @@ def test_a_plot_has_one_mark_per_column_and_its_extremes_beside_it(values: list[
 
 def test_a_flat_curve_is_one_line() -> None:
     assert plot([0.5] * 3) == ["   0.500 |***", "         +---"]
+
+
+def test_huge_rewards_are_short_wherever_a_curve_is_told() -> None:
+    rewards, worst = [0.5, -3.4e38], -3.4028234663852886e38
+    row = {"run": "r", "status": "done", "reason": "", "seconds": None, "iterations": 2, "iterations_done": 2,
+           "best_version": 1, "best_reward": worst}  # fmt: skip
+    whens = {"started_at": None, "finished_at": None, "seconds": None, "tokens": 0}
+    measured = [{"mean_reward": 0.5}, {"mean_reward": worst}]
+    view = View(row, [{"mean_reward": reward, **whens} for reward in rewards], evals=measured)
+    assert held_out(view) == "held out 0.500 -> -3.403e+38, best -3.403e+38: r@1"
+    told = [line for line, _ in summary(view)]
+    assert "  reward 0.500 -> -3.4e+38 (the first and the last of 2 iterations)" in told
+    assert any(line.endswith("0.500 -> -3.4e+38") for line in live_lines(view))
+    upper, *_, lower, axis = plot(rewards)
+    assert (upper, lower, axis) == ("   0.500 |*", "-3.4e+38 | *", "         +--")
+    assert {line.index("|") for line in plot([0.5, worst])[:-1]} == {len("-3.403e+38 ")}

@@ -57,6 +57,9 @@ def test_a_config_survives_its_own_flat_form() -> None:
         ("groupsize", "rollout.group_size"),
         ("model.learning_rate", "update.learning_rate"),
         ("epoch", "epochs"),
+        ("datasett", "dataset.name"),
+        ("datasett.name", "dataset.name"),
+        ("modell", "model.path"),
     ],
 )
 def test_an_unknown_key_gets_the_closest_one(key: str, suggestion: str, tmp_path: Path) -> None:
@@ -66,6 +69,15 @@ def test_an_unknown_key_gets_the_closest_one(key: str, suggestion: str, tmp_path
     for way in ways:
         with pytest.raises(ConfigError, match=f"Unknown option '{key}'.*Did you mean '{suggestion}'"):
             resolve(**way)
+
+
+def test_a_text_alone_is_one_of_several_and_nothing_is_none() -> None:
+    config, _ = resolve(assignments=("hooks=a:B", "source.runs=r", "source.groups=5", "rollout.stop=", "tools="))
+    assert (config.hooks, config.source.runs, config.source.groups) == (("a:B",), ("r",), (5,))
+    assert (config.rollout.stop, config.tools) == ((), ())
+    for wrong in ("hooks=5", "hooks=true", "source.groups=r", "source.groups=true", "source.groups=0"):
+        with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
+            resolve(assignments=(wrong,))
 
 
 def test_an_unknown_key_of_the_environment_is_refused_too() -> None:

@@ -20,6 +20,7 @@ from tests.test_workers import in_memory as in_memory
 from workers.episodes import GroupRollout
 from workers.rescore import rescore
 from workers.rollout import _note_code
+from workers.stored import prepare_stored
 from workers.submit import prepare
 from workflow.config import RunConfig, build
 from workflow.envs import Env, scoring_hash
@@ -266,6 +267,21 @@ def test_rescoring_names_the_episode_whose_reward_is_no_number(own_database: Dat
         rescore(own_database, "mine", [f"{HERE}:nan"], None)
 
 
+def of_two_lines(episode: Episode) -> float:
+    """Never works, and says more of it."""
+    raise ValueError("no idea\n\nat all")
+
+
+def test_rescoring_by_a_reward_that_raises_says_in_one_line_why_and_that_its_file_must_change(
+    own_database: Database, asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rolled_out(own_database, asked)
+    assert main(["rescore", "mine", "--reward", f"{HERE}:of_two_lines"]) == RewardError.exit_code
+    said, hint = capsys.readouterr().err.splitlines()
+    assert said.endswith(f"Episode 1: reward '{HERE}:of_two_lines' raised ValueError: no idea at all")
+    assert "its own file" in hint
+
+
 # --- what is asked for --------------------------------------------------------------------------------------------------------
 
 
@@ -299,10 +315,13 @@ def test_rewards_are_named_in_the_file_or_by_flags(tmp_path: Path, capsys: pytes
     assert (config.rewards, origins["rewards"]) == ({"format": 0.5, "mine.rewards:polite": 1.0}, str(file))
     assert resolve(file, assignments=("rewards={overlong: 1}",))[0].rewards == {"overlong": 1.0}
     assert build(config.flat()) == config
-    with pytest.raises(ConfigError, match="Did you mean 'rewards'"):
-        resolve(assignments=("rewards.format=1",))
     assert main(["config", "show", "--config", str(file)]) == 0
     assert "rewards: {format: 0.5, 'mine.rewards:polite': 1.0}" in capsys.readouterr().out
+
+
+def test_a_weight_that_is_assigned_as_an_option_is_told_how_it_is_written() -> None:
+    with pytest.raises(ConfigError, match=r"Write --reward format=0\.1, or in a file rewards: \{format: 0\.1\}\."):
+        resolve(assignments=("rewards.format=0.1",))
 
 
 def test_the_flag_is_repeated_and_its_plan_shows_all_weights(
@@ -320,3 +339,24 @@ def test_the_flag_is_repeated_and_its_plan_shows_all_weights(
 def test_stored_episodes_were_scored_when_they_were_made(own_database: Database, asked: dict[str, Any]) -> None:
     rolled_out(own_database, asked)
     assert main(["submit", "--from-episodes", "mine", "--reward", "format=1", "--dry-run"]) == 2
+
+
+def test_rewards_that_all_weigh_nothing_are_remarked_unless_a_hook_or_the_env_adds_some(
+    own_database: Database, asked: dict[str, Any]
+) -> None:
+    nothing = asked | {"rewards": {"numeric_answer": 0.0, "format": 0.0}}
+    (remark,) = prepare(own_database, build(nothing)).remarks
+    assert remark.startswith("No reward counts (numeric_answer=0, format=0): ")
+    for other in ({"rewards": {"numeric_answer": 0.0, "format": 0.1}}, {"hooks": [f"{HERE}:Bonus"]}, {"env": f"{HERE}:turns"}):
+        assert prepare(own_database, build(nothing | other)).remarks == ()
+    assert prepare(own_database, build(nothing), "eval").remarks == ()
+
+
+@pytest.mark.parametrize(("hooks", "remarked"), [([], True), ([f"{HERE}:Bonus"], False)])
+def test_stored_episodes_that_earned_nothing_are_remarked(
+    own_database: Database, asked: dict[str, Any], hooks: list[str], remarked: bool
+) -> None:
+    rolled_out(own_database, asked | {"rewards": {"numeric_answer": 0.0}, "hooks": hooks})
+    remarks = prepare_stored(own_database, *resolve(flags={"source.runs": ["mine"]})).remarks
+    assert [remark for remark in remarks if remark.startswith("No reward counts")] == list(remarks)
+    assert bool(remarks) == remarked

@@ -45,7 +45,8 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
             parts = score(replace(episode, limits=limits), weights)
             after.append(total(parts, weights))
         except RewardError as error:
-            raise RewardError(f"Episode {episode.id}: {error}", f"agentrl replay {episode.id}") from error
+            said = f"Episode {episode.id}: {' '.join(str(error).split())}"
+            raise RewardError(said, "Correct the reward in its own file, and rescore again: nothing was written.") from error
         scored[episode.id] = parts
         before.append(episode.reward or 0.0)
     if not after:

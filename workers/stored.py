@@ -16,6 +16,7 @@ from workers.submit import (
     free_name,
     manifest,
     output_folder,
+    remark_on_rewards,
     remarks_on,
     stored_policy,
 )
@@ -77,7 +78,9 @@ def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], p
         reward_set=config.source.reward_set,
         evaluation=evaluation_of(db, config, first_policy),
     )
-    return Prepared(submission, config, (), asked.name is not None, (*found.remarks, *remarks_on(submission)))
+    made = [(source.weights, RunConfig.model_validate(source.row["config"])) for source in sources]
+    remarks = (*found.remarks, *remark_on_rewards(*made), *remarks_on(submission))
+    return Prepared(submission, config, (), asked.name is not None, remarks)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ will start.
 
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
@@ -24,7 +24,7 @@ from workflow.algorithms import settled_run
 from workflow.config import AlgorithmConfig, RunConfig
 from workflow.datasets import load_tasks
 from workflow.engines import Backend
-from workflow.envs import Env, offered, scoring_hash, told_right_by, weights_of
+from workflow.envs import Env, gives_rewards, offered, scoring_hash, told_right_by, weights_of
 from workflow.errors import ConfigError, ConflictError, ModelError
 from workflow.hooks import load_hooks
 from workflow.models import base_hash, check_on_hub, lora_rank, resolve_model
@@ -128,7 +128,25 @@ def remarks_on(submission: Submission) -> tuple[str, ...]:
     return tuple(chain(_remarks_on_training(submission), _remarks_on_evaluation(submission)))
 
 
+def remark_on_rewards(*made: tuple[Mapping[str, float], RunConfig]) -> Iterator[str]:
+    """Said where no episode can earn anything.
+
+    Args:
+        made: of each run whose episodes train, the weights of its rewards, and its config.
+    """
+    names = ", ".join(dict.fromkeys(f"{name}=0" for weights, _ in made for name in weights))
+    if names and not any(_may_earn(weights, config) for weights, config in made):
+        yield f"No reward counts ({names}): every episode earns 0, so that there is nothing to learn from."
+
+
+def _may_earn(weights: Mapping[str, float], config: RunConfig) -> bool:
+    """What hooks or the env itself add has no weight here, and counts 1."""
+    return any(weights.values()) or bool(config.hooks) or gives_rewards(find("envs", str(config.env)))
+
+
 def _remarks_on_training(submission: Submission) -> Iterator[str]:
+    if submission.kind == "train" and not submission.groups:  # the weights of stored groups are those of several runs
+        yield from remark_on_rewards((submission.weights, RunConfig.model_validate(submission.config)))
     in_vain = {"critic": "the policy never trains", "update": "the learning rate never reaches its height"}
     for section, what in in_vain.items():
         warmup = submission.config[section]["warmup"]

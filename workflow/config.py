@@ -22,11 +22,16 @@ NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 
 
 def _listed(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str | int) else value
 
 
 Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_listed)]
-"""One text or several, none of them empty."""
+"""One text or several, none of them empty; or nothing, as in `-s tools=`."""
+
+Numbers = Annotated[tuple[Annotated[int, Field(ge=1, lt=2**63)], ...], BeforeValidator(_listed)]
+"""One row of the database or several, by their numbers."""
 
 Weights = dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(strict=True)]]
 """Name -> weight."""
@@ -224,8 +229,8 @@ class UpdateConfig(Section):
 class SourceConfig(Section):
     """Stored episodes to train on, instead of rolling out."""
 
-    runs: tuple[str, ...] = Field((), description="Train on the finished groups of these runs")
-    groups: tuple[Annotated[int, Field(ge=1, lt=2**63)], ...] = Field((), description="Train on these groups, by their numbers")
+    runs: Texts = Field((), description="Train on the finished groups of these runs")
+    groups: Numbers = Field((), description="Train on these groups, by their numbers")
     reward_set: str = Field("default", pattern=NAME_PATTERN, description="Whose rewards train; `agentrl rescore` makes sets")
 
     @property
@@ -272,7 +277,7 @@ class RunConfig(Section):
     rewards: Weights = Field({}, description="Rewards beside the env's, or other weights")
     served_tools: tuple[ServedTool, ...] = Field((), description="What mcp:COMMAND of `tools` offers; unset: it is asked")
     output_dir: str | None = Field(None, description="Where checkpoints go [in AGENTRL_HOME]")
-    hooks: tuple[str, ...] = Field((), description="Hook classes, package.module:ClassName")
+    hooks: Texts = Field((), description="Hook classes, package.module:ClassName")
     dataset: DatasetConfig = DatasetConfig()
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()

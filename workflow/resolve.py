@@ -6,6 +6,7 @@ came from.
 
 import math
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from workflow.config import KEYS, RunConfig, build, flattened
 from workflow.errors import ConfigError, did_you_mean
 
 ENV_PREFIX = "AGENTRL_RUN_"
+MISSPELT = 0.85
+"""A key this like one of ours, or like a section, is that one with a slip of the finger."""
 
 
 def resolve(
@@ -45,7 +48,7 @@ def resolve(
     for origin, layer in layers:
         for key, value in layer.items():
             if key not in KEYS:
-                raise ConfigError(f"Unknown option {key!r} ({origin}).", _suggest(key))
+                raise ConfigError(f"Unknown option {key!r} ({origin}).", _suggest(key, value))
             values[key] = value
             origins[key] = origin
     made = build(values)
@@ -137,7 +140,14 @@ def _yaml_value(name: str, text: str) -> Any:
         raise ConfigError(f"The value of {name!r} is not YAML: {text!r:.80}.", "Quote it as YAML text.") from error
 
 
-def _suggest(key: str) -> str:
+def _suggest(key: str, value: Any = None) -> str:
+    section, _, name = key.partition(".")
+    if section == "rewards" and value is not None:
+        return f"Write --reward {name}={value}, or in a file rewards: {{{name}: {value}}}."
+    sections = {known.partition(".")[0] for known in KEYS if "." in known}
+    (key,) = get_close_matches(key, [*KEYS, *sections], 1, MISSPELT) or [key]
+    if key in KEYS:
+        return f"Did you mean {key!r}?"
     of_section = [known for known in KEYS if known.startswith(f"{key}.")]
     same_leaf = [known for known in KEYS if known.rpartition(".")[2] == key.rpartition(".")[2]]
     if of_section or same_leaf:

@@ -139,7 +139,7 @@ def weights_of(env: Env, config: RunConfig) -> dict[str, float]:
 
 def scoring_hash(env: Env, weights: Mapping[str, float]) -> str:
     """Hash of all code that scores in this env: the rewards', and the env's own file where it gives rewards itself."""
-    if not _gives_rewards(env):
+    if not gives_rewards(env):
         return code_hash(weights)
     text = f"{code_hash(weights)}\0{inspect.getsource(sys.modules[type(env).__module__])}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -151,13 +151,14 @@ def told_right_by(env: Env, config: RunConfig) -> dict[str, Any]:
     A run's hooks add parts of weight 1, as an env does that gives rewards itself: whose a stored part is, nothing tells. Where
     those could be the heaviest, nothing says what is right, unless the env names it.
     """
-    gives = _gives_rewards(env)
+    gives = gives_rewards(env)
     if gives and config.hooks and not env.correct and max(env.rewards.values(), default=0.0) <= 1:
         return {"correct": [], "weights": {}, "gives": False}
     return {"correct": list(env.correct), "weights": dict(env.rewards), "gives": gives}
 
 
-def _gives_rewards(env: Env) -> bool:
+def gives_rewards(env: Env) -> bool:
+    """Whether the env adds reward parts of its own, each of weight 1."""
     return type(env).final_reward is not Env.final_reward
 
 
