@@ -283,16 +283,23 @@ def test_the_ledger_tells_what_became_of_an_episode_and_sums_to_what_was_planned
     stack.agentrl("why", "999999", code=5)
 
 
-def test_a_reward_that_was_edited_is_read_anew_by_the_workers_that_run(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_was_edited_is_not_scored_by_workers_that_hold_the_older_code(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own(stack).mkdir()
     monkeypatch.syspath_prepend(str(own(stack)))
     flags = (*asked(stack.home.parent / "model"), "--max-samples", "2", "--reward", "edited_rewards:mine", "--wait")
-    for run, code in (("edited-1", "1.0"), ("edited-2", "22.0")):
-        (own(stack) / "edited_rewards.py").write_text(f"def mine(episode): return {code}\n")
-        stack.agentrl("submit", *flags, "--name", run)
-    values = "SELECT DISTINCT run, value FROM v_rewards WHERE part = 'edited_rewards:mine' ORDER BY run"
-    assert [tuple(row.values()) for row in select(stack, values)] == [("edited-1", 1.0), ("edited-2", 22.0)]
-    assert select(stack, "SELECT kind FROM events WHERE kind = 'code_changed'") == []
+    for run, number, code in (("edited-1", "1.0", 0), ("edited-2", "22.0", 1)):
+        (own(stack) / "edited_rewards.py").write_text(f"def mine(episode): return {number}\n")
+        stack.agentrl("submit", *flags, "--name", run, code=code)
+    (row,) = select(stack, "SELECT status, reason FROM v_runs WHERE run = 'edited-2'")
+    assert row["status"] == "failed"
+    assert "has changed since the workers that run read it. Let them start again: agentrl down" in row["reason"]
+    stack.agentrl("down")
+    stack.agentrl("resume", "edited-2")
+    stack.agentrl("watch", "edited-2")
+    given = "SELECT DISTINCT run, value FROM v_rewards WHERE part = 'edited_rewards:mine' ORDER BY run"
+    assert [tuple(row.values()) for row in select(stack, given)] == [("edited-1", 1.0), ("edited-2", 22.0)]
     for run, remarks in (("edited-1", (OTHER_CODE,)), ("edited-2", ())):
         (row,) = select(stack, "SELECT min(id) AS id FROM v_episodes WHERE run = :run", run=run)
         prepared = prepare_fork(stack.database, ForkRequest(row["id"], 0, 1, with_parent=True))

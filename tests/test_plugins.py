@@ -10,7 +10,7 @@ from workflow import rewards
 from workflow.envs import Env
 from workflow.errors import ConfigError
 from workflow.hooks import Hook, load_hooks
-from workflow.plugins import find, names, read_anew
+from workflow.plugins import find, names
 from workflow.trajectory import Episode, Message, Step, Task, ToolCall, ToolResult
 
 REPOSITORY = Path(__file__).parent.parent
@@ -41,45 +41,6 @@ def test_a_users_own_object_is_found_in_the_current_folder(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert find("rewards", "my_plugins:answer")(None) == 42
-
-
-@pytest.fixture
-def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a user's code: `edited_reward`, which takes its number from `edited_number`."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "edited_number.py").write_text("NUMBER = 1\n")
-    (tmp_path / "edited_reward.py").write_text("from edited_number import NUMBER\ndef number(episode): return NUMBER\n")
-    for name in ("edited_number", "edited_reward"):
-        sys.modules.pop(name, None)
-    return tmp_path
-
-
-def test_code_of_a_user_s_own_is_read_anew_where_a_file_of_it_has_changed(edited: Path) -> None:
-    found = find("rewards", "edited_reward:number")
-    read_anew()
-    assert find("rewards", "edited_reward:number") is found
-    (edited / "edited_number.py").write_text("NUMBER = 22\n")
-    assert find("rewards", "edited_reward:number") is found
-    read_anew()
-    assert find("rewards", "edited_reward:number")(None) == 22
-    assert found(None) == 1, "who holds the older code keeps it"
-    with (edited / "edited_reward.py").open("a") as file:
-        file.write("def another(episode): return 333\n")
-    read_anew()
-    assert find("rewards", "edited_reward:another")(None) == 333
-
-
-def test_the_older_code_goes_on_where_a_file_cannot_be_imported_now(edited: Path) -> None:
-    assert find("rewards", "edited_reward:number")(None) == 1
-    (edited / "edited_number.py").write_text("NUMBER = (22\n")
-    read_anew()
-    assert find("rewards", "edited_reward:number")(None) == 1
-    (edited / "edited_number.py").unlink()
-    read_anew()
-    assert find("rewards", "edited_reward:number")(None) == 1
-    (edited / "edited_number.py").write_text("NUMBER = 4444\n")
-    read_anew()
-    assert find("rewards", "edited_reward:number")(None) == 4444
 
 
 @pytest.mark.parametrize("path", ["no_such_module:x", "json:no_such_name", ":x", "json:", "..:x"])

@@ -19,14 +19,14 @@ from tests.test_datasets import write
 from tests.test_workers import in_memory as in_memory
 from workers.episodes import GroupRollout
 from workers.rescore import rescore
-from workers.rollout import _note_code
+from workers.rollout import _check_code
 from workers.stored import prepare_stored
 from workers.submit import prepare
 from workflow.config import RunConfig, build
 from workflow.envs import Env, scoring_hash
 from workflow.errors import ConfigError, RewardError
 from workflow.hooks import Hook
-from workflow.plugins import find, read_anew
+from workflow.plugins import find
 from workflow.resolve import resolve
 from workflow.store import observe, planning, steps
 from workflow.store.claims import IterationWork
@@ -240,25 +240,31 @@ def test_a_reward_that_raises_or_is_no_number_fails_its_episode_and_is_named(
     assert values(own_database, "SELECT id FROM rewards") == []
 
 
-def test_rewards_that_come_from_other_code_than_was_submitted_are_told_once(
+def test_workers_that_hold_other_code_than_was_submitted_are_found_out(
     own_database: Database, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def told() -> list[str]:
+        return values(own_database, "SELECT subject FROM events WHERE kind = 'code_changed'")
+
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "altered_reward.py").write_text("def mine(episode): return 1.0\n")
-    made = planning.submit(
-        own_database, prepare(own_database, build(asked | {"rewards": {"altered_reward:mine": 1.0}})).submission
-    )
+    file = tmp_path / "altered_reward.py"
+    file.write_text("def mine(episode): return 1.0\n")
+    config = build(asked | {"rewards": {"altered_reward:mine": 1.0}})
+    made = planning.submit(own_database, prepare(own_database, config).submission)
     (group,) = planning.start_iteration(own_database, planning.open_iterations(own_database, made.id)[0])
     work, env = claim(own_database, group), find("envs", "math")
-    _note_code(work, env)
-    assert values(own_database, "SELECT count(*) FROM events WHERE kind = 'code_changed'") == [0]
-    (tmp_path / "altered_reward.py").write_text("def mine(episode): return 22.0\n")
+    _check_code(work, env)
+    file.write_text("def mine(episode): return 22.0\n")
+    _check_code(work, env)  # what is loaded is what was submitted
+    later = replace(work, code_hash=scoring_hash(env, work.weights, anew=True))
+    assert later.code_hash != work.code_hash
+    with pytest.raises(ConfigError, match=r"A file of the rewards of mine has changed .* agentrl down"):
+        _check_code(later, env)
+    assert told() == []
+    file.unlink()
     for _ in range(2):
-        read_anew()
-        _note_code(work, env)
-    assert values(own_database, "SELECT subject FROM events WHERE kind = 'code_changed'") == [scoring_hash(env, work.weights)]
-    (tmp_path / "altered_reward.py").unlink()
-    _note_code(work, env)
+        _check_code(later, env)  # nobody can score by that code any more
+    assert told() == [work.code_hash]
 
 
 def test_rescoring_names_the_episode_whose_reward_is_no_number(own_database: Database, asked: dict[str, Any]) -> None:

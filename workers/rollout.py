@@ -6,7 +6,6 @@ commits it and asks `next_action` what follows. While some episodes wait for a t
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from logging import getLogger
 from queue import Empty, SimpleQueue
@@ -24,7 +23,6 @@ from workflow.config import RunConfig
 from workflow.envs import Env, scoring_hash
 from workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, ModelError, ServiceError
 from workflow.faults import faultpoint
-from workflow.plugins import read_anew
 from workflow.settings import settings
 from workflow.store import mending, training, waiting
 from workflow.store import rollout as store
@@ -44,7 +42,6 @@ def rollout(groups: list[int]) -> int:
 
     A group that a live worker holds is left to it: the message is then acknowledged without counting for the chord.
     """
-    read_anew()
     groups = [row_id(group) for group in groups]
     batches = _by_run(_claim(groups))
     for batch in batches:
@@ -98,7 +95,7 @@ def _roll_out(works: Sequence[GroupWork]) -> None:
                 work.fence.group: GroupRollout(database(), work, config, loaded.engine, loaded.policy.chat, inbox, lost)
                 for work in works
             }
-            _note_code(works[0], rollouts[works[0].fence.group].env)
+            _check_code(works[0], rollouts[works[0].fence.group].env)
             _drive(rollouts, inbox)
     except (ConfigError, ModelError, CheckpointError) as error:
         _refuse(works, error)
@@ -115,11 +112,26 @@ def _roll_out(works: Sequence[GroupWork]) -> None:
             heartbeat().drop_group(work.fence)
 
 
-def _note_code(work: GroupWork, env: Env) -> None:
-    with suppress(OSError):  # a file of it is gone: what is loaded goes on
-        found = scoring_hash(env, work.weights)
-        if found != work.code_hash:
-            store.note_code(database(), work.run_id, found)
+def _check_code(work: GroupWork, env: Env) -> None:
+    """Looks whether this process scores by the code that the run was submitted with; where it never can, the event log says so.
+
+    Raises:
+        ConfigError: it would if it read a file again.
+    """
+    held = _hash(work, env, anew=False)
+    if held in (work.code_hash, ""):
+        return
+    if _hash(work, env, anew=True) == work.code_hash:
+        said = f"A file of the rewards of {work.run} has changed since the workers that run read it."
+        raise ConfigError(said, "Let them start again: agentrl down")
+    store.note_code(database(), work.run_id, held)
+
+
+def _hash(work: GroupWork, env: Env, anew: bool) -> str:
+    try:
+        return scoring_hash(env, work.weights, anew)
+    except OSError:  # a file of it is gone
+        return ""
 
 
 def _refuse(works: Sequence[GroupWork], error: AgentRLError) -> None:

@@ -29,7 +29,7 @@ from workflow.errors import ConfigError, ConflictError, ModelError
 from workflow.hooks import load_hooks
 from workflow.models import base_hash, check_on_hub, lora_rank, resolve_model
 from workflow.plugins import find
-from workflow.rewards import judges_of
+from workflow.rewards import check_rewards, judges_of
 from workflow.settings import Settings, is_url, settings
 from workflow.store import evals, observe, planning
 from workflow.store.connect import Database
@@ -74,6 +74,7 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     weights = weights_of(env, config)
     for tool in (*offered(env, config).values(), *judges_of(weights).values()):
         tool.check()
+    check_rewards(weights)
     load_hooks(config.hooks)
     if kind == "train":
         config = settled_run(config)

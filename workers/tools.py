@@ -25,7 +25,7 @@ from workflow.envs import Env, offered
 from workflow.errors import AgentRLError, InfraError, ServiceError, ToolFailure
 from workflow.faults import faultpoint
 from workflow.once import Once
-from workflow.plugins import find, read_anew
+from workflow.plugins import find
 from workflow.settings import settings
 from workflow.store import calls
 from workflow.store.calls import UNKNOWN_OUTCOME, CallWork
@@ -72,7 +72,6 @@ def _answered(work: CallWork, reply_to: str) -> bool:
 
 def _loaded(work: CallWork) -> Tool | ToolResult:
     """The call's tool, or what the model is told instead."""
-    read_anew()
     try:
         tool: Tool = find("rewards", work.tool) if work.kind == "grade" else toolset(database(), work.run)[work.tool]
     except ServiceError:

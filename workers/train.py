@@ -23,7 +23,6 @@ from workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, 
 from workflow.evaluate import evaluate
 from workflow.faults import faultpoint
 from workflow.hooks import load_hooks
-from workflow.plugins import read_anew
 from workflow.settings import settings
 from workflow.store import claims, evals, mending, training
 from workflow.store.claims import IterationWork, SampledOn
@@ -39,7 +38,6 @@ log = getLogger("agentrl.train")
 @app.task(name="agentrl.train", throws=(ServiceError,))
 def train(iteration: int) -> None:
     """Trains on the iteration, unless it is not ready, lacks groups with variance, is done, or another trainer has it."""
-    read_anew()
     work = claims.claim_iteration(database(), row_id(iteration), claim_name(), settings().lease_seconds)
     if work is None:
         return

@@ -2,18 +2,12 @@
 
 `find("rewards", "numeric_answer")` imports `workflow/rewards/numeric_answer.py` and returns its `numeric_answer`;
 `package.module:name` reaches a user's own code. The file name is the registry.
-
-A user edits that code while workers run. `read_anew()`, which every job begins with, looks whether a file of it has changed and
-imports it as it is now, or goes on with the older code where that fails; what holds an object of the older code keeps it.
 """
 
 import importlib
 import pkgutil
 import sys
-import threading
 import traceback
-from dataclasses import dataclass, field
-from logging import getLogger
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,25 +17,6 @@ from workflow.errors import ConfigError, did_you_mean
 KINDS = ("datasets", "tools", "rewards", "envs", "engines", "algorithms")
 _CLASSES = {"datasets": "Dataset", "tools": "Tool", "envs": "Env", "engines": "Backend", "algorithms": "Algorithm"}
 _PATH_HINT = "Write package.module:name, importable from here."
-_OURS = ("workflow", "workers", "cli", "migrations")
-_NEVER = (*_OURS, "__main__")
-_INSTALLED = ("site-packages", "dist-packages")
-log = getLogger("agentrl.plugins")
-
-Stamp = tuple[int, int]
-"""When a file was written, in ns, and its size."""
-
-_lock = threading.RLock()
-_user_code: dict[Path, "_Code"] = {}
-"""By the folder that it was imported from."""
-
-
-@dataclass
-class _Code:
-    """A user's code: the modules that were asked for, and the files that they are made of, as they were when imported."""
-
-    asked: set[str] = field(default_factory=set)
-    files: dict[Path, Stamp | None] = field(default_factory=dict)
 
 
 def names(kind: str) -> list[str]:
@@ -83,71 +58,12 @@ def _user_object(kind: str, path: str) -> Any:
         sys.path.append(here)  # last: a person's `workers` folder is not ours
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
         raise ConfigError(f"{path!r} ({kind}) leads to no object: it is no path of names.", _PATH_HINT)
-    with _lock:
-        module = sys.modules.get(module_name)
-        if module is None:
-            importlib.invalidate_caches()  # its file, or its folder, may be younger than this process
-            module = _imported(kind, path, module_name)
-        _remember(module_name, module)
+    if module_name not in sys.modules:
+        importlib.invalidate_caches()  # its file, or its folder, may be younger than this process
     try:
-        return getattr(module, attribute)
+        return getattr(_imported(kind, path, module_name), attribute)
     except AttributeError as error:
         raise ConfigError(f"{path!r} ({kind}) leads to no object: {error}.", _PATH_HINT) from error
-
-
-def read_anew() -> None:
-    """Imports users' code again of which a file has changed since it was imported, with all that came from the same folder."""
-    with _lock:
-        for folder, code in _user_code.items():
-            changed = [str(file) for file, stamp in code.files.items() if _stamp(file) != stamp]
-            if changed:
-                log.info("%s: read anew", ", ".join(changed))
-                code.files = {file: _stamp(file) for file in code.files}
-                _import_again(folder, code)
-
-
-def _import_again(folder: Path, code: _Code) -> None:
-    before = {name: sys.modules.pop(name) for name, _ in _modules_below(folder)}
-    importlib.invalidate_caches()
-    try:
-        for name in sorted(code.asked):
-            importlib.import_module(name)
-    except (Exception, SystemExit):  # half a file, written this moment: who asks for it anew is told by its own process
-        log.exception("the older code goes on")
-        for name, _ in _modules_below(folder):
-            del sys.modules[name]
-        sys.modules.update(before)
-    _note_files(folder, code)
-
-
-def _remember(name: str, module: ModuleType) -> None:
-    """Notes the user's module, and what it has imported from beside it."""
-    if module.__file__ is None or name.partition(".")[0] in (*_NEVER, *sys.stdlib_module_names):
-        return
-    file = Path(module.__file__)
-    folder = file.parents[name.count(".") + (file.name == "__init__.py")]
-    code = _user_code.setdefault(folder, _Code())
-    if name not in code.asked and not set(folder.parts) & set(_INSTALLED):
-        code.asked.add(name)
-        _note_files(folder, code)
-
-
-def _note_files(folder: Path, code: _Code) -> None:
-    code.files |= {file: _stamp(file) for _, file in _modules_below(folder) if file not in code.files}
-
-
-def _modules_below(folder: Path) -> list[tuple[str, Path]]:
-    files = [(name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items())]
-    paths = [(name, Path(file)) for name, file in files if isinstance(file, str) and name.partition(".")[0] not in _NEVER]
-    return [(name, path) for name, path in paths if folder in path.parents and not set(path.parts) & set(_INSTALLED)]
-
-
-def _stamp(file: Path) -> Stamp | None:
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size
 
 
 def _imported(kind: str, name: str, module: str) -> ModuleType:

@@ -165,6 +165,8 @@ def read_postgres(
         rows = collect(cursor.stream(sql.encode()), limit)  # the extended protocol: one statement
         if cursor.description is None:  # an empty stream does not name its columns
             cursor.execute(sql.encode(), prepare=True)
+    except UnicodeDecodeError as error:  # a column's name, in SQL_ASCII
+        raise ConfigError("The answer names a column with other letters than ASCII has.", hint) from error
     except psycopg.Error as error:
         raise (stopped if isinstance(error, psycopg.errors.QueryCanceled) else _postgres_refusal(error, hint)) from error
     finally:

@@ -37,8 +37,6 @@ back to where it was says `resumability="restart"`: then an episode whose worker
 """
 
 import hashlib
-import inspect
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -48,7 +46,7 @@ from workflow import mcp
 from workflow.config import RunConfig
 from workflow.errors import ConfigError, InfraError, RewardError
 from workflow.plugins import find
-from workflow.rewards import Part, Value, checked, code_hash, numbers, score
+from workflow.rewards import Part, Value, checked, code_hash, numbers, score, source_of
 from workflow.tools import Tool
 from workflow.tools.python import CodeTool, keeps_session
 from workflow.trajectory import Episode, Message, Task
@@ -137,11 +135,15 @@ def weights_of(env: Env, config: RunConfig) -> dict[str, float]:
     return {**env.rewards, **config.rewards}
 
 
-def scoring_hash(env: Env, weights: Mapping[str, float]) -> str:
-    """Hash of all code that scores in this env: the rewards', and the env's own file where it gives rewards itself."""
+def scoring_hash(env: Env, weights: Mapping[str, float], anew: bool = False) -> str:
+    """Hash of all code that scores in this env: the rewards', and the env's own file where it gives rewards itself.
+
+    Args:
+        anew: see `workflow.rewards.code_hash`.
+    """
     if not gives_rewards(env):
-        return code_hash(weights)
-    text = f"{code_hash(weights)}\0{inspect.getsource(sys.modules[type(env).__module__])}"
+        return code_hash(weights, anew)
+    text = f"{code_hash(weights, anew)}\0{source_of(type(env).__module__, anew)}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

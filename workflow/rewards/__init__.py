@@ -14,10 +14,11 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, SupportsFloat
+from weakref import WeakKeyDictionary
 
 from workflow.errors import AgentRLError, ConfigError, InfraError, RewardError, SandboxUnavailable
 from workflow.plugins import find
@@ -85,11 +86,9 @@ def judges_of(weights: Mapping[str, float]) -> dict[str, Judge]:
     """Those of the rewards that are judges, by the reward's name.
 
     Raises:
-        ConfigError: a judge's name is too long, or a reward cannot be called with an episode alone.
+        ConfigError: a judge's name is too long.
     """
     found = {name: find("rewards", name) for name in weights}
-    for name, reward in found.items():
-        _check_call(name, reward)
     judges = {name: reward for name, reward in found.items() if isinstance(reward, Judge)}
     for name in judges:
         if len(name) > MAX_JUDGE:
@@ -97,17 +96,29 @@ def judges_of(weights: Mapping[str, float]) -> dict[str, Judge]:
     return judges
 
 
-def _check_call(name: str, reward: Reward) -> None:
-    said = ""
+def check_rewards(weights: Mapping[str, float]) -> None:
+    """Looks, before anything is rolled out, whether each can be called with an episode alone.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    for name in weights:
+        if said := _uncallable(find("rewards", name)):
+            raise ConfigError(f"The reward {name!r} {said}.", "Write it as def reward(episode): return 1.0")
+
+
+def _uncallable(reward: Reward) -> str:
     if inspect.iscoroutinefunction(reward):
-        said = "is an async function, which nobody awaits"
-    with suppress(ValueError):  # of some built-in ones nothing is known
-        try:
-            inspect.signature(reward).bind(None)
-        except TypeError as error:
-            said = f"cannot be called with an episode alone: {error}"
-    if said:
-        raise ConfigError(f"The reward {name!r} {said}.", "Write it as def reward(episode): return 1.0")
+        return "is an async function, which nobody awaits"
+    try:
+        signature = inspect.signature(reward, follow_wrapped=False)
+    except ValueError:  # of some built-in ones nothing is known
+        return ""
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        return f"cannot be called with an episode alone: {error}"
+    return ""
 
 
 def questions(episode: Episode, judges: Mapping[str, Judge]) -> dict[str, Mapping[str, Any]]:
@@ -256,11 +267,32 @@ def total(parts: Mapping[str, Part], weights: Mapping[str, float]) -> float:
     return reward
 
 
-def code_hash(weights: Mapping[str, float]) -> str:
-    """Hash of the weights and of the whole file each reward is in: two sets with the same hash were scored by the same code."""
-    files = {name: "".join(inspect.getsource(sys.modules[module]) for module in _modules(name)) for name in weights}
+def code_hash(weights: Mapping[str, float], anew: bool = False) -> str:
+    """Hash of the weights and of the whole file each reward is in: two sets with the same hash were scored by the same code.
+
+    Args:
+        anew: as the files are now; else as they were when this process first hashed them, which is what it has loaded.
+    """
+    files = {name: "".join(source_of(module, anew) for module in _modules(name)) for name in weights}
     text = "\0".join(f"{name}={weight}\0{files[name]}" for name, weight in sorted(weights.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+_sources: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
+
+
+def source_of(module: str, anew: bool = False) -> str:
+    """The source of a loaded module; `anew` as in `code_hash`.
+
+    Raises:
+        OSError: its file is gone.
+    """
+    loaded = sys.modules[module]
+    if anew:
+        return inspect.getsource(loaded)
+    if loaded not in _sources:
+        _sources[loaded] = inspect.getsource(loaded)
+    return _sources[loaded]
 
 
 def _modules(name: str) -> tuple[str, ...]:

@@ -207,6 +207,9 @@ def _load_work(tx: Connection, fence: Fence) -> GroupWork:
 @transaction
 def note_code(tx: Connection, run_id: int, code_hash: str) -> None:
     """Tells once in the run's event log that its rewards come from other code than when it was submitted."""
+    tx.execute(
+        select(db.runs.c.id).where(db.runs.c.id == run_id).with_for_update()
+    )  # so that of two at once one sees the other
     events = db.events.c
     told = (events.run_id == run_id) & (events.kind == "code_changed") & (events.subject == code_hash)
     if tx.execute(select(events.id).where(told)).first() is None:
