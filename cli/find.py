@@ -51,6 +51,24 @@ def find_policy(policy: str) -> tuple[RunConfig, Any]:
     return build({"model.path": policy}), None
 
 
+def stored_start(policy: str | None) -> tuple[Any, Any]:
+    """The database that stored episodes are in, and the policy of a run to start from; None for theirs.
+
+    Raises:
+        NotFoundError: there is no database yet, or no such run.
+        ConfigError: the policy is no run's.
+    """
+    from workflow.errors import ConfigError, NotFoundError
+
+    db = existing_database()
+    if db is None:
+        raise NotFoundError("There is no run yet, and so no stored episode.", "Make one: agentrl submit --help")
+    start = find_policy(policy)[1] if policy else None
+    if policy and start is None:
+        raise ConfigError(f"{policy!r} is no policy of a run.", "Write --policy RUN or --policy RUN@3.")
+    return db, start
+
+
 def _may_be_a_model(name: str) -> bool:
     """Whether there is a folder of that name, or may be a model on the hub."""
     from pathlib import Path

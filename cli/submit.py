@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cli.find import existing_database, find_policy
+from cli.find import existing_database, stored_start
 from cli.output import Json, cell, say, show, show_json, show_table
 from workflow.config import DESCRIPTIONS, RunConfig
 from workflow.errors import ConfigError
@@ -153,14 +153,8 @@ def _source(groups: list[str], runs: list[str], reward_set: str | None) -> dict[
 
 def _from_stored(asked: RunConfig, origins: dict[str, str], policy: str | None) -> Any:
     from workers.stored import prepare_stored
-    from workflow.errors import NotFoundError
 
-    db = existing_database()
-    if db is None:
-        raise NotFoundError("There is no run yet, and so no stored episode.", "Make one: agentrl submit --help")
-    start = find_policy(policy)[1] if policy else None
-    if policy and start is None:
-        raise ConfigError(f"{policy!r} is no policy of a run.", "Write --policy RUN or --policy RUN@3.")
+    db, start = stored_start(policy)
     return prepare_stored(db, asked, origins, start)
 
 

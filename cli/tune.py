@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.find import existing_database, find_policy
+from cli.find import stored_start
 from cli.output import Json, cell, console, say, show, show_json
 from workflow.config import NAME_PATTERN, build
-from workflow.errors import ConfigError, ConflictError, NotFoundError, StateError
+from workflow.errors import ConfigError, ConflictError, StateError
 
 if TYPE_CHECKING:
     from workers.stored import Material
@@ -213,12 +213,7 @@ def _stored(runs: list[str], reward_set: str | None, policy: str | None, least: 
     from workers.stored import material
     from workflow.store import offline
 
-    db = existing_database()
-    if db is None:
-        raise NotFoundError("There is no run yet, and so no stored episode.", "Make one: agentrl submit --help")
-    start = find_policy(policy)[1] if policy else None
-    if policy and start is None:
-        raise ConfigError(f"{policy!r} is no policy of a run.", "Write --policy RUN or --policy RUN@3.")
+    db, start = stored_start(policy)
     source = build({"source.runs": runs, "source.reward_set": reward_set or "default"}).source
     found = material(db, source, least, start)
     for remark in found.remarks:

@@ -108,7 +108,8 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
         output_dir=output,
         evaluation=evaluation_of(db, config, ref) if kind == "train" else None,
     )
-    return Prepared(submission, config, loaded.skipped, named, remarks_on(submission))
+    remarks = (*(remark_on_rewards((weights, config)) if kind == "train" else ()), *remarks_on(submission))
+    return Prepared(submission, config, loaded.skipped, named, remarks)
 
 
 def evaluation_of(db: Database | None, config: RunConfig, policy: PolicyRef) -> Submission | None:
@@ -146,8 +147,6 @@ def _may_earn(weights: Mapping[str, float], config: RunConfig) -> bool:
 
 
 def _remarks_on_training(submission: Submission) -> Iterator[str]:
-    if submission.kind == "train" and not submission.groups:  # the weights of stored groups are those of several runs
-        yield from remark_on_rewards((submission.weights, RunConfig.model_validate(submission.config)))
     in_vain = {"critic": "the policy never trains", "update": "the learning rate never reaches its height"}
     for section, what in in_vain.items():
         warmup = submission.config[section]["warmup"]
