@@ -57,7 +57,7 @@ def _checks(model: str | None) -> Iterator[Check]:
     where = settings()
     yield _python()
     yield _packages()
-    yield _torch(where)
+    yield from _torch(where)
     yield _database(where)
     yield from _broker(where)
     if where.checkpoints:
@@ -90,16 +90,25 @@ def _packages() -> Check:
     return Check("packages", "ok", ", ".join(versions))
 
 
-def _torch(where: Any) -> Check:
+def _torch(where: Any) -> Iterator[Check]:
     facts = _probe("torch", where.device)
     if "error" in facts:
-        return Check("torch", "fail", facts["error"], "Install torch again.")
+        yield Check("torch", "fail", facts["error"], "Install torch again.")
+        return
     found = [facts["version"], *(facts["gpus"] or ["no GPU"])]
     found.append(f"{where.threads} CPU threads (AGENTRL_THREADS)" if where.threads else f"{facts['threads']} CPU threads")
     if facts["unusable"]:
         found.append(f"AGENTRL_DEVICE={where.device} cannot be used: {facts['unusable']}")
-        return Check("torch", "fail", ", ".join(found), "Set AGENTRL_DEVICE to auto, cpu, cuda or cuda:N.")
-    return Check("torch", "ok", ", ".join(found))
+        yield Check("torch", "fail", ", ".join(found), "Set AGENTRL_DEVICE to auto, cpu, cuda or cuda:N.")
+    else:
+        yield Check("torch", "ok", ", ".join(found))
+    yield _cpu(facts)
+
+
+def _cpu(facts: dict[str, Any]) -> Check:
+    """Which weights a sampler on the processor packs for its kernels; what it cannot pack it multiplies plainly."""
+    roads = [f"{dtype} {f'plain ({why})' if why else 'packed'}" for dtype, why in facts["lacking"].items()]
+    return Check("cpu", "ok", f"{facts['cpu']}: {', '.join(roads)}")
 
 
 def _database(where: Any) -> Check:

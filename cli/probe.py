@@ -4,13 +4,19 @@
 """
 
 import json
+import platform
 import sys
 from typing import Any
 
 
 def torch_facts(device: str) -> dict[str, Any]:
-    """Version, threads, GPUs; why the device that the settings name cannot be used, empty if it can."""
+    """Version, threads, GPUs; why the device that the settings name cannot be used, empty if it can; the processor's roads.
+
+    `lacking` has for each dtype that the sampler packs on a CPU why it does not here, empty where it does.
+    """
     import torch
+
+    from workflow.packed import ROUNDING, lacking
 
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
@@ -18,6 +24,8 @@ def torch_facts(device: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpus": [f"{gpu.name} {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
         "unusable": "" if device == "auto" else _trouble(device),
+        "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "lacking": {str(dtype).removeprefix("torch."): lacking(dtype) for dtype in ROUNDING},
     }
 
 

@@ -27,6 +27,7 @@ from tests.stored import claim, fail, start, submission
 from workers import broker
 from workers.app import make_app
 from workers.process import database as process_database
+from workflow.packed import ROUNDING, lacking
 from workflow.settings import Settings, settings
 from workflow.store import calls, claims, observe, planning, rollout, steps, training, waiting
 from workflow.store.connect import Database
@@ -650,8 +651,10 @@ def test_a_run_is_submitted_evaluated_and_talked_to(short_folder: Path, tmp_path
 
 def test_doctor_looks_at_everything_and_says_what_to_do(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checks = {check["name"]: check for check in json.loads(agentrl(capsys, "doctor", "--json"))}
-    assert {"python", "packages", "torch", "database", "redis", "sandbox", "disk", "gsm8k", "models"} <= set(checks)
+    assert {"python", "packages", "torch", "cpu", "database", "redis", "sandbox", "disk", "gsm8k", "models"} <= set(checks)
     assert checks["torch"]["state"] == "ok"
+    roads = {dtype: f"plain ({why})" if (why := lacking(dtype)) else "packed" for dtype in ROUNDING}
+    assert all(f"{dtype} {road}".removeprefix("torch.") in checks["cpu"]["found"] for dtype, road in roads.items())
     assert not home.exists()
 
 

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from tests.models import tokenizer
+from tests.roads import road as road
 from workflow.config import ModelConfig
 from workflow.forward import Pass, as_it_is, known
 from workflow.policy import Policy
@@ -93,6 +94,7 @@ def differences(policy: Policy) -> list[float]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.usefixtures("road")
 def test_all_weights(tmp_path: Path, name: str, dtype: str) -> None:
     numerics = {"numerics": "exact"} if dtype == "float64" else {"dtype": dtype}
     policy = policy_of(tmp_path, CONFIGS[name], lora_r=0, **numerics)

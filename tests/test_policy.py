@@ -195,8 +195,13 @@ def test_weights_of_another_shape_or_broken_ones_are_refused(policy: Policy, tmp
         policy.load_weights(tmp_path / "broken")
 
 
+@pytest.mark.parametrize("newest", [True, False])
 @pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
-def test_a_quantised_base_takes_a_lora_step_on_the_cpu(bits: str, folder: Path) -> None:
+def test_a_quantised_base_takes_a_lora_step_on_the_cpu(
+    bits: str, newest: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where bitsandbytes would repack 4 bits for a processor with AVX-512 and bfloat16, and where it would not."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: newest)
     policy = Policy.load(config(**{bits: True}), str(folder), device="cpu")
     assert policy.kind == "lora"
     optimizer = torch.optim.AdamW(policy.trainable().values(), lr=1e-2)
