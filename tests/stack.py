@@ -100,11 +100,15 @@ class Stack:
 
     def kill_worker(self, role: str, number: int = signal.SIGKILL) -> None:
         """Sends the embedded stack's worker of that role a signal, kill -9 unless another is asked for."""
-        found = subprocess.run(["pgrep", "-f", f"workers.main {role}$"], capture_output=True, text=True, check=False)
-        mine = [pid for pid in map(int, found.stdout.split()) if self._is_mine(pid)]
+        mine = self.workers(role)
         assert mine, f"no worker {role} runs"
         for pid in mine:
             os.kill(pid, number)
+
+    def workers(self, role: str) -> set[int]:
+        """The processes of the embedded stack's workers of that role."""
+        found = subprocess.run(["pgrep", "-f", f"workers.main {role}$"], capture_output=True, text=True, check=False)
+        return {pid for pid in map(int, found.stdout.split()) if self._is_mine(pid)}
 
     def _is_mine(self, pid: int) -> bool:
         try:

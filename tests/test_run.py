@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
+from tests.gate import at_gate, open_gate
 from tests.models import tiny_random
 from tests.stack import SMALL, Stack
 from tests.stack import stack as stack
@@ -67,65 +68,67 @@ def test_submitting_the_same_name_twice_makes_one_run(stack: Stack, model: Path)
 
 
 @pytest.mark.slow
-def test_a_rollout_worker_killed_in_the_middle_costs_no_episode(stack: Stack, model: Path) -> None:
-    run = stack.agentrl(
-        "submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "24", *SMALL, "--max-new-tokens", "64"
-    ).strip()
-    sampled = "SELECT count(*) FROM steps"
-    stack.wait(lambda: count(stack.database, sampled) > 8, "the first steps")
-    stack.kill_worker("rollout,train")
-    before = count(stack.database, sampled)
-    stack.wait(lambda: count(stack.database, sampled) > before, "going on")
-    stack.kill_worker("rollout,train")
+def test_a_rollout_worker_killed_in_the_middle_costs_no_episode(stack: Stack, model: Path, tmp_path: Path) -> None:
+    """Twice: it kills itself where it has just committed some turns, the first of the run and later ones."""
+    blows = ("commit_sampled.after:2:kill", "commit_sampled.after:9:kill")
+    stack.environment |= {"AGENTRL_FAULT_DIR": str(tmp_path), "AGENTRL_FAULT": ",".join(blows)}
+    run = stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "16", *SMALL).strip()
     stack.wait_for(run)
-    assert_whole(stack.database, iterations=6, episodes=96)
+    assert_whole(stack.database, iterations=4, episodes=64)
+    assert count(stack.database, "SELECT sum(losses) FROM groups") >= len(blows)
+
+
+GATED = (*SMALL[:-1], "hooks=[tests.lucky:Lucky,tests.gate:AtStart]")
+"""The same, each group held before its first token."""
+
+HELD = "SELECT count(*) FROM groups WHERE status = 'running' AND worker <> ''"
+
+
+def held_run(stack: Stack, model: Path) -> str:
+    """A run of two iterations, the first of which a worker has begun and cannot end before the gate is open."""
+    run = stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", *GATED).strip()
+    stack.wait(lambda: at_gate(stack.home), "a group being claimed")
+    return run
 
 
 @pytest.mark.slow
 def test_a_worker_that_is_told_to_stop_hands_its_claims_back_and_no_loss_is_counted(stack: Stack, model: Path) -> None:
-    run = stack.agentrl(
-        "submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "16", *SMALL, "--max-new-tokens", "200"
-    ).strip()
-    stack.wait(lambda: count(stack.database, "SELECT count(*) FROM steps") > 4, "the first steps")
-    stack.wait(lambda: stops_in_the_middle(stack), "a group that has just begun")
+    run = held_run(stack, model)
+    before = stack.workers("rollout,train")
     stack.kill_worker("rollout,train", signal.SIGTERM)
-    stack.kill_worker("rollout,train", signal.SIGCONT)
+    stack.wait(lambda: not before & stack.workers("rollout,train"), "its end")
+    open_gate(stack.home)
     stack.wait_for(run)
-    assert_whole(stack.database, iterations=4, episodes=64)
+    assert_whole(stack.database, iterations=2, episodes=32)
     assert count(stack.database, "SELECT max(losses) FROM groups") == 0
     assert count(stack.database, "SELECT max(attempt) FROM groups") == 2
 
 
-def stops_in_the_middle(stack: Stack) -> bool:
-    """Whether the rollout worker stands still, stopped at a moment at which none of a group's episodes is over."""
-    stack.kill_worker("rollout,train", signal.SIGSTOP)
-    over = "SELECT group_id FROM episodes WHERE status = 'done'"
-    begun = f"SELECT count(*) FROM groups WHERE status = 'running' AND id NOT IN ({over})"
-    if count(stack.database, begun):
-        return True
-    stack.kill_worker("rollout,train", signal.SIGCONT)
-    return False
-
-
 @pytest.mark.slow
 def test_a_paused_run_stands_still_until_it_is_resumed(stack: Stack, model: Path) -> None:
-    run = stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "16", *SMALL).strip()
+    run = held_run(stack, model)
     stack.agentrl("pause", run)
     stack.agentrl("pause", run)
+    open_gate(stack.home)
+    stack.wait(lambda: count(stack.database, HELD) == 0, "what was begun being finished or dropped")
     assert observe.describe_run(stack.database, run)["status"] == "paused"
+    assert count(stack.database, "SELECT count(*) FROM iterations WHERE status = 'done'") == 0
     stack.agentrl("resume", run)
     stack.wait_for(run)
-    assert_whole(stack.database, iterations=4, episodes=64)
+    assert_whole(stack.database, iterations=2, episodes=32)
     stack.agentrl("resume", run, code=6)
 
 
 @pytest.mark.slow
 def test_a_cancelled_run_stays_cancelled(stack: Stack, model: Path) -> None:
-    run = stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "64", *SMALL).strip()
+    run = held_run(stack, model)
     stack.agentrl("cancel", run)
     stack.agentrl("cancel", run)
     stack.agentrl("resume", run, code=6)
-    assert count(stack.database, "SELECT count(*) FROM episodes WHERE status IN ('planned', 'running')") == 0
+    open_gate(stack.home)
+    stack.agentrl("down")
+    assert observe.describe_run(stack.database, run)["status"] == "cancelled"
+    assert count(stack.database, "SELECT count(*) FROM episodes WHERE status <> 'cancelled'") == 0
 
 
 @pytest.mark.slow
