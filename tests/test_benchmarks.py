@@ -1,8 +1,11 @@
 """The benchmark measures what it says: ratios by round, memory of the work alone, the same work on every side."""
 
 import json
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import Qwen2Config
 
-from tests.benchmarks import memory, memory_ours, memory_parts, report, samplers
+from tests.benchmarks import __main__ as program
+from tests.benchmarks import decode, memory, memory_ours, memory_parts, report, samplers
+from tests.benchmarks.cases import CannotHere, Cases
 from tests.benchmarks.memory_parts import Shape
 from tests.benchmarks.models import HALF_BILLION
 from tests.benchmarks.processes import Side, run
@@ -22,6 +27,7 @@ from tests.benchmarks.update_ours import groups_of
 from tests.models import tiny_random
 from workflow.base import DTYPES
 from workflow.config import ModelConfig
+from workflow.errors import SandboxUnavailable
 from workflow.policy import Policy
 from workflow.scoring import checkpointing, token_logprobs
 
@@ -49,6 +55,90 @@ def test_measuring_one_subject_again_leaves_the_others(tmp_path: Path, monkeypat
         "second": "other",
     }
     assert set(kept["subjects"]["first"]["versions"]) == {"python", "torch", "transformers", "trl", "agentrl"}
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where results are kept in place of `build/bench.json`."""
+    monkeypatch.setattr(report, "FILE", tmp_path / "build" / "bench.json")
+    return report.FILE
+
+
+def subject(monkeypatch: pytest.MonkeyPatch, name: str, *errors: Exception | None) -> None:
+    """A subject of so many cases: each raises its error, or has a number where it is None."""
+
+    def measure() -> Measured:
+        cases, rows, comparisons = Cases(), [], []
+        for number, error in enumerate(errors):
+            with cases.case(f"{name} {number}"):
+                if error:
+                    raise error
+                rows.append([f"{name} {number}", 1.0])
+                comparisons.append(Comparison(f"{name} {number}", [1], [2], "s", "them", "less"))
+        table = Table(name, ["what", "seconds"], [*rows, *cases.rows()], 0.0)
+        return Measured([table], comparisons, cases.unmeasured)
+
+    monkeypatch.setitem(sys.modules, f"tests.benchmarks.{name}", SimpleNamespace(measure=measure))
+    monkeypatch.setattr(program, "SUBJECTS", (*program.SUBJECTS, name))
+
+
+def test_a_case_that_fails_says_so_in_its_row_the_rest_goes_on_and_the_program_ends_with_1(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subject(monkeypatch, "first", None, RuntimeError("bf16 path needs\nframe #0: 0x7f"), None)
+    subject(monkeypatch, "second", None)
+    with pytest.raises(SystemExit) as ended:
+        program.main(["first,second"])
+    assert ended.value.code == 1
+    said = capsys.readouterr()
+    table, last = said.out.split("== first")[1], said.out.split("== ours / other")[1]
+    for shown in (table, last):
+        assert re.search(r"^first 1 +failed: RuntimeError: bf16 path needs$", shown, re.MULTILINE)
+    assert all(name in last for name in ("first 0", "first 2", "second 0"))
+    assert "Traceback" in said.err
+    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    assert [name for name, row in rows.items() if "ratio" in row] == ["first 0", "first 2", "second 0"]
+    failed = {"subject": "first", "name": "first 1", "error": "RuntimeError: bf16 path needs", "failed": True}
+    assert rows["first 1"] == failed
+
+
+@pytest.mark.parametrize("error", [CannotHere("no such instruction"), SandboxUnavailable("no user namespaces")])
+def test_a_case_that_this_machine_cannot_do_is_said_and_is_no_failure(
+    error: Exception, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subject(monkeypatch, "first", error, None)
+    program.main(["first"])
+    assert f"first 0  cannot run here: {error}" in capsys.readouterr().out
+
+
+def test_a_subject_that_fails_outside_of_its_cases_is_said_and_the_others_go_on(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subject(monkeypatch, "second", None)
+    subject(monkeypatch, "first")
+    monkeypatch.setattr(sys.modules["tests.benchmarks.first"], "measure", lambda: 1 / 0)
+    with pytest.raises(SystemExit):
+        program.main(["first", "second"])
+    last = capsys.readouterr().out.split("== ours / other")[1]
+    assert "first     failed: ZeroDivisionError: division by zero\n" in last
+    assert "second 0" in last
+
+
+def test_a_decoding_case_of_which_one_side_cannot_run_leaves_the_others_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes = ("float32", "bfloat16")
+    monkeypatch.setattr(decode, "CASES", [decode.Case("tiny", dtype, 2, 4, ("matmuls",), rounds=1) for dtype in dtypes])
+    matmuls = samplers.matmuls
+
+    def unable(model: torch.nn.Module, work: Work) -> samplers.Sampler:
+        if next(model.parameters()).dtype == torch.bfloat16:
+            raise RuntimeError("bf16 path needs the cpu support avx_ne_convert")
+        return matmuls(model, work)
+
+    monkeypatch.setattr(samplers, "matmuls", unable)
+    found = decode.measure()
+    assert [len(row) for row in found.tables[0].rows] == [len(found.tables[0].columns), 2]
+    assert [comparison.name for comparison in found.comparisons] == ["decode tiny float32, 2 slots, equal"]
+    assert [case.why for case in found.unmeasured] == ["RuntimeError: bf16 path needs the cpu support avx_ne_convert"]
 
 
 @pytest.fixture

@@ -1,8 +1,13 @@
-"""`python -m tests.benchmarks [SUBJECT ...]`: each subject is a module here with a `measure()`."""
+"""`python -m tests.benchmarks [SUBJECT ...]`: each subject is a module here with a `measure()`.
+
+A case that cannot be measured is said in its row, and the rest goes on; where something failed, and not where this machine
+cannot do it, the program exits with 1 at its end.
+"""
 
 import sys
 from importlib import import_module
 
+from tests.benchmarks.cases import Cases, Unmeasured
 from tests.benchmarks.report import Comparison, Measured, compared, keep
 
 SUBJECTS = ("decode", "tools", "update", "memory", "iteration", "overhead", "queue", "workers", "growth", "sandbox")
@@ -14,13 +19,26 @@ def main(wanted: list[str]) -> None:
     if unknown := [subject for subject in subjects if subject not in SUBJECTS]:
         sys.exit(f"There is no benchmark {unknown[0]!r}; there are: {', '.join(SUBJECTS)}.")
     comparisons: list[Comparison] = []
+    unmeasured: list[Unmeasured] = []
     for subject in subjects:
-        measured: Measured = import_module(f"tests.benchmarks.{subject}").measure()
+        measured = _measured(subject)
         for table in measured.tables:
             print(table.shown(), flush=True)
         keep(subject, measured)
         comparisons += measured.comparisons
-    print(compared(comparisons).shown())
+        unmeasured += measured.unmeasured
+    print(compared(comparisons, unmeasured).shown())
+    if any(case.failed for case in unmeasured):
+        sys.exit(1)
+
+
+def _measured(subject: str) -> Measured:
+    """What the subject measured; what it raises outside of its cases is said too."""
+    cases = Cases()
+    with cases.case(subject):
+        measured: Measured = import_module(f"tests.benchmarks.{subject}").measure()
+        return measured
+    return Measured([], unmeasured=cases.unmeasured)
 
 
 if __name__ == "__main__":

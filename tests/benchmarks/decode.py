@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.benchmarks import samplers
+from tests.benchmarks.cases import Cases
 from tests.benchmarks.models import ModelName, saved
 from tests.benchmarks.report import Comparison, Measured, Table, load
 from tests.benchmarks.samplers import Sampler, Work
@@ -97,14 +98,18 @@ def measure() -> Measured:
     """Tokens per second of every side, and the share of each that ours reaches."""
     rows: list[list[object]] = []
     comparisons: list[Comparison] = []
+    wanted, cases = [*CASES, *(FULL if os.environ.get("BENCH") == "full" else [])], Cases()
     with tempfile.TemporaryDirectory() as folder:
-        paths = {name: saved(name, Path(folder)) for name in ("tiny", "bench")}
-        for case in [*CASES, *(FULL if os.environ.get("BENCH") == "full" else [])]:
-            rates = _rates(case, paths[case.model])
-            print(case.name, {side: round(statistics.median(rate)) for side, rate in rates.items()}, flush=True)
-            rows.append([case.name, *(statistics.median(rates[side]) if side in rates else "" for side in ("ours", *NAMES))])
-            comparisons += [_compared(case, rates, other) for other in case.others]
-    return Measured([Table("decode, tokens/s, medians", ["", "ours", *NAMES.values()], rows, load())], comparisons)
+        paths = {name: saved(name, Path(folder)) for name in {case.model for case in wanted}}
+        for case in wanted:
+            with cases.case(f"decode {case.name}"):
+                rates = _rates(case, paths[case.model])
+                print(case.name, {side: round(statistics.median(rate)) for side, rate in rates.items()}, flush=True)
+                sides = ("ours", *NAMES)
+                rows.append([case.name, *(statistics.median(rates[side]) if side in rates else "" for side in sides)])
+                comparisons += [_compared(case, rates, other) for other in case.others]
+    table = Table("decode, tokens/s, medians", ["", "ours", *NAMES.values()], [*rows, *cases.rows()], load())
+    return Measured([table], comparisons, cases.unmeasured)
 
 
 def _compared(case: Case, rates: dict[str, list[float]], other: str) -> Comparison:

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.benchmarks import digits, turnstile
+from tests.benchmarks.cases import Cases
 from tests.benchmarks.fleet import Fleet, fleet
 from tests.benchmarks.models import ModelName
 from tests.benchmarks.parrot import endless
@@ -52,10 +53,14 @@ CASES = (Case("tiny", 32, 0, 64), Case("bench", 64, 8, 16))
 
 def measure() -> Measured:
     """Each case: seconds of an iteration and of its parts."""
+    found, cases = [], Cases()
     with TemporaryDirectory(prefix="arl-bench-") as folder:
-        found = [_measured(case, endless(case.model, Path(folder))) for case in CASES]
+        for case in CASES:
+            with cases.case(case.name):
+                found.append(_measured(case, endless(case.model, Path(folder))))
     columns = ("what", "ours s", "rollout s", "update s", "TRL s", "ratio")
-    return Measured([Table("a whole iteration, medians", columns, [row for row, _ in found], load())], [c for _, c in found])
+    rows = [*(row for row, _ in found), *cases.rows()]
+    return Measured([Table("a whole iteration, medians", columns, rows, load())], [c for _, c in found], cases.unmeasured)
 
 
 def _measured(case: Case, model: Path) -> tuple[list[object], Comparison]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tests.benchmarks import memory_ours
+from tests.benchmarks.cases import Cases
 from tests.benchmarks.memory_ours import CAP_MIB, GROUP_SIZE, GROUPS, PROMPT_TOKENS, RANK, SAMPLED_TOKENS
 from tests.benchmarks.memory_parts import FLOAT, Parts, Shape, always, while_sampling, while_updating
 from tests.benchmarks.models import HALF_BILLION, half_billion
@@ -36,13 +37,15 @@ CPU, GPU = Shape(HALF_BILLION, RANK, FLOAT), Shape(HALF_BILLION, RANK, FLOAT // 
 def measure() -> Measured:
     """What every part takes, and how much that is in all, computed and measured."""
     ran: dict[str, Ran] = {}
+    cases = Cases()
     with tempfile.TemporaryDirectory() as folder:
         path = half_billion(Path(folder) / "model")
         arguments = {"path": str(path), "completions": str(Path(folder) / "sampled.json")}
         for name, options in PLANS.items():
-            ran[name] = run(Side("tests.benchmarks.memory_ours", "prepare", {**arguments, "options": dict(options)}))
-            print(name, {stage: round(_peak(found)) for stage, found in ran[name].value["stages"].items()}, flush=True)
-    return Measured([_parts(), _stages(ran)], [_compared(name, found) for name, found in ran.items()])
+            with cases.case(f"memory Qwen2-0.5B 4-bit LoRA, {name}"):
+                ran[name] = run(Side("tests.benchmarks.memory_ours", "prepare", {**arguments, "options": dict(options)}))
+                print(name, {stage: round(_peak(found)) for stage, found in ran[name].value["stages"].items()}, flush=True)
+    return Measured([_parts(), _stages(ran)], [_compared(name, found) for name, found in ran.items()], cases.unmeasured)
 
 
 def microbatch(options: Mapping[str, Any]) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tests.benchmarks.cases import Cases
 from tests.benchmarks.fleet import Fleet, fleet, seconds
 from tests.benchmarks.models import saved
 from tests.benchmarks.report import Measured, Table, load
@@ -43,12 +44,16 @@ def measure() -> Measured:
     """The tiny model with a tool call in each episode, the bench model without, training an adapter or all of it."""
     with TemporaryDirectory() as folder:
         tiny, bench = tiny_calling(Path(folder) / "tiny", layers=4, width=128), saved("bench", Path(folder))
-        rows = [
-            _row("tiny, a call in each episode", CALLING | {"model.path": str(tiny)}),
-            _row("bench, LoRA", PLAIN | {"model.path": str(bench), "model.lora_r": 8}),
-            _row("bench, all weights", PLAIN | {"model.path": str(bench), "rollout.tasks_per_iteration": 8}),
-        ]
-    return Measured([Table("overhead of a run", COLUMNS, rows, load())])
+        runs = {
+            "tiny, a call in each episode": CALLING | {"model.path": str(tiny)},
+            "bench, LoRA": PLAIN | {"model.path": str(bench), "model.lora_r": 8},
+            "bench, all weights": PLAIN | {"model.path": str(bench), "rollout.tasks_per_iteration": 8},
+        }
+        rows, cases = [], Cases()
+        for name, options in runs.items():
+            with cases.case(f"overhead, {name}"):
+                rows.append(_row(name, options))
+    return Measured([Table("overhead of a run", COLUMNS, [*rows, *cases.rows()], load())], unmeasured=cases.unmeasured)
 
 
 def _row(name: str, options: Mapping[str, Any]) -> list[object]:

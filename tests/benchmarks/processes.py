@@ -54,13 +54,15 @@ def run(side: Side, timeout: float = 1800) -> Ran:
     """Measures the side in a fresh process.
 
     Raises:
-        RuntimeError: it failed; the message has the end of what it printed.
+        RuntimeError: it failed; the message has the last line of what it said, stderr all of it.
     """
     command = [sys.executable, "-m", __name__, side.module, side.prepare, json.dumps(dict(side.arguments))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     line = next((line for line in done.stdout.splitlines() if line.startswith(MARK)), None)
     if done.returncode or line is None:
-        raise RuntimeError(f"{side.module}.{side.prepare} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        print(done.stderr, file=sys.stderr)
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise RuntimeError(f"{side.module}.{side.prepare} ended with {done.returncode}: {last}")
     return Ran(**json.loads(line.removeprefix(MARK)))
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
+from tests.benchmarks.cases import Cases
 from tests.benchmarks.fleet import Fleet, fleet
 from tests.benchmarks.report import Comparison, Measured, Table, load
 from tests.stored import CALL, claim, sampled, start, submission
@@ -29,15 +30,17 @@ def measure() -> Measured:
         crew.worker("tools")
         os.environ.update({name: value for name, value in crew.environment.items() if name.startswith("AGENTRL_")})
         caller = Caller(crew)
-        rows, comparisons = [], []
+        rows, comparisons, cases = [], [], Cases()
         for count in IN_FLIGHT:
-            found, idle = _turns(caller, count)
-            shown = [1000 * _quantile(found, share) for share in (0.5, 0.9, 0.99)]
-            none = [1000 * _quantile(idle, share) for share in (0.5, 0.99)]
-            rows.append([str(count), *shown, *none, count / _quantile(found, 0.5)])
-            what = "the message alone"
-            comparisons.append(Comparison(f"tool call, {count} at once, p50", [shown[0]], [none[0]], "ms", what, "less"))
-    return Measured([Table("a tool call through the queue", COLUMNS, rows, load())], comparisons)
+            with cases.case(f"tool call, {count} at once"):
+                found, idle = _turns(caller, count)
+                shown = [1000 * _quantile(found, share) for share in (0.5, 0.9, 0.99)]
+                none = [1000 * _quantile(idle, share) for share in (0.5, 0.99)]
+                rows.append([str(count), *shown, *none, count / _quantile(found, 0.5)])
+                what = "the message alone"
+                comparisons.append(Comparison(f"tool call, {count} at once, p50", [shown[0]], [none[0]], "ms", what, "less"))
+    table = Table("a tool call through the queue", COLUMNS, [*rows, *cases.rows()], load())
+    return Measured([table], comparisons, cases.unmeasured)
 
 
 def _turns(caller: "Caller", count: int) -> tuple[list[float], list[float]]:

@@ -1,7 +1,8 @@
 """What was measured: tables and comparisons, printed as text and kept as JSON in `build/bench.json`.
 
 The file has `machine`, `subjects` (name -> when, versions, load and tables) and the flat list `rows`: one comparison each, with
-both medians, the median of the rounds' ratios, and the least and the greatest of them.
+both medians, the median of the rounds' ratios, and the least and the greatest of them. A case that could not be measured has a
+row with `error` in place of numbers, and `failed`: whether something is broken, or this machine cannot do it.
 """
 
 import json
@@ -16,13 +17,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.benchmarks.cases import Unmeasured
+
 FILE = Path("build/bench.json")
 PACKAGES = ("torch", "transformers", "trl")
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of names and numbers under their headings; `load` is the machine's when it was measured (1 minute, all cores)."""
+    """Rows of names and numbers under their headings; `load` is the machine's when it was measured (1 minute, all cores).
+
+    A row of two cells is a case and why it has no numbers.
+    """
 
     title: str
     columns: Sequence[str]
@@ -32,8 +38,13 @@ class Table:
     def shown(self) -> str:
         """The table as text."""
         cells = [[_cell(value) for value in row] for row in (self.columns, *self.rows)]
-        widths = [max(len(row[index]) for row in cells) for index in range(len(self.columns))]
-        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+        whole = [row for row in cells if len(row) == len(self.columns)]
+        widths = [max(len(row[index]) for row in whole) for index in range(len(self.columns))]
+        widths[0] = max(len(row[0]) for row in cells)
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *(map(str.rjust, row[1:], widths[1:]) if row in whole else row[1:])])
+            for row in cells
+        ]
         return "\n".join([f"== {self.title} (load {self.load:.1f} on {os.cpu_count()} cores)", *lines, ""])
 
 
@@ -89,6 +100,7 @@ class Measured:
 
     tables: Sequence[Table]
     comparisons: Sequence[Comparison] = ()
+    unmeasured: Sequence[Unmeasured] = ()
 
 
 def load() -> float:
@@ -96,14 +108,15 @@ def load() -> float:
     return os.getloadavg()[0]
 
 
-def compared(comparisons: Sequence[Comparison]) -> Table:
+def compared(comparisons: Sequence[Comparison], unmeasured: Sequence[Unmeasured] = ()) -> Table:
     """The table that `make bench` ends with."""
     columns = ["what", "ours", "other", "unit", "better", "ratio", "least", "most", "against"]
-    rows = []
+    rows: list[list[object]] = []
     for comparison in comparisons:
         row = comparison.row()
         numbers = [row[name] for name in ("ours", "other", "unit", "better", "ratio")]
         rows.append([row["name"], *numbers, *row["spread"], comparison.against])
+    rows += [[case.name, case.told] for case in unmeasured]
     return Table("ours / other, medians and the rounds' ratios", columns, rows, load())
 
 
@@ -115,6 +128,7 @@ def keep(subject: str, measured: Measured) -> None:
     subjects = {**known.get("subjects", {}), subject: {**told, "tables": [asdict(table) for table in measured.tables]}}
     rows = [row for row in known.get("rows", []) if row["subject"] != subject]
     rows += [{"subject": subject, **comparison.row()} for comparison in measured.comparisons]
+    rows += [{"subject": subject, "name": case.name, "error": case.why, "failed": case.failed} for case in measured.unmeasured]
     FILE.write_text(json.dumps({"machine": machine(), "subjects": subjects, "rows": rows}, indent=1))
 
 

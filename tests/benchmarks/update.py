@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from tests.benchmarks.cases import Cases
 from tests.benchmarks.models import saved
 from tests.benchmarks.processes import Ran, Side, in_turns, run
 from tests.benchmarks.report import Comparison, Measured, Table, load
@@ -29,18 +30,20 @@ def measure() -> Measured:
     """The sweep and the rounds, for LoRA and for all weights."""
     rows: list[list[object]] = []
     comparisons: list[Comparison] = []
+    cases = Cases()
     with tempfile.TemporaryDirectory() as folder:
         path = str(saved("bench", Path(folder)))
         for kind, rank in RANKS.items():
-            swept = _sweep(path, rank)
-            rows += [_row(f"{kind}, {name}, swept", ran) for name, ran in swept.items()]
-            fastest, leanest = _best(swept)
-            sides = {name: _trl(path, rank, name) for name in (fastest, leanest)}
-            rounds = in_turns({"agentrl": _ours(path, rank), **sides}, ROUNDS)
-            rows += [_row(f"{kind}, {name}", ran) for name, runs in rounds.items() for ran in runs]
-            _same_work(rounds)
-            comparisons += _compared(kind, rounds, fastest, leanest)
-    return Measured([Table("one update, every run", COLUMNS, rows, load())], comparisons)
+            with cases.case(f"update bench, {kind}"):
+                swept = _sweep(path, rank)
+                rows += [_row(f"{kind}, {name}, swept", ran) for name, ran in swept.items()]
+                fastest, leanest = _best(swept)
+                sides = {name: _trl(path, rank, name) for name in (fastest, leanest)}
+                rounds = in_turns({"agentrl": _ours(path, rank), **sides}, ROUNDS)
+                rows += [_row(f"{kind}, {name}", ran) for name, runs in rounds.items() for ran in runs]
+                _same_work(rounds)
+                comparisons += _compared(kind, rounds, fastest, leanest)
+    return Measured([Table("one update, every run", COLUMNS, [*rows, *cases.rows()], load())], comparisons, cases.unmeasured)
 
 
 def _ours(path: str, rank: int) -> Side:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tests.benchmarks.cases import Cases
 from tests.benchmarks.databases import both
 from tests.benchmarks.fleet import Fleet, fleet, seconds
 from tests.benchmarks.report import Comparison, Measured, Table, load
@@ -34,12 +35,14 @@ OPTIONS = {
 def measure() -> Measured:
     """Both databases."""
     rates: dict[str, dict[int, float]] = {}
+    cases = Cases()
     with TemporaryDirectory() as folder, both() as databases:
         model = tiny_random(Path(folder) / "model")
         for kind, database in databases.items():
             url = database.url.render_as_string(hide_password=False)
-            rates[kind] = {count: _rate(count, model, url if kind == "postgres" else "") for count in COUNTS}
-    rows = [
+            with cases.case(f"rollout workers, {kind}"):
+                rates[kind] = {count: _rate(count, model, url if kind == "postgres" else "") for count in COUNTS}
+    rows: list[list[object]] = [
         [f"{kind}, {count}", rate, count * IDEAL, rate / (count * IDEAL), rate / (count * of[1])]
         for kind, of in rates.items()
         for count, rate in of.items()
@@ -50,7 +53,8 @@ def measure() -> Measured:
         for kind, of in rates.items()
         for n in COUNTS[1:]
     ]
-    return Measured([Table("rollout workers with an engine that sleeps", columns, rows, load())], comparisons)
+    table = Table("rollout workers with an engine that sleeps", columns, [*rows, *cases.rows()], load())
+    return Measured([table], comparisons, cases.unmeasured)
 
 
 def _rate(count: int, model: Path, database: str) -> float:
