@@ -1,5 +1,6 @@
 """A run's whole surroundings, quick to set up and easy to break: a Redis that keeps nothing, a database, forked workers."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -73,6 +74,16 @@ class Crew(Stack):
         """A worker of each kind."""
         return {role: self.fork(role, **environment) for role in ROLES}
 
+    def asleep(self) -> Child | None:
+        """The child that a fault has stopped, until `wake`."""
+        return next((child for child in self.children if _state(child.pid) == "T"), None)
+
+    def wake(self, child: Child) -> None:
+        """Ends the sleep of a stopped child's own alarm clock."""
+        (clock,) = _children(child.pid)
+        for sleep in _children(clock):
+            os.kill(sleep, signal.SIGTERM)
+
     def submit(self, **changes: Any) -> None:
         """Sends the run; `a__b=1` changes `a.b`."""
         wanted = {name.replace("__", "."): value for name, value in changes.items()}
@@ -123,7 +134,7 @@ class Crew(Stack):
         self.wait_for()
         self.stop()
         found = record.read(self.home)
-        assert found["wrong"] == []
+        assert found["wrong"] == [], found["wrong"]
         assert [kind for kind, *_ in found["policies"].values()] == ["base", *["trained"] * world.ITERATIONS]
 
     def stop(self) -> None:
@@ -148,6 +159,19 @@ class Crew(Stack):
         self.redis.kill()
         self.redis.wait()
         super().close()
+
+
+def _state(pid: int) -> str:
+    """One letter, as Linux has it; empty where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def _children(pid: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
+    return [int(child) for child in found.stdout.split()]
 
 
 @contextmanager

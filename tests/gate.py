@@ -1,13 +1,14 @@
 """A gate in a run: what stands before it has certainly begun and is certainly not over, until the test opens it.
 
 A run is held by a hook (`-s hooks=[tests.gate:AtStart]`), by a tool or by an update, in the process that is at work. A worker
-that is told to stop is let through, to end as it would. The gate of a data folder is shut until `open_gate`.
+that is told to stop is let through, to end as it would. A data folder's gates are shut until `open_gate`.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from sqlalchemy import text
 
@@ -26,25 +27,39 @@ PATIENCE_SECONDS = 300.0
 NUMBER = "SELECT number FROM iterations i JOIN episodes e ON e.iteration_id = i.id WHERE e.id = :id"
 
 
-def at_gate(home: Path) -> bool:
-    """Whether somebody came to the gate of this data folder."""
-    return (home / "at-the-gate").exists()
+Gate = Literal["rollout", "tool", "update"]
 
 
-def open_gate(home: Path) -> None:
+def at_gate(home: Path, gate: Gate) -> bool:
+    """Whether somebody came to that gate of the data folder."""
+    return _sign(home, gate, "reached").exists()
+
+
+def open_gate(home: Path, gate: Gate) -> None:
     """Lets everybody through, now and later."""
-    home.mkdir(parents=True, exist_ok=True)
-    (home / "gate-is-open").touch()
+    _sign(home, gate, "open").touch()
 
 
-def wait() -> None:
-    """Stands before the gate of this process's data folder."""
+def wait(gate: Gate) -> None:
+    """Stands before a gate of this process's data folder."""
     home = settings().root
-    (home / "at-the-gate").touch()
+    _sign(home, gate, "reached").touch()
+    until(lambda: _sign(home, gate, "open").exists() or stopping.is_set())
+
+
+def _sign(home: Path, gate: Gate, state: str) -> Path:
+    """A file beside the logs, where a run's own leftovers are not looked for."""
+    folder = home / "stack"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{gate}-gate.{state}"
+
+
+def until(met: Callable[[], bool]) -> None:
+    """Waits in a worker for what a test does."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not ((home / "gate-is-open").exists() or stopping.is_set()):
+    while not met():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"nobody opened the gate in {PATIENCE_SECONDS} s")
+            raise TimeoutError(f"a gate stayed shut for {PATIENCE_SECONDS} s")
         time.sleep(0.02)
 
 
@@ -53,7 +68,7 @@ class AtStart(Hook):
 
     def on_rollout_start(self, episode: Episode) -> None:
         """Nothing of the group has been sampled."""
-        wait()
+        wait("rollout")
 
 
 class InSecondIteration(Hook):
@@ -64,7 +79,7 @@ class InSecondIteration(Hook):
         with database().read() as tx:
             number = tx.execute(text(NUMBER), {"id": episode.id}).scalar_one()
         if number:
-            wait()
+            wait("rollout")
 
 
 class AtSecondTurn(Hook):
@@ -73,7 +88,7 @@ class AtSecondTurn(Hook):
     def on_trace_start(self, episode: Episode) -> None:
         """A first turn is committed, with the results of its calls."""
         if episode.steps:
-            wait()
+            wait("rollout")
 
 
 class AfterSecondUpdate(Hook):
@@ -82,12 +97,12 @@ class AfterSecondUpdate(Hook):
     def on_update_end(self, run: str, iteration: int, metrics: Mapping[str, float]) -> None:
         """The update is committed."""
         if iteration == 1:
-            wait()
+            wait("update")
 
 
 def plus(a: int, b: int) -> str:
     """Adds."""
-    wait()
+    wait("tool")
     return str(a + b)
 
 
@@ -96,7 +111,7 @@ held_plus = Tool(plus, timeout_seconds=PATIENCE_SECONDS)
 
 def credit(earned: Earned, options: AlgorithmConfig) -> Credited:
     """GRPO's, by a trainer that has claimed the iteration."""
-    wait()
+    wait("update")
     return relative_to_group(earned, options)
 
 

@@ -18,6 +18,7 @@ from cli import keep
 from cli.main import main
 from tests.conftest import forget_process
 from tests.crew import small_disk
+from tests.gate import at_gate, open_gate
 from tests.models import tiny_random
 from tests.stack import SMALL, embedded_stack
 from tests.stored import claim_training, play, start, submission, update_of, value, values
@@ -243,8 +244,13 @@ def model(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_gc_and_vacuum_beside_a_run_change_nothing_that_it_needs(short_folder: Path, model: Path) -> None:
     with embedded_stack(short_folder, idle_seconds="3600") as stack:
-        asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "12", *SMALL, "--epochs", "2")
-        run = stack.agentrl("submit", *asked, "--name", "busy").strip()
+        asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "12", *SMALL[:-1])
+        held = "hooks=[tests.lucky:Lucky,tests.gate:AfterSecondUpdate]"
+        run = stack.agentrl("submit", *asked, held, "--epochs", "2", "--name", "busy").strip()
+        stack.wait(lambda: at_gate(stack.home, "update"), "two updates")
+        stack.agentrl("gc", "--keep-last", "1")
+        stack.agentrl("vacuum")
+        open_gate(stack.home, "update")
         while observe.describe_run(stack.database, run)["status"] == "running":
             stack.agentrl("gc", "--keep-last", "1")
             stack.agentrl("vacuum")

@@ -38,6 +38,7 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -48,6 +49,7 @@ from tests.crew import crew as crew
 from tests.crew import forks as forks
 from tests.crew import model as model
 from tests.faults import world
+from tests.gate import at_gate, open_gate
 from tests.nursery import Nursery
 from tests.own_postgres import own_postgres
 from tests.trouble import Harmful
@@ -57,8 +59,14 @@ from workflow import checkpoint
 from workflow.errors import ServiceError
 from workflow.store import planning
 
-RESULTS = "SELECT count(*) FROM tool_calls WHERE result IS NOT NULL"
 HELD = "SELECT count(*) FROM groups WHERE status = 'running' AND worker <> ''"
+
+
+def held_at_its_first_calls(crew: Crew, **changes: Any) -> None:
+    """A run whose rollouts are at work and stay so until the tools' gate is open."""
+    crew.submit(env="tests.trouble:held", **changes)
+    asked = "SELECT count(*) FROM tool_calls WHERE result IS NULL"
+    crew.wait(lambda: crew.count(HELD) == world.GROUPS and crew.count(asked) > 0, "the rollouts at work")
 
 
 # --- signals, Redis ---------------------------------------------------------------------------------------------------------
@@ -72,12 +80,15 @@ def test_every_worker_that_is_told_to_stop_hands_back_or_finishes_and_exits_with
         "control": "SELECT count(*) FROM service_leases",
     }
     workers = crew.fork_all()
-    crew.submit(env="tests.trouble:slow")
+    crew.submit(env="tests.trouble:held", algorithm__name="tests.gate:held_update")
     for role in ("control", "rollout", "tools", "train"):
+        if role == "train":
+            open_gate(crew.home, "tool")
         crew.wait(lambda role=role: crew.count(busy[role]) > 0, f"{role} at work")  # type: ignore[misc]
         workers[role].kill(signal.SIGTERM)
         assert workers[role].end() == 0, crew.logs()
         crew.fork(role)
+    open_gate(crew.home, "update")
     crew.assert_whole()
     lost = "SELECT max(losses) FROM (SELECT losses FROM groups UNION SELECT losses FROM iterations) x"
     assert crew.count(lost) == 0
@@ -85,10 +96,10 @@ def test_every_worker_that_is_told_to_stop_hands_back_or_finishes_and_exits_with
 
 def test_a_redis_that_dies_with_all_it_knew_costs_nothing(crew: Crew) -> None:
     crew.fork_all()
-    crew.submit(env="tests.trouble:slow")
-    crew.wait(lambda: crew.count(HELD) == world.GROUPS, "the rollouts at work")
+    held_at_its_first_calls(crew)
     crew.redis.kill()
     crew.redis.wait()
+    open_gate(crew.home, "tool")
     crew.wait(lambda: crew.count(HELD) == 0, "the rollouts given up")
     crew.redis = crew.start_redis()
     crew.assert_whole()
@@ -97,13 +108,13 @@ def test_a_redis_that_dies_with_all_it_knew_costs_nothing(crew: Crew) -> None:
 
 def test_a_redis_that_hangs_is_said_in_one_sentence_and_the_workers_go_on_afterwards(crew: Crew) -> None:
     crew.fork_all()
-    crew.submit(env="tests.trouble:slow")
-    crew.wait(lambda: crew.count(HELD) == world.GROUPS, "the rollouts at work")
+    held_at_its_first_calls(crew)
     crew.redis.send_signal(signal.SIGSTOP)
     said = crew.refused("resume", world.RUN, code=4)
     assert "does not answer: Timeout reading from" in said
     assert "Check AGENTRL_BROKER_URL" in said
     crew.redis.send_signal(signal.SIGCONT)
+    open_gate(crew.home, "tool")
     crew.assert_whole()
 
 
@@ -112,7 +123,7 @@ def test_messages_that_come_again_while_they_are_worked_on_change_nothing(crew: 
     patient = {"AGENTRL_LEASE_SECONDS": "60"}
     for role in ROLES:
         crew.start("tests.trouble:impatient", [role], name=role, **patient)
-    crew.submit(env="tests.trouble:sluggish")
+    crew.submit(env="tests.trouble:again")
     crew.assert_whole()
     claims = (crew.folder / "hits" / "claim_group.before").stat().st_size
     assert claims > world.ITERATIONS * world.GROUPS, "no message came again"
@@ -127,9 +138,9 @@ def test_a_postgres_that_restarts_in_the_middle_costs_nothing(short_folder: Path
         crew = Crew(short_folder, forks, model, None, AGENTRL_DATABASE_URL=url)
         try:
             workers = crew.fork_all()
-            crew.submit(env="tests.trouble:slow")
-            crew.wait(lambda: crew.count(HELD) == world.GROUPS, "the rollouts at work")
+            held_at_its_first_calls(crew)
             server.restart()
+            open_gate(crew.home, "tool")
             crew.wait_for()
             assert [worker.exit_code() for worker in workers.values()] == [None] * 4
             planned = world.ITERATIONS * world.GROUPS * world.EPISODES
@@ -147,12 +158,13 @@ def test_a_full_disk_under_the_database_holds_the_run_up_until_there_is_room(cre
         shutil.move(crew.home / "agentrl.db", disk / "agentrl.db")
         (crew.home / "agentrl.db").symlink_to(disk / "agentrl.db")
         workers = crew.fork_all()
-        crew.submit(env="tests.trouble:slow")
-        crew.wait(lambda: crew.count(RESULTS) > 0, "the first results")
+        crew.submit(hooks=("tests.faults.world:Chance", "tests.gate:AtSecondTurn"))
+        crew.wait(lambda: at_gate(crew.home, "rollout"), "the first results")
         ballast = fill(disk)
         kept = crew.rows("SELECT step_id, sampled_ids FROM step_tokens")
         with pytest.raises(ServiceError, match=r"The disk of the database '.*agentrl\.db' is full"):
             crew.database.write(lambda tx: planning.log(tx, None, "x" * 32, detail="x" * 10**7))
+        open_gate(crew.home, "rollout")
         crew.wait(lambda: "is full" in (crew.folder / "rollout.log").read_text(), "a rollout without room")
         assert [worker.exit_code() for worker in workers.values()] == [None] * 4
         ballast.unlink()
@@ -212,12 +224,17 @@ def test_a_tool_that_hangs_is_told_to_the_model_and_keeps_nobody_from_stopping(c
 
 
 def test_a_trainer_that_wakes_up_after_its_lease_writes_nothing(crew: Crew) -> None:
-    asleep = {"AGENTRL_FAULT": "update.after:1:sleep", "AGENTRL_FAULT_SLEEP": "6"}
+    asleep = {"AGENTRL_FAULT": "update.after:1:sleep", "AGENTRL_FAULT_SLEEP": "600"}
     for role in ("rollout", "tools", "control"):
         crew.fork(role)
     for number in "12":
         crew.start("tests.nursery:serve", ["train"], name=f"train{number}", **asleep)
     crew.submit()
+    crew.wait(lambda: crew.asleep() is not None, "a trainer falling asleep")
+    zombie = crew.asleep()
+    assert zombie
+    crew.wait(lambda: crew.count("SELECT max(train_token) FROM iterations") == 2, "the other one taking over")
+    crew.wake(zombie)
     crew.wait(lambda: "was taken over" in crew.logs() or "is no longer held" in crew.logs(), "the zombie's end")
     crew.assert_whole()
     assert crew.rows("SELECT number, losses, train_token FROM iterations") == {(0, 1, 2), (1, 0, 1), (2, 0, 1)}
@@ -242,10 +259,10 @@ def test_a_model_that_is_not_the_runs_is_refused_and_the_run_goes_on_once_it_is_
     template = other / "chat_template.jinja"
     template.write_text(template.read_text() + "\n")
     crew.fork_all()
-    crew.submit(env="tests.trouble:slow", model__path=str(mine))
-    crew.wait(lambda: crew.count("SELECT count(*) FROM steps") > 0, "a step of the right model")
+    held_at_its_first_calls(crew, model__path=str(mine))  # sampled with the right model; no trainer has read it yet
     mine.rename(tmp_path / "kept")
     other.rename(mine)
+    open_gate(crew.home, "tool")
     crew.wait_for(status="failed")
     assert "Bring the same model here" in crew.reason()
     mine.rename(other)

@@ -13,6 +13,7 @@ from celery.exceptions import Ignore
 from sqlalchemy import text
 
 from tests.conftest import forget_process
+from tests.gate import at_gate, open_gate
 from tests.models import tiny_random
 from tests.stack import SMALL, embedded_stack
 from tests.stored import claim_training, play, ready, start, submission, update_of, value, values
@@ -568,14 +569,16 @@ def test_through_real_workers_a_run_whose_newest_checkpoint_is_cut_short_goes_on
     with embedded_stack(short_folder, idle_seconds="3600") as stack:
         (short_folder / "hits").mkdir()  # and the trainer is killed when it has made it again but for the commit
         stack.environment |= {"AGENTRL_FAULT_DIR": str(short_folder / "hits"), "AGENTRL_FAULT": "commit_rebuild.before:1:kill"}
-        asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "48", *SMALL)
-        run = stack.agentrl("submit", *asked, "--name", "cut").strip()
-        stack.wait(lambda: value(stack.database, "SELECT max(version) FROM policies") >= 2, "two updates")
+        asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "16", *SMALL[:-1])
+        held = "hooks=[tests.lucky:Lucky,tests.gate:AfterSecondUpdate]"
+        run = stack.agentrl("submit", *asked, held, "--name", "cut").strip()
+        stack.wait(lambda: at_gate(stack.home, "update"), "two updates")
         planning.stop(stack.database, run, "paused")
+        open_gate(stack.home, "update")
         stack.agentrl("down")
         truncate(Path(stored_policy(stack.database, run, None).path))
         stack.agentrl("resume", run)
         stack.wait_for(run)
         assert (short_folder / "hits" / "commit_rebuild.before").stat().st_size == 2
         assert "checkpoint_rebuilt" in stack.agentrl("events", run)
-        assert value(stack.database, "SELECT count(*) FROM iterations WHERE status = 'done'") == 12
+        assert value(stack.database, "SELECT count(*) FROM iterations WHERE status = 'done'") == 4

@@ -87,7 +87,7 @@ HELD = "SELECT count(*) FROM groups WHERE status = 'running' AND worker <> ''"
 def held_run(stack: Stack, model: Path) -> str:
     """A run of two iterations, the first of which a worker has begun and cannot end before the gate is open."""
     run = stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", *GATED).strip()
-    stack.wait(lambda: at_gate(stack.home), "a group being claimed")
+    stack.wait(lambda: at_gate(stack.home, "rollout"), "a group being claimed")
     return run
 
 
@@ -97,7 +97,7 @@ def test_a_worker_that_is_told_to_stop_hands_its_claims_back_and_no_loss_is_coun
     before = stack.workers("rollout,train")
     stack.kill_worker("rollout,train", signal.SIGTERM)
     stack.wait(lambda: not before & stack.workers("rollout,train"), "its end")
-    open_gate(stack.home)
+    open_gate(stack.home, "rollout")
     stack.wait_for(run)
     assert_whole(stack.database, iterations=2, episodes=32)
     assert count(stack.database, "SELECT max(losses) FROM groups") == 0
@@ -109,7 +109,7 @@ def test_a_paused_run_stands_still_until_it_is_resumed(stack: Stack, model: Path
     run = held_run(stack, model)
     stack.agentrl("pause", run)
     stack.agentrl("pause", run)
-    open_gate(stack.home)
+    open_gate(stack.home, "rollout")
     stack.wait(lambda: count(stack.database, HELD) == 0, "what was begun being finished or dropped")
     assert observe.describe_run(stack.database, run)["status"] == "paused"
     assert count(stack.database, "SELECT count(*) FROM iterations WHERE status = 'done'") == 0
@@ -125,7 +125,7 @@ def test_a_cancelled_run_stays_cancelled(stack: Stack, model: Path) -> None:
     stack.agentrl("cancel", run)
     stack.agentrl("cancel", run)
     stack.agentrl("resume", run, code=6)
-    open_gate(stack.home)
+    open_gate(stack.home, "rollout")
     stack.agentrl("down")
     assert observe.describe_run(stack.database, run)["status"] == "cancelled"
     assert count(stack.database, "SELECT count(*) FROM episodes WHERE status <> 'cancelled'") == 0

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests import gate
 from tests.faults import world
 from workflow.algorithms import Algorithm
 from workflow.algorithms.grpo import grpo
@@ -49,12 +50,17 @@ def deaf() -> None:
     os.waitpid(pid, 0)
 
 
-slow_plus = Tool(adding(lambda: time.sleep(1.2)))
-sluggish_plus = Tool(adding(lambda: time.sleep(4)))
+def delivered_again() -> bool:
+    """Whether more groups were asked for than the first iteration has: a message came twice."""
+    claims = Path(os.environ["AGENTRL_FAULT_DIR"]) / "claim_group.before"
+    return claims.stat().st_size > world.GROUPS
+
+
+again_plus = Tool(adding(lambda: gate.until(delivered_again)), timeout_seconds=gate.PATIENCE_SECONDS)
 deaf_plus = Tool(adding(lambda: time.sleep(3)), timeout_seconds=0.5)
 NOTE = "tests.faults.world:note_tool"
-slow = Env(tools=(f"{__name__}:slow_plus", NOTE))
-sluggish = Env(tools=(f"{__name__}:sluggish_plus", NOTE))
+held = Env(tools=("tests.gate:held_plus", NOTE))
+again = Env(tools=(f"{__name__}:again_plus", NOTE))
 hanging = Env(tools=(f"{__name__}:deaf_plus", NOTE))
 
 
