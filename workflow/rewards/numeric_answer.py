@@ -1,30 +1,76 @@
-"""numeric_answer: 1.0 where the final answer is the reference's number exactly, else 0.0.
+r"""numeric_answer: 1.0 where the final answer is the reference's number exactly, else 0.0.
 
 The answer is read from the last turn, which must have called no tool and must have ended by itself: a turn cut off by
 a limit did not answer. In its text the answer is, in this order,
 
-1. what follows the last `####`,
-2. what the last `\\boxed{...}` holds,
-3. the last number.
+1. what the first line with something on it after the last `####` begins with: a number, or a box that holds one,
+2. what the last `\boxed{...}` begins with,
+3. the last word with a digit in it.
 
-Signs of currency, thousands separators, `%` and a closing full stop are passed over; `72`, `$72.00`, `72%` and `72.`
-are one number, and `1,200` is 1200. After `####` and in a box the number comes first and is not the beginning of a
-computation: `#### 48/2` is no answer.
+That word, a run of characters without a space, must be a number and nothing else, or there is no answer:
+
+- `72`, `+72`, `72.00`, `72.` and `.5`; a minus may be `-`, U+2212 or an en dash;
+- `1,200` and `1 200` (the space may be a thin or a fixed one): thousands in groups of three. `1 20`, `1,20` and `1,200 5` are
+  no number;
+- `1.2e3` is 1200;
+- with a sign of currency before or after it (`$72`, `-€72`, `US$72`, `72 €`), or a known unit right behind it (`72%`, `72kg`,
+  `72cm^2`, `72/hour`, `72-liter`, `72nd`). `72x`, `72k`, `x72`, `v2`, `0x72` and `$5m` are no number;
+- within `**72**`, `$72$`, `$$72$$`, `\(72\)`, `\[72\]` and `\text{72}`; `1{,}200` and `1\,200` are 1200;
+- no part of something longer: `3:30`, `1/2`, `\frac{1}{2}`, `2*72`, `10^3`, `2\pi`, `sqrt(72)`, `1.2.3`, `2024-05-18` are no
+  number. Of two numbers with one `-` or `+` in between, as in `100-72`, the answer is the second.
+
+After `####` and in a box the number comes first and is not the beginning of something longer: `#### 100-72`, `#### 48 / 2`,
+`#### 72 x 1` and `#### 72 or 73` are no answers, `#### 72 clips` is. A word after a space is passed over, whatever it means.
+
+Numbers are compared exactly, however long; every step is linear in the length of the text.
 """
 
 import re
-from fractions import Fraction
+from decimal import Decimal
 
 from workflow.trajectory import Episode
 
-MAX_DIGITS = 300
 BOX = "\\boxed{"
-NUMBER = re.compile(
-    r"(?P<sign>(?<![\w)])[-+])?(?:\$ ?(?P<inner_sign>-)?)?"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+
+_CURRENCY = "$\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd\u20aa\u20ab\u20b4\u20ba\u20a6\u0e3f\u00a2"
+_LENGTHS = "mm|cm|dm|km|m|in|inch|inches|ft|foot|feet|yd|yards?|mi|miles?|met(?:er|re)s?|units?"
+_UNITS = (
+    f"%|\u00b0[CF]?|(?:{_LENGTHS})[\u00b2\u00b3]?|mg|g|kg|grams?|oz|ounces?|lbs?|tons?|ml|mL|cl|dl|l|L|lit(?:er|re)s?|gal|gallons?"
+    "|ms|s|secs?|seconds?|mins?|minutes?|h|hrs?|hours?|days?|weeks?|months?|years?|am|pm|AM|PM|mph|kph|kmh|C|F|percent|degrees?"
+    "|st|nd|rd|th|W|kW|kWh|kcal|cal|V|Hz|kHz|MHz|GHz|[kKMGT][bB]|USD|EUR|GBP|dollars?|cents?|euros?|pounds?|points?|people"
 )
-GOES_ON = re.compile(r"[,.]?[0-9]|\s*(?:[*/^=\u00d7\u00f7]|[-+x](?=\s*[$0-9(]))")
-"""After a number: it was not the whole answer but the beginning of something longer."""
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})++|[0-9]{1,3}(?: [0-9]{3})++|[0-9]++)(?:\.[0-9]++)?|\.[0-9]++"
+
+_NUMBER = re.compile(
+    rf"(?P<sign>[-+])?(?:(?P<money>%|[A-Z]{{0,3}}[{_CURRENCY}]) ?(?P<inner_sign>-)?)?"
+    rf"(?P<digits>{_DIGITS})(?P<exponent>[eE][-+]?[0-9]{{1,6}})?"
+    rf"(?(money)|(?:{_UNITS}|[{_CURRENCY}])?)(?:[-/][A-Za-z]{{2,}}+|/[hs])?"
+)
+_FIRST_OF_TWO = re.compile(r"[0-9][0-9,.]*+[-+](?=[$.0-9])")
+
+# What holds a word together: ASCII, Latin, Greek and Cyrillic letters, digits of any script, signs of mathematics. In other
+# scripts no space parts a number from its words.
+_WORD = re.compile(
+    rf"(?:[A-Za-z_\d\u00aa-\u052f\u2070-\u209f\u2150-\u218f\u2200-\u221f.\\{{}}^*/%+{_CURRENCY}-]"
+    r"|(?<=\d)[,:' ](?=\d)"  # between digits
+    rf"|(?<=[-+][{_CURRENCY}])[ ](?=\d)"  # -$ 5
+    r"|(?<=[A-Za-z])\((?=[-+.]?\d)|\)(?=[-+*/^]))++"  # sqrt(2), (1)-2
+)
+_TO_LAST_DIGIT = re.compile(r".*\d", re.DOTALL)
+_BEFORE, _BEHIND = "*_\u00ab", "*_\u00bb.}$\\"
+"""What a word may begin or end with and is not of its number."""
+
+_FENCES = re.compile(r"\$\$|\\[()\[\]]")
+_SPACES = re.compile(r"[\u00a0\u2009\u202f~]|\\[,;: ]")
+_PLAIN = re.compile(r"\\(?:text|textbf|textit|textrm|mathbf|mathrm|mathit|mbox) ?\{([^{}]*+)\}")
+_POWER = re.compile(rf"(?<![A-Za-z])({_LENGTHS})(?:\^?([23])|\^\{{([23])\}})(?![A-Za-z0-9])")
+
+_OPENS = re.compile(rf"[\s*_`<]*(?:[{_CURRENCY}](?![\d.+-])\s*)?")
+_GOES_ON = re.compile(
+    r"\s*(?:[\^=\u00d7\u00f7\u00b7]|\*(?!\*[A-Za-z])|:\s*\d|/(?! ?[A-Za-z]{2})|[-+x](?=\s*[$\d(])|[xyz](?![A-Za-z])"
+    r"|\\(?:times|cdot|div|d?frac|sqrt|pi|pm)|,\s*[-$\d]|(?:or|and|to)\s+[-$\d])"
+)
+"""After a number: it was not the whole answer but the beginning of something longer, or one answer of several."""
 
 
 def numeric_answer(episode: Episode) -> float:
@@ -35,36 +81,67 @@ def numeric_answer(episode: Episode) -> float:
     """
     gold = read_answer(episode.task.reference)
     if gold is None:
-        raise ValueError(f"the reference {episode.task.reference!r:.80} of task {episode.task.key!r} holds no number")
+        raise ValueError(
+            f"the reference {episode.task.reference!r:.80} of task {episode.task.key!r} holds no number as 72, 1,200, 0.5 or "
+            "1.2e3 are; math_answer knows fractions and formulas"
+        )
     if episode.stop_reason != "answered":
         return 0.0
     return float(read_answer(episode.final_answer) == gold)
 
 
-def read_answer(text: str) -> Fraction | None:
+def read_answer(text: str) -> Decimal | None:
     """The number that a text gives as its answer; None where it gives none."""
-    plain = text.replace("\u2212", "-").replace("\\$", "$")
-    _, marker, answer = plain.rpartition("####")
+    _, marker, answer = text.rpartition("####")
     if marker:
-        return _leading(answer)
-    _, box, answer = plain.rpartition(BOX)
-    if box:
-        return _leading(answer.partition("}")[0])
-    numbers = list(NUMBER.finditer(plain))
-    return _value(numbers[-1]) if numbers else None
+        line = _normal(answer).lstrip().partition("\n")[0]
+        line = line[_OPENS.match(line).end() :]  # type: ignore[union-attr]
+        return _leading(_boxed(line) if line.startswith(BOX) else line)
+    _, box, answer = text.rpartition(BOX)
+    return _leading(_boxed(_normal(box + answer))) if box else _last(_normal(text))
 
 
-def _leading(text: str) -> Fraction | None:
-    answer = text.replace("**", "").lstrip()  # bold
-    number = NUMBER.match(answer)
-    if number is None or GOES_ON.match(answer, number.end()):
+def _normal(text: str) -> str:
+    """The text without what only sets it: one kind of minus and of space, and no fences of LaTeX, which become tabs."""
+    text = text.replace("\u2212", "-").replace("\u2013", "-").replace("\u2019", "'")
+    text = text.replace("\\$", "$").replace("\\%", "%").replace("{,}", ",").replace("\\!", "")
+    text = text.replace("^{\\circ}", "\u00b0").replace("^\\circ", "\u00b0")
+    text = _SPACES.sub(" ", _FENCES.sub("\t", text))
+    for _ in range(3):  # one within the other
+        text = _PLAIN.sub("\t\\1\t", text)
+    return _POWER.sub(lambda unit: unit[1] + "\u00b2\u00b3"[int(unit[2] or unit[3]) - 2], text)
+
+
+def _boxed(text: str) -> str:
+    """What the box holds that the text begins with."""
+    depth = 0
+    for brace in re.finditer(r"[{}]", text):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return text[len(BOX) : brace.start()]
+    return text[len(BOX) :].partition("\n")[0]
+
+
+def _leading(text: str) -> Decimal | None:
+    """The number that the text begins with, where it does not go on."""
+    text = text[_OPENS.match(text).end() :]  # type: ignore[union-attr]
+    word = _WORD.match(text)
+    return None if word is None or _GOES_ON.match(text, word.end()) else _value(word[0])
+
+
+def _last(text: str) -> Decimal | None:
+    digit = _TO_LAST_DIGIT.match(text)
+    if digit is None:
         return None
-    return _value(number)
+    line = text[text.rfind("\n", 0, digit.end()) + 1 :].partition("\n")[0]
+    word = [word[0] for word in _WORD.finditer(line) if any(map(str.isdecimal, word[0]))][-1]
+    word = word.lstrip(_BEFORE)
+    return _value(word[first.end() :] if (first := _FIRST_OF_TWO.match(word)) else word)
 
 
-def _value(number: re.Match[str]) -> Fraction | None:
-    digits = number["digits"].replace(",", "")
-    if len(digits) > MAX_DIGITS:
+def _value(word: str) -> Decimal | None:
+    number = _NUMBER.fullmatch(word.rstrip(_BEHIND))
+    if number is None:
         return None
-    negative = number["sign"] == "-" or number["inner_sign"] == "-"
-    return Fraction(digits) * (-1 if negative else 1)
+    value = Decimal(re.sub("[, ]", "", number["digits"]) + (number["exponent"] or ""))
+    return value.copy_negate() if "-" in (number["sign"], number["inner_sign"]) else value
