@@ -40,7 +40,7 @@ MALFORMED = [
     tag(tag(tag(""))),
     tag("[" * 500),
     tag('{"name": "calculator", "arguments": ' + '{"a": ' * 100 + "1" + "}" * 101),
-    "</tool_call>" + GOOD[:-12],
+    "</tool_call>" + GOOD[:-13],
     "<tool_call><tool_call>",
     GOOD * 1000,
     f"<think>{GOOD}</think>{tag('{')}",

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workflow.agent import CallTools, Finish, Generate, next_action, refusal
-from workflow.chat import parse_text
 from workflow.config import RolloutConfig
 from workflow.envs import Env
 from workflow.plugins import find
 from workflow.trajectory import Episode, FinishReason, Message, Step, Task, ToolCall, ToolResult
+from workflow.turns import parse_text
 
 ENV = Env(system_prompt="Calculate.", tools=("calculator",), rewards={"numeric_answer": 1.0})
 LIMITS = RolloutConfig(max_steps=3, max_tool_calls=2)

@@ -7,10 +7,11 @@ import torch
 
 from tests.benchmarks import digits, lookup, parrot
 from tests.benchmarks.models import VOCABULARY
-from workflow.chat import Chat, parse_text
+from workflow.chat import Chat
 from workflow.config import ModelConfig
 from workflow.policy import Policy
 from workflow.trajectory import Message, ToolCall
+from workflow.turns import parse_text
 
 TURNS = [(task, turn) for task in range(lookup.TASKS) for turn in range(lookup.TURNS)]
 

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.models import chat, tokenizer
-from workflow.chat import Chat, parse_text
+from workflow.chat import Chat
 from workflow.errors import ModelError
 from workflow.tiny import TEMPLATE, tiny_tokenizer
 from workflow.trajectory import Message, ToolCall
+from workflow.turns import parse_text
 
 SCHEMA: dict[str, Any] = {
     "type": "function",
@@ -107,7 +108,7 @@ def test_the_call_is_written_as_qwen_writes_it() -> None:
         ('<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>', "no valid JSON"),
         ('<tool_call>{"arguments": {}}</tool_call>', "name"),
         ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "must be an object, not list"),
-        ('<tool_call>{"name": "f", "arguments": {}}', "was not closed"),
+        ('<tool_call>{"name": "f", "arguments": {}', "was not closed"),
         ('<tool_call><tool_call>{"name": "f", "arguments": {}}</tool_call>', "inside"),
         (f"<tool_call>{'[' * 100_000}</tool_call>", "no valid JSON"),
         (call_of("[" * 63 + "]" * 63), "nest 64"),

@@ -36,7 +36,6 @@ from workers.episodes import GroupRollout
 from workers.replies import Replies
 from workflow import checkpoint, store
 from workflow.agent import refusal
-from workflow.chat import parse_text
 from workflow.config import RolloutConfig, RunConfig, build
 from workflow.errors import CheckpointError, ModelError, ServiceError
 from workflow.models import base_hash
@@ -49,6 +48,7 @@ from workflow.store.calls import CallWork
 from workflow.store.connect import POOL, Database
 from workflow.store.oom import OOM_HINT
 from workflow.trainer import Trainer
+from workflow.turns import parse_text
 
 # --- 5: a job that ends after Redis was lost ------------------------------------------------------------------------------
 

@@ -1,16 +1,14 @@
 """Messages to token ids and back, through the tokenizer's own chat template; what the policy sampled is never re-tokenised.
 
 An episode is one growing row of tokens. `opening` renders what comes before the first sampled turn, `continuation` what the
-template puts between a sampled turn and the next one (tool results, a user's words), and `parse` reads a sampled turn:
-`<think>...</think>` is its thought, each `<tool_call>{json}</tool_call>` a call, the rest its content. Reading never fails:
-a call that cannot be read carries its `error`, and its text stays in the content, so that nothing the model wrote is lost.
+template puts between a sampled turn and the next one (tool results, a user's words), and `parse` reads a sampled turn (see
+`workflow.turns`).
 
 The tokenizer comes from outside, so this file needs neither torch nor transformers.
 """
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,20 +17,14 @@ from jinja2 import TemplateError
 
 from workflow.errors import ModelError
 from workflow.stops import Spelling, Stops
-from workflow.trajectory import UNCLOSED, Message, ToolCall
+from workflow.trajectory import Message
+from workflow.turns import END_THINK, THINK, parse_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Schema = Mapping[str, Any]
 """A tool as chat templates take it: `{"type": "function", "function": {...}}`."""
-
-MAX_NESTING = 64
-"""Objects and arrays within each other in one tool call; whatever stores and sends a call recurses over them."""
-
-THINK, END_THINK = "<think>", "</think>"
-CALL, END_CALL = "<tool_call>", "</tool_call>"
-_BLOCK = re.compile(f"{CALL}(.*?)(?:{END_CALL}|\\Z)", re.DOTALL)
 
 _ASKED = Message("user", "x")
 # With a thought, so that a template which drops old thoughts is caught by the prefix check.
@@ -200,63 +192,3 @@ class Chat:
         for token in self._special:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
-
-
-def parse_text(text: str) -> Message:
-    """The assistant's message that a sampled text (without its end-of-turn token) spells.
-
-    A call that cannot be read becomes `ToolCall("", {}, error=...)` and its text stays in the content.
-    """
-    thought, rest = _split_thought(text.replace("\0", "\ufffd"))
-    calls: list[ToolCall] = []
-
-    def take(block: re.Match[str]) -> str:
-        call = _read_call(block)
-        calls.append(call)
-        return block.group() if call.error else ""
-
-    content = _BLOCK.sub(take, rest)
-    return Message("assistant", content.strip(), thought=thought.strip(), tool_calls=tuple(calls))
-
-
-def _split_thought(text: str) -> tuple[str, str]:
-    """Thought and rest. Some templates open `<think>` in the generation prompt: then only its end was sampled."""
-    opened = text.lstrip().startswith(THINK)
-    head, _, _ = text.partition(CALL)
-    if not opened and END_THINK not in head:
-        return "", text
-    thought, _, rest = text.partition(END_THINK)
-    return thought.lstrip().removeprefix(THINK) if opened else thought, rest
-
-
-def _read_call(block: re.Match[str]) -> ToolCall:
-    if not block.group().endswith(END_CALL):
-        return _unreadable(UNCLOSED)
-    try:
-        call = json.loads(block[1])
-        # What cannot be written back (NaN, 1e999, half a surrogate pair) cannot be stored either.
-        json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError) as error:
-        nested = f"{CALL} inside {CALL}; " if CALL in block[1] else ""
-        return _unreadable(f"{nested}no valid JSON: {error}")
-    if _nesting(call) > MAX_NESTING:
-        return _unreadable(f"a call may nest {MAX_NESTING} objects and arrays within each other, not more")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-        return _unreadable('a call is an object with a "name" and "arguments"')
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return _unreadable(f'"arguments" must be an object, not {type(arguments).__name__}')
-    return ToolCall(call["name"], arguments)
-
-
-def _nesting(value: Any) -> int:
-    """How many objects and arrays stand within each other; counted level by level, without recursion."""
-    level, depth = [value], 0
-    while level := [item for item in level if isinstance(item, dict | list)]:
-        depth += 1
-        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
-    return depth
-
-
-def _unreadable(why: str) -> ToolCall:
-    return ToolCall("", {}, error=why)
