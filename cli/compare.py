@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.output import Json, cell, say, show, show_json
+from cli.output import Json, cell, interval, say, show, show_json
 from cli.pair import OTHER, OTHER_CODE, Pair, Row, find_pair, scored_by
 from workflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from workflow.paired import Paired
 
-MEASURES = ("difference", "low", "high", "p_value", "method", "won", "lost", "tied")
+MEASURES = ("difference", "low", "high", "interval_by", "p_value", "method", "won", "lost", "tied")
 
 
 def _side(which: str) -> Any:
@@ -150,5 +150,4 @@ def _show(found: Mapping[str, Any]) -> None:
 
 
 def _difference(found: Mapping[str, Any]) -> str:
-    interval = f"95% [{cell(found['low'])}, {cell(found['high'])}]"
-    return f"{cell(found['difference'])}  {interval}  p {cell(found['p_value'])} ({found['method']})"
+    return f"{cell(found['difference'])}  {interval(found)}  p {cell(found['p_value'])} ({found['method']})"

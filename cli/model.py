@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.find import existing_database, find_policy
-from cli.output import Json, cell, say, show, show_json
+from cli.output import Json, cell, interval, say, show, show_json
 from workflow.config import RunConfig
 from workflow.errors import ModelError
 
@@ -51,6 +51,8 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure a policy: n, mean reward with its 95% interval, accuracy, pass@k, errors apart.
+
+    The interval is Wilson's where every reward is 0 or 1, so that their mean is a share, else Student's.
 
     An episode counts as right where what says so in its reward is at its full value; pass@k is the chance that one of k
     episodes of a task is right, for k up to --group-size. Compare two: agentrl compare A B.
@@ -114,12 +116,23 @@ def _given(rollout: Mapping[str, Any]) -> dict[str, Any]:
 
 def _show_score(run: str, policy: str, result: Any, as_json: bool) -> None:
     if as_json:
-        keys = ("tasks", "episodes", "errors", "mean_reward", "low", "high", "accuracy", "pass_at", "dataset", "split")
+        keys = (
+            "tasks",
+            "episodes",
+            "errors",
+            "mean_reward",
+            "low",
+            "high",
+            "interval_by",
+            "accuracy",
+            "pass_at",
+            "dataset",
+            "split",
+        )
         show_json({"run": run, "policy": policy, **{key: result[key] for key in keys}})
         return
-    interval = f"[{cell(result['low'])}, {cell(result['high'])}]"
     show(f"{policy} on {result['dataset']} ({result['split']})")
-    show(f"  n {result['episodes']}  mean {cell(result['mean_reward'])}  95% {interval}  errors {result['errors']}")
+    show(f"  n {result['episodes']}  mean {cell(result['mean_reward'])}  {interval(result)}  errors {result['errors']}")
     if result["accuracy"] is not None:
         chances = "".join(f"  pass@{k} {cell(chance)}" for k, chance in result["pass_at"].items())
         show(f"  accuracy {cell(result['accuracy'])}{chances}")

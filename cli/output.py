@@ -122,6 +122,12 @@ def cell(value: Any) -> str:
             return one_line(str(value))
 
 
+def interval(found: Mapping[str, Any]) -> str:
+    """`95% Wilson [0.15, 0.85]`: from `low` to `high`, and whose it is, which of older evaluations nothing tells."""
+    whose = f"{found['interval_by']} " if found["interval_by"] else ""
+    return f"95% {whose}[{cell(found['low'])}, {cell(found['high'])}]"
+
+
 def decimals(value: float) -> str:
     """A number of a curve, with three decimals; one of five digits or more as `cell` writes it."""
     return f"{value:.3f}" if abs(value) < 10_000 else cell(value)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self
 
 import typer
 
-from cli.output import Json, Line, cell, console, decimals, one_line, say, show, show_json, show_lines
+from cli.output import Json, Line, cell, console, decimals, interval, one_line, say, show, show_json, show_lines
 from cli.plot import plot, sparkline
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name or number of the run.", show_default=False)]
@@ -217,8 +217,7 @@ def eval_line(row: Row, best: int | None) -> str:
     head = f"held out  version {row['policy_version']}"
     if row["mean_reward"] is None:
         return f"{head}  {row['status']}  {row['reason']}".rstrip()
-    interval = f"95% [{cell(row['low'])}, {cell(row['high'])}]"
-    parts = [head, f"mean {cell(row['mean_reward'])}", interval, f"n {row['episodes']}", f"errors {row['errors']}"]
+    parts = [head, f"mean {cell(row['mean_reward'])}", interval(row), f"n {row['episodes']}", f"errors {row['errors']}"]
     return "  ".join([*parts, "best so far"] if row["policy_version"] == best else parts)
 
 

@@ -628,7 +628,8 @@ def test_a_run_is_submitted_evaluated_and_talked_to(short_folder: Path, tmp_path
         assert [rollout[key] for key in ("top_k", "top_p", "min_p", "stop")] == [9, 0.9, 0.01, ["é", "ü"]]
         stack.agentrl("eval", "--policy", "short@1", "--top-p", "0", code=2)
         assert (score["episodes"], score["errors"], score["split"]) == (6, 0, "test")
-        assert score["low"] <= score["mean_reward"] <= score["high"]
+        assert 0 <= score["low"] <= score["mean_reward"] <= score["high"] <= 1
+        assert score["interval_by"] == "Wilson"
         stack.agentrl("eval", "--policy", model, "--dataset", "arithmetic", "-n", "2", "--fail-under", "1.1", code=1)
         stack.agentrl("eval", "--policy", "short@99", code=5)
         assert "workers" in stack.agentrl("doctor")

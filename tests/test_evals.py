@@ -396,9 +396,9 @@ def test_compare_pairs_by_task_and_fits_80_columns(here: Database, capsys: pytes
         "4 tasks of gsm8k (train)",
         "  A  mean 0.25  accuracy 0.25  n 8  errors 2  before",
         "  B  mean 0.4375  accuracy 0.375  n 10  errors 0  after",
-        "  B - A  0.1875  95% [-0.4092, 0.7842]  p 0.5 (exact)",
+        "  B - A  0.1875  95% Student [-0.4092, 0.7842]  p 0.5 (exact)",
         "  B better on 2, worse on 1, equal on 1",
-        "  B - A of accuracy  0.125  95% [-0.6367, 0.8867]  p 1 (exact)",
+        "  B - A of accuracy  0.125  95% Student [-0.6367, 0.8867]  p 1 (exact)",
         "  B right more often on 2, less on 1, as often on 1",
         "  left out: 1 tasks without a done episode on one side",
     ]
@@ -408,9 +408,10 @@ def test_compare_pairs_by_task_and_fits_80_columns(here: Database, capsys: pytes
 def test_compare_of_one_task_has_no_bounds_and_its_json_says_null(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
     evaluation(here, "before", 0.0)
     evaluation(here, "after", 1.0)
-    assert "  B - A  0.5  95% [-inf, inf]  p 1 (exact)" in said(capsys, "before", "after").splitlines()
+    assert "  B - A  0.5  95% Student [-inf, inf]  p 1 (exact)" in said(capsys, "before", "after").splitlines()
     document = json.loads(said(capsys, "before", "after", "--json"), parse_constant=pytest.fail)
     assert (document["difference"], document["low"], document["high"]) == (0.5, None, None)
+    assert document["interval_by"] == document["accuracy"]["interval_by"] == "Student"
 
 
 def test_compare_takes_policies_and_means_their_newest_evaluations(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
@@ -493,7 +494,7 @@ def test_of_different_rewards_compare_gives_no_difference_but_what_is_right(
     evaluation(here, "other", 1.0, 1.0, 0.0, base="other", manifest=tells, weights=more, code_hash="new")
     lines = said(capsys, "one", "other").splitlines()
     assert not any(line.startswith("  B - A  ") for line in lines)
-    assert "  B - A of accuracy  0.1667  95% [-0.5504, 0.8838]  p 1 (exact)" in lines
+    assert "  B - A of accuracy  0.1667  95% Student [-0.5504, 0.8838]  p 1 (exact)" in lines
     assert remarks(capsys, "one", "other") == [
         "Their rewards differ (A numeric_answer x 1, format x 0.5; B numeric_answer x 5, brevity x 0.5): "
         "their means are not compared; accuracy is."

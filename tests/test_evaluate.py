@@ -1,6 +1,7 @@
 """evaluate: the mean is over tasks, its interval comes from their spread, errors are counted apart; what is right."""
 
 import math
+import random
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workflow.evaluate import evaluate, interval, is_right, pass_at, student
+from workflow.evaluate import bounds, evaluate, interval, is_right, pass_at, student, trials, wilson
 from workflow.trajectory import Episode, Group, Status, Task
 
 
@@ -25,9 +26,80 @@ def test_errors_are_counted_apart_and_do_not_lower_the_mean() -> None:
 
 
 def test_the_interval_is_that_of_a_mean_of_independent_tasks() -> None:
-    score = evaluate([group(1.0)] * 60 + [group(0.0)] * 40)
-    margin = 1.984217 * math.sqrt(0.6 * 0.4 / 99)
-    assert (score.low, score.high) == (pytest.approx(0.6 - margin), pytest.approx(0.6 + margin))
+    score = evaluate([group(1.0)] * 60 + [group(-0.5)] * 40)
+    margin = 1.984217 * 1.5 * math.sqrt(0.6 * 0.4 / 99)
+    assert (score.low, score.high) == (pytest.approx(0.4 - margin), pytest.approx(0.4 + margin))
+    assert score.interval_by == "Student"
+
+
+@pytest.mark.parametrize(
+    ("right", "tasks", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_the_interval_of_a_share_is_the_published_one(right: int, tasks: int, low: float, high: float) -> None:
+    """Newcombe 1998, Two-sided confidence intervals for the single proportion: comparison of seven methods, table I."""
+    score = evaluate([group(1.0)] * right + [group(0.0)] * (tasks - right))
+    assert (score.low, score.high) == (pytest.approx(low, abs=0.6e-4), pytest.approx(high, abs=0.6e-4))
+    assert score.interval_by == "Wilson"
+    mirrored = evaluate([group(0.0)] * right + [group(1.0)] * (tasks - right))
+    assert (mirrored.low, mirrored.high) == (pytest.approx(1 - score.high), pytest.approx(1 - score.low))
+
+
+def test_two_of_four_is_a_share_between_0_and_1() -> None:
+    score = evaluate([group(1.0), group(0.0), group(0.0), group(1.0)])
+    assert (score.low, score.high) == (pytest.approx(0.15, abs=5e-4), pytest.approx(0.85, abs=5e-4))
+
+
+counts = st.integers(1, 8).flatmap(lambda size: st.tuples(st.integers(0, size), st.just(size)))
+
+
+def shares(tasks: Sequence[tuple[int, int]]) -> list[Group]:
+    """Of each task so many episodes right of so many."""
+    return [group(*[1.0] * right, *[0.0] * (size - right)) for right, size in tasks]
+
+
+@given(st.lists(counts, min_size=1, max_size=30))
+def test_the_interval_of_a_share_holds_it_within_0_and_1_and_is_no_wider_than_that_of_its_tasks(
+    tasks: list[tuple[int, int]],
+) -> None:
+    score = evaluate(shares(tasks))
+    assert 0.0 <= score.low <= score.mean <= score.high <= 1.0
+    assert score.interval_by == "Wilson"
+    widest, narrowest = wilson(score.mean, len(tasks)), wilson(score.mean, sum(size for _, size in tasks))
+    assert widest[0] - 1e-9 <= score.low <= narrowest[0] + 1e-9
+    assert narrowest[1] - 1e-9 <= score.high <= widest[1] + 1e-9
+    again = evaluate(shares(tasks * 4))
+    assert again.high - again.low < score.high - score.low
+
+
+@given(st.floats(0, 1), st.floats(1, 1e9), st.floats(1, 1e9))
+def test_wilsons_interval_narrows_with_the_trials(share: float, some: float, more: float) -> None:
+    narrow, wide = wilson(share, max(some, more)), wilson(share, min(some, more))
+    assert 0.0 <= wide[0] <= narrow[0] + 1e-12 <= share + 2e-12
+    assert share - 2e-12 <= narrow[1] - 1e-12 <= wide[1] <= 1.0
+
+
+def test_episodes_that_are_as_alike_within_a_task_as_between_are_worth_more_trials_than_tasks() -> None:
+    alike, unlike = [0.5, 0.25, 0.75, 0.5] * 25, [1.0, 0.0, 1.0, 0.0] * 25
+    assert trials(alike, [4] * 100) == 400
+    assert trials(unlike, [4] * 100) == 100
+    assert trials([0.5] * 100, [4] * 100) == 100  # of the spread nothing is known
+    between = trials([0.75, 0.25, 1.0, 0.0] * 25, [4] * 100)
+    assert between == pytest.approx(0.25 / (0.15625 / 99) * (1.959964 / 1.984217) ** 2)
+    assert trials([1.0, 0.5, 0.0], [1, 2, 1]) == 3
+
+
+@pytest.mark.parametrize("likeness", [0.0, 0.3, 1.0])
+def test_the_interval_of_a_share_holds_the_truth_nineteen_times_in_twenty(likeness: float) -> None:
+    draw, held, worlds = random.Random(1), 0, 2000
+    for _ in range(worlds):
+        tasks = []
+        for _ in range(12):
+            common = draw.random() < 0.7
+            tasks.append((sum(common if draw.random() < likeness else draw.random() < 0.7 for _ in range(4)), 4))
+        _, low, high, _ = bounds([[1.0] * right + [0.0] * (size - right) for right, size in tasks])
+        held += low <= 0.7 <= high
+    assert held / worlds > 0.93
 
 
 def test_the_interval_of_few_tasks_is_students() -> None:
@@ -37,8 +109,10 @@ def test_the_interval_of_few_tasks_is_students() -> None:
 
 
 def test_one_task_says_nothing_of_its_spread_and_tasks_that_are_alike_have_none() -> None:
-    score = evaluate([group(1.0, 0.0)])
+    score = evaluate([group(0.75, 0.25)])
     assert (score.low, score.mean, score.high) == (-math.inf, 0.5, math.inf)
+    share = evaluate([group(1.0, 0.0)])
+    assert (share.low, share.high) == wilson(0.5, 1) == (pytest.approx(0.0546, abs=1e-4), pytest.approx(0.9454, abs=1e-4))
     assert interval([0.5] * 5) == (0.5, 0.0)
 
 

@@ -10,10 +10,11 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import CheckConstraint, Engine, create_engine, inspect, text
 from sqlalchemy.exc import ProgrammingError
 
-from tests.stored import CALL, answered, claim, sampled, start, submission, values
+from tests.stored import CALL, answered, claim, ready, sampled, start, submission, values
 from workflow import db, views
 from workflow.errors import ConfigError, ServiceError
-from workflow.store import calls, steps
+from workflow.evaluate import evaluate
+from workflow.store import calls, steps, training
 from workflow.store.connect import Database
 from workflow.store.migrate import current, downgrade, head, open_database, upgrade
 from workflow.store.steps import CallRecord
@@ -76,6 +77,17 @@ def test_calls_of_an_older_database_are_kept_and_count_as_sent_once(database: Da
     upgrade(database)
     kept = "SELECT tool || ' ' || coalesce(result, '') || ' ' || attempts FROM v_tool_calls ORDER BY call"
     assert values(database, kept) == ["calculator 42 1", "calculator  1", "calculator no 0"]
+
+
+def test_of_an_older_evaluation_nothing_tells_whose_its_interval_is(database: Database) -> None:
+    work = ready(database, submission(kind="eval"))
+    training.finish_eval(database, work, evaluate(work.groups))
+    kept = "SELECT mean_reward || ' ' || coalesce(interval_by, 'unknown') FROM v_evals"
+    (before,) = values(database, kept)
+    downgrade(database, "0005")
+    upgrade(database)
+    assert before.endswith(" Wilson")
+    assert values(database, kept) == [before.replace("Wilson", "unknown")]
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -159,7 +159,8 @@ def test_an_evaluation_is_a_run_of_its_own_with_an_interval(stack: Stack, model:
         stack.agentrl("eval", "--policy", str(model), "--dataset", "arithmetic", "--split", "test", "-n", "6", "--json")
     )
     assert said["episodes"] == 6
-    assert said["low"] <= said["mean_reward"] <= said["high"]
+    assert 0 <= said["low"] <= said["mean_reward"] <= said["high"] <= 1
+    assert said["interval_by"] == "Wilson"
     assert count(stack.database, "SELECT count(*) FROM policies") == 1
 
 

@@ -7,6 +7,7 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.exc import IntegrityError
 
+from cli.output import cell
 from cli.watch import eval_line, iteration_line
 from tests.stored import (
     EXPIRED,
@@ -28,7 +29,7 @@ from tests.stored import (
 )
 from workflow import db as tables
 from workflow.errors import Fenced, ModelError, StateError
-from workflow.evaluate import Score
+from workflow.evaluate import Score, evaluate
 from workflow.store import claims, ledger, observe, planning, rollout, steps, training
 from workflow.store.connect import Database
 from workflow.store.rollout import MAX_LOSSES
@@ -292,6 +293,17 @@ def test_an_evaluation_of_one_task_is_stored_without_bounds(database: Database) 
     row = observe.evaluation(database, "first")
     assert (row["low"], row["mean_reward"], row["high"]) == (-math.inf, 0.5, math.inf)
     assert "  95% [-inf, inf]  " in eval_line({**row, "policy_version": 0}, None)
+
+
+@pytest.mark.parametrize(("reward", "by"), [(1.0, "Wilson"), (0.5, "Student")])
+def test_whose_interval_an_evaluation_has_is_stored_and_said(database: Database, reward: float, by: str) -> None:
+    for group in start(database, submission(kind="eval")):
+        play(database, group, reward)
+    work = claim_training(database, 1)
+    training.finish_eval(database, work, evaluate(work.groups))
+    assert values(database, "SELECT interval_by FROM v_evals") == [by]
+    row = observe.evaluation(database, "first")
+    assert f"  95% {by} [{cell(row['low'])}, {cell(row['high'])}]  " in eval_line({**row, "policy_version": 0}, None)
 
 
 def test_the_hash_of_a_base_is_remembered_from_its_first_loading(database: Database) -> None:

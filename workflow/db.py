@@ -406,6 +406,7 @@ evals = Table(
     count("tasks"),
     number("accuracy"),
     Column("pass_at", JSON(none_as_null=True), nullable=True),
+    Column("interval_by", String(16), nullable=True),
     created(),
 )
 

@@ -8,6 +8,7 @@ wrong, and what a run adds to the rewards changes nothing about it.
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from workflow.trajectory import Group
 
@@ -16,6 +17,9 @@ Z95 = 1.959964
 
 T95 = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157)
 """Two-sided 95% quantiles of Student's t with 1, 2, ... degrees of freedom, where the expansion of `student` is too coarse."""
+
+IntervalBy = Literal["Wilson", "Student"]
+"""Whose 95% interval: Wilson's of a share, which never leaves 0 to 1, Student's of any other mean."""
 
 FULL = 1 - 1e-9
 """A part of a reward that is at least this is at its full value."""
@@ -26,6 +30,7 @@ class Score:
     """Mean reward of `episodes` done ones with its 95% interval; `errors` ended otherwise and are in no mean.
 
     Args:
+        interval_by: see `bounds`; None where there is no mean.
         tasks: those with a done episode: what the means are over.
         accuracy: mean share of right episodes; None where no part of the rewards tells.
         pass_at: k -> the chance that one of k episodes of a task is right, for k = 1, 2, 4, ... and the group's size.
@@ -39,10 +44,11 @@ class Score:
     tasks: int = 0
     accuracy: float | None = None
     pass_at: Mapping[int, float] = field(default_factory=dict)
+    interval_by: IntervalBy | None = None
 
 
 def evaluate(groups: Sequence[Group], right: Collection[int] | None = None) -> Score:
-    """The mean over tasks of each task's mean reward; its interval (see `interval`) comes from the spread between tasks.
+    """The mean over tasks of each task's mean reward, with its interval (see `bounds`).
 
     Episodes of one task are alike, so that tasks, not episodes, are what is independent.
 
@@ -50,15 +56,56 @@ def evaluate(groups: Sequence[Group], right: Collection[int] | None = None) -> S
         right: ids of the episodes that are right; None where nothing tells.
     """
     done = [[e for e in group.episodes if e.trainable] for group in groups]
-    means = [math.fsum(e.reward or 0.0 for e in some) / len(some) for some in done if some]
+    rewards = [[e.reward or 0.0 for e in some] for some in done if some]
     count = sum(map(len, done))
     errors = sum(len(group.episodes) for group in groups) - count
-    if not means:
+    if not rewards:
         return Score(math.nan, math.nan, math.nan, 0, errors)
-    mean, margin = interval(means)
+    mean, low, high, by = bounds(rewards)
     counts = [(len(some), sum(e.id in right for e in some)) for some in done if some] if right is not None else []
     passed = passes(counts, max(len(group.episodes) for group in groups))
-    return Score(mean, mean - margin, mean + margin, count, errors, len(means), passed.get(1), passed)
+    return Score(mean, low, high, count, errors, len(rewards), passed.get(1), passed, by)
+
+
+def bounds(tasks: Sequence[Sequence[float]]) -> tuple[float, float, float, IntervalBy]:
+    """The mean over tasks of the mean of each one's values, its 95% interval, and whose that is.
+
+    Values that are all 0 or 1 make a share: Wilson's interval of as many trials as `trials` says. The means of others have
+    Student's, which knows nothing of the bounds that a reward may have.
+    """
+    means = [math.fsum(values) / len(values) for values in tasks]
+    mean, margin = interval(means)
+    if any(value not in (0.0, 1.0) for values in tasks for value in values):
+        return mean, mean - margin, mean + margin, "Student"
+    low, high = wilson(mean, trials(means, [len(values) for values in tasks]))
+    return mean, low, high, "Wilson"
+
+
+def wilson(share: float, trials: float) -> tuple[float, float]:
+    """The 95% interval of a share of so many independent trials; it holds the share, and never leaves 0 to 1.
+
+    Wilson 1927, Probable inference, the law of succession, and statistical inference.
+    """
+    square = Z95**2 / trials
+    middle = (share + square / 2) / (1 + square)
+    margin = math.sqrt(share * (1 - share) * square + square**2 / 4) / (1 + square)
+    return max(0.0, min(share, middle - margin)), min(1.0, max(share, middle + margin))
+
+
+def trials(shares: Sequence[float], sizes: Sequence[int]) -> float:
+    """How many independent trials the mean of tasks' shares is worth, which have so many episodes each.
+
+    With one episode a task, as many as tasks. Else those whose share would vary as much as the tasks' do, less what so few
+    know badly of their spread; at least one a task, at most what independent episodes would be worth, and one a task where all
+    are alike. Korn and Graubard 1998, Confidence intervals for proportions with small expected number of positive counts
+    estimated from survey data: the effective sample size.
+    """
+    tasks, mean = len(shares), math.fsum(shares) / len(shares)
+    if max(shares) == min(shares):
+        return tasks
+    variance = math.fsum((share - mean) ** 2 for share in shares) / (tasks - 1) / tasks
+    worth = mean * (1 - mean) / variance * (Z95 / student(tasks - 1)) ** 2
+    return min(max(worth, tasks), tasks**2 / math.fsum(1 / size for size in sizes))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from workflow.evaluate import interval
+from workflow.evaluate import IntervalBy, interval
 
 DRAWS = 9_999
 """Worlds drawn where they are too many to be counted; the smallest p-value is then 1 / (DRAWS + 1)."""
@@ -32,7 +32,7 @@ class Paired:
     Args:
         first, second: their means over these tasks.
         difference, low, high: mean of second - first, with its 95% interval from the spread between tasks: Student's t, so
-            that few tasks have a wide one, and one task has none (infinite).
+            that few tasks have a wide one, and one task has none (infinite). It may leave -1 to 1: no difference is a share.
         p_value: two-sided; NaN without a task.
         method: whether the worlds were all counted or drawn.
         won, lost, tied: tasks on which the second has more, less, the same.
@@ -48,6 +48,11 @@ class Paired:
     won: int
     lost: int
     tied: int
+
+    @property
+    def interval_by(self) -> IntervalBy:
+        """Whose the interval is."""
+        return "Student"
 
     @property
     def tasks(self) -> int:

@@ -64,7 +64,8 @@ VIEWS = {
         FROM runs r""",
     "v_evals": """
         SELECT r.id, r.name AS run, m.name AS measures, p.version AS policy_version, r.status, r.reason, r.dataset, v.split,
-               v.tasks, v.episodes, v.errors, v.mean_reward, v.low, v.high, v.accuracy, v.pass_at, v.policy,
+               v.tasks, v.episodes, v.errors, v.mean_reward, v.low, v.high, v.interval_by, v.accuracy, v.pass_at,
+               v.policy,
                r.created_at, r.finished_at
         FROM runs r
         JOIN policies p ON p.run_id = r.id

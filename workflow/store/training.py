@@ -216,6 +216,7 @@ def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
             tasks=score.tasks,
             accuracy=score.accuracy,
             pass_at={str(k): chance for k, chance in score.pass_at.items()},
+            interval_by=score.interval_by,
             # NULL where no episode was done: a NaN would compare as anything.
             **({"mean_reward": score.mean, "low": score.low, "high": score.high} if score.episodes else {}),
         )
