@@ -17,7 +17,7 @@ from workers.submit import prepare
 from workers.tools import run_tool
 from workflow.config import DatasetConfig, build
 from workflow.datasets import load_tasks
-from workflow.datasets.code import Case, code_metadata, read_asserts
+from workflow.datasets.code import code_metadata, read_asserts
 from workflow.datasets.code_tiny import MISTAKEN, SPLITS, code_tiny
 from workflow.envs import Env
 from workflow.envs.code import code as env
@@ -26,6 +26,7 @@ from workflow.plugins import find
 from workflow.rewards import progress, score
 from workflow.rewards.progress import MOST_TRIED
 from workflow.rewards.tests_passed import read_code
+from workflow.sandbox.cases import Case
 from workflow.settings import settings
 from workflow.store.calls import CallWork
 from workflow.tools.python import sandbox

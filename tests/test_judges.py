@@ -26,11 +26,12 @@ from workers.episodes import RESENDS, GroupRollout
 from workers.rescore import rescore
 from workers.rollout import _guarded
 from workflow.config import RunConfig
-from workflow.datasets.code import Case, code_metadata
+from workflow.datasets.code import code_metadata
 from workflow.envs import Env
 from workflow.errors import ConfigError, InfraError, SandboxUnavailable
 from workflow.plugins import find
 from workflow.rewards import Judge, judges_of
+from workflow.sandbox.cases import Case
 from workflow.settings import Settings, settings
 from workflow.store import observe
 from workflow.store.calls import record_result

@@ -30,7 +30,7 @@ def held(box: None) -> Iterator[None]:
     except ConfigError as error:
         missing(str(error))
     yield
-    math_answer._places.forget()
+    math_answer._warm.forget()
 
 
 def right(answer: str, reference: str) -> float:
@@ -65,10 +65,10 @@ def test_no_text_that_it_cannot_get_through_is_anything_but_wrong(
     held: None, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(math_answer, "LIMITS", Limits(cpu_seconds=1.0))
-    math_answer._places.forget()
+    math_answer._warm.forget()
     assert right(answer, "72") == 0.0
     assert right("#### 72", "72") == 1.0
-    math_answer._places.forget()
+    math_answer._warm.forget()
 
 
 def test_only_an_answer_is_judged(held: None) -> None:
@@ -91,11 +91,11 @@ def test_a_tools_worker_tells_the_verdict_and_what_the_sandbox_saw(held: None) -
 
 
 def test_answers_are_judged_side_by_side_in_no_more_sessions_than_cores(held: None) -> None:
-    before = math_answer._places().qsize()
+    before = math_answer._warm.idle
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda number: right(f"#### {number}/4", "1/4"), range(8)))
     assert found == [0.0, 1.0] + [0.0] * 6
-    assert math_answer._places().qsize() == before == (os.cpu_count() or 1)
+    assert math_answer._warm.idle == before == (os.cpu_count() or 1)
 
 
 def test_a_call_that_is_not_kept_leaves_the_state_as_it_was(held: None) -> None:
@@ -131,7 +131,7 @@ def test_what_a_session_may_read_beside_is_read_only_there(held: None, short_fol
 
 def test_without_the_packages_a_run_is_refused_with_what_to_install(held: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math_answer, "PACKAGES", ("no_such_package",))
-    math_answer._places.forget()
+    math_answer._warm.forget()
     with pytest.raises(ConfigError, match=r"pip install 'agentrl\[math\]'"):
         find("rewards", "math_answer").check()
 
@@ -141,7 +141,7 @@ def test_where_the_sandbox_cannot_load_them_it_says_so(held: None, monkeypatch: 
         return ()
 
     monkeypatch.setattr(math_answer, "installed", nothing)
-    math_answer._places.forget()
+    math_answer._warm.forget()
     with pytest.raises(SandboxUnavailable, match="No module named 'math_verify'"):
         find("rewards", "math_answer").check()
-    math_answer._places.forget()
+    math_answer._warm.forget()

@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from tests.boxes import MODES, SETTINGS, UIDS, alive, boxed, machine
 from tests.conftest import forbidden
 from workflow.errors import ConfigError, InfraError, SandboxUnavailable
-from workflow.sandbox import Limits, Session, cgroups, plain, seats, spawn, watch
+from workflow.sandbox import Limits, Result, Session, cgroups, plain, seats, spawn, watch
 from workflow.sandbox.boxed import Boxed
 from workflow.sandbox.bwrap import Profile
 from workflow.sandbox.cgroups import Events
@@ -404,6 +405,56 @@ def f():
 }
 
 
+def claimed(result: Result) -> Any:
+    """What a call handed out, as who judges it reads it; None where that is nothing."""
+    try:
+        return plain.decode(result.value) if result.status == "ok" else None
+    except ValueError:
+        return None
+
+
+TOO_LONG = {
+    "a value of more than may be handed out": 'b\'{"done": {"code": 0, "value": "\' + b"x" * (1 << 20) + b\'y"}}\'',
+    "a line without an end": 'b"[" * (3 << 20)',
+    "nested ever deeper": 'b"[" * (1 << 20)',
+    "a number of a million digits": 'b\'{"done": {"code": \' + b"9" * (1 << 20) + b"}}"',
+    "no end but a claim of one": 'b\'{"done": {"code": 0}}\'',
+    "no text": "bytes(range(256))",
+}
+
+
+def hands_out_no_more_than_it_may(session: Session, name: str) -> None:
+    """What a process inside says on each of its descriptors is refused out here, and costs little."""
+    session.run(
+        "import os\ndef f():\n    os.set_blocking(1, True)\n"
+        f"    said = {TOO_LONG[name]} + bytes([10])\n"
+        "    for fd in range(3, 64):\n"
+        "        try:\n            left = said\n            while left: left = left[os.write(fd, left):]\n"
+        "        except OSError: pass\n"
+        "    os._exit(0)"
+    )
+    began = time.process_time()
+    result = session.call("f", [])
+    assert (result.status, result.value) == ("killed", "")
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("name", TOO_LONG)
+def test_what_is_more_than_a_value_may_be_is_refused_outside(session: Session, name: str) -> None:
+    hands_out_no_more_than_it_may(session, name)
+
+
+def test_a_value_is_not_looked_into_where_it_is_handed_out(session: Session) -> None:
+    """To build this set takes half a minute: 40,000 numbers of one hash."""
+    session.run(f"def f(): return [n * {2**61 - 1} for n in range(40_000)]")
+    session.run("import json, sys\nplain = sys.modules['workflow.sandbox.plain']")
+    session.run("plain.encode = lambda value: '{\"$set\": ' + json.dumps(value) + '}'")
+    began = time.process_time()
+    result = session.call("f", [])
+    assert (result.status, result.value[:9]) == ("ok", '{"$set": ')
+    assert time.process_time() - began < 5
+
+
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_forged_answer_is_never_more_than_data(session: Session, name: str) -> None:
     """Who compares outside with an expected value that was never inside finds what the function could as well have returned."""
@@ -411,7 +462,7 @@ def test_a_forged_answer_is_never_more_than_data(session: Session, name: str) ->
     expected = "a value of which nothing inside has heard"
     result = session.call("f", [])
     assert result.status in ("ok", "error", "killed")
-    value: Any = plain.decode(result.value) if result.status == "ok" else None
+    value = claimed(result)
     assert type(value) in (int, str, bool, type(None))
     assert value != expected
     assert value is not True

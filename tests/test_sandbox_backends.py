@@ -18,7 +18,17 @@ from tests.boxes import SETTINGS, UIDS
 from tests.conftest import forbidden, missing
 from tests.docker_image import docker, image
 from tests.ordinary import PYTHON, Ordinary
-from tests.test_sandbox import DEATHS, FORGERIES, KILLS, NO_PLAIN_DATA, forks_once, keeps_nothing_of_what_passed_its_limit
+from tests.test_sandbox import (
+    DEATHS,
+    FORGERIES,
+    KILLS,
+    NO_PLAIN_DATA,
+    TOO_LONG,
+    claimed,
+    forks_once,
+    hands_out_no_more_than_it_may,
+    keeps_nothing_of_what_passed_its_limit,
+)
 from tests.test_sandbox_attacks import ATTACKS, BRIEF, CPU, HUNT, IN_TIME, LIMITS, SECRET, SHORT, TRY_PATHS, numbers
 from workflow.errors import ConfigError, SandboxUnavailable
 from workflow.sandbox import MIB, Limits, Sandbox, Session, keeper, landlock, plain
@@ -429,8 +439,12 @@ def test_a_forged_answer_is_never_more_than_data(session: Session, name: str) ->
     session.run(FORGERIES[name])
     result = session.call("f", [])
     assert result.status in ("ok", "error", "killed")
-    value = plain.decode(result.value) if result.status == "ok" else None
-    assert value is not True
+    assert claimed(result) is not True
+
+
+@pytest.mark.parametrize("name", TOO_LONG)
+def test_what_is_more_than_a_value_may_be_is_refused_outside(session: Session, name: str) -> None:
+    hands_out_no_more_than_it_may(session, name)
 
 
 # The end of whoever started it.

@@ -18,67 +18,16 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from workflow.datasets import Dataset
 from workflow.datasets.jsonl import SKIP_HINT, malformed
 from workflow.errors import DatasetError
-from workflow.sandbox import plain
+from workflow.sandbox.cases import Case
 from workflow.trajectory import Message, Task
 
 ENV = "code"
-TOLERANCE_SLACK = 1e-12
-Rule = Literal["exact", "equal", "near", "true", "false"]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One test of a function.
-
-    Args:
-        args: what it is called with; plain data.
-        value: what it must return; plain data.
-        rule: `exact`: the same value of the same types; `equal`: what Python's == says of plain data; `near`: at most
-            `tolerance` away; `true`, `false`: as a condition.
-        tolerance: of `near`.
-    """
-
-    args: tuple[Any, ...]
-    value: Any
-    rule: Rule = "exact"
-    tolerance: float = 0.0
-
-    def passes(self, found: Any) -> bool:
-        """Whether this value, plain data, is right."""
-        if self.rule == "exact":
-            return _canonical(found) == _canonical(self.value)
-        if self.rule == "near":
-            return type(found) in (int, float) and abs(found - self.value) <= self.tolerance + TOLERANCE_SLACK
-        if self.rule == "equal":
-            return bool(found == self.value)
-        return bool(found) is (self.rule == "true")
-
-    @property
-    def text(self) -> str:
-        """The case as a task's metadata hold it."""
-        return plain.encode([self.args, self.value, self.rule, self.tolerance])
-
-    @classmethod
-    def of(cls, text: str) -> "Case":
-        """The case of such a text.
-
-        Raises:
-            ValueError: it is none.
-        """
-        args, value, rule, tolerance = plain.decode(text)
-        return cls(tuple(args), value, rule, tolerance)
-
-
-def _canonical(value: Any) -> str:
-    """Text that is the same for the same plain data: a dict has no order, 1, 1.0 and True are three things."""
-    return json.dumps(json.loads(plain.encode(value)), sort_keys=True)
 
 
 def code_metadata(

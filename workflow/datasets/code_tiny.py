@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, product
 
 from workflow.datasets import Dataset
-from workflow.datasets.code import Case, code_metadata
+from workflow.datasets.code import code_metadata
 from workflow.errors import DatasetError
+from workflow.sandbox.cases import Case
 from workflow.trajectory import Message, Task, ToolCall
 
 OPERATORS = {"plus": "+", "minus": "-", "times": "*"}

@@ -11,21 +11,19 @@ them takes a second, so as many sessions as there are cores last; each answer is
 afterwards. An answer that uses up its time or memory there is wrong.
 """
 
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from queue import LifoQueue
 from typing import Any
 
 from workflow.errors import ConfigError, InfraError, SandboxUnavailable, ToolFailure
+from workflow.judging import Warm
 from workflow.once import Once
 from workflow.rewards import Judge
 from workflow.rewards.tests_passed import JUDGE_SECONDS, told, writable
-from workflow.sandbox import Limits, Session, plain
+from workflow.sandbox import Limits, Session
 from workflow.tools.python import sandbox, system_failed
 from workflow.trajectory import Episode, ToolResult
 
@@ -38,6 +36,8 @@ LIMITS = Limits(cpu_seconds=3.0)
 LOADING = Limits(cpu_seconds=60.0)
 """A Python of another version than ours compiles them first."""
 MOST_CHARACTERS = 20_000
+VERDICTS = {"1.0": 1.0, "0.0": 0.0, "null": None}
+"""All that it can say, as plain data's text."""
 
 INSIDE = """
 import logging
@@ -95,33 +95,13 @@ def _judged(reference: str, answer: str) -> Once[tuple[float | None, float]]:
     """The verdict (None: there is nothing to compare with), and the processor time; of an answer once."""
 
     def judge() -> tuple[float | None, float]:
-        with _session() as session:
+        with _warm.one() as session:
             result = session.call("judge", [reference, answer], keeps=False)
         if system_failed(result, LIMITS):
             raise InfraError(f"The sandbox ({result.kind}) failed an answer: {result.status}: {result.output[:300]}")
-        return (plain.decode(result.value) if result.status == "ok" else 0.0), result.cpu_seconds
+        return (VERDICTS.get(result.value, 0.0) if result.status == "ok" else 0.0), result.cpu_seconds
 
     return Once(judge)
-
-
-@Once
-def _places() -> "LifoQueue[Session | None]":
-    """As many places as cores, each with the session that was last opened there; those in use are taken out."""
-    places: LifoQueue[Session | None] = LifoQueue()
-    for _ in range(os.cpu_count() or 1):
-        places.put(None)
-    return places
-
-
-@contextmanager
-def _session() -> Iterator[Session]:
-    session = _places().get()
-    try:
-        if session is None or not session.alive:
-            session = _opened()
-        yield session
-    finally:
-        _places().put(session)
 
 
 def _opened() -> Session:
@@ -159,9 +139,10 @@ def installed() -> tuple[str, ...]:
 
 def ready() -> None:
     """Makes sure that answers can be judged here. Raises as a first answer would."""
-    with _session():
+    with _warm.one():
         pass
 
 
+_warm = Warm(_opened)
 _math_answer.__name__ = "math_answer"
 math_answer = Judge(_math_answer, timeout_seconds=JUDGE_SECONDS, needs=ready, opens=ready, asks=asked)

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import Any
 
-from workflow.datasets.code import Case
 from workflow.rewards import Judge, Value
 from workflow.rewards.tests_passed import JUDGE_SECONDS, WHOLE_CPU_SECONDS, opened, share, told, writable
 from workflow.tools.python import sandbox
@@ -41,14 +40,13 @@ def _programs(step: Step) -> list[str]:
 
 def _progress(setup: str, tried: list[list[str]], function: str, visible: list[str]) -> ToolResult:
     """The share of the tests that each of the programs passes."""
-    cases = [Case.of(text) for text in visible]
     shares: list[list[float]] = []
     left = WHOLE_CPU_SECONDS
     for programs in tried:
         shares.append([])
         for code in programs:
             with opened() as session:
-                passed, used = share(session, (setup, code), function, cases, left)
+                passed, used = share(session, (setup, code), function, visible, left)
             shares[-1].append(passed)
             left -= used
     return told(shares, WHOLE_CPU_SECONDS - left)

@@ -1,9 +1,9 @@
 """tests_passed: the share of the task's hidden tests that the answered function passes.
 
 The answer is the last ```python block of the final turn, else all of it. A `Judge`: its code runs where the tools run, in a
-session of the sandbox; each test is a call there, and the value that comes out is compared outside of it, as plain data. What
-runs inside knows neither the expected values nor how many tests there are, and nothing that it prints, patches or exits with
-is a verdict.
+session of the sandbox; each test is a call there, and the value that comes out is compared as plain data in another, which
+never ran anything of a model's (`workflow.judging`). What runs inside knows neither the expected values nor how many tests
+there are, and nothing that it prints, patches or exits with is a verdict.
 
 A function that fails a test by its time or memory fails that test; once an answer has used up its processor time for all of
 them, the others count as failed. Where the system fails, the reward is not 0: the answer is judged again.
@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from workflow.datasets.code import Case
+from workflow import judging
 from workflow.errors import InfraError
 from workflow.once import Once
 from workflow.rewards import Judge
-from workflow.sandbox import Limits, Result, Session, plain
+from workflow.sandbox import Limits, Result, Session
+from workflow.sandbox.cases import args_of
 from workflow.tools.python import sandbox, system_failed
 from workflow.trajectory import Episode, Exit, ToolResult
 
@@ -82,9 +83,8 @@ def _judged(setup: str, answer: str, function: str, hidden: tuple[str, ...]) -> 
     """The share, and the processor time; of an answer once, since siblings often give the same, and at the same time."""
 
     def judge() -> tuple[float, float]:
-        cases = [Case.of(text) for text in hidden]
         with opened() as session:
-            return share(session, (setup, answer), function, cases, WHOLE_CPU_SECONDS)
+            return share(session, (setup, answer), function, hidden, WHOLE_CPU_SECONDS)
 
     return Once(judge)
 
@@ -105,11 +105,11 @@ def opened() -> Iterator[Session]:
 
 
 def share(
-    session: Session, cells: Sequence[str], function: str, cases: Sequence[Case], cpu_seconds: float
+    session: Session, cells: Sequence[str], function: str, cases: Sequence[str], cpu_seconds: float
 ) -> tuple[float, float]:
     """The share of the cases that the function passes once the cells have run, and the processor time that it took.
 
-    0.0 where a cell fails; cases that would begin after `cpu_seconds` count as failed.
+    The cases are texts, as a task has them. 0.0 where a cell fails; those that would begin after `cpu_seconds` count as failed.
 
     Raises:
         InfraError: the sandbox failed, or the machine was too busy.
@@ -120,19 +120,17 @@ def share(
         used += result.cpu_seconds
         if result.status != "ok":
             return 0.0, used
-    passed = late = 0
+    late = 0
+    given: list[tuple[str, str]] = []
     for case in cases:
         if late >= MOST_LATE or used >= cpu_seconds:
             break
-        result = _ended(session.call(function, case.args))
-        passed += _passes(result, case)
+        result = _ended(session.call(function, args_of(case)))
+        if result.status == "ok":
+            given.append((case, result.value))
         used += result.cpu_seconds
         late += {"timeout_cpu": 1, "timeout_wall": MOST_LATE}.get(result.status, 0)
-    return passed / len(cases), used
-
-
-def _passes(result: Result, case: Case) -> bool:
-    return result.status == "ok" and case.passes(plain.decode(result.value))
+    return sum(judging.passed(given)) / len(cases), used
 
 
 def _ended(result: Result) -> Result:

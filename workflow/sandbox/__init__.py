@@ -75,7 +75,8 @@ class Result:
             outside.
         cpu_seconds, wall_seconds: what it used.
         kind: of the sandbox: bwrap, landlock, docker, unsafe.
-        value: of a call that returned: its value as JSON text (see `workflow.sandbox.plain`); else "".
+        value: of a call that returned: its value as JSON text (see `workflow.sandbox.plain`), or what the code inside would
+            have one take for it: at most `plain.MAX_CHARACTERS`, and not looked into; else "".
     """
 
     status: Status
@@ -107,10 +108,11 @@ class Session(Protocol):
         """
         ...
 
-    def call(self, function: str, args: Sequence[object], limits: Limits | None = None, *, keeps: bool = True) -> Result:
+    def call(self, function: str, args: Sequence[object] | str, limits: Limits | None = None, *, keeps: bool = True) -> Result:
         """Calls a function that the cells defined with plain data; a value that is no plain data is an `error`.
 
         Args:
+            args: plain data, or the text of a list or tuple of them.
             keeps: False: the state stays as it was before the call, which is ended with all that it started.
         """
         ...

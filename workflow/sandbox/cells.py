@@ -27,8 +27,6 @@ from typing import Any
 
 from workflow.sandbox import plain, runner
 
-MAX_VALUE_CHARACTERS = 1 << 20
-
 
 def main(control: int, address_bytes: int, processes: int) -> None:
     """Serves requests, a line of JSON each, until the socket is closed."""
@@ -127,8 +125,8 @@ def _called(cells: types.ModuleType, function: str, args: str) -> str:
     if function not in cells.__dict__:
         raise NameError(f"name {function!r} is not defined")
     value = plain.encode(cells.__dict__[function](*plain.decode(args)))
-    if len(value) > MAX_VALUE_CHARACTERS:
-        raise ValueError(f"the value has {len(value)} characters; at most {MAX_VALUE_CHARACTERS} are handed out")
+    if len(value) > plain.MAX_CHARACTERS:
+        raise ValueError(f"the value has {len(value)} characters; at most {plain.MAX_CHARACTERS} are handed out")
     return value
 
 

@@ -16,7 +16,7 @@ from workflow.sandbox import Limits, Result, plain
 from workflow.sandbox.cgroups import Events
 from workflow.sandbox.container import KIND, START_SECONDS, Container, Counted
 from workflow.sandbox.programs import whole_seconds
-from workflow.sandbox.session import ANSWER_SECONDS, ENDED, GO, MAX_LINE_BYTES, Broken, is_exit
+from workflow.sandbox.session import ANSWER_SECONDS, ENDED, GO, MAX_LINE_BYTES, Broken, is_end, is_exit, message_of
 from workflow.sandbox.turns import Turns
 from workflow.sandbox.watch import Use, status, text
 
@@ -49,16 +49,11 @@ class ContainerSession:
         """See `Session.run`."""
         return self._ask({"code": code}, limits or self._limits, True)
 
-    def call(self, function: str, args: Sequence[object], limits: Limits | None = None, *, keeps: bool = True) -> Result:
+    def call(self, function: str, args: Sequence[object] | str, limits: Limits | None = None, *, keeps: bool = True) -> Result:
         """See `Session.call`."""
-        result = self._ask({"call": function, "args": plain.encode(list(args))}, limits or self._limits, keeps)
-        if result.status != "ok":
-            return replace(result, value="")
-        try:
-            plain.decode(result.value)
-        except ValueError as error:
-            return replace(result, status="error", value="", output=result.output + str(error))
-        return result
+        told = args if isinstance(args, str) else plain.encode(list(args))
+        result = self._ask({"call": function, "args": told}, limits or self._limits, keeps)
+        return result if result.status == "ok" else replace(result, value="")
 
     def close(self) -> None:
         """See `Session.close`."""
@@ -98,12 +93,7 @@ class ContainerSession:
         died, done = message.get("died"), message.get("done")
         if is_exit(died):
             self._kill_cell()  # what it started
-        elif (
-            use.overrun is not None
-            or not isinstance(done, dict)
-            or not is_exit(done.get("code"))
-            or type(done.get("value")) is not str
-        ):
+        elif use.overrun is not None or not is_end(done):
             raise Broken("a cell's end was not told as it is")
         elif heir is None:
             self._kill_cell()
@@ -151,15 +141,5 @@ class ContainerSession:
         if not self._unread.endswith(b"\n"):
             return False
         said, self._unread = self._unread, b""
-        self._messages.append((int.from_bytes(data[:PROCESS_BYTES], "little"), _message(said)))
+        self._messages.append((int.from_bytes(data[:PROCESS_BYTES], "little"), message_of(said)))
         return True
-
-
-def _message(said: bytes) -> dict[str, Any]:
-    try:
-        message = json.loads(said)
-    except (ValueError, RecursionError) as error:
-        raise Broken("what was said is no line") from error
-    if not isinstance(message, dict):
-        raise Broken("what was said is no line")
-    return message

@@ -13,6 +13,8 @@ import math
 from typing import Any
 
 MAX_DEPTH = 200
+MAX_CHARACTERS = 1 << 20
+"""Of the text of one value that is handed out; looked at inside, for the reason, and outside, where it counts."""
 LONG = 1 << 64
 
 
@@ -28,6 +30,9 @@ def encode(value: object) -> str:
 
 def decode(text: str) -> Any:
     """The data of a text; whoever wrote it.
+
+    To build a set of somebody's numbers may take for ever: what model-written code gave is decoded where one may be killed
+    (`workflow.judging`).
 
     Raises:
         ValueError: it is no text of `encode`.

@@ -25,7 +25,8 @@ from workflow.sandbox.programs import ADDRESS_BYTES, whole_seconds
 from workflow.sandbox.turns import Turns
 from workflow.sandbox.watch import Use, drained, explained, spent, status, text, watch
 
-MAX_LINE_BYTES = 4 << 20
+MAX_LINE_BYTES = 2 * plain.MAX_CHARACTERS + 4096
+"""A value is ASCII, and a line writes its quotation marks and backslashes as two."""
 ANSWER_SECONDS = 10.0
 """For a line that has begun, and for a state to say that its child was killed."""
 CREDENTIALS = 12  # a struct ucred: process, user, group
@@ -75,16 +76,11 @@ class BoxedSession:
         """See `Session.run`."""
         return self._ask({"code": code}, limits or self._limits, True)
 
-    def call(self, function: str, args: Sequence[object], limits: Limits | None = None, *, keeps: bool = True) -> Result:
+    def call(self, function: str, args: Sequence[object] | str, limits: Limits | None = None, *, keeps: bool = True) -> Result:
         """See `Session.call`."""
-        result = self._ask({"call": function, "args": plain.encode(list(args))}, limits or self._limits, keeps)
-        if result.status != "ok":
-            return replace(result, value="")
-        try:
-            plain.decode(result.value)
-        except ValueError as error:
-            return replace(result, status="error", value="", output=result.output + str(error))
-        return result
+        told = args if isinstance(args, str) else plain.encode(list(args))
+        result = self._ask({"call": function, "args": told}, limits or self._limits, keeps)
+        return result if result.status == "ok" else replace(result, value="")
 
     def close(self) -> None:
         """See `Session.close`."""
@@ -159,12 +155,7 @@ class BoxedSession:
             came_to = "killed" if came_to in ("ok", "error") else came_to
             return Result(came_to, output, None if use.overrun else code, cpu, use.wall_seconds, self._kind)
         done = message.get("done")
-        if (
-            use.overrun is not None
-            or not isinstance(done, dict)
-            or not is_exit(done.get("code"))
-            or type(done.get("value")) is not str
-        ):
+        if use.overrun is not None or not is_end(done):
             raise Broken("a cell's end was not told as it is")
         if heir is None:
             self._kill_cell()
@@ -190,7 +181,7 @@ class BoxedSession:
     def _heard(self, seconds: float) -> tuple[dict[str, Any], int]:
         """The next line, and which process wrote its end."""
         deadline, process = time.monotonic() + seconds, 0
-        said = b""
+        said = bytearray()
         while not said.endswith(b"\n"):
             if len(said) > MAX_LINE_BYTES:
                 raise Broken("a line was too long")
@@ -201,15 +192,32 @@ class BoxedSession:
                 raise Broken("its processes are gone")
             said += part
             process = next((int.from_bytes(data[:4], "little") for _, kind, data in told if kind == socket.SCM_CREDENTIALS), 0)
-        try:
-            message = json.loads(said)
-        except (ValueError, RecursionError) as error:
-            raise Broken("what was said is no line") from error
-        if not isinstance(message, dict):
-            raise Broken("what was said is no line")
-        return message, process
+        return message_of(said), process
+
+
+def message_of(said: bytes | bytearray) -> dict[str, Any]:
+    """The object of a line, whoever wrote it.
+
+    Raises:
+        Broken: it holds none.
+    """
+    try:
+        message = json.loads(said.decode())  # bytes it would take for any encoding that they begin like
+    except (ValueError, RecursionError) as error:
+        raise Broken("what was said is no line") from error
+    if not isinstance(message, dict):
+        raise Broken("what was said is no line")
+    return message
 
 
 def is_exit(code: object) -> TypeGuard[int]:
     """Whether that can be an exit code, negative for a signal; it comes from a process that runs model-written code."""
     return type(code) is int and code in EXIT_CODES
+
+
+def is_end(done: object) -> TypeGuard[dict[str, Any]]:
+    """Whether that can be the end of a cell: an exit code, and the text of a value that is no longer than one may be."""
+    if not isinstance(done, dict) or not is_exit(done.get("code")):
+        return False
+    value = done.get("value")
+    return type(value) is str and len(value) <= plain.MAX_CHARACTERS

@@ -1,0 +1,135 @@
+"""Judging: what model-written code returned is decoded and compared in a process that may be killed, and that never ran any.
+
+Such a process is a session of the sandbox that knows `workflow.sandbox.cases` and nothing of a model. As many as there are
+cores last; each question is a call in a fork of one, limited in its processor time and memory, and gone afterwards. A value
+that uses these up fails its test. Where the process is lost otherwise, the system has failed, and nothing is said of the value.
+"""
+
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import LifoQueue
+from types import ModuleType
+
+from workflow.errors import InfraError
+from workflow.once import Once
+from workflow.sandbox import Limits, Result, Session, cases, plain
+from workflow.tools.python import sandbox, system_failed
+
+LIMITS = Limits(cpu_seconds=2.0)
+"""Of one question. A million characters of the most usual data take a tenth of it."""
+
+WHOLE_CPU_SECONDS = 6.0
+"""Of all questions about one function: what is left after that counts as wrong."""
+
+ATTEMPTS = 2
+
+
+class Warm:
+    """Sessions that last, as many as there are cores, each opened when it is first asked for, and again when it was lost."""
+
+    def __init__(self, opened: Callable[[], Session]) -> None:
+        self._opened = opened
+        self._places = Once(self._empty)
+
+    @contextmanager
+    def one(self) -> Iterator[Session]:
+        """One of them, for the caller alone.
+
+        Raises:
+            AgentRLError: it cannot be opened.
+        """
+        session = self._places().get()
+        try:
+            if session is None or not session.alive:
+                session = self._opened()
+            yield session
+        finally:
+            self._places().put(session)
+
+    @property
+    def idle(self) -> int:
+        """How many nobody uses at this moment."""
+        return self._places().qsize()
+
+    def forget(self) -> None:
+        """They are opened anew; who has one keeps it until it is done."""
+        self._places.forget()
+
+    @staticmethod
+    def _empty() -> "LifoQueue[Session | None]":
+        places: LifoQueue[Session | None] = LifoQueue()
+        for _ in range(os.cpu_count() or 1):
+            places.put(None)
+        return places
+
+
+def passed(pairs: Sequence[tuple[str, str]]) -> list[bool]:
+    """Of each pair of a case's text and the text of the value that a function gave for it: whether the value passes.
+
+    Raises:
+        SandboxUnavailable: nothing here can hold it.
+        InfraError: the system failed.
+    """
+    found: list[bool] = []
+    waiting = list(_batches(pairs))[::-1]
+    used = 0.0
+    while waiting:
+        batch = waiting.pop()
+        if used >= WHOLE_CPU_SECONDS:
+            found += [False] * len(batch)
+            continue
+        result = asked("verdicts", json.dumps([list(map(list, batch))]))
+        used += result.cpu_seconds
+        if result.status == "ok":
+            found += (verdict is True for verdict in json.loads(result.value))
+        elif len(batch) == 1:
+            found.append(False)
+        else:  # one of them is too much: which one?
+            waiting += [[pair] for pair in reversed(batch)]
+    return found
+
+
+def _batches(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    """In their order, no more characters at once than one value may have, save where a pair alone has more."""
+    batch: list[tuple[str, str]] = []
+    for pair in pairs:
+        if batch and sum(len(case) + len(value) for case, value in [*batch, pair]) > plain.MAX_CHARACTERS:
+            yield batch
+            batch = []
+        batch.append(pair)
+    if batch:
+        yield batch
+
+
+def asked(function: str, args: str) -> Result:
+    """What a function of ours came to inside, for arguments as the text of plain data: `ok`, or that they took too much.
+
+    Raises:
+        SandboxUnavailable, InfraError: as `passed`.
+    """
+    for _ in range(ATTEMPTS):
+        with judges.one() as session:
+            result = session.call(function, args, keeps=False)
+            if session.alive and not system_failed(result, LIMITS):
+                return result
+    raise InfraError(f"The sandbox ({result.kind}) failed a judge: {result.status}: {result.output[:300]}")
+
+
+def _opened() -> Session:
+    session = sandbox().session(LIMITS)
+    for module in (cases,):
+        result = session.run(_source(module))
+        if result.status != "ok":
+            session.close()
+            raise InfraError(f"A judge did not come up ({result.kind}): {result.status}: {result.output[-300:]}")
+    return session
+
+
+def _source(module: ModuleType) -> str:
+    return inspect.getsource(module)
+
+
+judges = Warm(_opened)
