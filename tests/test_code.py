@@ -15,9 +15,10 @@ from tests.boxes import machine
 from tests.test_datasets import episode_of, reward_of, write
 from workers.submit import prepare
 from workers.tools import run_tool
+from workflow.asserts import read_asserts
 from workflow.config import DatasetConfig, build
 from workflow.datasets import load_tasks
-from workflow.datasets.code import code_metadata, read_asserts
+from workflow.datasets.code import code_metadata
 from workflow.datasets.code_tiny import MISTAKEN, SPLITS, code_tiny
 from workflow.envs import Env
 from workflow.envs.code import code as env
@@ -289,6 +290,10 @@ def test_exact_tells_types_apart(value: Any, found: Any, passes: bool) -> None:
         ("assert f(1, 'a') == [2, (3,)]", Case((1, "a"), [2, (3,)], "equal")),
         ("assert 5 == f(-1)", Case((-1,), 5, "equal")),
         ("assert f(1) is None, 'why'", Case((1,), None, "equal")),
+        ("assert f(1) is True", Case((1,), True, "exact")),
+        ("assert f(3 * 19, 'a' + 'b', 0**0) == [3 + 5, (2**10, -7 // 2)]", Case((57, "ab", 1), [8, (1024, -4)], "equal")),
+        ("assert abs(f([1.0, 2.0]) - 2.0/3.0) < 10**-6", Case(([1.0, 2.0],), 2.0 / 3.0, "near", 1e-6)),
+        ("assert f({'a' * 2: {1 + 1}}) == (not True)", Case(({"aa": {2}},), False, "equal")),
         ("assert f([])", Case(([],), True, "true")),
         ("assert not f({})", Case(({},), False, "false")),
         ("assert abs(f(2) - 1.5) < 1e-3", Case((2,), 1.5, "near", 1e-3)),
@@ -302,7 +307,10 @@ def test_an_assert_is_read_and_never_run(test: str, case: Case) -> None:
 @pytest.mark.parametrize(
     "test",
     ["assert f(x) == 1", "assert f(1) == g(2)", "assert f(1) > 2", "assert f(a=1) == 2", "assert g(1) == 2", "assert True",
-     "assert f(1) == 1 == 1", "assert f(1, *[2]) == 1", "assert f(open('/etc/passwd')) == 1", "assert f(1) == 2j"],
+     "assert f(1) == 1 == 1", "assert f(1, *[2]) == 1", "assert f(open('/etc/passwd')) == 1", "assert f(1) == 2j",
+     "assert f(9**9**9) == 1", "assert f('a' * 10**9) == 1", "assert f('%1000000000d' % 3) == 1", "assert f(1 << 10**9) == 1",
+     "assert f([0] * 10**9) == 1", "assert f(1 / 0) == 1", "assert f(2.0**5000) == 1", "assert f(1) is 256",
+     "assert f(" + "-" * 500 + "x) == 1"],
 )  # fmt: skip
 def test_an_assert_of_another_form_is_counted(test: str) -> None:
     assert read_asserts(test, ("f",)) == ([], 1)
@@ -361,18 +369,21 @@ MBPP = [
 
 
 @pytest.mark.parametrize(
-    ("rows", "hidden", "visible", "unread"),
-    [(HUMAN_EVAL, [2, 2, 2], [1, 0, 0], [0, 1, 1]), (MBPP, [3, 1, 1], [1, 1, 1], [0, 0, 0])],
+    ("rows", "keys", "hidden", "visible"),
+    [
+        (HUMAN_EVAL, ["own/double_all", "own/half", "own/is_odd_length"], [2, 0, 2], [1, 0, 0]),
+        (MBPP, ["own/1", "own/2", "own/3"], [3, 1, 1], [1, 1, 1]),
+    ],
 )
 def test_a_file_in_a_known_format_is_programming_tasks_whose_solutions_earn_one(
-    box: None, tmp_path: Path, rows: list[dict[str, Any]], hidden: list[int], visible: list[int], unread: list[int]
+    box: None, tmp_path: Path, rows: list[dict[str, Any]], keys: list[str], hidden: list[int], visible: list[int]
 ) -> None:
     loaded = load_tasks(DatasetConfig(name=str(write(tmp_path / "own.jsonl", *rows))))
     assert (loaded.env, loaded.skipped) == ("code", ())
-    assert [task.key for task in loaded.tasks] == ["own/1", "own/2", "own/3"]
+    assert [task.key for task in loaded.tasks] == keys
     assert [len(task.metadata["hidden"]) for task in loaded.tasks] == hidden
     assert [len(task.metadata["visible"]) for task in loaded.tasks] == visible
-    assert [task.metadata["unread_tests"] for task in loaded.tasks] == unread
+    assert ["test" in task.metadata for task in loaded.tasks] == [count == 0 for count in hidden], "then it is run"
     assert [earned(task.reference, task) for task in loaded.tasks] == [1.0] * 3
     assert all(json.loads(json.dumps(task.metadata)) == task.metadata for task in loaded.tasks)
 

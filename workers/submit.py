@@ -72,8 +72,12 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     env: Env = find("envs", config.env)
     config = _with_served_tools(config)
     weights = weights_of(env, config)
-    for tool in (*offered(env, config).values(), *judges_of(weights).values()):
+    judges = judges_of(weights).values()
+    for tool in (*offered(env, config).values(), *judges):
         tool.check()
+    for judge in judges:
+        if judge.admits is not None:
+            judge.admits(loaded.tasks)
     check_rewards(weights)
     load_hooks(config.hooks)
     if kind == "train":

@@ -1,8 +1,9 @@
 """Judging: what model-written code returned is decoded and compared in a process that may be killed, and that never ran any.
 
-Such a process is a session of the sandbox that knows `workflow.sandbox.cases` and nothing of a model. As many as there are
-cores last; each question is a call in a fork of one, limited in its processor time and memory, and gone afterwards. A value
-that uses these up fails its test. Where the process is lost otherwise, the system has failed, and nothing is said of the value.
+Such a process is a session of the sandbox that knows `workflow.sandbox.cases` and `checks`, and nothing of a model. As many as
+there are cores last; each question is a call in a fork of one, limited in its processor time and memory, and gone afterwards. A
+value that uses these up fails its test. Where the process is lost otherwise, the system has failed, and nothing is said of the
+value.
 """
 
 import inspect
@@ -12,10 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import LifoQueue
 from types import ModuleType
+from typing import Any
 
 from workflow.errors import InfraError
 from workflow.once import Once
-from workflow.sandbox import Limits, Result, Session, cases, plain
+from workflow.sandbox import Limits, Result, Session, cases, checks, plain
 from workflow.tools.python import sandbox, system_failed
 
 LIMITS = Limits(cpu_seconds=2.0)
@@ -25,6 +27,11 @@ WHOLE_CPU_SECONDS = 6.0
 """Of all questions about one function: what is left after that counts as wrong."""
 
 ATTEMPTS = 2
+MOST_ROUNDS = 8
+"""Calls whose arguments depend on what as many calls before them gave have failed."""
+
+MOST_TOLD = 4 * plain.MAX_CHARACTERS
+"""Characters of the values that a program of tests is told; a call beyond has failed."""
 
 
 class Warm:
@@ -92,6 +99,41 @@ def passed(pairs: Sequence[tuple[str, str]]) -> list[bool]:
     return found
 
 
+def relayed(reference: str, test: str, function: str, call: Callable[[str], str | None]) -> list[bool]:
+    """Of each test of a program of tests: whether the answer's function passes it.
+
+    Args:
+        reference: the program that the tests run after; it defines the function as it should be.
+        call: the text of arguments -> that of the value which the answer's function gives for them; None: it gives none.
+
+    Raises:
+        ValueError: these tests cannot be judged, whatever the answer.
+        SandboxUnavailable, InfraError: as `passed`.
+    """
+    told: list[tuple[str, str | None]] = []
+    for turn in range(MOST_ROUNDS + 1):
+        final = turn == MOST_ROUNDS
+        result = asked("outcome", json.dumps([reference, test, function, told, final]))
+        found: dict[str, Any] = json.loads(result.value) if result.status == "ok" else {"unjudged": _said(result)}
+        if "unjudged" in found:
+            if turn:  # it is what the answer gave
+                return []
+            raise ValueError(f"the tests cannot be judged: {found['unjudged']}")
+        if not found["asked"]:
+            return [held is True for held in found["passed"]]
+        told = told[: found["known"]]
+        left = MOST_TOLD - sum(len(value or "") for _, value in told)
+        for args in found["asked"]:
+            value = call(args)
+            left -= len(value or "")
+            told.append((args, value if left >= 0 else None))
+    return []
+
+
+def _said(result: Result) -> str:
+    return f"{result.status} {result.output.strip()[-300:]}".strip()
+
+
 def _batches(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
     """In their order, no more characters at once than one value may have, save where a pair alone has more."""
     batch: list[tuple[str, str]] = []
@@ -120,7 +162,7 @@ def asked(function: str, args: str) -> Result:
 
 def _opened() -> Session:
     session = sandbox().session(LIMITS)
-    for module in (cases,):
+    for module in (cases, checks):
         result = session.run(_source(module))
         if result.status != "ok":
             session.close()

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 from workflow.errors import AgentRLError, ConfigError, InfraError, RewardError, SandboxUnavailable
 from workflow.plugins import find
 from workflow.tools import Tool
-from workflow.trajectory import Episode, ToolResult
+from workflow.trajectory import Episode, Task, ToolResult
 
 Value = float | Sequence[float]
 """What a reward gives: a finite number for the episode, or a list of as many as it has steps, of which it is the sum."""
@@ -57,10 +57,12 @@ class Judge(Tool):
         asks: the arguments that `function` is called with for a finished episode, of what JSON has; or the value itself,
             where nothing need be run.
         reads: the value in such a text.
+        admits: called with the tasks when a run is submitted; raises DatasetError where it could not judge one.
     """
 
     asks: Callable[[Episode], Mapping[str, Any] | Value] = field(kw_only=True)
     reads: Callable[[str], Value] = float
+    admits: Callable[[Sequence[Task]], None] | None = None
 
     def __call__(self, episode: Episode) -> Value:
         """The value, found here.

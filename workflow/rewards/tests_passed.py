@@ -17,13 +17,13 @@ from functools import lru_cache
 from typing import Any
 
 from workflow import judging
-from workflow.errors import InfraError
+from workflow.errors import DatasetError, InfraError
 from workflow.once import Once
 from workflow.rewards import Judge
 from workflow.sandbox import Limits, Result, Session
 from workflow.sandbox.cases import args_of
 from workflow.tools.python import sandbox, system_failed
-from workflow.trajectory import Episode, Exit, ToolResult
+from workflow.trajectory import Episode, Exit, Task, ToolResult
 
 LIMITS = Limits(cpu_seconds=3.0)
 WHOLE_CPU_SECONDS = 12.0
@@ -32,7 +32,8 @@ WHOLE_CPU_SECONDS = 12.0
 MOST_LATE = 2
 """After so many tests that used up their processor time, or one that slept, the others are not tried, and count as failed."""
 
-JUDGE_SECONDS = 120.0
+SHOWN_REFUSED = 5
+JUDGE_SECONDS = 180.0
 """How long judging may take on the clock, which is the system's limit: more than all of the code's own."""
 
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -44,14 +45,50 @@ def asked(episode: Episode) -> Mapping[str, Any] | float:
     Raises:
         ValueError: the task has no hidden test.
     """
-    metadata = episode.task.metadata
-    if not metadata["hidden"]:
-        raise ValueError(f"task {episode.task.key!r} has no hidden test")
     answer = read_code(episode.final_answer)
-    if episode.stop_reason != "answered" or not writable(answer):
-        return 0.0
-    question = {name: metadata[name] for name in ("setup", "function", "hidden")}
-    return {**question, "answer": answer}
+    asking = question(episode.task, answer)
+    return asking if episode.stop_reason == "answered" and writable(answer) else 0.0
+
+
+def question(task: Task, answer: str) -> dict[str, Any]:
+    """What is asked about an answer to a task: the arguments of `tests_passed`.
+
+    Raises:
+        ValueError: the task has no hidden test.
+    """
+    metadata = task.metadata
+    if not metadata["hidden"] and not metadata.get("test"):
+        raise ValueError(f"task {task.key!r} has no hidden test")
+    asking = {name: metadata[name] for name in ("setup", "function", "hidden")}
+    if metadata.get("test"):
+        whole = metadata["setup"] in task.reference
+        asking |= {"test": metadata["test"], "reference": f"{'' if whole else metadata['setup']}\n{task.reference}"}
+    return {**asking, "answer": answer}
+
+
+def admitted(tasks: Sequence[Task]) -> None:
+    """Looks whether tests that are programs can be judged: whether each task's own reference passes them.
+
+    Raises:
+        DatasetError: some cannot, by the tasks' keys.
+        SandboxUnavailable, InfraError: as judging.
+    """
+    refused = [f"{task.key}: {why}" for task in tasks if task.metadata.get("test") and (why := _unjudged(task))]
+    if refused:
+        more = f"; and {len(refused) - SHOWN_REFUSED} more" if len(refused) > SHOWN_REFUSED else ""
+        raise DatasetError(
+            f"Not all tests of these tasks can be judged: {'; '.join(refused[:SHOWN_REFUSED])}{more}.",
+            "Leave their rows out, or write their tests as assert f(...) == value.",
+        )
+
+
+def _unjudged(task: Task) -> str:
+    """Why the tests cannot be judged, if so."""
+    try:
+        passed = json.loads(tests_passed.run(question(task, task.reference)).content)
+    except ValueError as error:
+        return str(error)
+    return "" if passed == 1.0 else f"its own reference passes {passed:.0%} of them"
 
 
 def read_code(text: str) -> str:
@@ -68,9 +105,9 @@ def writable(code: str) -> bool:
         return False
 
 
-def _tests_passed(setup: str, answer: str, function: str, hidden: list[str]) -> ToolResult:
-    """The share of the tests that the answer's function passes."""
-    return told(*_judged(setup, answer, function, tuple(hidden))())
+def _tests_passed(setup: str, answer: str, function: str, hidden: list[str], test: str = "", reference: str = "") -> ToolResult:
+    """The share of the tests that the answer's function passes: of the hidden cases, or those of a program of tests."""
+    return told(*_judged(setup, answer, function, tuple(hidden), test, reference)())
 
 
 def told(found: object, cpu_seconds: float) -> ToolResult:
@@ -79,12 +116,18 @@ def told(found: object, cpu_seconds: float) -> ToolResult:
 
 
 @lru_cache(maxsize=4096)
-def _judged(setup: str, answer: str, function: str, hidden: tuple[str, ...]) -> Once[tuple[float, float]]:
+def _judged(
+    setup: str, answer: str, function: str, hidden: tuple[str, ...], test: str, reference: str
+) -> Once[tuple[float, float]]:
     """The share, and the processor time; of an answer once, since siblings often give the same, and at the same time."""
 
     def judge() -> tuple[float, float]:
         with opened() as session:
-            return share(session, (setup, answer), function, hidden, WHOLE_CPU_SECONDS)
+            if not test:
+                return share(session, (setup, answer), function, hidden, WHOLE_CPU_SECONDS)
+            calls = Calls(session, function, WHOLE_CPU_SECONDS)
+            passed = judging.relayed(reference, test, function, calls) if calls.begun((setup, answer)) else []
+            return sum(passed) / max(1, len(passed)), calls.used
 
     return Once(judge)
 
@@ -104,6 +147,45 @@ def opened() -> Iterator[Session]:
         session.close()
 
 
+class Calls:
+    """Calls of a session's function, as many as its processor time allows.
+
+    Args:
+        cpu_seconds: for the cells and all calls; what would begin afterwards fails.
+    """
+
+    def __init__(self, session: Session, function: str, cpu_seconds: float) -> None:
+        self._session, self._function, self._most = session, function, cpu_seconds
+        self._late = 0
+        self.used = 0.0
+
+    def begun(self, cells: Sequence[str]) -> bool:
+        """Runs what is not empty of the cells; whether all of them ended well.
+
+        Raises:
+            InfraError: the sandbox failed, or the machine was too busy.
+        """
+        for cell in filter(None, cells):
+            result = _ended(self._session.run(cell))
+            self.used += result.cpu_seconds
+            if result.status != "ok":
+                return False
+        return True
+
+    def __call__(self, args: str) -> str | None:
+        """The text of the value that the function gives for such a text of arguments; None where it gives none.
+
+        Raises:
+            InfraError: as `begun`.
+        """
+        if self._late >= MOST_LATE or self.used >= self._most:
+            return None
+        result = _ended(self._session.call(self._function, args))
+        self.used += result.cpu_seconds
+        self._late += {"timeout_cpu": 1, "timeout_wall": MOST_LATE}.get(result.status, 0)
+        return result.value if result.status == "ok" else None
+
+
 def share(
     session: Session, cells: Sequence[str], function: str, cases: Sequence[str], cpu_seconds: float
 ) -> tuple[float, float]:
@@ -114,23 +196,11 @@ def share(
     Raises:
         InfraError: the sandbox failed, or the machine was too busy.
     """
-    used = 0.0
-    for cell in filter(None, cells):
-        result = _ended(session.run(cell))
-        used += result.cpu_seconds
-        if result.status != "ok":
-            return 0.0, used
-    late = 0
-    given: list[tuple[str, str]] = []
-    for case in cases:
-        if late >= MOST_LATE or used >= cpu_seconds:
-            break
-        result = _ended(session.call(function, args_of(case)))
-        if result.status == "ok":
-            given.append((case, result.value))
-        used += result.cpu_seconds
-        late += {"timeout_cpu": 1, "timeout_wall": MOST_LATE}.get(result.status, 0)
-    return sum(judging.passed(given)) / len(cases), used
+    calls = Calls(session, function, cpu_seconds)
+    if not calls.begun(cells):
+        return 0.0, calls.used
+    given = [(case, value) for case in cases if (value := calls(args_of(case))) is not None]
+    return sum(judging.passed(given)) / len(cases), calls.used
 
 
 def _ended(result: Result) -> Result:
@@ -140,4 +210,4 @@ def _ended(result: Result) -> Result:
 
 
 _tests_passed.__name__ = "tests_passed"
-tests_passed = Judge(_tests_passed, timeout_seconds=JUDGE_SECONDS, needs=sandbox, opens=sandbox, asks=asked)
+tests_passed = Judge(_tests_passed, timeout_seconds=JUDGE_SECONDS, needs=sandbox, opens=sandbox, asks=asked, admits=admitted)

@@ -1,0 +1,206 @@
+"""Tests that are a program: they run here, in a session that runs nothing of a model's, and the answer's function is elsewhere.
+
+A call of the function is *relayed*: whoever asks (`workflow.judging`) is told its arguments, calls the function where the
+answer is, and asks again with what came of it. What is not known yet is taken from the reference, so that all calls are found
+at once; only where arguments depend on what came before are there more rounds. Each run is the same as the last one up to what
+it is told.
+
+Each assert is one test: it is passed where it held as often as it was reached. One that does not hold, or raises, ends nothing.
+Where a statement outside of the asserts raises, the tests from there on are failed. An assert that holds also where every call
+of the function fails tests nothing, and does not count.
+
+This file runs inside, and imports only the standard library and plain data. What it is given, the program too, is the
+dataset's; of a model's there are plain data alone.
+"""
+
+import ast
+import inspect
+import random
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from workflow.sandbox import plain
+
+FILE, MODULE = "<tests>", "tests"
+CHECK = "check"
+RELAYED, HELD = "__relayed__", "__held__"
+MOST_CALLS = 1000
+
+Told = Sequence[tuple[str, str | None]]
+"""Calls in their order: the arguments' text, and the value's text, None where there was none."""
+
+
+class Failed(Exception):
+    """A call of the function gave no value."""
+
+
+class Unjudged(BaseException):
+    """These tests cannot be judged so."""
+
+
+def outcome(reference: str, test: str, function: str, told: Told, final: bool) -> dict[str, Any]:
+    """Runs the tests.
+
+    Args:
+        reference: the program that the tests run after; it defines the function as it should be.
+        told: what is known of the calls.
+        final: calls of which nothing is known have failed.
+
+    Returns:
+        passed: of each test, where all calls were known; asked: arguments' texts of those that were not, from the
+        `known`-th call on. Or unjudged: why not.
+    """
+    try:
+        tests = Tests(reference, test, function)
+        void = tests.run(lambda right: Relay(right, (), final=True))
+        relays: list[Relay] = []
+
+        def relay(right: Callable[..., Any]) -> Relay:
+            relays.append(Relay(right, told, final))
+            return relays[-1]
+
+        held = tests.run(relay)
+    except Unjudged as error:
+        return {"unjudged": str(error)}
+    counted = [number for number in range(tests.count) if number not in void]
+    if not counted:
+        return {"unjudged": "its asserts hold whatever the function gives"}
+    return {"passed": [number in held for number in counted], "asked": relays[0].asked, "known": relays[0].known}
+
+
+class Relay:
+    """Stands for the function of the answer."""
+
+    def __init__(self, right: Callable[..., Any], told: Told, final: bool) -> None:
+        self._right, self._told, self._final = right, told, final
+        self.known = 0
+        self.asked: list[str] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What came of the call, or should."""
+        text = self._text(args, kwargs)
+        if not self.asked and self.known < len(self._told) and self._told[self.known][0] == text:
+            value = self._told[self.known][1]
+            self.known += 1
+            if value is None:
+                raise Failed
+            return plain.decode(value)
+        if self._final:
+            raise Failed
+        if len(self.asked) >= MOST_CALLS:
+            raise Unjudged(f"they call the function more than {MOST_CALLS} times")
+        self.asked.append(text)
+        return self._plainly(self._right(*plain.decode(text)))
+
+    def _text(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        if kwargs:
+            bound = inspect.signature(self._right).bind(*args, **kwargs)
+            bound.apply_defaults()
+            args, kwargs = bound.args, bound.kwargs
+        if kwargs:
+            raise Unjudged("they pass an argument that has no place, only a name")
+        try:
+            return plain.encode(list(args))
+        except (TypeError, ValueError) as error:
+            raise Unjudged(f"they pass what is no plain data: {error}") from error
+
+    @staticmethod
+    def _plainly(value: Any) -> Any:
+        try:
+            return plain.decode(plain.encode(value))
+        except (TypeError, ValueError) as error:
+            raise Unjudged(f"the reference gives what is no plain data: {error}") from error
+
+
+class Tests:
+    """The tests of a function, instrumented."""
+
+    def __init__(self, reference: str, test: str, function: str) -> None:
+        self._reference, self._function = reference, function
+        self._tree = ast.parse(test)
+        checks = [
+            node for node in self._tree.body if isinstance(node, ast.FunctionDef) and node.name == CHECK and node.args.args
+        ]
+        self._check = checks[-1] if checks else None
+        self._stands_for = self._check.args.args[0].arg if self._check else None
+        self._is_used = any(isinstance(node, ast.Name) and node.id == self._stands_for for node in ast.walk(self._tree))
+        noted = _Noted(function, self._stands_for)
+        self._code = compile(ast.fix_missing_locations(noted.visit(self._tree)), FILE, "exec")
+        self._lines = noted.lines
+        self._held: dict[int, bool] = {}
+
+    @property
+    def count(self) -> int:
+        """How many asserts there are."""
+        return len(self._lines)
+
+    def run(self, relay: Callable[[Callable[..., Any]], Relay]) -> set[int]:
+        """The numbers of the asserts that held, with what `relay` makes of the reference's function in its place."""
+        random.seed(0)
+        self._held = {}
+        names = self._begun()
+        names[RELAYED] = relay(names[self._function])
+        names[HELD] = self._note
+        if not self._is_used:
+            names[self._function] = names[RELAYED]
+        kept = set(range(self.count))
+        try:
+            exec(self._code, names)
+            if self._check is not None:
+                names[CHECK](names[RELAYED])
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the tests' own
+            kept = self._before(error.__traceback__)
+        return {number for number, held in self._held.items() if held} & kept
+
+    def _begun(self) -> dict[str, Any]:
+        module = sys.modules[MODULE] = types.ModuleType(MODULE)
+        try:
+            exec(compile(self._reference, "<reference>", "exec"), module.__dict__)
+        except (Exception, SystemExit) as error:
+            raise Unjudged(f"the reference raises {type(error).__name__}: {error}") from error
+        if not callable(module.__dict__.get(self._function)):
+            raise Unjudged(f"the reference defines no {self._function!r}")
+        return module.__dict__
+
+    def _note(self, number: int, value: Any) -> None:
+        self._held[number] = self._held.get(number, True) and bool(value)
+
+    def _before(self, trace: types.TracebackType | None) -> set[int]:
+        """The asserts that stand before the statement in which the tests, or their `check`, ended."""
+        while trace is not None and trace.tb_frame.f_code.co_filename != FILE:
+            trace = trace.tb_next
+        if trace is None:
+            return set()
+        inside = self._check is not None and trace.tb_frame.f_code.co_name == CHECK
+        body = self._check.body if inside and self._check else self._tree.body
+        ended = next((node for node in body if (node.end_lineno or 0) >= trace.tb_lineno), body[-1])
+        return {number for number, line in enumerate(self._lines) if body[0].lineno <= line < ended.lineno}
+
+
+class _Noted(ast.NodeTransformer):
+    """Makes of each assert a note of whether it holds.
+
+    An assert that does not speak of the function by the name that `check` is given it under means the answer's by the
+    function's own name; beside that name the reference's is meant.
+    """
+
+    def __init__(self, function: str, stands_for: str | None) -> None:
+        self._function, self._stands_for = function, stands_for
+        self.lines: list[int] = []
+
+    def visit_Assert(self, node: ast.Assert) -> ast.Try:
+        """`try: held(number, test) except Exception: held(number, False)`."""
+        number = len(self.lines)
+        self.lines.append(node.lineno)
+        names = [inner for inner in ast.walk(node.test) if isinstance(inner, ast.Name)]
+        if self._stands_for not in {name.id for name in names}:
+            for name in names:
+                name.id = RELAYED if name.id == self._function else name.id
+        failed = ast.ExceptHandler(ast.Name("Exception", ast.Load()), None, [self._note(number, ast.Constant(False))])
+        return ast.copy_location(ast.Try([self._note(number, node.test)], [failed], [], []), node)
+
+    @staticmethod
+    def _note(number: int, test: ast.expr) -> ast.Expr:
+        return ast.Expr(ast.Call(ast.Name(HELD, ast.Load()), [ast.Constant(number), test], []))
