@@ -1,7 +1,13 @@
-"""What is read of a grown database reads what it shows: no table that grows is read whole, and no list reads a blob."""
+"""What is read of a grown database that nobody has analysed does the work of what it shows, not of what is stored.
+
+SQLite counts its instructions, which no busy machine moves: a page costs the same in a run of four times the iterations, a sum
+over the run four times as much, and neither feels the other runs. No table that grows is read whole, no list reads a blob.
+"""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from itertools import count
 from typing import Any
 
 import pytest
@@ -10,37 +16,59 @@ from sqlalchemy.exc import IntegrityError
 from stored import CALL, claim, sampled, start, submission
 
 from tests.benchmarks import reads, synthetic
-from tests.benchmarks.synthetic import Run
+from tests.benchmarks.databases import analyse
+from tests.benchmarks.synthetic import PER_ITERATION, Run
 from workflow import db
 from workflow.store import observe, steps
 from workflow.store.connect import Database
+from workflow.store.migrate import open_database
 from workflow.store.prepared import Prepared
 from workflow.views import VIEWS
 
 GROWING = {"episodes", "steps", "step_tokens", "tool_calls", "tool_sessions", "rewards", "consumptions"}
-EPISODES = 1000
+SMALL = {"old": 2, "large": 5, "live": 2}
+"""One hundredth of what `make bench` reads: runs with their iterations."""
+TIMES = 4
+UNIT = 20
+"""Instructions of SQLite between two counts."""
+ALL = 1000
+SLACK = 300
+"""Instructions that a statement may take more for nothing: a page of an index more to search."""
+WHOLE_EPISODES = ("find_episode", "find_origin", "fork_point", "chosen", "claim a group", "an update reads", "whatif", "a page")
 IDS = "SELECT id FROM v_episodes"
+
+Seen = Callable[[Mapping[str, int]], tuple[Database, list[Run]]]
 
 
 @pytest.fixture
 def grown(database: Database) -> tuple[Database, list[Run]]:
-    """One hundredth of what `make bench` reads."""
+    """A small database of three runs."""
     with database.engine.begin() as tx:
-        runs = synthetic.fill(tx, EPISODES)
-    with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        synthetic.settle(connection)
-    return database, runs
+        return database, synthetic.fill(tx, SMALL)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """Databases of such runs, each made once."""
+
+    @cache
+    def made(shape: tuple[tuple[str, int], ...]) -> tuple[Database, list[Run]]:
+        database = open_database(f"sqlite:///{tmp_path_factory.mktemp('grown') / 'agentrl.db'}")
+        with database.engine.begin() as tx:
+            return database, synthetic.fill(tx, dict(shape))
+
+    return lambda shape: made(tuple(shape.items()))
 
 
 def test_a_page_of_episodes_is_the_part_of_the_view_that_meets_the_filters(grown: tuple[Database, list[Run]]) -> None:
     database, _ = grown
-    everything = observe.list_episodes(database, "large", {}, EPISODES)
+    everything = observe.list_episodes(database, "large", {}, ALL)
     with database.read() as tx:
         assert [row["id"] for row in everything] == sorted(tx.execute(text(f"{IDS} WHERE run = 'large'")).scalars())
     for filters in reads.FILTERS:
         chosen = [row for row in everything if all(meets(row, name, value) for name, value in filters.items())]
         assert observe.list_episodes(database, "large", filters, 7) == chosen[:7], filters
-        assert observe.list_episodes(database, "large", filters, EPISODES, 2) == chosen[2:], filters
+        assert observe.list_episodes(database, "large", filters, ALL, 2) == chosen[2:], filters
 
 
 def meets(row: observe.Row, name: str, value: Any) -> bool:
@@ -53,19 +81,74 @@ def meets(row: observe.Row, name: str, value: Any) -> bool:
 
 def test_every_view_of_a_grown_database_shows_its_runs(grown: tuple[Database, list[Run]]) -> None:
     database, runs = grown
-    views = {name: read for name, read in reads.reads(runs, EPISODES).items() if ": v_" in name}
+    of_runs = [reads.pages_of(run) | reads.lists(run) for run in runs]
+    views = {name: read for found in of_runs for name, read in found.items() if ": v_" in name}
     assert len(views) == len(runs) * (2 * len(VIEWS) - len(reads.WITHOUT_IDS))
     assert [name for name, read in views.items() if not read(database)] == []
 
 
-def test_nothing_that_is_listed_reads_a_growing_table_whole_or_a_blob(sqlite: Database) -> None:
-    with sqlite.engine.begin() as tx:
-        runs = synthetic.fill(tx, EPISODES)
-    for name, queries in statements(sqlite, reads.reads(runs, EPISODES)).items():
-        for plan in (step for query, values in queries for step in plan_of(sqlite, query, values)):
+def test_a_page_costs_the_same_in_a_run_of_four_times_the_iterations(seen: Seen) -> None:
+    small, large = (
+        work(database, reads.pages(1) | reads.pages(PER_ITERATION + 1) | reads.pages_of(run) | filled_pages())
+        for database, (run, *_) in (seen({"mine": size, "live": 2}) for size in (5, 5 * TIMES))
+    )
+    assert {name: (small[name], large[name]) for name in small if large[name] > 1.2 * small[name] + SLACK} == {}
+
+
+def filled_pages() -> dict[str, reads.Read]:
+    """What is read of no run, save what shows runs and iterations: neither database has a page of those."""
+    listed = ("list_runs", *(f": {view}" for view in reads.LISTED))
+    return {what: read for what, read in reads.whole_database().items() if not what.removesuffix(", newest").endswith(listed)}
+
+
+def test_what_counts_over_a_run_costs_as_much_more_as_the_run_is_longer(seen: Seen) -> None:
+    small, large = (
+        work(database, reads.lists(run) | reads.sums(run))
+        for database, (run, *_) in (seen({"mine": size, "live": 2}) for size in (5, 5 * TIMES))
+    )
+    assert {name: (small[name], large[name]) for name in small if large[name] > 1.2 * TIMES * small[name] + SLACK} == {}
+    assert large["why"] > 2 * small["why"]  # it counts, and what it counts
+
+
+def test_nothing_that_is_read_of_a_run_feels_the_other_runs(seen: Seen) -> None:
+    few, many = (
+        work(database, reads.pages(1) | reads.pages_of(run) | reads.lists(run) | of_the_run_alone(run))
+        for database, (run, *_) in (seen({"mine": 5, "other": size, "live": 2}) for size in (2, 30))
+    )
+    assert {name: (few[name], many[name]) for name in few if many[name] > 1.2 * few[name] + SLACK} == {}
+
+
+def of_the_run_alone(run: Run) -> dict[str, reads.Read]:
+    return {name: read for name, read in reads.sums(run).items() if "all runs" not in name and name != "README 3"}
+
+
+def work(database: Database, wanted: Mapping[str, reads.Read]) -> dict[str, int]:
+    """How many instructions of SQLite each takes."""
+    counted = count()
+
+    def watch(connection: Any, *_: object) -> None:
+        connection.set_progress_handler(lambda: next(counted) < 0, UNIT)
+
+    event.listen(database.engine, "checkout", watch)
+    found = {}
+    for name, read in wanted.items():
+        before = next(counted)
+        read(database)
+        found[name] = UNIT * (next(counted) - before - 1)
+    event.remove(database.engine, "checkout", watch)
+    return found
+
+
+def test_nothing_that_is_read_reads_a_growing_table_whole_or_shows_a_blob(seen: Seen) -> None:
+    database, runs = seen(SMALL)
+    wanted = reads.reads(runs, 1000)
+    for name, queries in statements(database, wanted).items():
+        if name.startswith("of no run"):
+            continue  # a page of a whole table is its first rows, or its last
+        for plan in (step for query, values in queries for step in plan_of(database, query, values)):
             scanned = re.match(r"SCAN (\w+)(?! USING .*INDEX)", plan)
             assert scanned is None or aliased(scanned[1], queries) not in GROWING, (name, plan)
-        if not name.startswith("find_episode"):
+        if not name.endswith(WHOLE_EPISODES):
             assert not any("step_tokens" in query for query, _ in queries), name
 
 
@@ -99,9 +182,8 @@ def aliased(name: str, queries: list[tuple[str, object]]) -> str:
 
 def test_a_runs_newest_rows_are_one_range_of_an_index_on_postgres(postgres: Database) -> None:
     with postgres.engine.begin() as tx:
-        synthetic.fill(tx, 4 * EPISODES)
-    with postgres.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        synthetic.settle(connection)
+        synthetic.fill(tx, {name: TIMES * iterations for name, iterations in SMALL.items()})
+    analyse(postgres)
     for view, index in {"v_steps": "ix_steps_run", "v_tool_calls": "ix_tool_calls_run", "v_rewards": "ix_rewards_run"}.items():
         with postgres.read() as tx:
             query = f"EXPLAIN SELECT * FROM {view} WHERE run = 'old' ORDER BY id DESC LIMIT 50"

@@ -117,6 +117,7 @@ policies = Table(
     created(),
     UniqueConstraint("run_id", "version"),
     one_of("kind", ("base", "trained", "alias")),
+    Index("ix_policies_path", "path"),
 )
 
 iterations = Table(
@@ -383,7 +384,7 @@ consumptions = Table(
     metadata,
     own_id(),
     key("run_id", "runs"),
-    key("iteration_id", "iterations"),
+    key("iteration_id", "iterations", index=True),
     key("episode_id", "episodes", index=True),
     Column("stage", String(16), nullable=False, server_default="train"),
     Column("advantage", Float(53), nullable=False),

@@ -27,10 +27,10 @@ _FATES = """
                     WHEN c.id IS NULL THEN 'no_reward'
                     WHEN c.advantage = 0 AND NOT EXISTS (  -- a critic's values were trained on them all the same
                       SELECT 1 FROM updates u WHERE u.iteration_id = i.id AND u.value_loss IS NOT NULL)
-                      AND NOT EXISTS (
-                      SELECT 1 FROM episodes sibling
-                      JOIN consumptions other ON other.episode_id = sibling.id AND other.run_id = i.run_id
-                      WHERE sibling.group_id = e.group_id AND other.advantage <> 0)
+                      AND NOT EXISTS (  -- a value for each sibling, and no join: one that began with the run would read it all
+                      SELECT 1 FROM episodes sibling WHERE sibling.group_id = e.group_id AND 0 <> (
+                        SELECT other.advantage FROM consumptions other WHERE other.run_id = i.run_id
+                        AND other.episode_id = sibling.id AND other.stage = 'train'))
                       AND ({dropped} = '' OR EXISTS (  -- else all that could have taught something strayed
                       SELECT 1 FROM groups flat WHERE flat.id = e.group_id AND flat.std_reward = 0)) THEN 'no_variance'
                     WHEN c.advantage = 0 AND {dropped} <> '' THEN 'strayed'
@@ -48,6 +48,15 @@ _MEASURED = """
         WHERE m.measures_id = r.id AND v.mean_reward IS NOT NULL AND v.errors <= v.episodes"""  # too few episodes tell little
 _BEST = f"{_MEASURED} ORDER BY v.mean_reward DESC, m.measures_version LIMIT 1"
 _NEWEST = f"{_MEASURED} ORDER BY m.measures_version DESC LIMIT 1"
+
+_METRICS = (
+    "loss", "kl", "entropy", "clip_fraction", "grad_norm", "value_loss", "explained_variance", "sampler_difference_max",
+    "importance_weight", "importance_truncated",
+)  # fmt: skip
+_OF_UPDATES = ", ".join(  # each for itself: a table of all iterations' would be made to show one
+    f"(SELECT {'max' if name.endswith('_max') else 'avg'}(u.{name}) FROM updates u WHERE u.iteration_id = i.id) AS {name}"
+    for name in _METRICS
+)
 
 VIEWS = {
     "v_runs": f"""
@@ -72,7 +81,7 @@ VIEWS = {
         LEFT JOIN evals v ON v.run_id = r.id
         LEFT JOIN runs m ON m.id = r.measures_id
         WHERE r.kind = 'eval'""",
-    "v_iterations": """
+    "v_iterations": f"""
         SELECT i.id, r.name AS run, i.epoch, i.number AS iteration, i.status, i.skipped, i.episodes, i.trainable,
                i.dropped_groups, i.more_groups,
                (SELECT count(*) FROM groups g WHERE g.iteration_id = i.id) AS groups,
@@ -81,21 +90,14 @@ VIEWS = {
                (SELECT v.mean_reward FROM runs m JOIN evals v ON v.run_id = m.id
                 WHERE m.measures_id = r.id AND m.measures_version = p.version) AS eval_reward,
                CASE WHEN r.kind = 'train' AND EXISTS (SELECT 1 FROM groups g WHERE g.iteration_id = i.id)
-                    THEN i.number - p.version END AS staleness, u.loss, u.kl, u.entropy, u.clip_fraction, u.grad_norm,
-               u.value_loss, u.explained_variance, u.sampler_difference_max, u.importance_weight, u.importance_truncated,
+                    THEN i.number - p.version END AS staleness, {_OF_UPDATES},
                i.prompt_tokens + i.sampled_tokens AS tokens, i.prompt_tokens,
                i.sampled_tokens, i.tool_calls, i.tool_errors, i.update_seconds,
-               {seconds:i.started_at,i.rolled_out_at} AS rollout_seconds,
-               {seconds:i.started_at,i.finished_at} AS seconds, i.started_at, i.finished_at
+               {{seconds:i.started_at,i.rolled_out_at}} AS rollout_seconds,
+               {{seconds:i.started_at,i.finished_at}} AS seconds, i.started_at, i.finished_at
         FROM iterations i
         JOIN runs r ON r.id = i.run_id
-        JOIN policies p ON p.id = i.policy_id
-        LEFT JOIN (SELECT iteration_id, avg(loss) AS loss, avg(kl) AS kl, avg(entropy) AS entropy,
-                          avg(clip_fraction) AS clip_fraction, avg(grad_norm) AS grad_norm,
-                          avg(value_loss) AS value_loss, avg(explained_variance) AS explained_variance,
-                          max(sampler_difference_max) AS sampler_difference_max,
-                          avg(importance_weight) AS importance_weight, avg(importance_truncated) AS importance_truncated
-                   FROM updates GROUP BY iteration_id) u ON u.iteration_id = i.id""",
+        JOIN policies p ON p.id = i.policy_id""",
     "v_groups": """
         SELECT g.id, r.name AS run, i.number AS iteration, g.slot, g.kind, g.status, g.dropped, t.key AS task, t.reference,
                g.mean_reward, g.std_reward, g.attempt, g.losses, g.failures, g.worker, g.started_at, g.finished_at,
@@ -124,7 +126,7 @@ VIEWS = {
                s.logprob_sum / nullif(s.sampled_tokens, 0) AS mean_logprob, s.generate_seconds, p.version AS policy_version,
                CASE WHEN r.kind = 'train' THEN i.number - p.version END AS staleness, s.new_row, s.sampled_at, s.observed_at
         FROM steps s
-        JOIN episodes e ON e.id = s.episode_id AND e.attempt = s.attempt
+        JOIN episodes e ON e.id = s.episode_id AND e.attempt <= s.attempt
         JOIN iterations i ON i.id = e.iteration_id
         JOIN runs r ON r.id = i.run_id
         JOIN policies p ON p.id = s.policy_id""",
@@ -134,7 +136,7 @@ VIEWS = {
                {seconds:c.created_at,c.started_at} AS queue_seconds, c.sandbox, c.exit_status, c.exit_code,
                c.worker, c.created_at, c.started_at, c.finished_at
         FROM tool_calls c
-        JOIN episodes e ON e.id = c.episode_id AND e.attempt = c.attempt
+        JOIN episodes e ON e.id = c.episode_id AND e.attempt <= c.attempt
         JOIN iterations i ON i.id = e.iteration_id""",
     "v_tool_sessions": """
         SELECT r.name AS run, i.number AS iteration, s.episode_id, s.attempt, s.tool, s.owner, s.builds, s.differs, e.tainted,
@@ -158,7 +160,7 @@ VIEWS = {
                u.sampler_difference_max, u.importance_weight, u.importance_truncated
         FROM updates u
         JOIN iterations i ON i.id = u.iteration_id
-        JOIN runs r ON r.id = u.run_id""",
+        JOIN runs r ON r.id = i.run_id""",
     # What became of each planned episode, in its own run and in those that trained on it as a stored one.
     "v_ledger": " UNION ALL ".join(
         _FATES.format(slot="g.slot", dropped="g.dropped", members=members, no_variance=NO_VARIANCE, surplus=SURPLUS)

@@ -1,14 +1,39 @@
-"""What people and the control loop read of a grown database: every list, the snapshot, one episode whole, every view."""
+"""What people, workers and the control loop read of a grown database: every command that reads, every view, every claim.
+
+`pages` are of a page, an episode or an iteration, and their work must not grow with what is stored; that of `lists` may grow
+with the run that is listed, and that of `sums` grows with the rows that are counted.
+"""
 
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import text
+from sqlalchemy import select, text
 
-from tests.benchmarks.synthetic import Run
-from workflow.store import observe
+from tests.benchmarks.synthetic import PER_ITERATION, TASKS_PER_ITERATION, Run
+from workflow import db
+from workflow.store import (
+    calls,
+    evals,
+    forks,
+    groups,
+    keeping,
+    ledger,
+    mending,
+    observe,
+    offline,
+    origin,
+    past,
+    rollout,
+    scoring,
+    sessions,
+    training,
+    waiting,
+)
 from workflow.store.connect import Database
+from workflow.store.planning import find_run, open_iterations
+from workflow.trajectory import PolicyRef
 from workflow.views import VIEWS
 
 Read = Callable[[Database], object]
@@ -29,6 +54,7 @@ FILTERS: tuple[dict[str, object], ...] = (
 """Every filter of `list_episodes` alone, some that nothing meets, some together."""
 
 README = Path(__file__).parents[2] / "README.md"
+LEASE = 30.0
 
 WITHOUT_IDS = ("v_ledger", "v_tool_sessions")
 """An episode stands in the first once for each run that trained on it; a session is its episode's."""
@@ -36,38 +62,149 @@ WITHOUT_IDS = ("v_ledger", "v_tool_sessions")
 OF_RUN = {"v_evals": "measures"}
 """View -> the column that names the run, where it is not `run`: that of an evaluation is the evaluation."""
 
+OF_EPISODE = ("v_steps", "v_tool_calls", "v_tool_sessions", "v_rewards", "v_ledger")
+"""Views with a column `episode_id`."""
+
+LISTED = ("v_runs", "v_iterations", "v_updates", "v_evals")
+"""Views whose rows are runs, or stand for an iteration."""
+
 
 def reads(runs: list[Run], episodes: int) -> dict[str, Read]:
-    """Name -> what is read, for the oldest, the largest and the running run."""
+    """Name -> what is shown: of the whole database, then of each run.
+
+    Args:
+        episodes: how many there are, in all.
+    """
+    found = whole_database() | pages(1) | pages(episodes // 2)
+    for run in runs:
+        found |= pages_of(run) | lists(run)
+    return found
+
+
+def whole_database() -> dict[str, Read]:
+    """Name -> what is read of all runs, or of none."""
     found: dict[str, Read] = {
         "list_runs": observe.list_runs,
-        "snapshot": lambda database: observe.snapshot(database, 30.0),
-        "find_episode first": lambda database: observe.find_episode(database, 1),
-        "find_episode last": lambda database: observe.find_episode(database, episodes),
+        "snapshot": lambda database: observe.snapshot(database, LEASE),
+        "unfinished_runs": observe.unfinished_runs,
+        "some_run_overlaps": observe.some_run_overlaps,
+        "service_holder": lambda database: observe.service_holder(database, "control"),
+        "lost_calls": rolled_back(calls.lost_calls, 5),
+        "keep sessions": rolled_back(sessions.keep, "nobody", LEASE),
+        "measured_datasets": evals.measured_datasets,
+        "policy_at": lambda database: evals.policy_at(database, "runs/none/v1"),
+        "gc: checkpoints": keeping.checkpoints,
     }
-    for run in runs:
-        found |= _of_run(run.name, run.iterations * 128)
-    return found
-
-
-def _of_run(run: str, episodes: int) -> dict[str, Read]:
-    found: dict[str, Read] = {
-        f"{run}: describe_run": lambda database: observe.describe_run(database, run),
-        f"{run}: progress": lambda database: observe.progress(database, run),
-        f"{run}: list_iterations": lambda database: observe.list_iterations(database, run),
-        f"{run}: list_iterations, new": lambda database: observe.list_iterations(database, run, 30),
-        f"{run}: most_frequent_failure": lambda database: observe.most_frequent_failure(database, run),
-        f"{run}: list_episodes, last page": lambda database: observe.list_episodes(database, run, {}, 51, episodes - 51),
-    }
-    for filters in FILTERS:
-        shown = " ".join(f"{name}={value}" for name, value in filters.items())
-        found[f"{run}: list_episodes {shown}"] = _page(run, filters)
     for view in VIEWS:
-        chosen = f"SELECT * FROM {view} WHERE {OF_RUN.get(view, 'run')} = '{run}'"
-        found[f"{run}: {view}"] = _query(f"{chosen} LIMIT 50")
+        found[f"of no run: {view}"] = _query(f"SELECT * FROM {view} LIMIT 50")
         if view not in WITHOUT_IDS:
-            found[f"{run}: {view}, newest"] = _query(f"{chosen} ORDER BY id DESC LIMIT 50")
+            found[f"of no run: {view}, newest"] = _query(f"SELECT * FROM {view} ORDER BY id DESC LIMIT 50")
     return found
+
+
+def pages(episode: int) -> dict[str, Read]:
+    """Name -> what is read of an episode: `replay`, `replay --verify`, `fork`, the views that know episodes."""
+    found: dict[str, Read] = {
+        f"episode {episode}: find_episode": lambda database: observe.find_episode(database, episode),
+        f"episode {episode}: find_origin": lambda database: origin.find_origin(database, episode),
+        f"episode {episode}: fork_point": lambda database: forks.fork_point(database, episode, 1),
+        f"episode {episode}: chosen": lambda database: offline.chosen(database, [episode]),
+        f"episode {episode}: call": lambda database: calls.find_call(database, 3 * episode),
+    }
+    for view in OF_EPISODE:
+        found[f"episode {episode}: {view}"] = _query(f"SELECT * FROM {view} WHERE episode_id = {episode}")
+    return found
+
+
+def pages_of(run: Run) -> dict[str, Read]:
+    """Name -> what is read of a run by people, its workers and the control loop, a page or an iteration at a time."""
+    name = run.name
+    found: dict[str, Read] = {
+        "progress": lambda database: observe.progress(database, name),
+        "sampled_on": lambda database: observe.sampled_on(database, name),
+        "waits_for": lambda database: waiting.waits_for(database, run.id),
+        "list_iterations, new": lambda database: observe.list_iterations(database, name, run.iterations - 2),
+        "waiting_evals": lambda database: evals.waiting_evals(database, run.id),
+        "find_policy": lambda database: observe.find_policy(database, name, None),
+        "find_policy, best": lambda database: observe.find_policy(database, name, "best"),
+        "open_iterations": lambda database: open_iterations(database, run.id),
+        "optimizer_to_drop": lambda database: training.optimizer_to_drop(database, run.id),
+        "claim a group": lambda database: _claim_group(database, run.id),
+        "what an update reads": lambda database: _load(database, run.id),
+        "whatif": lambda database: past.past_update(database, name, None),
+        "rescore: a page": lambda database: next(scoring.done_episodes(database, run.id)),
+        **_of_eval(f"{name}-eval-0"),
+    }
+    for filters in ({}, {"iteration": 1}, {"min_reward": 1.0}):
+        found[_shown(filters)] = _page(name, filters)
+    for view in VIEWS:
+        found |= {} if view in LISTED else _view(view, name)
+    return {f"{name}: {what}": read for what, read in found.items()}
+
+
+def lists(run: Run) -> dict[str, Read]:
+    """Name -> what passes over the run's iterations, its versions, or the episodes that do not meet a filter."""
+    name, last = run.name, run.iterations * PER_ITERATION - 51
+    found: dict[str, Read] = {
+        "describe_run": lambda database: observe.describe_run(database, name),
+        "list_iterations": lambda database: observe.list_iterations(database, name),
+        "list_evals": lambda database: observe.list_evals(database, name),
+        "list_events": lambda database: observe.list_events(database, name),
+        "list_episodes, last page": lambda database: observe.list_episodes(database, name, {}, 51, last),
+        "versions_before": lambda database: mending.versions_before(database, run.id, run.published),
+    }
+    found |= {_shown(filters): _page(name, filters) for filters in FILTERS}
+    for view in LISTED:
+        found |= _view(view, name)
+    return {f"{name}: {what}": read for what, read in found.items()}
+
+
+def _shown(filters: Mapping[str, object]) -> str:
+    return " ".join(["list_episodes", *(f"{key}={value}" for key, value in filters.items())])
+
+
+def _view(view: str, run: str) -> dict[str, Read]:
+    """A page of the view, any and the newest rows."""
+    chosen = f"SELECT * FROM {view} WHERE {OF_RUN.get(view, 'run')} = '{run}'"
+    found = {view: _query(f"{chosen} LIMIT 50")}
+    if view not in WITHOUT_IDS:
+        found[f"{view}, newest"] = _query(f"{chosen} ORDER BY id DESC LIMIT 50")
+    return found
+
+
+def _of_eval(name: str) -> dict[str, Read]:
+    """`compare` and `eval`."""
+
+    def of_run(query: Callable[[Database, int], object]) -> Read:
+        return lambda database: query(database, find_run(database, name)["id"])
+
+    return {
+        "evaluation": lambda database: observe.evaluation(database, name),
+        "find_evals": lambda database: evals.find_evals(database, name),
+        "evals_of_policy": lambda database: evals.evals_of_policy(database, PolicyRef("tiny", "b" * 64)),
+        "task_means": of_run(evals.task_means),
+        "done_episodes": of_run(evals.done_episodes),
+        "right_episodes": lambda database: evals.right_episodes(database, evals.find_evals(database, name)[0]["iteration"]),
+    }
+
+
+def sums(run: Run) -> dict[str, Read]:
+    """Name -> what counts over all of the run, or over all runs: `why`, `gc`, `submit --from-groups`, every view."""
+    episode = max(1, run.iterations * PER_ITERATION // 2)
+    found: dict[str, Read] = {
+        "why": lambda database: ledger.why(database, episode),
+        "most_frequent_failure": lambda database: observe.most_frequent_failure(database, run.name),
+        "gc: needs": lambda database: keeping.needs(database, run.id, {f"v{n}" for n in range(run.published)}, None),
+        "stored_run": lambda database: forks.stored_run(database, run.id, (), "default", 2),
+        "stored_run, rescored": lambda database: forks.stored_run(database, run.id, (), _newest_set(database, run.id), 2),
+        "counted_twice": lambda database: forks.counted_twice(database, range(1, run.iterations * TASKS_PER_ITERATION)),
+        "candidates": lambda database: offline.candidates(database, run.id, range(1, 100), "default"),
+    }
+    for view in VIEWS:
+        found[f"count {view}"] = _query(f"SELECT count(*) FROM {view} WHERE {OF_RUN.get(view, 'run')} = '{run.name}'")
+        found[f"count {view} of all runs"] = _query(f"SELECT count(*) FROM {view}")
+    found["fates"] = _query(f"SELECT fate, count(*) FROM v_ledger WHERE run = '{run.name}' GROUP BY fate")
+    return found | questions(run.name)
 
 
 def questions(run: str) -> dict[str, Read]:
@@ -75,6 +212,39 @@ def questions(run: str) -> dict[str, Read]:
     shown = README.read_text().split("<!-- queries -->")[1].split("<!-- /queries -->")[0]
     queries = re.findall(r"```sql\n(.*?)```", shown, re.DOTALL)
     return {f"README {n}": _query(query.replace("quickstart", run)) for n, query in enumerate(queries, 1)}
+
+
+def rolled_back(work: Any, *args: Any) -> Read:
+    """What a transaction of the store reads and writes, undone."""
+
+    def read(database: Database) -> object:
+        with database.engine.connect() as connection, connection.begin() as begun:
+            found: object = work.__wrapped__(connection, *args)
+            begun.rollback()
+            return found
+
+    return read
+
+
+def _claim_group(database: Database, run_id: int) -> object:
+    """The run's newest group, free or not."""
+    with database.read() as tx:
+        newest = select(db.groups.c.id).where(db.groups.c.run_id == run_id).order_by(db.groups.c.id.desc()).limit(1)
+        group = tx.execute(newest).scalar_one()
+    return rolled_back(rollout.claim_group, group, "host:2/claim", LEASE)(database)
+
+
+def _load(database: Database, run_id: int) -> object:
+    """An iteration's episodes with all their tokens, as the train job loads them."""
+    with database.read() as tx:
+        first = select(db.iterations.c.id).where(db.iterations.c.run_id == run_id).order_by(db.iterations.c.number).limit(1)
+        return groups.load_groups(tx, tx.execute(first).scalar_one(), "default")
+
+
+def _newest_set(database: Database, run_id: int) -> str:
+    with database.read() as tx:
+        mine = select(db.reward_sets.c.name).where(db.reward_sets.c.run_id == run_id)
+        return str(tx.execute(mine.order_by(db.reward_sets.c.id.desc()).limit(1)).scalar_one())
 
 
 def _page(run: str, filters: Mapping[str, object]) -> Read:

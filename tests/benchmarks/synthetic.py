@@ -1,32 +1,61 @@
-"""A database as it looks after a long life: five runs, 100,000 episodes, 600,000 steps, written by the database itself.
+"""Databases as they look after a long life, written by the database itself: one long run, or many short ones.
 
-All rows keep the constraints of real ones. Runs follow each other in time, so that a run's rows lie together: a small old one,
-a large one of 60%, two more, and one that is running, its last iteration half done. Each measures every tenth version; of these
-evaluations there is what they came to, and none of the episodes that they sampled.
+Every table and column that a run fills is filled (`tests/test_growth.py` compares with one that was played): most groups of
+a long run have no variance, as users' have. Runs follow each other in time, so that a run's rows lie together; the last of a
+shape is running, its last iteration half done. Each measures every tenth version. The first is forked, trained on once more
+as a stored one, and rescored. Nothing is analysed: whoever measures says when (`databases.analyse`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, Float, Integer, Text, case, cast, column, insert, literal, null, select, text, values
+from sqlalchemy import (
+    Connection,
+    Float,
+    Integer,
+    Select,
+    Text,
+    and_,
+    case,
+    cast,
+    column,
+    func,
+    insert,
+    literal,
+    null,
+    select,
+    update,
+    values,
+)
 
 from workflow import db
 from workflow.columns import Utc
+from workflow.trajectory import OPEN
 
 EVAL_EVERY = 10
-HELD_OUT = 128
 GROUP_SIZE = 8
 TASKS_PER_ITERATION = 16
+PER_ITERATION = TASKS_PER_ITERATION * GROUP_SIZE
+TASKS = 512
+MINIBATCHES = 2
 TURNS = 6
 PROMPT_TOKENS, SAMPLED_TOKENS = 30, 100
-RUNS = {"old": 0.05, "large": 0.6, "middle": 0.1, "late": 0.15, "live": 0.1}
-"""Name -> share of the episodes; the last one is running."""
+FLAT = 60
+"""Of a hundred groups so many whose episodes are all right, or all wrong."""
+
+SHAPES: Mapping[str, Mapping[str, int]] = {
+    "one run": {"long": 800},
+    "100 runs": {**{f"run-{number}": 8 for number in range(1, 100)}, "live": 8},
+}
+"""Shape -> its runs, by name, with their iterations of 128 episodes."""
 
 STARTED = datetime(2026, 1, 1, tzinfo=UTC)
 FINISHED = STARTED + timedelta(seconds=90)
 PROMPT = [{"role": "user", "content": "How many apples are left when a third of them is eaten? " * 4}]
 TEXT = "I should ask the calculator for the number of apples that are left over. " * 5
+WEIGHTS = {"numeric_answer": 1.0, "format": 0.5}
 
 
 @dataclass(frozen=True)
@@ -38,83 +67,137 @@ class Run:
     iterations: int
     running: bool
 
+    @property
+    def published(self) -> int:
+        """How many policy versions it has: that which it started from, and one of each update."""
+        return self.iterations + (not self.running)
 
-def fill(tx: Connection, episodes: int) -> list[Run]:
-    """Writes the runs into an empty, migrated database: about so many episodes, six steps each. Returns the runs."""
-    per_iteration = TASKS_PER_ITERATION * GROUP_SIZE
-    tasks = max(TASKS_PER_ITERATION, episodes // 50)
-    shares = enumerate(RUNS.items(), 1)
-    runs = [Run(id, name, max(2, round(share * episodes / per_iteration)), name == "live") for id, (name, share) in shares]
-    _tasks(tx, tasks)
+
+def fill(tx: Connection, shape: Mapping[str, int]) -> list[Run]:
+    """Writes the shape's runs into an empty, migrated database, six steps an episode. Returns them."""
+    runs = [Run(id, name, iterations, id == len(shape)) for id, (name, iterations) in enumerate(shape.items(), 1)]
+    _tasks(tx)
     for run in runs:
-        _run(tx, run)
-    _iterations(tx, runs)
-    _groups(tx, tasks)
+        assert _run(tx, run.name, "train", run.iterations, "running" if run.running else "done") == run.id
+        _iterations(tx, run)
+    for run in runs:
+        _evals(tx, run)
+    _fork(tx, runs[0])
+    _groups(tx)
     _episodes(tx)
     _steps(tx)
     _calls(tx)
     _sessions(tx)
     _rewards(tx)
     _updates(tx)
-    for run in runs:
-        _evals(tx, run)
+    _again(tx, runs[0])
+    _rescored(tx, runs[0])
+    _events(tx)
     return runs
 
 
-def _tasks(tx: Connection, count: int) -> None:
+def _tasks(tx: Connection) -> None:
     rows = [
-        {"content_hash": f"{n:032x}", "key": f"train/{n}", "messages": PROMPT, "reference": str(n), "metadata": {}}
-        for n in range(count)
+        {"content_hash": f"{n:032x}", "key": f"train/{n}", "messages": PROMPT, "reference": str(n), "metadata": {"n": n}}
+        for n in range(TASKS)
     ]
     tx.execute(db.tasks.insert(), rows)
 
 
-def _run(tx: Connection, run: Run) -> None:
-    shown = {"name": run.name, "status": "running" if run.running else "done", "dataset": "synthetic", "base": "tiny"}
-    counts = {"seed": run.id, "epochs": 1, "iterations": run.iterations, "started_at": STARTED}
-    tx.execute(db.runs.insert().values(**shown, **counts, config={"env": "math"}, manifest={}))
-    tx.execute(db.reward_sets.insert().values(run_id=run.id, name="default", code_hash="0", weights={"numeric_answer": 1.0}))
+def _run(tx: Connection, name: str, kind: str, iterations: int, status: str, **more: Any) -> int:
+    """The run's row, its tasks and its reward set; its id."""
+    shown = {"name": name, "kind": kind, "status": status, "dataset": "synthetic", "base": "tiny", "base_hash": "b" * 64}
+    moments = {"started_at": STARTED, "finished_at": None if status == "running" else FINISHED}
+    asked = {"seed": 7, "epochs": 1, "iterations": iterations, "output_dir": f"runs/{name}"}
+    config = {"env": "math", "rollout": {"group_size": GROUP_SIZE}, "dataset": {"name": "synthetic", "split": "train"}}
+    row = {**shown, **moments, **asked, "config": config, "manifest": {"id": f"{name:0>32}"}, **more}
+    made: int = tx.execute(db.runs.insert().values(row).returning(db.runs.c.id)).scalar_one()
+    _copy(tx, db.run_tasks, {"run_id": literal(made), "task_id": db.tasks.c.id}, select(), db.tasks.c.id)
+    tx.execute(db.reward_sets.insert().values(run_id=made, name="default", code_hash="c" * 32, weights=WEIGHTS))
+    return made
 
 
-def _iterations(tx: Connection, runs: list[Run]) -> None:
-    numbered = [(run, number) for run in runs for number in range(run.iterations)]
-    tx.execute(db.policies.insert(), [{"run_id": run.id, "version": n, "kind": "trained"} for run, n in numbered])
-    policies = tx.execute(select(db.policies.c.id).order_by(db.policies.c.id)).scalars()
-    open_ones = {(run.id, run.iterations - 1) for run in runs if run.running}
-    rows = [
-        {
-            "run_id": run.id,
-            "number": number,
-            "epoch": 0,
-            "policy_id": policy_id,
-            "status": "running" if (run.id, number) in open_ones else "done",
-            "episodes": TASKS_PER_ITERATION * GROUP_SIZE,
-            "mean_reward": 0.5,
-            "train_sends": 1,
-            "started_at": STARTED,
-        }
-        for (run, number), policy_id in zip(numbered, policies, strict=True)
-    ]
-    tx.execute(db.iterations.insert(), rows)
+def _checkpoint(run: str, version: int) -> dict[str, Any]:
+    if version == 0:
+        return {"version": 0, "kind": "base"}
+    return {"version": version, "kind": "trained", "path": f"runs/{run}/v{version}", "sha256": f"{run}{version:0>32}"}
 
 
-def _groups(tx: Connection, tasks: int) -> None:
+def _iterations(tx: Connection, run: Run) -> None:
+    versions = [{"path": "", "sha256": "", **_checkpoint(run.name, n), "run_id": run.id} for n in range(run.published)]
+    tx.execute(db.policies.insert(), versions)
+    mine = select(db.policies.c.id).where(db.policies.c.run_id == run.id).order_by(db.policies.c.version)
+    policies = tx.execute(mine.limit(run.iterations)).scalars()
+    open_one = run.iterations - 1 if run.running else None
+    tx.execute(
+        db.iterations.insert(),
+        [_iteration(run.id, number, policy, number != open_one) for number, policy in enumerate(policies)],
+    )
+
+
+def _iteration(run_id: int, number: int, policy_id: int, done: bool, episodes: int = PER_ITERATION) -> dict[str, Any]:
+    sums = {"prompt_tokens": TURNS * PROMPT_TOKENS, "sampled_tokens": TURNS * SAMPLED_TOKENS, "tool_calls": TURNS // 2}
+    row = {"run_id": run_id, "number": number, "epoch": number * TASKS_PER_ITERATION // TASKS, "policy_id": policy_id}
+    return {
+        **row,
+        "status": "done" if done else "running",
+        "episodes": episodes,
+        "trainable": episodes if done else 0,
+        "tool_errors": episodes // 23,
+        **{name: per_episode * episodes if done else 0 for name, per_episode in sums.items()},
+        "mean_reward": 0.5 if done else None,
+        "update_seconds": 0.7 if done else None,
+        "train_token": int(done),
+        "train_sent_ms": 1_767_225_600_000,
+        "train_sends": 1,
+        "worker": "host:1:train" if done else "",
+        "started_at": STARTED,
+        "rolled_out_at": FINISHED if done else None,
+        "finished_at": FINISHED if done else None,
+    }
+
+
+def _evals(tx: Connection, run: Run) -> None:
+    for version in range(0, run.published, EVAL_EVERY):
+        measured = {"measures_id": run.id, "measures_version": version}
+        made = _run(tx, f"{run.name}-eval-{version}", "eval", 1, "done", **measured)
+        _one_iteration(tx, made, PER_ITERATION, run.name, version)
+        score = {"episodes": PER_ITERATION, "errors": 0, "tasks": PER_ITERATION, "mean_reward": 0.5, "low": 0.4, "high": 0.6}
+        told = {"policy": f"tiny@{version}", "dataset": "synthetic", "split": "test", "accuracy": 0.5, "pass_at": {"1": 0.5}}
+        tx.execute(db.evals.insert().values(run_id=made, **score, **told))
+
+
+def _fork(tx: Connection, run: Run) -> None:
+    _one_iteration(tx, _run(tx, "forked", "fork", 1, "done"), GROUP_SIZE, run.name, 0)
+
+
+def _one_iteration(tx: Connection, run_id: int, episodes: int, maker: str, version: int) -> None:
+    policy = {**_checkpoint(maker, version), "run_id": run_id}
+    policy_id = tx.execute(db.policies.insert().values(policy).returning(db.policies.c.id)).scalar_one()
+    tx.execute(db.iterations.insert().values(_iteration(run_id, 0, policy_id, True, episodes)))
+
+
+def _groups(tx: Connection) -> None:
+    """Half of those of an open iteration are not done; their episodes say later what they came to."""
     iterations, slot = db.iterations.c, _numbers("slot", TASKS_PER_ITERATION)
     closed = (iterations.status == "done") | (slot.c.n < TASKS_PER_ITERATION // 2)
     rows = {
         "run_id": iterations.run_id,
         "iteration_id": iterations.id,
-        "task_id": (iterations.number * TASKS_PER_ITERATION + slot.c.n) % tasks + 1,
+        "task_id": (iterations.number * TASKS_PER_ITERATION + slot.c.n) % TASKS + 1,
         "slot": slot.c.n,
+        "kind": db.runs.c.kind,
         "status": case((closed, "done"), else_="running"),
-        "mean_reward": case((closed, 0.5)),
-        "std_reward": case((closed, cast((iterations.id + slot.c.n) % 3, Float))),
+        "attempt": literal(1),
+        "sent_ms": literal(1_767_225_600_000),
+        "sends": literal(1),
+        "worker": literal("host:1:rollout"),
+        "lease_until": case((closed, null()), else_=literal(1_767_225_690_000)),
         "started_at": _at(STARTED),
         "finished_at": case((closed, _at(FINISHED))),
-        "attempt": literal(1),
-        "sends": literal(1),
     }
-    _copy(tx, db.groups, rows, select().select_from(db.iterations.join(slot, literal(True))), iterations.id, slot.c.n)
+    joined = select().join_from(db.iterations, db.runs, db.runs.c.id == iterations.run_id).join(slot, literal(True))
+    _copy(tx, db.groups, rows, joined.where((db.runs.c.kind != "fork") | (slot.c.n == 0)), iterations.id, slot.c.n)
 
 
 def _episodes(tx: Connection) -> None:
@@ -123,6 +206,8 @@ def _episodes(tx: Connection) -> None:
     ended = groups.status == "done"
     failed = ended & (key % 97 == 0)
     done = ended & (key % 97 != 0)
+    flat = (groups.id * 7919) % 100 < FLAT
+    forked = groups.kind == "fork"
     rows = {
         "run_id": groups.run_id,
         "iteration_id": groups.iteration_id,
@@ -131,18 +216,36 @@ def _episodes(tx: Connection) -> None:
         "sample": sample.c.n,
         "status": case((failed, "failed"), (done, "done"), else_="running"),
         "stop_reason": case((done, case((key % 11 == 0, "max_tokens"), else_="answered"))),
+        "error_class": case((failed, "RewardError"), else_=""),
         "error": case((failed, "the reward raised"), else_=""),
-        "reward": case((done, cast(key % 5, Float) / 4)),
+        "reward": case((done, case((flat, cast(groups.id % 8 != 0, Integer)), else_=cast(key % 5, Integer) / 4.0))),
         "final_answer": cast(key, Text),
-        "steps": literal(TURNS),
+        "steps": case((forked, TURNS - 1), else_=TURNS),
         "prompt_tokens": literal(TURNS * PROMPT_TOKENS),
         "sampled_tokens": literal(TURNS * SAMPLED_TOKENS),
         "tool_calls": literal(TURNS // 2),
         "tool_errors": case((key % 23 == 0, 1), else_=0),
+        "generate_seconds": literal(0.17),
+        "tool_seconds": literal(0.001),
+        "tainted": key % 211 == 0,
+        "parent_id": case((forked, 1)),
+        "fork_step": case((forked, 1)),
+        "inherited_steps": case((forked, 1), else_=0),
         "started_at": _at(STARTED),
         "finished_at": case((ended, _at(FINISHED))),
     }
     _copy(tx, db.episodes, rows, select().select_from(db.groups.join(sample, literal(True))), groups.id, sample.c.n)
+    _score_groups(tx)
+
+
+def _score_groups(tx: Connection) -> None:
+    """The mean and spread of each group's done episodes; `std_reward` is right where it is 0, which is what is asked of it."""
+    reward = db.episodes.c.reward
+    mine = (db.episodes.c.group_id == db.groups.c.id) & (db.episodes.c.status == "done")
+    mean = select(func.avg(reward)).where(mine).scalar_subquery()
+    spread = select((func.max(reward) - func.min(reward)) / 2).where(mine).scalar_subquery()
+    done = update(db.groups).where(db.groups.c.status == "done")
+    tx.execute(done.values(mean_reward=mean, std_reward=spread))
 
 
 def _steps(tx: Connection) -> None:
@@ -160,11 +263,12 @@ def _steps(tx: Connection) -> None:
         "prompt_tokens": literal(PROMPT_TOKENS),
         "sampled_tokens": literal(SAMPLED_TOKENS),
         "logprob_sum": cast(-((episodes.id * 31 + turn.c.n) % 1009), Float),
+        "generate_seconds": literal(0.03),
         "sampled_at": _at(STARTED),
         "observed_at": _at(FINISHED),
     }
     joined = select().join_from(db.episodes, db.iterations, db.iterations.c.id == episodes.iteration_id)
-    joined = joined.join(db.runs, db.runs.c.id == episodes.run_id).join(turn, literal(True))
+    joined = joined.join(db.runs, db.runs.c.id == episodes.run_id).join(turn, turn.c.n >= episodes.inherited_steps)
     _copy(tx, db.steps, rows, joined, episodes.id, turn.c.n)
     blobs = {
         "step_id": db.steps.c.id,
@@ -190,6 +294,10 @@ def _calls(tx: Connection) -> None:
         "status": literal("done"),
         "result": literal("42"),
         "error_class": case((failed, "division_by_zero"), else_=null()),
+        "starts": literal(1),
+        "sends": literal(1),
+        "worker": literal("host:1:tools"),
+        "seconds": literal(0.001),
         "created_at": _at(STARTED),
         "started_at": _at(STARTED),
         "finished_at": _at(FINISHED),
@@ -204,56 +312,108 @@ def _sessions(tx: Connection) -> None:
 
 
 def _rewards(tx: Connection) -> None:
+    """Two parts; of every fourth run the second is given step by step."""
+    by_step, turn = db.episodes.c.run_id % 4 == 3, _numbers("turn", TURNS)
+    _reward(tx, "default", "numeric_answer", literal(db.WHOLE), select())
+    _reward(tx, "default", "format", literal(db.WHOLE), select().where(~by_step))
+    _reward(tx, "default", "format", turn.c.n, select().join_from(turn, db.episodes, by_step))
+
+
+def _reward(tx: Connection, set_name: str, part: str, step: Any, among: Select[Any]) -> None:
     episodes, sets = db.episodes.c, db.reward_sets.c
-    for part in ("numeric_answer", "format"):
-        rows = {
-            "run": db.runs.c.name,
-            "reward_set_id": sets.id,
-            "episode_id": episodes.id,
-            "part": literal(part),
-            "value": episodes.reward,
-            "weight": literal(1.0),
-        }
-        scored = select().join_from(db.episodes, db.reward_sets, sets.run_id == episodes.run_id)
-        scored = scored.join(db.runs, db.runs.c.id == episodes.run_id)
-        _copy(tx, db.rewards, rows, scored.where(episodes.status == "done"), episodes.id)
+    rows = {
+        "run": db.runs.c.name,
+        "reward_set_id": sets.id,
+        "episode_id": episodes.id,
+        "part": literal(part),
+        "step": step,
+        "value": episodes.reward,
+        "weight": literal(WEIGHTS.get(part, 1.0)),
+    }
+    scored = among.where(episodes.status == "done", sets.run_id == episodes.run_id, sets.name == set_name)
+    _copy(tx, db.rewards, rows, scored.where(db.runs.c.id == episodes.run_id), episodes.id, step)
 
 
 def _updates(tx: Connection) -> None:
-    iterations, episodes = db.iterations.c, db.episodes.c
+    iterations, episodes, minibatch = db.iterations.c, db.episodes.c, _numbers("minibatch", MINIBATCHES)
+    of_training = and_(db.runs.c.id == iterations.run_id, db.runs.c.kind == "train", iterations.status == "done")
+    metrics = {name: literal(0.01) for name in db.UPDATE_METRICS if name not in ("value_loss", "explained_variance")}
     updated = {
         "run_id": iterations.run_id,
         "iteration_id": iterations.id,
-        "minibatch": literal(0),
-        "loss": literal(0.5),
-        "kl": literal(0.01),
+        "minibatch": minibatch.c.n,
+        "rows": literal(PER_ITERATION * TURNS // MINIBATCHES),
+        "tokens": literal(PER_ITERATION * TURNS * SAMPLED_TOKENS // MINIBATCHES),
+        **metrics,
     }
-    _copy(tx, db.updates, updated, select().where(iterations.status == "done"), iterations.id)
+    joined = select().join_from(db.iterations, db.runs, of_training)
+    _copy(tx, db.updates, updated, joined.join(minibatch, literal(True)), iterations.id, minibatch.c.n)
+    own = joined.join(db.episodes, episodes.iteration_id == iterations.id)
+    _consume(tx, own.join(db.groups, db.groups.c.id == episodes.group_id), iterations)
+
+
+def _consume(tx: Connection, members: Select[Any], iterations: Any) -> None:
+    """What trained has its distance from the group's mean as advantage: 0 in a group without variance."""
+    episodes, groups = db.episodes.c, db.groups.c
     consumed = {
-        "run_id": episodes.run_id,
-        "iteration_id": episodes.iteration_id,
+        "run_id": iterations.run_id,
+        "iteration_id": iterations.id,
         "episode_id": episodes.id,
-        "advantage": literal(0.25),
+        "advantage": case((groups.std_reward == 0, 0.0), else_=episodes.reward - groups.mean_reward),
     }
-    joined = select().join_from(db.episodes, db.iterations, iterations.id == episodes.iteration_id)
-    _copy(tx, db.consumptions, consumed, joined.where(iterations.status == "done", episodes.status == "done"), episodes.id)
+    _copy(tx, db.consumptions, consumed, members.where(episodes.status == "done", ~episodes.tainted), episodes.id)
 
 
-def _evals(tx: Connection, run: Run) -> None:
-    policies = select(db.policies.c.version).where(db.policies.c.run_id == run.id)
-    for version in tx.execute(policies.where(db.policies.c.version % EVAL_EVERY == 0)).scalars().all():
-        shown = {"name": f"{run.name}-eval-{version}", "kind": "eval", "status": "done", "dataset": "synthetic", "base": "tiny"}
-        counts = {"seed": run.id, "epochs": 1, "iterations": 1, "started_at": STARTED, "finished_at": FINISHED}
-        row = {**shown, **counts, "config": {"env": "math"}, "manifest": {}, "measures_id": run.id, "measures_version": version}
-        made = tx.execute(db.runs.insert().values(row).returning(db.runs.c.id)).scalar_one()
-        policy = tx.execute(
-            db.policies.insert().values(run_id=made, version=version, kind="trained").returning(db.policies.c.id)
-        ).scalar_one()
-        done = {"number": 0, "epoch": 0, "status": "done", "started_at": STARTED, "finished_at": FINISHED}
-        tx.execute(db.iterations.insert().values(run_id=made, policy_id=policy, **done))
-        score = {"episodes": HELD_OUT, "errors": 0, "tasks": HELD_OUT, "mean_reward": 0.5, "low": 0.4, "high": 0.6}
-        told = {"policy": f"tiny@{version}", "dataset": "synthetic", "split": "test", "accuracy": 0.5, "pass_at": {"1": 0.5}}
-        tx.execute(db.evals.insert().values(run_id=made, **score, **told))
+def _again(tx: Connection, run: Run) -> None:
+    """A run that trains on the groups of the first two iterations of another."""
+    made = _run(tx, "again", "train", 2, "done")
+    tx.execute(db.policies.insert().values({**_checkpoint(run.name, 0), "run_id": made}))
+    policy_id = tx.execute(select(db.policies.c.id).where(db.policies.c.run_id == made)).scalar_one()
+    tx.execute(db.iterations.insert(), [_iteration(made, number, policy_id, True) for number in range(2)])
+    groups, theirs, ours = db.groups.c, db.iterations.alias("theirs"), db.iterations.c
+    lent = select().join_from(db.groups, theirs, theirs.c.id == groups.iteration_id)
+    lent = lent.join(db.iterations, (ours.number == theirs.c.number) & (ours.run_id == made))
+    lent = lent.where(theirs.c.run_id == run.id, groups.status == "done")
+    _copy(tx, db.run_groups, {"run_id": ours.run_id, "group_id": groups.id}, lent, groups.id)
+    slots = {"iteration_id": ours.id, "slot": groups.slot, "group_id": groups.id}
+    _copy(tx, db.iteration_groups, slots, lent, groups.id)
+    stored = select().join_from(db.iterations, db.iteration_groups, db.iteration_groups.c.iteration_id == ours.id)
+    stored = stored.join(db.groups, groups.id == db.iteration_groups.c.group_id)
+    _consume(tx, stored.join(db.episodes, db.episodes.c.group_id == groups.id).where(ours.run_id == made), ours)
+    tx.execute(
+        db.updates.insert(), [_step_taken(made, row.id) for row in tx.execute(select(ours.id).where(ours.run_id == made))]
+    )
+
+
+def _step_taken(run_id: int, iteration_id: int) -> dict[str, Any]:
+    return {"run_id": run_id, "iteration_id": iteration_id, "minibatch": 0, "rows": PER_ITERATION, "tokens": 1, "loss": 0.01}
+
+
+def _rescored(tx: Connection, run: Run) -> None:
+    """A second reward set of the run, beside the one that it trained with."""
+    brevity = {"run_id": run.id, "name": "brevity", "code_hash": "d" * 32, "weights": {"brevity": 1.0}}
+    tx.execute(db.reward_sets.insert().values(brevity))
+    _reward(tx, "brevity", "brevity", literal(db.WHOLE), select())
+
+
+def _events(tx: Connection) -> None:
+    groups, runs = db.groups.c, db.runs.c
+    told = {"run_id": runs.id, "kind": literal("submitted"), "detail": literal("2 iterations")}
+    _copy(tx, db.events, told, select().select_from(db.runs), runs.id)
+    failed = {
+        "run_id": groups.run_id,
+        "kind": literal("group_failed"),
+        "subject": literal("group 1"),
+        "detail": literal("ServiceError: away"),
+    }
+    _copy(tx, db.events, failed, select().where(groups.id % 50 == 0), groups.id)
+    _copy(
+        tx,
+        db.events,
+        told | {"kind": literal("done"), "detail": literal("")},
+        select().where(runs.status.not_in(OPEN)),
+        runs.id,
+    )
 
 
 def _copy(tx: Connection, table: Any, rows: dict[str, Any], source: Any, *order: Any) -> None:
@@ -268,9 +428,3 @@ def _numbers(name: str, count: int) -> Any:
 
 def _at(moment: datetime) -> Any:
     return literal(moment, Utc())
-
-
-def settle(tx: Connection) -> None:
-    """What Postgres does by itself soon after: counts its rows, so that it plans with them. SQLite does nothing like it."""
-    if tx.dialect.name == "postgresql":
-        tx.execute(text("VACUUM ANALYZE"))

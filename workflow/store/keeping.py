@@ -98,14 +98,15 @@ def _needs(tx: Connection, run_id: int, present: Collection[str], keep_last: int
 def _policies(tx: Connection, run_id: int) -> Sequence[Any]:
     """Every row that names one of the run's checkpoints, whosever it is, newest version first."""
     policies, runs, iterations = db.policies, db.runs, db.iterations
-    # The steps of an iteration name its policy and no other.
-    sampled = (
-        select(iterations.c.policy_id)
-        .distinct()
-        .where(exists().where(db.episodes.c.iteration_id == iterations.c.id, db.steps.c.episode_id == db.episodes.c.id))
-    )
-    waiting = select(iterations.c.policy_id).where(iterations.c.status.in_(OPEN))
     mine = select(policies.c.path).where(policies.c.run_id == run_id, policies.c.path != "")
+    others = policies.alias()
+    users = select(others.c.run_id).where(others.c.path.in_(mine))
+    theirs = select(iterations.c.policy_id).where(iterations.c.run_id.in_(users))
+    # The steps of an iteration name its policy and no other.
+    sampled = theirs.where(
+        exists().where(db.episodes.c.iteration_id == iterations.c.id, db.steps.c.episode_id == db.episodes.c.id)
+    )
+    waiting = theirs.where(iterations.c.status.in_(OPEN))
     query = (
         select(policies.c.run_id, policies.c.version, policies.c.path, policies.c.collected_at, runs.c.status)
         .add_columns(policies.c.id.in_(sampled).label("sampled"), policies.c.id.in_(waiting).label("waiting"))
