@@ -33,8 +33,10 @@ def embedded_stack(folder: Path, idle_seconds: str) -> "Iterator[Stack]":
     if broker.find_server(Settings(home=folder)) is None:
         missing("a Redis server")
     made = Stack(folder / "home", AGENTRL_IDLE_STOP_SECONDS=idle_seconds)
-    yield made
-    made.close()
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 class Stack:

@@ -35,13 +35,19 @@ def test_threads_write_everything_once_and_each_gets_its_own_answer(database: Da
     assert sorted(noted(database)) == sorted(answers)
 
 
+def until_in_line(database: Database, threads: int) -> None:
+    """Waits until so many threads of this process wait for the one that writes."""
+    while len(database._together._line) < threads:
+        time.sleep(0.001)
+
+
 def test_one_that_raises_undoes_itself_alone(sqlite: Database) -> None:
     """The first holds the turn until the others wait in line, so that they are written together."""
     waiting = threading.Barrier(3)
 
     def slow(tx: Connection) -> str:
         waiting.wait()
-        time.sleep(0.2)
+        until_in_line(sqlite, 2)
         return note(tx, "slow")
 
     def broken(tx: Connection) -> str:
@@ -129,7 +135,7 @@ def test_when_sqlite_undoes_everything_the_others_are_written_all_the_same(sqlit
 
     def first(tx: Connection) -> str:
         waiting.wait()
-        time.sleep(0.3)
+        until_in_line(sqlite, 3)
         return note(tx, "first")
 
     def late(kind: str) -> str:

@@ -13,6 +13,7 @@ import pytest
 from celery.signals import after_task_publish
 from sqlalchemy import text
 
+from tests.gate import at_gate, open_gate
 from tests.machines import BUCKET, S3, Host, network, postgres_on, redis_on, s3_server, wait_until
 from tests.models import tiny_random
 from tests.stack import SMALL, Stack
@@ -38,17 +39,20 @@ class Cluster:
     model: Path
     workers: dict[str, "Popen[bytes]"] = field(default_factory=dict)
 
+    def home_of(self, host: Host) -> Path:
+        """The data folder that the host's workers share."""
+        return self.here.home.parent / host.name
+
     def start(self, host: Host, role: str) -> None:
-        """A worker on a host, whose data folder its other workers share."""
-        home = self.here.home.parent / host.name
-        environment = {**self.here.environment, "AGENTRL_HOME": str(home)}
+        """A worker on a host."""
+        environment = {**self.here.environment, "AGENTRL_HOME": str(self.home_of(host))}
         log = self.here.home / f"{host.name}-{role}.log"  # where a failing test looks for them
         self.workers[f"{host.name}-{role}"] = host.popen([sys.executable, "-m", "cli", "worker", role], environment, log)
 
-    def submit(self, name: str, tasks: int, *more: str) -> None:
+    def submit(self, name: str, tasks: int, hooks: str = "tests.lucky:Lucky") -> None:
         """A run that nobody waits for."""
         asked = ("--dataset", "arithmetic", "--model", str(self.model), "--max-samples", str(tasks), "--name", name)
-        self.here.agentrl("submit", *asked, *SMALL, *more, "--detach")
+        self.here.agentrl("submit", *asked, *SMALL[:-1], f"hooks=[{hooks}]", "--detach")
 
     def held_by(self, host: Host) -> set[int]:
         """The groups that a worker of the host holds, as the rows say."""
@@ -67,7 +71,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(short_folder: Path) -> Iterator[Cluster]:
-    """Host a: rollout and tools. Host b: rollout, train and tools. Here: the services and the control loop."""
+    """Host a: rollout and tools. Host b: train and tools, and later rollout. Here: the services and the control loop."""
     with ExitStack() as stack:
         net, (a, b) = stack.enter_context(network(["host-a", "host-b"]))
         s3 = stack.enter_context(s3_server(short_folder, net.address))
@@ -82,23 +86,17 @@ def cluster(short_folder: Path) -> Iterator[Cluster]:
         stack.callback(made.close)
         here.agentrl("db", "upgrade")
         here.worker("control")
-        for host, roles in ((a, ("rollout", "tools")), (b, ("rollout", "train", "tools"))):
+        for host, roles in ((a, ("rollout", "tools")), (b, ("train", "tools"))):
             for role in roles:
                 made.start(host, role)
         yield made
 
 
 def cut_off_in_the_middle(cluster: Cluster) -> set[int]:
-    """Cuts host a off while it is at work on adapters; the groups that it then holds."""
-    trained = "SELECT count(*) FROM policies WHERE kind = 'trained'"
-    while True:
-        cluster.here.wait(lambda: bool(count(cluster.here.database, trained) and cluster.held_by(cluster.a)), "host a at work")
-        cluster.a.cut_off()
-        time.sleep(0.5)  # what was on its way is answered
-        held = cluster.held_by(cluster.a)
-        if held:
-            return held
-        cluster.a.come_back()
+    """Cuts host a off while it is held with groups that are sampled with adapters; those groups."""
+    cluster.here.wait(lambda: at_gate(cluster.home_of(cluster.a), "rollout"), "host a at work on adapters")
+    cluster.a.cut_off()
+    return cluster.held_by(cluster.a)
 
 
 def test_what_a_worker_took_and_lost_before_its_message_was_marked_as_sent_is_sent_again(
@@ -171,12 +169,16 @@ def test_a_cut_link_is_noticed_on_both_ends_and_a_transaction_cut_off_leaves_its
 @pytest.mark.timeout(600)
 def test_a_host_that_is_cut_off_and_comes_back_costs_nothing_and_doubles_nothing(cluster: Cluster) -> None:
     here, database = cluster.here, cluster.here.database
-    cluster.submit("first", 24, "--max-new-tokens", "100")
+    open_gate(cluster.home_of(cluster.b), "rollout")
+    cluster.submit("first", 24, "tests.lucky:Lucky,tests.gate:InSecondIteration")
     held = cut_off_in_the_middle(cluster)
+    assert held
+    cluster.start(cluster.b, "rollout")
     wanted = ",".join(map(str, held))
     taken = f"SELECT count(*) FROM groups WHERE id IN ({wanted}) AND worker LIKE 'host-b:%'"
     here.wait(lambda: count(database, taken) == len(held), "host b taking over what host a held")
     cluster.a.come_back()
+    open_gate(cluster.home_of(cluster.a), "rollout")
 
     here.wait_for("first")
     assert_whole(database, iterations=6, episodes=96)

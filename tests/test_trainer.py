@@ -23,6 +23,7 @@ from workflow.config import AlgorithmConfig, RunConfig, build
 from workflow.engine import GenerateRequest
 from workflow.errors import CheckpointError, InfraError
 from workflow.losses import TokenBatch, clipped
+from workflow.memory import spared
 from workflow.policy import Policy
 from workflow.rolling import RollingEngine
 from workflow.scoring import token_logprobs
@@ -582,6 +583,13 @@ with spared(True):
     print(given_back())
 print(given_back())
 """
+
+
+def test_with_another_c_library_nothing_is_asked_of_its_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    monkeypatch.setattr("workflow.memory.ctypes", None)
+    with spared(True):
+        pass
 
 
 @pytest.mark.parametrize(
