@@ -70,4 +70,6 @@ def _rows(database: str, query: str, limit: int) -> list[tuple[Any, ...]] | None
 def _comparable(value: Any) -> Any:
     if isinstance(value, Decimal):
         value = float(value)
-    return float(f"{value:.9g}") if isinstance(value, int | float) else value
+    if isinstance(value, int | float):
+        return float(f"{value:.9g}")
+    return value if value is None or isinstance(value, str | bytes) else str(value)  # a list, a JSON: nothing that hashes

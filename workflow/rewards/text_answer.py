@@ -10,6 +10,9 @@ import unicodedata
 
 from workflow.trajectory import Episode
 
+MOST_CHARACTERS = 10_000
+"""Of a reference, and of an answer, which is wrong beyond: to put accents in order takes time by the square of their number."""
+
 LEAD = re.compile(r"(?:(?:the\s+)?(?:final\s+)?answer\s*(?:is\b\s*:?|:))\s*", re.IGNORECASE)
 ARTICLES = frozenset({"a", "an", "the"})
 ENDS = "\"'`*_.,;:!?()[]{}\u201c\u201d\u2018\u2019"
@@ -19,14 +22,18 @@ def text_answer(episode: Episode) -> float:
     """1.0 or 0.0.
 
     Raises:
-        ValueError: the reference holds no word, so that no answer could be right.
+        ValueError: the reference holds no word, so that no answer could be right, or too many characters.
     """
-    right = {normal(text) for text in (episode.task.reference, *episode.task.metadata.get("aliases", ()))}
+    references = (episode.task.reference, *episode.task.metadata.get("aliases", ()))
+    if any(len(text) > MOST_CHARACTERS for text in references):
+        raise ValueError(f"a reference of task {episode.task.key!r} has more than {MOST_CHARACTERS} characters")
+    right = set(map(normal, references))
     if "" in right:
         raise ValueError(f"a reference of task {episode.task.key!r} holds no word")
     if episode.stop_reason != "answered":
         return 0.0
-    return float(normal(read_answer(episode.final_answer)) in right)
+    answer = read_answer(episode.final_answer)
+    return float(len(answer) <= MOST_CHARACTERS and normal(answer) in right)
 
 
 def read_answer(text: str) -> str:
