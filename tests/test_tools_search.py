@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,8 +19,9 @@ from workflow.plugins import find
 from workflow.settings import settings
 from workflow.store.calls import CallWork
 from workflow.tools import fetch, search
-from workflow.tools.fetch import fetch_from, plain
-from workflow.tools.search import PASSAGE, Passage, index, pieces, search_in
+from workflow.tools.fetch import fetch_from
+from workflow.tools.search import MAX_BYTES, PASSAGE, Passage, index, pieces, search_in
+from workflow.webpage import plain
 
 Answer = tuple[int, dict[str, str], bytes]
 
@@ -185,6 +187,24 @@ def test_a_search_server_is_asked_and_its_failures_are_the_systems() -> None:
         tool.call({"query": "bees"})
 
 
+HOSTILE_ANSWERS = {
+    "more than may be": (b'{"results": [' + b" " * (MAX_BYTES + 1) + b"]}", "more than"),
+    "nested without end": (b"[" * 1_000_000, "no list of results"),
+    "a row that is none": (b'{"results": [1]}', "no list of results"),
+    "a text that is none": (b'{"results": [{"text": ' + b"[" * 500 + b"]" * 500 + b"}]}", "no list of results"),
+    "a number of a million digits": (b'{"results": ' + b"9" * 1_000_000 + b"}", "no list of results"),
+    "no text": (b"\xff\xfe[\x00", "no list of results"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_ANSWERS)
+def test_whatever_a_search_server_answers_is_the_systems_failure(name: str) -> None:
+    body, said = HOSTILE_ANSWERS[name]
+    with answering(lambda request, asked: (200, {}, body)) as place, pytest.raises(ServiceError, match=said) as told:
+        search_in(f"http://{place}/").call({"query": "half \ud800 a pair"})
+    assert len(told.value.message) < 1000
+
+
 # --- fetch --------------------------------------------------------------------------------------------------------------------
 
 PAGES: dict[str, Answer] = {
@@ -200,6 +220,10 @@ PAGES: dict[str, Answer] = {
     "/large": (200, {"Content-Type": "text/plain"}, b"x" * 1_500_000),
     "/zipped": (200, {"Content-Type": "text/plain", "Content-Encoding": "gzip"}, b"\x1f\x8b"),
     "/gone": (404, {}, b"no"),
+    "/puny": (200, {"Content-Type": "text/plain; charset=punycode"}, b"a" * 900_000 + b"-" + b"b" * 90_000),
+    "/escaped": (200, {"Content-Type": "text/plain; charset=unicode_escape"}, b"\\x41"),
+    "/comments": (200, {"Content-Type": "text/html"}, b"<!--" * 240_000),
+    "/tags": (200, {"Content-Type": "text/html"}, b"<a b=" * 190_000),
     "/near": (302, {"Location": "/latin"}, b""),
     "/loop": (302, {"Location": "/loop"}, b""),
     "/far": (302, {"Location": "http://elsewhere.example/"}, b""),
@@ -221,6 +245,21 @@ def site() -> Iterator[str]:
 )
 def test_a_page_of_an_allowed_host_is_text(site: str, path: str, text: str) -> None:
     assert fetch_from([site]).call({"url": f"http://{site}{path}"}) == text
+
+
+def test_an_encoding_that_no_page_has_is_not_tried(site: str) -> None:
+    began = time.process_time()
+    assert fetch_from([site]).call({"url": f"http://{site}/puny"}).startswith("aaa")
+    assert fetch_from([site]).call({"url": f"http://{site}/escaped"}) == "\\x41"
+    assert time.process_time() - began < 10
+
+
+@pytest.mark.parametrize("path", ["/comments", "/tags"])
+def test_a_page_that_takes_for_ever_to_read_is_given_up(site: str, path: str) -> None:
+    began = time.process_time()
+    with pytest.raises(ToolFailure, match="the page takes too long to read"):
+        fetch_from([site]).call({"url": f"http://{site}{path}"})
+    assert time.process_time() - began < 10, "and nothing of it was read here"
 
 
 @pytest.mark.parametrize(

@@ -6,23 +6,25 @@ metadata service) is refused, and the address that was looked at is the one that
 list itself may be private. Time and size are limited, and nothing of this machine (proxies, credentials, cookies) is sent.
 """
 
+import codecs
 import ipaddress
 import re
 import socket
 import time
 from collections.abc import Callable, Sequence
-from html.parser import HTMLParser
 
 import httpx2
 
 from workflow.errors import ConfigError, ToolFailure
 from workflow.settings import settings
 from workflow.tools import Tool
+from workflow.webpage import TooMuch, text_of
 
 SECONDS = 10.0
 MAX_BYTES = 1_000_000
 MAX_CHARACTERS = 8000
 MAX_REDIRECTS = 3
+CHARSETS = re.compile(r"ascii|utf-(?:8|16|32)|iso8859|cp[0-9]|mac|koi8|gb|big5|shift|euc|hz|johab|tis|kz1048|ptcp154|iso2022")
 PORTS = {"http": 80, "https": 443}
 TEXTS = ("text/", "application/json", "application/xml", "application/xhtml", "application/rss", "application/atom")
 ENTRY = re.compile(r"(?P<name>\[[0-9a-f:]+\]|(?:\*\.)?[\w.-]+)(?::(?P<port>[0-9]{1,5}))?")
@@ -154,53 +156,19 @@ def _text(response: httpx2.Response, end: float) -> str:
         if time.monotonic() > end:
             raise ToolFailure(f"the page took longer than {SECONDS:g} s")
     text = bytes(read).decode(_charset(response), errors="replace")
-    return plain(text) if "html" in kind else text
+    try:
+        return text_of(text) if "html" in kind else text
+    except TooMuch as error:
+        raise ToolFailure("the page takes too long to read") from error
 
 
 def _charset(response: httpx2.Response) -> str:
+    """An encoding of letters by bytes; others that Python knows by a name, punycode for one, are no page's, and slow."""
     try:
-        "".encode(response.charset_encoding or "utf-8")
-    except LookupError:
+        name = codecs.lookup(response.charset_encoding or "utf-8").name
+    except (LookupError, ValueError):
         return "utf-8"
-    return response.charset_encoding or "utf-8"
-
-
-class _Words(HTMLParser):
-    """The words of a page, without scripts and styles."""
-
-    SKIPPED = ("script", "style", "noscript", "template")
-    BREAKS = ("p", "br", "div", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article", "pre", "table")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: list[str] = []
-        self._skipped = self._kept = 0
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Begins a line, or what is passed over."""
-        self._skipped += tag in self.SKIPPED
-        self._kept += tag == "pre"
-        self.parts += ["\n"] * (tag in self.BREAKS)
-
-    def handle_endtag(self, tag: str) -> None:
-        """Ends them."""
-        self._skipped -= tag in self.SKIPPED and self._skipped > 0
-        self._kept -= tag == "pre" and self._kept > 0
-        self.parts += ["\n"] * (tag in self.BREAKS)
-
-    def handle_data(self, data: str) -> None:
-        """Keeps the words."""
-        if not self._skipped:
-            self.parts.append(data if self._kept else re.sub(r"\s+", " ", data))
-
-
-def plain(page: str) -> str:
-    """The text of an HTML page, a line per block."""
-    words = _Words()
-    words.feed(page)
-    words.close()
-    lines = (" ".join(line.split()) for line in "".join(words.parts).splitlines())
-    return "\n".join(line for line in lines if line)
+    return name if CHARSETS.match(name) else "utf-8"
 
 
 def _listed() -> list[str]:

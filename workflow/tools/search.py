@@ -32,6 +32,7 @@ PASSAGE = 1000
 MAX_WORDS = 64
 MAX_CHARACTERS = 8000
 ANSWER_SECONDS = 10.0
+MAX_BYTES = 4_000_000
 HINT = "Set AGENTRL_SEARCH to a folder of texts, a .jsonl file or an http:// URL."
 
 
@@ -185,21 +186,40 @@ def pieces(text: str) -> Iterator[str]:
 
 def _ask(url: str, query: str, k: int) -> list[Passage]:
     try:
-        response = httpx2.post(url, json={"query": query, "k": k}, timeout=ANSWER_SECONDS)
+        status, body = _posted(url, {"query": _utf8(query), "k": k})
     except (httpx2.TransportError, httpx2.InvalidURL) as error:
         raise ServiceError(f"The search at {url} does not answer: {type(error).__name__}: {error}.", HINT) from error
-    if response.status_code in (400, 422):
-        raise ToolFailure(f"the search refuses the query: {response.text[:300]}")
-    if response.status_code != 200:
-        raise ServiceError(f"The search at {url} answered {response.status_code}: {response.text[:300]}.", HINT)
+    if status in (400, 422):
+        raise ToolFailure(f"the search refuses the query: {body[:300].decode(errors='replace')}")
+    if status != 200:
+        raise ServiceError(f"The search at {url} answered {status}: {body[:300].decode(errors='replace')}.", HINT)
     try:
-        return [_found(row) for row in response.json()["results"][:k]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ServiceError(f"The search at {url} answered what is no list of results: {error}.", HINT) from error
+        return [_found(row) for row in json.loads(body.decode())["results"][:k]]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ServiceError(f"The search at {url} answered what is no list of results: {str(error)[:300]}.", HINT) from error
+
+
+def _posted(url: str, asked: dict[str, Any]) -> tuple[int, bytes]:
+    """The status and the body of the answer, of which no more is read than one may be.
+
+    Raises:
+        ServiceError: there is more.
+    """
+    body = bytearray()
+    headers = {"Accept-Encoding": "identity"}  # and nothing unfolds to any size
+    with httpx2.stream("POST", url, json=asked, timeout=ANSWER_SECONDS, headers=headers) as response:
+        for part in response.iter_raw():
+            body += part
+            if len(body) > MAX_BYTES:
+                raise ServiceError(f"The search at {url} answered with more than {MAX_BYTES} bytes.", HINT)
+        return response.status_code, bytes(body)
 
 
 def _found(row: dict[str, Any]) -> Passage:
-    return Passage(str(row.get("title", "")), str(row["text"]))
+    title, text = row.get("title", ""), row["text"]
+    if not isinstance(title, str) or not isinstance(text, str):
+        raise TypeError("title and text must be text")
+    return Passage(title, text)
 
 
 search = _tool(lambda: settings().search)

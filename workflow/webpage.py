@@ -1,0 +1,83 @@
+"""The text of an HTML page, read in a process of its own that may be killed.
+
+A parser that is patient with broken pages takes time by the square of their length for some (a megabyte of `<!--` takes
+hours), and there is no end to such pages. This file is run by itself, as a script, and imports only the standard library.
+"""
+
+import re
+import resource
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+CPU_SECONDS = 5
+MEMORY_BYTES = 1 << 30
+
+
+class TooMuch(Exception):
+    """The page takes too long to read."""
+
+
+def text_of(page: str) -> str:
+    """The text of a page, a line per block.
+
+    Raises:
+        TooMuch: it used up the time or memory that a page has.
+    """
+    command = [sys.executable, "-I", __file__]
+    try:
+        sent, seconds = page.encode(errors="replace"), 20 * CPU_SECONDS
+        done = subprocess.run(command, input=sent, capture_output=True, timeout=seconds, check=True)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        raise TooMuch(f"{len(page)} characters of HTML") from error
+    return done.stdout.decode()
+
+
+class _Words(HTMLParser):
+    """The words of a page, without scripts and styles."""
+
+    SKIPPED = ("script", "style", "noscript", "template")
+    BREAKS = ("p", "br", "div", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article", "pre", "table")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+        self._skipped = self._kept = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Begins a line, or what is passed over."""
+        self._skipped += tag in self.SKIPPED
+        self._kept += tag == "pre"
+        self.parts += ["\n"] * (tag in self.BREAKS)
+
+    def handle_endtag(self, tag: str) -> None:
+        """Ends them."""
+        self._skipped -= tag in self.SKIPPED and self._skipped > 0
+        self._kept -= tag == "pre" and self._kept > 0
+        self.parts += ["\n"] * (tag in self.BREAKS)
+
+    def handle_data(self, data: str) -> None:
+        """Keeps the words."""
+        if not self._skipped:
+            self.parts.append(data if self._kept else re.sub(r"\s+", " ", data))
+
+
+def plain(page: str) -> str:
+    """The text, however long it takes."""
+    words = _Words()
+    words.feed(page)
+    words.close()
+    lines = (" ".join(line.split()) for line in "".join(words.parts).splitlines())
+    return "\n".join(line for line in lines if line)
+
+
+def main() -> None:
+    """The page from stdin, its text to stdout."""
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    text = plain(sys.stdin.buffer.read().decode(errors="replace"))
+    sys.stdout.buffer.write(text.encode(errors="replace"))
+
+
+if __name__ == "__main__":
+    main()
