@@ -30,7 +30,7 @@ def alone(policy: Policy, request: GenerateRequest) -> Completion:
 
 def _token(policy: Policy, request: GenerateRequest, ids: list[int]) -> tuple[int, float]:
     with policy.sampling() as model:
-        logits = model(input_ids=torch.tensor([[*request.prompt_ids, *ids]])).logits[:, -1]
+        logits = model(input_ids=torch.tensor([[*request.prompt_ids, *ids]], device=policy.device)).logits[:, -1].cpu()
     everything, _ = distribution(logits, request.temperature)
     shares = torch.tensor([[request.top_p, request.min_p]], dtype=torch.float64)
     left = at_least(everything, lowest(everything, torch.tensor([request.top_k]), shares[:, 0], shares[:, 1]))

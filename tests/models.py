@@ -1,9 +1,11 @@
 """Small random models in the hub's format, for tests that need real weights but no skill."""
 
 from functools import cache
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
+import pytest
 from torch import nn
 from transformers import PreTrainedModel, Qwen2Tokenizer
 
@@ -13,6 +15,9 @@ from workflow.datasets.arithmetic import arithmetic
 from workflow.offline import Recipe
 from workflow.sft import conversation_texts, sft
 from workflow.tiny import save_tiny, tiny_model, tiny_tokenizer
+
+quantised = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is missing, as it may be beside a GPU")
+"""Marks a test of a base in 4 or 8 bits."""
 
 
 @cache

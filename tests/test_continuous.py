@@ -13,7 +13,7 @@ import torch
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from tests.models import tiny_random
-from tests.stack import SMALL, embedded_stack
+from tests.numerics import DEVICE, asked, tolerance
 from workflow import checkpoint, continuous, engines
 from workflow.config import ModelConfig
 from workflow.continuous import PAGE_TOKENS, ContinuousEngine
@@ -34,7 +34,7 @@ LONG = tuple(10 + number % 50 for number in range(3 * PAGE_TOKENS))
 @pytest.fixture(scope="module", params=[4, 0], ids=["lora", "full"])
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
     folder = tiny_random(tmp_path_factory.mktemp("base"))
-    return Policy.load(ModelConfig(lora_r=request.param), str(folder), "cpu", 1)
+    return Policy.load(ModelConfig.model_validate(asked({"lora_r": request.param})), str(folder), DEVICE, 1)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def expected(policy: Policy, request: GenerateRequest, done: Completion) -> torc
     """The logprobs of what was sampled, as a trainer computes them from the same weights."""
     if request.policy.path:
         policy.load_weights(Path(request.policy.path) / checkpoint.WEIGHTS)
-    ids = torch.tensor([[*request.prompt_ids, *done.token_ids]])
+    ids = torch.tensor([[*request.prompt_ids, *done.token_ids]], device=policy.device)
     with policy.training() as model, torch.no_grad():
         found = token_logprobs(model, ids, torch.ones_like(ids), request.temperature)[0][0, len(request.prompt_ids) - 1 :]
     policy.load_weights(None)
@@ -74,7 +74,7 @@ def expected(policy: Policy, request: GenerateRequest, done: Completion) -> torc
 
 
 def assert_its_own(policy: Policy, request: GenerateRequest, done: Completion) -> None:
-    assert torch.allclose(expected(policy, request, done), torch.tensor(done.logprobs), atol=1e-4)
+    assert torch.allclose(expected(policy, request, done).cpu(), torch.tensor(done.logprobs), atol=tolerance(1e-4))
     assert done.finish_reason == ("stop" if done.token_ids[-1] in policy.chat.end_ids else "length")
     assert not policy.chat.end_ids & set(done.token_ids[:-1])
 
@@ -110,7 +110,7 @@ def test_rows_that_come_in_the_middle_join(engine: ContinuousEngine, policy: Pol
 def test_a_trainer_of_the_same_process_has_the_model_to_itself(engine: ContinuousEngine, policy: Policy) -> None:
     request = ask(policy, max_new_tokens=60)
     turns = [engine.submit(request) for _ in range(6)]
-    ids = torch.tensor([LONG])
+    ids = torch.tensor([LONG], device=policy.device)
     for _ in range(5):
         with policy.training() as model:
             before = token_logprobs(model, ids, torch.ones_like(ids))[0]
@@ -257,6 +257,8 @@ def test_a_process_that_ends_does_not_wait_for_the_engine(policy: Policy) -> Non
 
 @pytest.mark.slow
 def test_a_run_samples_and_trains_in_one_process_and_its_record_holds(short_folder: Path, tmp_path: Path) -> None:
+    from tests.stack import SMALL, embedded_stack  # workers and their database, which no other test here needs
+
     with embedded_stack(short_folder, idle_seconds="3600") as stack:
         asked = ("--dataset", "arithmetic", "--model", str(tiny_random(tmp_path / "small")), "--max-samples", "8", *SMALL)
         run = stack.agentrl("submit", *asked, "--engine", "continuous", "-s", "model.lora_r=4").strip()

@@ -1,7 +1,7 @@
 """The sampler: the draw itself, and that an episode's tokens depend on its request alone."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig
 
 from tests.alone import alone
 from tests.models import first_layer, tiny_random, tokenizer
+from tests.numerics import DEVICE, asked, same_turn, tolerance
 from workflow import checkpoint
 from workflow.config import ModelConfig
 from workflow.engine import Completion, GenerateRequest
@@ -112,7 +113,7 @@ def sharpened(policy: Policy, folder: Path, scale: float, version: int) -> Polic
 
 @pytest.fixture(scope="module")
 def exact(folder: Path) -> Iterator[Policy]:
-    yield Policy.load(ModelConfig(numerics="exact"), str(folder))
+    yield Policy.load(ModelConfig.model_validate(asked({"numerics": "exact"})), str(folder), DEVICE)
     torch.use_deterministic_algorithms(False)
 
 
@@ -138,12 +139,11 @@ def requests_of(ref: PolicyRef, count: int, new: int = 24) -> list[GenerateReque
     ]
 
 
-def same(first: Completion, second: Completion, tolerance: float) -> bool:
-    return (
-        first.token_ids == second.token_ids
-        and first.finish_reason == second.finish_reason
-        and np.allclose(first.logprobs, second.logprobs, rtol=0, atol=tolerance)
-    )
+def all_same(
+    policy: Policy, requests: Iterable[GenerateRequest], first: Iterable[Completion], second: Iterable[Completion]
+) -> bool:
+    """Whether each request was answered alike both times."""
+    return all(same_turn(policy, *turn, 1e-9) for turn in zip(requests, first, second, strict=True))
 
 
 def test_an_episode_is_the_same_alone_and_in_any_crowd(exact: Policy, ref: PolicyRef, engine: RollingEngine) -> None:
@@ -155,11 +155,11 @@ def test_an_episode_is_the_same_alone_and_in_any_crowd(exact: Policy, ref: Polic
     waiting = [future.result(60) for future in [narrow.submit(request) for request in requests]]
     narrow.close()
     for other in (crowd, backwards, waiting):
-        assert all(same(a, b, 1e-9) for a, b in zip(alone, other, strict=True))
+        assert all_same(exact, requests, alone, other)
     assert len({completion.token_ids for completion in alone}) > 30
 
 
-def test_a_request_may_join_while_others_are_sampled(engine: RollingEngine, ref: PolicyRef) -> None:
+def test_a_request_may_join_while_others_are_sampled(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
     long = GenerateRequest((5, 6, 7), ref, 1, 0, 150)
     late = GenerateRequest((5, 6, 7), ref, 2, 0, 10)
     alone = [engine.submit(request).result(60) for request in (long, late)]
@@ -167,21 +167,22 @@ def test_a_request_may_join_while_others_are_sampled(engine: RollingEngine, ref:
     joined = []
     while not first.done():
         joined.append(engine.submit(late).result(60))
-    assert same(first.result(), alone[0], 1e-9)
+    assert same_turn(exact, long, first.result(), alone[0], 1e-9)
     assert len(joined) > 1
-    assert all(same(completion, alone[1], 1e-9) for completion in joined)
+    assert all(same_turn(exact, late, completion, alone[1], 1e-9) for completion in joined)
 
 
-def test_an_interrupted_turn_goes_on_as_if_it_had_not_been(engine: RollingEngine, ref: PolicyRef) -> None:
+def test_an_interrupted_turn_goes_on_as_if_it_had_not_been(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
     whole = engine.submit(GenerateRequest((9, 8, 7), ref, 77, 0, 20)).result(60)
+    assert len(whole.token_ids) > 8
     kept = whole.token_ids[:8]
-    rest = engine.submit(GenerateRequest((9, 8, 7, *kept), ref, 77, 8, 12)).result(60)
-    assert kept + rest.token_ids == whole.token_ids
-    assert np.allclose(rest.logprobs, whole.logprobs[8:], rtol=0, atol=1e-9)
+    going_on = GenerateRequest((9, 8, 7, *kept), ref, 77, 8, 12)
+    rest = Completion(whole.token_ids[8:], whole.logprobs[8:], whole.finish_reason, 0.0)
+    assert same_turn(exact, going_on, engine.submit(going_on).result(60), rest, 1e-9)
 
 
 def teacher_forced(policy: Policy, request: GenerateRequest, completion: Completion) -> list[float]:
-    ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
+    ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]], device=policy.device)
     with policy.sampling() as model, torch.no_grad():
         logprobs, _ = token_logprobs(model, ids, torch.ones_like(ids), request.temperature)
     return logprobs[0, len(request.prompt_ids) - 1 :].tolist()
@@ -189,7 +190,7 @@ def teacher_forced(policy: Policy, request: GenerateRequest, completion: Complet
 
 @pytest.mark.parametrize("lora_r", [0, 4], ids=["full weights", "LoRA"])
 def test_float32_logprobs_are_those_of_the_whole_row_read_at_once(folder: Path, tmp_path: Path, lora_r: int) -> None:
-    policy = Policy.load(ModelConfig(lora_r=lora_r), str(folder), device="cpu")
+    policy = Policy.load(ModelConfig.model_validate(asked({"lora_r": lora_r})), str(folder), DEVICE)
     with torch.no_grad():
         for parameter in policy.trainable().values():
             parameter.add_(0.05)
@@ -199,7 +200,7 @@ def test_float32_logprobs_are_those_of_the_whole_row_read_at_once(folder: Path, 
     completions = [future.result(60) for future in [engine.submit(request) for request in requests]]
     engine.close()
     for request, completion in zip(requests, completions, strict=True):
-        assert np.allclose(completion.logprobs, teacher_forced(policy, request, completion), rtol=0, atol=1e-5)
+        assert np.allclose(completion.logprobs, teacher_forced(policy, request, completion), rtol=0, atol=tolerance(1e-5))
 
 
 def test_a_turn_ends_with_its_end_token_or_at_the_limit(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
@@ -234,21 +235,23 @@ def test_rows_of_different_weights_never_mix_and_those_of_the_same_weights_go_to
     together = [future.result(60) for future in futures]
     alone = [engine.submit(request).result(60) for request in wanted]
     assert ended == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11], "the first in line says whose turn it is"
-    assert all(same(a, b, 1e-9) for a, b in zip(together, alone, strict=True))
+    assert all_same(exact, wanted, together, alone)
     assert len({completion.token_ids for completion in together}) == 3
 
 
-def test_an_alias_of_the_same_weights_joins_the_batch(engine: RollingEngine, ref: PolicyRef) -> None:
+def test_an_alias_of_the_same_weights_joins_the_batch(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
     request = GenerateRequest((5, 6), ref, 50, 0, 8)
     alias = replace(request, policy=replace(ref, version=9))
-    assert same(engine.submit(request).result(60), engine.submit(alias).result(60), 0)
+    assert same_turn(exact, request, engine.submit(request).result(60), engine.submit(alias).result(60), 0)
 
 
-def test_weights_that_are_missing_fail_their_own_rows_only(engine: RollingEngine, ref: PolicyRef, tmp_path: Path) -> None:
+def test_weights_that_are_missing_fail_their_own_rows_only(
+    engine: RollingEngine, exact: Policy, ref: PolicyRef, tmp_path: Path
+) -> None:
     missing = replace(ref, path=str(tmp_path / "gone"), sha256="0" * 64)
     good = GenerateRequest((5, 6), ref, 1, 0, 4)
     futures = [engine.submit(request) for request in (good, replace(good, policy=missing), good)]
-    assert same(futures[0].result(60), futures[2].result(60), 1e-9)
+    assert same_turn(exact, good, futures[0].result(60), futures[2].result(60), 1e-9)
     with pytest.raises(CheckpointError, match="missing"):
         futures[1].result(60)
 
@@ -263,7 +266,7 @@ def test_a_turn_whose_request_is_at_fault_fails_alone_among_those_that_join_with
         others = [engine.submit(replace(good, top_k=top_k)) for top_k in (0, 0, 10**24, 0, 0)]
     with pytest.raises(InfraError, match="OverflowError"):
         others.pop(2).result(60)
-    assert all(same(turn.result(60), expected, 1e-9) for turn in (first, *others))
+    assert all(same_turn(exact, good, turn.result(60), expected, 1e-9) for turn in (first, *others))
 
 
 @pytest.mark.parametrize("prompt", [(), (-1,), (10**6,)], ids=["empty", "negative", "beyond the vocabulary"])
@@ -302,7 +305,7 @@ def test_where_memory_runs_out_fewer_rows_go_on_with_the_same_tokens(
     finally:
         hook.remove()
     assert max(calls) > 3
-    assert all(same(a, b, 1e-9) for a, b in zip(completions, expected, strict=True))
+    assert all_same(exact, requests, completions, expected)
 
 
 def test_an_error_of_the_model_fails_the_live_rows_and_the_thread_lives_on(
@@ -382,7 +385,7 @@ def test_any_mix_of_prompts_limits_and_slots_gives_each_request_its_own_tokens(
     many = [future.result(60) for future in [wide.submit(request) for request in requests]]
     narrow.close()
     wide.close()
-    assert all(same(a, b, 1e-9) for a, b in zip(few, many, strict=True))
+    assert all_same(exact, requests, few, many)
 
 
 # --- keys and values that are kept ------------------------------------------------------------------------------------------
@@ -429,7 +432,7 @@ def test_an_episodes_next_turn_reads_only_what_came_since(engine: RollingEngine,
     with tokens_read(exact) as read:
         again = engine.submit(following).result(60)
     assert read[0] == len(following.prompt_ids) - 1
-    assert same(kept, again, 1e-9)
+    assert same_turn(exact, following, kept, again, 1e-9)
 
 
 def test_what_is_kept_is_given_back_when_the_episode_is_over_or_memory_is_asked_for(
@@ -477,7 +480,7 @@ def test_episodes_of_several_turns_are_the_same_in_any_crowd(exact: Policy, ref:
         together = [future.result(60) for future in [crowd.submit(request) for request in requests]]
         for request, completion in zip(requests, together, strict=True):
             alone.release()
-            assert same(completion, alone.submit(request).result(60), 1e-9)
+            assert same_turn(exact, request, completion, alone.submit(request).result(60), 1e-9)
         contexts = [r.prompt_ids + c.token_ids for r, c in zip(requests, together, strict=True)]
         requests = [
             replace(r, prompt_ids=context + (9,) * (1 + r.key % 5), position=r.position + len(c.token_ids))
@@ -541,7 +544,7 @@ def test_what_a_row_with_a_nan_leaves_harms_nobody_who_has_its_slot_next(exact: 
     pair = [GenerateRequest(prompt, ref, 2, 0, 8) for prompt in ((7,), (8, 9) * 31)]
     together = [future.result(60) for future in [engine.submit(request) for request in pair]]
     hook.remove()
-    assert all(same(completion, engine.submit(r).result(60), 1e-9) for r, completion in zip(pair, together, strict=True))
+    assert all_same(exact, pair, together, [engine.submit(request).result(60) for request in pair])
     engine.close()
 
 
@@ -562,7 +565,7 @@ def test_weights_that_broke_off_while_they_were_published_are_published_again(
     with pytest.raises(InfraError, match="as if"):
         engine.submit(replace(request, policy=other)).result(60)
     monkeypatch.undo()
-    assert same(engine.submit(request).result(60), expected, 1e-9)
+    assert same_turn(exact, request, engine.submit(request).result(60), expected, 1e-9)
 
 
 ARCHITECTURES = {
@@ -578,14 +581,14 @@ def test_short_and_long_rows_of_other_architectures_are_sampled_as_if_each_were_
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
     tokenizer().save_pretrained(tmp_path)
-    policy = Policy.load(ModelConfig(lora_r=0), str(tmp_path), "cpu")
+    policy = Policy.load(ModelConfig.model_validate(asked({"lora_r": 0})), str(tmp_path), DEVICE)
     base = PolicyRef(str(tmp_path), policy.base_hash)
     engine = RollingEngine(policy, slots=4)
     requests = [GenerateRequest((9,) * length, base, 40 + length, 0, 12, 2.0) for length in (2, 30, 60, 71)]
     for _ in range(2):
         completions = [future.result(60) for future in [engine.submit(request) for request in requests]]
         for request, completion in zip(requests, completions, strict=True):
-            assert same(completion, alone(policy, request), 1e-4)
+            assert same_turn(policy, request, completion, alone(policy, request), 1e-4)
         requests = [
             replace(r, prompt_ids=r.prompt_ids + c.token_ids + (8,) * (1 + index % 3), position=99, max_new_tokens=4)
             for index, (r, c) in enumerate(zip(requests, completions, strict=True))

@@ -16,7 +16,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.models import tokenizer
+from tests.models import quantised, tokenizer
+from tests.numerics import DEVICE
 from tests.roads import road as road
 from workflow.config import ModelConfig
 from workflow.forward import Pass, as_it_is, known
@@ -62,7 +63,7 @@ def random_model(config: PreTrainedConfig, dtype: str = "float64") -> PreTrained
 def policy_of(folder: Path, config: PreTrainedConfig, **options: Any) -> Policy:
     """A policy whose base is that model; the sampler's adapter, if it has one, is random."""
     save_tiny(folder, random_model(config, "float32"), tokenizer())  # type: ignore[arg-type]
-    policy = Policy.load(ModelConfig.model_validate(options), str(folder))
+    policy = Policy.load(ModelConfig.model_validate(options), str(folder), "cpu" if "numerics" in options else DEVICE)
     if policy.kind == "lora":
         adapter = {name: torch.randn_like(tensor) * 0.1 for name, tensor in policy.trainable().items()}
         policy._fill("sampler", adapter)
@@ -70,25 +71,29 @@ def policy_of(folder: Path, config: PreTrainedConfig, **options: Any) -> Policy:
 
 
 @torch.no_grad()
-def said(forward: Pass) -> list[torch.Tensor]:
+def said(forward: Pass, device: torch.device) -> list[torch.Tensor]:
     """What it says after prompts, after a token of each row at one length and at unequal ones, and after several at once."""
     draw = torch.Generator().manual_seed(1)
     slots = Slots(2)
     slots.prefill(0, ROWS, PROMPT)
-    logits = [forward(torch.randint(300, (ROWS, PROMPT), generator=draw), torch.arange(PROMPT).expand(ROWS, -1), None, slots)]
+
+    def read(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        ids = torch.randint(300, positions.shape, generator=draw)
+        return forward(ids.to(device), positions.to(device), mask if mask is None else mask.to(device), slots)
+
+    logits = [read(torch.arange(PROMPT).expand(ROWS, -1), None)]
     for positions, even in (([9, 9, 9], True), ([10, 4, 7], False), ([[11, 12, 13], [5, 6, 7], [8, 9, 10]], False)):
         at = torch.tensor(positions).view(ROWS, -1)
         length = int(at.max()) + 1
-        slots.extend(0, at, length)
-        mask = None if even else (torch.arange(length) <= at[:, :, None])[:, None]
-        logits.append(forward(torch.randint(300, at.shape, generator=draw), at, mask, slots))
+        slots.extend(0, at.to(device), length)
+        logits.append(read(at, None if even else (torch.arange(length) <= at[:, :, None])[:, None]))
     return logits
 
 
 def differences(policy: Policy) -> list[float]:
     """How far the policy's pass is from the model's own."""
     with policy.decoding() as ours, policy.sampling() as model:
-        pairs = zip(said(ours), said(as_it_is(model)), strict=True)
+        pairs = zip(said(ours, policy.device), said(as_it_is(model), policy.device), strict=True)
         return [(one - other).abs().max().item() for one, other in pairs]
 
 
@@ -100,7 +105,7 @@ def test_all_weights(tmp_path: Path, name: str, dtype: str) -> None:
     policy = policy_of(tmp_path, CONFIGS[name], lora_r=0, **numerics)
     with policy.sampling() as model:
         assert known(model)
-        scale = said(as_it_is(model))[0].abs().max().item()
+        scale = said(as_it_is(model), policy.device)[0].abs().max().item()
     assert max(differences(policy)) < TOLERANCES[dtype] * scale
 
 
@@ -109,10 +114,11 @@ def test_all_weights(tmp_path: Path, name: str, dtype: str) -> None:
 def test_a_base_with_an_adapter(tmp_path: Path, name: str, dtype: str) -> None:
     policy = policy_of(tmp_path, CONFIGS[name], lora_r=4, dtype=dtype)
     with policy.sampling() as model:
-        scale = said(as_it_is(model))[0].abs().max().item()
+        scale = said(as_it_is(model), policy.device)[0].abs().max().item()
     assert max(differences(policy)) < TOLERANCES[dtype] * scale
 
 
+@quantised
 def test_a_base_of_four_bits_with_an_adapter(tmp_path: Path) -> None:
     policy = policy_of(tmp_path, CONFIGS["Qwen2"], load_in_4bit=True, dtype="float32")
     assert max(differences(policy)) < 1e-3
@@ -122,9 +128,11 @@ def test_a_large_base_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("workflow.policy.COPIED", 1)
     policy = policy_of(tmp_path, CONFIGS["Qwen2"], lora_r=0)
     with policy.decoding() as forward, policy.sampling() as model:
-        before = said(forward)
+        before = said(forward, policy.device)
         model.get_input_embeddings().weight.mul_(2)  # type: ignore[operator]
-        assert max((one - other).abs().max().item() for one, other in zip(said(forward), before, strict=True)) > 0.1
+        assert (
+            max((one - other).abs().max().item() for one, other in zip(said(forward, policy.device), before, strict=True)) > 0.1
+        )
     assert max(differences(policy)) < 1e-4
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.models import tiny_random
+from tests.numerics import DEVICE
 from tests.roads import road as road
 from workflow import checkpoint
 from workflow.config import ModelConfig, build
@@ -154,7 +155,7 @@ def test_trying_leaves_the_random_numbers_of_the_process_alone(tried_anew: None)
 
 @pytest.mark.usefixtures("road")
 def test_the_sampler_says_what_newly_published_weights_say(tmp_path: Path) -> None:
-    policy = Policy.load(ModelConfig(), str(tiny_random(tmp_path / "base")))
+    policy = Policy.load(ModelConfig(), str(tiny_random(tmp_path / "base")), "cpu")
     ids = torch.tensor([[5, 6, 7]])
     for version in (1, 2):
         with torch.no_grad():
@@ -173,16 +174,16 @@ def test_the_sampler_says_what_newly_published_weights_say(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("road")
 def test_a_sampler_may_compute_in_bfloat16_beside_a_trainer_in_float32(tmp_path: Path) -> None:
-    policy = Policy.load(ModelConfig(sampler_dtype="bfloat16"), str(tiny_random(tmp_path / "base")))
+    policy = Policy.load(ModelConfig(sampler_dtype="bfloat16"), str(tiny_random(tmp_path / "base")), DEVICE)
     request = GenerateRequest((5, 6, 7), PolicyRef(str(policy.folder), policy.base_hash), 3, 0, 24)
     engine = RollingEngine(policy, slots=2)
     completion = engine.submit(request).result(60)
     engine.close()
-    ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
+    ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]], device=policy.device)
     with torch.no_grad(), policy.training() as model:
         ours, _ = token_logprobs(model.eval(), ids, torch.ones_like(ids))
     assert {parameter.dtype for parameter in policy.trainable().values()} == {torch.float32}
-    difference = (ours[0, 2:] - torch.tensor(completion.logprobs)).abs().max()
+    difference = (ours[0, 2:].cpu() - torch.tensor(completion.logprobs)).abs().max()
     assert 0 < difference < 0.1
 
 

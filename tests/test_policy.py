@@ -14,7 +14,8 @@ from peft import get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.benchmarks.models import HALF_BILLION
-from tests.models import tiny_random
+from tests.models import quantised, tiny_random
+from tests.numerics import DEVICE, asked
 from workflow import base
 from workflow.base import lora_config
 from workflow.checkpoint import WEIGHTS
@@ -29,7 +30,11 @@ from workflow.trajectory import PolicyRef
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 IDS = torch.arange(10, 30).view(2, 10)
-KINDS: dict[str, dict[str, Any]] = {"full": {"lora_r": 0}, "lora": {"lora_r": 4}, "exact": {"numerics": "exact"}}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": asked({"lora_r": 0}),
+    "lora": asked({"lora_r": 4}),
+    "exact": {"numerics": "exact"},
+}
 
 
 def config(**fields: Any) -> ModelConfig:
@@ -37,7 +42,8 @@ def config(**fields: Any) -> ModelConfig:
 
 
 def logprobs(model: torch.nn.Module) -> torch.Tensor:
-    return token_logprobs(model, IDS, torch.ones_like(IDS))[0]
+    ids = IDS.to(next(model.parameters()).device)
+    return token_logprobs(model, ids, torch.ones_like(ids))[0]
 
 
 def sampled(policy: Policy) -> torch.Tensor:
@@ -72,9 +78,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_random(tmp_path_factory.mktemp("models") / "tiny")
 
 
+def where(kind: str) -> str:
+    """`numerics: exact` computes on the CPU, whatever the device."""
+    return "cpu" if kind == "exact" else DEVICE
+
+
 @pytest.fixture(params=KINDS)
 def policy(request: pytest.FixtureRequest, folder: Path) -> Any:
-    yield Policy.load(config(**KINDS[request.param]), str(folder), device="cpu")
+    yield Policy.load(config(**KINDS[request.param]), str(folder), where(request.param))
     torch.use_deterministic_algorithms(False)
 
 
@@ -124,7 +135,7 @@ def test_published_weights_are_sampled_from_bit_for_bit_and_the_base_can_come_ba
 
 def test_another_process_starts_from_the_same_weights(policy: Policy, folder: Path, tmp_path: Path) -> None:
     torch.manual_seed(99)
-    other = Policy.load(policy.config, str(folder), device="cpu")
+    other = Policy.load(policy.config, str(folder), policy.device.type)
     assert checkpoint(policy, tmp_path / "a").sha256 == checkpoint(other, tmp_path / "b").sha256
 
 
@@ -156,19 +167,19 @@ def test_a_base_that_changes_while_it_is_read_is_not_taken_for_what_it_was(
         return tokenizer(where)
 
     monkeypatch.setattr(base, "tokenizer", changing)
-    assert Policy.load(config(lora_r=0), str(folder), device="cpu").base_hash == base_hash(folder) != before
+    assert Policy.load(config(lora_r=0), str(folder), device=DEVICE).base_hash == base_hash(folder) != before
 
 
 def test_models_that_are_loaded_at_once_are_each_whole(folder: Path) -> None:
-    alone = Policy.load(config(lora_r=0), str(folder), device="cpu").trainable().keys()
+    alone = Policy.load(config(lora_r=0), str(folder), device=DEVICE).trainable().keys()
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: Policy.load(config(lora_r=0), str(folder), device="cpu").trainable().keys(), range(8)))
+        found = list(pool.map(lambda _: Policy.load(config(lora_r=0), str(folder), device=DEVICE).trainable().keys(), range(8)))
     assert all(names == alone for names in found)
 
 
 def test_a_base_that_was_made_anew_in_its_folder_is_not_taken_for_the_old_one(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "m")
-    policy = Policy.load(config(lora_r=0), str(folder), device="cpu")
+    policy = Policy.load(config(lora_r=0), str(folder), device=DEVICE)
     before = trained(policy)
     disturb(policy)
     ref = checkpoint(policy, tmp_path / "v1")
@@ -186,7 +197,7 @@ def test_a_base_that_was_made_anew_in_its_folder_is_not_taken_for_the_old_one(tm
 
 
 def test_weights_of_another_shape_or_broken_ones_are_refused(policy: Policy, tmp_path: Path) -> None:
-    wider = Policy.load(config(lora_r=5), str(tiny_random(tmp_path / "m", layers=1)), device="cpu")
+    wider = Policy.load(config(lora_r=5), str(tiny_random(tmp_path / "m", layers=1)), device=DEVICE)
     ref = checkpoint(wider, tmp_path / "v1")
     with pytest.raises(CheckpointError, match="do not fit"):
         policy.load_weights(Path(ref.path) / WEIGHTS)
@@ -195,14 +206,13 @@ def test_weights_of_another_shape_or_broken_ones_are_refused(policy: Policy, tmp
         policy.load_weights(tmp_path / "broken")
 
 
+@quantised
 @pytest.mark.parametrize("newest", [True, False])
 @pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
-def test_a_quantised_base_takes_a_lora_step_on_the_cpu(
-    bits: str, newest: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quantised_base_takes_a_lora_step(bits: str, newest: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where bitsandbytes would repack 4 bits for a processor with AVX-512 and bfloat16, and where it would not."""
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: newest)
-    policy = Policy.load(config(**{bits: True}), str(folder), device="cpu")
+    policy = Policy.load(config(**asked({bits: True})), str(folder), DEVICE)
     assert policy.kind == "lora"
     optimizer = torch.optim.AdamW(policy.trainable().values(), lr=1e-2)
     losses = []
@@ -226,7 +236,7 @@ def test_exact_numerics_keep_float64_to_the_logprobs(folder: Path) -> None:
 
 
 def test_a_small_model_trains_all_weights_unless_told_otherwise(folder: Path) -> None:
-    assert Policy.load(config(), str(folder), device="cpu").kind == "full"
+    assert Policy.load(config(), str(folder), device=DEVICE).kind == "full"
 
 
 @hypothesis_settings(deadline=None, max_examples=30)
@@ -286,7 +296,7 @@ def test_files_that_do_not_fit_together_are_a_model_error_in_one_sentence(
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(ModelError, match=said) as raised:
-        Policy.load(config(), str(folder), device="cpu")
+        Policy.load(config(), str(folder), device=DEVICE)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 500
 
@@ -299,7 +309,7 @@ def test_a_model_in_the_hubs_cache_needs_no_network(monkeypatch: pytest.MonkeyPa
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("a" * 40)
     assert model_folder("someone/something") == snapshot
-    assert Policy.load(config(), "someone/something", device="cpu").kind == "full"
+    assert Policy.load(config(), "someone/something", device=DEVICE).kind == "full"
 
 
 def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,11 +19,13 @@ from transformers import (
     GPT2LMHeadModel,
     PhiConfig,
     PhiForCausalLM,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 
-from tests.models import tiny_random
+from tests.models import quantised, tiny_random
+from tests.numerics import DEVICE, asked, same_gradient
 from workflow import lm_head
 from workflow.config import ModelConfig
 from workflow.errors import ModelError
@@ -223,9 +225,13 @@ def test_models_that_do_not_see_all_that_came_before_share_nothing() -> None:
 # --- checkpointing, adapters, quantised bases ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"lora_r": 0}, {"lora_r": 4}, {"lora_r": 4, "lora_dropout": 0.3}, {"load_in_4bit": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{"lora_r": 0}, {"lora_r": 4}, {"lora_r": 4, "lora_dropout": 0.3}, pytest.param({"load_in_4bit": True}, marks=quantised)],
+)
 def test_layers_that_are_computed_again_give_the_same_gradient(options: dict[str, Any], tmp_path: Path) -> None:
-    policy = Policy.load(ModelConfig.model_validate(options), str(tiny_random(tmp_path / "base")), device="cpu")
+    policy = Policy.load(ModelConfig.model_validate(asked(options)), str(tiny_random(tmp_path / "base")), DEVICE)
+    ids, present, wanted = (tensor.to(policy.device) for tensor in (IDS, PRESENT, WANTED))
     with torch.no_grad():
         for parameter in policy.trainable().values():
             parameter.add_(0.01)
@@ -233,10 +239,22 @@ def test_layers_that_are_computed_again_give_the_same_gradient(options: dict[str
     for on in (False, True):
         torch.manual_seed(5)
         with policy.training() as model, checkpointing(model, on):
-            logprobs, _ = token_logprobs(model, IDS, PRESENT, 1.0, WANTED)
+            logprobs, _ = token_logprobs(model, ids, present, 1.0, wanted)
             found.append(torch.autograd.grad(logprobs.sum(), list(policy.trainable().values())))
-    assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(*found, strict=True))
+    assert all(same_gradient(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(*found, strict=True))
     assert any(one.abs().sum() > 0 for one in found[0])
+
+
+def test_layers_are_computed_again_where_transformers_has_only_the_older_name_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(PLAIN["tied"])
+    monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", PreTrainedModel._activation_checkpointing_enable)
+    monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_disable", PreTrainedModel._activation_checkpointing_disable)
+    for name in ("activation_checkpointing_enable", "activation_checkpointing_disable"):
+        monkeypatch.delattr(PreTrainedModel, name)
+    layers = causal_model(model).base_model.layers
+    with checkpointing(model, True):
+        assert all(layer.gradient_checkpointing for layer in layers)
+    assert not any(layer.gradient_checkpointing for layer in layers)
 
 
 def test_a_model_that_cannot_compute_layers_again_says_so() -> None:
@@ -246,6 +264,7 @@ def test_a_model_that_cannot_compute_layers_again_says_so() -> None:
         pass
 
 
+@quantised
 @pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
 def test_a_quantised_base_with_an_adapter_keeps_its_head_plain(bits: str, tmp_path: Path) -> None:
     policy = Policy.load(ModelConfig.model_validate({bits: True}), str(tiny_random(tmp_path / "base")), device="cpu")

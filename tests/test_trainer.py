@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.credits import grpo_credits
 from tests.models import tiny_random
+from tests.numerics import DEVICE, PRECISION, asked, cpu_alone, nearly, same_gradient, tolerance
 from workflow import checkpoint
 from workflow.algorithms.grpo import grpo
 from workflow.config import AlgorithmConfig, RunConfig, build
@@ -49,16 +50,18 @@ def _free_choice_of_algorithms() -> Iterator[None]:
 def config(lora_r: int = 0, exact: bool = False, **values: Any) -> RunConfig:
     named = {key.replace("__", "."): value for key, value in values.items()}
     numerics = "exact" if exact else "fast"
-    return build({"model.lora_r": lora_r, "model.numerics": numerics, "update.learning_rate": 1e-3} | named)
+    fields = asked({"model.lora_r": lora_r, "model.numerics": numerics}, "model.")
+    return build(fields | {"update.learning_rate": 1e-3} | named)
 
 
 def trainer_of(folder: Path, run: RunConfig) -> tuple[Policy, Trainer]:
     """A policy somewhat away from its base, so that LoRA's second matrix is not 0, and its trainer."""
-    policy = Policy.load(run.model, str(folder), device="cpu")
+    policy = Policy.load(run.model, str(folder), DEVICE)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in policy.trainable().values():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+            noise = 0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(noise.to(parameter.device))
     return policy, Trainer(policy, run)
 
 
@@ -93,6 +96,17 @@ def gradient(trainer: Trainer, folder: Path) -> Tensor:
     return torch.cat([moments[name].flatten() * 10 for name in sorted(moments) if name.endswith(":exp_avg")])
 
 
+def same_state(one: Path, other: Path) -> bool:
+    """Whether two checkpoints hold the same weights and moments, up to the order of sums."""
+    for name in (checkpoint.WEIGHTS, checkpoint.OPTIMIZER):
+        first, second = (load_file(folder / name) for folder in (one, other))
+        if first.keys() != second.keys():
+            return False
+        if not all(same_gradient(first[key], second[key], 0.0, 0.0) for key in first):
+            return False
+    return True
+
+
 def unchanged(trainer: Trainer, folder: Path, before: tuple[dict[str, Tensor], dict[str, Tensor]]) -> bool:
     now = saved(trainer, folder)
     return all(
@@ -116,10 +130,10 @@ def test_the_gradient_does_not_depend_on_the_split_into_microbatches(folder: Pat
         found.append((gradient(trainer, tmp_path / str(number)), update.metrics))
     whole, metrics = found[0]
     assert whole.norm() > 0
-    assert metrics["grad_norm"] == pytest.approx(float(whole.norm()), rel=1e-9)
+    assert metrics["grad_norm"] == pytest.approx(float(whole.norm()), rel=nearly(1e-9))
     for other, other_metrics in found[1:]:
-        assert torch.allclose(other, whole, rtol=1e-9, atol=1e-13)
-        assert {**other_metrics, "seconds": 0} == pytest.approx({**metrics, "seconds": 0}, rel=1e-9, abs=1e-12)
+        assert same_gradient(other, whole)
+        assert {**other_metrics, "seconds": 0} == pytest.approx({**metrics, "seconds": 0}, rel=nearly(1e-9), abs=nearly(1e-12))
 
 
 @KINDS
@@ -130,7 +144,7 @@ def test_the_gradient_is_the_same_with_layers_computed_again(folder: Path, tmp_p
         _, trainer = trainer_of(folder, run)
         assert trainer.update(groups_of(), 0).skipped is None
         found.append(gradient(trainer, tmp_path / str(again)))
-    assert torch.equal(found[0], found[1])
+    assert same_gradient(found[0], found[1], 0.0, 0.0)
 
 
 @KINDS
@@ -157,8 +171,8 @@ def test_prompts_that_are_read_once_give_the_gradient_of_reading_them_each_time(
         assert update.skipped is None
         found.append(gradient(trainer, tmp_path / str(again)))
         metrics.append({**update.metrics, "seconds": 0})
-    assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-4
-    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < nearly(1e-4)
+    assert metrics[0] == pytest.approx(metrics[1], rel=nearly(1e-4), abs=nearly(1e-5))
 
 
 def with_prompt(group: Group, length: int) -> Group:
@@ -174,12 +188,15 @@ def with_prompt(group: Group, length: int) -> Group:
 
 
 def test_eight_episodes_at_once_are_eight_accumulated(folder: Path, tmp_path: Path) -> None:
-    weights = []
+    weights, gradients = [], []
     for accumulation in (1, 8):
         _, trainer = trainer_of(folder, config(0, True, update__gradient_accumulation_steps=accumulation))
         trainer.update(groups_of(2, 4), 0)
         weights.append(saved(trainer, tmp_path / str(accumulation))[0])
-    assert all(torch.allclose(weights[0][name], weights[1][name], rtol=0, atol=1e-9) for name in weights[0])
+        gradients.append(gradient(trainer, tmp_path / str(accumulation)))
+    assert same_gradient(gradients[0], gradients[1])
+    if not PRECISION:  # else the sign of a gradient of about 0 decides which way a weight goes
+        assert all(torch.allclose(weights[0][name], weights[1][name], rtol=0, atol=1e-9) for name in weights[0])
 
 
 def test_the_gradient_does_not_depend_on_the_order_of_the_groups(folder: Path, tmp_path: Path) -> None:
@@ -188,19 +205,19 @@ def test_the_gradient_does_not_depend_on_the_order_of_the_groups(folder: Path, t
         _, trainer = trainer_of(folder, config(0, True))
         trainer.update(groups_of()[::order], 0)
         gradients.append(gradient(trainer, tmp_path / str(order)))
-    assert torch.allclose(gradients[0], gradients[1], rtol=1e-9, atol=1e-13)
+    assert same_gradient(gradients[0], gradients[1])
 
 
 def test_the_gradient_is_the_policy_gradient_of_the_sampled_tokens(folder: Path, tmp_path: Path) -> None:
     run = config(0, True, update__max_grad_norm=1e9, rollout__temperature=0.7)
     policy, trainer = trainer_of(folder, run)
     groups = [*groups_of(2, 3), *groups_of(1, 3, seed=9, equal=True)]
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=policy.device)
     count = 0
     for group, credits in zip(groups, grpo_credits(groups), strict=True):
         for episode, advantage in zip(group.episodes, credits, strict=True):
             first, second = episode.steps
-            ids = torch.tensor([episode.context_ids])
+            ids = torch.tensor([episode.context_ids], device=policy.device)
             with policy.training() as model:
                 logprobs, _ = token_logprobs(model, ids, torch.ones_like(ids), 0.7)
             sampled = [False] * len(first.prompt_ids) + [True] * len(first.sampled_ids)
@@ -210,9 +227,7 @@ def test_the_gradient_is_the_policy_gradient_of_the_sampled_tokens(folder: Path,
     names = sorted(policy.trainable())
     expected = torch.autograd.grad(total / count, [policy.trainable()[name] for name in names])
     trainer.update(groups, 0)
-    assert torch.allclose(
-        gradient(trainer, tmp_path / "v1"), torch.cat([tensor.flatten() for tensor in expected]), rtol=1e-9, atol=1e-13
-    )
+    assert same_gradient(gradient(trainer, tmp_path / "v1"), torch.cat([tensor.flatten().cpu() for tensor in expected]))
 
 
 def test_tokens_that_were_not_sampled_do_not_train(folder: Path, tmp_path: Path) -> None:
@@ -229,7 +244,7 @@ def test_tokens_that_were_not_sampled_do_not_train(folder: Path, tmp_path: Path)
         _, trainer = trainer_of(folder, config(0, True))
         trainer.update(one, 0)
         gradients.append(gradient(trainer, tmp_path / str(number)))
-    assert torch.allclose(gradients[0], gradients[1], rtol=1e-9, atol=1e-13)
+    assert same_gradient(gradients[0], gradients[1])
 
 
 # --- what is reported ---------------------------------------------------------------------------------------------------------
@@ -427,7 +442,7 @@ def test_where_memory_runs_out_smaller_microbatches_give_the_same_gradient(folde
         _, trainer = trainer_of(folder, config(0, True, algorithm__name=name))
         assert trainer.update(groups_of(), 0).skipped is None
         gradients.append(gradient(trainer, tmp_path / str(len(gradients))))
-    assert torch.allclose(gradients[0], gradients[1], rtol=1e-9, atol=1e-13)
+    assert same_gradient(gradients[0], gradients[1])
 
 
 def test_where_not_even_one_row_fits_the_error_says_so(folder: Path, tmp_path: Path) -> None:
@@ -459,11 +474,14 @@ def test_going_on_from_a_checkpoint_is_going_on(folder: Path, tmp_path: Path, lo
     through.update(groups_of(seed=2), 1)
     expected = checkpoint.write(tmp_path / "v2", through.save)
 
-    again = Trainer(Policy.load(run.model, str(folder), device="cpu"), run)
+    again = Trainer(Policy.load(run.model, str(folder), DEVICE), run)
     again.load(tmp_path / "v1")
     again.update(groups_of(seed=2), 1)
-    assert checkpoint.write(tmp_path / "again", again.save) == expected
-    assert checkpoint.verify(tmp_path / "again") == checkpoint.verify(tmp_path / "v2")
+    resumed = checkpoint.write(tmp_path / "again", again.save)
+    assert same_state(tmp_path / "again", tmp_path / "v2")
+    if DEVICE == "cpu":  # where sums have an order
+        assert resumed == expected
+        assert checkpoint.verify(tmp_path / "again") == checkpoint.verify(tmp_path / "v2")
 
 
 @KINDS
@@ -475,13 +493,14 @@ def test_dropout_is_drawn_from_the_iteration_so_an_update_can_be_repeated(folder
         torch.rand(len(hashes) + 1)
         trainer.update(groups_of(), 4)
         hashes.append(checkpoint.write(tmp_path / str(len(hashes)), trainer.save))
-    assert hashes[0] == hashes[1]
+    assert same_state(tmp_path / "0", tmp_path / "1")
+    assert hashes[0] == hashes[1] or DEVICE != "cpu"
 
 
 @KINDS
 def test_loading_nothing_starts_afresh_from_the_base(folder: Path, tmp_path: Path, lora_r: int) -> None:
     run = config(lora_r)
-    untouched = checkpoint.write(tmp_path / "v0", Trainer(Policy.load(run.model, str(folder), device="cpu"), run).save)
+    untouched = checkpoint.write(tmp_path / "v0", Trainer(Policy.load(run.model, str(folder), DEVICE), run).save)
     _, trainer = trainer_of(folder, run)
     trainer.update(groups_of(), 0)
     trainer.load(None)
@@ -519,7 +538,7 @@ def test_a_rewarded_set_of_tokens_becomes_likely(tmp_path: Path, lora_r: int) ->
 
 def bandit(folder: Path, run: RunConfig) -> list[float]:
     """Sampler and trainer together: sample one token, reward the even ones, update, publish, again. Each time's mean reward."""
-    policy = Policy.load(run.model, str(sharp_base(folder / "base")), device="cpu")
+    policy = Policy.load(run.model, str(sharp_base(folder / "base")), DEVICE)
     trainer, engine = Trainer(policy, run), RollingEngine(policy)
     ref = PolicyRef(str(policy.folder), policy.base_hash)
     means = []
@@ -528,7 +547,7 @@ def bandit(folder: Path, run: RunConfig) -> list[float]:
         means.append(sum(e.reward or 0 for group in groups for e in group.episodes) / 64)
         update: Update = trainer.update(groups, iteration)
         if not update.skipped:
-            assert update.metrics["sampler_difference_max"] < 1e-5
+            assert update.metrics["sampler_difference_max"] < tolerance(1e-5)
         path = folder / f"v{iteration + 1}"
         ref = replace(ref, path=str(path), sha256=checkpoint.write(path, trainer.save), version=iteration + 1)
     engine.close()
@@ -557,6 +576,7 @@ def _bandit_group(engine: RollingEngine, ref: PolicyRef, iteration: int, number:
     return Group(task, tuple(episodes))
 
 
+@cpu_alone("it is the CPU's memory that is spared")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's heap that is spared")
 def test_while_memory_is_spared_what_a_freed_tensor_took_goes_back() -> None:
     """In a process of its own: a tensor that lies in a hole which an older one has left in the heap stays there."""

@@ -128,11 +128,13 @@ def checkpointing(model: nn.Module, on: bool) -> Iterator[None]:
         raise ModelError(
             f"{type(causal).__name__} cannot do gradient checkpointing.", "Leave update.gradient_checkpointing out."
         )
-    causal.activation_checkpointing_enable({"use_reentrant": False})
+    # Gradient checkpointing to the older transformers 5; the newer ones warn at that name.
+    name = "activation" if hasattr(causal, "activation_checkpointing_enable") else "gradient"
+    getattr(causal, f"{name}_checkpointing_enable")({"use_reentrant": False})
     try:
         yield
     finally:
-        causal.activation_checkpointing_disable()  # type: ignore[no-untyped-call]
+        getattr(causal, f"{name}_checkpointing_disable")()
 
 
 def _hidden(body: nn.Module, ids: Tensor, mask: Tensor, prefixes: Prefixes | None) -> Tensor:

@@ -25,21 +25,25 @@ Sampled = Sequence[tuple[Sequence[int], Sequence[float]]]
 """Token ids and logprobs of each episode, group by group."""
 
 
-def prepare(path: str, completions: str, options: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+def prepare(
+    path: str, completions: str, options: Mapping[str, Any], tokens: int = SAMPLED_TOKENS
+) -> Callable[[], dict[str, Any]]:
     """An iteration in stages, each with its own peak.
 
     Args:
         path: the model.
         completions: a file with what was sampled; without it they are sampled and written there.
         options: further keys of the run's config.
+        tokens: that are sampled in each row.
     """
-    import bitsandbytes  # noqa: F401  # libraries that loading would bring in, and that are no part of what it takes
-    import peft  # noqa: F401
+    import peft  # noqa: F401  # a library that loading would bring in, and that is no part of what it takes
 
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(CAP_MIB * 2**20 / torch.cuda.get_device_properties(0).total_memory)
     config = config_of(options)
-    return lambda: _iteration(path, Path(completions), config)
+    if config.model.load_in_4bit:
+        import bitsandbytes  # noqa: F401  # the same
+    return lambda: _iteration(path, Path(completions), config, tokens)
 
 
 def config_of(options: Mapping[str, Any]) -> RunConfig:
@@ -59,7 +63,7 @@ def groups_of(sampled: Sampled) -> list[Group]:
 
     def episode(task: Task, prompt: tuple[int, ...], group: int, sample: int) -> Episode:
         ids, logprobs = sampled[GROUP_SIZE * group + sample]
-        step = Step(0, (), prompt, tuple(ids), tuple(logprobs), "length", Message("assistant", ""), 0)
+        step = Step(0, (Message("user", ""),), prompt, tuple(ids), tuple(logprobs), "length", Message("assistant", ""), 0)
         number = GROUP_SIZE * group + sample
         return Episode(task, sample, (step,), "done", "answered", reward=draw.random(), id=number)
 
@@ -70,30 +74,38 @@ def groups_of(sampled: Sampled) -> list[Group]:
     ]
 
 
-def _iteration(path: str, file: Path, config: RunConfig) -> dict[str, Any]:
+def _iteration(path: str, file: Path, config: RunConfig, tokens: int) -> dict[str, Any]:
     libraries = resident("VmRSS")
     loading = measured(lambda: Policy.load(config.model, path))
     policy: Policy = loading.value
     ran = {"loading": loading}
     if not file.exists():
-        ran["sampling"] = measured(lambda: file.write_text(json.dumps(_sample(policy))))
+        base = PolicyRef("", policy.base_hash)
+        ran["sampling"] = measured(lambda: file.write_text(json.dumps(sampled(policy, base, tokens))))
     groups = groups_of(json.loads(file.read_text()))
     trainer = Trainer(policy, config)
     ran["update"] = measured(lambda: trainer.update(groups, 0).metrics)
     stages = {name: vars(stage) | {"value": None} for name, stage in ran.items()}
-    return {"libraries_mib": libraries, "metrics": dict(ran["update"].value), "stages": stages}
+    told = {"libraries_mib": libraries, "context_mib": _context(), "metrics": dict(ran["update"].value)}
+    return {**told, "stages": stages}
 
 
-def _sample(policy: Policy) -> Sampled:
-    """Each row gets all of its tokens: what would end it cannot be drawn."""
+def _context() -> float:
+    """MiB of the device that are taken beside what torch keeps: by the driver, and by whoever else is there."""
+    if not torch.cuda.is_available():
+        return 0.0
+    free, whole = torch.cuda.mem_get_info()
+    return (whole - free - torch.cuda.memory_reserved()) / 2**20
+
+
+def sampled(policy: Policy, weights: PolicyRef, tokens: int = SAMPLED_TOKENS) -> Sampled:
+    """Each row gets all of its tokens: what would end it cannot be drawn. The rows' keys are 1, 2, ..."""
     policy.chat.end_ids = frozenset({-1})
     engine = RollingEngine(policy)
-    weights = PolicyRef("", policy.base_hash)
     wanted = [prompt for prompt in prompts() for _ in range(GROUP_SIZE)]
     try:
         futures = [
-            engine.submit(GenerateRequest(prompt, weights, key, 0, SAMPLED_TOKENS))
-            for key, prompt in enumerate(wanted, start=1)
+            engine.submit(GenerateRequest(prompt, weights, key, 0, tokens)) for key, prompt in enumerate(wanted, start=1)
         ]
         found: list[Completion] = [future.result() for future in futures]
     finally:

@@ -1,4 +1,4 @@
-"""What an iteration of a 4-bit model with LoRA takes by its shape: bytes, part by part.
+"""What an iteration of a model with LoRA takes by its shape, in 4 bits or as it is: bytes, part by part.
 
 What the libraries take for themselves, and what lies free between the parts, is not in here.
 """
@@ -26,11 +26,13 @@ class Shape:
         config: the model's.
         rank: of the adapters.
         element: bytes of a number that the model computes with: 4 on a CPU, 2 on a GPU.
+        quantised: whether the projections' weights are kept in 4 bits, or as the model computes.
     """
 
     config: Qwen2Config
     rank: int
     element: int
+    quantised: bool = True
 
     @property
     def keys(self) -> int:
@@ -93,9 +95,12 @@ class Shape:
 def always(shape: Shape) -> Parts:
     """As long as the model is loaded."""
     blocks = shape.base // 64
-    return {
+    packed = {
         "4-bit weights": shape.base // 2,
         "their scales: a byte for 64 weights, 4 for 256 of those": blocks + blocks // 256 * FLOAT,
+    }
+    return {
+        **(packed if shape.quantised else {"weights": shape.element * shape.base}),
         "embeddings, which are the head": shape.element * shape.embeddings,
         "biases and norms": shape.element * shape.small,
         "LoRA in float32: trained, published, initial": 3 * FLOAT * shape.lora,

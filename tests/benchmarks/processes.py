@@ -39,7 +39,7 @@ class Ran:
     Args:
         seconds: of the work alone.
         before_mib, peak_mib: resident memory when the work began, and its peak during the work.
-        gpu_mib: the peak that torch allocated on a GPU, 0 without one.
+        gpu_mib, gpu_reserved_mib: the peaks of what torch allocated on a GPU, and kept there for it; 0 without one.
         value: what the work returned, as JSON holds it.
     """
 
@@ -47,6 +47,7 @@ class Ran:
     before_mib: float
     peak_mib: float
     gpu_mib: float
+    gpu_reserved_mib: float
     value: Any
 
 
@@ -90,7 +91,8 @@ def measured(work: Callable[[], Any]) -> Ran:
         gpu.synchronize()
     seconds = time.perf_counter() - began
     peak = resident("VmHWM")
-    return Ran(seconds, before, peak, gpu.max_memory_allocated() / 2**20 if gpu else 0.0, value)
+    allocated, reserved = (gpu.max_memory_allocated(), gpu.max_memory_reserved()) if gpu else (0, 0)
+    return Ran(seconds, before, peak, allocated / 2**20, reserved / 2**20, value)
 
 
 def resident(name: str) -> float:
