@@ -1,6 +1,6 @@
 """`agentrl fork`, `rescore`, `why`: what could have been, what it would have earned, and what became of it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -77,8 +77,11 @@ def why(episode: EpisodeNumber, as_json: Json = False) -> None:
         show_json(found)
         return
     show_lines(_told(found))
-    show_rows([_table_row(row, found["iteration"]) for row in found["iterations"]], COLUMNS)
+    show_rows(_table(found["iterations"], found["iteration"]), COLUMNS)
 
+
+NEIGHBOURS = 3
+"""Iterations shown before and after the episode's, where the run has many more."""
 
 COLUMNS = (
     "iteration", "planned", "trained", "no_variance=no variance", "strayed", "too_few=too few", "surplus", "skipped", "tainted",
@@ -124,6 +127,11 @@ def _sentence(fate: Mapping[str, Any]) -> str:
     return SENTENCES[fate["fate"]].format(**shown)
 
 
-def _table_row(row: Mapping[str, Any], here: int) -> dict[str, Any]:
-    counts = {name: count or None for name, count in row.items() if name not in ("iteration", "planned")}
-    return {**row, **counts, "iteration": f"{row['iteration']}{' <-' if row['iteration'] == here else ''}"}
+def _table(iterations: Sequence[Mapping[str, Any]], here: int) -> list[dict[str, Any]]:
+    """The iterations, of a long run those about the episode's, and the sum over all."""
+    near = [row for row in iterations if abs(row["iteration"] - here) <= NEIGHBOURS]
+    shown = iterations if len(iterations) <= 2 * len(near) else near
+    marked = [{**row, "iteration": f"{row['iteration']}{' <-' if row['iteration'] == here else ''}"} for row in shown]
+    names = [name for name in iterations[0] if name != "iteration"]
+    whole = {name: sum(row[name] for row in iterations) for name in names} | {"iteration": f"all {len(iterations)}"}
+    return [{**row, **{name: row[name] or None for name in names if name != "planned"}} for row in (*marked, whole)]

@@ -4,24 +4,33 @@ SQLite counts its instructions, which no busy machine moves: a page costs the sa
 over the run four times as much, and neither feels the other runs. No table that grows is read whole, no list reads a blob.
 """
 
+import json
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from datetime import UTC, datetime
 from functools import cache
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import event, text
 from sqlalchemy.exc import IntegrityError
-from stored import CALL, claim, sampled, start, submission
+from stored import CALL, answered, claim, fail, ready, sampled, start, submission, update_of
 
+from cli.main import main
 from tests.benchmarks import reads, synthetic
-from tests.benchmarks.databases import analyse
+from tests.benchmarks.databases import analyse, analysed
 from tests.benchmarks.synthetic import PER_ITERATION, Run
+from tests.conftest import forget_process
+from tests.own_postgres import own_postgres
+from workers import process
 from workflow import db
-from workflow.store import observe, steps
+from workflow.store import calls, compact, ledger, observe, steps, training
 from workflow.store.connect import Database
-from workflow.store.migrate import open_database
+from workflow.store.migrate import downgrade, open_database, upgrade
 from workflow.store.prepared import Prepared
 from workflow.views import VIEWS
 
@@ -34,10 +43,19 @@ UNIT = 20
 ALL = 1000
 SLACK = 300
 """Instructions that a statement may take more for nothing: a page of an index more to search."""
-WHOLE_EPISODES = ("find_episode", "find_origin", "fork_point", "chosen", "claim a group", "an update reads", "whatif", "a page")
+WHOLE_EPISODES = (
+    "find_episode",
+    "find_origin",
+    "fork_point",
+    "chosen",
+    "claim a group",
+    "an update reads",
+    "whatif",
+    "500 episodes",
+)
 IDS = "SELECT id FROM v_episodes"
 
-Seen = Callable[[Mapping[str, int]], tuple[Database, list[Run]]]
+Seen = Callable[..., tuple[Database, list[Run]]]
 
 
 @pytest.fixture
@@ -52,12 +70,15 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """Databases of such runs, each made once."""
 
     @cache
-    def made(shape: tuple[tuple[str, int], ...]) -> tuple[Database, list[Run]]:
+    def made(shape: tuple[tuple[str, int], ...], counted: bool) -> tuple[Database, list[Run]]:
         database = open_database(f"sqlite:///{tmp_path_factory.mktemp('grown') / 'agentrl.db'}")
         with database.engine.begin() as tx:
-            return database, synthetic.fill(tx, dict(shape))
+            runs = synthetic.fill(tx, dict(shape))
+        if counted:
+            analyse(database)
+        return database, runs
 
-    return lambda shape: made(tuple(shape.items()))
+    return lambda shape, counted=False: made(tuple(shape.items()), counted)
 
 
 def test_a_page_of_episodes_is_the_part_of_the_view_that_meets_the_filters(grown: tuple[Database, list[Run]]) -> None:
@@ -89,9 +110,21 @@ def test_every_view_of_a_grown_database_shows_its_runs(grown: tuple[Database, li
 
 def test_a_page_costs_the_same_in_a_run_of_four_times_the_iterations(seen: Seen) -> None:
     small, large = (
-        work(database, reads.pages(1) | reads.pages(PER_ITERATION + 1) | reads.pages_of(run) | filled_pages())
+        work(
+            database, reads.pages(1) | reads.pages(PER_ITERATION + 1) | reads.pages_of(run) | reads.loads(run) | filled_pages()
+        )
         for database, (run, *_) in (seen({"mine": size, "live": 2}) for size in (5, 5 * TIMES))
     )
+    assert {name: (small[name], large[name]) for name in small if large[name] > 1.2 * small[name] + SLACK} == {}
+
+
+@pytest.mark.parametrize("view", ["v_steps", "v_tool_calls", "v_rewards"])
+def test_somebodys_analyze_moves_no_page_of_what_carries_its_runs_name(seen: Seen, view: str) -> None:
+    small, large = (
+        work(database, {name: read for name, read in (reads.whole_database() | reads.pages_of(run)).items() if view in name})
+        for database, (run, *_) in (seen({"mine": size, "live": 2}, counted=True) for size in (5, 5 * TIMES))
+    )
+    assert len(small) == 4
     assert {name: (small[name], large[name]) for name in small if large[name] > 1.2 * small[name] + SLACK} == {}
 
 
@@ -112,7 +145,7 @@ def test_what_counts_over_a_run_costs_as_much_more_as_the_run_is_longer(seen: Se
 
 def test_nothing_that_is_read_of_a_run_feels_the_other_runs(seen: Seen) -> None:
     few, many = (
-        work(database, reads.pages(1) | reads.pages_of(run) | reads.lists(run) | of_the_run_alone(run))
+        work(database, reads.pages(1) | reads.pages_of(run) | reads.loads(run) | reads.lists(run) | of_the_run_alone(run))
         for database, (run, *_) in (seen({"mine": 5, "other": size, "live": 2}) for size in (2, 30))
     )
     assert {name: (few[name], many[name]) for name in few if many[name] > 1.2 * few[name] + SLACK} == {}
@@ -142,6 +175,8 @@ def work(database: Database, wanted: Mapping[str, reads.Read]) -> dict[str, int]
 def test_nothing_that_is_read_reads_a_growing_table_whole_or_shows_a_blob(seen: Seen) -> None:
     database, runs = seen(SMALL)
     wanted = reads.reads(runs, 1000)
+    for run in runs:
+        wanted |= reads.loads(run)
     for name, queries in statements(database, wanted).items():
         if name.startswith("of no run"):
             continue  # a page of a whole table is its first rows, or its last
@@ -203,3 +238,99 @@ def test_steps_and_calls_carry_the_name_of_their_run(database: Database) -> None
     steps.commit_sampled(database, work.fence, [sampled(work, calls=(CALL,)), sampled(work, 1)])
     with database.read() as tx:
         assert tx.execute(text("SELECT run FROM steps UNION ALL SELECT run FROM tool_calls")).scalars().all() == ["first"] * 3
+
+
+def test_the_benchmarks_databases_fill_whatever_a_run_fills(sqlite: Database, seen: Seen) -> None:
+    second = ready(sqlite, submission(tasks=4))
+    training.commit_update(sqlite, second, update_of(second, dropped={0: "too few"}), 3)
+    with_call = claim(sqlite, groups_of(sqlite)[0])
+    ((call,),) = steps.commit_sampled(sqlite, with_call.fence, [sampled(with_call, calls=(CALL,))])
+    calls.record_result(sqlite, call, answered(), datetime.now(UTC), "host:1")
+    fail(sqlite, with_call, 1)
+    assert filled(sqlite) - filled(seen(SMALL)[0]) - NOT_OF_EVERY_RUN == set()
+
+
+NOT_OF_EVERY_RUN = {
+    ("groups", "dropped"),
+    ("iterations", "dropped_groups"),
+    ("steps", "thought"),
+    ("tool_calls", "cpu_seconds"),
+    ("policies", "broken"),
+}
+"""What only some runs fill, and no plan depends on."""
+
+
+def groups_of(database: Database) -> list[int]:
+    """The open groups of the only run."""
+    with database.read() as tx:
+        return list(tx.execute(text("SELECT id FROM groups WHERE status = 'planned' ORDER BY id")).scalars())
+
+
+def filled(database: Database) -> set[tuple[str, str]]:
+    """The columns that hold more than what they begin with."""
+    with database.read() as tx:
+        return {
+            (table.name, column.name)
+            for table in db.metadata.tables.values()
+            for column in table.c
+            if tx.execute(
+                text(f"SELECT 1 FROM {table.name} WHERE CAST(\"{column.name}\" AS TEXT) NOT IN ('', '0', '0.0') LIMIT 1")
+            ).first()
+        }
+
+
+# statistics
+
+
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+def test_sqlite_has_no_statistics_and_loses_those_that_vacuum_once_made(database: Database) -> None:
+    with database.engine.begin() as tx:
+        synthetic.fill(tx, SMALL)
+    compact.vacuum(database)
+    assert not analysed(database)
+    downgrade(database, "0005")
+    analyse(database)
+    assert analysed(database)
+    upgrade(database)
+    assert not analysed(database)
+
+
+def test_autovacuum_keeps_the_statistics_of_postgres() -> None:
+    with own_postgres(20) as server:
+        server.admin("ALTER SYSTEM SET autovacuum_naptime = 1", "SELECT pg_reload_conf()")
+        with server.database() as url, closing(Database(url)) as database:
+            with database.engine.begin() as tx:
+                synthetic.fill(tx, {"mine": 1, "live": 1})
+            assert eventually(lambda: analysed(database))
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    """Whether it comes to hold within a minute."""
+    end = time.monotonic() + 60
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+# `why` of a long run
+
+
+def test_why_shows_the_iterations_about_the_episodes_and_the_sum_of_all(
+    home: Path, seen: Seen, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database, _ = seen({"mine": 20, "live": 2})
+    monkeypatch.setenv("AGENTRL_DATABASE_URL", database.url.render_as_string(hide_password=False))
+    forget_process()
+    assert main(["why", str(10 * PER_ITERATION + 1)]) == 0
+    shown = capsys.readouterr().out
+    assert [line.split()[0] for line in shown.splitlines() if "128 " in line] == [str(number) for number in range(7, 14)]
+    assert "10 <-" in shown
+    assert f"all 20 {20 * PER_ITERATION}" in " ".join(shown.split())
+    assert main(["why", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["iteration"] for row in told["iterations"]] == list(range(20))
+    assert [sum(row[fate] for fate in ledger.FATES) for row in told["iterations"]] == [PER_ITERATION] * 20
+    process.database().close()
+    forget_process()

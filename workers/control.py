@@ -4,7 +4,6 @@ It needs no memory and no clock of its own: killed and started anywhere else it 
 lost workers, a lost Redis and a lost control loop in the same way.
 """
 
-import time
 from logging import getLogger
 
 from workers.dispatch import dispatch, send_rollouts, send_train
@@ -13,24 +12,16 @@ from workflow.errors import ServiceError
 from workflow.faults import faultpoint
 from workflow.scheduler import Dispatch, SendRollouts, SendTrain, plan
 from workflow.settings import settings
-from workflow.store import observe, statistics
+from workflow.store import observe
 
 log = getLogger("agentrl.control")
 
 
-STATISTICS_SECONDS = 60.0
-"""How often it looks whether the planner's statistics are out of date."""
-
-
 def run() -> None:
     """Ticks until the process is told to stop."""
-    looked = time.monotonic()
     while not stopping.is_set():
         try:
             tick()
-            if time.monotonic() - looked > STATISTICS_SECONDS:
-                looked = time.monotonic()
-                statistics.refresh(database())
         except ServiceError as error:
             log.warning("%s", error)
         except Exception:

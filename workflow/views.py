@@ -1,6 +1,8 @@
 """Views and functions for people, and the triggers that keep terminal states terminal: SQL made anew after every migration.
 
-A view joins what a question needs and names things as a researcher would; none reads a blob. `staleness` is by how many
+A view joins what a question needs and names things as a researcher would; none reads a blob. What carries the name of its run
+comes first, by CROSS JOIN, whose order SQLite keeps whatever its statistics say; an episode is at the attempt of its newest
+rows, hence `<=`: Postgres, where it has no statistics, expects of `=` next to none. `staleness` is by how many
 versions the trainer was ahead of the policy that sampled (NULL where nothing was sampled for an update of the run).
 `eval_reward` is the mean on the held-out split: of an iteration that of the version which it sampled with (`policy_version`),
 of a run the newest. The triggers refuse to move an episode, group, iteration or run out of a terminal state, whoever writes.
@@ -125,19 +127,16 @@ VIEWS = {
                s.text, s.finish_reason, s.prompt_tokens, s.sampled_tokens,
                s.logprob_sum / nullif(s.sampled_tokens, 0) AS mean_logprob, s.generate_seconds, p.version AS policy_version,
                CASE WHEN r.kind = 'train' THEN i.number - p.version END AS staleness, s.new_row, s.sampled_at, s.observed_at
-        FROM steps s
-        JOIN episodes e ON e.id = s.episode_id AND e.attempt <= s.attempt
-        JOIN iterations i ON i.id = e.iteration_id
-        JOIN runs r ON r.id = i.run_id
-        JOIN policies p ON p.id = s.policy_id""",
+        FROM steps s CROSS JOIN episodes e CROSS JOIN iterations i CROSS JOIN runs r CROSS JOIN policies p
+        WHERE e.id = s.episode_id AND e.attempt <= s.attempt AND i.id = e.iteration_id AND r.id = i.run_id
+        AND p.id = s.policy_id""",
     "v_tool_calls": """
         SELECT c.id, c.run, i.number AS iteration, c.episode_id, c.step, c.call, c.kind, c.tool, c.arguments, c.status,
                c.result, c.error_class, c.effects, c.starts, c.sends AS attempts, c.seconds, c.cpu_seconds,
                {seconds:c.created_at,c.started_at} AS queue_seconds, c.sandbox, c.exit_status, c.exit_code,
                c.worker, c.created_at, c.started_at, c.finished_at
-        FROM tool_calls c
-        JOIN episodes e ON e.id = c.episode_id AND e.attempt <= c.attempt
-        JOIN iterations i ON i.id = e.iteration_id""",
+        FROM tool_calls c CROSS JOIN episodes e CROSS JOIN iterations i
+        WHERE e.id = c.episode_id AND e.attempt <= c.attempt AND i.id = e.iteration_id""",
     "v_tool_sessions": """
         SELECT r.name AS run, i.number AS iteration, s.episode_id, s.attempt, s.tool, s.owner, s.builds, s.differs, e.tainted,
                s.created_at
@@ -148,11 +147,8 @@ VIEWS = {
     "v_rewards": """
         SELECT w.id, w.run, i.number AS iteration, w.episode_id, t.key AS task, s.name AS reward_set, w.part,
                CASE WHEN w.step >= 0 THEN w.step END AS step, w.value, w.weight
-        FROM rewards w
-        JOIN reward_sets s ON s.id = w.reward_set_id
-        JOIN episodes e ON e.id = w.episode_id
-        JOIN iterations i ON i.id = e.iteration_id
-        JOIN tasks t ON t.id = e.task_id""",
+        FROM rewards w CROSS JOIN reward_sets s CROSS JOIN episodes e CROSS JOIN iterations i CROSS JOIN tasks t
+        WHERE s.id = w.reward_set_id AND e.id = w.episode_id AND i.id = e.iteration_id AND t.id = e.task_id""",
     "v_updates": """
         SELECT u.id, r.name AS run, i.epoch, i.number AS iteration, u.minibatch, u.rows, u.tokens, u.loss, u.kl, u.entropy,
                u.clip_fraction, u.ratio, u.grad_norm, u.learning_rate, u.policy_kl, u.kl_coef, u.value_loss,

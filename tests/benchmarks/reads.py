@@ -1,7 +1,7 @@
 """What people, workers and the control loop read of a grown database: every command that reads, every view, every claim.
 
-`pages` are of a page, an episode or an iteration, and their work must not grow with what is stored; that of `lists` may grow
-with the run that is listed, and that of `sums` grows with the rows that are counted.
+`pages` and `loads` are of a page, an episode or an iteration, and their work must not grow with what is stored; that of
+`lists` may grow with the run that is listed, and that of `sums` grows with the rows that are counted.
 """
 
 import re
@@ -130,9 +130,6 @@ def pages_of(run: Run) -> dict[str, Read]:
         "open_iterations": lambda database: open_iterations(database, run.id),
         "optimizer_to_drop": lambda database: training.optimizer_to_drop(database, run.id),
         "claim a group": lambda database: _claim_group(database, run.id),
-        "what an update reads": lambda database: _load(database, run.id),
-        "whatif": lambda database: past.past_update(database, name, None),
-        "rescore: a page": lambda database: next(scoring.done_episodes(database, run.id)),
         **_of_eval(f"{name}-eval-0"),
     }
     for filters in ({}, {"iteration": 1}, {"min_reward": 1.0}):
@@ -140,6 +137,15 @@ def pages_of(run: Run) -> dict[str, Read]:
     for view in VIEWS:
         found |= {} if view in LISTED else _view(view, name)
     return {f"{name}: {what}": read for what, read in found.items()}
+
+
+def loads(run: Run) -> dict[str, Read]:
+    """Name -> what loads an iteration's episodes, or 500, with every step and token."""
+    return {
+        f"{run.name}: what an update reads": lambda database: _load(database, run.id),
+        f"{run.name}: whatif": lambda database: past.past_update(database, run.name, None),
+        f"{run.name}: rescore, 500 episodes": lambda database: next(scoring.done_episodes(database, run.id)),
+    }
 
 
 def lists(run: Run) -> dict[str, Read]:

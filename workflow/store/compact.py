@@ -1,6 +1,8 @@
-"""`agentrl vacuum`: the database without the room that deleted rows left, its planner's statistics made anew.
+"""`agentrl vacuum`: the database without the room that deleted rows left; Postgres counts its rows anew.
 
-Safe at any moment: SQLite compacts in one transaction of its own, Postgres beside whoever reads and writes.
+SQLite is given no statistics: each query and view has one plan that is right without, and with them its planner sorts whole
+tables to show a page (it leaves the LIMIT out of account). Safe at any moment: SQLite compacts in one transaction of its own,
+Postgres beside whoever reads and writes.
 """
 
 import os
@@ -31,7 +33,7 @@ class Vacuumed:
 
 
 def vacuum(database: Database) -> Vacuumed:
-    """Compacts the database while others use it, and tells the planner what is in it.
+    """Compacts the database while others use it, and tells the planner of Postgres what is in it.
 
     Raises:
         ServiceError: somebody writes for long, or SQLite has no room for the copy that it makes.
@@ -45,7 +47,6 @@ def _vacuum_sqlite(file: Path) -> Vacuumed:
         _check_room(file, connection)
         try:
             connection.execute("VACUUM")
-            connection.execute("ANALYZE")
             (busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         except sqlite3.OperationalError as error:
             if "full" in str(error):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from sqlalchemy import Connection, func, select, union_all
+from sqlalchemy import Connection, Select, func, select, union_all
 
 from workflow import db
 from workflow.store.rows import load_episodes, members_of, task_value
@@ -36,23 +36,35 @@ def load_groups(tx: Connection, iteration: int, reward_set: str) -> tuple[Group,
     return tuple(Group(tasks[task], tuple(members[group]), slot) for group, (slot, task) in slots.items())
 
 
+AT_ONCE = 500
+"""Episodes in one query; a database takes only so many values."""
+
+
 def _rewarded(tx: Connection, iteration: int, episodes: Sequence[Episode], reward_set: str) -> list[Episode]:
     """The episodes with their reward in that set of their own run, and their steps'; one that has none there cannot train."""
+    sets = db.reward_sets.c
+    runs = select(db.episodes.c.run_id).where(members_of(iteration))
+    named = tx.execute(select(sets.id).where(sets.name == reward_set, sets.run_id.in_(runs))).scalars().all()
+    ids = [episode.id for episode in episodes]
+    found: dict[int, dict[int, float]] = {}
+    for start in range(0, len(ids), AT_ONCE):
+        # By set and episode, which one index finds: never all that a set has.
+        query = _earned(reward_set).where(db.rewards.c.reward_set_id.in_(named))
+        for row in tx.execute(query.where(db.rewards.c.episode_id.in_(ids[start : start + AT_ONCE]))):
+            found.setdefault(row.episode_id, {})[row.step] = row.earned
+    return [_with_rewards(episode, found.get(episode.id, {}), reward_set == "default") for episode in episodes]
+
+
+def _earned(reward_set: str) -> Select[tuple[int, int, float]]:
     sets, rewards = db.reward_sets.c, db.rewards.c
     query = (
         select(rewards.episode_id, rewards.step, func.sum(rewards.value * rewards.weight).label("earned"))
         .join(db.reward_sets, sets.id == rewards.reward_set_id)
         .join(db.episodes, (db.episodes.c.id == rewards.episode_id) & (db.episodes.c.run_id == sets.run_id))
-        .where(members_of(iteration), sets.name == reward_set)
         .group_by(rewards.episode_id, rewards.step)
         .order_by(rewards.episode_id, rewards.step)
     )
-    if reward_set == "default":
-        query = query.where(rewards.step != db.WHOLE)
-    found: dict[int, dict[int, float]] = {}
-    for row in tx.execute(query):
-        found.setdefault(row.episode_id, {})[row.step] = row.earned
-    return [_with_rewards(episode, found.get(episode.id, {}), reward_set == "default") for episode in episodes]
+    return query.where(rewards.step != db.WHOLE) if reward_set == "default" else query
 
 
 def _with_rewards(episode: Episode, earned: Mapping[int, float], default: bool) -> Episode:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, select, text
 
 from workflow import db
 from workflow.store.connect import reading
@@ -38,9 +38,9 @@ def why(tx: Connection, episode: int) -> dict[str, Any]:
 
 def fates(tx: Connection, run: str) -> list[dict[str, Any]]:
     """Each iteration of the run: how many episodes were planned, and how many of them have each fate."""
-    counts = ", ".join(f"count(*) FILTER (WHERE l.fate = '{fate}') AS {fate}" for fate in FATES)
-    query = f"""
-        SELECT i.number AS iteration, i.episodes AS planned, {counts}
-        FROM iterations i JOIN runs r ON r.id = i.run_id JOIN v_ledger l ON l.run = r.name AND l.iteration = i.number
-        WHERE r.name = :run AND l.run = :run GROUP BY i.number, i.episodes ORDER BY i.number"""
-    return [dict(row) for row in tx.execute(text(query), {"run": run}).mappings()]
+    counts = ", ".join(f"count(*) FILTER (WHERE fate = '{fate}') AS {fate}" for fate in FATES)
+    ended = text(f"SELECT iteration, {counts} FROM v_ledger WHERE run = :run GROUP BY iteration")
+    found = {row["iteration"]: row for row in tx.execute(ended, {"run": run}).mappings()}
+    planned = select(db.iterations.c.number, db.iterations.c.episodes).join(db.runs, db.runs.c.id == db.iterations.c.run_id)
+    rows = tx.execute(planned.where(db.runs.c.name == run).order_by(db.iterations.c.number))
+    return [{**found[row.number], "planned": row.episodes} for row in rows if row.number in found]
