@@ -17,7 +17,7 @@ from workflow.errors import ConfigError, RewardError, SandboxUnavailable
 from workflow.plugins import find
 from workflow.rewards import math_answer, score
 from workflow.sandbox import Limits
-from workflow.sandbox.session import BoxedSession
+from workflow.sandbox.session import CellSession
 from workflow.store.calls import CallWork
 from workflow.tools.python import sandbox
 
@@ -100,13 +100,13 @@ def test_answers_are_judged_side_by_side_in_no_more_sessions_than_cores(held: No
 
 def test_a_call_that_is_not_kept_leaves_the_state_as_it_was(held: None) -> None:
     session = sandbox().session()
-    assert isinstance(session, BoxedSession)
+    assert isinstance(session, CellSession)
     leaves = "if os.fork() == 0:\n        time.sleep(1000)\n"
     session.run(f"import os, time\nseen = []\ndef note(x):\n    seen.append(x)\n    {leaves}    return seen")
     session.call("note", [0], keeps=False)  # with it goes what the cell before has left
-    before = session._box.members()
+    before = session._line._box.members()
     session.call("note", [0], keeps=False)
-    assert session._box.members() == before
+    assert session._line._box.members() == before
     told = [session.call("note", [number], keeps=keeps) for number, keeps in ((1, False), (2, False), (3, True), (4, False))]
     assert [result.value for result in told] == ["[1]", "[2]", "[3]", "[3, 4]"]
     assert {result.status for result in told} == {"ok"}

@@ -17,9 +17,11 @@ from cli import doctor
 from tests.boxes import SETTINGS, UIDS
 from tests.conftest import forbidden, missing
 from tests.docker_image import docker, image
+from tests.leftovers import LEFT, leaves_nothing
 from tests.ordinary import PYTHON, Ordinary
 from tests.test_sandbox import (
     DEATHS,
+    EVERYBODY,
     FORGERIES,
     KILLS,
     NO_PLAIN_DATA,
@@ -33,9 +35,9 @@ from tests.test_sandbox_attacks import ATTACKS, BRIEF, CPU, HUNT, IN_TIME, LIMIT
 from workflow.errors import ConfigError, SandboxUnavailable
 from workflow.sandbox import MIB, Limits, Sandbox, Session, keeper, landlock, plain
 from workflow.sandbox.boxed import Boxed
-from workflow.sandbox.container_session import ContainerSession
 from workflow.sandbox.docker import Docker, check
 from workflow.sandbox.find import find_sandbox
+from workflow.sandbox.session import CellSession
 from workflow.settings import Settings
 
 KINDS = ("landlock", "landlock as an ordinary user", "docker")
@@ -127,16 +129,16 @@ def session(sandbox: Sandbox) -> Iterator[Session]:
 
 
 @pytest.fixture(scope="module")
-def lasting() -> Iterator[list[ContainerSession]]:
+def lasting() -> Iterator[list[CellSession]]:
     """The container of the tests that leave a session as it was, once it is open."""
-    opened: list[ContainerSession] = []
+    opened: list[CellSession] = []
     yield opened
     for session in opened:
         session.close()
 
 
 @pytest.fixture
-def kept_session(sandbox: Sandbox, lasting: list[ContainerSession], request: pytest.FixtureRequest) -> Iterator[Session]:
+def kept_session(sandbox: Sandbox, lasting: list[CellSession], request: pytest.FixtureRequest) -> Iterator[Session]:
     """A session that others may have used before, where a new one would cost a container."""
     if not isinstance(sandbox, Docker):
         yield request.getfixturevalue("session")
@@ -399,6 +401,11 @@ def test_a_cell_that_dies_leaves_the_state_as_before_it(kept_session: Session, n
     assert "sleep" not in alive()
 
 
+@pytest.mark.parametrize("name", LEFT)
+def test_what_a_cell_leaves_ends_with_it_and_nothing_runs_until_the_next(sandbox: Sandbox, name: str) -> None:
+    leaves_nothing(sandbox, name)
+
+
 def test_a_cell_that_sleeps_with_daemons_ends_at_the_clocks_limit(kept_session: Session) -> None:
     kept_session.run("x = 1")
     daemons = (
@@ -416,9 +423,12 @@ def test_a_cell_that_forks_ends_once(kept_session: Session) -> None:
     forks_once(kept_session)
 
 
-@pytest.mark.parametrize("name", KILLS)
+@pytest.mark.parametrize("name", KILLS | {"everybody": EVERYBODY})
 def test_a_session_that_destroys_itself_ends_as_killed(session: Session, name: str) -> None:
-    assert session.run(KILLS[name], Limits(cpu_seconds=2, wall_seconds=20)).status in ("killed", "ok")
+    assert session.run((KILLS | {"everybody": EVERYBODY})[name], Limits(cpu_seconds=2, wall_seconds=20)).status in (
+        "killed",
+        "ok",
+    )
     while (
         after := session.run("1")
     ).status != "killed":  # the kernel's `kill(-1)` spares who says it, until its keeper is missed
@@ -450,14 +460,16 @@ def test_what_is_more_than_a_value_may_be_is_refused_outside(session: Session, n
 # The end of whoever started it.
 
 HOLDER = """
-import os, sys
+import os, sys, threading
 from tests.boxes import UIDS
 from workflow.sandbox import landlock
 from workflow.sandbox.boxed import Boxed
 from workflow.sandbox.docker import Docker
 sandbox = {made}
 session = sandbox.session()
-print(session.run("import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True).poll()").status, flush=True)
+cell = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True).wait()"
+threading.Thread(target=session.run, args=[cell], daemon=True).start()
+print("ok", flush=True)
 sys.stdin.read()
 """
 

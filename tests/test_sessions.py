@@ -268,7 +268,7 @@ def test_an_interpreter_that_somebody_else_ended_is_no_fault_of_the_next_cell(da
     work = begun(database)
     said(database, worker, work, 0, "x = 1")
     (live,) = worker._lives.values()
-    for process in live.session._box.members():  # type: ignore[union-attr]
+    for process in live.session._line._box.members():  # type: ignore[union-attr]
         with suppress(ProcessLookupError):  # it went with the first
             os.kill(process, signal.SIGKILL)
     assert said(database, worker, work, 1, "x") == ["1"]

@@ -96,7 +96,7 @@ def _judged(reference: str, answer: str) -> Once[tuple[float | None, float]]:
 
     def judge() -> tuple[float | None, float]:
         with _warm.one() as session:
-            result = session.call("judge", [reference, answer], keeps=False)
+            result = session.call("judge", [reference, answer], LIMITS, keeps=False)
         if system_failed(result, LIMITS):
             raise InfraError(f"The sandbox ({result.kind}) failed an answer: {result.status}: {result.output[:300]}")
         return (VERDICTS.get(result.value, 0.0) if result.status == "ok" else 0.0), result.cpu_seconds
@@ -114,9 +114,9 @@ def _opened() -> Session:
     """
     place = sandbox()
     reads = () if place.kind == "docker" else installed()
-    session = place.session(LIMITS, reads)
+    session = place.session(LOADING, reads)
     paths = sorted({str(Path(path).parent) for path in reads})
-    result = session.run(f"import sys\nsys.path += {paths!r}\n{INSIDE}", LOADING)
+    result = session.run(f"import sys\nsys.path += {paths!r}\n{INSIDE}")
     if result.status != "ok":
         session.close()
         said = f"{result.status}: {' '.join(result.output.split())[-300:]}"

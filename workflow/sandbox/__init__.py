@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-Status = Literal["ok", "error", "timeout_cpu", "timeout_wall", "oom", "output_cap", "pids", "killed", "sandbox_fault"]
+Status = Literal["ok", "error", "timeout_cpu", "timeout_wall", "oom", "output_cap", "pids", "disk", "killed", "sandbox_fault"]
 """How a piece of code ended.
 
 ok, error        by itself: exit code 0 or another, a cell or call that returned or raised
 timeout_cpu      it used up the model's budget of processor time
 timeout_wall     the system's limit passed first
-oom, output_cap, pids   it took more memory, printed more, started more processes than it may
+oom, output_cap, pids   it took more memory, printed more, started (or left) more processes than it may
+disk         it wrote more files than it may, where that is not refused as it is written
 killed           it died otherwise: a signal, or a session's process that is gone
 sandbox_fault    the sandbox did not come up, or died before the code began
 """
@@ -77,6 +78,7 @@ class Result:
         kind: of the sandbox: bwrap, landlock, docker, unsafe.
         value: of a call that returned: its value as JSON text (see `workflow.sandbox.plain`), or what the code inside would
             have one take for it: at most `plain.MAX_CHARACTERS`, and not looked into; else "".
+        left: processes and threads that a cell left running, which were ended with it.
     """
 
     status: Status
@@ -86,13 +88,14 @@ class Result:
     wall_seconds: float
     kind: str
     value: str = ""
+    left: int = 0
 
 
 class Session(Protocol):
     """One long-lived interpreter. A cell that dies or is killed leaves the state as it was before the cell.
 
-    Processes that earlier cells left running end with a cell that dies. Threads do not outlast their cell. `random` begins
-    with a fixed seed and strings hash alike, so that the same cells print the same in another session.
+    Objects outlast their cell; processes, threads and timers end with it. Between cells nothing runs. `random` begins with a
+    fixed seed and strings hash alike, so that the same cells print the same in another session.
     """
 
     @property
@@ -104,7 +107,8 @@ class Session(Protocol):
         """Runs a cell; the value of a last expression is printed. `limits` replace the session's for this cell.
 
         Raises:
-            ConfigError: they change its memory, processes or tmp, which are the whole session's.
+            ConfigError: they change its memory, processes or tmp, which are the whole session's, or are more processor time
+                than the session's.
         """
         ...
 

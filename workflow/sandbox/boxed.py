@@ -13,9 +13,10 @@ from logging import getLogger
 
 from workflow.errors import InfraError
 from workflow.sandbox import DEFAULTS, Limits, Result, spawn
+from workflow.sandbox.boxed_session import opened
 from workflow.sandbox.launch import Launch
 from workflow.sandbox.programs import Program, Zygote, cold
-from workflow.sandbox.session import BoxedSession
+from workflow.sandbox.session import CellSession
 from workflow.sandbox.turns import Turns
 
 log = getLogger("agentrl.sandbox")
@@ -31,7 +32,7 @@ class Boxed:
         self._lock = threading.Lock()
         self._idle: list[Zygote] = []
         self._closed = False
-        self._sessions: set[BoxedSession] = set()
+        self._sessions: set[CellSession] = set()
 
     def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> Result:
         """See `Sandbox.run`."""
@@ -45,9 +46,9 @@ class Boxed:
                 said = f"{type(error).__name__}: {error}"
             return Result("sandbox_fault", said, None, 0.0, 0.0, self.kind)
 
-    def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> BoxedSession:
+    def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> CellSession:
         """See `Sandbox.session`."""
-        session = BoxedSession(self.launch, limits, self._turns, reads)
+        session = opened(self.launch, limits, self._turns, reads)
         with self._lock:
             self._sessions = {other for other in self._sessions if other.alive} | {session}
         return session

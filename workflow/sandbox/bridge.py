@@ -4,8 +4,9 @@ It reads a line of JSON from stdin (`Header`) and as many bytes of sources, prog
 in a child, and from then on reads and writes frames: a kind, four bytes of length, the data.
 
 to the host      R the program begins, O it printed, C a session's process (4 bytes) said something, E what the kernel counted,
-                 X how the child ended
-from the host    C a request to the session, E count, K kill all but the session's keeper and the process (4 bytes) given
+                 K how many were ended and what went wrong, X how the child ended
+from the host    C a request to the session, E count, K end all but the session's keeper and the processes (4 bytes each) given
+                 and stop those (see `freeze`), G let them go on
 
 What was printed goes out before what was said after it. When the host closes stdin, because it wants this to end or is gone
 itself, the bridge ends, and as the first process of its namespace it takes all others along.
@@ -13,7 +14,7 @@ itself, the bridge ends, and as the first process of its namespace it takes all 
 The program runs as the same user. It can neither trace nor signal the bridge, which is the first process and not dumpable; it
 may close or fill its own files, and harm its own answers.
 
-This file runs inside and imports the standard library.
+This file runs inside and imports the standard library and `freeze`.
 """
 
 import ctypes
@@ -23,8 +24,10 @@ import select
 import signal
 import socket
 import struct
-import time
+from contextlib import suppress
 from typing import NoReturn, TypedDict
+
+from workflow.sandbox import freeze
 
 SOURCES, CODE, CONTROL, READY = 10, 11, 12, 13
 """The descriptors that the program finds, fixed so that the host can name them on its command line."""
@@ -163,12 +166,16 @@ class Relay:
         if kind == b"E":
             send(b"E", counts())
         elif kind == b"K":
-            self.kill_others(int.from_bytes(data, "little"))
+            send(b"K", self.settled({process for (process,) in struct.iter_unpack("<I", data)}))
+        elif kind == b"G":
+            signal_all(signal.SIGCONT)
         else:
             self.control.sendall(data)
 
     def from_child(self, fd: int) -> bool:
-        """What is there to be read, or False at its end."""
+        """What is there to be read, if another has not read it meanwhile, or False at its end."""
+        if not select.select([fd], [], [], 0)[0]:
+            return True
         if fd == self.control.fileno():
             return self.heard()
         data = os.read(fd, CHUNK)
@@ -184,17 +191,21 @@ class Relay:
         send(b"C", process.to_bytes(4, "little") + data)  # without data: it is closed
         return bool(data)
 
-    def kill_others(self, lasting: int) -> None:
-        """Until nobody else lives; what cannot be killed is the host's to see."""
-        deadline = time.monotonic() + KILL_SECONDS
-        while (others := living() - {os.getpid(), self.child, lasting}) and time.monotonic() < deadline:
-            for process in others:
-                try:
-                    os.kill(process, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            self.bury()
-            time.sleep(0.001)
+    def settled(self, lasting: set[int]) -> bytes:
+        """Ends all but those and the keeper, and says the rest of what they said and printed; how many, as JSON."""
+        try:
+            ended, wrong = freeze.settle(lambda: signal_all(signal.SIGSTOP), self.others, lasting, KILL_SECONDS), ""
+        except freeze.Unsettled as error:
+            ended, wrong = 0, str(error)
+        while select.select([self.control], [], [], 0)[0] and self.heard():
+            pass
+        drain(self.output)
+        return json.dumps([ended, wrong]).encode()
+
+    def others(self) -> set[int]:
+        """All but the bridge and the child, which keeps the session."""
+        self.bury()
+        return {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid(), self.child}
 
     def bury(self) -> None:
         """Waits for whoever has ended: orphans come to the first process."""
@@ -209,17 +220,10 @@ class Relay:
                 return
 
 
-def living() -> set[int]:
-    """The processes of this container that have not ended."""
-    found = set()
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] != "Z":
-                    found.add(int(name))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return found
+def signal_all(number: int) -> None:
+    """To all processes of the container but this one, in one step that a fork cannot outrun."""
+    with suppress(ProcessLookupError):
+        os.kill(-1, number)
 
 
 def main() -> None:
@@ -240,7 +244,3 @@ def main() -> None:
     ended = Relay(child, heard, ours, ready).run()
     send(b"E", counts())
     send(b"X", str(ended).encode())
-
-
-if __name__ == "__main__":
-    main()

@@ -42,13 +42,14 @@ class Profile:
     nests: bool = False
 
 
-def options(profile: Profile, tmp_bytes: int, info: int, go: int, filter_file: int | None) -> bytes:
+def options(profile: Profile, tmp_bytes: int, info: int, go: int, filter_file: int | None, first: bool = False) -> bytes:
     """What bwrap reads from `--args`.
 
     Args:
         info: the descriptor on which it says which process is the sandbox's first.
         go: the descriptor on which that process waits for a byte, so that it cannot be gone before it is held.
         filter_file: the system call filter; None: for the zygote, which forks into namespaces and sets it then.
+        first: the interpreter is the first process of the namespace, and not a child of bwrap's own.
     """
     words = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     words += ["--hostname", "sandbox", "--ro-bind", "/usr", "/usr", *_links()]
@@ -62,7 +63,7 @@ def options(profile: Profile, tmp_bytes: int, info: int, go: int, filter_file: i
     words += ["--remount-ro", "/", "--chdir", "/tmp"]
     for name, value in ENVIRONMENT.items():
         words += ["--setenv", name, value]
-    words += ["--info-fd", str(info), "--block-fd", str(go)]
+    words += ["--info-fd", str(info), "--block-fd", str(go), *(["--as-pid-1"] if first else [])]
     if filter_file is not None:
         words += ["--seccomp", str(filter_file), *(["--disable-userns"] if profile.disable_userns else [])]
     return b"".join(os.fsencode(word) + b"\0" for word in words)

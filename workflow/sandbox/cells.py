@@ -1,48 +1,84 @@
-"""Inside: a session. Cells share one namespace; each runs in a fork, which becomes the session if it lives.
+"""Inside: a session. Cells share one namespace; each runs in a fork, which hands on to the session's next state if it lives.
 
 A keeper starts the first *state* and sleeps: the sandbox lives as long as it does. For each request the state forks a *child*
-and waits. The child runs the cell. When the cell has ended, also by an exception, and whoever asked wants to keep what it did,
-the state ends and the child is the next state. When the child died, the state is still as it was before the cell, and says how
-the child died. A process that the cell forked and let run on to the cell's end is a program that has ended, not a second
-session.
+and waits. The child runs the cell. When the cell has ended, also by an exception, the child forks an *heir*, the next state:
+a fork has neither the threads nor the timers of the cell. Whoever asked ends the state and the child, and all that the cell
+left running, or else the child and the heir; a state whose child died is still as it was before the cell. Where the cell left
+no room for one more process, the child says so and waits until what it started was ended. A process that the cell forked and
+let run on to the cell's end is a program that has ended, not a second session.
 
-On the socket the child says `{"started": true}`, waits for a byte, runs the cell, says `{"done": ...}` and waits for a byte; a
-state whose child died says `{"died": code}`. Whatever a cell forges there, it can only say that it ended, or hand out data.
+On the socket the child says `{"started": true}`, waits for a byte and runs the cell; the heir says `{"done": ...}`, the child
+`{"full": true}` where there is no room for one, and a state whose child died `{"died": code}`. Whatever a cell forges there,
+it can only say that it ended, or hand out data.
+
+Where the keeper is the first process of a namespace, it also stops all others in one step, and lets them go on, as it is told.
 
 This file runs inside and imports the standard library, the runner and plain data.
 """
 
 import ast
+import ctypes
 import gc
 import json
+import linecache  # noqa: F401 - what shows an error needs no file then, of which a cell may have left none
 import os
 import random
-import resource
-import select
 import signal
 import sys
+import traceback  # noqa: F401
 import types
-from os import getpid  # a cell may change the module
-from typing import Any
+from contextlib import suppress
+from os import fork, getpid  # a cell may change the modules
+from signal import pause
+from typing import Any, NoReturn
 
 from workflow.sandbox import plain, runner
 
+NOBODY = -1
+SET_DUMPABLE = 4
+ORDERS = {b"s": signal.SIGSTOP, b"g": signal.SIGCONT}
 
-def main(control: int, address_bytes: int, processes: int) -> None:
-    """Serves requests, a line of JSON each, until the socket is closed."""
+
+def main(control: int, cpu_seconds: int, address_bytes: int, processes: int, orders: int = NOBODY) -> None:
+    """Serves requests, a line of JSON each, until the socket is closed.
+
+    Args:
+        cpu_seconds: the most that a request's budget may be.
+        orders: where this is the first process of a namespace: the socket that says when all others stop and go on.
+    """
     runner.settle()
     runner.limit(address_bytes, processes)
     os.set_inheritable(control, False)
-    state = os.fork()
-    if state == 0:
-        _serve(control)
+    _show_memory(False)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans come here, and nobody asks for them
+    if fork() == 0:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _show_memory(True)
+        if orders != NOBODY:
+            os.close(orders)
+        _serve(control, cpu_seconds)
     os.close(control)
-    os.waitpid(state, 0)
-    while True:
-        signal.pause()
+    while orders == NOBODY:
+        pause()
+    _keep_order(orders)
 
 
-def _serve(control: int) -> None:
+def _show_memory(shown: bool) -> None:
+    """Whether processes of the same user may reach into this one; where that cannot be said, the sandbox forbids it."""
+    ctypes.CDLL(None).prctl(SET_DUMPABLE, int(shown), 0, 0, 0)
+
+
+def _keep_order(orders: int) -> NoReturn:
+    """The first process of a namespace: a signal that it sends to all reaches everybody else, and no fork outruns it."""
+    os.set_inheritable(orders, False)
+    while asked := os.read(orders, 1):
+        with suppress(ProcessLookupError):  # nobody is left
+            os.kill(-1, ORDERS[asked])
+        os.write(orders, asked)
+    os._exit(0)
+
+
+def _serve(control: int, most_seconds: int) -> None:
     random.seed(0)  # when cells are run again they draw the same
     cells = types.ModuleType("__main__")
     sys.modules["__main__"] = cells
@@ -52,45 +88,50 @@ def _serve(control: int) -> None:
     while True:
         asked = _heard(control)
         number += 1
-        heir = _become_child(control)
-        if heir is None:
+        if child := _forked():
+            _say(control, {"died": _ended(child)})
             continue
-        runner.budget(asked["cpu"], final=False)
+        runner.budget(asked["cpu"], most_seconds)
         _say(control, {"started": True})
         _go(control)
-        child = getpid()
+        process = getpid()
         done = _done(cells, asked, f"{runner.CELL}{number}>")
-        if getpid() != child:
+        if getpid() != process:
             os._exit(done["code"])
-        runner.budget(resource.RLIM_INFINITY, final=False)
+        _hand_on(control)
+        runner.budget(most_seconds, most_seconds)
         _say(control, {"done": done})
-        _go(control)
-        os.write(heir, b"1")
-        os.close(heir)
 
 
-def _become_child(control: int) -> int | None:
-    """In the child: the pipe on which it says that it lives. In the state whose child died: None, once it was told."""
-    heard, told = os.pipe()
+def _forked() -> int:
+    """`fork`, and the child draws on: the module seeds itself anew in every child."""
     drawn = random.getstate()
-    child = os.fork()
+    child = fork()
     if child == 0:
-        random.setstate(drawn)  # the module seeds itself anew in every child
-        os.close(heard)
-        return told
-    os.close(told)
-    watched = select.poll()
-    pidfd = os.pidfd_open(child)
-    watched.register(heard, select.POLLIN)
-    watched.register(pidfd, select.POLLIN)
-    watched.poll()
-    if select.select([heard], [], [], 0)[0] and os.read(heard, 1):
-        os._exit(0)
-    died = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.close(heard)
-    os.close(pidfd)
-    _say(control, {"died": died})
-    return None
+        random.setstate(drawn)
+    return child
+
+
+def _ended(child: int) -> int:
+    """How the child died."""
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except ChildProcessError:  # a cell said that nobody asks for children
+        return -signal.SIGKILL
+
+
+def _hand_on(control: int) -> None:
+    """Returns in the heir; the child waits to be ended."""
+    while True:
+        try:
+            if _forked() == 0:
+                return
+        except OSError:
+            _say(control, {"full": True})
+            _go(control)
+            continue
+        while True:
+            pause()
 
 
 def _done(cells: types.ModuleType, asked: dict[str, Any], file: str) -> dict[str, Any]:

@@ -25,10 +25,15 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class Events:
-    """How often the kernel killed for memory and refused a process, so far."""
+    """How often it was killed for memory or for what it wrote to its disk, and refused a process, so far."""
 
     oom: int = 0
     pids: int = 0
+    disk: int = 0
+
+    def since(self, before: "Events") -> "Events":
+        """What has come since then."""
+        return Events(max(0, self.oom - before.oom), max(0, self.pids - before.pids), max(0, self.disk - before.disk))
 
 
 class Cgroup:
@@ -67,6 +72,11 @@ class Cgroup:
         if (folder / "cpuacct.usage").exists():
             return int((folder / "cpuacct.usage").read_text()) / 1e9
         return self._pairs("cpuacct", "", "cpu.stat").get("usage_usec", 0) / 1e6
+
+    def members(self) -> set[int] | None:
+        """The processes in it; None where nobody counts."""
+        folder = next(iter(self._folders.values()), None)
+        return None if folder is None else set(map(int, (folder / "cgroup.procs").read_text().split()))
 
     def ended_after(self, seconds: float) -> None:
         """What the first of them and all that it buried had used, where nobody else counts."""

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from tempfile import TemporaryFile
 
 from workflow.errors import InfraError
@@ -79,7 +78,7 @@ class Container:
         self._kept: list[tuple[bytes, bytes]] = []
         self._log = TemporaryFile()  # noqa: SIM115 - closed with the container
         self._said = ""
-        inside = [*payload.FLAGS, "-c", Path(bridge.__file__).read_text()]
+        inside = [*payload.FLAGS, "-c", payload.standalone("freeze", "bridge")]
         self._process = subprocess.Popen(
             [*self._docker, *options(self._name, image, user, limits), *inside],
             stdin=subprocess.PIPE,
@@ -153,19 +152,6 @@ class Container:
             )
             self.ask(b"E")
         return Use(overrun, bytes(printed[: limits.output_bytes]), time.monotonic() - began)
-
-    def count(self) -> Counted:
-        """What the kernel has counted by now.
-
-        Raises:
-            EOFError: the container has ended.
-        """
-        self.ask(b"E")
-        before = self.counted
-        deadline = time.monotonic() + END_SECONDS
-        while self.counted is before and time.monotonic() < deadline:
-            self.frames(LOOK_SECONDS)
-        return self.counted
 
     def close(self) -> str:
         """Ends it and whatever runs in it, and waits until it is gone; what docker had to say. Twice is no error."""

@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from workflow.errors import ConfigError, InfraError, SandboxUnavailable
 from workflow.sandbox import DEFAULTS, Limits, Result, bridge, seats
 from workflow.sandbox.container import KIND, START_SECONDS, Container
-from workflow.sandbox.container_session import ContainerSession
+from workflow.sandbox.container_session import opened
 from workflow.sandbox.find import ANSWER, PROBE, PROBE_LIMITS
 from workflow.sandbox.programs import ADDRESS_BYTES, whole_seconds
+from workflow.sandbox.session import CellSession
 from workflow.sandbox.turns import Turns
 from workflow.sandbox.watch import status, text
 from workflow.settings import Settings
@@ -47,7 +48,7 @@ class Docker:
         self.command = docker
         self._turns = Turns(os.cpu_count() or 1)
         self._lock = threading.Lock()
-        self._sessions: set[ContainerSession] = set()
+        self._sessions: set[CellSession] = set()
 
     def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> Result:
         """See `Sandbox.run`."""
@@ -60,15 +61,14 @@ class Docker:
             except InfraError as error:
                 return Result("sandbox_fault", str(error), None, 0.0, 0.0, KIND)
 
-    def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> ContainerSession:
+    def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> CellSession:
         """See `Sandbox.session`."""
         if reads:
             raise ConfigError(f"A container shows nothing of this host, and not {reads[0]!r}.", "Put it into the image.")
-        numbers = (bridge.CONTROL, ADDRESS_BYTES, UNCOUNTED)
+        numbers = (bridge.CONTROL, whole_seconds(limits), ADDRESS_BYTES, UNCOUNTED)
         scripts = ("runner", "plain", "cells")
-        session = ContainerSession(
-            Container(self.command, self.image, self.user, limits, scripts, numbers), limits, self._turns
-        )
+        container = Container(self.command, self.image, self.user, limits, scripts, numbers)
+        session = opened(container, limits, self._turns)
         with self._lock:
             self._sessions = {other for other in self._sessions if other.alive} | {session}
         return session

@@ -6,9 +6,10 @@ keeper enters a Landlock domain that scopes signals, and its child a second one 
 descendants can signal one another and nothing else, not even the keeper, and the keeper can signal them and nothing else on
 the machine. `kill(-1)` means then exactly all of them, in one step that a fork cannot outrun.
 
-SPEC is JSON, see `Spec`. The keeper ends the rest when its first child ends, when a limit is passed, or when the control
-pipe's other end is closed, be it by a host that was killed; then it removes the folder. Its last words are one JSON line, see
-`Report`.
+SPEC is JSON, see `Spec`. Over the control socket the keeper is told to stop all of them and to let them go on; it answers with
+the same byte, and has nothing to watch while they stand still. It ends the rest when its first child ends, when a limit is
+passed, or when the socket's other end is closed, be it by a host that was killed; then it removes the folder. Its last words
+are one JSON line, see `Report`.
 """
 
 import ctypes
@@ -39,6 +40,7 @@ OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE  # what may be granted o
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 SECCOMP_MODE_FILTER = 2
 TICK_MS = 100
+STOP, GO_ON = b"s", b"g"
 PAGE = resource.getpagesize()
 CLOCK = os.sysconf("SC_CLK_TCK")
 ENTRIES = 10_000  # files and folders in the sandbox's own folder
@@ -47,8 +49,7 @@ UNSEEN = (FileNotFoundError, ProcessLookupError, PermissionError)  # gone meanwh
 
 class Spec(TypedDict):
     """What the host asks for. `filters` are seccomp programs in hex; `watched` bounds all descendants together (cpu 0: not
-    watched); `joins` are files of control groups; `control` and `report`
-    are descriptors."""
+    watched); `joins` are files of control groups; `control` (a socket) and `report` are descriptors."""
 
     argv: list[str]
     env: dict[str, str]
@@ -68,7 +69,7 @@ class Spec(TypedDict):
 
 
 class Report(TypedDict):
-    """How it ended: the first child's wait status, the limit that was passed ("" for none, "closed" for the control pipe),
+    """How it ended: the first child's wait status, the limit that was passed ("" for none, "closed" for the control socket),
     processor seconds of all descendants, how many outlived the first child."""
 
     status: int
@@ -279,16 +280,29 @@ def watch(spec: Spec, child: int) -> tuple[int | None, str]:
     poll = select.poll()
     poll.register(spec["control"], select.POLLIN)
     poll.register(os.pidfd_open(child), select.POLLIN)
+    still = False
     while True:
-        events = dict(poll.poll(TICK_MS))
+        events = dict(poll.poll(None if still else TICK_MS))
         for pid, status in reaped():
             if pid == child:
                 return status, ""
         if spec["control"] in events:
-            return None, "closed"
+            order = os.read(spec["control"], 1)
+            if not order:
+                return None, "closed"
+            still = carried_out(order, spec["control"])
+            continue
         limit = passed(spec)
         if limit:
             return None, limit
+
+
+def carried_out(order: bytes, control: int) -> bool:
+    """Stops all descendants, or lets them go on; whether they stand still."""
+    with suppress(ProcessLookupError, PermissionError):  # none is left
+        os.kill(-1, signal.SIGSTOP if order == STOP else signal.SIGCONT)
+    os.write(control, order)
+    return order == STOP
 
 
 def reaped() -> Iterator[tuple[int, int]]:

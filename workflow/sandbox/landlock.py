@@ -23,6 +23,7 @@ import ctypes
 import errno
 import json
 import os
+import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -163,7 +164,11 @@ class Tally:
         """See `Counts.events`."""
         kernel, said = self._cgroup.events(), self.said()
         passed = said["passed"] if said else ""
-        return Events(kernel.oom + (passed == "oom"), kernel.pids + (passed == "pids"))
+        return Events(kernel.oom + (passed == "oom"), kernel.pids + (passed == "pids"), int(passed == "disk"))
+
+    def members(self) -> set[int] | None:
+        """The processes of the control group, where there is one."""
+        return self._cgroup.members()
 
     def cpu_seconds(self) -> float | None:
         """See `Counts.cpu_seconds`; without a control group only known at the end."""
@@ -175,11 +180,13 @@ class Kept:
     """A `Started` that a keeper holds.
 
     Args:
-        hold: the control pipe's writing end; the keeper ends all when it is closed.
+        hold: our end of the control socket; the keeper ends all when it is closed.
         undone: takes away what was made for it.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes]", hold: int, uid: int | None, tally: Tally, undone: ExitStack) -> None:
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", hold: socket.socket, uid: int | None, tally: Tally, undone: ExitStack
+    ) -> None:
         self.cgroup = tally
         self.ended = os.pidfd_open(process.pid)
         self._process = process
@@ -190,15 +197,25 @@ class Kept:
 
     def members(self) -> set[int]:
         """See `Started.members`: those of its user, or what came of the keeper, looked at twice since orphans move up to it."""
+        if (counted := self.cgroup.members()) is not None:
+            return counted
         if self._uid is not None:
             return set(processes_of(self._uid))
         return {int(pid) for _ in range(2) for pid, _ in keeper.descendants(self._process.pid)}
+
+    def stop(self) -> None:
+        """See `Started.stop`."""
+        spawn.obeyed(self._hold, keeper.STOP)
+
+    def go_on(self) -> None:
+        """See `Started.go_on`."""
+        spawn.obeyed(self._hold, keeper.GO_ON)
 
     def close(self) -> int:
         """See `Started.close`."""
         if not self._closed:
             self._closed = True
-            os.close(self._hold)
+            self._hold.close()
             spawn.ready(self.ended)
             os.close(self.ended)
             self._process.wait()
@@ -249,16 +266,17 @@ def start(python: str, folders: tuple[str, ...], uids: range, limits: Limits, in
         cgroup.bound(limits.memory_bytes, limits.processes)
         folder = own_folder(seat)
         undone.callback(keeper.remove, folder)  # where the keeper could not
-        (control, hold), (said, report) = os.pipe(), os.pipe()
+        (hold, control), (said, report) = socket.socketpair(), os.pipe()
         undone.callback(os.close, said)
         source = spawn.memory_file(payload.sources(*inside.scripts))
-        for file in (control, report, source):
+        passed_on.enter_context(control)
+        for file in (report, source):
             passed_on.callback(os.close, file)
         with ExitStack() as held:
-            held.callback(os.close, hold)
-            asked = spec(python, folders, seat, cgroup, folder, limits, inside, source, control, report)
+            held.enter_context(hold)
+            asked = spec(python, folders, seat, cgroup, folder, limits, inside, source, control.fileno(), report)
             command = [python, "-I", "-S", "-c", keeper_source(), json.dumps(asked)]
-            process = spawn.started(command, inside, [control, report, source, *inside.files])
+            process = spawn.started(command, inside, [control.fileno(), report, source, *inside.files])
             held.pop_all()
         return Kept(process, hold, seat.uid, Tally(cgroup, said), undone.pop_all())
 

@@ -20,6 +20,8 @@ class Inside:
         files: its first arguments: descriptors, which keep their numbers.
         numbers: its further arguments.
         stdin, output: its standard streams.
+        session: it lasts, and stands still between requests; where nobody else can stop all that it starts in one step, it is
+            given the socket of who orders that as a last argument, and is the first process of its namespace.
         zygote: it forks into namespaces of its own. So these, and the calls that make them, are left to it, and it is given the
             system call filter as a last argument.
         reads: paths of this host that it may read, beside its interpreter.
@@ -30,6 +32,7 @@ class Inside:
     numbers: tuple[int, ...]
     stdin: int
     output: int
+    session: bool = False
     zygote: bool = False
     reads: tuple[str, ...] = ()
 
@@ -65,6 +68,18 @@ class Started(Protocol):
 
     def members(self) -> set[int]:
         """The processes inside, by this host's numbers."""
+        ...
+
+    def stop(self) -> None:
+        """Stops all that was started inside, in one step that a fork cannot outrun (see `freeze`).
+
+        Raises:
+            OSError: nobody is there any more who could.
+        """
+        ...
+
+    def go_on(self) -> None:
+        """Lets them go on. Raises as `stop`."""
         ...
 
     def close(self) -> int:

@@ -12,7 +12,7 @@ import sys, types
 sys.path[:] = [path for path in sys.path if path]
 for name in ("workflow", "workflow.sandbox"):
     sys.modules[name] = types.ModuleType(name)
-for part in open({source}, encoding="utf-8").read().split("\\0"):
+for part in {parts}.split("\\0"):
     short, _, text = part.partition("\\n")
     name = "workflow.sandbox." + short
     module = sys.modules[name] = types.ModuleType(name)
@@ -50,4 +50,10 @@ def sources(*names: str) -> bytes:
 def command(python: str, source: int, *arguments: int) -> list[str]:
     """The command line that runs the `main` of the last of the sources on the descriptor `source`."""
     told = ", ".join(str(argument) for argument in arguments)
-    return [python, *FLAGS, "-c", BOOT.format(source=source, arguments=told)]
+    parts = f'open({source}, encoding="utf-8").read()'
+    return [python, *FLAGS, "-c", BOOT.format(parts=parts, arguments=told)]
+
+
+def standalone(*names: str) -> str:
+    """A script of those files, for an interpreter that is given nothing else."""
+    return BOOT.format(parts=repr(sources(*names).decode()), arguments="")

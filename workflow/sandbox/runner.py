@@ -27,9 +27,13 @@ def limit(address_bytes: int, processes: int) -> None:
         resource.setrlimit(which, (value, value))
 
 
-def budget(cpu_seconds: int, *, final: bool) -> None:
-    """Processor seconds of this process and of each child: SIGXCPU ends them; where `final`, a second later SIGKILL."""
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1 if final else resource.RLIM_INFINITY))
+def budget(cpu_seconds: int, most: int) -> None:
+    """Processor seconds of this process and of each child: SIGXCPU ends them; a second after `most`, SIGKILL.
+
+    Args:
+        most: nobody in here can raise it again.
+    """
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, most + 1))
 
 
 def connect(stdin: int, output: int) -> None:
@@ -107,7 +111,7 @@ def main(source: int, ready: int, cpu_seconds: int, address_bytes: int, processe
     with open(source, encoding="utf-8", errors="surrogateescape") as file:
         text = file.read()
     limit(address_bytes, processes)
-    budget(cpu_seconds, final=True)
+    budget(cpu_seconds, cpu_seconds)
     os.write(ready, b"1")
     connect(0, 1)
     settle()

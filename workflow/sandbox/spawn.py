@@ -9,6 +9,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from workflow.errors import InfraError
-from workflow.sandbox import Limits, bwrap, cgroups, payload, seats, seccomp
+from workflow.sandbox import Limits, bwrap, cgroups, freeze, keeper, payload, seats, seccomp
 from workflow.sandbox.cgroups import Cgroup
 from workflow.sandbox.launch import Inside, Launch
 from workflow.sandbox.seats import Seat
@@ -26,6 +27,7 @@ BWRAP_SECONDS = 5.0
 """In which bwrap ends by itself once the first process is gone, with that one's exit code."""
 SIGNALLED = 128
 """What bwrap adds to the number of the signal that ended a program."""
+ORDER_SECONDS = 10.0
 START_SECONDS = 60.0
 """To come up, on a machine that is very busy."""
 
@@ -48,21 +50,30 @@ class Box:
     Args:
         process: bwrap, or whatever was started.
         first: the first process inside.
+        orders: the socket on which that one is told to stop the others, where it can be.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes]", first: int, cgroup: Cgroup, seat: Seat) -> None:
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", first: int, cgroup: Cgroup, seat: Seat, orders: socket.socket | None = None
+    ) -> None:
         self.process = process
         self.cgroup = cgroup
         self.ended = os.pidfd_open(process.pid)
         self._first_id = first
         self._first = os.pidfd_open(first)
         self._seat = seat
+        self._orders = orders
         self._closed = False
 
     def members(self) -> set[int]:
         """See `Started.members`: the first process and its descendants; an orphan becomes a child of the first."""
         if self._closed or ready(self._first, 0):
             return set()  # its number may be another's by now
+        if (counted := self.cgroup.members()) is not None:
+            return counted
+        if Path(f"/proc/{self._first_id}/task/{self._first_id}/children").exists():
+            # Looked at twice, since who is orphaned meanwhile moves up.
+            return {self._first_id} | {int(process) for _ in range(2) for process, _ in keeper.descendants(self._first_id)}
         parents = dict(filter(None, map(_parent, filter(str.isdigit, os.listdir("/proc")))))
         found: set[int] = set()
         layer = {self._first_id}
@@ -71,10 +82,24 @@ class Box:
             layer = {process for process, parent in parents.items() if parent in layer}
         return found
 
+    def stop(self) -> None:
+        """See `Started.stop`."""
+        self._order(b"s")
+
+    def go_on(self) -> None:
+        """See `Started.go_on`."""
+        self._order(b"g")
+
+    def _order(self, what: bytes) -> None:
+        assert self._orders is not None
+        obeyed(self._orders, what)
+
     def close(self) -> int:
         """See `Started.close`."""
         if not self._closed:
             self._closed = True
+            if self._orders is not None:
+                self._orders.close()
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._first, signal.SIGKILL)
             ready(self._first)
@@ -110,24 +135,30 @@ def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -
         (heard, info), (waits, go) = os.pipe(), os.pipe()
         source, rules = memory_file(payload.sources(*inside.scripts)), memory_file(seccomp.rules())
         shown = replace(profile, folders=(*profile.folders, *inside.reads))
-        options = memory_file(bwrap.options(shown, limits.tmp_bytes, info, waits, None if inside.zygote else rules))
+        filter_file = None if inside.zygote else rules
+        options = memory_file(bwrap.options(shown, limits.tmp_bytes, info, waits, filter_file, inside.session))
         for file in (heard, waits, go, source, rules, options):
             files.callback(os.close, file)
+        orders, theirs = socket.socketpair() if inside.session else (None, None)
+        if orders and theirs:
+            undone.callback(orders.close)
+            files.callback(theirs.close)
         seat = seats.take(uids)
         undone.callback(seat.leave)
         cgroup = cgroups.make()
         undone.callback(cgroup.remove)
         cgroup.bound(limits.memory_bytes, limits.processes)
-        words = payload.command(profile.python, source, *inside.files, *inside.numbers, *([rules] if inside.zygote else []))
+        last = [rules] if inside.zygote else [theirs.fileno()] if theirs else []
+        words = payload.command(profile.python, source, *inside.files, *inside.numbers, *last)
         command = bwrap.command(profile, options, seat.uid, cgroup.joins, words)
         try:
-            process = started(command, inside, [info, waits, source, rules, options, *inside.files])
+            process = started(command, inside, [info, waits, source, rules, options, *inside.files, *last])
         finally:
             os.close(info)
         undone.callback(process.wait)
         undone.callback(process.kill)
         try:
-            box = Box(process, _first_process(heard), cgroup, seat)
+            box = Box(process, _first_process(heard), cgroup, seat, orders)
         except ProcessLookupError as error:
             raise InfraError("A sandbox ended as it came up.") from error
         os.write(go, b"1")
@@ -140,6 +171,18 @@ def buried(process: "subprocess.Popen[bytes]", cgroup: Cgroup) -> None:
     _, code, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(code)
     cgroup.ended_after(used.ru_utime + used.ru_stime)
+
+
+def obeyed(line: socket.socket, order: bytes) -> None:
+    """Gives an order and waits until it is carried out.
+
+    Raises:
+        OSError: nobody is there, or answers.
+    """
+    line.settimeout(ORDER_SECONDS)
+    line.sendall(order)
+    if line.recv(1) != order:
+        raise ConnectionResetError("its processes are gone")
 
 
 def ready(file: int, seconds: float | None = None) -> bool:
@@ -184,5 +227,6 @@ def _parent(process: str) -> tuple[int, int] | None:
     """A process and its parent; None where it is gone, or dead already."""
     with suppress(OSError):
         state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
-        return None if state in "ZX" else (int(process), int(parent))
+        gone = state in "ZX" and not freeze.threads_of(int(process))[0]
+        return None if gone else (int(process), int(parent))
     return None

@@ -148,6 +148,8 @@ def status(limits: Limits, overrun: Overrun | None, code: int | None, cpu: float
         return "oom"
     if code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu >= limits.cpu_seconds):
         return "timeout_cpu"
+    if kernel.disk:
+        return "disk"
     if kernel.pids:
         return "pids"
     return "killed" if code is None or code < 0 else "error"

@@ -120,7 +120,7 @@ def _program(asked: dict[str, int], files: list[int], rules: bytes) -> None:
         source = file.read()
     runner.connect(files[1], files[2])
     runner.limit(asked["address"], asked["processes"])
-    runner.budget(asked["cpu"], final=True)
+    runner.budget(asked["cpu"], asked["cpu"])
     _libc.prctl(SET_DUMPABLE, 1, 0, 0, 0)
     _filter(rules)
     for name in [name for name in sys.modules if name.startswith("workflow")]:

@@ -185,6 +185,7 @@ def reasons(limits: Limits) -> dict[str, str]:
         "oom": f"[stopped: it needs more than {limits.memory_bytes // MIB} MB of memory]",
         "output_cap": f"[stopped: it printed more than {limits.output_bytes} bytes]",
         "pids": f"[stopped: it started more than {limits.processes} processes and threads]",
+        "disk": f"[stopped: it wrote more than {limits.tmp_bytes // MIB} MB of files, or too many of them]",
         "killed": "[stopped: it crashed the interpreter]",
     }
 

@@ -1,0 +1,126 @@
+"""A session in a sandbox of this host: its socket, its output and its processes, as `session.CellSession` asks for them."""
+
+import os
+import socket
+from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
+
+from workflow.errors import InfraError
+from workflow.sandbox import Limits, freeze, spawn
+from workflow.sandbox.cgroups import SPARE_PROCESSES, Events
+from workflow.sandbox.launch import Inside, Launch
+from workflow.sandbox.programs import ADDRESS_BYTES, whole_seconds
+from workflow.sandbox.session import ANSWER_SECONDS, Broken, CellSession
+from workflow.sandbox.turns import Turns
+from workflow.sandbox.watch import Use, drained, explained, spent, watch
+
+CREDENTIALS = 12  # a struct ucred: process, user, group
+CHUNK = 1 << 16
+
+
+class BoxedLine:
+    """A `Line`.
+
+    Raises:
+        InfraError: the sandbox did not come up.
+    """
+
+    def __init__(self, launch: Launch, limits: Limits, reads: Sequence[str]) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._printed, output = os.pipe()
+        os.set_blocking(self._printed, False)
+        numbers = (whole_seconds(limits), ADDRESS_BYTES, limits.processes + SPARE_PROCESSES)
+        scripts = ("runner", "plain", "cells")
+        try:
+            with open(os.devnull, "rb") as nothing, theirs:
+                inside = Inside(scripts, (theirs.fileno(),), numbers, nothing.fileno(), output, True, reads=tuple(reads))
+                self._box = launch.start(limits, inside)
+        except InfraError as error:
+            said = self.printed()
+            self._socket.close()
+            os.close(self._printed)
+            raise explained(error, said) from error
+        finally:
+            os.close(output)
+        self._state: Set[int] = set()
+        self._keepers: Set[int] = set()
+
+    def printed(self) -> bytes:
+        """Some of what was printed, if anything was."""
+        with suppress(BlockingIOError):
+            return os.read(self._printed, 500)
+        return b""
+
+    def say(self, data: bytes) -> None:
+        """See `Line.say`."""
+        self._socket.settimeout(ANSWER_SECONDS)
+        self._socket.sendall(data)
+
+    def part(self, seconds: float) -> tuple[bytes, int]:
+        """See `Line.part`."""
+        if not spawn.ready(self._socket.fileno(), seconds):
+            raise Broken("nothing was said in time")
+        return self._received()
+
+    def forget(self) -> None:
+        """See `Line.forget`."""
+        while drained(self._printed):
+            pass
+        while spawn.ready(self._socket.fileno(), 0):
+            self._received()
+
+    def watch(self, limits: Limits, running: Callable[[], int]) -> Use:
+        """See `Line.watch`."""
+        before = self._spent()
+        return watch(self._printed, self._socket.fileno(), limits, lambda: self._spent() - before, running)
+
+    def counted(self) -> tuple[Events, float]:
+        """See `Line.counted`."""
+        return self._box.cgroup.events(), self._spent()
+
+    def settle(self, lasting: Set[int]) -> int:
+        """See `Line.settle`. What is there beside the first state, as it comes up, is the sandbox's own."""
+        if not self._keepers:
+            self._keepers = self._box.members() - lasting
+        ended = freeze.settle(self._box.stop, lambda: self._box.members() - self._keepers, lasting, ANSWER_SECONDS)
+        self._state = lasting
+        return ended
+
+    def go_on(self) -> None:
+        """See `Line.go_on`."""
+        self._box.go_on()
+
+    def close(self) -> Events:
+        """See `Line.close`."""
+        before = self._box.cgroup.events()
+        self._box.close()
+        after = self._box.cgroup.events()  # a control group is gone by now, and a keeper has reported
+        self._socket.close()
+        os.close(self._printed)
+        return Events(max(before.oom, after.oom), max(before.pids, after.pids), max(before.disk, after.disk))
+
+    def _spent(self) -> float:
+        return spent(self._box, self._keepers | self._state)
+
+    def _received(self) -> tuple[bytes, int]:
+        part, told, _, _ = self._socket.recvmsg(CHUNK, socket.CMSG_SPACE(CREDENTIALS))
+        if not part:
+            raise Broken("its processes are gone")
+        process = next((int.from_bytes(data[:4], "little") for _, kind, data in told if kind == socket.SCM_CREDENTIALS), 0)
+        return part, process
+
+
+def opened(launch: Launch, limits: Limits, turns: Turns, reads: Sequence[str] = ()) -> CellSession:
+    """A session in a sandbox of its own.
+
+    Raises:
+        InfraError: it did not come up.
+    """
+    line = BoxedLine(launch, limits, reads)
+    try:
+        return CellSession(line, launch.kind, limits, turns, spawn.START_SECONDS)
+    except (Broken, freeze.Unsettled, OSError) as error:
+        said = line.printed()
+        line.close()
+        raise explained(InfraError(f"A session's sandbox did not come up: {error}."), said) from error
