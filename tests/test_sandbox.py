@@ -25,6 +25,7 @@ from workflow.sandbox.boxed import Boxed
 from workflow.sandbox.bwrap import Profile
 from workflow.sandbox.cgroups import Events
 from workflow.sandbox.find import find_sandbox
+from workflow.sandbox.session import CALLS_OF_A_STATE
 from workflow.sandbox.watch import CROWD_PER_CORE
 from workflow.settings import Settings
 from workflow.tools.python import python
@@ -247,6 +248,34 @@ def test_a_sessions_budget_is_each_cells(session: Session) -> None:
     spin = "import time\nend = time.process_time() + 0.6\nwhile time.process_time() < end: pass"
     for _ in range(4):
         assert session.run(spin, Limits(cpu_seconds=1)).status == "ok"
+
+
+def test_a_cells_budget_cannot_be_raised_above_its_sessions(session: Session) -> None:
+    raises = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, ({0}, {0}))"
+    most = "resource.getrlimit(resource.RLIMIT_CPU)[1]"
+    for _ in range(2):
+        assert session.run(f"import resource\n{most}").output == "11\n"
+        assert "ValueError" in session.run(raises.format(12)).output
+    with pytest.raises(ConfigError, match="cpu_seconds"):
+        session.run("1", Limits(cpu_seconds=10.5))
+
+
+def test_a_state_that_has_little_time_left_hands_on_to_one_whose_time_begins_anew() -> None:
+    spin = "import time\nend = time.process_time() + 0.8\nwhile time.process_time() < end: pass"
+    with boxed("cold") as sandbox:
+        session = sandbox.session(Limits(cpu_seconds=1))
+        session.run("import time\ndef used(): return time.process_time()")
+        assert session.run(spin).status == "ok"
+        assert plain.decode(session.call("used", []).value) < 0.5
+        for _ in range(2 * CALLS_OF_A_STATE):
+            assert session.call("used", [], keeps=False).status == "ok"
+
+
+def test_output_of_what_a_cell_left_is_not_the_next_cells(session: Session) -> None:
+    prints = "def prints():\n  while True: print('left')"
+    for _ in range(5):
+        session.run(f"import threading\n{prints}\nthreading.Thread(target=prints, daemon=True).start()")
+        assert session.run("print('mine')").output == "mine\n"
 
 
 EVERY = "import os\nfor fd in range(3, 64):\n  try: os.write(fd, {})\n  except OSError: pass"

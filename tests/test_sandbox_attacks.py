@@ -17,7 +17,8 @@ import pytest
 
 from tests.boxes import MODES, UIDS, alive, boxed
 from tests.conftest import forbidden, missing
-from tests.leftovers import LEFT, leaves_nothing
+from tests.leftovers import LEFT, leaves_nothing, ours
+from tests.leftovers import LIMITS as LEFTOVERS
 from workers import broker
 from workflow.sandbox import MIB, Limits, cgroups, seccomp
 from workflow.sandbox.boxed import Boxed
@@ -28,6 +29,8 @@ BRIEF = replace(LIMITS, cpu_seconds=0.3)
 SHORT = Limits(cpu_seconds=1, wall_seconds=0.5, output_bytes=4096)
 OF_A_ZYGOTE = 3
 """bwrap twice, and the zygote."""
+OF_A_SESSION = 3 if os.geteuid() == 0 else 2
+"""bwrap (as an ordinary user not told from others), the keeper and the state."""
 
 
 @pytest.fixture(params=MODES)
@@ -119,6 +122,17 @@ def test_what_a_cell_leaves_ends_with_it_and_nothing_runs_until_the_next(
         monkeypatch.setattr(cgroups, "parents", dict)
     with boxed("cold") as sandbox:
         leaves_nothing(sandbox, name)
+
+
+def test_a_fork_bomb_that_is_left_loses_each_time() -> None:
+    with boxed("cold") as sandbox:
+        session = sandbox.session(LEFTOVERS)
+        for number in range(20):
+            result = session.run(f"x = {number}\n{LEFT['a fork bomb'][0]}", LEFTOVERS)
+            assert result.status == "ok"
+            assert result.left > 0
+            assert session.run("x").output == f"{number}\n"
+        assert len(ours()) == OF_A_SESSION
 
 
 def test_tmp_is_full_at_its_size_and_empty_for_the_next(sandbox: Boxed) -> None:

@@ -32,13 +32,14 @@ from tests.test_sandbox import (
     keeps_nothing_of_what_passed_its_limit,
 )
 from tests.test_sandbox_attacks import ATTACKS, BRIEF, CPU, HUNT, IN_TIME, LIMITS, SECRET, SHORT, TRY_PATHS, numbers
-from workflow.errors import ConfigError, SandboxUnavailable
+from workflow.errors import CodeFailure, ConfigError, SandboxUnavailable
 from workflow.sandbox import MIB, Limits, Sandbox, Session, keeper, landlock, plain
 from workflow.sandbox.boxed import Boxed
 from workflow.sandbox.docker import Docker, check
 from workflow.sandbox.find import find_sandbox
-from workflow.sandbox.session import CellSession
+from workflow.sandbox.session import ENDED, CellSession
 from workflow.settings import Settings
+from workflow.tools.python import observed
 
 KINDS = ("landlock", "landlock as an ordinary user", "docker")
 LANDLOCKS = KINDS[:2]
@@ -203,7 +204,19 @@ THEN_WAITS = "\nimport time\ntime.sleep(1000)"
 @pytest.mark.parametrize("name", FILLS)
 def test_its_own_folder_has_a_size(sandbox: Sandbox, name: str) -> None:
     limits = Limits(cpu_seconds=20, wall_seconds=60, tmp_bytes=4 * MIB)
-    assert sandbox.run(FILLS[name] + THEN_WAITS, limits=limits).status in ("error", "killed", "oom")
+    assert sandbox.run(FILLS[name] + THEN_WAITS, limits=limits).status in ("error", "disk", "oom")
+
+
+def test_who_writes_too_much_under_landlock_is_told_so(landlocked: Sandbox) -> None:
+    limits = Limits(cpu_seconds=20, wall_seconds=60, tmp_bytes=4 * MIB)
+    result = landlocked.run(FILLS["many files"] + THEN_WAITS, limits=limits)
+    assert result.status == "disk"
+    session = landlocked.session(limits)
+    lost = session.run(FILLS["many files"] + THEN_WAITS, limits)
+    assert (lost.status, ENDED in lost.output) == ("disk", True)
+    session.close()
+    with pytest.raises(CodeFailure, match="wrote more than 4 MB of files"):
+        observed(result, limits)
 
 
 def test_output_of_any_bytes_is_text(sandbox: Sandbox) -> None:
@@ -502,6 +515,7 @@ DOCTOR_WITHOUT = """
 import errno, os, pyseccomp
 from cli.doctor import _sandbox
 from workflow.settings import Settings
+from workflow.tools.python import observed
 os.environ["PATH"] = "/nowhere"
 rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
 rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "landlock_create_ruleset")

@@ -16,7 +16,8 @@ from workflow.sandbox import Limits, Result
 from workflow.settings import settings
 from workflow.store.calls import CallWork
 from workflow.store.connect import Database
-from workflow.tools.python import CodeTool, observed, python, sandbox
+from workflow.tools.python import LEFT, CodeTool, Notebook, observed, python, sandbox
+from workflow.tools.python_session import python_session
 from workflow.trajectory import ToolResult
 
 
@@ -77,6 +78,16 @@ def test_what_is_printed_is_cut_at_the_tools_limit(box: None) -> None:
 def result(status: str, cpu_seconds: float = 0.0) -> Result:
     """What a sandbox says."""
     return Result(status, "said", None, cpu_seconds, 30.0, "bwrap")  # type: ignore[arg-type]
+
+
+def test_the_model_is_told_that_what_a_cell_left_running_was_ended(box: None) -> None:
+    notebook = Notebook()
+    sleeps = "import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()"
+    said = [notebook.run(python_session, {"code": code}) for code in (sleeps, f"{sleeps}\n1 / 0", "2")]
+    notebook.close()
+    assert said[0].content == f"(no output)\n{LEFT}"
+    assert said[1].content.endswith(f"ZeroDivisionError: division by zero\n{LEFT}")
+    assert said[2].content == "2"
 
 
 def test_the_systems_failures_are_no_observations() -> None:

@@ -1,15 +1,15 @@
 """Inside: a session. Cells share one namespace; each runs in a fork, which hands on to the session's next state if it lives.
 
 A keeper starts the first *state* and sleeps: the sandbox lives as long as it does. For each request the state forks a *child*
-and waits. The child runs the cell. When the cell has ended, also by an exception, the child forks an *heir*, the next state:
-a fork has neither the threads nor the timers of the cell. Whoever asked ends the state and the child, and all that the cell
-left running, or else the child and the heir; a state whose child died is still as it was before the cell. Where the cell left
-no room for one more process, the child says so and waits until what it started was ended. A process that the cell forked and
-let run on to the cell's end is a program that has ended, not a second session.
+and waits. The child runs the cell. When the cell has ended, also by an exception, the child is the *heir*, the next state;
+where it has other threads, which a fork does not take along, it forks one. Whoever asked ends all but the heir, with all that
+the cell left running, or else all but the state, which is still as it was before the cell and says how its child died. Where
+the cell left no room for one more process, the child says so and waits until what it started was ended. A process that the
+cell forked and let run on to the cell's end is a program that has ended, not a second session.
 
-On the socket the child says `{"started": true}`, waits for a byte and runs the cell; the heir says `{"done": ...}`, the child
-`{"full": true}` where there is no room for one, and a state whose child died `{"died": code}`. Whatever a cell forges there,
-it can only say that it ended, or hand out data.
+On the socket the child says `{"started": true}`, waits for a byte and runs the cell; the heir says `{"done": ...}`, a child
+without room for one `{"full": true}`, and a state whose child died `{"died": code}`. Whatever a cell forges there, it can only
+say that it ended, or hand out data.
 
 Where the keeper is the first process of a namespace, it also stops all others in one step, and lets them go on, as it is told.
 
@@ -27,14 +27,18 @@ import signal
 import sys
 import traceback  # noqa: F401
 import types
+from _thread import _count as running
 from contextlib import suppress
 from os import fork, getpid  # a cell may change the modules
-from signal import pause
+from signal import ITIMER_PROF, ITIMER_REAL, ITIMER_VIRTUAL, pause, setitimer
+from time import process_time
 from typing import Any, NoReturn
 
 from workflow.sandbox import plain, runner
 
 NOBODY = -1
+LEFT_BEHIND: list[object] = []
+TIMERS = (ITIMER_REAL, ITIMER_VIRTUAL, ITIMER_PROF)
 SET_DUMPABLE = 4
 ORDERS = {b"s": signal.SIGSTOP, b"g": signal.SIGCONT}
 
@@ -74,7 +78,8 @@ def _keep_order(orders: int) -> NoReturn:
     while asked := os.read(orders, 1):
         with suppress(ProcessLookupError):  # nobody is left
             os.kill(-1, ORDERS[asked])
-        os.write(orders, asked)
+        if ORDERS[asked] == signal.SIGSTOP:
+            os.write(orders, asked)
     os._exit(0)
 
 
@@ -98,7 +103,7 @@ def _serve(control: int, most_seconds: int) -> None:
         done = _done(cells, asked, f"{runner.CELL}{number}>")
         if getpid() != process:
             os._exit(done["code"])
-        _hand_on(control)
+        _hand_on(control, most_seconds / 2)
         runner.budget(most_seconds, most_seconds)
         _say(control, {"done": done})
 
@@ -120,11 +125,16 @@ def _ended(child: int) -> int:
         return -signal.SIGKILL
 
 
-def _hand_on(control: int) -> None:
-    """Returns in the heir; the child waits to be ended."""
+def _hand_on(control: int, seconds: float) -> None:
+    """Returns in the heir, whose processor time is less than `seconds`; a child that is none waits to be ended."""
+    if running() == 0 and process_time() < seconds:
+        for timer in TIMERS:
+            setitimer(timer, 0)
+        return
     while True:
         try:
             if _forked() == 0:
+                _renew_streams()
                 return
         except OSError:
             _say(control, {"full": True})
@@ -132,6 +142,17 @@ def _hand_on(control: int) -> None:
             continue
         while True:
             pause()
+
+
+def _renew_streams() -> None:
+    """A thread that was not taken along may have held the lock of the old ones, which are kept: to close them waits for it."""
+    for name, file in (("stdout", 1), ("stderr", 2)):
+        old = getattr(sys, f"__{name}__")
+        LEFT_BEHIND.append(old)
+        new = open(file, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115 - it stays open
+        if getattr(sys, name) is old:
+            setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
 
 
 def _done(cells: types.ModuleType, asked: dict[str, Any], file: str) -> dict[str, Any]:

@@ -8,13 +8,11 @@ This file also runs inside a container and imports only the standard library.
 """
 
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Set
 from contextlib import suppress
-
-WAIT_SECONDS = 0.0002
-"""Between two looks at what is dying."""
 
 
 class Unsettled(Exception):
@@ -49,21 +47,40 @@ def settle(stop: Callable[[], None], members: Callable[[], Set[int]], lasting: S
     ended: dict[int, int] = {}
     stop()
     while True:
-        found = {process: threads_of(process)[0] for process in members() - lasting}
-        others = {process: threads for process, threads in found.items() if threads}
-        new = others.keys() - ended.keys()
-        for process in new:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        ended |= {process: others[process] for process in new}
-        seen = [threads_of(process) for process in lasting]  # after the others were seen dead: nobody can set them going
+        others = members() - lasting
+        new = others - ended.keys()
+        ended |= {process: threads_of(process)[0] for process in new}
+        _kill(new)
+        if not _all_gone(others, deadline):
+            raise Unsettled(f"{len(others)} processes did not end")
+        seen = [threads_of(process) for process in lasting]  # once the others are dead nobody can set them going
         if not all(threads for threads, _ in seen):
             raise Unsettled("its processes are gone")
-        if not others and all(still for _, still in seen):
+        if not new and all(still for _, still in seen):
             return sum(ended.values())
         if time.monotonic() > deadline:
-            raise Unsettled(f"{len(others)} processes did not end")
-        if new or not others:
+            raise Unsettled("what is to stand still does not")
+        if len(ended) > len(new) or not new:  # more came after the first step, or a signal set some going
             stop()
-        else:
-            time.sleep(WAIT_SECONDS)
+
+
+def _kill(processes: Set[int]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def _all_gone(processes: Set[int], deadline: float) -> bool:
+    """Waits until all of them have ended, with all their threads."""
+    for process in processes:
+        try:
+            pidfd = os.pidfd_open(process)
+        except OSError:
+            continue  # it has been buried
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        ended = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        os.close(pidfd)
+        if not ended:
+            return False
+    return True

@@ -6,10 +6,10 @@ keeper enters a Landlock domain that scopes signals, and its child a second one 
 descendants can signal one another and nothing else, not even the keeper, and the keeper can signal them and nothing else on
 the machine. `kill(-1)` means then exactly all of them, in one step that a fork cannot outrun.
 
-SPEC is JSON, see `Spec`. Over the control socket the keeper is told to stop all of them and to let them go on; it answers with
-the same byte, and has nothing to watch while they stand still. It ends the rest when its first child ends, when a limit is
-passed, or when the socket's other end is closed, be it by a host that was killed; then it removes the folder. Its last words
-are one JSON line, see `Report`.
+SPEC is JSON, see `Spec`. Over the control socket the keeper is told to stop all of them, which it answers with the same byte,
+and to let them go on; it has nothing to watch while they stand still. It ends the rest when its first child ends, when a limit
+is passed, or when the socket's other end is closed, be it by a host that was killed; then it removes the folder. Its last
+words are one JSON line, see `Report`.
 """
 
 import ctypes
@@ -301,7 +301,8 @@ def carried_out(order: bytes, control: int) -> bool:
     """Stops all descendants, or lets them go on; whether they stand still."""
     with suppress(ProcessLookupError, PermissionError):  # none is left
         os.kill(-1, signal.SIGSTOP if order == STOP else signal.SIGCONT)
-    os.write(control, order)
+    if order == STOP:
+        os.write(control, order)
     return order == STOP
 
 

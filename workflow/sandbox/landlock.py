@@ -209,7 +209,7 @@ class Kept:
 
     def go_on(self) -> None:
         """See `Started.go_on`."""
-        spawn.obeyed(self._hold, keeper.GO_ON)
+        self._hold.sendall(keeper.GO_ON)
 
     def close(self) -> int:
         """See `Started.close`."""

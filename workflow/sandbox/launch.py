@@ -79,7 +79,7 @@ class Started(Protocol):
         ...
 
     def go_on(self) -> None:
-        """Lets them go on. Raises as `stop`."""
+        """Lets them go on, at once or soon. Raises as `stop`."""
         ...
 
     def close(self) -> int:

@@ -151,7 +151,7 @@ class CellSession:
         self._before, cpu_before = line.counted()
         line.go_on()
         line.say(json.dumps(request).encode() + b"\n")
-        self._heard(ANSWER_SECONDS)
+        _, child = self._heard(ANSWER_SECONDS)
         line.say(GO)
         use = line.watch(limits, self._turns.running)
         message, speaker = ({}, 0) if use.overrun else self._heard(ANSWER_SECONDS)
@@ -162,7 +162,7 @@ class CellSession:
         events, cpu = events.since(self._before), cpu - cpu_before
         done = message.get("done")
         if keeps and is_end(done):
-            left = line.settle({speaker}) - 2  # the state from before the cell, and the one that ran it
+            left = line.settle({speaker}) - len({self._state, child} - {speaker})
             self._state = speaker
             return self._ended(done, limits, use, cpu, events, max(0, left))
         code = self._undone(message, speaker)

@@ -84,15 +84,13 @@ class Box:
 
     def stop(self) -> None:
         """See `Started.stop`."""
-        self._order(b"s")
+        assert self._orders is not None
+        obeyed(self._orders, keeper.STOP)
 
     def go_on(self) -> None:
         """See `Started.go_on`."""
-        self._order(b"g")
-
-    def _order(self, what: bytes) -> None:
         assert self._orders is not None
-        obeyed(self._orders, what)
+        self._orders.sendall(keeper.GO_ON)
 
     def close(self) -> int:
         """See `Started.close`."""
@@ -174,7 +172,7 @@ def buried(process: "subprocess.Popen[bytes]", cgroup: Cgroup) -> None:
 
 
 def obeyed(line: socket.socket, order: bytes) -> None:
-    """Gives an order and waits until it is carried out.
+    """Gives the order to stop and waits until it is carried out.
 
     Raises:
         OSError: nobody is there, or answers.

@@ -25,6 +25,7 @@ MEMORY_MB = 512
 MAX_CHARACTERS = 8000
 OUTPUT_BYTES = 64 * 1024
 CALL_SECONDS = 60.0
+LEFT = "[ended: processes and threads that were left running; they do not outlast their cell]"
 IDLE_SHARE = 0.1
 """The clock's limit gives each program four times its processor time, and more where others want the cores too: one that had
 less than this share of its time then did not want it, but slept or waited for itself."""
@@ -161,13 +162,14 @@ def observed(result: Result, limits: Limits) -> str:
     """
     if system_failed(result, limits):
         raise InfraError(f"The sandbox ({result.kind}) failed a program: {result.status}: {result.output[:300]}")
+    left = LEFT if result.left else ""
     if result.status == "ok":
-        return result.output.rstrip("\n") or "(no output)"
+        return "\n".join(filter(None, (result.output.rstrip("\n") or "(no output)", left)))
     said = result.output.rstrip("\n")
     reason = reasons(limits).get(result.status, "")
     if not reason and (not said or result.exit_code != 1):  # 1 is a traceback's, which says more
         reason = f"(exit code {result.exit_code})"
-    raise CodeFailure("\n".join(filter(None, (said, reason))), result.status)
+    raise CodeFailure("\n".join(filter(None, (said, reason, left))), result.status)
 
 
 def system_failed(result: Result, limits: Limits) -> bool:
