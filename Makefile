@@ -12,7 +12,7 @@ ifneq ($(wildcard ../shared/data/gsm8k),)
 export AGENTRL_GSM8K_DIR ?= $(abspath ../shared/data/gsm8k)
 endif
 
-.PHONY: env quickstart test test-slow faults disturbed learn learn-code bench lint format wheel-test compose-test clean
+.PHONY: env quickstart test test-slow faults disturbed learn learn-code bench gpu-check gpu-wheels lint format wheel-test compose-test clean
 
 env: .venv/.stamp
 
@@ -62,6 +62,19 @@ bench: .venv/.bench
 .venv/.bench: .venv/.stamp
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[dev,bench]'
 	touch $@
+
+# What only a GPU can say, in parts of at most four minutes, into $(OUT): `make gpu-check only=memory,decode python=python3.12`.
+# It needs no environment of ours, and runs as a plain line too, which `make gpu-wheels` prints. Without a GPU: its CPU half.
+OUT ?= build/gpu
+gpu-check:
+	$(or $(python),python3) -m tests.gpu $(only) --out $(OUT) --wheels $(WHEELS)
+
+# What such a machine may lack, as wheels for its Python in a folder to take along, the most needed first: 47 MiB.
+WHEELS ?= build/gpu-wheels
+LIMIT ?= 55
+TARGET ?= 3.12
+gpu-wheels: env
+	$(BIN)/python -m tests.gpu.wheels --folder $(WHEELS) --limit $(LIMIT) --target $(TARGET)
 
 lint: env
 	$(BIN)/ruff check .

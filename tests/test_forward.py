@@ -20,7 +20,7 @@ from tests.models import quantised, tokenizer
 from tests.numerics import DEVICE
 from tests.roads import road as road
 from workflow.config import ModelConfig
-from workflow.forward import Pass, as_it_is, known
+from workflow.forward import Pass, as_it_is, attended, known, wants_copies
 from workflow.policy import Policy
 from workflow.slots import Slots
 from workflow.tiny import save_tiny
@@ -142,6 +142,23 @@ def test_other_architectures_and_other_attention_run_as_they_are() -> None:
     eager = random_model(CONFIGS["Qwen2"])
     eager.set_attn_implementation("eager")
     assert not known(eager)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_heads_that_get_copies_of_the_keys_they_share_attend_alike(masked: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    queries = torch.randn(2, 6, 5, 8, generator=draw, dtype=torch.float64)
+    keys, values = torch.randn(2, 2, 2, 5, 8, generator=draw, dtype=torch.float64)
+    bias = torch.randn(2, 1, 5, 5, generator=draw, dtype=torch.float64) if masked else None
+    shared, copied = (attended(queries, keys, values, bias, copies) for copies in (False, True))
+    assert torch.allclose(shared, copied, rtol=0, atol=1e-12)
+
+
+def test_only_a_gpu_that_has_no_kernel_for_shared_keys_gets_copies_of_them() -> None:
+    assert not any(wants_copies("cpu", dtype, bias) for dtype in (torch.float32, torch.bfloat16) for bias in (False, True))
+    assert not wants_copies("cuda", torch.bfloat16, False)
+    assert wants_copies("cuda", torch.bfloat16, True)
+    assert wants_copies("cuda", torch.float32, False)
 
 
 def test_a_step_is_one_graph_for_all_positions_that_fit_into_its_shapes(tmp_path: Path) -> None:

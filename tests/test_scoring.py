@@ -247,10 +247,11 @@ def test_layers_that_are_computed_again_give_the_same_gradient(options: dict[str
 
 def test_layers_are_computed_again_where_transformers_has_only_the_older_name_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(PLAIN["tied"])
-    monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", PreTrainedModel._activation_checkpointing_enable)
-    monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_disable", PreTrainedModel._activation_checkpointing_disable)
-    for name in ("activation_checkpointing_enable", "activation_checkpointing_disable"):
-        monkeypatch.delattr(PreTrainedModel, name)
+    if hasattr(PreTrainedModel, "activation_checkpointing_enable"):
+        for verb in ("enable", "disable"):
+            does = getattr(PreTrainedModel, f"_activation_checkpointing_{verb}")
+            monkeypatch.setattr(PreTrainedModel, f"gradient_checkpointing_{verb}", does)
+            monkeypatch.delattr(PreTrainedModel, f"activation_checkpointing_{verb}")
     layers = causal_model(model).base_model.layers
     with checkpointing(model, True):
         assert all(layer.gradient_checkpointing for layer in layers)

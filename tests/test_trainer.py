@@ -24,7 +24,7 @@ from workflow.config import AlgorithmConfig, RunConfig, build
 from workflow.engine import GenerateRequest
 from workflow.errors import CheckpointError, InfraError
 from workflow.losses import TokenBatch, clipped
-from workflow.memory import spared
+from workflow.memory import out_of_memory, spared
 from workflow.policy import Policy
 from workflow.rolling import RollingEngine
 from workflow.scoring import token_logprobs
@@ -610,6 +610,22 @@ def test_with_another_c_library_nothing_is_asked_of_its_heap(monkeypatch: pytest
     monkeypatch.setattr("workflow.memory.ctypes", None)
     with spared(True):
         pass
+
+
+@pytest.mark.parametrize(
+    ("error", "ran_out"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("a bug"), False),
+    ],
+)
+def test_memory_ran_out_whoever_says_it(error: Exception, ran_out: bool) -> None:
+    assert out_of_memory(error) is ran_out
 
 
 @pytest.mark.parametrize(

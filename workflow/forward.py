@@ -19,6 +19,8 @@ from workflow.packed import packed
 
 KNOWN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
+HALVES = (torch.float16, torch.bfloat16)
+
 Pass = Callable[[Tensor, Tensor, Tensor | None, Cache], Tensor]
 """(ids, positions, mask, slots) -> logits, as `Forward` has it."""
 
@@ -105,10 +107,8 @@ class Forward:
         if length == 1:  # the heads that share keys are the rows of one query block
             query = turned[:, 0, :queries].view(rows, shared, queries // shared, self._head_dim)
             return _looked_up(query, keys, values, bias).reshape(rows, 1, -1)
-        query = turned[:, :, :queries].transpose(1, 2)
-        out = functional.scaled_dot_product_attention(
-            query, keys, values, attn_mask=bias, is_causal=bias is None, enable_gqa=queries != shared
-        )
+        copies = wants_copies(inputs.device.type, inputs.dtype, bias is not None)
+        out = attended(turned[:, :, :queries].transpose(1, 2), keys, values, bias, copies)
         return out.transpose(1, 2).reshape(rows, length, -1)
 
 
@@ -159,6 +159,29 @@ def _norm(module: Any) -> Norm:
         return functional.rms_norm(hidden, shape, module.weight, eps)
 
     return norm
+
+
+def attended(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, copies: bool) -> Tensor:
+    """Attention (B, H, T, D) of several tokens of each row; without a bias each sees all up to itself.
+
+    Args:
+        copies: whether each of H heads gets a copy of the keys and values (B, K, L, D) that it shares with others.
+    """
+    each = queries.shape[1] // keys.shape[1]
+    if copies and each > 1:
+        keys, values = (states.repeat_interleave(each, dim=1) for states in (keys, values))
+    shared = queries.shape[1] != keys.shape[1]
+    return functional.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=bias, is_causal=bias is None, enable_gqa=shared
+    )
+
+
+def wants_copies(device: str, dtype: torch.dtype, bias: bool) -> bool:
+    """Whether a GPU would else make the scores (B, H, T, L) of all heads.
+
+    It has a kernel for heads that share keys, and one for a bias, but none for both, and of the former none in float32.
+    """
+    return device != "cpu" and (bias or dtype not in HALVES)
 
 
 def _looked_up(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:

@@ -10,13 +10,16 @@ import torch
 MMAP_THRESHOLD = -3
 """`M_MMAP_THRESHOLD` of glibc's malloc.h."""
 
+SAID = ("DefaultCPUAllocator", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+"""What errors of no class of their own say: torch's on a CPU, the driver's, and those of CUDA's libraries (cuBLAS, cuDNN)."""
+
 APART, TOGETHER = 2**20, 2**25
 """Bytes from which on memory is the system's own, and not the heap's: while it is spared, and else (glibc's limit)."""
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory ran out, on a GPU or on the CPU (which has no class for it)."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+    """Whether an error says that memory ran out, on a GPU or on the CPU."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(said in str(error) for said in SAID)
 
 
 @contextmanager
