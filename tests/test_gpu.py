@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import kept, summary, wheels
+from tests.gpu.__main__ import GRACE
 
 ROOT = Path(__file__).parent.parent
 MACHINE = {"device": "cpu", "python": "3.12", "cores": 2, "system": "here", "versions": {}}
@@ -26,7 +27,7 @@ def check(folder: Path, *asked: str) -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["float32", "bfloat16", "logprobs", "memory", "decode"])
 def test_each_part_runs_on_a_bare_machine_without_a_gpu_and_says_that_it_does(part: str, tmp_path: Path) -> None:
-    code, said = check(tmp_path, part)
+    code, said = check(tmp_path, part, "--seconds", "260")
     assert code == 0, said
     assert said.startswith("no GPU: the CPU half")
     found = json.loads((tmp_path / f"{part}.json").read_text())
@@ -37,12 +38,20 @@ def test_each_part_runs_on_a_bare_machine_without_a_gpu_and_says_that_it_does(pa
 
 
 @pytest.mark.slow
-def test_a_part_whose_time_is_over_keeps_what_it_has(tmp_path: Path) -> None:
-    code, said = check(tmp_path, "memory", "--seconds", "30")
+def test_what_there_is_no_time_for_is_said_row_by_row(tmp_path: Path) -> None:
+    code, said = check(tmp_path, "memory", "--seconds", "20")
     found = json.loads((tmp_path / "memory.json").read_text())
     assert code == 0, said
-    assert found["missing"]
-    assert len(found["rows"]) + len(found["missing"]) == 6
+    assert found["rows"] == []
+    assert [missed["name"] for missed in found["missing"]] == ["4 bits, checkpointing", "bfloat16, as it comes"]
+
+
+@pytest.mark.slow
+def test_a_part_that_does_not_end_is_killed_and_says_so(tmp_path: Path) -> None:
+    code, said = check(tmp_path, "decode", "--seconds", str(0.1 - GRACE))
+    assert code == 1
+    assert "decode: broke off: its time was over" in said
+    assert json.loads((tmp_path / "decode.json").read_text())["ended"] == "its time was over"
 
 
 def test_an_unknown_part_is_answered_with_those_that_there_are(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from workflow.policy import Policy
 
 PROMPT_TOKENS = 16
 ROWS, FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (1, 4)
-TOKENS, FEW_TOKENS = 128, 8
+TOKENS, FEW_TOKENS = 64, 8
 ROUNDS = 3
 SECONDS = 5.0
 COPIED = 2**30

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.gpu.kept import Part
 
-FILES = ("policy", "trainer", "engine", "checkpoint", "sampling", "forward", "scoring", "packed", "continuous")
+FILES = ("policy", "trainer", "engine", "checkpoint", "sampling", "forward", "scoring", "continuous")
 """Each test_NAME.py; the first alone without a GPU."""
 
 AT_ONCE = 4
