@@ -147,22 +147,26 @@ def _broker(where: Any) -> Iterator[Check]:
         yield Check("broker", "fail", "does not answer", "agentrl up, or check AGENTRL_BROKER_URL")
         return
     yield Check("broker", "ok", "answers")
-    yield _workers()
+    yield from _workers()
 
 
-def _workers() -> Check:
-    from workers.app import QUEUES
-    from workers.presence import missing_workers, served_queues
-    from workers.process import database
+def _workers() -> Iterator[Check]:
+    from cli.find import existing_database
+    from workers.presence import served_queues, without_control, without_worker
 
     try:
-        missing = missing_workers(database())
+        db = existing_database()
+        lost = without_control(db) if db else []  # a database that is not there yet has no control loop either
     except AgentRLError as error:
-        return Check("workers", "fail", error.message, error.hint)
-    if missing:
-        return Check("workers", "warn", " ".join(missing))
+        yield Check("workers", "fail", error.message, error.hint)
+        return
     served = served_queues()
-    return Check("workers", "ok", ", ".join(f"{queue} {served[queue]}" for queue in QUEUES) + ", control 1")
+    for said in (*without_worker(queue for queue in served if not served[queue]), *lost):
+        found, _, start = said.partition(". Start one: ")
+        yield Check("workers", "warn", found, start)
+    there = [f"{queue} {count}" for queue, count in served.items() if count and "." not in queue]
+    if there:
+        yield Check("workers", "ok", ", ".join([*there, *([] if lost or not db else ["control 1"])]))
 
 
 def _checkpoints(where: Any) -> Check:

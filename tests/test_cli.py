@@ -542,13 +542,14 @@ def test_without_workers_on_a_named_broker_nothing_is_submitted_unless_detached(
 ) -> None:
     monkeypatch.setenv("AGENTRL_BROKER_URL", tcp_redis)
     settings.cache_clear()
-    monkeypatch.setattr("cli.submit.START_SECONDS", 0.1)
-    monkeypatch.setattr("workers.app.app", make_app(settings()))
-    monkeypatch.setattr("workers.presence.app", make_app(settings()))
+    for module in ("app", "presence", "fit"):
+        monkeypatch.setattr(f"workers.{module}.app", make_app(settings()))
     words = ["submit", "--dataset", "arithmetic", "--max-samples", "2", "--model", str(_folder_like_a_model(tmp_path))]
     for extra in ([], ["--wait"]):
         complaint = agentrl(capsys, *words, *extra, code=4)
-        assert "agentrl worker rollout" in complaint
+        lines = [line.strip() for line in complaint.splitlines()]
+        for role in ("rollout", "tools", "train", "control"):
+            assert sum(line.endswith(f"Start one: agentrl worker {role}") for line in lines) == 1, "a line each"
         assert "--detach" in complaint
     assert json.loads(agentrl(capsys, "runs", "--json")) == []
 

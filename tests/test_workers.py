@@ -24,12 +24,13 @@ from workers import broker, dispatch, episodes
 from workers.app import make_app
 from workers.episodes import RESENDS, GroupRollout
 from workers.models import Models
+from workers.process import worker_name
 from workers.replies import Replies, Waker
 from workers.supervisor import Child, Supervisor
 from workers.tools import call, run_tool
 from workflow.config import RunConfig
 from workflow.envs import Env
-from workflow.errors import InfraError
+from workflow.errors import InfraError, ServiceError
 from workflow.hooks import Hook
 from workflow.models import base_hash
 from workflow.policy import Policy
@@ -38,7 +39,7 @@ from workflow.store import calls, steps
 from workflow.store.calls import CallWork
 from workflow.store.connect import Database
 from workflow.tools import Tool
-from workflow.trajectory import Episode, Message, Task, ToolResult
+from workflow.trajectory import Episode, Message, Task, ToolCall, ToolResult
 
 # --- one tool call ----------------------------------------------------------------------------------------------------------
 
@@ -113,15 +114,58 @@ def test_calls_that_never_end_take_no_place_from_others() -> None:
 
 
 @pytest.mark.parametrize("env", ["no_such_module_anywhere:env", f"{__name__}:leaving_env", f"{__name__}:bare"])
-def test_a_call_whose_tool_cannot_be_loaded_is_answered(own_database: Database, env: str) -> None:
+def test_who_waits_for_a_call_whose_tool_cannot_be_loaded_is_told_why_at_once_and_the_model_nothing(
+    own_database: Database, env: str
+) -> None:
     wanted = submission()
     group, *_ = start(own_database, replace(wanted, config={**wanted.config, "env": env}))
     work = claim(own_database, group)
     ((number,), *_) = steps.commit_sampled(own_database, work.fence, [sampled(work, calls=(CALL,))])
-    call(number, Replies(settings()).address)
-    found = steps.results_of(own_database, [number])[number]
-    assert found.error_class == "tool_crash"
-    assert "calculator cannot be loaded" in found.content
+    replies, told = Replies(settings()), list[tuple[int, str]]()
+    replies.expect(number, lambda call, reason: told.append((call, reason)))
+    for _ in range(2):  # sent again: who heard why goes on waiting
+        with pytest.raises(InfraError, match="cannot load calculator"):
+            call(number, replies.address)
+    assert [found for found, _ in told] == [number, number]
+    assert f"The tools worker {worker_name()} cannot load calculator: " in told[0][1]
+    assert steps.results_of(own_database, [number]) == {}
+
+
+def test_a_tool_that_its_worker_was_not_told_of_is_said_in_the_runs_events_until_a_call_is_answered(
+    own_database: Database, in_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AGENTRL_SEARCH", raising=False)
+    asked = chat().turn(Message("assistant", "", tool_calls=(ToolCall("search", {"query": "x"}),)))
+    driver = rollout_of(own_database, [asked, asked, ANSWER, ANSWER], env="qa", tools=("search",))
+    play(driver, turns=2)
+    pending = values(own_database, "SELECT id FROM tool_calls ORDER BY id")
+    for number in pending:
+        with pytest.raises(InfraError):
+            call(number, episodes._replies().address)
+        driver.handle([driver.inbox.get(timeout=60)])
+    assert values(own_database, "SELECT kind FROM events WHERE kind <> 'submitted'") == ["waiting"], "said once"
+    (said,) = values(own_database, "SELECT detail FROM events WHERE kind = 'waiting'")
+    for part in (worker_name(), "no collection is named", "AGENTRL_SEARCH", "agentrl resume"):
+        assert part in said
+    monkeypatch.setattr(episodes, "RESEND_SECONDS", -1000.0)
+    for _ in range(RESENDS):
+        driver.look()
+    with pytest.raises(ServiceError, match="no collection is named"):  # its attempt is no attempt: nothing was tried
+        driver.look()
+    answer(own_database, driver)
+    for _ in range(2):
+        driver.handle([driver.inbox.get(timeout=60)])
+    assert values(own_database, "SELECT kind FROM events WHERE kind <> 'submitted'") == ["waiting", "going_on"]
+
+
+def test_a_reply_that_somebody_else_pushed_is_cut_and_changes_nothing(redis_server: Settings) -> None:
+    replies, told = Replies(redis_server), list[str]()
+    heard = threading.Event()
+    replies.expect(7, lambda call, reason: (told.append(reason), heard.set())[0])
+    with broker.client(redis_server) as connection:
+        connection.rpush(replies.address, b"7 " + b"\xff" * 100_000, b"no number", b"7" * 100)
+    assert heard.wait(30)
+    assert len(told[0]) <= 500
 
 
 # --- a group's episodes -----------------------------------------------------------------------------------------------------
@@ -321,6 +365,8 @@ def test_a_call_that_nobody_answers_is_sent_again_a_few_times_and_then_the_attem
         driver.look()
     with pytest.raises(InfraError, match="sent 6 times and not answered"):
         driver.look()
+    first = values(sqlite, "SELECT detail FROM events WHERE kind = 'waiting' ORDER BY id")[0]
+    assert "sent once and not answered. Is a tools worker running?" in first, "said with the first call that is overdue"
 
 
 def test_a_call_that_is_answered_late_is_observed(sqlite: Database, in_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +498,7 @@ def test_a_channel_makes_one_client_for_all_its_commands_and_another_for_another
 def test_what_is_no_reply_does_not_end_the_reader(redis_server: Settings, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     replies, heard = Replies(redis_server), threading.Event()
-    replies.expect(7, lambda call: heard.set())
+    replies.expect(7, lambda call, reason: heard.set())
     with broker.client(redis_server) as connection:
         connection.rpush(replies.address, "not a call", b"\xff", "²")
     Waker(redis_server).wake(f"agentrl.replies.{'0' * 32}", 7)

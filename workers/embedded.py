@@ -5,14 +5,17 @@ A lock in the data folder says whether a supervisor lives, a small state file wh
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import IO, Any
 
 from workers import broker
@@ -24,6 +27,11 @@ START_SECONDS = 20.0
 ASKED_SECONDS = 20.0
 """Whoever asked for the stack has so long to write its run before the stack counts as idle."""
 STOP_SECONDS = 40.0
+ALWAYS = ("AGENTRL_DATABASE_URL",)
+"""Variables that a stack's workers and a command must have alike: else they look at different runs."""
+
+PATHS = ("PYTHONPATH", "PWD")
+"""Where modules are found."""
 
 
 def log_file(where: Settings, role: str) -> Path:
@@ -117,6 +125,40 @@ def stop(where: Settings) -> bool:
     return True
 
 
+def renew(where: Settings, separate: bool = False) -> None:
+    """Stops the stack, and starts it with the environment of this process; kept and separate as it was.
+
+    Raises:
+        ServiceError, ConfigError: as `ensure`.
+    """
+    before, stay = state(where), stay_file(where).exists()
+    stop(where)
+    ensure(where, stay, separate or before["separate"])
+
+
+def queues(where: Settings) -> tuple[str, ...]:
+    """The running stack's workers that serve queues, by their roles."""
+    return ("rollout", "train", "tools") if state(where)["separate"] else ("rollout,train", "tools")
+
+
+def other_environment(where: Settings, variables: Iterable[str]) -> list[str]:
+    """Which variables are not as they were when the running stack started: the database's; in memory, where nobody can be
+    asked what is there, also those given, and the paths that modules are found on.
+    """
+    known = state(where).get("environment", {})
+    needed = [*ALWAYS, *((*variables, *PATHS) if broker.in_memory(where) else ())]
+    now = _environment(known.get("key", ""))
+    return [name for name in dict.fromkeys(needed) if known and known.get(name) != now.get(name)]
+
+
+def _environment(key: str) -> dict[str, str]:
+    """Digests of what a process is started with: values stay where they are."""
+    values = {name: value for name, value in os.environ.items() if value and (name.startswith("AGENTRL_") or name in PATHS)}
+    values["PWD"] = os.getcwd()
+    made = {name: hashlib.blake2b(os.fsencode(value), key=key.encode()).hexdigest()[:32] for name, value in values.items()}
+    return {"key": key, **made}
+
+
 def stay_file(where: Settings) -> Path:
     """While it is there, the stack stops only when told to."""
     return where.stack_dir / "stay"
@@ -144,7 +186,9 @@ def write_state(where: Settings, stopping: bool, separate: bool) -> None:
     """Says that this process is the supervisor, whether it is stopping, and whether rollout and train are separate."""
     beside = where.stack_dir / "supervisor.json.new"
     with suppress(FileNotFoundError):  # somebody removed the data folder: the children are ended all the same
-        beside.write_text(json.dumps({"pid": os.getpid(), "stopping": stopping, "separate": separate}))
+        said = {"pid": os.getpid(), "stopping": stopping, "separate": separate, "environment": _environment(token_hex(8))}
+        beside.touch(0o600)
+        beside.write_text(json.dumps(said))
         beside.replace(where.stack_dir / "supervisor.json")
 
 

@@ -7,20 +7,19 @@ its judges say, who are asked in the same way.
 
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from queue import SimpleQueue
 
 from workers.dispatch import send_call
+from workers.inbox import Event, Inbox, replied, sampled
 from workers.outcomes import outcome_of, unscored
 from workers.replies import Replies
 from workflow.agent import Action, CallTools, Finish, Generate, next_action, refusal
 from workflow.chat import Chat
 from workflow.config import RunConfig
-from workflow.engine import Completion, Engine, GenerateRequest
+from workflow.engine import Engine, GenerateRequest
 from workflow.envs import Env, offered
-from workflow.errors import InfraError, RewardError
+from workflow.errors import InfraError, RewardError, ServiceError
 from workflow.faults import faultpoint
 from workflow.hooks import Hook, load_hooks
 from workflow.once import Once
@@ -29,6 +28,7 @@ from workflow.rewards import judges_of, questions
 from workflow.settings import settings
 from workflow.store import rollout as store
 from workflow.store import steps
+from workflow.store import waiting as run_events
 from workflow.store.calls import count_sending
 from workflow.store.connect import Database
 from workflow.store.rollout import Fence, GroupWork, Outcome
@@ -41,15 +41,7 @@ RESEND_SECONDS = 30.0
 RESENDS = 5
 """After so many of them in vain nobody seems to serve the tools: the group fails an attempt instead of waiting for ever."""
 
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What the loop wakes up for: a completion of `episode`, or the answer to its tool call `call`."""
-
-    group: int
-    episode: int
-    completion: "Future[Completion] | None" = None
-    call: int = 0
+_IS_THERE_ONE = "Is a tools worker running? Start one: agentrl worker tools"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +74,15 @@ class GroupRollout:
     config: RunConfig
     engine: Engine
     chat: Chat
-    inbox: "SimpleQueue[Event]"
+    inbox: Inbox
     lost: set[Fence]
     iteration_ready: int | None = None
     _episodes: dict[int, Episode] = field(default_factory=dict)
     _drafts: dict[int, _Draft] = field(default_factory=dict)
     _opening: _Draft | None = None
     _waiting: dict[int, _Waiting] = field(default_factory=dict)
+    _waits: str = ""
+    _refused: bool = False
 
     def __post_init__(self) -> None:
         assert self.config.env is not None
@@ -124,18 +118,22 @@ class GroupRollout:
 
     def handle(self, events: Sequence[Event]) -> None:
         """Commits what was sampled and observed, and goes on."""
-        sampled = [event for event in events if event.completion is not None and event.episode in self._drafts]
-        if sampled:
-            self._commit_sampled(sampled)
-        answered = {event.episode for event in events if event.call}
-        if answered:
-            self._observe(answered)
+        turns = [event for event in events if event.completion is not None and event.episode in self._drafts]
+        if turns:
+            self._commit_sampled(turns)
+        reasons = [event.reason for event in events if event.reason]
+        if reasons:
+            self._say_waiting(reasons[-1], refused=True)
+        told = {event.episode for event in events if event.call and not event.reason}
+        if told:
+            self._observe(told)
 
     def look(self) -> None:
-        """Reads the rows of calls that nobody woke us for, and sends again what seems lost.
+        """Reads the rows of calls that nobody woke us for, and sends again what seems lost: then the run's events say so.
 
         Raises:
-            InfraError: a call was sent again and again and is still not answered.
+            ServiceError: a call was sent again and again to tools workers that cannot run it, as they say.
+            InfraError: nobody says why it is still not answered.
         """
         self._observe(set(self._waiting))
         now = time.monotonic()
@@ -143,12 +141,16 @@ class GroupRollout:
             if now - waiting.sent <= self._patience(waiting):
                 continue
             if waiting.sendings > RESENDS:
-                raise InfraError(
-                    f"Tool calls {waiting.calls} were sent {waiting.sendings} times and not answered.",
-                    "Is a tools worker running? Start one: agentrl worker tools",
-                )
+                raise ServiceError(self._waits) if self._refused else InfraError(_unanswered(waiting), _IS_THERE_ONE)
+            if not self._refused:
+                self._say_waiting(f"{_unanswered(waiting)} {_IS_THERE_ONE}", refused=False)
             count_sending(self.db, waiting.calls)
             self._send(waiting)
+
+    def _say_waiting(self, what: str, refused: bool) -> None:
+        """Tells the run's events what its calls wait for: `refused` by a tools worker, as it says, or not answered by any."""
+        self._waits, self._refused = what, refused
+        run_events.wait_for(self.db, self.work.run_id, what)
 
     def _patience(self, waiting: _Waiting) -> float:
         asked = self.judges if waiting.ended else self.tools
@@ -197,7 +199,7 @@ class GroupRollout:
         policy, key = self.work.policy, self._key(episode)
         request = GenerateRequest.within(limits, context, policy, key, episode.sampled_count, follows)
         future = self.engine.submit(request)
-        future.add_done_callback(partial(_completed, self.inbox, self.work.fence.group, episode.id))
+        future.add_done_callback(partial(sampled, self.inbox, self.work.fence.group, episode.id))
         faultpoint("generate.sent")
 
     def _key(self, episode: Episode) -> int:
@@ -236,7 +238,7 @@ class GroupRollout:
         waiting = self._waiting[episode]
         for call in waiting.calls:
             if call not in answered:
-                _replies().expect(call, partial(_answered, self.inbox, self.work.fence.group, episode))
+                _replies().expect(call, partial(replied, self.inbox, self.work.fence.group, episode))
         self._send(waiting, answered)
 
     def _judge(self, ended: Sequence[Episode]) -> list[Outcome]:
@@ -349,6 +351,9 @@ class GroupRollout:
 
     def _heard(self, episode: int) -> None:
         """Waits no longer for its calls."""
+        if self._waits:
+            self._waits, self._refused = "", False
+            run_events.wait_no_more(self.db, self.work.run_id)
         waiting = self._waiting.pop(episode, None)
         for call in waiting.calls if waiting else ():
             _replies().forget(call)
@@ -379,12 +384,9 @@ class GroupRollout:
                 return
 
 
-def _completed(inbox: "SimpleQueue[Event]", group: int, episode: int, future: "Future[Completion]") -> None:
-    inbox.put(Event(group, episode, completion=future))
-
-
-def _answered(inbox: "SimpleQueue[Event]", group: int, episode: int, call: int) -> None:
-    inbox.put(Event(group, episode, call=call))
+def _unanswered(waiting: _Waiting) -> str:
+    times = "once" if waiting.sendings == 1 else f"{waiting.sendings} times"
+    return f"Tool calls {waiting.calls} were sent {times} and not answered."
 
 
 @Once

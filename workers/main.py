@@ -117,8 +117,8 @@ def make_worker(roles: list[str], concurrency: int) -> "Worker":
     from workers.app import app
     from workers.sessions import own_queue
 
-    for role in roles:
-        import_module(f"workers.{role}")  # its job becomes known to the app
+    for name in (*roles, "fit"):
+        import_module(f"workers.{name}")  # its job, or its command, becomes known to the app
     own = [own_queue()] if "tools" in roles else []
     for name in own:
         app.amqp.queues.add(Queue(name, routing_key=name))

@@ -1,5 +1,7 @@
 """Who is there: which queues have a worker, whether a control loop runs, and what to start where nobody does."""
 
+from collections.abc import Iterable
+
 from workers.app import QUEUES, app
 from workflow.store import observe
 from workflow.store.connect import Database
@@ -27,13 +29,12 @@ def _answers() -> dict[str, set[str]]:
     return {worker: {queue["name"] for queue in queues} for worker, queues in answers.items()}
 
 
-def missing_workers(db: Database) -> list[str]:
-    """One sentence for each queue without a worker, and for a missing control loop, with what to start."""
-    lines = [
-        f"No worker serves the queue {queue!r}. Start one: agentrl worker {queue}"
-        for queue, workers in served_queues().items()
-        if not workers and queue in QUEUES
-    ]
-    if observe.service_holder(db, "control") is None:
-        lines.append("No control loop runs. Start one: agentrl worker control")
-    return lines
+def without_worker(queues: Iterable[str]) -> list[str]:
+    """What to say of queues that nobody serves."""
+    return [f"No worker serves the queue {queue!r}. Start one: agentrl worker {queue}" for queue in queues]
+
+
+def without_control(db: Database) -> list[str]:
+    """What to say where no control loop runs; nothing where one does."""
+    there = observe.service_holder(db, "control") is not None
+    return [] if there else ["No control loop runs. Start one: agentrl worker control"]

@@ -15,9 +15,10 @@ from celery.exceptions import Ignore
 from workers import mend
 from workers.app import app, row_id
 from workers.dispatch import send_train
-from workers.episodes import Event, GroupRollout
+from workers.episodes import GroupRollout
+from workers.inbox import Event, Inbox
 from workers.models import models
-from workers.process import claim_name, confirm_base, database, heartbeat, refuse_overlap, stopping, until_written
+from workers.process import claim_name, confirm_base, database, heartbeat, refuse_overlap, stopping, until_written, worker_name
 from workflow import engines, mirror
 from workflow.config import RunConfig
 from workflow.envs import Env, scoring_hash
@@ -90,7 +91,7 @@ def _roll_out(works: Sequence[GroupWork]) -> None:
             confirm_base(works[0].run_id, loaded.policy)
             trained = works[0].kind == "train" or any(work.policy.path for work in works)
             engines.check_weights(loaded.backend, loaded.policy.kind, trained)
-            inbox: SimpleQueue[Event] = SimpleQueue()
+            inbox: Inbox = SimpleQueue()
             rollouts = {
                 work.fence.group: GroupRollout(database(), work, config, loaded.engine, loaded.policy.chat, inbox, lost)
                 for work in works
@@ -153,6 +154,8 @@ def _refuse(works: Sequence[GroupWork], error: AgentRLError) -> None:
 
 
 def _reason(work: GroupWork, error: AgentRLError) -> str:
+    if isinstance(error, ConfigError):  # elsewhere it may be otherwise: what can be imported, how that process was started
+        return f"The rollout worker {worker_name()} says: {error}"
     if work.kind == "train" or not work.policy.path or not isinstance(error, CheckpointError):
         return str(error)
     return f"{error.message} {mending.how_to_go_on(database(), work.run, work.policy.path)}"
@@ -179,7 +182,7 @@ def _count_failure(work: GroupWork, error: Exception) -> None:
             _try_send_train(iteration)
 
 
-def _drive(rollouts: dict[int, GroupRollout], inbox: "SimpleQueue[Event]") -> None:
+def _drive(rollouts: dict[int, GroupRollout], inbox: Inbox) -> None:
     for driver in rollouts.values():
         _guarded(driver, driver.start)
     looked = time.monotonic()
@@ -234,7 +237,7 @@ def _give_back(works: Sequence[GroupWork]) -> None:
         until_written(partial(store.hand_back, database(), work.fence))
 
 
-def _drain(inbox: "SimpleQueue[Event]") -> list[Event]:
+def _drain(inbox: Inbox) -> list[Event]:
     """All events that are there, waiting for the first and, if it was sampled, a moment for those that come with it."""
     events: list[Event] = []
     try:

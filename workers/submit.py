@@ -318,10 +318,15 @@ def output_folder(config: RunConfig, name: str) -> str:
         ServiceError: the store at the URL does not answer.
     """
     place = config.output_dir or f"{settings().checkpoint_root}/{name}"
+    check_place(place)
+    return place
+
+
+def check_place(place: str) -> None:
+    """Makes sure that checkpoints can be written to the folder or URL from here. Raises as `output_folder`."""
     folder = remote.checked_place(place)
     if folder is not None:
         _check_writable(folder)
-    return place
 
 
 def _check_writable(folder: Path) -> None:

@@ -1,8 +1,8 @@
 """The `tools` job: run one tool call, record its result, wake the episode that waits. An episode's judges are such calls too.
 
 What a tool raises for the model's mistakes is its result; anything else it raises is its own fault, told to the model as
-such and counted. Where the system failed a tool the call stays without a result: it is sent again, and in the end its group
-fails an attempt. A call that must not run twice commits its start first.
+such and counted. Where the system failed a tool, or this process lacks what it needs, the call stays without a result: whoever
+waits is told why at once, and sends it again. A call that must not run twice commits its start first.
 """
 
 import threading
@@ -37,6 +37,7 @@ from workflow.trajectory import ToolResult
 
 log = getLogger("agentrl.tools")
 Answer = TypeVar("Answer")
+MENDED = "Start that worker anew with what it needs (embedded: agentrl down, then agentrl resume RUN)."
 GRACE_SECONDS = 5.0
 """How much longer than its tool's limit a call may take to be recorded."""
 
@@ -45,12 +46,20 @@ GRACE_SECONDS = 5.0
 def call(call_id: int, reply_to: str) -> None:
     """Runs the call unless it is answered already."""
     work = calls.find_call(database(), row_id(call_id))
-    if work is not None and not _answered(work, reply_to):
-        return
+    try:
+        if work is not None and not _answered(work, reply_to):
+            return
+    except InfraError as error:
+        _wake(reply_to, call_id, " ".join(str(error).split()))
+        raise
     faultpoint("wake.before")
-    if reply_to != NOBODY:
-        _waker().wake(reply_to, call_id)
+    _wake(reply_to, call_id)
     faultpoint("call.end")
+
+
+def _wake(reply_to: str, call_id: int, reason: str = "") -> None:
+    if reply_to != NOBODY:
+        _waker().wake(reply_to, call_id, reason)
 
 
 def _answered(work: CallWork, reply_to: str) -> bool:
@@ -62,7 +71,7 @@ def _answered(work: CallWork, reply_to: str) -> bool:
         if owner != own_queue():
             send_call(work.id, reply_to, owner)
         return owner == own_queue()
-    result = tool if isinstance(tool, ToolResult) else _result(tool, work)
+    result = _result(tool, work)
     if result is None:
         return False
     faultpoint("run_tool.after")
@@ -70,16 +79,20 @@ def _answered(work: CallWork, reply_to: str) -> bool:
     return True
 
 
-def _loaded(work: CallWork) -> Tool | ToolResult:
-    """The call's tool, or what the model is told instead."""
+def _loaded(work: CallWork) -> Tool:
+    """The call's tool.
+
+    Raises:
+        InfraError: it cannot be had here. The model has no part in that: the rollout worker, which offered it, has it.
+    """
     try:
         tool: Tool = find("rewards", work.tool) if work.kind == "grade" else toolset(database(), work.run)[work.tool]
     except ServiceError:
         raise
     except (Exception, SystemExit) as error:
-        # Told to the model: unanswered, the call would be sent again and again to a worker that cannot import it.
         log.exception("tool %s of env %s cannot be loaded", work.tool, work.env)
-        return ToolResult(f"{work.tool} cannot be loaded: {type(error).__name__}: {str(error)[:1000]}", "tool_crash")
+        said = str(error) if isinstance(error, AgentRLError) else f"{type(error).__name__}: {error}"
+        raise InfraError(f"The tools worker {worker_name()} cannot load {work.tool}: {said[:1000]}", MENDED) from error
     return tool
 
 
@@ -161,7 +174,8 @@ def _opening(tool: Tool) -> BaseException | None:
 def _failure(tool: Tool, error: BaseException) -> ToolResult:
     if isinstance(error, AgentRLError) and not isinstance(error, ToolFailure):
         log.error("tool %s cannot run here: %s", tool.name, error)
-        raise InfraError(f"{tool.name} cannot run on {worker_name()}: {error.message}", error.hint) from error
+        said = f"The tools worker {worker_name()} cannot run {tool.name}: {error.message} {error.hint}".strip()
+        raise InfraError(said, MENDED) from error
     told = failure(tool, error)
     if told.error_class == "tool_crash":
         log.error("tool %s raised", tool.name, exc_info=error)

@@ -91,6 +91,12 @@ class SandboxUnavailable(AgentRLError):
     exit_code = 10
 
 
+class WorkerError(AgentRLError):
+    """Workers run that lack what the run needs, or have another than the command that asks."""
+
+    exit_code = 11
+
+
 class ToolFailure(AgentRLError):
     """A tool could not do what the model asked; its message is the observation that the model reads.
 

@@ -5,18 +5,21 @@
 """
 
 import importlib
+import inspect
 import pkgutil
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from workflow.errors import ConfigError, did_you_mean
 
 KINDS = ("datasets", "tools", "rewards", "envs", "engines", "algorithms")
 _CLASSES = {"datasets": "Dataset", "tools": "Tool", "envs": "Env", "engines": "Backend", "algorithms": "Algorithm"}
-_PATH_HINT = "Write package.module:name, importable from here."
+_sources: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
 
 
 def names(kind: str) -> list[str]:
@@ -41,6 +44,34 @@ def find(kind: str, name: str) -> Any:
     return found
 
 
+def code_of(kind: str, name: str) -> str:
+    """The source of the file that defines the plug-in, as this process has loaded it.
+
+    Raises:
+        ConfigError: as `find`.
+        OSError: the file is gone, or there never was one.
+    """
+    find(kind, name)
+    return source_of(name.partition(":")[0] if ":" in name else f"workflow.{kind}.{name}")
+
+
+def source_of(module: str, anew: bool = False) -> str:
+    """The source of a loaded module.
+
+    Args:
+        anew: as the file is now; else as it was when this process first found a plug-in there, which is what it has loaded.
+
+    Raises:
+        OSError: its file is gone.
+    """
+    loaded = sys.modules[module]
+    if anew:
+        return inspect.getsource(loaded)
+    if loaded not in _sources:
+        _sources[loaded] = inspect.getsource(loaded)
+    return _sources[loaded]
+
+
 def _own_object(kind: str, name: str) -> Any:
     # What is loaded already is asked for with each episode; to list the folder takes ten times as long.
     if f"workflow.{kind}.{name}" not in sys.modules and name not in (known := names(kind)):
@@ -57,24 +88,32 @@ def _user_object(kind: str, path: str) -> Any:
     if here not in sys.path:
         sys.path.append(here)  # last: a person's `workers` folder is not ours
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
-        raise ConfigError(f"{path!r} ({kind}) leads to no object: it is no path of names.", _PATH_HINT)
+        raise ConfigError(f"{path!r} ({kind}) leads to no object: it is no path of names.", _path_hint())
     if module_name not in sys.modules:
         importlib.invalidate_caches()  # its file, or its folder, may be younger than this process
     try:
         return getattr(_imported(kind, path, module_name), attribute)
     except AttributeError as error:
-        raise ConfigError(f"{path!r} ({kind}) leads to no object: {error}.", _PATH_HINT) from error
+        raise ConfigError(f"{path!r} ({kind}) leads to no object: {error}.", _path_hint()) from error
+
+
+def _path_hint() -> str:
+    """Where a person's own module is looked for: a worker's folder is not that of the command."""
+    return f"Write package.module:name; it is looked for on PYTHONPATH and in {str(Path.cwd())!r}."
 
 
 def _imported(kind: str, name: str, module: str) -> ModuleType:
     try:
-        return importlib.import_module(module)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{name!r} ({kind}) leads to no object: {error}.", _PATH_HINT) from error
+            raise ConfigError(f"{name!r} ({kind}) leads to no object: {error}.", _path_hint()) from error
         raise _broken(kind, name, error) from error
     except (Exception, SystemExit) as error:
         raise _broken(kind, name, error) from error
+    with suppress(OSError, TypeError):  # what has no file cannot be edited either
+        source_of(module)
+    return found
 
 
 def _broken(kind: str, name: str, error: BaseException) -> ConfigError:

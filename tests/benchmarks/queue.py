@@ -86,7 +86,7 @@ class Caller:
         answered: SimpleQueue[int] = SimpleQueue()
         began = time.perf_counter()
         for call in calls:
-            self._replies.expect(call, answered.put)
+            self._replies.expect(call, lambda call, reason: answered.put(call))
             send_call(call, self._replies.address)
         taken: dict[int, float] = {}
         while len(taken) < len(calls):

@@ -45,8 +45,8 @@ from typing import Any, Literal
 from workflow import mcp
 from workflow.config import RunConfig
 from workflow.errors import ConfigError, InfraError, RewardError
-from workflow.plugins import find
-from workflow.rewards import Part, Value, checked, code_hash, numbers, score, source_of
+from workflow.plugins import find, source_of
+from workflow.rewards import Part, Value, checked, code_hash, numbers, score
 from workflow.tools import Tool
 from workflow.tools.python import CodeTool, keeps_session
 from workflow.trajectory import Episode, Message, Task

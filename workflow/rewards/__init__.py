@@ -12,16 +12,14 @@ What it earns step by step is kept so (`rewards.step`), and an algorithm that cr
 import hashlib
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, SupportsFloat
-from weakref import WeakKeyDictionary
 
 from workflow.errors import AgentRLError, ConfigError, InfraError, RewardError, SandboxUnavailable
-from workflow.plugins import find
+from workflow.plugins import find, source_of
 from workflow.tools import Tool
 from workflow.trajectory import Episode, Task, ToolResult
 
@@ -278,23 +276,6 @@ def code_hash(weights: Mapping[str, float], anew: bool = False) -> str:
     files = {name: "".join(source_of(module, anew) for module in _modules(name)) for name in weights}
     text = "\0".join(f"{name}={weight}\0{files[name]}" for name, weight in sorted(weights.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-_sources: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
-
-
-def source_of(module: str, anew: bool = False) -> str:
-    """The source of a loaded module; `anew` as in `code_hash`.
-
-    Raises:
-        OSError: its file is gone.
-    """
-    loaded = sys.modules[module]
-    if anew:
-        return inspect.getsource(loaded)
-    if loaded not in _sources:
-        _sources[loaded] = inspect.getsource(loaded)
-    return _sources[loaded]
 
 
 def _modules(name: str) -> tuple[str, ...]:

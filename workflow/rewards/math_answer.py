@@ -24,7 +24,7 @@ from workflow.once import Once
 from workflow.rewards import Judge
 from workflow.rewards.tests_passed import JUDGE_SECONDS, told, writable
 from workflow.sandbox import Limits, Session
-from workflow.tools.python import sandbox, system_failed
+from workflow.tools.python import SANDBOX, sandbox, system_failed
 from workflow.trajectory import Episode, ToolResult
 
 PACKAGES = ("math_verify", "latex2sympy2_extended", "sympy", "mpmath", "antlr4")
@@ -145,4 +145,4 @@ def ready() -> None:
 
 _warm = Warm(_opened)
 _math_answer.__name__ = "math_answer"
-math_answer = Judge(_math_answer, timeout_seconds=JUDGE_SECONDS, needs=ready, opens=ready, asks=asked)
+math_answer = Judge(_math_answer, timeout_seconds=JUDGE_SECONDS, needs=ready, opens=ready, asks=asked, variables=SANDBOX)

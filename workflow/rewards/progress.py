@@ -14,7 +14,7 @@ from typing import Any
 
 from workflow.rewards import Judge, Value
 from workflow.rewards.tests_passed import JUDGE_SECONDS, WHOLE_CPU_SECONDS, opened, share, told, writable
-from workflow.tools.python import sandbox
+from workflow.tools.python import SANDBOX, sandbox
 from workflow.trajectory import Episode, Step, ToolResult
 
 TOOL = "python"
@@ -59,4 +59,6 @@ def gained(shares: str) -> list[float]:
 
 
 _progress.__name__ = "progress"
-progress = Judge(_progress, timeout_seconds=JUDGE_SECONDS, needs=sandbox, opens=sandbox, asks=asked, reads=gained)
+progress = Judge(
+    _progress, timeout_seconds=JUDGE_SECONDS, needs=sandbox, opens=sandbox, asks=asked, variables=SANDBOX, reads=gained
+)

@@ -22,7 +22,7 @@ from workflow.once import Once
 from workflow.rewards import Judge
 from workflow.sandbox import Limits, Result, Session
 from workflow.sandbox.cases import args_of
-from workflow.tools.python import sandbox, system_failed
+from workflow.tools.python import SANDBOX, sandbox, system_failed
 from workflow.trajectory import Episode, Exit, Task, ToolResult
 
 LIMITS = Limits(cpu_seconds=3.0)
@@ -210,4 +210,6 @@ def _ended(result: Result) -> Result:
 
 
 _tests_passed.__name__ = "tests_passed"
-tests_passed = Judge(_tests_passed, timeout_seconds=JUDGE_SECONDS, needs=sandbox, opens=sandbox, asks=asked, admits=admitted)
+tests_passed = Judge(
+    _tests_passed, timeout_seconds=JUDGE_SECONDS, needs=sandbox, opens=sandbox, asks=asked, admits=admitted, variables=SANDBOX
+)

@@ -92,6 +92,15 @@ def unfinished_runs(database: Database) -> int:
         return int(tx.execute(select(func.count()).where(db.runs.c.status == "running")).scalar_one())
 
 
+@reading
+def running_beside(tx: Connection, run: str) -> list[str]:
+    """The names of the runs that are running, but for that one and its own evaluations."""
+    mine = select(db.runs.c.id).where(db.runs.c.name == run)
+    others = select(db.runs.c.name).where(db.runs.c.status == "running", db.runs.c.name != run)
+    others = others.where(func.coalesce(db.runs.c.measures_id, 0).not_in(mine))
+    return list(tx.execute(others.order_by(db.runs.c.id)).scalars())
+
+
 def some_run_overlaps(database: Database) -> bool:
     """Whether a run is running whose rollouts go on during updates.
 

@@ -41,6 +41,8 @@ class Tool:
             cannot be held to it.
         needs: called when a run is submitted; raises ConfigError where the machine lacks what the tool needs.
         opens: makes what lasts (a `Once`); called before the time of a call begins to count.
+        variables: the environment variables that tell it what it needs. Where a tools worker was started with others than the
+            command that submits a run, that is said.
     """
 
     function: Callable[..., object]
@@ -50,6 +52,7 @@ class Tool:
     memory_mb: int | None = None
     needs: Callable[[], object] | None = None
     opens: Callable[[], object] | None = None
+    variables: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

@@ -33,15 +33,16 @@ HINT = "Name hosts: AGENTRL_FETCH_HOSTS=docs.python.org,*.example.org"
 
 def fetch_from(hosts: Sequence[str]) -> Tool:
     """The tool over these hosts."""
-    return _tool(lambda: hosts)
+    return _tool(lambda: hosts, ())
 
 
-def _tool(allowed: Callable[[], Sequence[str]]) -> Tool:
+def _tool(allowed: Callable[[], Sequence[str]], variables: tuple[str, ...]) -> Tool:
     def fetch(url: str) -> str:
         """Fetches a web page by its http:// or https:// URL and returns its text."""
         return get(url, allowed())
 
-    return Tool(fetch, "repeatable", SECONDS + 5.0, MAX_CHARACTERS, needs=lambda: check(allowed()))
+    limits = (SECONDS + 5.0, MAX_CHARACTERS)
+    return Tool(fetch, "repeatable", *limits, needs=lambda: check(allowed()), variables=variables)
 
 
 def check(hosts: Sequence[str]) -> None:
@@ -175,4 +176,4 @@ def _listed() -> list[str]:
     return [host.strip() for host in settings().fetch_hosts.split(",") if host.strip()]
 
 
-fetch = _tool(_listed)
+fetch = _tool(_listed, ("AGENTRL_FETCH_HOSTS",))

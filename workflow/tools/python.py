@@ -26,6 +26,9 @@ MAX_CHARACTERS = 8000
 OUTPUT_BYTES = 64 * 1024
 CALL_SECONDS = 60.0
 LEFT = "[ended: processes and threads that were left running; they do not outlast their cell]"
+SANDBOX = ("AGENTRL_SANDBOX", "AGENTRL_SANDBOX_PYTHON", "AGENTRL_SANDBOX_IMAGE")
+"""The variables that say what holds a program."""
+
 IDLE_SHARE = 0.1
 """The clock's limit gives each program four times its processor time, and more where others want the cores too: one that had
 less than this share of its time then did not want it, but slept or waited for itself."""
@@ -199,5 +202,11 @@ def _python(code: str) -> str:
 
 _python.__name__ = "python"
 python = CodeTool(
-    _python, timeout_seconds=CALL_SECONDS, max_characters=MAX_CHARACTERS, memory_mb=MEMORY_MB, needs=sandbox, opens=sandbox
+    _python,
+    timeout_seconds=CALL_SECONDS,
+    max_characters=MAX_CHARACTERS,
+    memory_mb=MEMORY_MB,
+    needs=sandbox,
+    opens=sandbox,
+    variables=SANDBOX,
 )

@@ -50,10 +50,10 @@ Search = Callable[[str, int], Sequence[Passage]]
 
 def search_in(collection: str | Path | Callable[[], Iterable[Passage]]) -> Tool:
     """The tool over a folder, a .jsonl file, a URL, or passages that a function gives."""
-    return _tool(lambda: collection)
+    return _tool(lambda: collection, ())
 
 
-def _tool(named: Callable[[], str | Path | Callable[[], Iterable[Passage]]]) -> Tool:
+def _tool(named: Callable[[], str | Path | Callable[[], Iterable[Passage]]], variables: tuple[str, ...]) -> Tool:
     opened = Once(lambda: open_search(named()))
 
     def search(query: str, k: Annotated[int, Field(ge=1, le=20)] = 3) -> str:
@@ -63,7 +63,14 @@ def _tool(named: Callable[[], str | Path | Callable[[], Iterable[Passage]]]) -> 
             return "nothing was found; try other words"
         return "\n\n".join(f"[{rank}] {passage.title}\n{passage.text}" for rank, passage in enumerate(found, start=1))
 
-    return Tool(search, timeout_seconds=15.0, max_characters=MAX_CHARACTERS, needs=lambda: check(named()), opens=opened)
+    return Tool(
+        search,
+        timeout_seconds=15.0,
+        max_characters=MAX_CHARACTERS,
+        needs=lambda: check(named()),
+        opens=opened,
+        variables=variables,
+    )
 
 
 def check(collection: str | Path | Callable[[], Iterable[Passage]]) -> None:
@@ -222,4 +229,4 @@ def _found(row: dict[str, Any]) -> Passage:
     return Passage(title, text)
 
 
-search = _tool(lambda: settings().search)
+search = _tool(lambda: settings().search, ("AGENTRL_SEARCH",))

@@ -61,10 +61,10 @@ class AnyText(Loader):
 
 def sql_over(database: str | Path) -> Tool:
     """The tool over a SQLite file, a .sql script or a Postgres database."""
-    return _tool(lambda: str(database))
+    return _tool(lambda: str(database), ())
 
 
-def _tool(named: Callable[[], str]) -> Tool:
+def _tool(named: Callable[[], str], variables: tuple[str, ...]) -> Tool:
     def sql(query: str = "") -> str:
         """Runs one SELECT on the database and returns its rows. Without a query it lists the tables and their columns."""
         try:
@@ -72,7 +72,7 @@ def _tool(named: Callable[[], str]) -> Tool:
         except (AccessDenied, ConfigError) as error:
             raise ToolFailure(error.message) from error
 
-    return Tool(sql, timeout_seconds=15.0, max_characters=MAX_CHARACTERS, needs=lambda: check(named()))
+    return Tool(sql, timeout_seconds=15.0, max_characters=MAX_CHARACTERS, needs=lambda: check(named()), variables=variables)
 
 
 def check(database: str) -> None:
@@ -177,4 +177,4 @@ def _cell(value: Any) -> str:
     return text if len(text) <= MAX_CELL or CREATE.match(text) else f"{text[:MAX_CELL]}..."
 
 
-sql = _tool(lambda: settings().sql_database)
+sql = _tool(lambda: settings().sql_database, ("AGENTRL_SQL_DATABASE",))

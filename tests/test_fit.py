@@ -1,0 +1,260 @@
+"""What a run needs of the processes that will run it is looked for there: what they lack, and what they have otherwise."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models import tiny_random
+from tests.stack import Stack, embedded_stack
+from tests.stored import claim, start, submission
+from workers import embedded, fit
+from workers.app import QUEUES
+from workflow.config import RunConfig, build
+from workflow.models import base_hash
+from workflow.settings import Settings, settings
+from workflow.store import observe, planning
+from workflow.trajectory import PolicyRef
+
+OWN = """
+from workflow.envs import Env
+from workflow.tools import Tool
+
+def poke(text: str) -> str:
+    "Pokes it."
+    return text
+
+mine = Env(tools=(Tool(poke),), rewards={"format": 1.0})
+"""
+
+
+@pytest.fixture
+def stack(short_folder: Path) -> Iterator[Stack]:
+    with embedded_stack(short_folder, idle_seconds="3600") as made:
+        yield made
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder to search."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.txt").write_text("The village lies at the river.")
+    return tmp_path / "texts"
+
+
+def asked(folder: Path, weights: dict[str, float] | None = None, **config: Any) -> fit.Question:
+    """About a run of the model in the folder, here."""
+    made: RunConfig = build({"env": "qa", **config})
+    return fit.question(
+        made.model_dump(mode="json"), weights or {"numeric_answer": 1.0}, str(folder), str(folder / "runs"), rolls_out=True
+    )
+
+
+def searching(folder: Path) -> fit.Question:
+    return asked(folder, tools=("search",))
+
+
+def test_a_process_without_a_tools_setting_lacks_it_for_the_tools_and_nothing_else(
+    home: Path, tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTRL_SEARCH", str(texts))
+    settings.cache_clear()
+    question = searching(tmp_path)
+    assert fit.lacking(question, QUEUES) == []
+    monkeypatch.delenv("AGENTRL_SEARCH")
+    settings.cache_clear()
+    assert fit.lacking(question, ["rollout", "train"]) == []
+    (said,) = fit.lacking(question, ["tools"])
+    assert "no collection is named" in said
+    assert "It was started without AGENTRL_SEARCH." in said
+
+
+def test_another_value_is_named_and_never_travels(
+    home: Path, tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTRL_SEARCH", "http://user:secret@host/search")
+    settings.cache_clear()
+    question = searching(tmp_path)
+    assert "secret" not in json.dumps(asdict(question))
+    assert fit.differing(question, ["tools"]) == []
+    monkeypatch.setenv("AGENTRL_SEARCH", str(texts))
+    assert fit.differing(question, ["tools"]) == ["AGENTRL_SEARCH"]
+    assert fit.differing(question, ["rollout", "train"]) == []
+
+
+def test_a_folder_is_the_same_folder_from_wherever_it_is_named(
+    home: Path, tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(texts.parent)
+    monkeypatch.setenv("AGENTRL_SEARCH", "texts")
+    question = searching(tmp_path)
+    monkeypatch.chdir("/")
+    monkeypatch.setenv("AGENTRL_SEARCH", str(texts))
+    assert fit.differing(question, ["tools"]) == []
+
+
+def test_an_env_that_brings_its_own_index_needs_no_setting(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AGENTRL_SEARCH", raising=False)
+    settings.cache_clear()
+    assert fit.lacking(asked(tmp_path, env="search_qa"), QUEUES) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "role", "said"),
+    [
+        ({"base": "/nowhere/model"}, "rollout", "There is no folder '/nowhere/model' here"),
+        ({"base": "/nowhere/model"}, "train", "There is no folder '/nowhere/model' here"),
+        ({"output_dir": "/proc/runs"}, "train", "takes no file"),
+        ({"version": "0.0.0"}, "tools", "is agentrl"),
+        ({"weights": {"no_such_module:reward": 1.0}}, "rollout", "leads to no object"),
+    ],
+)
+def test_what_is_not_here_is_said_by_the_worker_that_needs_it(
+    home: Path, tmp_path: Path, changes: dict[str, Any], role: str, said: str
+) -> None:
+    found = fit.lacking(replace(asked(tmp_path), **changes), [role])
+    assert said in " ".join(found)
+
+
+def test_code_that_leaves_the_process_is_a_sentence_too(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leaving_here.py").write_text("raise SystemExit('no')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for role in ("rollout", "tools"):
+        (said,) = fit.lacking(asked(tmp_path, env="leaving_here:env"), [role])
+        assert "leaving_here.py:1: SystemExit" in said
+
+
+def test_a_file_that_was_edited_since_a_process_read_it_is_named(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "edited_here.py"
+    file.write_text("def mine(episode): return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    weights = {"edited_here:mine": 1.0}
+    before = asked(tmp_path, weights)
+    assert fit.differing(before, ["rollout"]) == []
+    file.write_text("def mine(episode): return 2.0\n")
+    anew = (
+        "import json, sys; from tests.test_fit import *; "
+        "print(json.dumps(asdict(asked(Path(sys.argv[1]), {'edited_here:mine': 1.0}))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", anew, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    after = fit.Question(**json.loads(done.stdout))
+    assert fit.differing(after, ["rollout"]) == ["the file of rewards edited_here:mine"]
+    assert fit.differing(after, ["train"]) == []
+
+
+def test_a_worker_that_imports_slowly_says_that_it_is_still_looking(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_here.py").write_text("import time\ntime.sleep(1)\ndef mine(episode): return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(fit, "REPLY_SECONDS", 0.05)
+    question = replace(asked(tmp_path), weights={"slow_here:mine": 1.0})
+    first = fit._answered(question, ["rollout"])
+    assert not first["found"]
+    while not (told := fit._answered(question, ["rollout"]))["found"]:
+        pass
+    assert told["lacks"] == ()
+
+
+def test_a_stack_in_memory_is_known_by_what_it_was_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = Settings(home=tmp_path, redis_server="none")
+    where.stack_dir.mkdir(parents=True)
+    monkeypatch.setenv("AGENTRL_SEARCH", "one")
+    embedded.write_state(where, stopping=False, separate=False)
+    assert embedded.other_environment(where, ["AGENTRL_SEARCH"]) == []
+    monkeypatch.setenv("AGENTRL_SEARCH", "other")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert embedded.other_environment(where, ["AGENTRL_SEARCH"]) == ["AGENTRL_SEARCH", "PYTHONPATH", "PWD"]
+    assert "other" not in (where.stack_dir / "supervisor.json").read_text()
+    (where.stack_dir / "supervisor.json").write_text(json.dumps({"pid": 1, "stopping": False}))
+    assert embedded.other_environment(where, ["AGENTRL_SEARCH"]) == [], "of a release that said nothing nothing is known"
+
+
+def command(stack: Stack, folder: Path, *words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """A command from another folder, with more in its environment than the stack's starter had."""
+    program = [str(Path(sys.executable).with_name("agentrl")), *words]
+    here = {**stack.environment, **environment}
+    return subprocess.run(program, cwd=folder, env=here, capture_output=True, text=True, timeout=200, check=False)
+
+
+def up(stack: Stack) -> None:
+    """The stack runs, and all of its workers hear."""
+    stack.agentrl("up")
+    code = "from workers.presence import served_queues as s; import sys; sys.exit(not all(s().values()))"
+    stack.wait(
+        lambda: not subprocess.run([sys.executable, "-c", code], env=stack.environment, check=False).returncode, "all workers"
+    )
+
+
+def about_own(stack: Stack, folder: Path) -> list[str]:
+    """The words that submit a run which needs a module of that folder."""
+    (folder / "own_here.py").write_text(OWN)
+    (folder / "qa.jsonl").write_text('{"question": "where?", "answer": "river"}\n')
+    words = ["submit", "--dataset", "qa.jsonl", "--model", str(tiny_random(folder / "model")), "--epochs", "1", "--name", "own"]
+    return [*words, "--group-size", "2", "--max-new-tokens", "4", "--max-steps", "1", "--env", "own_here:mine"]
+
+
+@pytest.mark.slow
+def test_an_idle_stack_that_lacks_what_a_run_needs_starts_anew(stack: Stack, tmp_path: Path) -> None:
+    words = about_own(stack, tmp_path)
+    up(stack)
+    first = embedded.running(stack.settings)
+    done = command(stack, tmp_path, *words, "--wait")
+    assert done.returncode == 0, done.stderr + stack.logs()
+    assert "No module named 'own_here'" in done.stderr
+    assert "starts anew" in done.stderr
+    assert embedded.running(stack.settings) not in (None, first)
+    assert embedded.stay_file(stack.settings).exists(), "as `agentrl up` wished"
+
+
+@pytest.mark.slow
+def test_a_stack_that_lacks_what_a_run_needs_is_left_to_the_runs_at_work_there(
+    stack: Stack, tmp_path: Path, texts: Path
+) -> None:
+    words = about_own(stack, tmp_path)[:-2]
+    up(stack)
+    first = embedded.running(stack.settings)
+    (held,) = start(stack.database, submission("elsewhere", tasks=1))
+    claim(stack.database, held, lease=3600)
+    refused = command(stack, tmp_path, *words, "--env", "qa", "--tools", "search", AGENTRL_SEARCH=str(texts))
+    assert refused.returncode == 11, refused.stderr + stack.logs()
+    for said in ("It was started without AGENTRL_SEARCH.", "elsewhere", "agentrl down"):
+        assert said in refused.stderr
+    assert str(texts) not in refused.stderr, "values are nobody's business"
+    assert embedded.running(stack.settings) == first
+    assert [row["run"] for row in observe.list_runs(stack.database)] == ["elsewhere"], "nothing was written"
+
+
+@pytest.mark.slow
+def test_a_run_that_stopped_for_its_workers_environment_goes_on_once_resumed_with_it(stack: Stack, tmp_path: Path) -> None:
+    about_own(stack, tmp_path)
+    model = tmp_path / "model"
+    wanted = submission("own", tasks=1)
+    wanted = replace(wanted, config={**wanted.config, "env": "own_here:mine"}, weights={"numeric_answer": 1.0})
+    wanted = replace(wanted, policy=PolicyRef(str(model), base_hash(model)), output_dir=str(tmp_path / "runs"))
+    planning.submit(stack.database, wanted)
+    planning.stop(stack.database, "own", "failed", "its worker could not import it")
+    up(stack)
+    refused = command(stack, Path("/"), "resume", "own")
+    assert refused.returncode == 11, refused.stderr + stack.logs()
+    assert "this command lacks it too" in refused.stderr
+    assert observe.describe_run(stack.database, "own")["status"] == "failed", "it is not running again"
+    resumed = command(stack, tmp_path, "resume", "own")
+    assert resumed.returncode == 0, resumed.stderr + stack.logs()
+    assert "starts anew" in resumed.stderr
+    stack.wait(lambda: observe.describe_run(stack.database, "own")["episodes_done"] == 2, "the episodes' end")
