@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from cli.find import stored_database
 from cli.output import Json, say, show_csv, show_json, show_table
 
 LIMIT = 10_000
@@ -25,6 +26,9 @@ def sql(
 
     if as_csv and as_json:
         raise ConfigError("--csv and --json exclude each other.", "Choose one.")
+    file = store.sqlite_file(settings())
+    if file is not None and not file.exists():
+        stored_database()  # says so
     columns, rows = store.query(settings(), query, LIMIT)
     if as_json:
         show_json([dict(zip(columns, row, strict=True)) for row in rows])

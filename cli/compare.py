@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cli.find import stored_database
 from cli.output import Json, cell, interval, say, show, show_json
 from cli.pair import OTHER, OTHER_CODE, Pair, Row, find_pair, scored_by
 from workflow.errors import ConfigError
@@ -32,13 +33,12 @@ def compare(
 
     The p-value says how often chance alone would make a difference at least as large, if the two were alike.
     """
-    from workers.process import database
     from workflow.paired import paired
     from workflow.store import evals
 
     pair = find_pair(first, second, dataset, split)
     one, other = pair.one, pair.other
-    means = [evals.task_means(database(), row["id"]) for row in (one, other)]
+    means = [evals.task_means(stored_database(), row["id"]) for row in (one, other)]
     if means[0].keys() != means[1].keys():
         shared = len(means[0].keys() & means[1].keys())
         raise ConfigError(
@@ -59,13 +59,12 @@ def compare(
 
 def _shares(row: Row) -> dict[int, float]:
     """Of each task with a done episode the share of these that are right; empty where nothing tells."""
-    from workers.process import database
     from workflow.store import evals
 
-    right = evals.right_episodes(database(), row["iteration"])
+    right = evals.right_episodes(stored_database(), row["iteration"])
     if right is None:
         return {}
-    done = evals.done_episodes(database(), row["id"])
+    done = evals.done_episodes(stored_database(), row["id"])
     return {task: len(right.intersection(its)) / len(its) for task, its in done.items()}
 
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cli.find import stored_database
 from cli.output import Line, cell, show_json, show_lines
 from cli.verify import colour, number, parting, quoted
 from workflow.trajectory import Episode
@@ -16,11 +17,10 @@ if TYPE_CHECKING:
 
 def diff(episode: int, other: int, as_json: bool) -> int:
     """Prints where the two part and in what else they differ; 0 where in nothing, else 1."""
-    from workers.process import database
     from workflow.compare import compare
     from workflow.store.origin import find_origin
 
-    sides = (find_origin(database(), episode), find_origin(database(), other))
+    sides = (find_origin(stored_database(), episode), find_origin(stored_database(), other))
     found = compare(*map(_scored, sides))
     if found.token is not None:
         found = replace(found, token=_spelled(found.token, sides))

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cli.find import stored_database
 from cli.output import Json, Line, cell, one_line, say, show, show_json, show_lines, show_rows
 from cli.watch import RunName
 
@@ -31,10 +32,9 @@ def fork(
     """Go on with an episode from one of its steps, several times; prints the fork run's name."""
     from cli.submit import send
     from workers.fork import ForkRequest, prepare_fork
-    from workers.process import database
 
     asked = ForkRequest(episode, step, n, edit_message, policy, with_parent, name)
-    prepared = prepare_fork(database(), asked)
+    prepared = prepare_fork(stored_database(), asked)
     for remark in prepared.remarks:
         say(remark)
     send(prepared, wait or None, as_json)
@@ -53,10 +53,9 @@ def rescore(
     as_json: Json = False,
 ) -> None:
     """Score a run's episodes by other rewards; the scores they have stay as they are."""
-    from workers.process import database
     from workers.rescore import rescore as score_again
 
-    made = score_again(database(), run, reward, name)
+    made = score_again(stored_database(), run, reward, name)
     if as_json:
         show_json(made)
         return
@@ -69,10 +68,9 @@ def rescore(
 
 def why(episode: EpisodeNumber, as_json: Json = False) -> None:
     """Tell what became of an episode: the update that trained on it, or why none did."""
-    from workers.process import database
     from workflow.store import ledger
 
-    found = ledger.why(database(), episode)
+    found = ledger.why(stored_database(), episode)
     if as_json:
         show_json(found)
         return

@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cli.find import existing_database, stored_database
 from cli.output import Json, say, show, show_json, show_table
 
 
@@ -27,12 +28,12 @@ def gc(
 
     Leftovers of killed trainers, optimizer state of all but the last two checkpoints, adapters that no episode names.
     """  # fmt: skip
-    from workers.process import database
     from workflow.collect import KINDS
     from workflow.store import keeping
 
-    places = keeping.checkpoints(database(), tuple(runs or ()))
-    freed = {place.run: _collect(database(), place, keep_last, dry_run) for place in places}
+    db = stored_database() if runs else existing_database()
+    places = keeping.checkpoints(db, tuple(runs or ())) if db else []
+    freed = {place.run: _collect(db, place, keep_last, dry_run) for place in places}
     totals = {kind: sum(run[kind] for run in freed.values()) for kind in KINDS}
     if as_json:
         show_json(
@@ -61,10 +62,9 @@ def _collect(db: Any, place: Any, keep_last: int | None, dry_run: bool) -> dict[
 
 def vacuum(as_json: Json = False) -> None:
     """Compact the database; runs may go on meanwhile."""
-    from workers.process import database
     from workflow.store import compact
 
-    done = compact.vacuum(database())
+    done = compact.vacuum(stored_database())
     if as_json:
         show_json({"before": done.before, "after": done.after})
     else:

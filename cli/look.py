@@ -5,6 +5,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from cli.diff import diff as compared
+from cli.find import existing_database, first_run, stored_database
 from cli.output import Json, cell, say, show, show_json, show_lines, show_rows
 from cli.transcript import as_document, transcript
 from cli.verify import verify as verified
@@ -38,16 +39,16 @@ Limit = Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so ma
 
 def runs(limit: Limit = 50, as_json: Json = False) -> None:
     """List the newest runs; best: the highest mean on the held-out split, and whose version it is (RUN@best)."""
-    from workers.process import database
     from workflow.store import observe
 
-    rows = observe.list_runs(database(), limit)
+    db = existing_database()
+    rows = observe.list_runs(db, limit) if db else []
     if as_json:
         show_json(rows)
     elif rows:
         show_rows([_short(row) for row in rows], RUN_COLUMNS)
     else:
-        say("There is no run yet. Make one: agentrl submit --dataset arithmetic --model tiny")
+        say(f"There is no run yet. {first_run()}")
 
 
 def _short(run: Any) -> dict[str, Any]:
@@ -72,7 +73,6 @@ def episodes(
     as_json: Json = False,
 ) -> None:
     """List a run's episodes."""
-    from workers.process import database
     from workflow.store import observe
 
     asked = {
@@ -81,7 +81,7 @@ def episodes(
     }  # fmt: skip
     _check_words(status, stop_reason)
     filters = {name: value for name, value in asked.items() if value is not None}
-    rows = observe.list_episodes(database(), run, filters, limit + 1, offset)
+    rows = observe.list_episodes(stored_database(), run, filters, limit + 1, offset)
     if as_json:
         show_json(rows[:limit])
     elif rows:
@@ -133,11 +133,10 @@ def replay(
     if diff is not None:
         raise typer.Exit(compared(episode, diff, as_json))
 
-    from workers.process import database
     from workflow.errors import NotFoundError
     from workflow.store import observe
 
-    record = observe.find_episode(database(), episode)
+    record = observe.find_episode(stored_database(), episode)
     if step is not None and step >= len(record.steps):
         raise NotFoundError(f"Episode {episode} has {len(record.steps)} steps, counted from 0, and no step {step}.")
     if as_json:
@@ -148,10 +147,9 @@ def replay(
 
 def events(run: RunName, as_json: Json = False) -> None:
     """List what happened to a run."""
-    from workers.process import database
     from workflow.store import observe
 
-    rows = observe.list_events(database(), run)
+    rows = observe.list_events(stored_database(), run)
     if as_json:
         show_json(rows)
     else:

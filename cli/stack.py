@@ -153,10 +153,10 @@ def _values(file: Any, assignments: list[str] | None, run: str | None) -> tuple[
         return values, origins | dict.fromkeys(settled, asked.algorithm.name), settled
     if file or assignments:
         raise ConfigError("--run shows a stored config, which --config and -s cannot change.", "Choose one.")
-    from workers.process import database
+    from cli.find import stored_database
     from workflow.store import planning
 
-    row = planning.find_run(database(), run)
+    row = planning.find_run(stored_database(), run)
     values = RunConfig.model_validate(row["config"]).flat()
     return values, dict.fromkeys(values, f"run {row['name']}"), set()
 

@@ -5,6 +5,7 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from cli.find import stored_database
 from cli.output import Line, cell, one_line, say, show_json, show_lines
 from workflow.errors import CheckpointError, ConfigError, did_you_mean
 from workflow.trajectory import Episode, Message, ToolResult
@@ -31,12 +32,11 @@ def verify(episode: int, what: str, as_json: bool) -> int:
         CheckpointError: tokens alone were asked for, and the weights that sampled them are gone.
         ModelError: the base here is another than the run's.
     """
-    from workers.process import database
     from workflow.store.origin import find_origin
 
     if what not in WHAT:
         raise ConfigError(f"--verify does not know {what!r}.", did_you_mean(what, WHAT))
-    origin = find_origin(database(), episode)
+    origin = find_origin(stored_database(), episode)
     asked = WHAT[:3] if what == "all" else (what,)
     reports: dict[str, Any] = {name: check(origin) for name, check in _CHECKS.items() if name in asked}
     every = [report for found in reports.values() for report in (found if isinstance(found, list) else [found])]

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Self
 
 import typer
 
+from cli.find import stored_database
 from cli.output import Json, Line, cell, console, decimals, interval, one_line, say, show, show_json, show_lines
 from cli.plot import plot, sparkline
 
@@ -73,9 +74,8 @@ class View:
 
 def watch(run: RunName, as_json: Json = False) -> None:
     """Follow a run to its end (with --json: its state now)."""
-    from workers.process import database
 
-    db = database()
+    db = stored_database()
     if as_json:
         view = look(db, run)
         show_json({"run": view.run, "iterations": view.iterations, "progress": view.progress, "evals": view.evals})

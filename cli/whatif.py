@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from cli.find import stored_database
 from cli.look import GREATEST
 from cli.output import Json, Line, say, show_json, show_lines
 from cli.watch import RunName
@@ -53,11 +54,10 @@ def whatif(
     On the stored episodes of the iteration, from the policy that its update started from. The run, its checkpoints and the
     database stay as they are.
     """
-    from workers.process import database
     from workers.whatif import question
 
     names = [name.strip() for name in algorithm.split(",")]
-    asked = question(database(), run, iteration, names, convention, assignments or [])
+    asked = question(stored_database(), run, iteration, names, convention, assignments or [])
     found = _look(asked)
     if as_json:
         show_json(_document(asked, found))

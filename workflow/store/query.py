@@ -72,7 +72,7 @@ def rl_f4(blob: bytes | None) -> str | None:
 
 def _sqlite(file: Path, sql: str, limit: int, seconds: float) -> Table:
     if not file.exists():
-        raise NotFoundError(f"There is no database {str(file)!r} yet.", "Make a first run: agentrl submit --help")
+        raise NotFoundError(f"There is no database {str(file)!r} yet.", "agentrl runs")
     late = deadline(seconds)
     with refusing_sqlite(late, _too_slow(seconds), _VIEWS), closing(open_sqlite(file, seconds)) as connection:
         connection.create_function("rl_i4", 1, rl_i4, deterministic=True)
