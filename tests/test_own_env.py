@@ -1,6 +1,7 @@
 """An env of one's own, the one that the manual shows: named by its path, it plays whole episodes, and goes on after a crash."""
 
 import inspect
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import pytest
 from cli.main import main
 from tests.models import chat, tiny_random
 from tests.scripted import ScriptedEngine
-from tests.stored import EXPIRED, claim, value, values
+from tests.stored import EXPIRED, claim, submission, value, values
 from tests.stored import step as turn
 from tests.test_code import box as box
 from tests.test_datasets import write
@@ -29,12 +30,13 @@ from workflow.config import RolloutConfig, RunConfig, build
 from workflow.engine import GenerateRequest
 from workflow.envs import Env, scored, scoring_hash
 from workflow.errors import RewardError
+from workflow.models import base_hash
 from workflow.plugins import find, names
 from workflow.rewards import code_hash
 from workflow.store import observe, planning
 from workflow.store.calls import CallWork
 from workflow.store.connect import Database
-from workflow.trajectory import Episode, Message, Task, ToolResult
+from workflow.trajectory import Episode, Message, PolicyRef, Task, ToolResult
 
 CHAT = chat()
 
@@ -244,3 +246,30 @@ def test_a_shipped_env_is_the_same_world_twice(name: str, request: pytest.Fixtur
         assert first == second
         assert first[-1] == Finish("answered")
         assert len([action for action in first if isinstance(action, CallTools)]) == sum(bool(m.tool_calls) for m in said)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"env": "not_here:env"}, "It talks without the run's env: 'not_here:env' (envs)"),
+        ({"env": "math", "tools": ["not_here:tool"]}, "It talks without a tool: 'not_here:tool' (tools)"),
+    ],
+)
+def test_a_policy_is_talked_to_where_the_env_or_a_tool_of_its_run_is_not(
+    own_database: Database,
+    tmp_path: Path,
+    config: dict[str, Any],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = submission("own")
+    model = tiny_random(tmp_path / "model")
+    ref = PolicyRef(str(model), base_hash(model))
+    planning.submit(own_database, replace(wanted, config={**wanted.config, **config}, policy=ref))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is 2 plus 2?\n"))
+    assert main(["chat", "--policy", "own", "--max-new-tokens", "4"]) == 0
+    told = capsys.readouterr()
+    assert said in told.err
+    assert told.out.strip()
+    assert main(["chat", "--policy", "own", "--env", "not_here:env"]) == 2, "an env that a person names is needed"
