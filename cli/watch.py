@@ -26,6 +26,9 @@ OVER = " (trains with the episodes there are)"
 NOTHING = " (goes on without an update of that iteration: none of its episodes can train)"
 """What going on means for an open iteration none of whose episodes is left to run, and where none of them can train."""
 
+MENDED = "Once what it says is mended"
+"""When a run that failed can go on: nothing has changed by itself."""
+
 Row = Any
 
 
@@ -52,6 +55,12 @@ class View:
         """Whether something of it goes on: the run itself, or the evaluations of one that is done."""
         left = self.run["status"] == "done" and any(row["status"] in GOING for row in self.evals)
         return left or self.run["status"] in GOING
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is an episode to look at: one with a turn, or one that ended."""
+        open_ones = self.progress and (self.progress["finished"] or self.progress["sampled_tokens"])
+        return bool(self.run["episodes_done"] or self.failure or open_ones)
 
     @property
     def scores(self) -> list[float]:
@@ -275,7 +284,9 @@ def summary(view: View) -> list[Line]:
         now = view.progress
         over = now and now["finished"] == now["episodes"]
         meant = (OVER if now["done"] else NOTHING) if over else ""
-        lines.append((f"  Go on: agentrl resume {name}{meant}", ""))
+        lines.append((f"  {'Go on' if run['status'] == 'paused' else MENDED}: agentrl resume {name}{meant}", ""))
+    if not view.begun:
+        return lines
     curve = f"    agentrl sql \"SELECT iteration, mean_reward, kl, tokens FROM v_iterations WHERE run = '{name}'\""
     return [
         *lines,

@@ -480,6 +480,17 @@ def test_a_run_without_a_reward_is_given_no_hint_that_shows_nothing(data: Databa
     assert lines[lines.index("Look closer:") :] == ["Look closer:", "agentrl episodes first", "agentrl replay EPISODE"]
 
 
+@pytest.mark.parametrize("status", ["failed", "cancelled", "paused"])
+@pytest.mark.parametrize("data", ["sqlite"], indirect=True)
+def test_a_run_that_ended_before_it_began_is_given_no_hint_that_shows_nothing(data: Database, status: str) -> None:
+    start(data, submission())
+    planning.stop(data, "first", status, "The files make no model.")
+    lines = [line.strip() for line, _ in summary(look(data, "first"))]
+    hints = {"failed": ["Once what it says is mended: agentrl resume first"], "paused": ["Go on: agentrl resume first"]}
+    assert lines[0].startswith(f"first: {status}")
+    assert lines[1:] == ["The files make no model.", *hints.get(status, [])]
+
+
 def _fails_after_its_answer(data: Database, error: str) -> str:
     """An episode of the second iteration that says something and fails then; its number."""
     group = observe.snapshot(data, 30).runs[0].iterations[0].groups[0]
