@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,35 +32,45 @@ def listed(ctx: typer.Context, as_json: Json = False) -> None:
         return
     from workflow.plugins import find, names
 
-    rows = [{"tool": name, **_row(find("tools", name))} for name in names("tools")]
+    envs = {name: find("envs", name).toolset() for name in names("envs")}
+    rows = [{"tool": name, **_row(find("tools", name), envs)} for name in names("tools")]
     if as_json:
         show_json(rows)
         return
     show_table(("tool", "called", "arguments", "effects", "seconds", "works_here"), map(_cells, rows))
     for row in rows:
         if row["lacks"]:
-            say(f"{row['tool']}: {row['lacks']}")
+            brought = f" Not needed in the env {' or '.join(row['works_in'])}, which brings its own." if row["works_in"] else ""
+            say(f"{row['tool']}: {row['lacks']}{brought}")
     say("package.module:name and mcp:COMMAND are tools too.")
 
 
-def _row(tool: "Tool") -> dict[str, Any]:
+def _row(tool: "Tool", envs: "Mapping[str, Mapping[str, Tool]]") -> dict[str, Any]:
+    """`works_in`: the envs that bring a tool of that name of their own, which works here."""
     from dataclasses import asdict
 
     from workers.offer import Description
+
+    own = {name: tools[tool.name] for name, tools in envs.items() if tools.get(tool.name, tool) is not tool}
+    works_in = [name for name, brought in own.items() if _lack(brought) is None]
+    return {**asdict(Description.of(tool)), "lacks": _lack(tool), "works_in": works_in}
+
+
+def _lack(tool: "Tool") -> str | None:
     from workflow.errors import AgentRLError
 
-    lacks = None
     try:
         tool.check()
     except AgentRLError as error:
-        lacks = str(error)
-    return {**asdict(Description.of(tool)), "lacks": lacks}
+        return str(error)
+    return None
 
 
 def _cells(row: dict[str, Any]) -> list[Any]:
     arguments = row["parameters"].get("properties", {})
     told = ", ".join(f"{name}: {spec.get('type', json.dumps(spec))}" for name, spec in arguments.items())
-    return [row["tool"], row["name"], told, row["effects"], row["timeout_seconds"], row["lacks"] is None]
+    works = f"in {', '.join(row['works_in'])}" if row["lacks"] and row["works_in"] else row["lacks"] is None
+    return [row["tool"], row["name"], told, row["effects"], row["timeout_seconds"], works]
 
 
 @tools.command("serve")

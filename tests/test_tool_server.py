@@ -567,4 +567,10 @@ def test_all_tools_are_listed_with_what_they_lack(
     assert listed["calculator"]["parameters"]["required"] == ["expression"]
     assert listed["calculator"]["lacks"] is None
     assert "AGENTRL_FETCH_HOSTS" in listed["fetch"]["lacks"]
+    assert [listed[name]["works_in"] for name in ("search", "sql", "fetch")] == [["search_qa"], ["text_to_sql"], []]
+    assert main(["tools"]) == 0
+    told = capsys.readouterr()
+    (row,) = (line for line in told.out.splitlines() if line.startswith("search"))
+    assert row.endswith("in search_qa")
+    assert "Not needed in the env search_qa, which brings its own." in told.err
     assert main(["tools", "--json", "serve", "--tools", "echo"]) == 2
