@@ -46,7 +46,7 @@ from workflow.settings import Settings, settings
 from workflow.store import claims, connect, observe, planning, rollout, training
 from workflow.store.calls import CallWork
 from workflow.store.connect import POOL, Database
-from workflow.store.oom import OOM_HINT
+from workflow.store.lost import OOM_HINT
 from workflow.trainer import Trainer
 from workflow.turns import parse_text
 

@@ -22,7 +22,7 @@ from workers.process import database
 from workflow.errors import ServiceError
 from workflow.settings import Settings, settings
 from workflow.store import observe
-from workflow.store.oom import OOM_HINT, record_oom
+from workflow.store.lost import OOM_HINT, record_loss, record_oom
 
 log = getLogger("agentrl.supervisor")
 WORKERS = ("rollout,train", "tools", "control")
@@ -113,8 +113,7 @@ class Supervisor:
             child.backoff = 0.5 if calm else min(2 * child.backoff, MAX_BACKOFF, self.where.lease_seconds / 2)
             child.restart_at = now + (0.0 if calm else child.backoff)
             log.warning("%s ended with %s; again in %.1f s", child.role, code, child.restart_at - now)
-            if code == -signal.SIGKILL and oom.kills() > child.kills:
-                self._tell_oom(child)
+            self._tell(child, code)
             if child.role == "tools":
                 _send_calls_again()
         if now >= child.restart_at:
@@ -125,10 +124,17 @@ class Supervisor:
                 child.restart_at = now + MAX_BACKOFF
                 log.error("%s", error)
 
-    def _tell_oom(self, child: Child) -> None:
-        log.error("%s was killed by the kernel, out of memory. %s", child.role, OOM_HINT)
+    def _tell(self, child: Child, code: int) -> None:
+        """Tells the runs' events who is gone, and how it ended."""
+        name = f"{socket.gethostname()}:{child.process.pid}"
+        out_of_memory = code == -signal.SIGKILL and oom.kills() > child.kills
+        if out_of_memory:
+            log.error("%s was killed by the kernel, out of memory. %s", child.role, OOM_HINT)
         try:
-            record_oom(database(), f"{socket.gethostname()}:{child.process.pid}", child.role)
+            if out_of_memory:
+                record_oom(database(), name, child.role)
+            else:
+                record_loss(database(), name, child.role, _how(code))
         except Exception as error:  # noqa: BLE001 - nothing that the database does is a reason to end the workers
             log.warning("not told: %s", error)
 
@@ -154,6 +160,16 @@ class Supervisor:
                     child.process.wait(embedded.STOP_SECONDS)
                 except subprocess.TimeoutExpired:
                     child.process.kill()
+
+
+def _how(code: int) -> str:
+    """How a process with that code ended, in words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
 
 
 def _send_calls_again() -> None:

@@ -16,7 +16,7 @@ from workflow.dynamic import lacking, varies
 from workflow.store.connect import transaction
 from workflow.store.groups import load_groups
 from workflow.store.iterations import dynamic_sampling_of, insert_more, wanted_groups
-from workflow.store.oom import memory_hint
+from workflow.store.lost import memory_hint, note_takeover
 from workflow.store.planning import is_broken, log, newest_version
 from workflow.store.rollout import MAX_LOSSES
 from workflow.store.rows import clean, members_of
@@ -147,7 +147,10 @@ def _sample_on(tx: Connection, row: Mapping[str, Any], rewards: Sequence[Sequenc
 
 
 def _claim(tx: Connection, row: Mapping[str, Any], worker: str, lease_seconds: float) -> IterationWork | None:
-    losses = row["losses"] + (1 if row["worker"] not in ("", worker) else 0)
+    lost = row["worker"] not in ("", worker)
+    if lost:
+        note_takeover(tx, row["run_id"], row["worker"], f"iteration {row['number']}", worker)
+    losses = row["losses"] + lost
     if losses >= MAX_LOSSES:
         hint = memory_hint(tx, row["run_id"], row["worker"])
         set_run(tx, row["run_id"], "failed", f"iteration {row['number']}: its trainer was lost {losses} times{hint}")

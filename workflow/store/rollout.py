@@ -17,7 +17,7 @@ from workflow.columns import Utc, free, now_ms
 from workflow.errors import Fenced
 from workflow.rewards import Part
 from workflow.store.connect import reading, transaction
-from workflow.store.oom import memory_hint
+from workflow.store.lost import memory_hint, note_takeover
 from workflow.store.planning import is_broken, log
 from workflow.store.prepared import Prepared
 from workflow.store.rows import clean, load_episodes, message_value, reward_rows, task_value
@@ -140,7 +140,10 @@ def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -
     if before is None or before.status != "running":
         return None
     # A worker that hands its claim back clears its name; one that is still named there was lost.
-    losses = before.losses + (1 if before.worker not in ("", worker) else 0)
+    lost = before.worker not in ("", worker)
+    if lost:
+        note_takeover(tx, before.run_id, before.worker, f"group {group}", worker)
+    losses = before.losses + lost
     taken = {"wanted": group, "worker": worker, "losses": losses, "now": datetime.now(UTC)}
     attempt = tx.execute(_TAKE_GROUP, taken | {"lease": int(lease_seconds * 1000)}).scalar_one()
     fence = Fence(group, attempt)

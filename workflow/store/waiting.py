@@ -6,6 +6,7 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, func, select
 
 from workflow import db
 from workflow.store.connect import reading, transaction
+from workflow.store.lost import LOST
 from workflow.store.planning import log
 from workflow.store.rows import clean
 
@@ -28,7 +29,7 @@ def wait_for(tx: Connection, run_id: int, what: str) -> None:
     # Locked: of two jobs that say so at once the second sees the first.
     tx.execute(select(db.runs.c.id).where(db.runs.c.id == run_id).with_for_update())
     mine = select(db.events.c.id).where(db.events.c.run_id == run_id)
-    before = mine.where(db.events.c.kind != "waiting").order_by(db.events.c.id.desc()).limit(1).scalar_subquery()
+    before = mine.where(db.events.c.kind.not_in(("waiting", *LOST))).order_by(db.events.c.id.desc()).limit(1).scalar_subquery()
     said = mine.where(db.events.c.id > func.coalesce(before, 0), db.events.c.detail == clean(what))
     if tx.execute(said.limit(1)).first() is None:
         log(tx, run_id, "waiting", detail=what)
@@ -50,7 +51,7 @@ def waits_for(tx: Connection, run_id: int) -> str:
 
 
 def _newest_wait(tx: Connection, run_id: int) -> str:
-    """What their worker said last: only the newest event counts."""
-    newest = select(db.events.c.kind, db.events.c.detail).where(db.events.c.run_id == run_id)
+    """What their worker said last: only the newest event counts, but for what tells of lost workers."""
+    newest = select(db.events.c.kind, db.events.c.detail).where(db.events.c.run_id == run_id, db.events.c.kind.not_in(LOST))
     row = tx.execute(newest.order_by(db.events.c.id.desc()).limit(1)).one_or_none()
     return str(row.detail) if row is not None and row.kind == "waiting" else ""
