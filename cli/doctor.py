@@ -1,8 +1,6 @@
 """`agentrl doctor`: is everything there that a run needs? One line per question: ok, warn or fail, and what to do."""
 
-import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,13 +10,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from cli.asking import probed as _probe
 from cli.output import Json, show_json, show_lines
 from workflow.errors import AgentRLError
 
 PACKAGES = ("transformers", "peft", "bitsandbytes", "celery", "redis", "sqlalchemy", "alembic", "psycopg", "typer", "rich")
 STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 LOW_DISK = 2 * 2**30
-PROBE_SECONDS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,16 +257,3 @@ def _template(model: str) -> Check:
         return Check("template", "warn", facts["reason"], "Every step becomes a training row of its own.")
     pad = f"padding token {facts['pad']!r}" if facts["pad"] else "no padding token (none is needed)"
     return Check("template", "ok", f"keeps earlier turns as they are; {pad}")
-
-
-def _probe(*arguments: str) -> dict[str, Any]:
-    """Facts from `cli.probe` in a process of its own."""
-    command = [sys.executable, "-P", "-m", "cli.probe", *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"did not answer within {PROBE_SECONDS} s"}
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["died without a word"])[-1]}
-    facts: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return facts

@@ -1,11 +1,12 @@
 """What `agentrl doctor` asks a process of its own, so that torch and transformers stay out of the command: facts as JSON.
 
-`python -m cli.probe torch DEVICE` and `python -m cli.probe template FOLDER`.
+`python -m cli.probe torch DEVICE`, `template FOLDER`, `model FOLDER|NAME CONFIG`; see `cli.asking`.
 """
 
 import json
 import platform
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -55,5 +56,23 @@ def template_facts(folder: str) -> dict[str, Any]:
     return {"reason": reason, "pad": tokenizer.pad_token}
 
 
+def model_facts(path: str, config: str) -> dict[str, Any]:
+    """Why the model cannot be loaded as the config (JSON) says; nothing where it can, or is a hub's and not here."""
+    from workflow.base import check
+    from workflow.config import ModelConfig
+    from workflow.errors import AgentRLError
+    from workflow.models import local_folder
+
+    try:
+        folder = local_folder(path)
+        if folder is not None:
+            check(ModelConfig.model_validate_json(config), folder)
+    except AgentRLError as error:
+        return {"error": error.message, "hint": error.hint}
+    return {}
+
+
+FACTS: dict[str, Callable[..., dict[str, Any]]] = {"torch": torch_facts, "template": template_facts, "model": model_facts}
+
 if __name__ == "__main__":
-    print(json.dumps(torch_facts(sys.argv[2]) if sys.argv[1] == "torch" else template_facts(sys.argv[2])))
+    print(json.dumps(FACTS[sys.argv[1]](*sys.argv[2:])))

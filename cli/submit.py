@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cli.asking import check_model
 from cli.find import existing_database, stored_start
 from cli.output import Json, cell, say, show, show_json, show_table
 from workflow.config import DESCRIPTIONS, RunConfig
@@ -131,6 +132,7 @@ def submit(
     for remark in prepared.remarks:
         say(remark)
     if dry_run:
+        check_model(prepared.config.model, prepared.submission.policy.base)
         _show_plan(prepared, as_json)
         return
     send(prepared, wait, as_json)

@@ -160,19 +160,15 @@ def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
 
 def test_a_dry_run_loads_no_torch_and_writes_nothing(tmp_path: Path) -> None:
     home = tmp_path / "home"
-    model = _folder_like_a_model(tmp_path)
+    model = _small_model(tmp_path)
     done = process(["-c", LOADED, "submit", "--dataset", "arithmetic", "--model", str(model), "--dry-run"], home)
     assert not {"torch", "transformers"} & set(done.stdout.rpartition("|")[2].split())
     assert "episodes" in done.stdout, done.stderr
     assert not home.exists()
 
 
-def _folder_like_a_model(tmp_path: Path) -> Path:
-    folder = tmp_path / "like-a-model"
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")  # of no weight at all
-    return folder
+def _small_model(tmp_path: Path) -> Path:
+    return tiny_random(tmp_path / "small-model")
 
 
 def test_every_command_explains_each_of_its_options_on_one_page(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +189,7 @@ def test_a_dry_run_prints_the_plan(home: Path, tmp_path: Path, capsys: pytest.Ca
     flags = ["--dataset", "arithmetic", "--max-samples", "10", "--total-epochs", "2", "--samples-per-prompt", "4"]
     flags += [
         "--model-path",
-        str(_folder_like_a_model(tmp_path)),
+        str(_small_model(tmp_path)),
         "--tasks-per-iteration",
         "4",
         "-s",
@@ -227,7 +223,7 @@ def test_a_warm_up_that_is_as_long_as_the_run_is_remarked(
         "--algorithm",
         "ppo",
     ]
-    flags += ["--model-path", str(_folder_like_a_model(tmp_path)), "--dry-run"]
+    flags += ["--model-path", str(_small_model(tmp_path)), "--dry-run"]
     for length, remarked in ((1, False), (2, True)):
         assert main(["submit", *flags, "-s", f"{section}.warmup={length}"]) == 0
         said = capsys.readouterr().err
@@ -302,7 +298,7 @@ def test_a_group_of_one_is_refused_by_an_algorithm_that_compares(home: Path, cap
 def test_a_broker_that_is_away_and_a_database_that_was_not_migrated_are_said_with_code_4(
     home: Path, empty_postgres: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["submit", "--dataset", "arithmetic", "--model", str(_folder_like_a_model(tmp_path))]
+    words = ["submit", "--dataset", "arithmetic", "--model", str(_small_model(tmp_path))]
     monkeypatch.setenv("AGENTRL_BROKER_URL", "redis://127.0.0.1:1/0")
     forget_process()
     assert "AGENTRL_BROKER_URL" in agentrl(capsys, *words, code=4)
@@ -555,7 +551,7 @@ def test_without_workers_on_a_named_broker_nothing_is_submitted_unless_detached(
     settings.cache_clear()
     for module in ("app", "presence", "fit"):
         monkeypatch.setattr(f"workers.{module}.app", make_app(settings()))
-    words = ["submit", "--dataset", "arithmetic", "--max-samples", "2", "--model", str(_folder_like_a_model(tmp_path))]
+    words = ["submit", "--dataset", "arithmetic", "--max-samples", "2", "--model", str(_small_model(tmp_path))]
     for extra in ([], ["--wait"]):
         complaint = agentrl(capsys, *words, *extra, code=4)
         lines = [line.strip() for line in complaint.splitlines()]
@@ -569,7 +565,7 @@ def test_without_workers_on_a_named_broker_nothing_is_submitted_unless_detached(
 def test_who_detaches_from_a_named_broker_without_workers_is_told_what_to_start(
     run: str, tcp_redis: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    model = _folder_like_a_model(tmp_path)
+    model = _small_model(tmp_path)
     words = ["-m", "cli", "submit", "--dataset", "arithmetic", "--max-samples", "2", "--model", str(model), "--name", "alone"]
     words.append("--detach")
     done = process(words, settings().root, AGENTRL_BROKER_URL=tcp_redis)

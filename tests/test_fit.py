@@ -49,11 +49,12 @@ def texts(tmp_path: Path) -> Path:
 
 
 def asked(folder: Path, weights: dict[str, float] | None = None, **config: Any) -> fit.Question:
-    """About a run of the model in the folder, here."""
+    """About a run of a model in the folder, here."""
     made: RunConfig = build({"env": "qa", **config})
-    return fit.question(
-        made.model_dump(mode="json"), weights or {"numeric_answer": 1.0}, str(folder), str(folder / "runs"), rolls_out=True
-    )
+    model, runs = folder / "model", str(folder / "runs")
+    if not model.exists():
+        tiny_random(model)
+    return fit.question(made.model_dump(mode="json"), weights or {"numeric_answer": 1.0}, str(model), runs, rolls_out=True)
 
 
 def searching(folder: Path) -> fit.Question:
@@ -197,7 +198,8 @@ def up(stack: Stack) -> None:
     stack.agentrl("up")
     code = "from workers.presence import served_queues as s; import sys; sys.exit(not s()['tools'])"
     stack.wait(
-        lambda: not subprocess.run([sys.executable, "-c", code], env=stack.environment, check=False).returncode, "a tools worker"
+        lambda: not subprocess.run([sys.executable, "-c", code], env=stack.environment, check=False).returncode,
+        "a tools worker",
     )
 
 

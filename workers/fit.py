@@ -6,6 +6,7 @@ asks, another file or value, it says the names: values never travel, only their 
 
 import hashlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from workflow.engines import Backend
 from workflow.envs import Env, offered
 from workflow.errors import AgentRLError, ConfigError, ModelError
 from workflow.hooks import load_hooks
-from workflow.models import check_on_hub
+from workflow.models import check_on_hub, local_folder
 from workflow.plugins import code_of, find
 from workflow.rewards import check_rewards, judges_of
 from workflow.settings import is_url, settings
@@ -192,7 +193,7 @@ def _for_rollout(asked: Question, config: RunConfig) -> Iterator[Callable[[], ob
     yield partial(check_rewards, asked.weights)
     yield partial(load_hooks, config.hooks)
     yield partial(_engine, config)
-    yield partial(_model, asked.base)
+    yield partial(_model, config, asked.base)
 
 
 def _for_tools(asked: Question, config: RunConfig) -> Iterator[Callable[[], object]]:
@@ -201,7 +202,7 @@ def _for_tools(asked: Question, config: RunConfig) -> Iterator[Callable[[], obje
 
 def _for_train(asked: Question, config: RunConfig) -> Iterator[Callable[[], object]]:
     yield partial(load_hooks, config.hooks)
-    yield partial(_model, asked.base)
+    yield partial(_model, config, asked.base)
     yield partial(_place, asked.output_dir)
     if config.update.trainer == "trl":
         yield require_trl
@@ -238,12 +239,14 @@ def _engine(config: RunConfig) -> None:
         check_url(settings())
 
 
-def _model(base: str) -> None:
-    if Path(base).is_dir():
-        return
-    if Path(base).is_absolute():
+def _model(config: RunConfig, base: str) -> None:
+    if Path(base).is_absolute() and not Path(base).is_dir():
         raise ModelError(f"There is no folder {base!r} here.")
-    check_on_hub(base)
+    folder = local_folder(base)
+    if folder is None:
+        check_on_hub(base)
+    elif "workflow.base" in sys.modules:  # as in each worker that loads models; a command asks a process of its own
+        sys.modules["workflow.base"].check(config.model, folder)
 
 
 def _place(output_dir: str) -> None:

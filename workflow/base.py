@@ -1,5 +1,6 @@
 """A base as its folder has it: tokenizer, window, quantisation and precision, and the LoRA adapters that fit it."""
 
+import json
 import logging
 import threading
 import warnings
@@ -10,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils import logging as transformers_logging
 
+from workflow.chat import Chat
 from workflow.config import ModelConfig
 from workflow.errors import ModelError
 from workflow.memory import spared
+from workflow.models import lora_rank
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -28,6 +31,7 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 logging.getLogger("transformers.tokenization_utils_base").addFilter(lambda record: "indexing errors" not in record.getMessage())
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
+_COPY = "Copy the model again, all files of one version."
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _alone = threading.Lock()
@@ -46,6 +50,58 @@ def load(config: ModelConfig, folder: Path, device: torch.device, kind: str) -> 
     with _alone, _taken_for(folder, "model"), spared(config.load_in_4bit or config.load_in_8bit):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **extra)
     return _trainable_4bit(model) if config.load_in_4bit else model
+
+
+def check(config: ModelConfig, folder: Path) -> None:
+    """Makes sure that `load` would make a model of the folder, without reading a weight: only how large each is said to be.
+
+    Raises:
+        ModelError: the files make no model or tokenizer, the weights are not whole or of other shapes than the config says, the
+            chat template cannot be rendered, or there is nothing that LoRA could train.
+    """
+    Chat(tokenizer(folder))
+    sizes(folder)
+    with _taken_for(folder, "model"):
+        shapes = _written_shapes(folder)
+    with _alone, _taken_for(folder, "model"), torch.device("meta"):
+        config_of = AutoConfig.from_pretrained(folder, local_files_only=True)
+        made = AutoModelForCausalLM.from_config(config_of)  # type: ignore[no-untyped-call]
+    wanted = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
+    other = sorted(name for name, shape in shapes.items() if wanted.get(name, shape) != shape)
+    if other:
+        raise _other_shapes(folder, f"{other[0]} is {shapes[other[0]]}, not {wanted[other[0]]}")
+    if not shapes.keys() & wanted.keys():
+        raise ModelError(f"None of the weights in {str(folder)!r} is one of the model that its config.json names.", _COPY)
+    if lora_rank(config, folder) and not {name.rpartition(".")[2] for name, _ in made.named_modules()} & set(PROJECTIONS):
+        said = f"LoRA trains {', '.join(PROJECTIONS)}, and the model in {str(folder)!r} has none of them."
+        raise ModelError(said, "Set model.lora_r=0.")
+
+
+def _written_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight, as the files say; each file is as long as it says.
+
+    Raises:
+        ModelError: a file that the index names is not there, or there is none.
+        SafetensorError, OSError, ValueError: a file cannot be read.
+    """
+    index = folder / "model.safetensors.index.json"
+    named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else set()
+    gone = sorted(name for name in named if not (folder / name).is_file())
+    if gone:
+        raise ModelError(f"The folder {str(folder)!r} lacks {gone[0]}, which its index names.", _COPY)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118 - no dict
+    if not shapes:
+        said = f"The folder {str(folder)!r} holds no weights in *.safetensors."
+        raise ModelError(said, "Convert the model: save_pretrained(...)")
+    return shapes
+
+
+def _other_shapes(folder: Path, which: str = "") -> ModelError:
+    said = f"The weights in {str(folder)!r} have other shapes than its config.json says"
+    return ModelError(f"{said}: {which}." if which else f"{said}.", _COPY)
 
 
 def pick_device(device: str) -> str:
@@ -103,8 +159,7 @@ def _taken_for(folder: Path, made: str) -> Iterator[None]:
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
-        said = f"The weights in {str(folder)!r} have other shapes than its config.json says."
-        raise ModelError(said, "Copy the model again, all files of one version.") from error
+        raise _other_shapes(folder) from error
 
 
 def _sentence(error: Exception) -> str:

@@ -72,6 +72,24 @@ def model_folder(path: str) -> Path:
     return _from_hub(path)
 
 
+def local_folder(path: str) -> Path | None:
+    """The folder of a model, a hub's own copy here too; None of a hub model that is not here yet.
+
+    Raises:
+        ModelError: the folder holds no model.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if Path(path).is_dir() or Path(path).is_absolute() or path.startswith("."):
+        return model_folder(path)
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+    except HFValidationError as error:
+        raise _unknown(path) from error
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
 def check_on_hub(name: str) -> None:
     """Makes sure that a hub model exists, in the cache or on the hub.
 
