@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.find import stored_start
+from cli.find import find_policy, stored_database, stored_start
 from cli.output import Json, cell, console, say, show, show_json
 from workflow.config import NAME_PATTERN, build
 from workflow.errors import ConfigError, ConflictError, StateError
 
 if TYPE_CHECKING:
     from workers.stored import Material
+    from workflow.config import ModelConfig
     from workflow.harvest import Candidate
     from workflow.offline import Made, Recipe, Start
     from workflow.store.connect import Database
-    from workflow.trajectory import Episode
+    from workflow.trajectory import Episode, PolicyRef
 
 RewardSet = Annotated[
     str | None, typer.Option(help="Whose rewards choose among stored episodes [default].", show_default=False)
@@ -36,7 +37,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace a model of that na
 def sft(
     dataset: Annotated[str | None, typer.Option(help="Dataset with demonstrations [arithmetic].", show_default=False)] = None,
     model: Annotated[
-        str | None, typer.Option(help="tiny for a new small model [tiny]; or a folder, a hub name.", show_default=False)
+        str | None, typer.Option(help="tiny for a new small model [tiny]; a folder, a hub name, RUN@V.", show_default=False)
     ] = None,
     from_episodes: Annotated[
         list[str] | None,
@@ -157,23 +158,42 @@ def _on_demonstrations(
             "Write a dataset file with `demonstrations`; see workflow/datasets/arithmetic.py.",
         )
     found: Dataset = find("datasets", dataset)
-    path = model if model == "tiny" else resolve_model(model, dataset)
-    target = _target(name, made_name(path, dataset), force)
+    config, policy, manifest = _policy_named(model)
+    path = policy.base if policy else model if model == "tiny" else resolve_model(model, dataset)
+    target = _target(name, made_name(model.replace("@", "-v") if policy else path, dataset), force)
 
+    from workflow.offline import Start
     from workflow.sft import sft as fine_tune
 
-    recipe = _recipe(path, asked)
-    made = _watched(partial(fine_tune, found, path, target, recipe=recipe, overwrite=force))
+    start = Start(config, policy, manifest=manifest) if policy else None
+    recipe = _recipe(path, asked, config)
+    made = _watched(partial(fine_tune, found, path, target, recipe=recipe, start=start, overwrite=force))
     _show(made, recipe, f"{made.examples} demonstrations", {}, as_json)
     say(f"Train it: agentrl submit --dataset {dataset} --model {model if model == 'tiny' and name is None else target.name}")
 
 
-def _recipe(model: str, asked: Mapping[str, Any]) -> "Recipe":
+def _policy_named(model: str) -> "tuple[ModelConfig, PolicyRef | None, Mapping[str, Any]]":
+    """What `RUN@V` means: the run's section on its model, the policy and the run's manifest; of any other name no policy.
+
+    Raises:
+        NotFoundError: no such run or version.
+    """
     from workflow.config import ModelConfig
+
+    if "@" not in model or Path(model).exists():
+        return ModelConfig.model_validate({"path": model}), None, {}
+    from workflow.store import planning
+
+    made, policy = find_policy(model)
+    row = planning.find_run(stored_database(), str(made.name))
+    return made.model, policy, row["manifest"]
+
+
+def _recipe(model: str, asked: Mapping[str, Any], config: "ModelConfig") -> "Recipe":
     from workflow.models import lora_rank, model_folder
     from workflow.sft import default_recipe
 
-    full = model == "tiny" or lora_rank(ModelConfig.model_validate({"path": model}), model_folder(model)) == 0
+    full = model == "tiny" or lora_rank(config, model_folder(model)) == 0
     return replace(default_recipe(model, full), **asked)
 
 

@@ -6,16 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from cli.main import main
 from tests.learned import logprobs_of, two_turns
 from tests.models import tiny_random
-from tests.stored import claim, finish, start, submission, values
+from tests.stored import claim, claim_training, finish, start, submission, update_of, values
+from workflow import mirror
+from workflow.config import RunConfig
 from workflow.models import base_hash
+from workflow.policy import Policy
 from workflow.settings import settings
-from workflow.store import offline, steps
+from workflow.store import offline, steps, training
 from workflow.store.connect import Database
 from workflow.store.steps import Sampled
+from workflow.trainer import Trainer
 from workflow.trajectory import PolicyRef
 
 REWARDS = ((1.0, 0.0, 0.5, 0.75), (0.0, 0.0, 0.0, 0.0))
@@ -169,3 +175,31 @@ def test_without_a_database_there_is_nothing_to_learn_from(home: Path, capsys: p
     for command in ("sft", "dpo"):
         assert "no run yet" in agentrl(capsys, command, "--from-episodes", "first", code=5)[1]
     assert not home.exists()
+
+
+def test_sft_starts_from_a_policy_of_a_run(
+    own_database: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played(own_database, base)
+    (iteration,) = values(own_database, "SELECT id FROM iterations")
+    work = claim_training(own_database, iteration)
+    config = RunConfig.model_validate(work.config)
+    policy = Policy.load(config.model, str(base), "cpu")
+    with policy.training() as module, torch.no_grad():
+        next(module.parameters()).add_(0.25)
+    checkpoint = tmp_path / "v1"
+    sha256 = mirror.write(str(checkpoint), Trainer(policy, config, 1).save)
+    training.commit_update(own_database, work, update_of(work, path=str(checkpoint), sha256=sha256), 3)
+
+    words = ["--dataset", "arithmetic", "--steps", "1", "--batch-size", "2", "--learning-rate", "1e-9"]
+    agentrl(capsys, "sft", "--model", "first@1", *words)
+    made = settings().models_dir / "first-v1-arithmetic"
+    record = json.loads((made / "training.json").read_text())
+    assert (record["path"], record["version"], record["base"]) == (str(checkpoint), 1, str(base))
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, made))
+    moved = max(float((after[name] - before[name]).abs().max()) for name in before)
+    assert 0.24 < moved < 0.26, "it goes on from the policy, not from its base"
+
+    assert "no policy version 9" in agentrl(capsys, "sft", "--model", "first@9", *words, code=5)[1]
+    refused = agentrl(capsys, "submit", "--dataset", "arithmetic", "--model", "first@1", "--dry-run", code=8)[1]
+    assert "agentrl sft --model first@1 --dataset" in refused

@@ -215,6 +215,10 @@ def known_model(config: RunConfig) -> str:
     base = resolve_model(config.model.path, config.dataset.name)
     folder = Path(base)
     if not folder.is_dir():
+        run, at, _ = base.partition("@")
+        if at:
+            hint = f"Make one of it: agentrl sft --model {base} --dataset DATASET; or train that run on: agentrl resume {run}"
+            raise ModelError(f"{base!r} is the policy of a run, and a run starts from a model.", hint)
         if folder.is_absolute() or base.startswith("."):
             raise ModelError(f"There is no model in {base!r}.", "Pass a folder in the hub's format, a hub name, or tiny.")
         check_on_hub(base)

@@ -71,6 +71,7 @@ def sft(
     *,
     recipe: Recipe | None = None,
     config: ModelConfig | None = None,
+    start: Start | None = None,
     device: str = "auto",
     threads: int = 0,
     overwrite: bool = False,
@@ -84,17 +85,22 @@ def sft(
         target: the model folder to make; see `workflow.models.made_name`.
         recipe: unset: `default_recipe`.
         config: LoRA or all weights, for a model that exists.
+        start: the policy of a run to start from, of which `model` is the base.
 
     Raises:
         ConflictError: the target exists, and overwrite is off.
         DatasetError: the dataset has no demonstrations, or none that fits the model.
         ConfigError: a quantised base, into which no adapter can be merged without loss.
         ModelError: the model cannot be loaded, or the loss is no finite number any more.
+        CheckpointError: the policy's weights are not as they were recorded.
     """
     refuse_existing(target, overwrite)
     if threads:
         torch.set_num_threads(threads)
-    learner = _tiny(dataset, recipe, device) if model == TINY else _existing(model, config, device, threads)
+    if start is not None:
+        learner = started(start, device, threads)
+    else:
+        learner = _tiny(dataset, recipe, device) if model == TINY else _existing(model, config, device, threads)
     recipe = recipe or default_recipe(model, learner.kind == "full")
     tasks = list(islice(dataset.load(dataset.sft_split), recipe.steps * recipe.batch_size))
     shown = list(conversations(learner.chat, dataset, tasks, recipe.seed))
@@ -105,7 +111,8 @@ def sft(
         raise DatasetError(f"None of {len(shown)} tasks has a demonstration that fits into {learner.context} tokens.")
     metrics = train(learner.module, fitting, recipe, likelihood(), progress)
     made = Made(target, len(fitting), +left_out, metrics)
-    return save(learner, target, made, recipe, {"stage": "sft", "base": model, "env": dataset.env})
+    source = start.record("sft") if start else {"stage": "sft", "base": model}
+    return save(learner, target, made, recipe, {**source, "env": dataset.env})
 
 
 def sft_on_episodes(
