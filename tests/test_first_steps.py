@@ -1,16 +1,23 @@
 """In a fresh folder each command says what to type and makes nothing; and what a message says to type is a command."""
 
+import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
+from cli.app import app
 from cli.main import main
 from tests.conftest import forget_process
 from tests.test_cli import process
 from tests.test_cli import tcp_redis as tcp_redis
 from workers.app import QUEUES
 from workers.process import database as process_database
+
+REPOSITORY = Path(__file__).parent.parent
 
 READS = (
     "runs", "runs --json", "gc", "gc --dry-run", "doctor --json", "config show", "tools", "down", "db current",
@@ -60,3 +67,52 @@ def test_a_look_with_a_broker_that_is_named_makes_no_database_either(fresh: Path
         if words == "doctor":
             lines = [line for line in done.stdout.splitlines() if "No worker serves" in line]
             assert [line.rpartition("->")[2].strip() for line in lines] == [f"agentrl worker {queue}" for queue in QUEUES]
+
+
+def sentences() -> Iterator[tuple[str, str]]:
+    """Every text of the program, and where it stands; what is put into it is `X`."""
+    for package in ("cli", "workers", "workflow"):
+        for file in sorted((REPOSITORY / package).rglob("*.py")):
+            tree = ast.parse(file.read_text())
+            inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+            for node in ast.walk(tree):
+                where = f"{file.relative_to(REPOSITORY)}:{getattr(node, 'lineno', 0)}"
+                if isinstance(node, ast.JoinedStr):
+                    yield where, "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+                    yield where, node.value
+    for number, line in enumerate((REPOSITORY / "README.md").read_text().splitlines(), start=1):
+        yield f"README.md:{number}", line
+
+
+def complaint(text: str) -> str:
+    """What is wrong with the first command that a text says to type; empty where nothing is."""
+    known = get_command(app)
+    for before, said in re.findall(r"(^\s*|`|: |, then |; )agentrl ([^`;,\n()]+)", text):
+        words = said.replace("'", " ").replace('"', " ").split()
+        command: Any = known
+        while words and words[0].rstrip(".:") in getattr(command, "commands", {}):
+            command = command.commands[words.pop(0).rstrip(".:")]
+        if command is known and (before.strip() or not text[:1].isspace()) and not words[0].startswith(("-", "X", "...")):
+            return f"there is no `agentrl {words[0]}`"
+        if command is not known and getattr(command, "no_args_is_help", False) and words:
+            return f"`agentrl {command.name}` has no {words[0]}"
+        options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        flags = [word for word in words if re.fullmatch(r"--?[a-z][a-z0-9-]*", word)]
+        strange = [flag for flag in flags if flag not in options | {"--help", "-h"}]
+        if strange and command is not known:
+            return f"`agentrl {said}` has no {strange[0]}"
+    return ""
+
+
+def test_every_command_that_a_message_or_the_manual_says_to_type_exists_with_its_options() -> None:
+    told = [(where, said, complaint(said)) for where, said in sentences() if "agentrl " in said]
+    assert len(told) > 150, "they are found"
+    assert [(where, wrong, said[:200]) for where, said, wrong in told if wrong] == []
+
+
+@pytest.mark.parametrize(
+    "text", ["Type `agentrl restart`.", "agentrl gone RUN", "See: agentrl episodes RUN --best", "agentrl db up"]
+)
+def test_a_hint_that_is_no_command_is_found(text: str) -> None:
+    assert complaint(text)
