@@ -93,6 +93,20 @@ def unfinished_runs(database: Database) -> int:
 
 
 @reading
+def run_to_serve(tx: Connection, run: str) -> Row:
+    """The run's row, with what its workers must know beside it: the `weights` of its rewards, whether its groups are `stored`.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    row = run_row(tx, run)
+    sets, groups = db.reward_sets.c, db.run_groups.c
+    weights = tx.execute(select(sets.weights).where(sets.run_id == row["id"], sets.name == "default")).scalar_one()
+    stored = tx.execute(select(groups.group_id).where(groups.run_id == row["id"]).limit(1)).first() is not None
+    return {**row, "weights": weights, "stored": stored}
+
+
+@reading
 def running_beside(tx: Connection, run: str) -> list[str]:
     """The names of the runs that are running, but for that one and its own evaluations."""
     mine = select(db.runs.c.id).where(db.runs.c.name == run)

@@ -289,22 +289,8 @@ def _numbered(tx: Connection, stem: str) -> str:
     return f"{stem}-{number}"
 
 
-@reading
-def resumable(tx: Connection, run: str) -> dict[str, Any]:
-    """The row of a run that can go on, with the `weights` of its rewards, and whether it trains on `stored` groups.
-
-    Raises:
-        StateError: the run is done or cancelled.
-    """
-    row = run_row(tx, run)
-    _check_resumable(row)
-    sets, groups = db.reward_sets.c, db.run_groups.c
-    weights = tx.execute(select(sets.weights).where(sets.run_id == row["id"], sets.name == "default")).scalar_one()
-    stored = tx.execute(select(groups.group_id).where(groups.run_id == row["id"]).limit(1)).first() is not None
-    return {**row, "weights": weights, "stored": stored}
-
-
-def _check_resumable(row: Mapping[str, Any]) -> None:
+def check_resumable(row: Mapping[str, Any]) -> None:
+    """Raises StateError where the run, by its row, is done or cancelled."""
     if row["status"] not in RESUMABLE:
         raise StateError(f"Run {row['name']!r} is {row['status']}: nothing is left to do.", f"agentrl watch {row['name']}")
 
@@ -319,7 +305,7 @@ def resume(tx: Connection, run: str) -> dict[str, Any]:
         StateError: the run is done or cancelled.
     """
     row = run_row(tx, run)
-    _check_resumable(row)
+    check_resumable(row)
     _resume(tx, row)
     resume_evals(tx, row["id"])
     return row
