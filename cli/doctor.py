@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from cli.asking import probed as _probe
+from cli.asking import probed
 from cli.output import Json, show_json, show_lines
 from workflow.errors import AgentRLError
 
@@ -89,7 +89,7 @@ def _packages() -> Check:
 
 
 def _torch(where: Any) -> Iterator[Check]:
-    facts = _probe("torch", where.device)
+    facts = probed("torch", where.device)
     if "error" in facts:
         yield Check("torch", "fail", facts["error"], "Install torch again.")
         return
@@ -250,7 +250,7 @@ def _template(model: str) -> Check:
         folder = model_folder(resolve_model(model, "arithmetic"))
     except AgentRLError as error:
         return Check("template", "fail", error.message, error.hint)
-    facts = _probe("template", str(folder))
+    facts = probed("template", str(folder))
     if "error" in facts:
         return Check("template", "fail", facts["error"], "Pass an instruct model.")
     if facts["reason"]:

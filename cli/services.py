@@ -43,9 +43,11 @@ def start_services(wanted: "Submission", required: bool) -> list[str]:
 
 
 def ready_workers(run: str, asked: "Question", separate: bool, there: bool, fit: bool) -> list[str]:
-    """As `start_services`, for the run of that name about which is `asked`.
+    """Does what `start_services` does, for a run that is stored already.
 
     Args:
+        run: its name.
+        asked: what it needs.
         separate: rollout and train must be processes of their own.
         there: a queue that no worker serves is an error.
         fit: a worker that lacks what the run needs is one.

@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import Qwen2Config
 
 from tests.benchmarks import __main__ as program
-from tests.benchmarks import decode, memory, memory_ours, memory_parts, report, samplers
-from tests.benchmarks.cases import CannotHere, Cases
+from tests.benchmarks import decode, growth, memory, memory_ours, memory_parts, report, samplers, synthetic
+from tests.benchmarks.cases import CannotHere, Cases, Unmeasured
 from tests.benchmarks.memory_parts import Shape
 from tests.benchmarks.models import HALF_BILLION
 from tests.benchmarks.processes import Side, run
@@ -55,6 +55,27 @@ def test_measuring_one_subject_again_leaves_the_others(tmp_path: Path, monkeypat
         "second": "other",
     }
     assert set(kept["subjects"]["first"]["versions"]) == {"python", "torch", "transformers", "trl", "agentrl"}
+
+
+def test_a_subject_that_failed_whole_keeps_what_it_had_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "FILE", tmp_path / "build" / "bench.json")
+    report.keep("first", Measured([Table("t", ["what"], [[1]], 0.0)], [Comparison("a", [1], [2], "s", "them", "less")]))
+    for why in ("once", "again"):
+        report.keep("first", Measured([], unmeasured=[Unmeasured("first", why, failed=True)]))
+    kept = json.loads(report.FILE.read_text())
+    assert [row.get("error", row["name"]) for row in kept["rows"]] == ["a", "again"]
+    assert kept["subjects"]["first"]["tables"][0]["title"] == "t"
+
+
+@pytest.mark.slow
+def test_the_growth_benchmark_reads_all_that_it_says_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(synthetic, "SHAPES", {"small": {"only": 4}})
+    monkeypatch.setattr(growth, "REPETITIONS", 1)
+    monkeypatch.setattr(growth, "OF_SUMS", 1)
+    measured = growth.measure()
+    assert measured.unmeasured == []
+    assert [len(table.rows) > 3 for table in measured.tables] == [True] * 4
+    assert len(measured.comparisons) == 4
 
 
 @pytest.fixture

@@ -142,8 +142,10 @@ def queues(where: Settings) -> tuple[str, ...]:
 
 
 def other_environment(where: Settings, variables: Iterable[str]) -> list[str]:
-    """Which variables are not as they were when the running stack started: the database's; in memory, where nobody can be
-    asked what is there, also those given, and the paths that modules are found on.
+    """The variables whose values have changed since the running stack was started.
+
+    Looks at the database's; of a stack in memory, whose workers cannot be asked, also at those given and at the paths on which
+    modules are found.
     """
     known = state(where).get("environment", {})
     needed = [*ALWAYS, *((*variables, *PATHS) if broker.in_memory(where) else ())]

@@ -109,7 +109,8 @@ def question(config: Mapping[str, Any], weights: Mapping[str, float], base: str,
 
 
 def ask(asked: Question, workers: int | None = None) -> list[Fitness]:
-    """What the workers answer that serve a queue of the run's. Who is still looking is asked again; who is silent is not there.
+    """The answers of all workers that serve a queue of the run. A worker that is still looking is asked again; one that does
+    not answer has no entry.
 
     Args:
         workers: how many there are, where that is known: then nobody waits for more.
@@ -287,7 +288,6 @@ def _code(config: RunConfig, weights: Mapping[str, float], roles: Sequence[str])
     named: list[tuple[str, str]] = []
     if {"rollout", "tools"} & set(roles):
         named += [("envs", str(config.env)), *(("tools", name) for name in config.tools if not name.startswith("mcp:"))]
-    if {"rollout", "tools"} & set(roles):
         named += [("rewards", name) for name in weights]
     if {"rollout", "train"} & set(roles):
         named += [("hooks", name) for name in config.hooks]

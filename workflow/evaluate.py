@@ -95,10 +95,11 @@ def wilson(share: float, trials: float) -> tuple[float, float]:
 def trials(shares: Sequence[float], sizes: Sequence[int]) -> float:
     """How many independent trials the mean of tasks' shares is worth, which have so many episodes each.
 
-    With one episode a task, as many as tasks. Else those whose share would vary as much as the tasks' do, less what so few
-    know badly of their spread; at least one a task, at most what independent episodes would be worth, and one a task where all
-    are alike. Korn and Graubard 1998, Confidence intervals for proportions with small expected number of positive counts
-    estimated from survey data: the effective sample size.
+    With one episode a task, as many as tasks. With several, the effective sample size p (1 - p) / variance, where the variance
+    is that of the tasks' mean, reduced by the squared ratio of the normal quantile to Student's because few tasks estimate it
+    badly. At least one trial a task, at most what independent episodes would be worth; one a task where all shares are equal.
+    Korn and Graubard 1998, Confidence intervals for proportions with small expected number of positive counts estimated from
+    survey data.
     """
     tasks, mean = len(shares), math.fsum(shares) / len(shares)
     if max(shares) == min(shares):

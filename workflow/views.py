@@ -76,8 +76,7 @@ VIEWS = {
     "v_evals": """
         SELECT r.id, r.name AS run, m.name AS measures, p.version AS policy_version, r.status, r.reason, r.dataset, v.split,
                v.tasks, v.episodes, v.errors, v.mean_reward, v.low, v.high, v.interval_by, v.accuracy, v.pass_at,
-               v.policy,
-               r.created_at, r.finished_at
+               v.policy, r.created_at, r.finished_at
         FROM runs r
         JOIN policies p ON p.run_id = r.id
         LEFT JOIN evals v ON v.run_id = r.id

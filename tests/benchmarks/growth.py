@@ -9,6 +9,7 @@ from statistics import median
 from sqlalchemy import text
 
 from tests.benchmarks import reads, synthetic, writes
+from tests.benchmarks.cases import Cases
 from tests.benchmarks.databases import analyse, analysed, both, processor
 from tests.benchmarks.report import Comparison, Measured, Table, load
 from tests.benchmarks.timing import alternate, p95
@@ -25,17 +26,19 @@ def measure() -> Measured:
     """Of each shape of database the reads and the sums, before and after there are statistics; then what is written."""
     tables: list[Table] = []
     comparisons: list[Comparison] = []
+    cases = Cases()
     for shape, runs in synthetic.SHAPES.items():
         with both() as databases:
             seconds = {name: _fill(database, runs) for name, database in databases.items()}
             print(f"{shape}: filled", ", ".join(f"{name} in {taken:.0f} s" for name, taken in seconds.items()), flush=True)
-            tables += _shape(databases, shape)
+            tables += _shape(databases, shape, cases)
             if not comparisons:
-                comparisons = _writes(databases)
-    return Measured(tables, comparisons)
+                with cases.case("steps written"):
+                    comparisons = _writes(databases)
+    return Measured(tables, comparisons, cases.unmeasured)
 
 
-def _shape(databases: dict[str, Database], shape: str) -> list[Table]:
+def _shape(databases: dict[str, Database], shape: str, cases: Cases) -> list[Table]:
     with databases["sqlite"].read() as tx:
         episodes = tx.execute(text("SELECT max(id) FROM episodes")).scalar_one()
         stored = tx.execute(text("SELECT id, name, iterations, status = 'running' FROM runs WHERE kind = 'train' ORDER BY id"))
@@ -50,8 +53,8 @@ def _shape(databases: dict[str, Database], shape: str) -> list[Table]:
         assert all(analysed(database) == (state == "analysed") for database in databases.values())
         title = f"{shape}, {episodes} episodes, {state}: the slowest {{what}}, ms (at most {{limit}} at p95)"
         shown += [
-            _table(databases, title.format(what="reads", limit=LIMIT_MS), pages, REPETITIONS, LIMIT_MS),
-            _table(databases, title.format(what="loads and sums", limit=LIMIT_OF_SUMS_MS), whole, OF_SUMS, LIMIT_OF_SUMS_MS),
+            _table(databases, title.format(what="reads", limit=LIMIT_MS), pages, REPETITIONS, LIMIT_MS, cases),
+            _table(databases, title.format(what="sums", limit=LIMIT_OF_SUMS_MS), whole, OF_SUMS, LIMIT_OF_SUMS_MS, cases),
         ]
         print(shown[-2].shown(), shown[-1].shown(), sep="\n", flush=True)
     return shown
@@ -64,14 +67,25 @@ def _fill(database: Database, runs: Mapping[str, int]) -> float:
     return time.perf_counter() - began
 
 
-def _table(databases: dict[str, Database], title: str, wanted: dict[str, reads.Read], repetitions: int, limit: float) -> Table:
+def _table(
+    databases: dict[str, Database],
+    title: str,
+    wanted: dict[str, reads.Read],
+    repetitions: int,
+    limit: float,
+    cases: Cases,
+) -> Table:
     """In turns by the wall's clock, then in processor time, which a busy machine does not stretch."""
     clocks = {kind: processor(database) for kind, database in databases.items()}
     rows: list[tuple[float, list[object]]] = []
     for name, read in wanted.items():
-        tries = {kind: partial(read, database) for kind, database in databases.items()}
-        taken = alternate(tries, repetitions)
-        computed = alternate(tries, repetitions, warm_up=False, clocks=clocks)
+        taken: dict[str, list[float]] = {}
+        with cases.case(f"{title}: {name}"):
+            tries = {kind: partial(read, database) for kind, database in databases.items()}
+            taken = alternate(tries, repetitions)
+            computed = alternate(tries, repetitions, warm_up=False, clocks=clocks)
+        if not taken:
+            continue
         worst = {kind: 1000 * p95(seconds) for kind, seconds in taken.items()}
         spread = [1000 * of(taken[kind]) for kind in databases for of in (median, p95)]
         spread += [1000 * of(computed[kind]) for kind in databases for of in (median, p95)]

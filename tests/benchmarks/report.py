@@ -121,12 +121,14 @@ def compared(comparisons: Sequence[Comparison], unmeasured: Sequence[Unmeasured]
 
 
 def keep(subject: str, measured: Measured) -> None:
-    """Writes the subject into `build/bench.json`; the other subjects keep what they had."""
+    """Writes the subject into `build/bench.json`; the other subjects keep what they had, and so does one that failed whole."""
     FILE.parent.mkdir(exist_ok=True)
     known = json.loads(FILE.read_text()) if FILE.exists() else {}
-    told = {"measured_at": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions(), "load": load()}
-    subjects = {**known.get("subjects", {}), subject: {**told, "tables": [asdict(table) for table in measured.tables]}}
-    rows = [row for row in known.get("rows", []) if row["subject"] != subject]
+    subjects, rows = known.get("subjects", {}), known.get("rows", [])
+    if measured.tables:
+        told = {"measured_at": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions(), "load": load()}
+        subjects = {**subjects, subject: {**told, "tables": [asdict(table) for table in measured.tables]}}
+    rows = [row for row in rows if row["subject"] != subject or not (measured.tables or "error" in row)]
     rows += [{"subject": subject, **comparison.row()} for comparison in measured.comparisons]
     rows += [{"subject": subject, "name": case.name, "error": case.why, "failed": case.failed} for case in measured.unmeasured]
     FILE.write_text(json.dumps({"machine": machine(), "subjects": subjects, "rows": rows}, indent=1))

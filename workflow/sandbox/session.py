@@ -107,10 +107,6 @@ class CellSession:
 
     def call(self, function: str, args: Sequence[object] | str, limits: Limits | None = None, *, keeps: bool = True) -> Result:
         """See `Session.call`."""
-        self._calls = 0 if keeps else self._calls + 1
-        if self._calls >= CALLS_OF_A_STATE:
-            self._calls = 0
-            self.run("")
         told = args if isinstance(args, str) else plain.encode(list(args))
         result = self._ask({"call": function, "args": told}, limits or self._limits, keeps)
         return result if result.status == "ok" else replace(result, value="")
@@ -136,6 +132,7 @@ class CellSession:
             if not self.alive:
                 return Result("killed", ENDED, None, 0.0, 0.0, self._kind)
             try:
+                self._count(keeps)
                 return self._answer({**request, "cpu": whole_seconds(limits)}, limits, keeps)
             except (Broken, Unsettled, EOFError, OSError, InfraError) as error:
                 done = self._close().since(self._before)
@@ -144,6 +141,13 @@ class CellSession:
             except BaseException:
                 self._close()  # the next line would answer this cell
                 raise
+
+    def _count(self, keeps: bool) -> None:
+        """Counts the calls that one state has served; after many, an empty cell makes another state."""
+        self._calls = 0 if keeps else self._calls + 1
+        if self._calls >= CALLS_OF_A_STATE:
+            self._calls = 0
+            self._answer({"code": "", "cpu": whole_seconds(self._limits)}, self._limits, True)
 
     def _answer(self, request: dict[str, Any], limits: Limits, keeps: bool) -> Result:
         line = self._line

@@ -89,7 +89,7 @@ def _load_calls(tx: Connection, condition: Any) -> dict[int, list[Any]]:
     rows = tx.execute(
         select(db.tool_calls)
         .join(db.episodes, db.episodes.c.id == db.tool_calls.c.episode_id)
-        .where(condition, db.tool_calls.c.kind != "grade")  # so, Postgres expects many, and does not begin with them
+        .where(condition, db.tool_calls.c.kind != "grade")  # with = Postgres expects few calls, and reads all of them first
         .order_by(db.tool_calls.c.step_id, db.tool_calls.c.call)
     )
     found: dict[int, list[Any]] = {}
