@@ -42,6 +42,23 @@ LEFT = {
         TOO_MUCH,
     ),
     "no free descriptor": ("import os\nkept = []\ntry:\n  while True: kept.append(os.dup(0))\nexcept OSError: pass", {"ok"}),
+    "a timer that sets it going": (
+        """
+import ctypes, fcntl, os, signal
+def spin(*_):
+    for _ in range(500_000): pass
+signal.signal(signal.SIGCONT, spin)
+libc, timer = ctypes.CDLL(None), ctypes.c_void_p()
+event = (ctypes.c_int * 16)(0, 0, int(signal.SIGCONT))
+due = (ctypes.c_long * 4)(0, 20_000_000, 0, 20_000_000)
+if libc.timer_create(0, event, ctypes.byref(timer)) == 0: libc.timer_settime(timer, 0, due, None)
+try: fcntl.fcntl(os.open("/tmp" if os.path.isdir("/tmp") else ".", 0), fcntl.F_NOTIFY, 1)
+except OSError: pass
+try: fcntl.fcntl(0, fcntl.F_SETSIG, int(signal.SIGCONT))
+except OSError: pass
+""",
+        {"ok"},
+    ),
     "an alarm": ("import signal\nsignal.setitimer(signal.ITIMER_REAL, 0.05)", {"ok"}),
     "children that nobody asks for": ("import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nNone", {"ok"}),
     "forks that set all going": (

@@ -477,6 +477,29 @@ def test_what_is_more_than_a_value_may_be_is_refused_outside(session: Session, n
     hands_out_no_more_than_it_may(session, name)
 
 
+BEGINS_TO_END = """
+import os, stat
+for line in range(3, 256):
+    try:
+        if stat.S_ISSOCK(os.fstat(line).st_mode): os.write(line, b'{"done": {"code": 0, ')
+    except OSError: pass
+for _ in range(3): os.fork()
+while True: pass
+"""
+
+
+def uses_no_more_than_its_time(session: Session) -> None:
+    """A cell that begins to say that it has ended, and works on, is ended as any other that works for too long."""
+    session.run("x = 1")
+    result = session.run(f"x = 2\n{BEGINS_TO_END}", Limits(cpu_seconds=1.0))
+    assert result.status == "timeout_cpu", result
+    assert session.run("x").output == "1\n"
+
+
+def test_a_cell_that_only_begins_to_say_that_it_has_ended_uses_no_more_than_its_time(session: Session) -> None:
+    uses_no_more_than_its_time(session)
+
+
 def test_a_value_is_not_looked_into_where_it_is_handed_out(session: Session) -> None:
     """To build this set takes half a minute: 40,000 numbers of one hash."""
     session.run(f"def f(): return [n * {2**61 - 1} for n in range(40_000)]")

@@ -30,9 +30,6 @@ ATTEMPTS = 2
 MOST_ROUNDS = 8
 """Calls whose arguments depend on what as many calls before them gave have failed."""
 
-MOST_TOLD = 4 * plain.MAX_CHARACTERS
-"""Characters of the values that a program of tests is told; a call beyond has failed."""
-
 
 class Warm:
     """Sessions that last, as many as there are cores, each opened when it is first asked for, and again when it was lost."""
@@ -121,12 +118,7 @@ def relayed(reference: str, test: str, function: str, call: Callable[[str], str 
             raise ValueError(f"the tests cannot be judged: {found['unjudged']}")
         if not found["asked"]:
             return [held is True for held in found["passed"]]
-        told = told[: found["known"]]
-        left = MOST_TOLD - sum(len(value or "") for _, value in told)
-        for args in found["asked"]:
-            value = call(args)
-            left -= len(value or "")
-            told.append((args, value if left >= 0 else None))
+        told = [*told[: found["known"]], *((args, call(args)) for args in found["asked"])]
     return []
 
 
@@ -146,16 +138,20 @@ def _batches(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]
         yield batch
 
 
-def asked(function: str, args: str) -> Result:
+def asked(function: str, args: str, warm: Warm | None = None, limits: Limits = LIMITS) -> Result:
     """What a function of ours came to inside, for arguments as the text of plain data: `ok`, or that they took too much.
+
+    Args:
+        warm: the sessions that know the function; those of this file where None.
+        limits: of the call.
 
     Raises:
         SandboxUnavailable, InfraError: as `passed`.
     """
     for _ in range(ATTEMPTS):
-        with judges.one() as session:
-            result = session.call(function, args, keeps=False)
-            if session.alive and not system_failed(result, LIMITS):
+        with (warm or judges).one() as session:
+            result = session.call(function, args, limits, keeps=False)
+            if session.alive and not system_failed(result, limits):
                 return result
     raise InfraError(f"The sandbox ({result.kind}) failed a judge: {result.status}: {result.output[:300]}")
 

@@ -18,13 +18,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from workflow.errors import ConfigError, InfraError, SandboxUnavailable, ToolFailure
+from workflow import judging
+from workflow.errors import ConfigError, SandboxUnavailable, ToolFailure
 from workflow.judging import Warm
 from workflow.once import Once
 from workflow.rewards import Judge
 from workflow.rewards.tests_passed import JUDGE_SECONDS, told, writable
-from workflow.sandbox import Limits, Session
-from workflow.tools.python import SANDBOX, sandbox, system_failed
+from workflow.sandbox import Limits, Session, plain
+from workflow.tools.python import SANDBOX, sandbox
 from workflow.trajectory import Episode, ToolResult
 
 PACKAGES = ("math_verify", "latex2sympy2_extended", "sympy", "mpmath", "antlr4")
@@ -95,10 +96,7 @@ def _judged(reference: str, answer: str) -> Once[tuple[float | None, float]]:
     """The verdict (None: there is nothing to compare with), and the processor time; of an answer once."""
 
     def judge() -> tuple[float | None, float]:
-        with _warm.one() as session:
-            result = session.call("judge", [reference, answer], LIMITS, keeps=False)
-        if system_failed(result, LIMITS):
-            raise InfraError(f"The sandbox ({result.kind}) failed an answer: {result.status}: {result.output[:300]}")
+        result = judging.asked("judge", plain.encode([reference, answer]), _warm, LIMITS)
         return (VERDICTS.get(result.value, 0.0) if result.status == "ok" else 0.0), result.cpu_seconds
 
     return Once(judge)

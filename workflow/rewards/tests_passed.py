@@ -20,7 +20,7 @@ from workflow import judging
 from workflow.errors import DatasetError, InfraError
 from workflow.once import Once
 from workflow.rewards import Judge
-from workflow.sandbox import Limits, Result, Session
+from workflow.sandbox import Limits, Result, Session, plain
 from workflow.sandbox.cases import args_of
 from workflow.tools.python import SANDBOX, sandbox, system_failed
 from workflow.trajectory import Episode, Exit, Task, ToolResult
@@ -28,6 +28,9 @@ from workflow.trajectory import Episode, Exit, Task, ToolResult
 LIMITS = Limits(cpu_seconds=3.0)
 WHOLE_CPU_SECONDS = 12.0
 """Processor time for all that is judged at once."""
+
+MOST_TOLD = 4 * plain.MAX_CHARACTERS
+"""Characters of all values that a function gives for its tests; the calls after that have failed."""
 
 MOST_LATE = 2
 """After so many tests that used up their processor time, or one that slept, the others are not tried, and count as failed."""
@@ -148,7 +151,7 @@ def opened() -> Iterator[Session]:
 
 
 class Calls:
-    """Calls of a session's function, as many as its processor time allows.
+    """Calls of a session's function, as many as its processor time and what it may hand out in all allow.
 
     Args:
         cpu_seconds: for the cells and all calls; what would begin afterwards fails.
@@ -156,7 +159,7 @@ class Calls:
 
     def __init__(self, session: Session, function: str, cpu_seconds: float) -> None:
         self._session, self._function, self._most = session, function, cpu_seconds
-        self._late = 0
+        self._late = self._told = 0
         self.used = 0.0
 
     def begun(self, cells: Sequence[str]) -> bool:
@@ -178,11 +181,12 @@ class Calls:
         Raises:
             InfraError: as `begun`.
         """
-        if self._late >= MOST_LATE or self.used >= self._most:
+        if self._late >= MOST_LATE or self.used >= self._most or self._told > MOST_TOLD:
             return None
         result = _ended(self._session.call(self._function, args))
         self.used += result.cpu_seconds
         self._late += {"timeout_cpu": 1, "timeout_wall": MOST_LATE}.get(result.status, 0)
+        self._told += len(result.value)
         return result.value if result.status == "ok" else None
 
 

@@ -39,7 +39,7 @@ OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE  # what may be granted o
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 SECCOMP_MODE_FILTER = 2
-TICK_MS = 100
+TICK_MS, STILL_TICK_MS = 100, 1000
 STOP, GO_ON = b"s", b"g"
 PAGE = resource.getpagesize()
 CLOCK = os.sysconf("SC_CLK_TCK")
@@ -282,7 +282,7 @@ def watch(spec: Spec, child: int) -> tuple[int | None, str]:
     poll.register(os.pidfd_open(child), select.POLLIN)
     still = False
     while True:
-        events = dict(poll.poll(None if still else TICK_MS))
+        events = dict(poll.poll(STILL_TICK_MS if still else TICK_MS))
         for pid, status in reaped():
             if pid == child:
                 return status, ""

@@ -19,7 +19,12 @@ DENIED = (
     *("init_module", "finit_module", "delete_module", "kexec_load", "kexec_file_load", "reboot", "swapon", "swapoff"),
     *("acct", "quotactl", "syslog", "settimeofday", "clock_settime", "adjtimex", "clock_adjtime", "sethostname"),
     *("setdomainname", "iopl", "ioperm", "modify_ldt", "vhangup", "lookup_dcookie", "nfsservctl", "fanotify_init"),
+    # What lets the kernel send a signal of one's choice later on: SIGCONT, to a session that stands still.
+    *("timer_create", "mq_notify"),
 )
+F_SETSIG, F_NOTIFY = 10, 1026
+"""fcntl's part of that."""
+
 NEW_NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 AF_UNIX = 1
@@ -48,6 +53,8 @@ def rules() -> bytes:
     made.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
     for request in (TIOCSTI, TIOCLINUX):
         made.add_rule(denied, "ioctl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFFFFFFFF, request))
+    for command in (F_SETSIG, F_NOTIFY):
+        made.add_rule(denied, "fcntl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFFFFFFFF, command))
     made.add_rule(denied, "socket", pyseccomp.Arg(0, pyseccomp.NE, AF_UNIX))
     with TemporaryFile() as file:
         made.export_bpf(file)

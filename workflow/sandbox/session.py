@@ -9,6 +9,7 @@ So nothing uses a processor that nobody watches, and the next cell finds room wh
 """
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
@@ -27,6 +28,10 @@ MAX_LINE_BYTES = 2 * plain.MAX_CHARACTERS + 4096
 """A value is ASCII, and a line writes its quotation marks and backslashes as two."""
 ANSWER_SECONDS = 10.0
 """For a state to fork, to say that its child was killed, for a line that has begun, and for what is killed to end."""
+LOOK_SECONDS = 0.2
+"""Between two looks at the processor time of a cell whose line has begun."""
+OVERTIME_SECONDS = 0.5
+"""Processor time beyond its limit that a cell may have used before it is found to have ended."""
 EXIT_CODES = range(-64, 256)
 GO = b"\n"
 """A cell waits for it before it begins, for its limits count from here on."""
@@ -51,7 +56,7 @@ class Line(Protocol):
         ...
 
     def part(self, seconds: float) -> tuple[bytes, int]:
-        """What a process said, and which; at most a line."""
+        """What a process said, and which; at most a line, nothing where nothing was said in so many seconds."""
         ...
 
     def forget(self) -> None:
@@ -158,11 +163,14 @@ class CellSession:
         _, child = self._heard(ANSWER_SECONDS)
         line.say(GO)
         use = line.watch(limits, self._turns.running)
-        message, speaker = ({}, 0) if use.overrun else self._heard(ANSWER_SECONDS)
+        most = cpu_before + limits.cpu_seconds + OVERTIME_SECONDS
+        message, speaker = ({}, 0) if use.overrun else self._heard(ANSWER_SECONDS, most=most)
         full = use.overrun is None and "full" in message
         if full:
             message, speaker = self._retried(speaker)
         events, cpu = line.counted()
+        if use.overrun is None and cpu > most:  # it said that it had ended, and had not
+            use, message, speaker, full = replace(use, overrun="timeout_cpu"), {}, 0, False
         events, cpu = events.since(self._before), cpu - cpu_before
         done = message.get("done")
         if keeps and is_end(done):
@@ -202,16 +210,25 @@ class CellSession:
             raise Broken("a cell's end was not told as it is")
         return code
 
-    def _heard(self, seconds: float, only: int | None = None) -> tuple[dict[str, Any], int]:
-        """The next line, and which process wrote its end; what others than `only` wrote is passed over."""
-        deadline, process = time.monotonic() + seconds, 0
-        said = bytearray()
+    def _heard(self, seconds: float, only: int | None = None, most: float = math.inf) -> tuple[dict[str, Any], int]:
+        """The next line, and which process wrote its end.
+
+        Args:
+            only: what other processes wrote is passed over.
+            most: processor seconds as the line counts them; a line that is not whole by then is empty.
+        """
+        now = time.monotonic()
+        deadline, due, process, said = now + seconds, now + LOOK_SECONDS, 0, bytearray()
         while not said.endswith(b"\n"):
             if len(said) > MAX_LINE_BYTES:
                 raise Broken("a line was too long")
-            if (left := deadline - time.monotonic()) <= 0:
+            if (now := time.monotonic()) >= deadline:
                 raise Broken("nothing was said in time")
-            part, process = self._line.part(left)
+            if now >= due:
+                if self._line.counted()[1] > most:
+                    return {}, 0
+                due = now + LOOK_SECONDS
+            part, process = self._line.part(min(deadline, due) - now)
             if only in (None, process):
                 said += part
         return message_of(said), process
