@@ -60,7 +60,7 @@ class View:
     def begun(self) -> bool:
         """Whether there is an episode to look at: one with a turn, or one that ended."""
         open_ones = self.progress and (self.progress["finished"] or self.progress["sampled_tokens"])
-        return bool(self.run["episodes_done"] or self.failure or open_ones)
+        return bool(self.rewards or self.failure or open_ones or self.run["episodes_done"])
 
     @property
     def scores(self) -> list[float]:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache, partial
@@ -22,7 +23,7 @@ from workers.replies import Waker
 from workers.sessions import Sessions, own_queue
 from workflow.config import RunConfig
 from workflow.envs import Env, offered
-from workflow.errors import AgentRLError, InfraError, ServiceError, ToolFailure
+from workflow.errors import AgentRLError, ConfigError, InfraError, SandboxUnavailable, ServiceError, ToolFailure
 from workflow.faults import faultpoint
 from workflow.once import Once
 from workflow.plugins import find
@@ -50,7 +51,8 @@ def call(call_id: int, reply_to: str) -> None:
         if work is not None and not _answered(work, reply_to):
             return
     except InfraError as error:
-        _wake(reply_to, call_id, " ".join(str(error).split()))
+        with suppress(ConfigError):  # an address that is none: what failed the call is what is to be said
+            _wake(reply_to, call_id, " ".join(str(error).split()))
         raise
     faultpoint("wake.before")
     _wake(reply_to, call_id)
@@ -174,8 +176,9 @@ def _opening(tool: Tool) -> BaseException | None:
 def _failure(tool: Tool, error: BaseException) -> ToolResult:
     if isinstance(error, AgentRLError) and not isinstance(error, ToolFailure):
         log.error("tool %s cannot run here: %s", tool.name, error)
-        said = f"The tools worker {worker_name()} cannot run {tool.name}: {error.message} {error.hint}".strip()
-        raise InfraError(said, MENDED) from error
+        lacks = isinstance(error, ConfigError | SandboxUnavailable)
+        hint = f"{error.hint} {MENDED}".strip() if lacks else error.hint
+        raise InfraError(f"{tool.name} cannot run on {worker_name()}: {error.message}", hint) from error
     told = failure(tool, error)
     if told.error_class == "tool_crash":
         log.error("tool %s raised", tool.name, exc_info=error)

@@ -33,10 +33,10 @@ HINT = "Name hosts: AGENTRL_FETCH_HOSTS=docs.python.org,*.example.org"
 
 def fetch_from(hosts: Sequence[str]) -> Tool:
     """The tool over these hosts."""
-    return _tool(lambda: hosts, ())
+    return _tool(lambda: hosts)
 
 
-def _tool(allowed: Callable[[], Sequence[str]], variables: tuple[str, ...]) -> Tool:
+def _tool(allowed: Callable[[], Sequence[str]], variables: tuple[str, ...] = ()) -> Tool:
     def fetch(url: str) -> str:
         """Fetches a web page by its http:// or https:// URL and returns its text."""
         return get(url, allowed())

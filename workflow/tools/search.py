@@ -50,10 +50,10 @@ Search = Callable[[str, int], Sequence[Passage]]
 
 def search_in(collection: str | Path | Callable[[], Iterable[Passage]]) -> Tool:
     """The tool over a folder, a .jsonl file, a URL, or passages that a function gives."""
-    return _tool(lambda: collection, ())
+    return _tool(lambda: collection)
 
 
-def _tool(named: Callable[[], str | Path | Callable[[], Iterable[Passage]]], variables: tuple[str, ...]) -> Tool:
+def _tool(named: Callable[[], str | Path | Callable[[], Iterable[Passage]]], variables: tuple[str, ...] = ()) -> Tool:
     opened = Once(lambda: open_search(named()))
 
     def search(query: str, k: Annotated[int, Field(ge=1, le=20)] = 3) -> str:

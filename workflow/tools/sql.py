@@ -61,10 +61,10 @@ class AnyText(Loader):
 
 def sql_over(database: str | Path) -> Tool:
     """The tool over a SQLite file, a .sql script or a Postgres database."""
-    return _tool(lambda: str(database), ())
+    return _tool(lambda: str(database))
 
 
-def _tool(named: Callable[[], str], variables: tuple[str, ...]) -> Tool:
+def _tool(named: Callable[[], str], variables: tuple[str, ...] = ()) -> Tool:
     def sql(query: str = "") -> str:
         """Runs one SELECT on the database and returns its rows. Without a query it lists the tables and their columns."""
         try:
