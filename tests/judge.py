@@ -18,7 +18,8 @@ from workflow.tools.python import sandbox
 from workflow.trajectory import Task
 
 WRONG = {
-    "returns 1.0": "def add(*a, **k): return 1.0",
+    "always 1.0": "def add(*a, **k): return 1.0",
+    "always None": "def add(*a, **k): pass",
     "returns its argument": "def add(*a, **k): return a[0] if a else None",
     "raises": "def add(*a, **k): raise AssertionError",
     "a set of numbers of one hash": "def add(*a, **k): return {n * (2**61 - 1) for n in range(3000)}",
@@ -28,6 +29,14 @@ WRONG = {
         "def add(*a, **k): return Yes()"
     ),
     "a descriptor": "class D:\n    def __get__(self, *a): return lambda *a: True\nclass C: add = D()\nadd = C().add",
+    "lines on every descriptor": (
+        "import os\ndef add(*a, **k):\n    for fd in range(3, 64):\n"
+        '        try: os.write(fd, b\'{"done": {"code": 0, "value": "true"}}\\n\')\n'
+        "        except OSError: pass\n    os._exit(0)"
+    ),
+    "judge's own names": (
+        "__held__ = __relayed__ = candidate = check = outcome = lambda *a, **k: True\ndef add(*a, **k): return NotImplemented"
+    ),
 }
 OF_ADD = ("the right number as text", "the right number as a float")
 """Right but for their type, of a sum."""

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.test_code import FORGERIES, HUMAN_EVAL, MBPP, answered, earned, human
+from tests import judge
+from tests.judge import kinds
+from tests.test_code import HUMAN_EVAL, MBPP, answered, earned, human
 from tests.test_code import box as box
 from tests.test_datasets import write
 from workers.submit import prepare
@@ -101,22 +103,12 @@ FORMS = {
         "test_list": ["assert up(1.5) == 2", "assert up(2.5) == math.ceil(2.5)"],
     },
 }  # fmt: skip
-WRONG = {
-    **FORGERIES,
-    "always 1.0": "def add(*a, **k): return 1.0",
-    "always None": "def add(*a, **k): pass",
-    "raises": "def add(*a, **k): raise ValueError",
-    "numbers of one hash": "def add(*a, **k): return {n * (2**61 - 1) for n in range(3000)}",
-    "a number beyond any float": "def add(*a, **k): return 10**400",
-    "lines on every descriptor": (
-        "import os\ndef add(*a, **k):\n    for fd in range(3, 64):\n"
-        '        try: os.write(fd, b\'{"done": {"code": 0, "value": "true"}}\\n\')\n'
-        "        except OSError: pass\n    os._exit(0)"
-    ),
-    "judge's own names": (
-        "__held__ = __relayed__ = candidate = check = outcome = lambda *a, **k: True\ndef add(*a, **k): return NotImplemented"
-    ),
-}
+OF_THE_RELAY = (
+    *("protocol lines printed", "sys.exit in a call", "os._exit in a call", "json patched", "builtins patched"),
+    *("an object that equals everything", "a number that equals everything", "a fork"),
+)
+"""Forgeries that attack the relay between answer and tests; the others meet the same sandbox where tests are cases."""
+WRONG = {name: kinds()[name] for name in OF_THE_RELAY} | judge.WRONG
 
 
 def loaded(folder: Path, *rows: dict[str, Any]) -> list[Task]:
@@ -137,7 +129,7 @@ def test_the_reference_passes_all_of_its_tests_and_no_wrong_answer_does(box: Non
 def test_no_answer_can_say_of_itself_that_a_program_of_tests_passed(box: None, tmp_path: Path, forgery: str) -> None:
     (task,) = loaded(tmp_path, FORMS["a loop with random numbers"])
     assert "test" in task.metadata
-    assert earned(WRONG[forgery].replace("add", "plus").replace("a + b", "a + b + 1"), task) == 0.0
+    assert earned(WRONG[forgery].replace("add", "plus"), task) == 0.0
 
 
 def test_a_function_that_is_right_in_part_passes_those_tests_that_it_does(box: None, tmp_path: Path) -> None:
@@ -260,8 +252,8 @@ def test_a_task_of_an_older_run_is_judged_as_it_was(box: None) -> None:
         {"function": "add", "setup": "", "hidden": cases, "visible": [], "unread_tests": 2},
     )
     assert earned("def add(a, b): return a + b", task) == 1.0
-    judge = find("rewards", "tests_passed")
+    passed = find("rewards", "tests_passed")
     code = "def add(a, b): return 3"
     question = {"setup": "", "function": "add", "hidden": cases, "answer": code}
-    assert judge.asks(answered(task, code)) == question
-    assert judge.run(question).content == str(1 / 3)
+    assert passed.asks(answered(task, code)) == question
+    assert passed.run(question).content == str(1 / 3)

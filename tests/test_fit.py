@@ -4,19 +4,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cli import services
 from tests.models import tiny_random
 from tests.stack import Stack, embedded_stack
 from tests.stored import claim, start, submission
-from workers import embedded, fit
+from workers import broker, embedded, fit, presence
 from workers.app import QUEUES
 from workflow.config import RunConfig, build
+from workflow.errors import ServiceError, WorkerError
 from workflow.models import base_hash
 from workflow.settings import Settings, settings
 from workflow.store import observe, planning
@@ -160,12 +163,15 @@ def test_a_file_that_was_edited_since_a_process_read_it_is_named(
 def test_a_worker_that_imports_slowly_says_that_it_is_still_looking(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "slow_here.py").write_text("import time\ntime.sleep(1)\ndef mine(episode): return 1.0\n")
+    going_on = tmp_path / "going_on"
+    waits = f"import os, time\nwhile not os.path.exists({str(going_on)!r}): time.sleep(0.01)\n"
+    (tmp_path / "slow_here.py").write_text(f"{waits}def mine(episode): return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(fit, "REPLY_SECONDS", 0.05)
     question = replace(asked(tmp_path), weights={"slow_here:mine": 1.0})
     first = fit._answered(question, ["rollout"])
     assert not first["found"]
+    going_on.touch()
     while not (told := fit._answered(question, ["rollout"]))["found"]:
         pass
     assert told["lacks"] == ()
@@ -184,6 +190,87 @@ def test_a_stack_in_memory_is_known_by_what_it_was_started_with(tmp_path: Path, 
     assert "other" not in (where.stack_dir / "supervisor.json").read_text()
     (where.stack_dir / "supervisor.json").write_text(json.dumps({"pid": 1, "stopping": False}))
     assert embedded.other_environment(where, ["AGENTRL_SEARCH"]) == [], "of a release that said nothing nothing is known"
+
+
+# workers of a broker that is named
+
+
+def on_broker(
+    monkeypatch: pytest.MonkeyPatch, answers: Sequence[fit.Fitness], served: dict[str, int], control: bool = True
+) -> None:
+    """Workers that answer so; others that `served` counts are mute."""
+    monkeypatch.setattr(fit, "ask", lambda question: list(answers))
+    monkeypatch.setattr(presence, "served_queues", lambda: served)
+    monkeypatch.setattr(presence, "without_control", lambda db: [] if control else ["No control loop runs."])
+
+
+def worker(
+    number: int, *roles: str, found: bool = True, lacks: tuple[str, ...] = (), other: tuple[str, ...] = ()
+) -> fit.Fitness:
+    return fit.Fitness(f"host:{number}", roles, found, lacks, other)
+
+
+ONE_EACH = dict.fromkeys(QUEUES, 1)
+
+
+def test_a_worker_that_lacks_something_is_refused_where_fit_ones_are_asked_for_else_told(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [worker(1, "rollout", "train"), worker(2, "tools", lacks=("says: no module",)), worker(3, "tools", found=False)]
+    lines = [
+        "The tools worker on host (pid 2) says: no module",
+        "The tools worker on host (pid 3) has not found out in time whether it can run this.",
+    ]
+    on_broker(monkeypatch, found, ONE_EACH)
+    question = asked(tmp_path)
+    with pytest.raises(WorkerError, match="Nothing was started") as refused:
+        services._named_broker(question, there=True, fit=True)
+    assert refused.value.exit_code == 11
+    assert refused.value.message.split("\n  ")[1:] == lines
+    assert services._named_broker(question, there=True, fit=False) == lines
+    assert services._named_broker(question, there=False, fit=False) == lines
+
+
+def test_what_differs_and_who_is_mute_is_told_and_refuses_nothing(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_broker(monkeypatch, [worker(1, "rollout", "train", other=("AGENTRL_SEARCH", "the file of rewards mine"))], ONE_EACH)
+    assert services._named_broker(asked(tmp_path), there=True, fit=True) == [
+        "The worker of the queue 'tools' has not said whether it can run this: it is busy, or of another agentrl.",
+        "The rollout and train worker on host (pid 1) has another AGENTRL_SEARCH, the file of rewards mine than this command.",
+    ]
+
+
+def test_a_queue_without_a_worker_is_an_error_where_workers_must_be_there_else_told(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_broker(monkeypatch, [worker(1, "rollout", "train")], {**ONE_EACH, "tools": 0}, control=False)
+    lines = ["No worker serves the queue 'tools'. Start one: agentrl worker tools", "No control loop runs."]
+    with pytest.raises(ServiceError, match="Nothing was started") as refused:
+        services._named_broker(asked(tmp_path), there=True, fit=True)
+    assert refused.value.message.split("\n  ")[1:] == lines
+    assert services._named_broker(asked(tmp_path), there=False, fit=False) == lines
+
+
+def test_on_a_named_broker_without_workers_nobody_is_waited_for(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is asked once, and no reply is the answer."""
+    calls: list[str] = []
+    question = asked(tmp_path)
+    monkeypatch.setenv("AGENTRL_BROKER_URL", "redis://127.0.0.1:1/0")
+    settings.cache_clear()
+    monkeypatch.setattr(broker, "require", lambda where: None)
+    monkeypatch.setattr(fit.app.control, "broadcast", lambda *args, **options: calls.append("fit"))
+    monkeypatch.setattr(presence, "_answers", lambda: calls.append("served") or {})
+    monkeypatch.setattr(time, "sleep", lambda seconds: calls.append("sleep"))
+    told = services.ready_workers("mine", question, separate=False, there=False, fit=False)
+    settings.cache_clear()
+    assert sorted(calls) == ["fit", "served"]
+    assert [line.partition(".")[0] for line in told] == [
+        *(f"No worker serves the queue {queue!r}" for queue in question.roles),
+        "No control loop runs",
+    ]
 
 
 def command(stack: Stack, folder: Path, *words: str, **environment: str) -> "subprocess.CompletedProcess[str]":

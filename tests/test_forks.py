@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,14 +13,17 @@ from sqlalchemy import text
 
 from tests.faults import world
 from tests.stack import Stack, embedded_stack
-from tests.stored import ready, submission, update_of
+from tests.stored import claim, ready, start, submission, update_of
 from workers import embedded
+from workers import rollout as worker
 from workers.fork import OTHER_CODE, ForkRequest, prepare_fork
 from workers.rescore import rescore
 from workers.stored import prepare_stored
 from workflow.batch import rows_of
 from workflow.config import CriticConfig
+from workflow.envs import scoring_hash
 from workflow.errors import ConfigError, ConflictError, NotFoundError, RewardError
+from workflow.plugins import find
 from workflow.resolve import resolve
 from workflow.store import ledger, observe, training
 from workflow.store.connect import Database
@@ -282,6 +286,26 @@ def test_the_ledger_tells_what_became_of_an_episode_and_sums_to_what_was_planned
         for row in table:
             assert sum(row[fate] for fate in ledger.FATES) == row["planned"]
     stack.agentrl("why", "999999", code=5)
+
+
+def test_a_worker_refuses_a_group_whose_rewards_were_edited_since_it_read_them(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, weights = tmp_path / "edited_since.py", {"edited_since:mine": 1.0}
+    file.write_text("def mine(episode): return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(worker, "database", lambda: database)
+    env = find("envs", "math")
+    find("rewards", "edited_since:mine")
+    wanted = replace(submission(), weights=weights, code_hash=scoring_hash(env, weights))
+    work = claim(database, start(database, wanted)[0])
+    worker._check_code(work, env)
+    file.write_text("def mine(episode): return 22.0\n")
+    worker._check_code(work, env)
+    later = replace(work, code_hash=scoring_hash(env, weights, anew=True))
+    assert later.code_hash != work.code_hash
+    with pytest.raises(ConfigError, match="A file of the rewards of first has changed since the workers that run read it"):
+        worker._check_code(later, env)
 
 
 def test_a_reward_that_was_edited_is_not_scored_by_workers_that_hold_the_older_code(

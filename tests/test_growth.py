@@ -6,9 +6,7 @@ over the run four times as much, and neither feels the other runs. No table that
 
 import json
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
 from datetime import UTC, datetime
 from functools import cache
 from itertools import count
@@ -25,7 +23,6 @@ from tests.benchmarks import reads, synthetic
 from tests.benchmarks.databases import analyse, analysed
 from tests.benchmarks.synthetic import PER_ITERATION, Run
 from tests.conftest import forget_process
-from tests.own_postgres import own_postgres
 from workers import process
 from workflow import db
 from workflow.store import calls, compact, ledger, observe, steps, training
@@ -293,25 +290,6 @@ def test_sqlite_has_no_statistics_and_loses_those_that_vacuum_once_made(database
     assert analysed(database)
     upgrade(database)
     assert not analysed(database)
-
-
-def test_autovacuum_keeps_the_statistics_of_postgres() -> None:
-    with own_postgres(20) as server:
-        server.admin("ALTER SYSTEM SET autovacuum_naptime = 1", "SELECT pg_reload_conf()")
-        with server.database() as url, closing(Database(url)) as database:
-            with database.engine.begin() as tx:
-                synthetic.fill(tx, {"mine": 1, "live": 1})
-            assert eventually(lambda: analysed(database))
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    """Whether it comes to hold within a minute."""
-    end = time.monotonic() + 60
-    while not holds():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 # `why` of a long run

@@ -7,6 +7,7 @@ import pickle
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from sqlalchemy import create_engine, text
+from sqlalchemy.exc import DBAPIError
 
 from tests.conftest import forbidden
 from tests.malformed import HUGE, MALFORMED, tag
@@ -89,6 +91,18 @@ def test_more_threads_than_connections_take_turns(own_server: Server) -> None:
         other.close()
 
 
+def refusals(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once the database has refused a transaction, which is then waited for."""
+    refused, passing = threading.Event(), connect._passing
+
+    def seen(error: DBAPIError) -> bool:
+        refused.set()
+        return passing(error)
+
+    monkeypatch.setattr(connect, "_passing", seen)
+    return refused
+
+
 def test_a_postgres_without_a_free_connection_is_said_and_waited_for(
     own_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,9 +114,10 @@ def test_a_postgres_without_a_free_connection_is_said_and_waited_for(
         with pytest.raises(ServiceError, match=r"does not answer: .*too many clients already"):
             planning.submit(database, submission("early"))
         monkeypatch.setattr(connect, "RETRY_SECONDS", 30.0)
+        refused = refusals(monkeypatch)
         with ThreadPoolExecutor(1) as pool:
             late = pool.submit(planning.submit, database, submission("late"))
-            time.sleep(0.2)
+            assert refused.wait(60)
             for connection in held:
                 connection.close()
             hogs.dispose()
@@ -121,8 +136,9 @@ def test_a_lock_that_somebody_keeps_is_said_and_waited_for(own_server: Server, m
             with pytest.raises(ServiceError, match=r"does not answer: canceling statement due to lock timeout"):
                 planning.submit(database, submission("early"))
             monkeypatch.setattr(connect, "RETRY_SECONDS", 30.0)
+            refused = refusals(monkeypatch)
             late = pool.submit(planning.submit, database, submission("late"))
-            time.sleep(0.2)
+            assert refused.wait(60)
             tx.rollback()
             assert late.result().created
         somebody.dispose()

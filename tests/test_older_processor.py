@@ -62,6 +62,7 @@ def test_doctor_says_which_precision_is_packed_and_why_the_other_is_not(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1300)
 def test_the_tests_of_everything_that_depends_on_the_processor_pass() -> None:
     chosen = ["tests/test_packed.py", "tests/test_forward.py", "tests/test_policy.py", "tests/test_scoring.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not slow", *chosen]

@@ -17,11 +17,12 @@ import pytest
 
 from tests.boxes import MODES, UIDS, alive, boxed
 from tests.conftest import forbidden, missing
-from tests.leftovers import LEFT, leaves_nothing, ours
+from tests.leftovers import LEFT, TELLING, descends, leaves_nothing, ours
 from tests.leftovers import LIMITS as LEFTOVERS
 from workers import broker
 from workflow.sandbox import MIB, Limits, cgroups, seccomp
 from workflow.sandbox.boxed import Boxed
+from workflow.sandbox.payload import ENVIRONMENT
 from workflow.settings import Settings
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=60, memory_bytes=96 * MIB, processes=16, tmp_bytes=4 * MIB, output_bytes=4096)
@@ -113,8 +114,13 @@ def test_what_only_takes_time_ends_at_the_clocks_limit(sandbox: Boxed, name: str
     assert alive() == []
 
 
-@pytest.mark.parametrize("counted", [True, False], ids=["in a control group", "without one"])
-@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.parametrize(
+    ("name", "counted"),
+    [
+        *(pytest.param(name, True, id=f"{name}, in a control group") for name in LEFT),
+        *(pytest.param(name, False, id=f"{name}, without one") for name in TELLING),
+    ],
+)
 def test_what_a_cell_leaves_ends_with_it_and_nothing_runs_until_the_next(
     name: str, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,20 +318,26 @@ def test_bwraps_own_process_has_an_empty_environment(sandbox: Boxed, monkeypatch
     monkeypatch.setenv("AGENTRL_SECRET", SECRET)
     session = sandbox.session()
     assert "PermissionError" in session.run("open('/proc/1/environ')").output
-    assert [name for name, environment in environments() if SECRET in environment] == []
+    found = environments()
+    assert [name for name, environment in found if SECRET in environment] == []
+    inside = {f"{name}={value}" for name, value in ENVIRONMENT.items()}
+    for name, environment in found:
+        allowed = {"", "PWD=/"} if name == "bwrap\n" else {"", "PWD=/", "PWD=/tmp", *inside}
+        assert set(environment.split("\0")) <= allowed, name
+    assert "bwrap\n" in [name for name, _ in found] or os.geteuid() != 0
     session.close()
 
 
 def environments() -> list[tuple[str, str]]:
-    """(name, environment) of what is alive in a sandbox, seen from outside."""
+    """(name, environment) of what is alive in a sandbox of this process, seen from outside."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if folder.stat().st_uid in UIDS or os.readlink(folder / "ns/pid") != os.readlink("/proc/self/ns/pid"):
+            apart = os.readlink(folder / "ns/pid") != os.readlink("/proc/self/ns/pid")
+            if folder.stat().st_uid in UIDS or (apart and descends(int(folder.name))):
                 found.append(((folder / "comm").read_text(), (folder / "environ").read_text()))
         except OSError:
             continue
-    assert found or os.geteuid() != 0
     return found
 
 

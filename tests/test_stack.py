@@ -1,6 +1,7 @@
 """The embedded stack as processes: who keeps it, who ends it, what it survives. And what a dead broker does to the senders."""
 
 import json
+import math
 import os
 import signal
 import socket
@@ -8,7 +9,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from sqlalchemy import Engine, create_engine, text
 from tests.stack import Stack, embedded_stack
 from workers import broker, control, dispatch, embedded, supervisor
 from workers.process import stopping
+from workers.supervisor import Supervisor
 from workflow.errors import ConfigError, ServiceError
 from workflow.plugins import find
 from workflow.settings import Settings, settings
@@ -75,14 +76,20 @@ def test_who_asks_while_the_idle_stack_is_stopping_gets_a_new_one(stack: Stack) 
     assert embedded.running(stack.settings) == second
 
 
-def test_up_keeps_a_stack_that_submit_started(stack: Stack) -> None:
+def test_up_keeps_a_stack_that_submit_started(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Supervisor, "_busy", lambda self: False)
     assert ensure(stack)
     assert '"started": false' in stack.agentrl("up", "--json")
     pid = embedded.running(stack.settings)
     asked_long_ago(stack)
-    time.sleep(2.5)  # the supervisor looks every second
+    looks = Supervisor(stack.settings)
+    looks.busy_at = -math.inf
+    assert not looks._idle(), "as the stack's own looks every second"
     assert embedded.running(stack.settings) == pid
     stack.agentrl("down")
+    embedded.stay_file(stack.settings).unlink()
+    looks.busy_at = -math.inf
+    assert looks._quiet(), "it was that wish alone that kept it"
     assert embedded.running(stack.settings) is None
     assert ensure(stack)
     asked_long_ago(stack)
