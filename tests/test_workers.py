@@ -26,11 +26,12 @@ from workers.episodes import RESENDS, GroupRollout
 from workers.models import Models
 from workers.process import worker_name
 from workers.replies import Replies, Waker
+from workers.rollout import _guarded
 from workers.supervisor import Child, Supervisor
 from workers.tools import call, run_tool
 from workflow.config import RunConfig
 from workflow.envs import Env
-from workflow.errors import InfraError, ServiceError
+from workflow.errors import InfraError, ServiceError, Unready
 from workflow.hooks import Hook
 from workflow.models import base_hash
 from workflow.policy import Policy
@@ -150,12 +151,57 @@ def test_a_tool_that_its_worker_was_not_told_of_is_said_in_the_runs_events_until
     monkeypatch.setattr(episodes, "RESEND_SECONDS", -1000.0)
     for _ in range(RESENDS):
         driver.look()
+        for number in pending:  # whoever gets it says so again
+            with pytest.raises(Unready):
+                call(number, episodes._replies().address)
+            driver.handle([driver.inbox.get(timeout=60)])
     with pytest.raises(ServiceError, match="no collection is named"):  # its attempt is no attempt: nothing was tried
         driver.look()
     answer(own_database, driver)
     for _ in range(2):
         driver.handle([driver.inbox.get(timeout=60)])
     assert values(own_database, "SELECT kind FROM events WHERE kind <> 'submitted'") == ["waiting", "going_on"]
+
+
+def failing(x: str) -> str:
+    """The system fails it, as it says of code that used some processor time and then slept."""
+    raise InfraError("The machine was too busy.")
+
+
+failing_tool = Tool(failing)
+
+
+def test_a_call_that_was_run_and_that_the_system_fails_each_time_fails_its_attempt_and_asks_for_no_other_worker(
+    own_database: Database, in_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes, "RESEND_SECONDS", -1000.0)
+    asked = chat().turn(Message("assistant", "", tool_calls=(ToolCall("failing", {"x": "1"}),)))
+    driver = rollout_of(own_database, [asked, asked], tools=(f"{__name__}:failing_tool",))
+    play(driver, turns=2)
+    for _ in range(RESENDS + 1):
+        for number in values(own_database, "SELECT id FROM tool_calls"):
+            with pytest.raises(InfraError, match="The machine was too busy"):
+                call(number, episodes._replies().address)
+        while not driver.inbox.empty():
+            driver.handle([driver.inbox.get()])
+        _guarded(driver, driver.look)
+    assert not [said for said in values(own_database, "SELECT detail FROM events") if "anew" in said]
+    assert values(own_database, "SELECT failures FROM groups") == [1], "an attempt of the group's"
+
+
+def test_who_was_refused_once_and_failed_by_the_system_since_fails_an_attempt(
+    sqlite: Database, in_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes, "RESEND_SECONDS", -1000.0)
+    driver = rollout_of(sqlite, [ASK, ASK])
+    play(driver, turns=2)
+    for number in values(sqlite, "SELECT id FROM tool_calls"):
+        episodes._replies().answer(number, "It has no calculator.")
+        driver.handle([driver.inbox.get(timeout=60)])
+    for _ in range(RESENDS):
+        driver.look()
+    with pytest.raises(InfraError, match="sent 6 times and not answered"):
+        driver.look()
 
 
 def test_a_reply_that_somebody_else_pushed_is_cut_and_changes_nothing(redis_server: Settings) -> None:

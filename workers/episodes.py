@@ -55,14 +55,15 @@ class _Draft:
 
 @dataclass
 class _Waiting:
-    """A step whose calls are out: their ids in order, when they were last sent, and how often; `ended` and the names of its
-    judges in the same order, where they are what is asked of an episode that is over."""
+    """A step whose calls are out: their ids in order, when they were last sent, how often, and why a worker cannot run one of
+    them since; `ended` and the names of its judges in order, where they are what is asked of an episode that is over."""
 
     calls: list[int]
     ended: Episode | None = None
     judges: tuple[str, ...] = ()
     sent: float = 0.0
     sendings: int = 0
+    refused: str = ""
 
 
 @dataclass
@@ -81,8 +82,7 @@ class GroupRollout:
     _drafts: dict[int, _Draft] = field(default_factory=dict)
     _opening: _Draft | None = None
     _waiting: dict[int, _Waiting] = field(default_factory=dict)
-    _waits: str = ""
-    _refused: bool = False
+    _says_waiting: bool = False
 
     def __post_init__(self) -> None:
         assert self.config.env is not None
@@ -121,19 +121,25 @@ class GroupRollout:
         turns = [event for event in events if event.completion is not None and event.episode in self._drafts]
         if turns:
             self._commit_sampled(turns)
-        reasons = [event.reason for event in events if event.reason]
-        if reasons:
-            self._say_waiting(reasons[-1], refused=True)
+        for event in events:
+            self._hear_why(event)
         told = {event.episode for event in events if event.call and not event.reason}
         if told:
             self._observe(told)
+
+    def _hear_why(self, event: Event) -> None:
+        """Tells the run's events what a tools worker lacks for a call that is still waited for."""
+        waiting = self._waiting.get(event.episode)
+        if event.reason and waiting is not None and event.call in waiting.calls:
+            waiting.refused = event.reason
+            self._say_waiting(event.reason)
 
     def look(self) -> None:
         """Reads the rows of calls that nobody woke us for, and sends again what seems lost: then the run's events say so.
 
         Raises:
-            ServiceError: a call was sent again and again to tools workers that cannot run it, as they say.
-            InfraError: nobody says why it is still not answered.
+            ServiceError: a call was sent again and again, and who got it last cannot run it, as it says.
+            InfraError: it was not answered, whoever had it: nobody has it, it never ends, or the system fails it each time.
         """
         self._observe(set(self._waiting))
         now = time.monotonic()
@@ -141,15 +147,15 @@ class GroupRollout:
             if now - waiting.sent <= self._patience(waiting):
                 continue
             if waiting.sendings > RESENDS:
-                raise ServiceError(self._waits) if self._refused else InfraError(_unanswered(waiting), _IS_THERE_ONE)
-            if not self._refused:
-                self._say_waiting(f"{_unanswered(waiting)} {_IS_THERE_ONE}", refused=False)
+                raise ServiceError(waiting.refused) if waiting.refused else InfraError(_unanswered(waiting), _IS_THERE_ONE)
+            if not waiting.refused:
+                self._say_waiting(f"{_unanswered(waiting)} {_IS_THERE_ONE}")
             count_sending(self.db, waiting.calls)
             self._send(waiting)
 
-    def _say_waiting(self, what: str, refused: bool) -> None:
-        """Tells the run's events what its calls wait for: `refused` by a tools worker, as it says, or not answered by any."""
-        self._waits, self._refused = what, refused
+    def _say_waiting(self, what: str) -> None:
+        """Tells the run's events what its calls wait for."""
+        self._says_waiting = True
         run_events.wait_for(self.db, self.work.run_id, what)
 
     def _patience(self, waiting: _Waiting) -> float:
@@ -265,7 +271,7 @@ class GroupRollout:
 
     def _send(self, waiting: _Waiting, answered: Container[int] = ()) -> None:
         waiting.sent = time.monotonic()
-        waiting.sendings += 1
+        waiting.sendings, waiting.refused = waiting.sendings + 1, ""
         for call in waiting.calls:
             if call not in answered:
                 send_call(call, _replies().address)
@@ -351,8 +357,8 @@ class GroupRollout:
 
     def _heard(self, episode: int) -> None:
         """Waits no longer for its calls."""
-        if self._waits:
-            self._waits, self._refused = "", False
+        if self._says_waiting:
+            self._says_waiting = False
             run_events.wait_no_more(self.db, self.work.run_id)
         waiting = self._waiting.pop(episode, None)
         for call in waiting.calls if waiting else ():

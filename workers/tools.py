@@ -1,8 +1,9 @@
 """The `tools` job: run one tool call, record its result, wake the episode that waits. An episode's judges are such calls too.
 
 What a tool raises for the model's mistakes is its result; anything else it raises is its own fault, told to the model as
-such and counted. Where the system failed a tool, or this process lacks what it needs, the call stays without a result: whoever
-waits is told why at once, and sends it again. A call that must not run twice commits its start first.
+such and counted. Where the system failed a tool the call stays without a result: it is sent again, and in the end its group
+fails an attempt. Where this process lacks what the tool needs, whoever waits is also told so at once, and goes on waiting: no
+answer of a model brings that about. A call that must not run twice commits its start first.
 """
 
 import threading
@@ -23,7 +24,7 @@ from workers.replies import Waker
 from workers.sessions import Sessions, own_queue
 from workflow.config import RunConfig
 from workflow.envs import Env, offered
-from workflow.errors import AgentRLError, ConfigError, InfraError, SandboxUnavailable, ServiceError, ToolFailure
+from workflow.errors import AgentRLError, ConfigError, InfraError, SandboxUnavailable, ServiceError, ToolFailure, Unready
 from workflow.faults import faultpoint
 from workflow.once import Once
 from workflow.plugins import find
@@ -50,7 +51,7 @@ def call(call_id: int, reply_to: str) -> None:
     try:
         if work is not None and not _answered(work, reply_to):
             return
-    except InfraError as error:
+    except Unready as error:
         with suppress(ConfigError):  # an address that is none: what failed the call is what is to be said
             _wake(reply_to, call_id, " ".join(str(error).split()))
         raise
@@ -85,7 +86,7 @@ def _loaded(work: CallWork) -> Tool:
     """The call's tool.
 
     Raises:
-        InfraError: it cannot be had here. The model has no part in that: the rollout worker, which offered it, has it.
+        Unready: it cannot be had here. The model has no part in that: the rollout worker, which offered it, has it.
     """
     try:
         tool: Tool = find("rewards", work.tool) if work.kind == "grade" else toolset(database(), work.run)[work.tool]
@@ -94,7 +95,7 @@ def _loaded(work: CallWork) -> Tool:
     except (Exception, SystemExit) as error:
         log.exception("tool %s of env %s cannot be loaded", work.tool, work.env)
         said = str(error) if isinstance(error, AgentRLError) else f"{type(error).__name__}: {error}"
-        raise InfraError(f"The tools worker {worker_name()} cannot load {work.tool}: {said[:1000]}", MENDED) from error
+        raise Unready(f"The tools worker {worker_name()} cannot load {work.tool}: {said[:1000]}", MENDED) from error
     return tool
 
 
@@ -103,7 +104,7 @@ def _result(tool: Tool, work: CallWork) -> ToolResult | None:
     if work.effects == "once":
         unopened = _opening(tool)
         if unopened is not None:  # and the call was not started
-            return _failure(tool, unopened)
+            return _unopened(tool, unopened)
         start = calls.start_once(database(), work.id, claim_name(), tool.timeout_seconds + GRACE_SECONDS)
         if start != "ours":
             return UNKNOWN_OUTCOME if start == "lost" else None
@@ -115,19 +116,21 @@ def run_tool(tool: Tool, work: CallWork) -> ToolResult:
 
     Raises:
         InfraError: the system failed the tool.
+        Unready: this process lacks what it needs.
     """
     faultpoint("run_tool.before")
-    error = _opening(tool)
+    unopened = _opening(tool)
+    if unopened is not None:
+        return _unopened(tool, unopened)
     start = time.perf_counter()
     answer: Future[ToolResult] = Future()
-    if error is None:
-        # A thread of its own for each call: one that never ends takes nobody else's place.
-        attempt = (answer, partial(_timed, tool, work.arguments))
-        threading.Thread(target=_attempt, args=attempt, name=f"tool-{tool.name}", daemon=True).start()
-        try:
-            error = answer.exception(tool.timeout_seconds)
-        except TimeoutError:
-            error = tool.overdue()
+    # A thread of its own for each call: one that never ends takes nobody else's place.
+    attempt = (answer, partial(_timed, tool, work.arguments))
+    threading.Thread(target=_attempt, args=attempt, name=f"tool-{tool.name}", daemon=True).start()
+    try:
+        error = answer.exception(tool.timeout_seconds)
+    except TimeoutError:
+        error = tool.overdue()
     told = answer.result() if error is None else _failure(tool, error)
     return replace(told, seconds=time.perf_counter() - start)
 
@@ -173,12 +176,25 @@ def _opening(tool: Tool) -> BaseException | None:
     return opened.exception()
 
 
-def _failure(tool: Tool, error: BaseException) -> ToolResult:
+def _unopened(tool: Tool, error: BaseException) -> ToolResult:
+    """What a call comes to whose tool has not what it needs for all of its calls."""
     if isinstance(error, AgentRLError) and not isinstance(error, ToolFailure):
-        log.error("tool %s cannot run here: %s", tool.name, error)
-        lacks = isinstance(error, ConfigError | SandboxUnavailable)
-        hint = f"{error.hint} {MENDED}".strip() if lacks else error.hint
-        raise InfraError(f"{tool.name} cannot run on {worker_name()}: {error.message}", hint) from error
+        raise _unready(tool, error) from error
+    return _failure(tool, error)
+
+
+def _unready(tool: Tool, error: AgentRLError) -> Unready:
+    log.error("tool %s cannot run here: %s", tool.name, error)
+    return Unready(f"{tool.name} cannot run on {worker_name()}: {error.message}", f"{error.hint} {MENDED}".strip())
+
+
+def _failure(tool: Tool, error: BaseException) -> ToolResult:
+    """What a call that raised comes to. A model may bring about what fails it, but not what is missing here."""
+    if isinstance(error, ConfigError | SandboxUnavailable):
+        raise _unready(tool, error) from error
+    if isinstance(error, AgentRLError) and not isinstance(error, ToolFailure):
+        log.error("the system failed tool %s: %s", tool.name, error)
+        raise InfraError(f"{tool.name} cannot run on {worker_name()}: {error.message}", error.hint) from error
     told = failure(tool, error)
     if told.error_class == "tool_crash":
         log.error("tool %s raised", tool.name, exc_info=error)

@@ -134,6 +134,10 @@ class InfraError(AgentRLError):
     """The system, not the model, failed an episode: a lost worker, a sandbox that is down."""
 
 
+class Unready(InfraError):
+    """A worker lacks what a call needs, a module or a setting: it is not the call's failure, and any other call fails alike."""
+
+
 class Fenced(AgentRLError):
     """Another worker holds the row now; what this one computed is discarded."""
 
