@@ -107,6 +107,7 @@ def _named_broker(asked: "Question", there: bool, fit: bool) -> list[str]:
         raise WorkerError(_lines("Nothing was started.", unfit), "Start those workers anew with it, then type the same again.")
     mute = f"{_MUTE}: it is busy, or of another agentrl."
     told = [f"The worker of the queue {queue!r} {mute}" for queue in silent if served[queue]]
+    told += [f"{worker.named} {_MUTE}: it still looks." for worker in workers if not worker.found]
     return [*missing, *unfit, *told, *(line for worker in workers for line in _differs(worker))]
 
 
@@ -114,24 +115,31 @@ def _renew_embedded(asked: "Question", separate: bool, run: str) -> None:
     """Starts the stack anew with this command's environment where its workers lack what the run needs, or have another."""
     from workers import embedded
     from workers.fit import lacking
-    from workers.process import database
     from workflow.settings import settings
-    from workflow.store import observe
 
     where = settings()
     unfit = list(_unfit_embedded(asked))
     if not unfit:
         return
-    others = observe.running_beside(database(), run)
-    if others:
-        raise WorkerError(_lines(f"Nothing was started: {', '.join(others)} at work in the embedded stack.", unfit), RESTART)
+    _refuse_beside(run, unfit)
     mine = lacking(asked, asked.roles)
     if mine:
         raise WorkerError(_lines("Nothing was started, for this command lacks it too.", [*unfit, *mine]), "Mend that first.")
     for line in unfit:
         say(line)
     say("Nothing else runs in the embedded stack: it starts anew, with this command's environment.")
+    _refuse_beside(run, unfit)  # one that came while this command looked, which imports somebody's code
     embedded.renew(where, separate)
+
+
+def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
+    """Leaves the stack to the runs that are at work there."""
+    from workers.process import database
+    from workflow.store import observe
+
+    others = observe.running_beside(database(), run)
+    if others:
+        raise WorkerError(_lines(f"Nothing was started: {', '.join(others)} at work in the embedded stack.", unfit), RESTART)
 
 
 def _unfit_embedded(asked: "Question") -> Iterator[str]:
@@ -139,12 +147,14 @@ def _unfit_embedded(asked: "Question") -> Iterator[str]:
     from workers import broker, embedded
     from workflow.settings import settings
 
-    other = embedded.other_environment(settings(), asked.variables)
+    other = embedded.other_environment(settings(), [*asked.variables, *(embedded.PATHS if asked.own else ())])
     if other:
         yield f"The embedded stack was started with another {' and '.join(other)} than this command has."
     if broker.in_memory(settings()):
         return  # there is nobody to ask
     for worker in _asked_embedded(asked):
+        if not worker.found:
+            say(f"{worker.named} {_MUTE}: what it lacks, `agentrl watch` says later.")
         yield from _lacks(worker)
         yield from _differs(worker)
 
@@ -166,8 +176,6 @@ def _asked_embedded(asked: "Question") -> "list[Fitness]":
 
 
 def _lacks(worker: "Fitness") -> Iterator[str]:
-    if not worker.found:
-        yield f"{worker.named} has not found out in time whether it can run this."
     for said in worker.lacks:
         yield f"{worker.named} {said}"
 

@@ -23,6 +23,7 @@ from workflow.errors import ServiceError, WorkerError
 from workflow.models import base_hash
 from workflow.settings import Settings, settings
 from workflow.store import observe, planning
+from workflow.store.connect import Database
 from workflow.trajectory import PolicyRef
 
 OWN = """
@@ -186,7 +187,9 @@ def test_a_stack_in_memory_is_known_by_what_it_was_started_with(tmp_path: Path, 
     monkeypatch.setenv("AGENTRL_SEARCH", "other")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert embedded.other_environment(where, ["AGENTRL_SEARCH"]) == ["AGENTRL_SEARCH", "PYTHONPATH", "PWD"]
+    assert embedded.other_environment(where, ["AGENTRL_SEARCH"]) == ["AGENTRL_SEARCH"]
+    where_modules_are = embedded.other_environment(where, ["AGENTRL_SEARCH", *embedded.PATHS])
+    assert where_modules_are == ["AGENTRL_SEARCH", "PYTHONPATH", "PWD"]
     assert "other" not in (where.stack_dir / "supervisor.json").read_text()
     (where.stack_dir / "supervisor.json").write_text(json.dumps({"pid": 1, "stopping": False}))
     assert embedded.other_environment(where, ["AGENTRL_SEARCH"]) == [], "of a release that said nothing nothing is known"
@@ -217,18 +220,16 @@ def test_a_worker_that_lacks_something_is_refused_where_fit_ones_are_asked_for_e
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [worker(1, "rollout", "train"), worker(2, "tools", lacks=("says: no module",)), worker(3, "tools", found=False)]
-    lines = [
-        "The tools worker on host (pid 2) says: no module",
-        "The tools worker on host (pid 3) has not found out in time whether it can run this.",
-    ]
+    lacks = "The tools worker on host (pid 2) says: no module"
+    mute = "The tools worker on host (pid 3) has not said whether it can run this: it still looks."
     on_broker(monkeypatch, found, ONE_EACH)
     question = asked(tmp_path)
     with pytest.raises(WorkerError, match="Nothing was started") as refused:
         services._named_broker(question, there=True, fit=True)
     assert refused.value.exit_code == 11
-    assert refused.value.message.split("\n  ")[1:] == lines
-    assert services._named_broker(question, there=True, fit=False) == lines
-    assert services._named_broker(question, there=False, fit=False) == lines
+    assert refused.value.message.split("\n  ")[1:] == [lacks]
+    assert services._named_broker(question, there=True, fit=False) == [lacks, mute]
+    assert services._named_broker(question, there=False, fit=False) == [lacks, mute]
 
 
 def test_what_differs_and_who_is_mute_is_told_and_refuses_nothing(
@@ -271,6 +272,55 @@ def test_on_a_named_broker_without_workers_nobody_is_waited_for(
         *(f"No worker serves the queue {queue!r}" for queue in question.roles),
         "No control loop runs",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "elsewhere"),
+    [
+        ({}, []),
+        ({"tools": ("mcp:files",)}, []),
+        ({"env": "own_here:mine"}, ["PWD"]),
+        ({"tools": ("own_here:poke",)}, ["PWD"]),
+        ({"hooks": ("own_here:hook",)}, ["PWD"]),
+        ({"weights": {"own_here:mine": 1.0}}, ["PWD"]),
+    ],
+)
+def test_a_stack_in_memory_may_stand_in_another_folder_unless_the_run_has_a_module_of_its_own(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], elsewhere: list[str]
+) -> None:
+    monkeypatch.setenv("AGENTRL_REDIS_SERVER", "none")
+    settings.cache_clear()
+    settings().stack_dir.mkdir(parents=True)
+    question = asked(tmp_path)
+    question = replace(question, weights=changes.get("weights", question.weights), variables={})
+    question = replace(question, config={**question.config, **changes})
+    embedded.write_state(settings(), stopping=False, separate=False)
+    monkeypatch.chdir(tmp_path)
+    found = list(services._unfit_embedded(question))
+    assert found == [f"The embedded stack was started with another {name} than this command has." for name in elsewhere]
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_a_worker_that_is_still_looking_is_told_of_and_keeps_nobody_from_submitting(
+    own_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: bool
+) -> None:
+    slow = fit.Fitness("host:7", QUEUES, found)
+    monkeypatch.setattr(fit, "ask", lambda *question, **more: [slow])
+    monkeypatch.setattr(presence, "served_queues", lambda: dict.fromkeys(QUEUES, 1))
+    told = services._named_broker(asked(tmp_path), there=False, fit=True)
+    assert [line for line in told if "(pid 7) has not said whether it can run this" in line] == told[-1:] * (not found)
+
+
+def test_a_stack_is_not_started_anew_under_a_run_that_came_while_this_command_looked(
+    own_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewed = list[object]()
+    monkeypatch.setattr(embedded, "renew", lambda *stack: renewed.append(stack))
+    monkeypatch.setattr(services, "_unfit_embedded", lambda question: iter(["It lacks a module."]))
+    monkeypatch.setattr(fit, "lacking", lambda *question: (start(own_database, submission("came")), [])[1])
+    with pytest.raises(WorkerError, match="came at work in the embedded stack"):
+        services._renew_embedded(asked(tmp_path), False, "mine")
+    assert not renewed
 
 
 def command(stack: Stack, folder: Path, *words: str, **environment: str) -> "subprocess.CompletedProcess[str]":

@@ -144,11 +144,10 @@ def queues(where: Settings) -> tuple[str, ...]:
 def other_environment(where: Settings, variables: Iterable[str]) -> list[str]:
     """The variables whose values have changed since the running stack was started.
 
-    Looks at the database's; of a stack in memory, whose workers cannot be asked, also at those given and at the paths on which
-    modules are found.
+    Looks at the database's; of a stack in memory, whose workers cannot be asked, also at those given.
     """
     known = state(where).get("environment", {})
-    needed = [*ALWAYS, *((*variables, *PATHS) if broker.in_memory(where) else ())]
+    needed = [*ALWAYS, *(variables if broker.in_memory(where) else ())]
     now = _environment(known.get("key", ""))
     return [name for name in dict.fromkeys(needed) if known and known.get(name) != now.get(name)]
 

@@ -73,6 +73,12 @@ class Question:
     variables: Mapping[str, str]
     code: Mapping[str, str]
 
+    @property
+    def own(self) -> bool:
+        """Whether something of it comes from a module of somebody's own, `module:name`."""
+        named = (self.config.get("env"), self.config["rollout"]["engine"], *self.config["tools"], *self.config["hooks"])
+        return any(":" in str(name).removeprefix("mcp:") for name in (*named, *self.weights))
+
 
 @dataclass(frozen=True)
 class Fitness:

@@ -90,7 +90,8 @@ def _user_object(kind: str, path: str) -> Any:
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
         raise ConfigError(f"{path!r} ({kind}) leads to no object: it is no path of names.", _path_hint())
     if module_name not in sys.modules:
-        importlib.invalidate_caches()  # its file, or its folder, may be younger than this process
+        with _looking:
+            importlib.invalidate_caches()  # its file, or its folder, may be younger than this process
     try:
         return getattr(_imported(kind, path, module_name), attribute)
     except AttributeError as error:
