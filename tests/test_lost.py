@@ -3,12 +3,16 @@
 import signal
 import socket
 import subprocess
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from sqlalchemy import text
 
 from tests.stored import CALL, EXPIRED, claim, play, sampled, start, submission, values
+from workers import supervisor
 from workers.supervisor import Child, Supervisor
 from workflow.settings import Settings
 from workflow.store import claims, rollout, steps, waiting
@@ -41,6 +45,7 @@ def test_a_worker_that_was_killed_is_named_with_its_signal_and_what_it_held(tmp_
     watching = Supervisor(Settings(home=tmp_path))
     for child in died.values():
         watching._revive(child)
+    watching.news.join()
     told = "the worker {} was killed by SIGKILL, and is started again; it held {}"
     assert lost_events(own_database) == [
         (here["rollout,train"], told.format("rollout,train", f"{len(groups)} groups")),
@@ -50,7 +55,37 @@ def test_a_worker_that_was_killed_is_named_with_its_signal_and_what_it_held(tmp_
     for _ in range(3):  # it does not come up
         again = killed("control", signal.SIGKILL)
         watching._revive(again)
+    watching.news.join()
     assert len(lost_events(own_database)) == 3
+
+
+def test_a_database_that_does_not_answer_keeps_no_process_from_being_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watching, answers, order = Supervisor(Settings(home=tmp_path)), threading.Event(), list[str]()
+    new = killed("control", signal.SIGKILL)
+
+    def away(*said: object) -> None:
+        answers.wait(10)
+        order.append("told")
+
+    monkeypatch.setattr(supervisor, "record_loss", away)
+    monkeypatch.setattr(watching, "_start", lambda role: (order.append("started"), new.process)[1])
+    died = replace(killed("control", signal.SIGKILL), started=-1e9)  # it lived long
+    watching._revive(died)
+    answers.set()
+    watching.news.join()
+    assert order == ["started", "told"]
+
+
+def test_a_worker_that_is_lost_again_under_its_old_name_is_told_of_again(own_database: Database) -> None:
+    group, *_ = start(own_database, submission())
+    for claimant in ("far:7/1", "near:8/2"):
+        rollout.claim_group(own_database, group, claimant, EXPIRED)
+    own_database.write(lambda tx: tx.execute(text("UPDATE events SET created_at = '2001-01-01 00:00:00'")))
+    for claimant in ("far:7/3", "near:8/4"):
+        rollout.claim_group(own_database, group, claimant, EXPIRED)
+    assert [who for who, _ in lost_events(own_database)] == ["far:7", "near:8", "far:7"]
 
 
 def test_a_worker_elsewhere_whose_lease_ran_out_is_named_once_by_who_goes_on(own_database: Database) -> None:

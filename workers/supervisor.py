@@ -11,9 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from logging import getLogger
+from queue import Queue
 from types import FrameType
 
 from workers import broker, embedded, oom
@@ -54,6 +58,8 @@ class Supervisor:
         self.stopping = False
         self.busy_at = time.monotonic()
         self.children: list[Child] = []
+        self.news: Queue[Callable[[], None]] = Queue()
+        threading.Thread(target=self._tell_news, name="news", daemon=True).start()
 
     def run(self) -> None:
         """Starts everything, watches it, stops it. Redis first up and last down."""
@@ -113,9 +119,10 @@ class Supervisor:
             child.backoff = 0.5 if calm else min(2 * child.backoff, MAX_BACKOFF, self.where.lease_seconds / 2)
             child.restart_at = now + (0.0 if calm else child.backoff)
             log.warning("%s ended with %s; again in %.1f s", child.role, code, child.restart_at - now)
-            self._tell(child, code)
+            out_of_memory = code == -signal.SIGKILL and oom.kills() > child.kills
+            self.news.put(partial(_tell, child.role, child.process.pid, code, out_of_memory))
             if child.role == "tools":
-                _send_calls_again()
+                self.news.put(_send_calls_again)
         if now >= child.restart_at:
             try:
                 child.process, child.started, child.restart_at = self._start(child.role), now, None
@@ -124,19 +131,15 @@ class Supervisor:
                 child.restart_at = now + MAX_BACKOFF
                 log.error("%s", error)
 
-    def _tell(self, child: Child, code: int) -> None:
-        """Tells the runs' events who is gone, and how it ended."""
-        name = f"{socket.gethostname()}:{child.process.pid}"
-        out_of_memory = code == -signal.SIGKILL and oom.kills() > child.kills
-        if out_of_memory:
-            log.error("%s was killed by the kernel, out of memory. %s", child.role, OOM_HINT)
-        try:
-            if out_of_memory:
-                record_oom(database(), name, child.role)
-            else:
-                record_loss(database(), name, child.role, _how(code))
-        except Exception as error:  # noqa: BLE001 - nothing that the database does is a reason to end the workers
-            log.warning("not told: %s", error)
+    def _tell_news(self) -> None:
+        """Beside the watch: a database that is away delays no restart, and no stop."""
+        while True:
+            tell = self.news.get()
+            try:
+                tell()
+            except Exception as error:  # noqa: BLE001 - nothing that the database does is a reason to tell no more
+                log.warning("not told: %s", error)
+            self.news.task_done()
 
     def _start(self, role: str) -> "subprocess.Popen[bytes]":
         if role == "redis":
@@ -160,6 +163,16 @@ class Supervisor:
                     child.process.wait(embedded.STOP_SECONDS)
                 except subprocess.TimeoutExpired:
                     child.process.kill()
+
+
+def _tell(role: str, pid: int, code: int, out_of_memory: bool) -> None:
+    """Tells the runs' events who is gone, and how it ended."""
+    name = f"{socket.gethostname()}:{pid}"
+    if out_of_memory:
+        log.error("%s was killed by the kernel, out of memory. %s", role, OOM_HINT)
+        record_oom(database(), name, role)
+    else:
+        record_loss(database(), name, role, _how(code))
 
 
 def _how(code: int) -> str:

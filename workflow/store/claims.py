@@ -149,7 +149,8 @@ def _sample_on(tx: Connection, row: Mapping[str, Any], rewards: Sequence[Sequenc
 def _claim(tx: Connection, row: Mapping[str, Any], worker: str, lease_seconds: float) -> IterationWork | None:
     lost = row["worker"] not in ("", worker)
     if lost:
-        note_takeover(tx, row["run_id"], row["worker"], f"iteration {row['number']}", worker)
+        seen = (row["lease_until"] or 0) - int(lease_seconds * 1000)
+        note_takeover(tx, row["run_id"], row["worker"], f"iteration {row['number']}", worker, seen)
     losses = row["losses"] + lost
     if losses >= MAX_LOSSES:
         hint = memory_hint(tx, row["run_id"], row["worker"])

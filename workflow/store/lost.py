@@ -3,6 +3,7 @@
 Their supervisor sees them end, and knows how; elsewhere whoever takes a claim over that its holder did not hand back.
 """
 
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, func, select, union
@@ -41,10 +42,17 @@ def record_loss(tx: Connection, worker: str, role: str, how: str) -> None:
             log(tx, run, "worker_lost", worker, said)
 
 
-def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str) -> None:
-    """Tells the run, unless it knows, that the worker of a claim is lost: its lease ran out, and the claim `heir` goes on."""
+def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str, seen_ms: int) -> None:
+    """Tells the run, unless it knows, that the worker of a claim is lost: its lease ran out, and the claim `heir` goes on.
+
+    Args:
+        seen_ms: when the worker renewed the lease last. What was told before that is of another process: one that is started
+            again in a container has the name and the pid of the one before.
+    """
     worker, events = claim.partition("/")[0], db.events.c
+    seen = datetime.fromtimestamp(0, UTC) + timedelta(milliseconds=seen_ms - 1000)  # SQLite's events have whole seconds
     known = select(events.id).where(events.run_id == run, events.kind.in_(LOST), events.subject == worker)
+    known = known.where(events.created_at >= seen)
     if tx.execute(known.limit(1)).first() is None:
         said = f"its lease on {what} ran out, and was not handed back; {heir.partition('/')[0]} goes on from the last commit"
         log(tx, run, "worker_lost", worker, said)

@@ -105,7 +105,7 @@ def _open(status: Column[str]) -> ColumnElement[bool]:
 def _free_group(lease_seconds: float) -> Select[Any]:
     """The group `wanted`, if it is open and nobody holds a lease of so many seconds but `claimant`."""
     return (
-        select(_GROUPS.run_id, _GROUPS.worker, _GROUPS.losses, db.runs.c.status)
+        select(_GROUPS.run_id, _GROUPS.worker, _GROUPS.losses, _GROUPS.lease_until, db.runs.c.status)
         .join(db.runs, db.runs.c.id == _GROUPS.run_id)
         .where(_GROUPS.id == bindparam("wanted"), _open(_GROUPS.status), ~is_broken(_GROUPS.run_id), ~awaits_maker())
         .where(free(_GROUPS.lease_until, lease_seconds) | (_GROUPS.worker == bindparam("claimant")))
@@ -142,7 +142,8 @@ def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -
     # A worker that hands its claim back clears its name; one that is still named there was lost.
     lost = before.worker not in ("", worker)
     if lost:
-        note_takeover(tx, before.run_id, before.worker, f"group {group}", worker)
+        seen = (before.lease_until or 0) - int(lease_seconds * 1000)
+        note_takeover(tx, before.run_id, before.worker, f"group {group}", worker, seen)
     losses = before.losses + lost
     taken = {"wanted": group, "worker": worker, "losses": losses, "now": datetime.now(UTC)}
     attempt = tx.execute(_TAKE_GROUP, taken | {"lease": int(lease_seconds * 1000)}).scalar_one()
