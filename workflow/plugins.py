@@ -11,6 +11,7 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +21,8 @@ from workflow.errors import ConfigError, did_you_mean
 KINDS = ("datasets", "tools", "rewards", "envs", "engines", "algorithms")
 _CLASSES = {"datasets": "Dataset", "tools": "Tool", "envs": "Env", "engines": "Backend", "algorithms": "Algorithm"}
 _sources: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
+_looking = Lock()
+"""Two threads that invalidate the import system's caches at once delete an entry twice: KeyError."""
 
 
 def names(kind: str) -> list[str]:
