@@ -6,6 +6,8 @@ answer could be compared with is the one thing that is refused, with a ValueErro
 
 import math
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -16,11 +18,9 @@ from workflow.config import RolloutConfig
 from workflow.datasets.code import code_metadata
 from workflow.errors import RewardError
 from workflow.plugins import find, names
-from workflow.rewards import Judge, score
+from workflow.rewards import Judge, Reward, score
 from workflow.sandbox.cases import Case
 from workflow.trajectory import Episode, ToolCall, ToolResult
-
-pytestmark = pytest.mark.usefixtures("box")
 
 MEGABYTE = 1_000_000
 TEXTS = {
@@ -64,15 +64,47 @@ LONGEST_CPU = 20.0
 """Seconds of this process for one text: what hangs takes minutes."""
 
 REFERENCES = {"sql_match": "SELECT 1", "tests_passed": "def f(n): return n", "progress": "def f(n): return n"}
-RUN = ("tests_passed", "progress", "math_answer")
-"""Those that run what they read: each text may cost there what the sandbox allows, seconds."""
+READ_NO_REFERENCE = ("format", "length", "overlong", "progress", "tests_passed", "tool_use")
+"""They are not tried with hostile references: another reference changes nothing of what they give, where tests are cases."""
+COUNT = ("length", "overlong", "tool_use")
+"""They look at how much was said and called: the brief texts are enough."""
+JUDGES = tuple(name for name in names("rewards") if isinstance(find("rewards", name), Judge))
+"""Those that run what they read, in the sandbox: each text may cost there what it allows, seconds."""
 
 BRIEF = ("digits", "NaN", "half a surrogate pair", "a megabyte of a letter", "nothing")
-PAIRS = [
-    pytest.param(name, text, marks=[pytest.mark.slow] if name in RUN and text not in BRIEF else [])
-    for name in names("rewards")
-    for text in TEXTS
+FORMULAS = ("a power", "thousands", "a megabyte of boxes", "a formula nested deep")
+TELLING = (
+    *FORMULAS,
+    *("a megabyte of blocks", "a program that never ends", "a program of a megabyte", "a program nested deep"),
+)
+"""For judges besides: what computes without end, what is large where they look, what is nested in each language."""
+PARTS = [
+    *((name, BRIEF if name in (*COUNT, *JUDGES) else tuple(TEXTS)) for name in names("rewards")),
+    *(pytest.param(name, TELLING, marks=pytest.mark.slow) for name in JUDGES),
 ]
+
+
+@pytest.fixture
+def sandboxed(request: pytest.FixtureRequest) -> Callable[[str], Reward]:
+    """The reward of a name, with a sandbox where it needs one."""
+
+    def found(name: str) -> Reward:
+        if name in JUDGES:
+            request.getfixturevalue("box")
+        reward: Reward = find("rewards", name)
+        return reward
+
+    return found
+
+
+@contextmanager
+def about(text: str) -> Iterator[None]:
+    """Says which text it was."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"the text: {text}")
+        raise
 
 
 def finished(name: str, answer: str, reference: str, said: str = "") -> Episode:
@@ -106,17 +138,40 @@ def refused(name: str, asked: Episode) -> None:
         assert len(said) < 1000
 
 
-@pytest.mark.parametrize(("name", "text"), PAIRS)
-def test_a_hostile_answer_is_wrong_and_its_episode_is_scored(name: str, text: str) -> None:
-    reward = find("rewards", name)
+@pytest.mark.parametrize(("name", "texts"), PARTS)
+def test_hostile_answers_are_wrong_and_their_episodes_are_scored(
+    sandboxed: Callable[[str], Reward], name: str, texts: tuple[str, ...]
+) -> None:
+    reward = sandboxed(name)
     right = REFERENCES.get(name, "72")
-    asked = finished(name, TEXTS[text], right, TEXTS[text])
-    earned = scored(name, asked)
-    if isinstance(reward, Judge) or name in ("numeric_answer", "text_answer", "sql_match", "echoed"):
-        assert earned == 0.0
+    for text in texts:
+        with about(text):
+            earned = scored(name, finished(name, TEXTS[text], right, TEXTS[text]))
+            if isinstance(reward, Judge) or name in ("numeric_answer", "text_answer", "sql_match", "echoed"):
+                assert earned == 0.0, text
 
 
-@pytest.mark.parametrize(("name", "text"), PAIRS)
-def test_a_hostile_reference_is_refused_by_name_or_compared(name: str, text: str) -> None:
-    refused(name, finished(name, "72", TEXTS[text]))
-    refused(name, finished(name, TEXTS[text], TEXTS[text], TEXTS[text]))
+OF_REFERENCES = [
+    *((name, BRIEF if name in JUDGES else tuple(TEXTS)) for name in names("rewards") if name not in READ_NO_REFERENCE),
+    *(pytest.param(name, FORMULAS, marks=pytest.mark.slow) for name in JUDGES if name not in READ_NO_REFERENCE),
+]
+
+
+@pytest.mark.parametrize(("name", "texts"), OF_REFERENCES)
+def test_hostile_references_are_refused_by_name_or_compared(
+    sandboxed: Callable[[str], Reward], name: str, texts: tuple[str, ...]
+) -> None:
+    sandboxed(name)
+    for text in texts:
+        with about(text):
+            refused(name, finished(name, "72", TEXTS[text]))
+            refused(name, finished(name, TEXTS[text], TEXTS[text], TEXTS[text]))
+
+
+@pytest.mark.parametrize("name", READ_NO_REFERENCE)
+@pytest.mark.parametrize("answer", ["72", "def f(n): return 1", "<think>no</think>"])
+def test_a_reward_that_reads_no_reference_gives_the_same_for_another(
+    sandboxed: Callable[[str], Reward], name: str, answer: str
+) -> None:
+    sandboxed(name)
+    assert len({scored(name, finished(name, answer, reference)) for reference in ("72", "def f(n): return 1", answer, "")}) == 1
