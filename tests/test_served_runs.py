@@ -1,6 +1,7 @@
 """Whole runs whose sampler is a server: real workers, a real queue, real adapters; the server is in this process."""
 
 import json
+import threading
 from array import array
 from itertools import pairwise
 from pathlib import Path
@@ -77,8 +78,17 @@ def test_a_server_that_is_away_or_dies_in_the_middle_costs_no_episode(stack: Sta
         stack.environment["AGENTRL_ENGINE_URL"] = f"http://127.0.0.1:{port}"
         run = submit(stack, model, "--max-samples", "8")
         stack.wait(lambda: "does not answer" in stack.agentrl("events", run), "the server being missed, for all to see")
+        held = threading.Event()
+
+        def answered(reply: dict[str, Any]) -> dict[str, Any]:
+            if len(routes.sampled) > 6:
+                held.wait()
+            return reply
+
         with served(model, port) as (routes, _):
-            stack.wait(lambda: len(routes.sampled) > 6, "the first turns")
+            routes.spoil = answered
+            stack.wait(lambda: len(routes.sampled) > 6, "the first turns, whose last is never answered")
+        held.set()
         with served(model, port) as (routes, _):
             stack.wait_for(run)
             assert routes.sampled
