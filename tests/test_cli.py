@@ -721,7 +721,7 @@ def test_a_flat_curve_is_one_line() -> None:
 def test_huge_rewards_are_short_wherever_a_curve_is_told() -> None:
     rewards, worst = [0.5, -3.4e38], -3.4028234663852886e38
     row = {"run": "r", "status": "done", "reason": "", "seconds": None, "iterations": 2, "iterations_done": 2,
-           "best_version": 1, "best_reward": worst}  # fmt: skip
+           "episodes_done": 2, "best_version": 1, "best_reward": worst}  # fmt: skip
     whens = {"started_at": None, "finished_at": None, "seconds": None, "tokens": 0}
     measured = [{"mean_reward": 0.5}, {"mean_reward": worst}]
     view = View(row, [{"mean_reward": reward, **whens} for reward in rewards], evals=measured)

@@ -31,7 +31,7 @@ from workers.served_sessions import ServedSessions
 from workers.tools import run_cell
 from workflow.errors import ConfigError, InfraError, NotFoundError, StateError
 from workflow.tools import Tool
-from workflow.tools.python import Notebook
+from workflow.tools.python import LEFT, Notebook
 from workflow.tools.python_session import python_session
 from workflow.trajectory import ToolResult
 
@@ -383,7 +383,7 @@ def test_sigterm_ends_all_sessions_after_the_cell_that_runs(short_folder: Path) 
     left = "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(999)'])"
     with serving(short_folder, "--tools", "python_session", "--port", "0") as server, server.client() as client:
         running, idle = opened(client), opened(client)
-        assert [cell(client, session, left) for session in (running, idle)] == [("(no output)", None)] * 2
+        assert [cell(client, session, left) for session in (running, idle)] == [(f"(no output)\n{LEFT}", None)] * 2
         resting = len(boxes.alive())
         assert resting >= 4
         with ThreadPoolExecutor(1) as caller, server.client() as other:
