@@ -24,7 +24,9 @@ def main(cgroup: str, group: str) -> None:
     assert rollout.claim_group(database(), int(group), f"{socket.gethostname()}:{process.pid}/claim", -1.0)
     process.communicate(b"\n")
     assert process.returncode == -signal.SIGKILL, process.returncode
-    Supervisor(settings())._revive(child)
+    supervisor = Supervisor(settings())
+    supervisor._revive(child)
+    supervisor.news.join()
 
 
 if __name__ == "__main__":

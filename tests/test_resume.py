@@ -133,8 +133,10 @@ def test_what_a_lost_tools_worker_may_have_begun_is_sent_again_as_soon_as_it_is_
     for _ in range(1, MOST_SENDS):
         watching._revive(Child("control", lost, started=time.monotonic()))
         watching._revive(Child("tools", lost, started=time.monotonic()))
+        watching.news.join()
         assert sent() == [asked[0], *asked[2:]]
     watching._revive(Child("tools", lost, started=time.monotonic()))
+    watching.news.join()
     assert sent() == []
     call_job(asked[0], NOBODY)
     assert values(own_database, "SELECT count(*) FROM tool_calls WHERE result IS NULL") == [2]

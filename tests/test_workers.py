@@ -511,6 +511,7 @@ def test_a_process_that_is_killed_again_and_again_is_not_kept_back_longer_than_h
         child.restart_at = None
         watching._revive(child)
         waits.append(child.backoff)
+    watching.news.join()
     assert waits == [1.0, 2.0, 2.0, 2.0, 2.0, 2.0]
 
 

@@ -189,10 +189,7 @@ def _send_calls_again() -> None:
     """So that nobody waits until a lease and a tool's time limit have passed for what the dead tools worker had begun."""
     from workers.dispatch import send_calls_again
 
-    try:
-        send_calls_again(database())
-    except Exception as error:  # noqa: BLE001 - the rollouts send them again too, later
-        log.warning("calls were not sent again: %s", error)
+    send_calls_again(database())  # where that fails, the rollouts do it, later
 
 
 def _some_run_overlaps() -> bool:

@@ -103,8 +103,9 @@ def _writes(databases: dict[str, Database]) -> list[Comparison]:
     for kind, database in databases.items():
         target = _target(database)
         for with_call in (False, True):
-            ways = {"store": writes.through_store(database, with_call), "driver": writes.by_driver(database, with_call)}
-            taken = alternate({way: partial(_many, write, target) for way, write in ways.items()}, 2 * REPETITIONS)
+            with writes.by_driver(database, with_call) as driver:
+                ways = {"store": writes.through_store(database, with_call), "driver": driver}
+                taken = alternate({way: partial(_many, write, target) for way, write in ways.items()}, 2 * REPETITIONS)
             rates = {way: [writes.STEPS / seconds for seconds in taken[way]] for way in ways}
             what = f"steps written to {kind}, {'T1, result, T2' if with_call else 'T1'}"
             found.append(Comparison(what, rates["store"], rates["driver"], "steps/s", "the bare driver", "more", "the store"))

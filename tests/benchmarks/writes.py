@@ -8,6 +8,7 @@ import json
 import re
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -97,8 +98,9 @@ SQL = {
 }
 
 
-def by_driver(database: Database, with_call: bool) -> Write:
-    """The bare driver: the same rows by the same statements."""
+@contextmanager
+def by_driver(database: Database, with_call: bool) -> Iterator[Write]:
+    """The bare driver: the same rows by the same statements, over a connection of its own."""
     connection = _connection(database)
     begin, prepared = "BEGIN IMMEDIATE", dict(SQL)
     if not database.is_sqlite:
@@ -130,7 +132,8 @@ def by_driver(database: Database, with_call: bool) -> Write:
         do("tool_seconds", values)
         connection.execute("COMMIT")
 
-    return write
+    with closing(connection):
+        yield write
 
 
 def _values(target: Target, with_call: bool) -> dict[str, Any]:
