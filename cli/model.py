@@ -32,6 +32,9 @@ Stop = Annotated[
     list[str] | None, typer.Option("--stop", help="A text that ends a turn; repeatable [the run's].", show_default=False)
 ]
 
+SHOWN = ("tasks", "episodes", "errors", "mean_reward", "low", "high", "interval_by", "accuracy", "pass_at", "dataset", "split")
+"""What `eval --json` says of an evaluation."""
+
 
 def evaluate(
     policy: PolicyName,
@@ -116,20 +119,7 @@ def _given(rollout: Mapping[str, Any]) -> dict[str, Any]:
 
 def _show_score(run: str, policy: str, result: Any, as_json: bool) -> None:
     if as_json:
-        keys = (
-            "tasks",
-            "episodes",
-            "errors",
-            "mean_reward",
-            "low",
-            "high",
-            "interval_by",
-            "accuracy",
-            "pass_at",
-            "dataset",
-            "split",
-        )
-        show_json({"run": run, "policy": policy, **{key: result[key] for key in keys}})
+        show_json({"run": run, "policy": policy, **{key: result[key] for key in SHOWN}})
         return
     show(f"{policy} on {result['dataset']} ({result['split']})")
     show(f"  n {result['episodes']}  mean {cell(result['mean_reward'])}  {interval(result)}  errors {result['errors']}")

@@ -5,7 +5,6 @@ A lock in the data folder says whether a supervisor lives, a small state file wh
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import signal
@@ -21,7 +20,7 @@ from typing import IO, Any
 from workers import broker
 from workers.process import nothing_overlaps
 from workflow.errors import ServiceError
-from workflow.settings import Settings
+from workflow.settings import Settings, digest
 
 START_SECONDS = 20.0
 ASKED_SECONDS = 20.0
@@ -156,8 +155,7 @@ def _environment(key: str) -> dict[str, str]:
     """Digests of what a process is started with: values stay where they are."""
     values = {name: value for name, value in os.environ.items() if value and (name.startswith("AGENTRL_") or name in PATHS)}
     values["PWD"] = os.getcwd()
-    made = {name: hashlib.blake2b(os.fsencode(value), key=key.encode()).hexdigest()[:32] for name, value in values.items()}
-    return {"key": key, **made}
+    return {"key": key, **{name: digest(key, value) for name, value in values.items()}}
 
 
 def stay_file(where: Settings) -> Path:

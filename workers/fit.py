@@ -4,7 +4,6 @@ What a worker lacks (a module, a setting, a folder) it says in a sentence. Where
 asks, another file or value, it says the names: values never travel, only their digests under a key of the question's own.
 """
 
-import hashlib
 import os
 import sys
 import threading
@@ -30,7 +29,7 @@ from workflow.hooks import load_hooks
 from workflow.models import check_on_hub, local_folder
 from workflow.plugins import code_of, find
 from workflow.rewards import check_rewards, judges_of
-from workflow.settings import is_url, settings
+from workflow.settings import digest, is_url, settings
 from workflow.tools import Tool
 from workflow.trl_options import require_trl
 
@@ -109,8 +108,8 @@ def question(config: Mapping[str, Any], weights: Mapping[str, float], base: str,
     made, key = RunConfig.model_validate(config), token_hex(8)
     roles = QUEUES if rolls_out else ("train",)
     names = _variables(made, weights)
-    here = {name: _digest(key, _value(name)) for name in names if os.environ.get(name)}
-    code = {name: _digest(key, source) for name, source in _code(made, weights, roles)}
+    here = {name: digest(key, _value(name)) for name in names if os.environ.get(name)}
+    code = {name: digest(key, source) for name, source in _code(made, weights, roles)}
     return Question(dict(config), dict(weights), base, output_dir, roles, __version__, key, here, code)
 
 
@@ -269,9 +268,9 @@ def differing(asked: Question, roles: Sequence[str]) -> list[str]:
     """Names of the variables and files which this process has other than the command that asks."""
     config = RunConfig.model_validate(asked.config)
     read = _variables(config, asked.weights, roles)
-    other = [name for name in read if name in asked.variables and _digest(asked.key, _value(name)) != asked.variables[name]]
+    other = [name for name in read if name in asked.variables and digest(asked.key, _value(name)) != asked.variables[name]]
     for name, source in _code(config, asked.weights, roles):
-        if name in asked.code and _digest(asked.key, source) != asked.code[name]:
+        if name in asked.code and digest(asked.key, source) != asked.code[name]:
             other.append(f"the file of {name}")
     return other
 
@@ -311,7 +310,3 @@ def _value(name: str) -> str:
         return str(Path(value).expanduser().resolve()) if value and not is_url(value) and Path(value).exists() else value
     except OSError:
         return value
-
-
-def _digest(key: str, value: str) -> str:
-    return hashlib.blake2b(value.encode(errors="surrogateescape"), key=key.encode(), digest_size=16).hexdigest()

@@ -5,6 +5,8 @@ The default is a folder `.agentrl` in the current directory that holds a SQLite 
 variables point anywhere else.
 """
 
+import hashlib
+import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -17,6 +19,11 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 def is_url(path: str) -> bool:
     """Whether it is `scheme://...`, and no path of this host."""
     return "://" in path
+
+
+def digest(key: str, value: str) -> str:
+    """What tells two values apart where neither may be shown: 32 hexadecimal digits (BLAKE2b under a key of one's own)."""
+    return hashlib.blake2b(os.fsencode(value), key=key.encode(), digest_size=16).hexdigest()
 
 
 class Settings(BaseSettings):
