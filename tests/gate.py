@@ -24,6 +24,7 @@ from workflow.trajectory import Episode
 PATIENCE_SECONDS = 300.0
 """Longer than a test waits for anything, so that a test that forgot the gate fails by its own words."""
 
+KIND = "SELECT g.kind FROM groups g JOIN episodes e ON e.group_id = g.id WHERE e.id = :id"
 NUMBER = "SELECT number FROM iterations i JOIN episodes e ON e.iteration_id = i.id WHERE e.id = :id"
 
 
@@ -79,6 +80,17 @@ class InSecondIteration(Hook):
         with database().read() as tx:
             number = tx.execute(text(NUMBER), {"id": episode.id}).scalar_one()
         if number:
+            wait("rollout")
+
+
+class InEvaluation(Hook):
+    """Holds each group of an evaluation that a worker has claimed, before its first token."""
+
+    def on_rollout_start(self, episode: Episode) -> None:
+        """Groups that are trained on go through."""
+        with database().read() as tx:
+            kind = tx.execute(text(KIND), {"id": episode.id}).scalar_one()
+        if kind == "eval":
             wait("rollout")
 
 

@@ -15,6 +15,7 @@ from cli.find import find_policy
 from cli.main import main
 from cli.output import cell
 from tests.conftest import forget_process
+from tests.gate import at_gate, open_gate
 from tests.models import tiny_random
 from tests.stack import SMALL, Stack
 from tests.stack import stack as stack
@@ -639,12 +640,14 @@ def test_held_out_tasks_that_are_not_there_are_refused_before_anything_is_writte
 @pytest.mark.slow
 def test_a_run_measures_itself_through_a_kill_and_its_best_version_is_a_policy(stack: Stack, model: Path) -> None:
     words = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", "--eval-every", "1", "-s", "eval.tasks=6")
-    run = stack.agentrl("submit", *words, *SMALL).strip()
-    begun = "SELECT count(*) FROM steps s JOIN runs r ON r.name = s.run WHERE r.kind = 'eval'"
-    stack.wait(lambda: bool(value(stack.database, begun)), "an evaluation that has begun")
+    run = stack.agentrl("submit", *words, *SMALL, "-s", "hooks=[tests.lucky:Lucky,tests.gate:InEvaluation]").strip()
+    stack.wait(lambda: at_gate(stack.home, "rollout"), "an evaluation that has begun")
     stack.kill_worker("rollout,train")
+    open_gate(stack.home, "rollout")
     followed = stack.agentrl("watch", run)
     assert followed.count("\nheld out  version ") + followed.startswith("held out  version ") == 3
+    lost = value(stack.database, "SELECT max(losses) FROM groups WHERE kind = 'eval'")
+    assert lost == 1, "the kill struck in the middle"
     measures = json.loads(stack.agentrl("watch", run, "--json"))["evals"]
     assert [(row["policy_version"], row["status"], row["episodes"]) for row in measures] == [(v, "done", 6) for v in range(3)]
     of_evals = "SELECT count(*) FROM consumptions c JOIN episodes e ON e.id = c.episode_id JOIN runs r ON r.id = e.run_id"

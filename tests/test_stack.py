@@ -209,6 +209,31 @@ def test_the_private_socket_is_nobody_elses(redis_server: Settings) -> None:
     assert stat.S_IMODE(broker.socket_path(redis_server).stat().st_mode) == 0o700
 
 
+STRUCK = """
+import os, signal, sys, threading, time
+from workers import control, main
+from workers.process import stopping
+
+class Struck(threading.Condition):
+    def wait(self, timeout):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        return super().wait(timeout)
+
+stopping._cond = Struck(threading.Lock())
+control.tick = lambda: 0
+main.run(["control"])
+"""
+
+
+def test_a_control_loop_stops_though_the_signal_comes_while_it_goes_to_sleep(home: Path) -> None:
+    environment = {**os.environ, "AGENTRL_HOME": str(home)}
+    done = subprocess.run(
+        [sys.executable, "-c", STRUCK], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_control_loop_goes_on_after_a_tick_that_failed(home: Path) -> None:
     home.write_text("a file where the data folder should be")
     settings.cache_clear()

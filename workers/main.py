@@ -88,7 +88,9 @@ def _run_control() -> None:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     database()
-    control.run()
+    ticking = threading.Thread(target=control.run, name="control")
+    ticking.start()  # not in this thread: it would be interrupted with the lock in hand that `stop` needs
+    ticking.join()
 
 
 def _run_queues(roles: list[str], concurrency: int) -> None:

@@ -26,7 +26,10 @@ APART = "Start `agentrl worker rollout` and `agentrl worker train` apart (embedd
 """What to type where one process must not do both."""
 
 stopping = threading.Event()
-"""Set when the process was asked to stop: rollouts hand their claims back."""
+"""Set when the process was asked to stop: rollouts hand their claims back.
+
+The main thread, in which signals are handled, never waits for it: whoever waits holds the lock that `set` needs for a moment.
+"""
 
 shared = threading.Event()
 """Set where this process both rolls out and trains."""
