@@ -27,6 +27,8 @@ from workflow.plugins import find
 from workflow.resolve import resolve
 from workflow.store import ledger, observe, training
 from workflow.store.connect import Database
+from workflow.store.forks import counted_twice, stored_run
+from workflow.store.planning import find_run
 from workflow.trajectory import Episode
 
 RUN = "origin"
@@ -158,6 +160,13 @@ def test_what_cannot_be_forked_is_refused_with_the_reason(stack: Stack) -> None:
         with pytest.raises(refusal):
             prepare_fork(stack.database, request)
     stack.agentrl("fork", str(parent), "--step", "0", "-n", "2", "--name", RUN, code=3)
+
+
+def test_more_groups_than_a_database_takes_values_can_be_trained_on(database: Database) -> None:
+    start(database, submission())
+    groups = range(1, 40_000)
+    assert counted_twice(database, groups) is None
+    assert stored_run(database, find_run(database, "first")["id"], groups, "default", 2).planned == len(groups)
 
 
 def test_the_groups_of_forks_train_with_the_parent_as_a_sibling_and_no_rollout(stack: Stack) -> None:

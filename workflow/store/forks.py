@@ -13,7 +13,7 @@ from sqlalchemy import Connection, func, select
 from workflow import db
 from workflow.errors import NotFoundError, StateError
 from workflow.store.connect import reading
-from workflow.store.rows import MAX_ID, episode_row, load_episodes, message_row, task_value
+from workflow.store.rows import MAX_ID, episode_row, in_parts, load_episodes, message_row, task_value
 from workflow.trajectory import OPEN, Episode, Message
 
 
@@ -172,21 +172,22 @@ def stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str, leas
     """
     row = tx.execute(select(db.runs).where(db.runs.c.id == run_id)).mappings().one()
     groups, episodes = db.groups.c, db.episodes.c
-    mine = (groups.run_id == run_id) & (groups.id.in_(only) if only else groups.id.is_not(None))
+    wanted = set(only)
     rewards = reward_set(tx, run_id, name)
     done = select(episodes.group_id).where(episodes.run_id == run_id, episodes.status == "done")
     if name != "default":
         scored = select(db.rewards.c.episode_id).where(db.rewards.c.reward_set_id == rewards["id"])
         done = done.where(episodes.id.in_(scored))
     done = done.group_by(episodes.group_id).having(func.count() >= least)
+    mine = groups.run_id == run_id
     finished = select(groups.id).where(mine, groups.status == "done", groups.id.in_(done)).order_by(groups.id)
-    planned = tx.execute(select(func.count()).select_from(db.groups).where(mine)).scalar_one()
+    planned = select(func.count()).select_from(db.groups).where(mine)
     first = select(func.min(db.policies.c.version)).where(db.policies.c.run_id == run_id)
     return StoredRun(
         dict(row),
         tx.execute(first).scalar_one(),
-        list(tx.execute(finished).scalars()),
-        planned,
+        [group for group in tx.execute(finished).scalars() if group in wanted or not wanted],
+        len(wanted) or tx.execute(planned).scalar_one(),
         rewards["weights"],
         rewards["code_hash"],
     )
@@ -195,14 +196,15 @@ def stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str, leas
 @reading
 def counted_twice(tx: Connection, groups: Sequence[int]) -> int | None:
     """An episode in one of the groups for which a sibling of a fork stands in in another of them; None where there is none."""
-    parents = db.episodes.alias()
-    query = (
-        select(parents.c.id)
-        .join(db.episodes, db.episodes.c.parent_id == parents.c.id)
-        .where(db.episodes.c.group_id.in_(groups), parents.c.group_id.in_(groups))
-        .where(db.episodes.c.inherited_steps > db.episodes.c.fork_step)  # a fork has just those before it
-    )
-    return tx.execute(query.limit(1)).scalar_one_or_none()
+    parents, forks = db.episodes.alias(), db.episodes
+    stood_in = forks.c.inherited_steps > forks.c.fork_step  # a fork has just those before it
+    query = select(parents.c.id, parents.c.group_id).join(forks, forks.c.parent_id == parents.c.id).where(stood_in)
+    both = set(groups)
+    for some in in_parts(groups):
+        for parent in tx.execute(query.where(forks.c.group_id.in_(some))):
+            if parent.group_id in both:
+                return int(parent.id)
+    return None
 
 
 @reading

@@ -6,7 +6,7 @@ from dataclasses import replace
 from sqlalchemy import Connection, Select, func, select, union_all
 
 from workflow import db
-from workflow.store.rows import load_episodes, members_of, task_value
+from workflow.store.rows import in_parts, load_episodes, members_of, task_value
 from workflow.trajectory import Episode, Group
 
 
@@ -36,10 +36,6 @@ def load_groups(tx: Connection, iteration: int, reward_set: str) -> tuple[Group,
     return tuple(Group(tasks[task], tuple(members[group]), slot) for group, (slot, task) in slots.items())
 
 
-AT_ONCE = 500
-"""Episodes in one query; a database takes only so many values."""
-
-
 def _rewarded(tx: Connection, iteration: int, episodes: Sequence[Episode], reward_set: str) -> list[Episode]:
     """The episodes with their reward in that set of their own run, and their steps'; one that has none there cannot train."""
     sets = db.reward_sets.c
@@ -47,10 +43,10 @@ def _rewarded(tx: Connection, iteration: int, episodes: Sequence[Episode], rewar
     named = tx.execute(select(sets.id).where(sets.name == reward_set, sets.run_id.in_(runs))).scalars().all()
     ids = [episode.id for episode in episodes]
     found: dict[int, dict[int, float]] = {}
-    for start in range(0, len(ids), AT_ONCE):
+    for some in in_parts(ids):
         # By set and episode, which one index finds: never all that a set has.
         query = _earned(reward_set).where(db.rewards.c.reward_set_id.in_(named))
-        for row in tx.execute(query.where(db.rewards.c.episode_id.in_(ids[start : start + AT_ONCE]))):
+        for row in tx.execute(query.where(db.rewards.c.episode_id.in_(some))):
             found.setdefault(row.episode_id, {})[row.step] = row.earned
     return [_with_rewards(episode, found.get(episode.id, {}), reward_set == "default") for episode in episodes]
 

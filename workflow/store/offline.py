@@ -7,11 +7,8 @@ from sqlalchemy import Connection, func, select
 from workflow import db
 from workflow.harvest import Candidate
 from workflow.store.connect import reading
-from workflow.store.rows import load_episodes, task_value
+from workflow.store.rows import in_parts, load_episodes, task_value
 from workflow.trajectory import Episode
-
-AT_ONCE = 500
-"""Episodes in one query; a database takes only so many values."""
 
 
 @reading
@@ -38,8 +35,8 @@ def candidates(tx: Connection, run_id: int, groups: Collection[int], reward_set:
 def chosen(tx: Connection, ids: Sequence[int]) -> list[Episode]:
     """The episodes of these numbers with all their tokens, in this order; one that is named twice comes twice."""
     found: dict[int, Episode] = {}
-    for start in range(0, len(ids), AT_ONCE):
-        some = db.episodes.c.id.in_(ids[start : start + AT_ONCE])
+    for part in in_parts(ids):
+        some = db.episodes.c.id.in_(part)
         of_some = db.tasks.c.id.in_(select(db.episodes.c.task_id).where(some))
         tasks = {row["id"]: task_value(row) for row in tx.execute(select(db.tasks).where(of_some)).mappings()}
         found |= {episode.id: episode for episode in load_episodes(tx, some, tasks)}

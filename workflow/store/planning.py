@@ -19,7 +19,7 @@ from workflow.errors import CheckpointError, ConflictError, NotFoundError, State
 from workflow.store.connect import insert, reading, transaction
 from workflow.store.forks import Fork, insert_fork
 from workflow.store.iterations import insert_iteration, staleness_of
-from workflow.store.rows import clean, clean_tree, message_row
+from workflow.store.rows import clean, clean_tree, in_parts, message_row
 from workflow.trajectory import OPEN, PolicyRef, Task
 
 RESUMABLE = ("paused", "failed", "running")
@@ -190,9 +190,8 @@ def _insert_tasks(tx: Connection, run_id: int, tasks: Sequence[Task]) -> None:
     tx.execute(insert(tx, db.tasks).on_conflict_do_nothing(index_elements=["content_hash"]), rows)
     hashes = [task.content_hash for task in tasks]
     ids: dict[str, int] = {}
-    for start in range(0, len(hashes), 500):
-        chunk = hashes[start : start + 500]
-        found = tx.execute(select(db.tasks.c.content_hash, db.tasks.c.id).where(db.tasks.c.content_hash.in_(chunk)))
+    for some in in_parts(hashes):
+        found = tx.execute(select(db.tasks.c.content_hash, db.tasks.c.id).where(db.tasks.c.content_hash.in_(some)))
         ids |= {row.content_hash: row.id for row in found}
     tx.execute(db.run_tasks.insert(), [{"run_id": run_id, "task_id": ids[content_hash]} for content_hash in hashes])
 

@@ -2,8 +2,8 @@
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, select
 
@@ -14,6 +14,16 @@ from workflow.trajectory import Episode, Message, Step, Task, ToolCall, ToolResu
 
 MAX_ID = 2**63 - 1
 """No database takes a greater number."""
+
+AT_ONCE = 500
+"""Values in one query: a database takes only so many (SQLite 32,766)."""
+
+T = TypeVar("T")
+
+
+def in_parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    """The values in parts of AT_ONCE."""
+    return (values[start : start + AT_ONCE] for start in range(0, len(values), AT_ONCE))
 
 
 def episode_row(tx: Connection, episode: int, locked: bool = False) -> Mapping[Any, Any]:
