@@ -142,13 +142,15 @@ def _broker(where: Any) -> Iterator[Check]:
             yield Check("stack", "ok", "does not run; `agentrl submit` starts it")
             return
     if not broker.answers(where):
-        yield Check("broker", "fail", "does not answer", "agentrl up, or check AGENTRL_BROKER_URL")
+        yield Check("broker", "fail", "does not answer", "Check AGENTRL_BROKER_URL." if where.broker_url else "agentrl up")
         return
     yield Check("broker", "ok", "answers")
-    yield from _workers()
+    log = embedded.log_file(where, "supervisor")
+    yield from _workers(f"The stack starts it; if it does not come, see {log}" if embedded.running(where) else "")
 
 
-def _workers() -> Iterator[Check]:
+def _workers(coming: str) -> Iterator[Check]:
+    """Who serves the queues, and who lacks; `coming` says what to do where a stack that runs starts them by itself."""
     from cli.find import existing_database
     from workers.presence import served_queues, without_control, without_worker
 
@@ -161,7 +163,7 @@ def _workers() -> Iterator[Check]:
     served = served_queues()
     for said in (*without_worker(queue for queue in served if not served[queue]), *lost):
         found, _, start = said.partition(". Start one: ")
-        yield Check("workers", "warn", found, start)
+        yield Check("workers", "warn", found, coming or start)
     there = [f"{queue} {count}" for queue, count in served.items() if count and "." not in queue]
     if there:
         yield Check("workers", "ok", ", ".join([*there, *([] if lost or not db else ["control 1"])]))

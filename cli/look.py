@@ -9,7 +9,7 @@ from cli.find import existing_database, first_run, stored_database
 from cli.output import Json, cell, say, show, show_json, show_lines, show_rows
 from cli.transcript import as_document, transcript
 from cli.verify import verify as verified
-from cli.watch import RunName
+from cli.watch import RunName, trained_on
 from workflow.errors import ConfigError
 
 RUN_COLUMNS = (
@@ -89,6 +89,8 @@ def episodes(
         say(f"Transcript: agentrl replay {rows[0]['id']}")
     else:
         say("No episode is like that.")
+        if not filters and observe.describe_run(stored_database(), run)["iterations_done"]:
+            say(f"It learned from stored ones: {trained_on(run)}")
     if len(rows) > limit:
         say(f"There are more: --offset {offset + limit}")
 

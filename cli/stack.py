@@ -46,10 +46,18 @@ def up(
 
 def down() -> None:
     """Stop the embedded stack; unfinished runs go on at the next `up`."""
+    from cli.find import existing_database
     from workers import embedded
     from workflow.settings import settings
+    from workflow.store import observe
 
-    show("The stack is stopped." if embedded.stop(settings()) else "No stack runs.")
+    if not embedded.stop(settings()):
+        show("No stack runs.")
+        return
+    show("The stack is stopped.")
+    db = existing_database()
+    if db is not None and (waiting := observe.unfinished_runs(db)):
+        say(f"{'A run stands' if waiting == 1 else f'{waiting} runs stand'} still until `agentrl up`.")
 
 
 def worker(

@@ -117,6 +117,7 @@ def submit(
     as_json: Json = False,
 ) -> None:
     """Submit a training run; prints its name."""
+    from cli.services import check_separate
     from workers import submit as submission
     from workflow.resolve import resolve
 
@@ -133,6 +134,7 @@ def submit(
         say(remark)
     if dry_run:
         check_model(prepared.config.model, prepared.submission.policy.base)
+        check_separate(prepared.config.rollout.max_staleness > 0)
         _show_plan(prepared, as_json)
         return
     send(prepared, wait, as_json)
@@ -217,6 +219,7 @@ def _show_plan(prepared: Any, as_json: bool) -> None:
         "rewards": ", ".join(f"{name} x {cell(weight)}" for name, weight in submission.weights.items()),
         "algorithm": config.algorithm.name,
         **_update_of(config),
+        **({"hooks": ", ".join(config.hooks)} if config.hooks else {}),
         "tasks": tasks or f"{len(submission.groups)} stored groups",
         "epochs": submission.epochs,
         "iterations": submission.iterations,

@@ -20,7 +20,7 @@ def transcript(record: Any, only: int | None = None) -> Iterator[Line]:
             before = record.episode.steps[step.index - 1].results if step.index else None
             yield from _step(step, record.steps[step.index], calls, {result.content for result in before or ()})
             for part in record.rewards:
-                if part["step"] == step.index:
+                if part["step"] == step.index and part["reward_set"] == "default":
                     yield f"  earned {part['part']}: {cell(part['value'])} x {cell(part['weight'])}", "green"
     yield from _end(record)
 
@@ -118,8 +118,8 @@ def _end(record: Any) -> Iterator[Line]:
     for grade in record.grades:
         said = grade["status"] if grade["result"] is None else f"{one_line(grade['result'], 200)} ({grade['seconds']:.3f} s)"
         yield f"  judged by {grade['tool']}: {said}", "red" if grade["error_class"] else ""
-    for (_, name), rows in groupby(record.rewards, lambda row: (row["reward_set"], row["part"])):
-        yield f"  {name}: {_came_to(list(rows))}", ""
+    for (chosen, name), rows in groupby(record.rewards, lambda row: (row["reward_set"], row["part"])):
+        yield f"  {name}: {_came_to(list(rows))}" + ("" if chosen == "default" else f" (reward set {chosen})"), ""
     if row["status"] == "done":  # no other has its final answer recorded, whatever its last turn said
         yield f"  answer:    {one_line(row['final_answer'], 400) or '(none)'}", ""
     yield f"  reference: {one_line(row['reference'], 400)}", ""

@@ -288,13 +288,19 @@ def summary(view: View) -> list[Line]:
     if not view.begun:
         return lines
     curve = f"    agentrl sql \"SELECT iteration, mean_reward, kl, tokens FROM v_iterations WHERE run = '{name}'\""
+    listed = f"agentrl episodes {name}" + (" --max-reward 0" if view.rewards else "")
     return [
         *lines,
         ("  Look closer:", ""),
-        (f"    agentrl episodes {name}" + (" --max-reward 0" if view.rewards else ""), ""),
+        (f"    {listed if run['episodes_done'] or not view.rewards else trained_on(name)}", ""),
         ("    agentrl replay EPISODE", ""),
         *([(curve, "")] if view.rewards else []),
     ]
+
+
+def trained_on(run: str) -> str:
+    """The command that lists the stored episodes that a run learns from: it has none of its own."""
+    return f"agentrl sql \"SELECT episode_id, task, advantage, fate FROM v_ledger WHERE run = '{run}' LIMIT 50\""
 
 
 def _failures(view: View) -> list[Line]:

@@ -24,8 +24,8 @@ from tests.conftest import forget_process, missing
 from tests.models import tiny_random
 from tests.stack import SMALL, Stack
 from tests.stored import claim, fail, start, submission
-from workers import broker
-from workers.app import make_app
+from workers import broker, embedded, presence
+from workers.app import QUEUES, make_app
 from workers.process import database as process_database
 from workflow.packed import ROUNDING, lacking
 from workflow.settings import Settings, settings
@@ -687,8 +687,23 @@ def test_doctor_exits_with_4_where_a_service_is_away(
     settings.cache_clear()
     assert main(["doctor", "--model", "/nowhere"]) == 4
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("fail  broker") for line in lines)
+    (broker,) = [line for line in lines if line.startswith("fail  broker")]
+    assert broker.endswith("Check AGENTRL_BROKER_URL.")
     assert any(line.startswith("fail  template") for line in lines)
+    assert main(["up"]) == 4
+    assert "Check AGENTRL_BROKER_URL." in capsys.readouterr().err
+
+
+def test_doctor_leaves_workers_that_a_stack_is_starting_to_the_stack(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(embedded, "running", lambda where: 1)
+    monkeypatch.setattr(broker, "answers", lambda where: True)
+    monkeypatch.setattr(presence, "served_queues", lambda: dict.fromkeys(QUEUES, 0))
+    main(["doctor"])
+    said = [line for line in capsys.readouterr().out.splitlines() if "No worker serves" in line]
+    assert len(said) == len(QUEUES)
+    assert all("The stack starts it" in line and "agentrl worker" not in line for line in said)
 
 
 # texts

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
+from cli.watch import look, summary
 from tests.faults import world
 from tests.stack import Stack, embedded_stack
 from tests.stored import claim, ready, start, submission, update_of
@@ -208,7 +210,13 @@ def test_new_rewards_stand_beside_the_old_and_train_without_a_rollout(stack: Sta
     scores = select(stack, "SELECT value, weight FROM v_rewards WHERE run = :run AND reward_set = 'short'", run=RUN)
     assert len(scores) == 8
     assert sum(row["value"] * row["weight"] for row in scores) / 8 == pytest.approx(said["mean"])
+    transcript = stack.agentrl("replay", str(old[0]["id"]))
+    assert "tests.test_forks:shorter: " in transcript
+    assert transcript.count("(reward set short)") == 1
     trained = stack.agentrl("submit", "--from-episodes", RUN, "--reward-set", "short", "--wait").strip()
+    (command,) = [line.strip() for line, _ in summary(look(stack.database, trained)) if "v_ledger" in line]
+    assert stack.agentrl(*shlex.split(command)[1:]).count("trained") == 8
+    assert select(stack, "SELECT id FROM v_episodes WHERE run = :run", run=trained) == []
     with stack.database.engine.begin() as tx:  # as if a group had ended after the rescoring
         mine = "episode_id IN (SELECT id FROM episodes WHERE group_id = 1)"
         tx.execute(

