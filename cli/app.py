@@ -7,9 +7,15 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from cli import ask, compare, doctor, fork, keep, look, model, serve_tools, stack, steer, submit, tune, watch, whatif
+from cli import ask, compare, doctor, dpo, fork, keep, look, model, serve_tools, sft, stack, steer, submit, watch, whatif
 from cli.output import say
 from workflow.errors import AgentRLError, ConfigError
+
+
+def _hyphens(word: str) -> str:
+    """Options and commands are spelled with `-` or `_` alike."""
+    return word.replace("_", "-")
+
 
 app = typer.Typer(
     name="agentrl",
@@ -17,7 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 128},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 128, "token_normalize_func": _hyphens},
 )
 
 for command in (
@@ -35,8 +41,8 @@ for command in (
     steer.pause,
     steer.cancel,
     ask.sql,
-    tune.sft,
-    tune.dpo,
+    sft.sft,
+    dpo.dpo,
     model.evaluate,
     compare.compare,
     model.chat,

@@ -170,3 +170,10 @@ def _rich_table(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
 
 def _is_number(text: str) -> bool:
     return text == "-" or re.fullmatch(r"-?[0-9.]+(e[+-]?[0-9]+)?", text) is not None
+
+
+def duration(seconds: float) -> str:
+    """`75 s`, `12 min`, `3.4 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

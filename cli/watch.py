@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self
 import typer
 
 from cli.find import stored_database
-from cli.output import Json, Line, cell, console, decimals, interval, one_line, say, show, show_json, show_lines
+from cli.output import Json, Line, cell, console, decimals, duration, interval, one_line, say, show, show_json, show_lines
 from cli.plot import plot, sparkline
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name or number of the run.", show_default=False)]
@@ -320,13 +320,6 @@ def _rewards(rewards: Sequence[float]) -> str:
     first, last = sum(rewards[:some]) / some, sum(rewards[-some:]) / some
     meant = "the first and the last of" if some == 1 else f"mean of the first and the last {some} of"
     return f"reward {decimals(first)} -> {decimals(last)} ({meant} {len(rewards)} iterations)"
-
-
-def duration(seconds: float) -> str:
-    """`75 s`, `12 min`, `3.4 h`."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def somebody_works(db: Any) -> bool:

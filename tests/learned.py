@@ -1,15 +1,34 @@
 """Episodes of a few tokens to learn from, and how likely a model says they are."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from workflow.config import ModelConfig
-from workflow.offline import Start, rows_by_episode, sums_of
+from workflow.offline import Parameters, Start, rows_by_episode, sums_of
 from workflow.policy import Policy
 from workflow.sft import likelihood
 from workflow.trajectory import Episode, Message, PolicyRef, Step, Task
+
+
+class Told:
+    """What a training told of itself."""
+
+    def __init__(self) -> None:
+        self.parameters: Parameters | None = None
+        self.metrics: list[Mapping[str, float]] = []
+        self.tokens: list[int] = []
+
+    def begins(self, parameters: Parameters, steps: int) -> None:
+        """Before the first step."""
+        self.parameters = parameters
+
+    def step(self, done: int, steps: int, tokens: int, metrics: Mapping[str, float]) -> None:
+        """After each."""
+        self.metrics.append(metrics)
+        self.tokens.append(tokens)
+
 
 TURN = Message("assistant", "")
 PROMPT = (5, 6, 7, 8)

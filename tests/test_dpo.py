@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.learned import PROMPT, episode, logprobs_of, start_of, step, two_turns
+from tests.learned import PROMPT, Told, episode, logprobs_of, start_of, step, two_turns
 from tests.models import tiny_random
 from workflow import offline
 from workflow.config import ModelConfig
 from workflow.dpo import EMPTY, Pair, dpo, dpo_loss, preference, read_by, sampled_by
 from workflow.errors import ConfigError, ConflictError, InfraError, StateError
-from workflow.offline import RECORD, Recipe, accumulate, in_pieces, rows_by_episode
+from workflow.models import RECORD
+from workflow.offline import Recipe, accumulate, in_pieces, rows_by_episode
 from workflow.policy import Policy
 from workflow.scoring import token_logprobs
 from workflow.trajectory import Episode
@@ -137,11 +138,10 @@ def test_where_not_even_one_pair_fits_it_says_so_and_leaves_no_folder(
 
 @pytest.mark.parametrize("lora_r", [0, 4], ids=["full weights", "LoRA"])
 def test_the_chosen_become_likelier_and_the_rejected_less_likely(base: Path, tmp_path: Path, lora_r: int) -> None:
-    seen = []
+    told = Told()
     recipe = replace(RECIPE, learning_rate=3e-2 if lora_r else 3e-3)
-    made = dpo(
-        PAIRS, start_of(base, lora_r), tmp_path / "made", recipe=recipe, device="cpu", progress=lambda _, __, m: seen.append(m)
-    )
+    made = dpo(PAIRS, start_of(base, lora_r), tmp_path / "made", recipe=recipe, device="cpu", progress=told)
+    seen = told.metrics
     assert seen[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)  # the reference is where it starts
     assert abs(seen[0]["margin"]) < 1e-3
     assert made.metrics == seen[-1]

@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.learned import PROMPT, episode, logprobs_of, start_of, step, two_turns
-from tests.models import chat, tiny_random
+from tests.learned import PROMPT, Told, episode, logprobs_of, start_of, step, two_turns
+from tests.models import chat, quantised, tiny_random
 from workflow import checkpoint
 from workflow.config import ModelConfig
 from workflow.datasets import Dataset
 from workflow.datasets.arithmetic import arithmetic, load
-from workflow.errors import CheckpointError, ConfigError, ConflictError, DatasetError, ModelError, StateError
-from workflow.models import base_hash
-from workflow.offline import RECORD, Recipe, accumulate, batches, in_pieces, rows_by_episode, schedule
+from workflow.errors import CheckpointError, ConflictError, DatasetError, ModelError, StateError
+from workflow.merging import merged
+from workflow.models import RECORD, base_hash
+from workflow.offline import Recipe, accumulate, batches, in_pieces, rows_by_episode, schedule
 from workflow.policy import Policy
 from workflow.sft import EMPTY, TOO_LONG, UNSOLVED, conversations, likelihood, sft, sft_on_episodes
 from workflow.trajectory import Message, PolicyRef, Task
@@ -28,9 +29,9 @@ SHORT = Recipe(steps=6, batch_size=8, learning_rate=3e-3)
 
 
 def losses_of(model: str, target: Path, recipe: Recipe = SHORT, config: ModelConfig | None = None) -> list[float]:
-    seen: list[float] = []
-    sft(arithmetic, model, target, recipe=recipe, config=config, device="cpu", progress=lambda _, __, m: seen.append(m["loss"]))
-    return seen
+    told = Told()
+    sft(arithmetic, model, target, recipe=recipe, config=config, device="cpu", progress=told)
+    return [metrics["loss"] for metrics in told.metrics]
 
 
 def test_a_short_warm_up_lowers_the_loss_and_makes_a_loadable_model(tmp_path: Path) -> None:
@@ -58,6 +59,55 @@ def test_an_existing_model_learns_with_lora_or_with_all_weights(rank: int, tmp_p
     assert Policy.load(ModelConfig(), str(tmp_path / "made"), device="cpu").kind == "full"
 
 
+@quantised
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_is_made_beside_a_quantised_base_says_what_was_trained(bits: int, tmp_path: Path) -> None:
+    base = tiny_random(tmp_path / "base")
+    config = ModelConfig.model_validate({"path": str(base), "lora_r": 4, f"load_in_{bits}bit": True, "dtype": "float32"})
+    policy = Policy.load(config, str(base), device="cpu")
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            parameter.normal_(std=0.1)
+        ids = torch.arange(3, 40)[None]
+        with policy.training() as module:
+            trained = module.eval()(ids).logits
+        made = merged(policy)
+        assert not [name for name, _ in made.named_parameters() if "lora" in name]
+        assert {p.dtype for p in made.parameters()} == {torch.float32}
+        whole = made.eval()(ids).logits
+    assert (whole - trained).abs().max() < (1e-4 if bits == 4 else 0.3)  # of 8 bits the products are rounded too
+    made.save_pretrained(tmp_path / "made")
+    assert "quantization_config" not in json.loads((tmp_path / "made" / "config.json").read_text())
+
+
+def test_it_is_told_first_what_trains_and_then_what_was_read_and_how_the_held_out_share_fares(tmp_path: Path) -> None:
+    base, told = tiny_random(tmp_path / "base"), Told()
+    config = ModelConfig.model_validate({"path": str(base), "lora_r": 4})
+    recipe = replace(SHORT, held_out=0.25)
+    made = sft(arithmetic, str(base), tmp_path / "made", recipe=recipe, config=config, device="cpu", progress=told)
+    policy = Policy.load(config, str(base), device="cpu")
+    lora = sum(p.numel() for p in policy.trainable().values())
+    whole = sum(p.numel() for p in Policy.load(ModelConfig(lora_r=0), str(base), device="cpu").trainable().values()) + lora
+    assert str(told.parameters) == (
+        f"trainable params: {lora:,} || all params: {whole:,} || trainable%: {100 * lora / whole:.4f}"
+    )
+    assert made.examples == 36
+    assert told.tokens[4] == min(told.tokens) > 0  # the last four of the first pass
+    measured = [metrics["held_out"] for metrics in told.metrics]
+    assert 0 < measured[-1] < measured[0]
+
+
+def test_so_many_epochs_pass_over_all_samples_so_often(tmp_path: Path) -> None:
+    told = Told()
+    made = sft(arithmetic, "tiny", tmp_path / "a", recipe=SHORT, epochs=3, max_samples=20, device="cpu", progress=told)
+    assert (made.recipe.steps, len(told.metrics), made.examples) == (9, 9, 20)  # 20 in batches of 8: 3 steps a pass
+
+
+def test_a_batch_in_more_pieces_teaches_the_same(tmp_path: Path) -> None:
+    losses = [losses_of("tiny", tmp_path / str(n), replace(SHORT, gradient_accumulation_steps=n)) for n in (1, 3)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
 def test_only_the_assistants_tokens_are_learned() -> None:
     tasks = list(islice(arithmetic.load("warmup"), 5))
     for segments in conversations(chat(), arithmetic, tasks, 0):
@@ -77,10 +127,11 @@ def test_a_model_that_exists_is_not_overwritten_unasked(tmp_path: Path) -> None:
 def test_a_failure_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="no demonstrations"):
         sft(Dataset(load, "arithmetic"), "tiny", tmp_path / "tiny", recipe=SHORT)
-    quantised = ModelConfig.model_validate({"load_in_4bit": True})
-    with pytest.raises(ConfigError, match="quantised"):
-        sft(arithmetic, "somewhere", tmp_path / "made", config=quantised)
-    assert not list(tmp_path.iterdir())
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="make no"):
+        sft(arithmetic, str(tmp_path / "base"), tmp_path / "made")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["base"]
 
 
 def test_every_row_comes_once_each_time_round() -> None:
@@ -204,9 +255,6 @@ def test_episodes_that_cannot_teach_are_refused_and_leave_no_folder(tmp_path: Pa
         sft_on_episodes(EPISODES, other, tmp_path / "made", device="cpu")
     with pytest.raises(ModelError, match="lower --learning-rate"):
         sft_on_episodes(EPISODES, start_of(base), tmp_path / "made", recipe=Recipe(20, 4, 1e20), device="cpu")
-    quantised = replace(start_of(base), model=ModelConfig(path=str(base), load_in_4bit=True))
-    with pytest.raises(ConfigError, match="quantised"):
-        sft_on_episodes(EPISODES, quantised, tmp_path / "made", device="cpu")
     assert [entry.name for entry in tmp_path.iterdir()] == ["base"]
 
 

@@ -88,7 +88,8 @@ def test_without_a_choice_every_finished_episode_is_learned_three_times(
     assert "8 of 8 episodes taken" in err
     assert json.loads(out)["steps"] == 9
     record = json.loads((settings().models_dir / "all" / "training.json").read_text())
-    assert record["recipe"] == {"steps": 9, "batch_size": 3, "learning_rate": 3e-3, "seed": 0}
+    recipe = {"steps": 9, "batch_size": 3, "learning_rate": 3e-3, "seed": 0}
+    assert record["recipe"] == recipe | {"gradient_accumulation_steps": 1, "held_out": 0.0}
 
 
 def test_dpo_learns_from_the_pairs_of_a_run_and_reports_loss_accuracy_and_margin(
@@ -169,6 +170,48 @@ def test_gsm8ks_solutions_are_learned_as_calls_and_the_wrong_ones_left_out_and_c
     assert "Learned from 3 demonstrations; left out 1: no demonstration." in err
     assert (told["name"], told["examples"], told["left_out"]) == ("base-gsm8k", 3, {"no demonstration": 1})
     assert base_hash(settings().models_dir / "base-gsm8k") != base_hash(base)
+
+
+def test_the_usual_names_of_options_are_taken_with_hyphens_or_underscores(
+    home: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"sft --model_path {base} --dataset arithmetic --num_epochs 2 --max_samples 10 --batch_size 4 --lora_r 4 --json"
+    pieces = ["--gradient_accumulation_steps", "2", "--learning_rate", "1e-3", "--held_out", "0.2"]
+    target = tmp_path / "outputs" / "small" / "sft"
+    out, err = agentrl(capsys, *words.split(), *pieces, "--output_dir", str(target))
+    told = json.loads(out)
+    assert (told["model"], told["steps"], told["examples"]) == (str(target), 4, 8)
+    assert told["held_out"] > 0
+    lines = err.splitlines()
+    assert lines[0].startswith("trainable params: ")
+    assert lines[0].split("trainable%: ")[1] < "50"
+    assert "tokens/s" in lines[1]
+    assert lines[-1] == f"Train it: agentrl submit --dataset arithmetic --model {target}"
+    assert (target / "model.safetensors").is_file()
+    assert not settings().models_dir.exists()
+
+
+def test_what_sft_cannot_do_is_refused_before_it_learns_anything(
+    home: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.tex").touch()
+    refused = [
+        (["--epochs", "1", "--steps", "1"], 2, "both say how long"),
+        (["--name", "a", "--output-dir", "b"], 2, "both say where"),
+        (["--output-dir", str(mine), "--force"], 3, "not made by agentrl"),
+        (["--output-dir", "/proc/nope/model"], 2, "cannot be made"),
+        (["--held-out", "1"], 2, "below 1"),
+        (["--held-out", "nan"], 2, "below 1"),
+        (["--lora-r", "4"], 2, "a new model is made whole"),
+        (["--model", str(base), "--load-in-4bit", "--lora-r", "0"], 2, "cannot train all weights"),
+        (["--epochs", "0"], 2, "--epochs"),
+    ]
+    for words, code, said in refused:
+        assert said in agentrl(capsys, "sft", *words, code=code)[1], words
+    assert [path.name for path in mine.iterdir()] == ["thesis.tex"]
+    assert not home.exists()
 
 
 def test_without_a_database_there_is_nothing_to_learn_from(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

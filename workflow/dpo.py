@@ -21,7 +21,9 @@ from torch.nn.functional import logsigmoid
 
 from workflow.batch import Row
 from workflow.errors import ConfigError, StateError
+from workflow.models import refuse_existing
 from workflow.offline import (
+    UNTOLD,
     Made,
     Objective,
     Progress,
@@ -29,7 +31,6 @@ from workflow.offline import (
     Start,
     in_pieces,
     recipe_for,
-    refuse_existing,
     rows_by_episode,
     save,
     started,
@@ -79,7 +80,7 @@ def dpo(
     device: str = "auto",
     threads: int = 0,
     overwrite: bool = False,
-    progress: Progress = lambda step, steps, metrics: None,
+    progress: Progress = UNTOLD,
 ) -> Made:
     """Trains a run's model to prefer the first episode of each pair to the second, and saves it.
 
@@ -93,7 +94,7 @@ def dpo(
     Raises:
         ConflictError: the target exists, and overwrite is off.
         StateError: in no pair both episodes sampled a token of their own.
-        ConfigError: beta is not above 0; or a quantised base.
+        ConfigError: beta is not above 0.
         ModelError, CheckpointError: as `workflow.offline.started` and `train` do.
     """
     refuse_existing(target, overwrite)
@@ -110,9 +111,9 @@ def dpo(
     known = sampled_by(examples) if reference == "sampler" else read_by(learner.module, examples, objective)
     examples = [Pair(pair.chosen, pair.rejected, value) for pair, value in zip(examples, known, strict=True)]
     metrics = train(learner.module, examples, recipe, objective, progress)
-    made = Made(target, len(both), +Counter({EMPTY: len(pairs) - len(both)}), metrics)
+    made = Made(target, recipe, len(both), +Counter({EMPTY: len(pairs) - len(both)}), metrics)
     ids = [[better.id, worse.id] for (better, worse), _ in both]
-    return save(learner, target, made, recipe, start.record("dpo") | {"beta": beta, "reference": reference, "pairs": ids})
+    return save(learner, made, start.record("dpo") | {"beta": beta, "reference": reference, "pairs": ids})
 
 
 def dpo_loss(difference: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, Tensor]:

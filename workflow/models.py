@@ -12,13 +12,15 @@ from safetensors import SafetensorError, safe_open
 
 from workflow import hub
 from workflow.config import ModelConfig
-from workflow.errors import ModelError
+from workflow.errors import ConflictError, ModelError
 from workflow.plugins import find
 from workflow.settings import settings
 
 TINY = "tiny"
 SMALL = 50_000_000
 """Below this many parameters all weights train, unless the config says otherwise."""
+RECORD = "training.json"
+"""The file of a model that was made here which says of what and how."""
 HUB_HINT = "Name a local folder that holds a model, or tiny."
 _TEXT_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -54,6 +56,16 @@ def _no_tiny(dataset: str) -> ModelError:
 def made_name(model: str, dataset: str) -> str:
     """The name that `agentrl sft` gives to what it makes: `tiny-arithmetic`."""
     return f"{Path(model).name}-{Path(dataset).stem}"
+
+
+def refuse_existing(target: Path, overwrite: bool) -> None:
+    """Raises ConflictError where the folder exists; only one with a RECORD is ever made anew."""
+    if not target.exists():
+        return
+    if not overwrite:
+        raise ConflictError(f"There is a model in {str(target)!r} already.", "Pass --force to make it anew, or another --name.")
+    if not (target / RECORD).is_file():
+        raise ConflictError(f"{str(target)!r} was not made by agentrl (it holds no {RECORD}).", "Name another folder.")
 
 
 def model_folder(path: str) -> Path:

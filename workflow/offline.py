@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,9 @@ from workflow import mirror
 from workflow.batch import Row, collate, rows_of, size
 from workflow.chat import Chat
 from workflow.config import ModelConfig
-from workflow.errors import ConfigError, ConflictError, ModelError
+from workflow.errors import ModelError
+from workflow.merging import merged
+from workflow.models import RECORD
 from workflow.pieces import Pieces
 from workflow.policy import Policy, checked_weights
 from workflow.rescoring import open_policy
@@ -32,17 +34,46 @@ from workflow.trajectory import Episode, PolicyRef
 T = TypeVar("T")
 
 Metrics = Mapping[str, float]
-Progress = Callable[[int, int, Metrics], None]
-"""Called after each step with its number (from 1), how many there are, and the step's metrics, `loss` first."""
+
+
+class Progress(Protocol):
+    """Is told how a training goes."""
+
+    def begins(self, parameters: "Parameters", steps: int) -> None:
+        """Before the first step."""
+
+    def step(self, done: int, steps: int, tokens: int, metrics: Metrics) -> None:
+        """After each step: how many are done, of how many; the tokens it read; its metrics, `loss` first."""
+
+
+class _Untold:
+    def begins(self, parameters: "Parameters", steps: int) -> None:
+        pass
+
+    def step(self, done: int, steps: int, tokens: int, metrics: Metrics) -> None:
+        pass
+
+
+UNTOLD: Progress = _Untold()
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """How many parameters a module has, and how many of them train."""
+
+    trainable: int
+    all: int
+
+    def __str__(self) -> str:
+        share = 100 * self.trainable / self.all
+        return f"trainable params: {self.trainable:,} || all params: {self.all:,} || trainable%: {share:.4f}"
+
 
 BATCH_SIZE = 16
 """Examples per step, unless asked for otherwise."""
 
 PIECE_TOKENS = 8192
 """Tokens in one forward and backward, padding included, at most, and fewer where memory runs out; no example is cut."""
-
-RECORD = "training.json"
-"""The file of a model folder that says how it was made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +84,17 @@ class Recipe:
         steps: optimizer steps.
         batch_size: examples per step.
         learning_rate: at its highest.
-        seed: of the weights (where new), the teacher and the order.
+        seed: of the weights (where new), the teacher, the order and who is held out.
+        gradient_accumulation_steps: pieces that a step's examples are read in, at least; the gradient is the same.
+        held_out: share of the examples that is measured and not learned.
     """
 
     steps: int
     batch_size: int
     learning_rate: float
     seed: int = 0
+    gradient_accumulation_steps: int = 1
+    held_out: float = 0.0
 
 
 def recipe_for(examples: int, passes: int, learning_rate: float, batch_size: int | None = None) -> Recipe:
@@ -96,12 +131,14 @@ class Made:
 
     Args:
         folder: where it is.
+        recipe: how it was made.
         examples: how many there were to learn from.
         left_out: why others were not learned, and how many.
         metrics: of the last step.
     """
 
     folder: Path
+    recipe: Recipe
     examples: int
     left_out: Mapping[str, int]
     metrics: Metrics
@@ -127,50 +164,33 @@ class Objective(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """A module to train, and what its folder needs beside the weights."""
+    """A module to train, and what its folder needs beside the weights; its policy, where it is that of one."""
 
     module: Any
     chat: Chat
     kind: str
     context: int
+    policy: Policy | None = None
 
 
-def refuse_existing(target: Path, overwrite: bool) -> None:
-    """Raises ConflictError where the folder exists, unless it may be made anew."""
-    if target.exists() and not overwrite:
-        raise ConflictError(f"There is a model in {str(target)!r} already.", "Pass --force to make it anew, or another --name.")
-
-
-def learner_of(config: ModelConfig, load: Callable[[], Policy]) -> Learner:
-    """The trainable weights of the policy that `load` gives.
-
-    Raises:
-        ConfigError: a quantised base, into which no adapter can be merged without loss.
-    """
-    if config.load_in_4bit or config.load_in_8bit:
-        raise ConfigError("What is learned is merged into the base, which a quantised base cannot take.", "Leave it out.")
-    policy = load()
+def learner_of(policy: Policy) -> Learner:
+    """The trainable weights of a policy."""
     with policy.training() as module:
-        return Learner(module, policy.chat, policy.kind, policy.max_context)
+        return Learner(module, policy.chat, policy.kind, policy.max_context, policy)
 
 
 def started(start: Start, device: str, threads: int) -> Learner:
     """The model that stored episodes are learned by.
 
     Raises:
-        ConfigError: a quantised base.
         ModelError: it cannot be loaded, or is another than the run's.
         CheckpointError: the policy's weights are not as they were recorded.
     """
-
-    def load() -> Policy:
-        ref = start.policy
-        policy = open_policy(start.model, ref.base, ref.base_hash, start.manifest, device, threads)
-        if ref.path:
-            mirror.read(ref.path, ref.sha256, "weights", lambda at: policy.load_weights(checked_weights(at, ref.sha256)))
-        return policy
-
-    return learner_of(start.model, load)
+    ref = start.policy
+    policy = open_policy(start.model, ref.base, ref.base_hash, start.manifest, device, threads)
+    if ref.path:
+        mirror.read(ref.path, ref.sha256, "weights", lambda at: policy.load_weights(checked_weights(at, ref.sha256)))
+    return learner_of(policy)
 
 
 def rows_by_episode(episodes: Sequence[Episode]) -> list[tuple[Row, ...]]:
@@ -181,8 +201,38 @@ def rows_by_episode(episodes: Sequence[Episode]) -> list[tuple[Row, ...]]:
     return [tuple(rows) for rows in found]
 
 
-def train(module: nn.Module, examples: Sequence[T], recipe: Recipe, objective: Objective[T], progress: Progress) -> Metrics:
+def counted(module: nn.Module) -> Parameters:
+    """The module's parameters, those of a quantised layer as they were before; the sampler's adapter is no part of it."""
+    sizes = [(_size(p), p.requires_grad) for name, p in module.named_parameters() if ".sampler." not in name]
+    return Parameters(sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes))
+
+
+def _size(parameter: nn.Parameter) -> int:
+    quantised = getattr(parameter, "quant_state", None)
+    return int(math.prod(quantised.shape)) if quantised is not None else parameter.numel()
+
+
+def apart(examples: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
+    """Those that are learned and those held out: that share of them, at least one of each; none where the share is 0."""
+    if not share:
+        return list(examples), []
+    count = min(max(1, round(share * len(examples))), len(examples) - 1)
+    held = set(random.Random(f"held out {seed}").sample(range(len(examples)), max(0, count)))
+    return [one for i, one in enumerate(examples) if i not in held], [one for i, one in enumerate(examples) if i in held]
+
+
+def train(
+    module: nn.Module,
+    examples: Sequence[T],
+    recipe: Recipe,
+    objective: Objective[T],
+    progress: Progress = UNTOLD,
+    held_out: Sequence[T] = (),
+) -> Metrics:
     """Trains the module's trainable parameters in place; the metrics of the last step.
+
+    Args:
+        held_out: examples whose loss is measured ten times on the way, and at the end, as `held_out`.
 
     Raises:
         ModelError: the loss or the gradient is no finite number any more.
@@ -191,19 +241,23 @@ def train(module: nn.Module, examples: Sequence[T], recipe: Recipe, objective: O
     parameters = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98), weight_decay=0.01)
     order = batches(len(examples), recipe.batch_size, recipe.seed)
-    pieces = in_pieces(objective.rows)
+    pieces = in_pieces(objective.rows, at_least=recipe.gradient_accumulation_steps)
     metrics: Metrics = {}
+    progress.begins(counted(module), recipe.steps)
     module.train()
-    for step, rows in enumerate(islice(order, recipe.steps)):
+    for step, numbers in enumerate(islice(order, recipe.steps)):
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * schedule(step, recipe.steps)
-        metrics = accumulate(module, [examples[row] for row in rows], objective, pieces)
+        batch = [examples[number] for number in numbers]
+        metrics = accumulate(module, batch, objective, pieces)
         norm = float(nn.utils.clip_grad_norm_(parameters, 1.0))
         if not math.isfinite(metrics["loss"]) or not math.isfinite(norm):
             said = f"In step {step + 1} the loss is {metrics['loss']:g} and the gradient's norm {norm:g}; nothing was written."
             raise ModelError(said, "Pass a lower --learning-rate.")
         optimizer.step()
-        progress(step + 1, recipe.steps, metrics)
+        if held_out and (step + 1 == recipe.steps or (step + 1) % max(1, recipe.steps // 10) == 0):
+            metrics = {**metrics, "held_out": measure(module, held_out, objective)}
+        progress.step(step + 1, recipe.steps, sum(len(row.input_ids) for one in batch for row in objective.rows(one)), metrics)
     module.eval()
     return metrics
 
@@ -225,6 +279,20 @@ def accumulate(module: nn.Module, batch: Sequence[T], objective: Objective[T], p
     return pieces.work(batch, on)
 
 
+@torch.no_grad()
+def measure(module: nn.Module, examples: Sequence[T], objective: Objective[T]) -> float:
+    """The loss of these examples, from which nothing is learned."""
+    module.eval()
+    whole = sum(map(objective.weight, examples))
+
+    def on(cut: Sequence[Sequence[T]]) -> float:
+        return sum(float(objective.terms(piece, sums_of(module, piece, objective))["loss"]) for piece in cut) / whole
+
+    loss = in_pieces(objective.rows).work(examples, on)
+    module.train()
+    return loss
+
+
 def sums_of(module: nn.Module, examples: Sequence[T], objective: Objective[T]) -> list[Tensor]:
     """For each example the logprobs of its rows (rows,), summed over the tokens that train, in nats."""
     rows = [objective.rows(example) for example in examples]
@@ -233,18 +301,23 @@ def sums_of(module: nn.Module, examples: Sequence[T], objective: Objective[T]) -
     return list(torch.split(logprobs.sum(1), [len(some) for some in rows]))
 
 
-def in_pieces(rows: Callable[[T], Sequence[Row]], tokens: int = PIECE_TOKENS) -> Pieces[T]:
-    """How examples of such rows are read: as they are where they fit, else cut, those of like length together."""
+def in_pieces(rows: Callable[[T], Sequence[Row]], tokens: int = PIECE_TOKENS, at_least: int = 1) -> Pieces[T]:
+    """How examples of such rows are read: as they are where they fit, else cut, those of like length together.
+
+    Args:
+        at_least: so many pieces, where there are the examples.
+    """
 
     def extent(piece: Sequence[T]) -> int:
         return size([row for example in piece for row in rows(example)])
 
     def cut(examples: Sequence[T], tokens: int) -> list[list[T]]:
-        if extent(examples) <= tokens:
+        most = max(1, len(examples) // at_least)
+        if extent(examples) <= tokens and len(examples) <= most:
             return [list(examples)]
         found: list[list[T]] = []
         for example in sorted(examples, key=lambda one: -max(len(row.input_ids) for row in rows(one))):
-            if not found or extent([*found[-1], example]) > tokens:
+            if not found or len(found[-1]) == most or extent([*found[-1], example]) > tokens:
                 found.append([])
             found[-1].append(example)
         return found
@@ -265,15 +338,15 @@ def batches(rows: int, size: int, seed: int) -> Iterator[list[int]]:
         yield from (order[i : i + size] for i in range(0, rows, size))
 
 
-def save(learner: Learner, target: Path, made: Made, recipe: Recipe, source: Mapping[str, Any]) -> Made:
+def save(learner: Learner, made: Made, source: Mapping[str, Any]) -> Made:
     """Makes the model folder, whole or not at all, with the record of how it was made."""
-    beside = target.with_name(f".{target.name}.partial")
+    beside = made.folder.with_name(f".{made.folder.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
-    module = learner.module.merge_and_unload() if learner.kind == "lora" else learner.module
+    module = merged(learner.policy) if learner.policy else learner.module
     module.save_pretrained(beside)
     learner.chat.tokenizer.save_pretrained(beside)
     told = {"examples": made.examples, "left_out": dict(made.left_out), "metrics": dict(made.metrics)}
-    (beside / RECORD).write_text(json.dumps({**source, "recipe": asdict(recipe), **told}, indent=1))
-    shutil.rmtree(target, ignore_errors=True)
-    beside.rename(target)
+    (beside / RECORD).write_text(json.dumps({**source, "recipe": asdict(made.recipe), **told}, indent=1))
+    shutil.rmtree(made.folder, ignore_errors=True)
+    beside.rename(made.folder)
     return made

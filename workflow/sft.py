@@ -5,8 +5,10 @@ assistant's turns are learned. Of a stored episode the exact tokens are taken as
 with a choice of the best that is rejection sampling (RAFT, arXiv 2304.06767; STaR, arXiv 2203.14465).
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -20,17 +22,18 @@ from workflow.config import ModelConfig
 from workflow.datasets import Dataset
 from workflow.envs import Env
 from workflow.errors import DatasetError, StateError
-from workflow.models import TINY
+from workflow.models import TINY, refuse_existing
 from workflow.offline import (
+    UNTOLD,
     Learner,
     Made,
     Objective,
     Progress,
     Recipe,
     Start,
+    apart,
     learner_of,
     recipe_for,
-    refuse_existing,
     rows_by_episode,
     save,
     started,
@@ -70,12 +73,14 @@ def sft(
     target: Path,
     *,
     recipe: Recipe | None = None,
+    epochs: int | None = None,
+    max_samples: int | None = None,
     config: ModelConfig | None = None,
     start: Start | None = None,
     device: str = "auto",
     threads: int = 0,
     overwrite: bool = False,
-    progress: Progress = lambda step, steps, metrics: None,
+    progress: Progress = UNTOLD,
 ) -> Made:
     """Fine-tunes a model on a dataset's demonstrations and saves it.
 
@@ -84,13 +89,14 @@ def sft(
         model: `tiny` for a new tiny model, else a folder or hub name.
         target: the model folder to make; see `workflow.models.made_name`.
         recipe: unset: `default_recipe`.
-        config: LoRA or all weights, for a model that exists.
+        epochs: passes over the demonstrations, in place of the recipe's steps.
+        max_samples: only the first so many tasks.
+        config: LoRA or all weights, quantised or not, for a model that exists.
         start: the policy of a run to start from, of which `model` is the base.
 
     Raises:
         ConflictError: the target exists, and overwrite is off.
         DatasetError: the dataset has no demonstrations, or none that fits the model.
-        ConfigError: a quantised base, into which no adapter can be merged without loss.
         ModelError: the model cannot be loaded, or the loss is no finite number any more.
         CheckpointError: the policy's weights are not as they were recorded.
     """
@@ -102,17 +108,21 @@ def sft(
     else:
         learner = _tiny(dataset, recipe, device) if model == TINY else _existing(model, config, device, threads)
     recipe = recipe or default_recipe(model, learner.kind == "full")
-    tasks = list(islice(dataset.load(dataset.sft_split), recipe.steps * recipe.batch_size))
+    most = None if epochs else recipe.steps * recipe.batch_size
+    tasks = list(islice(dataset.load(dataset.sft_split), most if max_samples is None else max_samples))
     shown = list(conversations(learner.chat, dataset, tasks, recipe.seed))
     examples = [(row_of(segments),) for segments in shown if segments is not None]
     fitting = [example for example in examples if len(example[0].input_ids) <= learner.context]
     left_out = Counter({UNSOLVED: len(shown) - len(examples), TOO_LONG: len(examples) - len(fitting)})
     if not fitting:
         raise DatasetError(f"None of {len(shown)} tasks has a demonstration that fits into {learner.context} tokens.")
-    metrics = train(learner.module, fitting, recipe, likelihood(), progress)
-    made = Made(target, len(fitting), +left_out, metrics)
+    learned, held_out = apart(fitting, recipe.held_out, recipe.seed)
+    if epochs:
+        recipe = replace(recipe, steps=epochs * math.ceil(len(learned) / recipe.batch_size))
+    metrics = train(learner.module, learned, recipe, likelihood(), progress, held_out)
+    made = Made(target, recipe, len(learned), +left_out, metrics)
     source = start.record("sft") if start else {"stage": "sft", "base": model}
-    return save(learner, target, made, recipe, {**source, "env": dataset.env})
+    return save(learner, made, {**source, "env": dataset.env})
 
 
 def sft_on_episodes(
@@ -124,7 +134,7 @@ def sft_on_episodes(
     device: str = "auto",
     threads: int = 0,
     overwrite: bool = False,
-    progress: Progress = lambda step, steps, metrics: None,
+    progress: Progress = UNTOLD,
 ) -> Made:
     """Fine-tunes a run's model on what these episodes sampled, and saves it.
 
@@ -137,7 +147,7 @@ def sft_on_episodes(
     Raises:
         ConflictError: the target exists, and overwrite is off.
         StateError: no episode sampled a token of its own.
-        ConfigError, ModelError, CheckpointError: as `workflow.offline.started` and `train` do.
+        ModelError, CheckpointError: as `workflow.offline.started` and `train` do.
     """
     refuse_existing(target, overwrite)
     rows = rows_by_episode(episodes)
@@ -148,8 +158,8 @@ def sft_on_episodes(
     learner = started(start, device, threads)
     examples = [example for _, example in taken]
     metrics = train(learner.module, examples, recipe, likelihood(start.temperature), progress)
-    made = Made(target, len(taken), +Counter({EMPTY: len(episodes) - len(taken)}), metrics)
-    return save(learner, target, made, recipe, start.record("sft") | {"episodes": [number for number, _ in taken]})
+    made = Made(target, recipe, len(taken), +Counter({EMPTY: len(episodes) - len(taken)}), metrics)
+    return save(learner, made, start.record("sft") | {"episodes": [number for number, _ in taken]})
 
 
 def likelihood(temperature: float = 1.0) -> Objective[Example]:
@@ -176,7 +186,7 @@ def _tiny(dataset: Dataset, recipe: Recipe | None, device: str) -> Learner:
 
 def _existing(model: str, config: ModelConfig | None, device: str, threads: int) -> Learner:
     config = config or ModelConfig.model_validate({"path": model})
-    return learner_of(config, lambda: Policy.load(config, model, device, threads))
+    return learner_of(Policy.load(config, model, device, threads))
 
 
 def conversations(chat: Chat, dataset: Dataset, tasks: Sequence[Task], seed: int) -> Iterator[Segments | None]:

@@ -1,0 +1,91 @@
+"""`agentrl dpo`: make a model that prefers the better of its stored episodes."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cli.learning import (
+    Force,
+    OutputDir,
+    Place,
+    RewardSet,
+    StartPolicy,
+    Stored,
+    find_stored,
+    recipe_options,
+    say_next,
+    show_made,
+    watched,
+)
+from cli.output import Json, say
+from workflow.errors import ConfigError, StateError
+
+
+def dpo(
+    from_episodes: Annotated[
+        list[str], typer.Option(metavar="RUN", help="Whose stored episodes; repeatable.", show_default=False)
+    ],
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of a group, at most; no episode is in two.")] = 1,
+    beta: Annotated[float, typer.Option(help="What a nat counts: the smaller, the further from the reference.")] = 0.1,
+    reference: Annotated[
+        str, typer.Option(metavar="start|sampler", help="The weights it starts from, or what sampled each episode.")
+    ] = "start",
+    reward_set: RewardSet = None,
+    policy: StartPolicy = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps [3 passes].", show_default=False)] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Pairs per step [16].", show_default=False)] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="AdamW, highest [the run's].", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order.")] = 0,
+    name: Annotated[str | None, typer.Option(help="Name of the model made [RUN-dpo].", show_default=False)] = None,
+    output_dir: OutputDir = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Train a run's model to prefer its better episodes to their siblings (DPO); prints the folder of the model made.
+
+    Of each group the best episode is paired with the worst, the second best with the second worst, and so on.
+    """
+    asked = recipe_options(steps, batch_size, learning_rate, seed, 1)
+    if not 0 < beta < float("inf"):
+        raise ConfigError(f"--beta must be above 0, not {beta:g}.", "0.1 is customary.")
+    if reference not in ("start", "sampler"):
+        raise ConfigError(f"--reference does not know {reference!r}.", "Write start or sampler.")
+    stored = find_stored(from_episodes, reward_set, policy, least=2)
+    options = {"beta": beta, "reference": reference}
+    place = Place(name, output_dir, force)
+    _on_pairs(stored, pairs, options, asked, place.of(f"{stored.name}-dpo"), force, as_json)
+
+
+def _on_pairs(
+    stored: Stored,
+    most: int,
+    options: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    target: Path,
+    force: bool,
+    as_json: bool,
+) -> None:
+    from workflow import harvest
+
+    pairs = harvest.pairs(stored.candidates, most)
+    groups = len({one.group for one in stored.candidates})
+    if not pairs:
+        raise StateError(
+            f"In none of {groups} groups two episodes have different rewards, so that none is to be preferred.",
+            f"Take another --reward-set, or episodes of more groups; agentrl episodes {stored.name}",
+        )
+    paired = len({better.group for better, _ in pairs})
+    others = "; in the others all rewards are the same" if paired < groups else ""
+    say(f"{stored.name}: {len(pairs)} pairs from {paired} of {groups} groups{others}")
+
+    from workflow.dpo import PASSES, dpo
+
+    recipe = stored.recipe(len(pairs), PASSES, asked)
+    sides = [stored.episodes([pair[side] for pair in pairs]) for side in (0, 1)]
+    episodes = list(zip(*sides, strict=True))
+    made = watched(target, partial(dpo, episodes, stored.start, target, **options, recipe=recipe, overwrite=force))
+    show_made(made, f"{made.examples} pairs", {"groups": paired, "of": groups, **options}, as_json)
+    say_next(stored, target)
