@@ -13,8 +13,9 @@ import typer
 from cli.find import stored_start
 from cli.output import console, duration, say, show, show_json
 from workflow.config import NAME_PATTERN, build
-from workflow.errors import ConfigError
+from workflow.errors import ConfigError, did_you_mean
 from workflow.models import refuse_existing
+from workflow.resolve import read_yaml
 
 if TYPE_CHECKING:
     from workers.stored import Material
@@ -29,6 +30,29 @@ RewardSet = Annotated[
 StartPolicy = Annotated[
     str | None,
     typer.Option("--policy", metavar="RUN[@V]", help="With stored episodes: start from this [theirs].", show_default=False),
+]
+
+
+def _from_file(ctx: typer.Context, file: Path | None) -> Path | None:
+    """Takes the options of a YAML file, whose keys are their names, as what is not typed."""
+    if file is None:
+        return None
+    options = {spelling.lstrip("-").replace("-", "_"): option.name for option in ctx.command.params for spelling in option.opts}
+    values: dict[str, Any] = {}
+    for key, value in read_yaml(file).items():
+        name = options.get(key.replace("-", "_"))
+        if name is None or name == "config":
+            raise ConfigError(f"{str(file)!r} has an unknown option {key!r}.", did_you_mean(key, sorted(options)))
+        values[name] = value
+    ctx.default_map = values
+    return file
+
+
+OptionsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", callback=_from_file, is_eager=True, help="A YAML file of these options.", show_default=False
+    ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a model of that name.")]
 OutputDir = Annotated[

@@ -12,6 +12,7 @@ import typer
 from cli.find import find_policy, stored_database
 from cli.learning import (
     Force,
+    OptionsFile,
     OutputDir,
     Place,
     RewardSet,
@@ -55,7 +56,7 @@ def sft(
     ] = None,
     lora_r: Annotated[
         int | None,
-        typer.Option(min=0, help="LoRA rank; 0 trains all weights [16, or all of a small model].", show_default=False),
+        typer.Option(min=0, help="LoRA rank; 0 trains all weights [8, or 0 below 50M parameters].", show_default=False),
     ] = None,
     load_in_4bit: Annotated[
         bool, typer.Option("--load-in-4bit", help="Train LoRA beside a base of 4 bits; what is made is whole.")
@@ -91,6 +92,7 @@ def sft(
         str | None, typer.Option(help="Name of the model made [MODEL-DATASET, RUN-sft].", show_default=False)
     ] = None,
     output_dir: OutputDir = None,
+    config: OptionsFile = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:

@@ -191,6 +191,20 @@ def test_the_usual_names_of_options_are_taken_with_hyphens_or_underscores(
     assert not settings().models_dir.exists()
 
 
+def test_a_yaml_file_gives_the_options_that_are_not_typed(
+    home: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text(f"model_path: {base}\nnum-epochs: 3\nmax_samples: 8\nbatch_size: 4\nlearning_rate: 1e-3\nname: mine\n")
+    out, _ = agentrl(capsys, "sft", "--config", str(file), "--epochs", "1", "--json")
+    told = json.loads(out)
+    assert (told["name"], told["steps"], told["examples"]) == ("mine", 2, 8)
+    file.write_text("epoch: 3")
+    assert "Did you mean 'epochs'" in agentrl(capsys, "sft", "--config", str(file), code=2)[1]
+    file.write_text("epochs: many")
+    assert "--epochs" in agentrl(capsys, "sft", "--config", str(file), code=2)[1]
+
+
 def test_what_sft_cannot_do_is_refused_before_it_learns_anything(
     home: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

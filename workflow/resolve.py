@@ -38,7 +38,7 @@ def resolve(
         ConfigError: an unknown key (with a suggestion), a value of the wrong kind, an unreadable file.
     """
     layers = [
-        (str(file), _read_yaml(file) if file else {}),
+        (str(file), read_yaml(file) if file else {}),
         ("environment", _from_environ(environ or {})),
         ("flag", {key: value for key, value in (flags or {}).items() if value is not None}),
         ("flag", dict(_parse_assignment(text) for text in assignments)),
@@ -104,7 +104,12 @@ class _OnceLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The dotted keys of a YAML file, and their values.
+
+    Raises:
+        ConfigError: it cannot be read, is no YAML, or holds no keys.
+    """
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
     except OSError as error:
