@@ -138,16 +138,13 @@ def _share(held_out: float) -> float:
 
 
 def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_json: bool) -> None:
+    from workflow.conversations import Demonstration, read_demonstrations
     from workflow.datasets import Dataset
     from workflow.models import made_name, resolve_model
     from workflow.plugins import find
 
-    if dataset.endswith(".jsonl"):
-        raise ConfigError(
-            f"{dataset!r} holds questions and answers, and no demonstrations to imitate.",
-            "Write a dataset file with `demonstrations`; see workflow/datasets/arithmetic.py.",
-        )
-    found: Dataset = find("datasets", dataset)
+    found: Dataset | list[Demonstration]
+    found = read_demonstrations(Path(dataset), how.max_samples) if dataset.endswith(".jsonl") else find("datasets", dataset)
     config, policy, manifest = _policy_named(model, how)
     path = policy.base if policy else model if model == "tiny" else resolve_model(model, dataset)
     target = place.of(made_name(model.replace("@", "-v") if policy else path, dataset))

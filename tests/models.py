@@ -2,7 +2,6 @@
 
 from functools import cache
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from workflow.chat import Chat
 from workflow.config import ModelConfig
 from workflow.datasets.arithmetic import arithmetic
 from workflow.offline import Recipe
-from workflow.sft import conversation_texts, sft
+from workflow.sft import demonstrations, sft, texts_of
 from workflow.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 quantised = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is missing, as it may be beside a GPU")
@@ -23,8 +22,7 @@ quantised = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsan
 @cache
 def tokenizer() -> Qwen2Tokenizer:
     """The tiny tokenizer, as a warm-up on 200 arithmetic demonstrations makes it."""
-    tasks = list(islice(arithmetic.load("warmup"), 200))
-    return tiny_tokenizer(conversation_texts(arithmetic, tasks, seed=0))
+    return tiny_tokenizer(texts_of(demonstrations(arithmetic, 200, seed=0)))
 
 
 def first_layer(model: nn.Module) -> nn.Module:

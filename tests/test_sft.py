@@ -20,7 +20,7 @@ from workflow.merging import merged
 from workflow.models import RECORD, base_hash
 from workflow.offline import Recipe, accumulate, batches, in_pieces, rows_by_episode, schedule
 from workflow.policy import Policy
-from workflow.sft import EMPTY, TOO_LONG, UNSOLVED, conversations, likelihood, sft, sft_on_episodes
+from workflow.sft import EMPTY, TOO_LONG, UNSOLVED, demonstrations, likelihood, segments_of, sft, sft_on_episodes
 from workflow.trajectory import Message, PolicyRef, Task
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -109,9 +109,9 @@ def test_a_batch_in_more_pieces_teaches_the_same(tmp_path: Path) -> None:
 
 
 def test_only_the_assistants_tokens_are_learned() -> None:
-    tasks = list(islice(arithmetic.load("warmup"), 5))
-    for segments in conversations(chat(), arithmetic, tasks, 0):
-        assert segments is not None
+    for shown in demonstrations(arithmetic, 5, 0):
+        assert shown is not None
+        segments = segments_of(chat(), shown)
         said = [chat().decode(ids) for ids, spoken in segments if spoken]
         assert len(said) == 2
         assert all(text.endswith("<|im_end|>") for text in said)

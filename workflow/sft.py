@@ -7,7 +7,7 @@ with a choice of the best that is rejection sampling (RAFT, arXiv 2304.06767; ST
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from workflow.base import pick_device
 from workflow.batch import Row
-from workflow.chat import Chat, Schema
+from workflow.chat import Chat
 from workflow.config import ModelConfig
+from workflow.conversations import Demonstration
 from workflow.datasets import Dataset
 from workflow.envs import Env
 from workflow.errors import DatasetError, StateError
@@ -68,7 +69,7 @@ def default_recipe(model: str, full: bool) -> Recipe:
 
 
 def sft(
-    dataset: Dataset,
+    dataset: Dataset | Sequence[Demonstration],
     model: str,
     target: Path,
     *,
@@ -85,7 +86,7 @@ def sft(
     """Fine-tunes a model on a dataset's demonstrations and saves it.
 
     Args:
-        dataset: one with demonstrations.
+        dataset: one with demonstrations, or these themselves.
         model: `tiny` for a new tiny model, else a folder or hub name.
         target: the model folder to make; see `workflow.models.made_name`.
         recipe: unset: `default_recipe`.
@@ -109,8 +110,8 @@ def sft(
         learner = _tiny(dataset, recipe, device) if model == TINY else _existing(model, config, device, threads)
     recipe = recipe or default_recipe(model, learner.kind == "full")
     most = None if epochs else recipe.steps * recipe.batch_size
-    tasks = list(islice(dataset.load(dataset.sft_split), most if max_samples is None else max_samples))
-    shown = list(conversations(learner.chat, dataset, tasks, recipe.seed))
+    found = demonstrations(dataset, most if max_samples is None else max_samples, recipe.seed)
+    shown = [segments_of(learner.chat, one) if one else None for one in found]
     examples = [(row_of(segments),) for segments in shown if segments is not None]
     fitting = [example for example in examples if len(example[0].input_ids) <= learner.context]
     left_out = Counter({UNSOLVED: len(shown) - len(examples), TOO_LONG: len(examples) - len(fitting)})
@@ -122,7 +123,7 @@ def sft(
     metrics = train(learner.module, learned, recipe, likelihood(), progress, held_out)
     made = Made(target, recipe, len(learned), +left_out, metrics)
     source = start.record("sft") if start else {"stage": "sft", "base": model}
-    return save(learner, made, {**source, "env": dataset.env})
+    return save(learner, made, source | ({"env": dataset.env} if isinstance(dataset, Dataset) else {}))
 
 
 def sft_on_episodes(
@@ -176,10 +177,9 @@ def _negative_sum(examples: Sequence[Example], logprobs: Sequence[Tensor]) -> di
     return {"loss": -torch.cat(list(logprobs)).sum()}
 
 
-def _tiny(dataset: Dataset, recipe: Recipe | None, device: str) -> Learner:
+def _tiny(dataset: Dataset | Sequence[Demonstration], recipe: Recipe | None, device: str) -> Learner:
     seed = recipe.seed if recipe else 0
-    tasks = list(islice(dataset.load(dataset.sft_split), TOKENIZER_SAMPLES))
-    tokenizer = tiny_tokenizer(conversation_texts(dataset, tasks, seed))
+    tokenizer = tiny_tokenizer(texts_of(demonstrations(dataset, TOKENIZER_SAMPLES, seed)))
     module = tiny_model(len(tokenizer), seed).to(pick_device(device))  # type: ignore[arg-type]
     return Learner(module, Chat(tokenizer), "full", int(module.config.max_position_embeddings))
 
@@ -189,37 +189,48 @@ def _existing(model: str, config: ModelConfig | None, device: str, threads: int)
     return learner_of(Policy.load(config, model, device, threads))
 
 
-def conversations(chat: Chat, dataset: Dataset, tasks: Sequence[Task], seed: int) -> Iterator[Segments | None]:
-    """Each task's demonstration as the episode it would be; None where it has none.
+def demonstrations(dataset: Dataset | Sequence[Demonstration], most: int | None, seed: int) -> Iterator[Demonstration | None]:
+    """The first demonstrations of a dataset, each as its env would have it; None for a task that has none.
 
     Raises:
-        DatasetError: the dataset has no demonstrations, or one whose turns a template cannot continue.
+        DatasetError: the dataset has no demonstrations.
     """
+    if isinstance(dataset, Dataset):
+        return _played(dataset, list(islice(dataset.load(dataset.sft_split), most)), seed)
+    return iter(dataset[:most])
+
+
+def _played(dataset: Dataset, tasks: Sequence[Task], seed: int) -> Iterator[Demonstration | None]:
     if dataset.demonstrations is None:
         raise DatasetError("This dataset has no demonstrations to learn from.", "Try: agentrl sft --dataset arithmetic")
     env: Env = find("envs", dataset.env)
-    schemas = [tool.schema for tool in env.toolset().values()]
+    schemas = tuple(tool.schema for tool in env.toolset().values())
     for task, messages in zip(tasks, dataset.demonstrations(tasks, seed), strict=True):
         if messages is None:
             yield None
         else:
-            yield _segments(chat, [*env.reset(task), *messages[len(task.messages) :]], schemas)
+            yield Demonstration((*env.reset(task), *messages[len(task.messages) :]), schemas)
 
 
-def conversation_texts(dataset: Dataset, tasks: Sequence[Task], seed: int) -> list[str]:
-    """The texts that a tokenizer of that dataset meets, cut where one speaker's tokens end and the other's begin."""
+def texts_of(shown: Iterable[Demonstration | None]) -> list[str]:
+    """The texts that a tokenizer meets there, cut where one speaker's tokens end and the other's begin."""
     plain = Chat(tiny_tokenizer([]))
-    return [plain.decode(ids) for segments in conversations(plain, dataset, tasks, seed) for ids, _ in segments or ()]
+    return [plain.decode(ids) for one in shown if one for ids, _ in segments_of(plain, one)]
 
 
-def _segments(chat: Chat, messages: Sequence[Message], schemas: Sequence[Schema]) -> Segments:
+def segments_of(chat: Chat, shown: Demonstration) -> Segments:
+    """The demonstration as the episode it would be.
+
+    Raises:
+        DatasetError: a template cannot continue its turns.
+    """
     segments: Segments = []
     heard: list[Message] = []
-    for message in messages:
+    for message in shown.messages:
         if message.role != "assistant":
             heard.append(message)
             continue
-        ids, reason = chat.continuation(heard, schemas) if segments else (chat.opening(heard, schemas), "")
+        ids, reason = chat.continuation(heard, shown.tools) if segments else (chat.opening(heard, shown.tools), "")
         if ids is None:
             raise DatasetError(f"A demonstration cannot be one row of tokens: {reason}.")
         segments += [(ids, False), (chat.turn(message), True)]

@@ -91,7 +91,12 @@ def _read_call(text: str, closed: bool) -> ToolCall:
         return _unreadable(why)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         return _unreadable('a call is an object with a "name" and "arguments"')
-    arguments = call.get("arguments", {})
+    return read_arguments(call["name"], call.get("arguments", {}))
+
+
+def read_arguments(name: str, arguments: object) -> ToolCall:
+    """The call of a tool by that name, its arguments an object or a string that holds one; else an unreadable one."""
+    why = ""
     if isinstance(arguments, str):
         try:
             arguments, why = decoded(arguments)
@@ -99,7 +104,7 @@ def _read_call(text: str, closed: bool) -> ToolCall:
             return _unreadable(f'"arguments" must be an object; they are a string, and it holds {error}')
     if why or not isinstance(arguments, dict):
         return _unreadable(why or f'"arguments" must be an object, not {type(arguments).__name__}')
-    return ToolCall(call["name"], arguments)
+    return ToolCall(name, arguments)
 
 
 def decoded(text: str) -> tuple[Any, str]:

@@ -6,7 +6,6 @@ tokens that no text has, so that whatever is sampled can be decoded. `half_billi
 bfloat16, as the hub has it; only the tiny tokenizer's few ids have a text.
 """
 
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +13,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from workflow.datasets.arithmetic import arithmetic
-from workflow.sft import conversation_texts
+from workflow.sft import demonstrations, texts_of
 from workflow.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 ModelName = Literal["tiny", "bench"]
@@ -77,7 +76,7 @@ def half_billion(folder: Path) -> Path:
 
 
 def _tokenizer() -> Qwen2Tokenizer:
-    return tiny_tokenizer(conversation_texts(arithmetic, list(islice(arithmetic.load("warmup"), DEMONSTRATIONS)), seed=0))
+    return tiny_tokenizer(texts_of(demonstrations(arithmetic, DEMONSTRATIONS, seed=0)))
 
 
 def _pad(tokenizer: Qwen2Tokenizer) -> None:

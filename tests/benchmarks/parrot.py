@@ -7,7 +7,7 @@ costs the forward pass that it would cost a model that has learned something.
 probability of 1. `endless` samples almost evenly from its vocabulary and never its end.
 """
 
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 from tests.benchmarks import lookup
 from tests.benchmarks.models import CONTEXT, DEMONSTRATIONS, VOCABULARY, WIDTH, ModelName, bench_model, saved
 from workflow.datasets.arithmetic import arithmetic
-from workflow.sft import conversation_texts
+from workflow.sft import demonstrations, texts_of
 from workflow.tiny import END, TEMPLATE, save_tiny, tiny_tokenizer
 
 GENERATION = "<|im_start|>assistant\n"
@@ -60,7 +60,7 @@ def endless(name: ModelName, folder: Path) -> Path:
 
 def scripted_tokenizer() -> Qwen2Tokenizer:
     """The tiny model's, with a token for each word, cue and call, and the cued template."""
-    tokenizer = tiny_tokenizer(conversation_texts(arithmetic, list(islice(arithmetic.load("warmup"), DEMONSTRATIONS)), seed=0))
+    tokenizer = tiny_tokenizer(texts_of(demonstrations(arithmetic, DEMONSTRATIONS, seed=0)))
     tokenizer.chat_template = CUED
     tokenizer.model_max_length = CONTEXT
     turns = [(task, turn) for task in range(lookup.TASKS) for turn in range(lookup.TURNS)]

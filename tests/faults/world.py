@@ -13,7 +13,6 @@ import random
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 from workflow.config import RunConfig, build
@@ -88,7 +87,7 @@ def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, 
         )
 
 
-tasks = Dataset(load=load, env=f"{__name__}:world", demonstrations=demonstrations)
+tasks = Dataset(load=load, env=f"{__name__}:world", demonstrations=demonstrations, sft_split="warmup")
 
 
 class Chance(Hook):
@@ -107,15 +106,16 @@ def make_model(folder: Path) -> None:
 
     from workflow.chat import Chat
     from workflow.offline import Recipe, train
-    from workflow.sft import conversation_texts, conversations, likelihood, row_of
+    from workflow.sft import demonstrations as shown_in
+    from workflow.sft import likelihood, row_of, segments_of, texts_of
     from workflow.tiny import save_tiny, tiny_model, tiny_tokenizer
 
     torch.set_num_threads(1)
-    shown = list(islice(load("warmup"), 16 * WARM_UP_STEPS))
-    tokenizer = tiny_tokenizer(conversation_texts(tasks, shown[:200], 0))
+    shown = [one for one in shown_in(tasks, 16 * WARM_UP_STEPS, 0) if one]
+    tokenizer = tiny_tokenizer(texts_of(shown[:200]))
     model = tiny_model(len(tokenizer), 0, layers=2, width=64)
-    examples = [(row_of(segments),) for segments in conversations(Chat(tokenizer), tasks, shown, 0) if segments]
-    train(model, examples, Recipe(WARM_UP_STEPS, 16, 1e-2), likelihood(), lambda step, steps, metrics: None)
+    examples = [(row_of(segments_of(Chat(tokenizer), one)),) for one in shown]
+    train(model, examples, Recipe(WARM_UP_STEPS, 16, 1e-2), likelihood())
     save_tiny(folder, model, tokenizer)
 
 

@@ -88,10 +88,7 @@ def read_rows(lines: Iterable[bytes]) -> tuple[list[Row], list[str]]:
     rows: list[Row] = []
     problems: list[str] = []
     seen: dict[tuple[tuple[Message, ...], str], int] = {}
-    for number, raw in enumerate(lines, start=1):
-        line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
-        if not line.strip():
-            continue
+    for number, line in numbered(lines):
         try:
             row = _row(number, line)
             first = seen.setdefault((row.messages, row.reference), number)
@@ -103,17 +100,30 @@ def read_rows(lines: Iterable[bytes]) -> tuple[list[Row], list[str]]:
     return rows, problems
 
 
+def numbered(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank with their numbers, from 1; without a byte-order mark."""
+    for number, raw in enumerate(lines, start=1):
+        line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+        if line.strip():
+            yield number, line
+
+
 def _row(number: int, line: bytes) -> Row:
-    row = _decode(line)
-    prompt = _only_one_of(PROMPTS, row)
-    reference = _only_one_of(REFERENCES, row)
+    row = read_object(line)
+    prompt = only_one_of(PROMPTS, row)
+    reference = only_one_of(REFERENCES, row)
     metadata = {key: value for key, value in row.items() if key not in (prompt, reference)}
     _refuse_unstorable(metadata)
     messages = _messages(row[prompt]) if prompt == "messages" else (Message("user", _prompt_text(prompt, row[prompt])),)
     return Row(number, messages, _reference(reference, row[reference]), metadata)
 
 
-def _decode(line: bytes) -> dict[str, Any]:
+def read_object(line: bytes) -> dict[str, Any]:
+    """The JSON object of one line.
+
+    Raises:
+        ValueError: it holds none, or one that cannot be stored.
+    """
     try:
         row = json.loads(line.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite, parse_int=_whole)
     except UnicodeDecodeError as error:
@@ -123,7 +133,7 @@ def _decode(line: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("not JSON that can be read (nested too deeply)") from error
     if not isinstance(row, dict):
-        raise ValueError(f"must be an object, not {_kind(row)}")
+        raise ValueError(f"must be an object, not {kind_of(row)}")
     return row
 
 
@@ -154,7 +164,12 @@ def _refuse_unstorable(metadata: Mapping[str, Any]) -> None:
         raise ValueError("a NUL character in the metadata")
 
 
-def _only_one_of(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
+def only_one_of(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
+    """The one key of these that the row has.
+
+    Raises:
+        ValueError: it has none of them, or several.
+    """
     present = [name for name in names if name in row]
     if len(present) != 1:
         found = " and ".join(map(repr, present)) if present else "none"
@@ -164,7 +179,7 @@ def _only_one_of(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
 
 def _messages(value: object) -> tuple[Message, ...]:
     if not isinstance(value, list):
-        raise ValueError(f"'messages' must be a list, not {_kind(value)}")
+        raise ValueError(f"'messages' must be a list, not {kind_of(value)}")
     if not value:
         raise ValueError("'messages' is an empty list")
     messages = tuple(_message(index, item) for index, item in enumerate(value))
@@ -184,7 +199,7 @@ def _message(index: int, item: object) -> Message:
 
 
 def _prompt_text(name: str, value: object) -> str:
-    text = _text(name, value)
+    text = plain_text(name, value)
     _refuse_large(len(text.encode()))
     return text
 
@@ -197,12 +212,17 @@ def _refuse_large(size: int) -> None:
 def _reference(name: str, value: object) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return f"{Decimal(repr(value)):f}"
-    return _text(name, value)
+    return plain_text(name, value)
 
 
-def _text(name: str, value: object) -> str:
+def plain_text(name: str, value: object) -> str:
+    """A text that is not empty and holds no control character.
+
+    Raises:
+        ValueError: it is none, naming it.
+    """
     if not isinstance(value, str):
-        raise ValueError(f"{name!r} must be text, not {_kind(value)}")
+        raise ValueError(f"{name!r} must be text, not {kind_of(value)}")
     if not value.strip():
         raise ValueError(f"{name!r} is empty")
     control = CONTROL.search(value)
@@ -211,7 +231,8 @@ def _text(name: str, value: object) -> str:
     return value
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """What JSON calls it."""
     return {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
 
 
