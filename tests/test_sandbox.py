@@ -223,6 +223,27 @@ def test_a_cell_that_dies_leaves_the_state_as_before_it(session: Session, name: 
     assert "sleep" not in alive()
 
 
+WITHOUT_ITS_FIRST_THREAD = """
+import ctypes, os, threading, time
+def say():
+    time.sleep(0.2)
+    for fd in range(3, 64):
+        try: os.write(fd, b'{"done": {"code": 0, "value": ""}}\\n')
+        except OSError: pass
+    while True: time.sleep(999)
+threading.Thread(target=say).start()
+ctypes.CDLL(None).syscall(60, 0)
+"""
+
+
+def test_a_speaker_whose_first_thread_has_ended_is_known_at_once_to_be_no_state(session: Session) -> None:
+    before = time.process_time()
+    assert session.run(WITHOUT_ITS_FIRST_THREAD).status == "killed"
+    assert time.process_time() - before < 1
+    assert not session.alive
+    assert alive() == []
+
+
 def keeps_nothing_of_what_passed_its_limit(session: Session) -> None:
     """Also where the cell ends by itself as it is killed."""
     session.run("x = 1")

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -33,10 +34,11 @@ from tests.test_sandbox import (
 )
 from tests.test_sandbox_attacks import ATTACKS, BRIEF, CPU, HUNT, IN_TIME, LIMITS, SECRET, SHORT, TRY_PATHS, numbers
 from workflow.errors import CodeFailure, ConfigError, SandboxUnavailable
-from workflow.sandbox import MIB, Limits, Sandbox, Session, keeper, landlock, plain
+from workflow.sandbox import MIB, Limits, Sandbox, Session, keeper, landlock, plain, spawn
 from workflow.sandbox.boxed import Boxed
 from workflow.sandbox.docker import Docker, check
 from workflow.sandbox.find import find_sandbox
+from workflow.sandbox.launch import Inside
 from workflow.sandbox.session import ENDED, CellSession
 from workflow.settings import Settings
 from workflow.tools.python import observed
@@ -109,8 +111,8 @@ def alive() -> list[str]:
         try:
             user, command = folder.stat().st_uid, (folder / "cmdline").read_bytes()
             mine = user in UIDS or (os.geteuid() != 0 and user == os.geteuid() and b"workflow.sandbox" in command)
-            if mine and "\nState:\tZ" not in (folder / "status").read_text():
-                found.append((folder / "comm").read_text().strip())
+            if mine and b"\nState:\tZ" not in (folder / "status").read_bytes():
+                found.append((folder / "comm").read_text(errors="replace").strip())
         except OSError:
             continue
     return sorted(found)
@@ -152,6 +154,23 @@ def kept_session(sandbox: Sandbox, lasting: list[CellSession], request: pytest.F
     deadline = time.monotonic() + 10
     while len(alive()) > living and time.monotonic() < deadline:  # the state from before the last cell ends by itself
         time.sleep(0.01)
+
+
+def test_a_keeper_that_ends_without_a_report_leaves_nothing_to_be_read(
+    landlock_sandbox: Boxed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ready(file: int, seconds: float | None = None) -> bool:
+        os.fstat(file)
+        return seen(file, seconds)
+
+    seen = spawn.ready
+    monkeypatch.setattr(spawn, "ready", ready)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    kept = landlock_sandbox.launch.start(Limits(), Inside(("runner",), (nothing, nothing), (1, 1 << 32, 9), nothing, nothing))
+    os.close(nothing)
+    assert isinstance(kept, landlock.Kept)
+    kept._process.kill()
+    assert kept.close() == -signal.SIGKILL
 
 
 # The attacks that bwrap meets.

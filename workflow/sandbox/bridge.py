@@ -14,7 +14,7 @@ itself, the bridge ends, and as the first process of its namespace it takes all 
 The program runs as the same user. It can neither trace nor signal the bridge, which is the first process and not dumpable; it
 may close or fill its own files, and harm its own answers.
 
-This file runs inside and imports the standard library and `freeze`.
+This file runs inside and imports the standard library, `proc` and `freeze`.
 """
 
 import ctypes

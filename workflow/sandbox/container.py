@@ -78,7 +78,7 @@ class Container:
         self._kept: list[tuple[bytes, bytes]] = []
         self._log = TemporaryFile()  # noqa: SIM115 - closed with the container
         self._said = ""
-        inside = [*payload.FLAGS, "-c", payload.standalone("freeze", "bridge")]
+        inside = [*payload.FLAGS, "-c", payload.standalone("proc", "freeze", "bridge")]
         self._process = subprocess.Popen(
             [*self._docker, *options(self._name, image, user, limits), *inside],
             stdin=subprocess.PIPE,

@@ -173,10 +173,10 @@ def become(spec: Spec) -> NoReturn:
 
 
 def words(path: str) -> list[str]:
-    """A file of /proc, split; empty where its process is gone."""
+    """A file of /proc, split; empty where its process is gone. A process's own name need be no text."""
     try:
-        with open(path) as file:
-            return file.read().rpartition(")")[2].split()
+        with open(path, "rb") as file:
+            return file.read().rpartition(b")")[2].decode(errors="replace").split()
     except UNSEEN:
         return []
 

@@ -194,6 +194,7 @@ class Kept:
         self._uid = uid
         self._undone = undone
         self._closed = False
+        self._said: keeper.Report | None = None
 
     def members(self) -> set[int]:
         """See `Started.members`: those of its user, or what came of the keeper, looked at twice since orphans move up to it."""
@@ -219,10 +220,9 @@ class Kept:
             spawn.ready(self.ended)
             os.close(self.ended)
             self._process.wait()
-            self.cgroup.said()  # before its pipe is closed
+            self._said = self.cgroup.said()  # before its pipe is closed
             self._undone.close()
-        said = self.cgroup.said()
-        return os.waitstatus_to_exitcode(said["status"]) if said else self._process.wait()
+        return os.waitstatus_to_exitcode(self._said["status"]) if self._said else self._process.wait()
 
 
 def launch(python: str, folders: tuple[str, ...], uids: range) -> Launch:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from workflow.errors import InfraError
-from workflow.sandbox import Limits, Status
+from workflow.sandbox import Limits, Status, proc
 from workflow.sandbox.cgroups import Events
 from workflow.sandbox.launch import Started
 
@@ -118,16 +118,7 @@ def spent(box: Started, lasting: Set[int] = frozenset()) -> float:
     counted = box.cgroup.cpu_seconds()
     if counted is not None:
         return counted
-    return sum(_process_seconds(process) for process in box.members() - lasting)
-
-
-def _process_seconds(pid: int) -> float:
-    """Processor time of one process and of its buried children; none where it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+    return sum(proc.processor_seconds(process) for process in box.members() - lasting)
 
 
 def status(limits: Limits, overrun: Overrun | None, code: int | None, cpu: float, kernel: Events) -> Status:
