@@ -92,11 +92,15 @@ def test_the_model_is_told_that_what_a_cell_left_running_was_ended(box: None) ->
 
 def test_the_systems_failures_are_no_observations() -> None:
     limits = Limits(cpu_seconds=5)
-    for failed in (result("sandbox_fault"), result("timeout_wall", 2.0)):
+    for failed in (result("sandbox_fault"), result("starved", 2.0)):
         with pytest.raises(InfraError, match=failed.status):
             observed(failed, limits)
+
+
+@pytest.mark.parametrize("cpu_seconds", [0.01, 2.0])
+def test_a_program_that_slept_is_told_so_whatever_it_did_before(cpu_seconds: float) -> None:
     with pytest.raises(CodeFailure, match=r"said\n.*it slept or waited") as slept:
-        observed(result("timeout_wall", 0.01), limits)
+        observed(result("timeout_wall", cpu_seconds), Limits(cpu_seconds=5))
     assert slept.value.error_class == "timeout_wall"
     assert isinstance(slept.value, ToolFailure)
 

@@ -151,7 +151,7 @@ def asked(function: str, args: str, warm: Warm | None = None, limits: Limits = L
     for _ in range(ATTEMPTS):
         with (warm or judges).one() as session:
             result = session.call(function, args, limits, keeps=False)
-            if session.alive and not system_failed(result, limits):
+            if session.alive and not system_failed(result):
                 return result
     raise InfraError(f"The sandbox ({result.kind}) failed a judge: {result.status}: {result.output[:300]}")
 
