@@ -27,6 +27,7 @@ from workflow.envs import Env, offered
 from workflow.errors import AgentRLError, ConfigError, InfraError, SandboxUnavailable, ServiceError, ToolFailure, Unready
 from workflow.faults import faultpoint
 from workflow.once import Once
+from workflow.patience import Patience
 from workflow.plugins import find
 from workflow.settings import settings
 from workflow.store import calls
@@ -124,15 +125,23 @@ def run_tool(tool: Tool, work: CallWork) -> ToolResult:
         return _unopened(tool, unopened)
     start = time.perf_counter()
     answer: Future[ToolResult] = Future()
+    patience = Patience()
     # A thread of its own for each call: one that never ends takes nobody else's place.
-    attempt = (answer, partial(_timed, tool, work.arguments))
+    attempt = (answer, partial(_timed, tool, work.arguments, patience))
     threading.Thread(target=_attempt, args=attempt, name=f"tool-{tool.name}", daemon=True).start()
-    try:
-        error = answer.exception(tool.timeout_seconds)
-    except TimeoutError:
-        error = tool.overdue()
+    error = _awaited(answer, tool, patience)
     told = answer.result() if error is None else _failure(tool, error)
-    return replace(told, seconds=time.perf_counter() - start)
+    return replace(told, seconds=time.perf_counter() - start - patience.waited)
+
+
+def _awaited(answer: "Future[ToolResult]", tool: Tool, patience: Patience) -> BaseException | None:
+    """What the call raised, if anything, within its tool's time, of which none passes while it waits for its turn."""
+    began = time.monotonic()
+    while (left := tool.timeout_seconds + patience.waited - (time.monotonic() - began)) > 0:
+        with suppress(TimeoutError):
+            return answer.exception(left)
+    patience.end()
+    return tool.overdue()
 
 
 def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -> ToolResult:
@@ -143,18 +152,20 @@ def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -
     Raises:
         InfraError: the system failed the tool.
     """
-    start = time.perf_counter()
+    start, patience = time.perf_counter(), Patience()
     try:
-        told = notebook.run(tool, arguments)
+        with patience.held():
+            told = notebook.run(tool, arguments)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - anybody's tool; what is the system's is raised again
         told = _failure(tool, error)
-    return replace(told, seconds=time.perf_counter() - start)
+    return replace(told, seconds=time.perf_counter() - start - patience.waited)
 
 
-def _timed(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
+def _timed(tool: Tool, arguments: Mapping[str, Any], patience: Patience) -> ToolResult:
     """The tool's answer, with the processor time of this thread, which did nothing else, where no sandbox told its own."""
     try:
-        told = tool.run(arguments)
+        with patience.held():
+            told = tool.run(arguments)
     except ToolFailure as error:
         told = failure(tool, error)
     return told if told.exit else replace(told, cpu_seconds=time.thread_time())

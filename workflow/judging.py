@@ -17,6 +17,7 @@ from typing import Any
 
 from workflow.errors import InfraError
 from workflow.once import Once
+from workflow.patience import waiting
 from workflow.sandbox import Limits, Result, Session, cases, checks, plain
 from workflow.tools.python import sandbox, system_failed
 
@@ -45,7 +46,8 @@ class Warm:
         Raises:
             AgentRLError: it cannot be opened.
         """
-        session = self._places().get()
+        with waiting():
+            session = self._places().get()
         try:
             if session is None or not session.alive:
                 session = self._opened()
