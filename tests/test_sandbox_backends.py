@@ -210,6 +210,17 @@ for n in range(64):
     os.unlink("x")
     kept[-1].write(b"x" * (1 << 20))
 """,
+    "files without a name or a descriptor": """
+import ctypes, os
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+for n in range(32):
+    file = os.open("x", os.O_RDWR | os.O_CREAT)
+    os.write(file, b"x" * (1 << 20))
+    assert libc.mmap(None, ctypes.c_size_t(4096), 1, 1, file, ctypes.c_long(0)) not in (None, 2**64 - 1)
+    os.unlink("x")
+    os.close(file)
+""",
     "folders without end": "import os\nfor n in range(40000): os.mkdir('d' * 50); os.chdir('d' * 50)",
     "a folder that cannot be listed": """
 import os
@@ -224,6 +235,13 @@ THEN_WAITS = "\nimport time\ntime.sleep(1000)"
 def test_its_own_folder_has_a_size(sandbox: Sandbox, name: str) -> None:
     limits = Limits(cpu_seconds=20, wall_seconds=60, tmp_bytes=4 * MIB)
     assert sandbox.run(FILLS[name] + THEN_WAITS, limits=limits).status in ("error", "disk", "oom")
+
+
+def test_a_temporary_file_that_is_mapped_counts_once_under_landlock(landlocked: Sandbox) -> None:
+    half = "import mmap, tempfile, time\nf = tempfile.TemporaryFile()\nf.truncate(5 << 19)\nm = mmap.mmap(f.fileno(), 0)\n"
+    fills = "m[:] = b'x' * len(m)\ntime.sleep(0.5)\nprint(len(m))"
+    result = landlocked.run(half + fills, limits=Limits(tmp_bytes=4 * MIB))
+    assert (result.status, result.output) == ("ok", f"{5 << 19}\n")
 
 
 def test_who_writes_too_much_under_landlock_is_told_so(landlocked: Sandbox) -> None:

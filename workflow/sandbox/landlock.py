@@ -7,7 +7,8 @@ time and the folder's size to their limits, by looking ten times a second, and l
 
 What it does not contain, and bwrap does:
 - Limits are looked at, not enforced at once: for a tenth of a second memory and disk can be overrun (memory of one process
-  by 1 GiB at most); with a writable control group memory is exact here too.
+  by 1 GiB at most); with a writable control group memory is exact here too. A file without a name whose only descriptor is in
+  flight, in a socket pair that nobody reads, is not seen at all, and lasts as long as the pair.
 - There is no /tmp of its own, only the folder; /tmp, /proc and /dev/shm cannot be read or written. What needs them
   (`multiprocessing` locks, `psutil`) fails.
 - Names are no secret: whether a path exists, its size, owner and times can be asked (`stat`) anywhere where the user may look;
