@@ -8,9 +8,9 @@ answer of a model brings that about. A call that must not run twice commits its 
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache, partial
@@ -44,6 +44,9 @@ MENDED = "Start that worker anew with what it needs (embedded: agentrl down, the
 GRACE_SECONDS = 5.0
 """How much longer than its tool's limit a call may take to be recorded."""
 
+_running: set[int] = set()
+_running_lock = threading.Lock()
+
 
 @app.task(name="agentrl.call", throws=(ServiceError, InfraError))
 def call(call_id: int, reply_to: str) -> None:
@@ -67,7 +70,7 @@ def _wake(reply_to: str, call_id: int, reason: str = "") -> None:
 
 
 def _answered(work: CallWork, reply_to: str) -> bool:
-    """Answers the call; False where that is another's: who may be running what must not run twice, or has the session."""
+    """Answers the call; False where that is another's: who may be running what must not run twice, or has it already."""
     started = datetime.now(UTC)
     tool = _loaded(work)
     if isinstance(tool, CodeTool) and tool.keeps:
@@ -75,12 +78,27 @@ def _answered(work: CallWork, reply_to: str) -> bool:
         if owner != own_queue():
             send_call(work.id, reply_to, owner)
         return owner == own_queue()
-    result = _result(tool, work)
-    if result is None:
-        return False
-    faultpoint("run_tool.after")
-    calls.record_result(database(), work.id, result, started, worker_name())
+    with _alone(work.id) as alone:
+        result = _result(tool, work) if alone else None
+        if result is None:
+            return False
+        faultpoint("run_tool.after")
+        calls.record_result(database(), work.id, result, started, worker_name())
     return True
+
+
+@contextmanager
+def _alone(call: int) -> Iterator[bool]:
+    """Whether no other thread here has the call: one that waits for its turn is sent again, and stands in line once."""
+    with _running_lock:
+        alone = call not in _running
+        _running.add(call)
+    try:
+        yield alone
+    finally:
+        if alone:
+            with _running_lock:
+                _running.discard(call)
 
 
 def _loaded(work: CallWork) -> Tool:
