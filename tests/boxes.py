@@ -54,8 +54,8 @@ def alive() -> list[str]:
         try:
             user = folder.stat().st_uid
             mine = user in UIDS if os.geteuid() == 0 else user == os.geteuid() and os.readlink(folder / "ns/pid") != ours
-            if mine and "\nState:\tZ" not in (folder / "status").read_text():
-                found.append((folder / "comm").read_text().strip())
+            if mine and b"\nState:\tZ" not in (folder / "status").read_bytes():
+                found.append((folder / "comm").read_text(errors="replace").strip())
         except OSError:
             continue
     return found

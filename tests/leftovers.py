@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from tests.boxes import UIDS
-from workflow.sandbox import MIB, Limits, Sandbox
+from workflow.sandbox import MIB, Limits, Sandbox, proc
 from workflow.sandbox.session import ENDED, FULL
 
 LIMITS = Limits(cpu_seconds=3, wall_seconds=40, memory_bytes=256 * MIB, processes=32)
@@ -59,6 +59,11 @@ except OSError: pass
 """,
         {"ok"},
     ),
+    "a fork whose name is no text": (
+        "import ctypes, os, time\nif os.fork() == 0:\n  ctypes.CDLL(None).prctl(15, b'\\xff) \\xfe')\n  time.sleep(999)\n"
+        "time.sleep(0.1)",
+        {"ok"},
+    ),
     "an alarm": ("import signal\nsignal.setitimer(signal.ITIMER_REAL, 0.05)", {"ok"}),
     "children that nobody asks for": ("import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nNone", {"ok"}),
     "forks that set all going": (
@@ -76,16 +81,19 @@ except OSError: pass
 }
 
 
-TELLING = ("a fork that spins with its limits raised", "sleeping threads, as many as there may be", "a fork bomb")
-"""What is left where all of the rest has been tried in another kind of sandbox: a spinner, a full house, a crowd."""
+TELLING = (
+    *("a fork that spins with its limits raised", "sleeping threads, as many as there may be", "a fork bomb"),
+    "a fork whose name is no text",
+)
+"""What is left where all of the rest has been tried in another kind of sandbox: a spinner, a full house, a crowd, a name."""
 
 
 def descends(process: int) -> bool:
     """Whether this process is among the other's ancestors; what a sandbox orphans stays below its keeper."""
     while process not in (0, os.getpid()):
         try:
-            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # gone
+            process = int(proc.fields(process)[1])
+        except IndexError:  # gone
             return False
     return process != 0
 
@@ -96,8 +104,9 @@ def ours() -> dict[int, tuple[str, int]]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             user, command = folder.stat().st_uid, (folder / "cmdline").read_bytes()
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
+            continue
+        if not (fields := proc.fields(int(folder.name))):
             continue
         ordinary = os.geteuid() != 0 and user == os.geteuid() and b"workflow.sandbox" in command
         mine = user in UIDS or (ordinary and descends(int(folder.name)))

@@ -24,9 +24,10 @@ from workflow.envs import Env
 from workflow.envs.code import code as env
 from workflow.errors import DatasetError, InfraError, RewardError, SandboxUnavailable
 from workflow.plugins import find
-from workflow.rewards import progress, score
+from workflow.rewards import progress, score, tests_passed
 from workflow.rewards.progress import MOST_TRIED
 from workflow.rewards.tests_passed import read_code
+from workflow.sandbox import Result
 from workflow.sandbox.cases import Case
 from workflow.settings import settings
 from workflow.store.calls import CallWork
@@ -262,6 +263,27 @@ def test_programs_tried_out_share_one_budget_of_processor_time(box: None, monkey
     assert told.content == "[[0.0], [0.0], []]"
     assert told.cpu_seconds is not None
     assert told.cpu_seconds >= 0.5
+
+
+SLEEPY = "import time\ndef add(a, b):\n    time.sleep(0.4)\n    return a + b  # sleepy"
+
+
+def test_once_an_answer_has_slept_for_too_long_its_other_tests_are_failed(box: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tests_passed, "WHOLE_IDLE_SECONDS", 0.5)
+    task = replace(ADD, metadata=code_metadata("add", [Case((n, 1), n + 1, "equal") for n in range(10)]))
+    assert 0 < earned(SLEEPY, task) < 0.5
+    judge = find("rewards", "progress")
+    sleeps = "import time\ntime.sleep(0.8)\ndef add(a, b): return a + b"
+    told = judge.run(judge.asks(trying(sleeps, "def add(a, b): return a + b")))
+    assert told.content == "[[0.0], [0.0], []]"
+
+
+def test_an_answer_that_waits_for_a_core_has_not_slept() -> None:
+    budget = tests_passed.Budget(10.0)
+    budget.pay(Result("ok", "", 0, 1.0, 90.0, "bwrap", waited_seconds=80.0))
+    assert not budget.spent
+    budget.pay(Result("ok", "", 0, 1.0, 90.0, "bwrap", waited_seconds=10.0))
+    assert budget.spent
 
 
 def test_the_last_block_is_the_answer() -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.boxes import MODES, SETTINGS, UIDS, alive, boxed, machine
 from tests.conftest import forbidden
 from workflow.errors import ConfigError, InfraError, SandboxUnavailable
-from workflow.sandbox import Limits, Result, Session, cgroups, plain, seats, spawn, watch
+from workflow.sandbox import Limits, Result, Session, cgroups, plain, proc, seats, spawn, watch
 from workflow.sandbox.boxed import Boxed
 from workflow.sandbox.bwrap import Profile
 from workflow.sandbox.cgroups import Events
@@ -139,6 +139,40 @@ def test_neighbours_that_compute_change_no_status() -> None:
             process.wait()
 
 
+SLEEPS = "import time\nwhile time.process_time() < {}: pass\ntime.sleep(999)"
+
+
+@pytest.mark.parametrize("burnt", [0, 0.3])
+def test_a_program_that_sleeps_is_ended_for_it_and_not_for_the_system_whatever_it_did_before(burnt: float) -> None:
+    limits = Limits(cpu_seconds=1, wall_seconds=99, asleep_seconds=0.5)
+    with boxed("warm") as sandbox:
+        assert sandbox.run(SLEEPS.format(burnt), limits=limits).status == "timeout_wall"
+        session = sandbox.session(limits)
+        assert session.run(SLEEPS.format(burnt)).status == "timeout_wall"
+        assert session.run("1").output == "1\n"
+
+
+def test_a_program_that_is_kept_from_its_core_is_starved() -> None:
+    spin = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(spin, start_new_session=True) for _ in range(8 * (os.cpu_count() or 1))]
+    try:
+        with boxed("cold") as sandbox:
+            result = sandbox.run("while True: pass", limits=Limits(cpu_seconds=5, wall_seconds=1.5))
+        assert result.status == "starved"
+        assert result.waited_seconds >= 0.75
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def test_what_threads_of_a_program_wait_for_one_another_is_not_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter([{"a": 1, "b": 2}, {"a": 3, "b": 3, "c": 1}, {"c": 1}, {"c": 2}])
+    monkeypatch.setattr(proc, "_waits", lambda process: ((name, int(wait * 1e9)) for name, wait in next(seen).items()))
+    waits = proc.Waits()
+    assert [waits.look([1]) for _ in range(4)] == [2, 4, 4, 5]
+
+
 def test_a_status_is_what_the_kernel_counted() -> None:
     limits, nothing = Limits(cpu_seconds=1), Events()
     assert watch.status(limits, None, 0, 0.1, nothing) == "ok"
@@ -149,6 +183,7 @@ def test_a_status_is_what_the_kernel_counted() -> None:
     assert watch.status(limits, None, 1, 0.1, Events(pids=1)) == "pids"
     assert watch.status(limits, None, 0, 0.1, Events(pids=1)) == "ok"
     assert watch.status(limits, "timeout_wall", None, 0.1, nothing) == "timeout_wall"
+    assert watch.status(limits, "starved", None, 0.1, nothing) == "starved"
     assert watch.status(limits, "timeout_wall", None, 1.1, nothing) == "timeout_cpu"
 
 
@@ -221,6 +256,27 @@ def test_a_cell_that_dies_leaves_the_state_as_before_it(session: Session, name: 
     assert session.run(code, Limits(cpu_seconds=1)).status == status
     assert session.run("x").output == "1\n"
     assert "sleep" not in alive()
+
+
+WITHOUT_ITS_FIRST_THREAD = """
+import ctypes, os, threading, time
+def say():
+    time.sleep(0.2)
+    for fd in range(3, 64):
+        try: os.write(fd, b'{"done": {"code": 0, "value": ""}}\\n')
+        except OSError: pass
+    while True: time.sleep(999)
+threading.Thread(target=say).start()
+ctypes.CDLL(None).syscall(60, 0)
+"""
+
+
+def test_a_speaker_whose_first_thread_has_ended_is_known_at_once_to_be_no_state(session: Session) -> None:
+    before = time.process_time()
+    assert session.run(WITHOUT_ITS_FIRST_THREAD).status == "killed"
+    assert time.process_time() - before < 1
+    assert not session.alive
+    assert alive() == []
 
 
 def keeps_nothing_of_what_passed_its_limit(session: Session) -> None:

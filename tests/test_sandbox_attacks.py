@@ -85,6 +85,7 @@ ATTACKS = {
     "deep recursion in C": ("import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()", {"killed", "oom"}),
     "daemon": (DAEMON.format(then="os.close(1), os.close(2)"), {"ok"}),
     "daemon that holds stdout": (DAEMON.format(then="pass"), {"ok"}),
+    "a name that is no text": ("import ctypes, time\nctypes.CDLL(None).prctl(15, b'\\xff) \\xfe')\ntime.sleep(0.3)", {"ok"}),
     "exit without an end": ("import os\nos._exit(7)", {"error"}),
     "closed output": ("import os\nos.close(1)\nos.close(2)\nprint('x')", {"error", "ok"}),
 }
@@ -106,6 +107,13 @@ def test_an_attack_is_contained_and_leaves_nothing(sandbox: Boxed, name: str) ->
     assert len(result.output) <= 4096
     assert len(alive()) in (0, OF_A_ZYGOTE)
     assert sandbox.run("print(1)").output == "1\n"
+
+
+def test_a_program_whose_name_is_no_text_ends_by_itself_where_no_control_group_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroups, "parents", dict)
+    for mode in MODES:
+        with boxed(mode) as sandbox:
+            assert sandbox.run(ATTACKS["a name that is no text"][0], limits=LIMITS).status == "ok"
 
 
 @pytest.mark.parametrize("name", IN_TIME)

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -33,10 +34,11 @@ from tests.test_sandbox import (
 )
 from tests.test_sandbox_attacks import ATTACKS, BRIEF, CPU, HUNT, IN_TIME, LIMITS, SECRET, SHORT, TRY_PATHS, numbers
 from workflow.errors import CodeFailure, ConfigError, SandboxUnavailable
-from workflow.sandbox import MIB, Limits, Sandbox, Session, keeper, landlock, plain
+from workflow.sandbox import MIB, Limits, Sandbox, Session, keeper, landlock, plain, spawn
 from workflow.sandbox.boxed import Boxed
 from workflow.sandbox.docker import Docker, check
 from workflow.sandbox.find import find_sandbox
+from workflow.sandbox.launch import Inside
 from workflow.sandbox.session import ENDED, CellSession
 from workflow.settings import Settings
 from workflow.tools.python import observed
@@ -109,8 +111,8 @@ def alive() -> list[str]:
         try:
             user, command = folder.stat().st_uid, (folder / "cmdline").read_bytes()
             mine = user in UIDS or (os.geteuid() != 0 and user == os.geteuid() and b"workflow.sandbox" in command)
-            if mine and "\nState:\tZ" not in (folder / "status").read_text():
-                found.append((folder / "comm").read_text().strip())
+            if mine and b"\nState:\tZ" not in (folder / "status").read_bytes():
+                found.append((folder / "comm").read_text(errors="replace").strip())
         except OSError:
             continue
     return sorted(found)
@@ -154,6 +156,23 @@ def kept_session(sandbox: Sandbox, lasting: list[CellSession], request: pytest.F
         time.sleep(0.01)
 
 
+def test_a_keeper_that_ends_without_a_report_leaves_nothing_to_be_read(
+    landlock_sandbox: Boxed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ready(file: int, seconds: float | None = None) -> bool:
+        os.fstat(file)
+        return seen(file, seconds)
+
+    seen = spawn.ready
+    monkeypatch.setattr(spawn, "ready", ready)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    kept = landlock_sandbox.launch.start(Limits(), Inside(("runner",), (nothing, nothing), (1, 1 << 32, 9), nothing, nothing))
+    os.close(nothing)
+    assert isinstance(kept, landlock.Kept)
+    kept._process.kill()
+    assert kept.close() == -signal.SIGKILL
+
+
 # The attacks that bwrap meets.
 
 
@@ -191,6 +210,17 @@ for n in range(64):
     os.unlink("x")
     kept[-1].write(b"x" * (1 << 20))
 """,
+    "files without a name or a descriptor": """
+import ctypes, os
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+for n in range(32):
+    file = os.open("x", os.O_RDWR | os.O_CREAT)
+    os.write(file, b"x" * (1 << 20))
+    assert libc.mmap(None, ctypes.c_size_t(4096), 1, 1, file, ctypes.c_long(0)) not in (None, 2**64 - 1)
+    os.unlink("x")
+    os.close(file)
+""",
     "folders without end": "import os\nfor n in range(40000): os.mkdir('d' * 50); os.chdir('d' * 50)",
     "a folder that cannot be listed": """
 import os
@@ -205,6 +235,13 @@ THEN_WAITS = "\nimport time\ntime.sleep(1000)"
 def test_its_own_folder_has_a_size(sandbox: Sandbox, name: str) -> None:
     limits = Limits(cpu_seconds=20, wall_seconds=60, tmp_bytes=4 * MIB)
     assert sandbox.run(FILLS[name] + THEN_WAITS, limits=limits).status in ("error", "disk", "oom")
+
+
+def test_a_temporary_file_that_is_mapped_counts_once_under_landlock(landlocked: Sandbox) -> None:
+    half = "import mmap, tempfile, time\nf = tempfile.TemporaryFile()\nf.truncate(5 << 19)\nm = mmap.mmap(f.fileno(), 0)\n"
+    fills = "m[:] = b'x' * len(m)\ntime.sleep(0.5)\nprint(len(m))"
+    result = landlocked.run(half + fills, limits=Limits(tmp_bytes=4 * MIB))
+    assert (result.status, result.output) == ("ok", f"{5 << 19}\n")
 
 
 def test_who_writes_too_much_under_landlock_is_told_so(landlocked: Sandbox) -> None:

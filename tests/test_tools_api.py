@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -13,6 +14,7 @@ from pydantic import BaseModel, Field
 from tests.models import tiny_random
 from tests.stored import CALL, claim, sampled, start, submission, values
 from workers import tools
+from workers.dispatch import NOBODY
 from workers.submit import prepare
 from workers.tools import run_tool
 from workflow.config import build
@@ -177,6 +179,35 @@ def failing() -> str:
 
 failing_tool = Tool(failing)
 unready_tool = Tool(failing, needs=unready)
+
+
+entered, may_end = SimpleQueue[str](), threading.Event()
+
+
+def lingering() -> str:
+    """Takes its time."""
+    entered.put("one")
+    assert may_end.wait(60)
+    return "done"
+
+
+lingering_tool = Tool(lingering, timeout_seconds=60.0)
+
+
+def test_a_call_that_is_sent_again_while_it_runs_runs_once(own_database: Database) -> None:
+    wanted = submission()
+    group, *_ = start(own_database, replace(wanted, config={**wanted.config, "tools": [f"{__name__}:lingering_tool"]}))
+    claimed = claim(own_database, group)
+    record = replace(CALL, call=replace(CALL.call, name="lingering", arguments={}))
+    ((number,), *_) = steps.commit_sampled(own_database, claimed.fence, [sampled(claimed, calls=(record,))])
+    first = threading.Thread(target=tools.call, args=(number, NOBODY))
+    first.start()
+    assert entered.get(timeout=60)
+    threading.Timer(0.5, may_end.set).start()
+    tools.call(number, NOBODY)
+    first.join()
+    assert entered.empty()
+    assert values(own_database, "SELECT result FROM tool_calls") == ["done"]
 
 
 def test_a_call_that_the_system_failed_stays_without_a_result_so_that_it_is_sent_again(own_database: Database) -> None:

@@ -1,8 +1,13 @@
 """The tool python: what a program prints, what it did wrong, what the system did, and whose limits hold."""
 
+import os
 import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
@@ -13,6 +18,7 @@ from workers.tools import run_tool
 from workflow.config import build
 from workflow.errors import CodeFailure, InfraError, SandboxUnavailable, ToolFailure
 from workflow.sandbox import Limits, Result
+from workflow.sandbox.boxed import Boxed
 from workflow.settings import settings
 from workflow.store.calls import CallWork
 from workflow.store.connect import Database
@@ -92,11 +98,15 @@ def test_the_model_is_told_that_what_a_cell_left_running_was_ended(box: None) ->
 
 def test_the_systems_failures_are_no_observations() -> None:
     limits = Limits(cpu_seconds=5)
-    for failed in (result("sandbox_fault"), result("timeout_wall", 2.0)):
+    for failed in (result("sandbox_fault"), result("starved", 2.0)):
         with pytest.raises(InfraError, match=failed.status):
             observed(failed, limits)
+
+
+@pytest.mark.parametrize("cpu_seconds", [0.01, 2.0])
+def test_a_program_that_slept_is_told_so_whatever_it_did_before(cpu_seconds: float) -> None:
     with pytest.raises(CodeFailure, match=r"said\n.*it slept or waited") as slept:
-        observed(result("timeout_wall", 0.01), limits)
+        observed(result("timeout_wall", cpu_seconds), Limits(cpu_seconds=5))
     assert slept.value.error_class == "timeout_wall"
     assert isinstance(slept.value, ToolFailure)
 
@@ -112,6 +122,45 @@ def test_a_call_that_the_machine_was_too_busy_for_is_sent_again(box: None) -> No
     with pytest.raises(InfraError, match=r"slow was not served within 0\.05 s"):
         told("", CodeTool(slow, timeout_seconds=0.05))
     entered.set()
+
+
+@pytest.fixture
+def taken(box: None) -> Iterator[Callable[[], None]]:
+    """All turns of the process's sandbox, and what gives them back."""
+    made = sandbox()
+    assert isinstance(made, Boxed)
+    with ExitStack() as turns:
+        for _ in range(os.cpu_count() or 1):
+            turns.enter_context(made._turns.one())
+        yield turns.close
+
+
+def test_what_a_call_waits_for_its_turn_takes_none_of_its_time(taken: Callable[[], None]) -> None:
+    threading.Timer(1.5, taken).start()
+    waited = told("print(1)", replace(python, timeout_seconds=1.0))
+    assert waited.content == "1"
+    assert waited.seconds < 1
+
+
+def test_a_call_that_was_given_up_takes_no_turn(taken: Callable[[], None]) -> None:
+    def late(code: str) -> str:
+        """Comes too late to ask for its turn."""
+        given_up.wait(60)
+        return code
+
+    class Late(CodeTool):
+        def run(self, arguments: Mapping[str, Any]) -> ToolResult:
+            try:
+                return super().run(arguments)
+            except InfraError as error:
+                said.put(error.message)
+                raise
+
+    given_up, said = threading.Event(), SimpleQueue[str]()
+    with pytest.raises(InfraError, match="not served"):
+        told("print(1)", Late(late, timeout_seconds=0.05))
+    given_up.set()
+    assert said.get(timeout=60) == "Nobody waits any more for what was to be done."
 
 
 def test_without_a_sandbox_a_run_with_the_tool_is_refused_and_told_what_to_install(

@@ -22,6 +22,7 @@ from workers.process import stopping, worker_name
 from workflow.errors import ServiceError
 from workflow.faults import faultpoint
 from workflow.once import Once
+from workflow.patience import Patience
 from workflow.sandbox import Session
 from workflow.store import calls, sessions
 from workflow.store.connect import Database
@@ -172,13 +173,14 @@ class Sessions:
 
     def _run(self, live: _Live, tool: CodeTool, cell: Cell, note: str) -> ToolResult:
         assert live.session is not None
-        began = time.perf_counter()
+        began, patience = time.perf_counter(), Patience()
         faultpoint("run_tool.before")
-        result = self._told(tool, live.session, cell)
+        with patience.held():
+            result = self._told(tool, live.session, cell)
         faultpoint("run_tool.after")
         if result.exit:
             live.seen.append(cell.id)
-        return replace(result, content=note + result.content, seconds=time.perf_counter() - began)
+        return replace(result, content=note + result.content, seconds=time.perf_counter() - began - patience.waited)
 
     def _told(self, tool: CodeTool, session: Session, cell: Cell) -> ToolResult:
         try:

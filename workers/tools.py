@@ -8,9 +8,9 @@ answer of a model brings that about. A call that must not run twice commits its 
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache, partial
@@ -27,6 +27,7 @@ from workflow.envs import Env, offered
 from workflow.errors import AgentRLError, ConfigError, InfraError, SandboxUnavailable, ServiceError, ToolFailure, Unready
 from workflow.faults import faultpoint
 from workflow.once import Once
+from workflow.patience import Patience
 from workflow.plugins import find
 from workflow.settings import settings
 from workflow.store import calls
@@ -42,6 +43,9 @@ Answer = TypeVar("Answer")
 MENDED = "Start that worker anew with what it needs (embedded: agentrl down, then agentrl resume RUN)."
 GRACE_SECONDS = 5.0
 """How much longer than its tool's limit a call may take to be recorded."""
+
+_running: set[int] = set()
+_running_lock = threading.Lock()
 
 
 @app.task(name="agentrl.call", throws=(ServiceError, InfraError))
@@ -66,7 +70,7 @@ def _wake(reply_to: str, call_id: int, reason: str = "") -> None:
 
 
 def _answered(work: CallWork, reply_to: str) -> bool:
-    """Answers the call; False where that is another's: who may be running what must not run twice, or has the session."""
+    """Answers the call; False where that is another's: who may be running what must not run twice, or has it already."""
     started = datetime.now(UTC)
     tool = _loaded(work)
     if isinstance(tool, CodeTool) and tool.keeps:
@@ -74,12 +78,27 @@ def _answered(work: CallWork, reply_to: str) -> bool:
         if owner != own_queue():
             send_call(work.id, reply_to, owner)
         return owner == own_queue()
-    result = _result(tool, work)
-    if result is None:
-        return False
-    faultpoint("run_tool.after")
-    calls.record_result(database(), work.id, result, started, worker_name())
+    with _alone(work.id) as alone:
+        result = _result(tool, work) if alone else None
+        if result is None:
+            return False
+        faultpoint("run_tool.after")
+        calls.record_result(database(), work.id, result, started, worker_name())
     return True
+
+
+@contextmanager
+def _alone(call: int) -> Iterator[bool]:
+    """Whether no other thread here has the call: one that waits for its turn is sent again, and stands in line once."""
+    with _running_lock:
+        alone = call not in _running
+        _running.add(call)
+    try:
+        yield alone
+    finally:
+        if alone:
+            with _running_lock:
+                _running.discard(call)
 
 
 def _loaded(work: CallWork) -> Tool:
@@ -124,15 +143,23 @@ def run_tool(tool: Tool, work: CallWork) -> ToolResult:
         return _unopened(tool, unopened)
     start = time.perf_counter()
     answer: Future[ToolResult] = Future()
+    patience = Patience()
     # A thread of its own for each call: one that never ends takes nobody else's place.
-    attempt = (answer, partial(_timed, tool, work.arguments))
+    attempt = (answer, partial(_timed, tool, work.arguments, patience))
     threading.Thread(target=_attempt, args=attempt, name=f"tool-{tool.name}", daemon=True).start()
-    try:
-        error = answer.exception(tool.timeout_seconds)
-    except TimeoutError:
-        error = tool.overdue()
+    error = _awaited(answer, tool, patience)
     told = answer.result() if error is None else _failure(tool, error)
-    return replace(told, seconds=time.perf_counter() - start)
+    return replace(told, seconds=time.perf_counter() - start - patience.waited)
+
+
+def _awaited(answer: "Future[ToolResult]", tool: Tool, patience: Patience) -> BaseException | None:
+    """What the call raised, if anything, within its tool's time, of which none passes while it waits for its turn."""
+    began = time.monotonic()
+    while (left := tool.timeout_seconds + patience.waited - (time.monotonic() - began)) > 0:
+        with suppress(TimeoutError):
+            return answer.exception(left)
+    patience.end()
+    return tool.overdue()
 
 
 def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -> ToolResult:
@@ -143,18 +170,20 @@ def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -
     Raises:
         InfraError: the system failed the tool.
     """
-    start = time.perf_counter()
+    start, patience = time.perf_counter(), Patience()
     try:
-        told = notebook.run(tool, arguments)
+        with patience.held():
+            told = notebook.run(tool, arguments)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - anybody's tool; what is the system's is raised again
         told = _failure(tool, error)
-    return replace(told, seconds=time.perf_counter() - start)
+    return replace(told, seconds=time.perf_counter() - start - patience.waited)
 
 
-def _timed(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
+def _timed(tool: Tool, arguments: Mapping[str, Any], patience: Patience) -> ToolResult:
     """The tool's answer, with the processor time of this thread, which did nothing else, where no sandbox told its own."""
     try:
-        told = tool.run(arguments)
+        with patience.held():
+            told = tool.run(arguments)
     except ToolFailure as error:
         told = failure(tool, error)
     return told if told.exit else replace(told, cpu_seconds=time.thread_time())

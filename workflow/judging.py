@@ -17,6 +17,7 @@ from typing import Any
 
 from workflow.errors import InfraError
 from workflow.once import Once
+from workflow.patience import waiting
 from workflow.sandbox import Limits, Result, Session, cases, checks, plain
 from workflow.tools.python import sandbox, system_failed
 
@@ -45,7 +46,8 @@ class Warm:
         Raises:
             AgentRLError: it cannot be opened.
         """
-        session = self._places().get()
+        with waiting():
+            session = self._places().get()
         try:
             if session is None or not session.alive:
                 session = self._opened()
@@ -151,7 +153,7 @@ def asked(function: str, args: str, warm: Warm | None = None, limits: Limits = L
     for _ in range(ATTEMPTS):
         with (warm or judges).one() as session:
             result = session.call(function, args, limits, keeps=False)
-            if session.alive and not system_failed(result, limits):
+            if session.alive and not system_failed(result):
                 return result
     raise InfraError(f"The sandbox ({result.kind}) failed a judge: {result.status}: {result.output[:300]}")
 

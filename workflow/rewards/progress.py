@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from workflow.rewards import Judge, Value
-from workflow.rewards.tests_passed import JUDGE_SECONDS, WHOLE_CPU_SECONDS, opened, share, told, writable
+from workflow.rewards.tests_passed import JUDGE_SECONDS, WHOLE_CPU_SECONDS, Budget, opened, share, told, writable
 from workflow.tools.python import SANDBOX, sandbox
 from workflow.trajectory import Episode, Step, ToolResult
 
@@ -41,15 +41,13 @@ def _programs(step: Step) -> list[str]:
 def _progress(setup: str, tried: list[list[str]], function: str, visible: list[str]) -> ToolResult:
     """The share of the tests that each of the programs passes."""
     shares: list[list[float]] = []
-    left = WHOLE_CPU_SECONDS
+    budget = Budget(WHOLE_CPU_SECONDS)
     for programs in tried:
         shares.append([])
         for code in programs:
             with opened() as session:
-                passed, used = share(session, (setup, code), function, visible, left)
-            shares[-1].append(passed)
-            left -= used
-    return told(shares, WHOLE_CPU_SECONDS - left)
+                shares[-1].append(share(session, (setup, code), function, visible, budget))
+    return told(shares, budget.used)
 
 
 def gained(shares: str) -> list[float]:

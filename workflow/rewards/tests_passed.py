@@ -6,7 +6,8 @@ never ran anything of a model's (`workflow.judging`). What runs inside knows nei
 there are, and nothing that it prints, patches or exits with is a verdict.
 
 A function that fails a test by its time or memory fails that test; once an answer has used up its processor time for all of
-them, the others count as failed. Where the system fails, the reward is not 0: the answer is judged again.
+them, or has slept for too long, the others count as failed. Where the system fails, the reward is not 0: the answer is judged
+again.
 """
 
 import json
@@ -29,6 +30,12 @@ LIMITS = Limits(cpu_seconds=3.0)
 WHOLE_CPU_SECONDS = 12.0
 """Processor time for all that is judged at once."""
 
+WHOLE_IDLE_SECONDS = 20.0
+"""On the clock, for all that is judged at once: how long it may sleep."""
+
+SERVED_SECONDS = 0.1
+"""On the clock: what it may take this process to see the end of a call."""
+
 MOST_TOLD = 4 * plain.MAX_CHARACTERS
 """Characters of all values that a function gives for its tests; the calls after that have failed."""
 
@@ -37,7 +44,8 @@ MOST_LATE = 2
 
 SHOWN_REFUSED = 5
 JUDGE_SECONDS = 180.0
-"""How long judging may take on the clock, which is the system's limit: more than all of the code's own."""
+"""How long judging may take on the clock, turns that it waits for left out, which is the system's limit: more than all of the
+code's own."""
 
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
@@ -125,12 +133,13 @@ def _judged(
     """The share, and the processor time; of an answer once, since siblings often give the same, and at the same time."""
 
     def judge() -> tuple[float, float]:
+        budget = Budget(WHOLE_CPU_SECONDS)
         with opened() as session:
             if not test:
-                return share(session, (setup, answer), function, hidden, WHOLE_CPU_SECONDS)
-            calls = Calls(session, function, WHOLE_CPU_SECONDS)
+                return share(session, (setup, answer), function, hidden, budget), budget.used
+            calls = Calls(session, function, budget)
             passed = judging.relayed(reference, test, function, calls) if calls.begun((setup, answer)) else []
-            return sum(passed) / max(1, len(passed)), calls.used
+            return sum(passed) / max(1, len(passed)), budget.used
 
     return Once(judge)
 
@@ -150,17 +159,34 @@ def opened() -> Iterator[Session]:
         session.close()
 
 
+class Budget:
+    """What all that is judged at once may use: processor time, and time on the clock in which it does not want a core."""
+
+    def __init__(self, cpu_seconds: float) -> None:
+        self._most = cpu_seconds
+        self._idle = self.used = 0.0
+
+    @property
+    def spent(self) -> bool:
+        """Whether nothing may begin any more."""
+        return self.used >= self._most or self._idle >= WHOLE_IDLE_SECONDS
+
+    def pay(self, result: Result) -> None:
+        """Takes what a cell or call has used."""
+        self.used += result.cpu_seconds
+        self._idle += max(0.0, result.wall_seconds - result.cpu_seconds - result.waited_seconds - SERVED_SECONDS)
+
+
 class Calls:
-    """Calls of a session's function, as many as its processor time and what it may hand out in all allow.
+    """Calls of a session's function, as many as its budget and what it may hand out in all allow.
 
     Args:
-        cpu_seconds: for the cells and all calls; what would begin afterwards fails.
+        budget: for the cells and all calls; what would begin once it is spent fails.
     """
 
-    def __init__(self, session: Session, function: str, cpu_seconds: float) -> None:
-        self._session, self._function, self._most = session, function, cpu_seconds
+    def __init__(self, session: Session, function: str, budget: Budget) -> None:
+        self._session, self._function, self._budget = session, function, budget
         self._late = self._told = 0
-        self.used = 0.0
 
     def begun(self, cells: Sequence[str]) -> bool:
         """Runs what is not empty of the cells; whether all of them ended well.
@@ -169,8 +195,10 @@ class Calls:
             InfraError: the sandbox failed, or the machine was too busy.
         """
         for cell in filter(None, cells):
+            if self._budget.spent:
+                return False
             result = _ended(self._session.run(cell))
-            self.used += result.cpu_seconds
+            self._budget.pay(result)
             if result.status != "ok":
                 return False
         return True
@@ -181,34 +209,33 @@ class Calls:
         Raises:
             InfraError: as `begun`.
         """
-        if self._late >= MOST_LATE or self.used >= self._most or self._told > MOST_TOLD:
+        if self._late >= MOST_LATE or self._budget.spent or self._told > MOST_TOLD:
             return None
         result = _ended(self._session.call(self._function, args))
-        self.used += result.cpu_seconds
+        self._budget.pay(result)
         self._late += {"timeout_cpu": 1, "timeout_wall": MOST_LATE}.get(result.status, 0)
         self._told += len(result.value)
         return result.value if result.status == "ok" else None
 
 
-def share(
-    session: Session, cells: Sequence[str], function: str, cases: Sequence[str], cpu_seconds: float
-) -> tuple[float, float]:
-    """The share of the cases that the function passes once the cells have run, and the processor time that it took.
+def share(session: Session, cells: Sequence[str], function: str, cases: Sequence[str], budget: Budget) -> float:
+    """The share of the cases that the function passes once the cells have run.
 
-    The cases are texts, as a task has them. 0.0 where a cell fails; those that would begin after `cpu_seconds` count as failed.
+    The cases are texts, as a task has them. 0.0 where a cell fails; those that would begin once the budget is spent count as
+    failed.
 
     Raises:
         InfraError: the sandbox failed, or the machine was too busy.
     """
-    calls = Calls(session, function, cpu_seconds)
+    calls = Calls(session, function, budget)
     if not calls.begun(cells):
-        return 0.0, calls.used
+        return 0.0
     given = [(case, value) for case in cases if (value := calls(args_of(case))) is not None]
-    return sum(judging.passed(given)) / len(cases), calls.used
+    return sum(judging.passed(given)) / len(cases)
 
 
 def _ended(result: Result) -> Result:
-    if system_failed(result, LIMITS):
+    if system_failed(result):
         raise InfraError(f"The sandbox ({result.kind}) failed a test: {result.status}: {result.output[:300]}")
     return result
 

@@ -5,8 +5,8 @@
 a result never says "passed", it carries text, an exit code and plain data that whoever asked compares itself.
 
 Only the parent decides a status. Code that is inside can end as `ok` or `error` by itself; what was killed is classified by
-what the kernel counted (CPU seconds, memory, processes). `sandbox_fault`, and `timeout_wall` of code that waited for its
-turn, are the system's failures: retried, never a reward of 0.
+what the kernel counted (CPU seconds, memory, processes). `sandbox_fault` and `starved` are the system's failures: retried,
+never a reward of 0.
 """
 
 import os
@@ -14,15 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-Status = Literal["ok", "error", "timeout_cpu", "timeout_wall", "oom", "output_cap", "pids", "disk", "killed", "sandbox_fault"]
+Status = Literal[
+    "ok", "error", "timeout_cpu", "timeout_wall", "oom", "output_cap", "pids", "disk", "killed", "starved", "sandbox_fault"
+]
 """How a piece of code ended.
 
 ok, error        by itself: exit code 0 or another, a cell or call that returned or raised
 timeout_cpu      it used up the model's budget of processor time
-timeout_wall     the system's limit passed first
+timeout_wall     it slept, or waited for itself, until the limit on the clock
 oom, output_cap, pids   it took more memory, printed more, started (or left) more processes than it may
 disk         it wrote more files than it may, where that is not refused as it is written
 killed           it died otherwise: a signal, or a session's process that is gone
+starved          the limit on the clock passed while it waited for a core, half of the time or more
 sandbox_fault    the sandbox did not come up, or died before the code began
 """
 
@@ -45,6 +48,7 @@ class Limits:
         output_bytes: what is kept of stdout and stderr together; printing more ends it.
         processes: processes and threads at once.
         tmp_bytes: the size of /tmp.
+        asleep_seconds: seconds on the clock in which it uses next to no processor, and waits for none.
     """
 
     cpu_seconds: float = 10.0
@@ -53,6 +57,7 @@ class Limits:
     output_bytes: int = 64 * 1024
     processes: int = 48
     tmp_bytes: int = 32 * MIB
+    asleep_seconds: float = 10.0
 
     def wall(self, running: int) -> float:
         """The limit on the clock while `running` processes want this machine's cores."""
@@ -79,6 +84,7 @@ class Result:
         value: of a call that returned: its value as JSON text (see `workflow.sandbox.plain`), or what the code inside would
             have one take for it: at most `plain.MAX_CHARACTERS`, and not looked into; else "".
         left: processes and threads that a cell left running, which were ended with it.
+        waited_seconds: how long it waited for a core, of its seconds on the clock, as far as was seen.
     """
 
     status: Status
@@ -89,6 +95,7 @@ class Result:
     kind: str
     value: str = ""
     left: int = 0
+    waited_seconds: float = 0.0
 
 
 class Session(Protocol):

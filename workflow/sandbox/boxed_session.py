@@ -73,7 +73,8 @@ class BoxedLine:
     def watch(self, limits: Limits, running: Callable[[], int]) -> Use:
         """See `Line.watch`."""
         before = self._spent()
-        return watch(self._printed, self._socket.fileno(), limits, lambda: self._spent() - before, running)
+        spent_now, members = lambda: self._spent() - before, lambda: self._box.members() - self._keepers - self._state
+        return watch(self._printed, self._socket.fileno(), limits, spent_now, members, running)
 
     def counted(self) -> tuple[Events, float]:
         """See `Line.counted`."""

@@ -14,7 +14,7 @@ itself, the bridge ends, and as the first process of its namespace it takes all 
 The program runs as the same user. It can neither trace nor signal the bridge, which is the first process and not dumpable; it
 may close or fill its own files, and harm its own answers.
 
-This file runs inside and imports the standard library and `freeze`.
+This file runs inside and imports the standard library, `proc` and `freeze`.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ import struct
 from contextlib import suppress
 from typing import NoReturn, TypedDict
 
-from workflow.sandbox import freeze
+from workflow.sandbox import freeze, proc
 
 SOURCES, CODE, CONTROL, READY = 10, 11, 12, 13
 """The descriptors that the program finds, fixed so that the host can name them on its command line."""
@@ -116,9 +116,13 @@ def send(kind: bytes, data: bytes) -> None:
         frame = frame[os.write(1, frame) :]
 
 
-def counts() -> bytes:
-    """How often the kernel killed for memory and refused a process in this container, and its processor time, as JSON."""
-    found = {}
+def counts(waited: float) -> bytes:
+    """How often the kernel killed for memory and refused a process in this container, and its processor time, as JSON.
+
+    Args:
+        waited: seconds that it waited for a core.
+    """
+    found = {"waited": waited}
     for name, (first, second, word) in COUNTS.items():
         for path in (GROUPS + file for file in (first, second) if file and os.path.exists(GROUPS + file)):
             with open(path) as file:
@@ -141,6 +145,7 @@ class Relay:
         self.output = output
         self.control = control
         self.ready = ready
+        self.waits = proc.Waits()
         self.status: int | None = None
 
     def run(self) -> int:
@@ -164,7 +169,7 @@ class Relay:
         kind, length = FRAME.unpack(exactly(FRAME.size))
         data = exactly(length)
         if kind == b"E":
-            send(b"E", counts())
+            send(b"E", counts(self.waits.look({*self.others(), self.child})))
         elif kind == b"K":
             send(b"K", self.settled({process for (process,) in struct.iter_unpack("<I", data)}))
         elif kind == b"G":
@@ -241,6 +246,7 @@ def main() -> None:
     theirs.close()
     for fd in (sources, code, stdin, told, made_ready):
         os.close(fd)
-    ended = Relay(child, heard, ours, ready).run()
-    send(b"E", counts())
+    relay = Relay(child, heard, ours, ready)
+    ended = relay.run()
+    send(b"E", counts(relay.waits.seconds))
     send(b"X", str(ended).encode())

@@ -20,7 +20,7 @@ from workflow.sandbox import Limits, bridge, payload, seccomp
 from workflow.sandbox.bridge import FRAME
 from workflow.sandbox.cgroups import SPARE_PROCESSES, Events
 from workflow.sandbox.keeper import ENTRIES
-from workflow.sandbox.watch import Overrun, Use
+from workflow.sandbox.watch import Clock, Overrun, Use
 
 KIND = "docker"
 START_SECONDS = 60.0
@@ -38,6 +38,7 @@ class Counted:
 
     events: Events
     cpu_seconds: float
+    waited_seconds: float = 0.0
 
 
 def options(name: str, image: str, user: int, limits: Limits) -> list[str]:
@@ -78,7 +79,7 @@ class Container:
         self._kept: list[tuple[bytes, bytes]] = []
         self._log = TemporaryFile()  # noqa: SIM115 - closed with the container
         self._said = ""
-        inside = [*payload.FLAGS, "-c", payload.standalone("freeze", "bridge")]
+        inside = [*payload.FLAGS, "-c", payload.standalone("proc", "freeze", "bridge")]
         self._process = subprocess.Popen(
             [*self._docker, *options(self._name, image, user, limits), *inside],
             stdin=subprocess.PIPE,
@@ -138,20 +139,27 @@ class Container:
         Raises:
             EOFError: the container ended first.
         """
-        began, crowd, printed = time.monotonic(), 1, bytearray()
-        cpu_before, overrun, ended = self.counted.cpu_seconds, None, False
+        clock, printed = Clock(limits, running), bytearray()
+        overrun: Overrun | None = None
+        before = counted = self.counted
+        ended = False
         while not ended and overrun is None:
             for kind, data in self.frames(LOOK_SECONDS):
                 if kind == b"O":
                     printed += data[: limits.output_bytes + 1 - len(printed)]
                 else:
                     ended = over(kind, data) or ended
-            crowd = max(crowd, running())
-            overrun = self._overrun(
-                limits, len(printed), self.counted.cpu_seconds - cpu_before, time.monotonic() - began, crowd
-            )
+            if len(printed) > limits.output_bytes:
+                overrun = "output_cap"
+            elif self.counted is not counted:
+                counted = self.counted
+                waited = counted.waited_seconds - before.waited_seconds
+                overrun, _ = clock.look(counted.cpu_seconds - before.cpu_seconds, waited)
+            elif clock.left <= 0:  # the bridge does not say what was used
+                overrun = "timeout_wall"
             self.ask(b"E")
-        return Use(overrun, bytes(printed[: limits.output_bytes]), time.monotonic() - began)
+        waited = self.counted.waited_seconds - before.waited_seconds
+        return Use(overrun, bytes(printed[: limits.output_bytes]), clock.passed, waited)
 
     def close(self) -> str:
         """Ends it and whatever runs in it, and waits until it is gone; what docker had to say. Twice is no error."""
@@ -178,13 +186,6 @@ class Container:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.1, deadline - time.monotonic()))
         return self._process.returncode is not None
-
-    def _overrun(self, limits: Limits, printed: int, cpu: float, wall: float, crowd: int) -> Overrun | None:
-        if printed > limits.output_bytes:
-            return "output_cap"
-        if cpu >= limits.cpu_seconds:
-            return "timeout_cpu"
-        return "timeout_wall" if wall >= limits.wall(crowd) else None
 
     def _write(self) -> None:
         try:
@@ -226,4 +227,4 @@ def _opening(scripts: Sequence[str], arguments: Sequence[int], code: bytes, stdi
 def _counted(data: bytes) -> Counted:
     found = json.loads(data)
     cpu = found.get("cpu_ns", 0) / 1e9 or found.get("cpu_us", 0) / 1e6
-    return Counted(Events(found.get("oom", 0), found.get("pids", 0)), cpu)
+    return Counted(Events(found.get("oom", 0), found.get("pids", 0)), cpu, found["waited"])

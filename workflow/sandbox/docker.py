@@ -141,4 +141,5 @@ def _followed(container: Container, limits: Limits, turns: Turns) -> Result:
     used = container.counted
     came_to = status(limits, use.overrun, next(iter(code), None), used.cpu_seconds, used.events)
     exit_code = None if use.overrun else code[0]
-    return Result(came_to, text(use.output), exit_code, used.cpu_seconds, use.wall_seconds, KIND)
+    cpu, waited = used.cpu_seconds, use.waited_seconds
+    return Result(came_to, text(use.output), exit_code, cpu, use.wall_seconds, KIND, waited_seconds=waited)

@@ -4,7 +4,7 @@ Killing one process after the other loses against those that fork meanwhile, so 
 cannot outrun: who is stopped neither forks nor uses a processor. Who may signal others can undo that as long as it lives, so
 what is to last must be seen standing still once everybody else is dead.
 
-This file also runs inside a container and imports only the standard library.
+This file also runs inside a container and imports the standard library and `proc`.
 """
 
 import os
@@ -14,23 +14,14 @@ import time
 from collections.abc import Callable, Set
 from contextlib import suppress
 
+from workflow.sandbox import proc
+
+PAUSE_SECONDS = 0.002
+"""Before what does not yet stand still is looked at again."""
+
 
 class Unsettled(Exception):
     """What was to end lives on, or what was to last is gone."""
-
-
-def threads_of(process: int) -> tuple[int, bool]:
-    """How many threads of a process live (0: it has ended), and whether it stands still.
-
-    A process whose first thread has ended looks dead as long as others run; its number of threads says that they do.
-    """
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return 0, False
-    threads = int(fields[17])
-    return (threads - 1 if fields[0] in "ZX" else threads), fields[0] in "Tt"
 
 
 def settle(stop: Callable[[], None], members: Callable[[], Set[int]], lasting: Set[int], seconds: float) -> int:
@@ -41,7 +32,8 @@ def settle(stop: Callable[[], None], members: Callable[[], Set[int]], lasting: S
         members: the processes that are there, keepers left out.
 
     Raises:
-        Unsettled: it took longer than so many seconds, or a lasting one has ended.
+        Unsettled: it took longer than so many seconds, or a lasting one has ended, be it its first thread alone: the others
+            of such a process can run, and it can hand on to nobody.
     """
     deadline = time.monotonic() + seconds
     ended: dict[int, int] = {}
@@ -49,19 +41,20 @@ def settle(stop: Callable[[], None], members: Callable[[], Set[int]], lasting: S
     while True:
         others = members() - lasting
         new = others - ended.keys()
-        ended |= {process: threads_of(process)[0] for process in new}
+        ended |= {process: proc.threads_of(process)[0] for process in new}
         _kill(new)
         if not _all_gone(others, deadline):
             raise Unsettled(f"{len(others)} processes did not end")
-        seen = [threads_of(process) for process in lasting]  # once the others are dead nobody can set them going
-        if not all(threads for threads, _ in seen):
+        seen = [proc.threads_of(process)[1] for process in lasting]  # once the others are dead nobody can set them going
+        if any(state in "ZX" for state in seen):
             raise Unsettled("its processes are gone")
-        if not new and all(still for _, still in seen):
+        if not new and all(state in "Tt" for state in seen):
             return sum(ended.values())
         if time.monotonic() > deadline:
             raise Unsettled("what is to stand still does not")
         if len(ended) > len(new) or not new:  # more came after the first step, or a signal set some going
             stop()
+        time.sleep(PAUSE_SECONDS)
 
 
 def _kill(processes: Set[int]) -> None:

@@ -44,6 +44,7 @@ STOP, GO_ON = b"s", b"g"
 PAGE = resource.getpagesize()
 CLOCK = os.sysconf("SC_CLK_TCK")
 ENTRIES = 10_000  # files and folders in the sandbox's own folder
+MAPPINGS = 50_000  # of all processes: what can be looked at ten times a second
 UNSEEN = (FileNotFoundError, ProcessLookupError, PermissionError)  # gone meanwhile; not to be looked at before it has executed
 
 
@@ -173,10 +174,10 @@ def become(spec: Spec) -> NoReturn:
 
 
 def words(path: str) -> list[str]:
-    """A file of /proc, split; empty where its process is gone."""
+    """A file of /proc, split; empty where its process is gone. A process's own name need be no text."""
     try:
-        with open(path) as file:
-            return file.read().rpartition(")")[2].split()
+        with open(path, "rb") as file:
+            return file.read().rpartition(b")")[2].decode(errors="replace").split()
     except UNSEEN:
         return []
 
@@ -248,17 +249,54 @@ def nameless(pids: list[str], device: int) -> Iterator[os.stat_result]:
             yield status
 
 
+def mappings(pids: list[str]) -> Iterator[tuple[str, bytes]]:
+    """(process, line) of all that processes have mapped."""
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/maps", "rb") as file:
+                yield from ((pid, line) for line in file)
+        except UNSEEN:
+            continue
+
+
+def mapped(pids: list[str], folder: str) -> Iterator[tuple[int, int | None]]:
+    """(inode, bytes) of a folder's files that have no name any more, but are mapped; None: as this user nobody is told.
+
+    Raises:
+        OSError: too much is mapped to be looked at.
+    """
+    prefix = os.fsencode(os.path.realpath(folder)) + b"/"
+    for number, (pid, line) in enumerate(mappings(pids)):
+        if number > MAPPINGS:
+            raise OSError("too much is mapped")
+        if not line.endswith(b" (deleted)\n") or prefix not in line:
+            continue
+        area, _, _, _, inode, _ = line.decode(errors="replace").split(maxsplit=5)
+        name = "-".join(f"{int(end, 16):x}" for end in area.split("-"))
+        try:
+            yield int(inode), os.stat(f"/proc/{pid}/map_files/{name}").st_blocks * 512
+        except PermissionError:
+            yield int(inode), None
+        except UNSEEN:
+            continue
+
+
 def too_full(folder: str, pids: list[str], most: int) -> bool:
-    """Whether the folder, with what was deleted from it and is still open, holds more than `most` bytes or `ENTRIES` files."""
+    """Whether the folder, with what was deleted from it and is open or mapped, holds more than `most` bytes or `ENTRIES` files.
+
+    What is mapped alone, where its size is not told, counts as what one file may have.
+    """
     found: dict[int, int] = {}
     try:
         for status in chain(below(folder), nameless(pids, os.stat(folder).st_dev)):
             found[status.st_ino] = status.st_blocks * 512
             if len(found) > ENTRIES:
                 return True
+        for inode, size in mapped(pids, folder):
+            found.setdefault(inode, most if size is None else size)
     except OSError:
         return True
-    return sum(found.values()) > most
+    return len(found) > ENTRIES or sum(found.values()) > most
 
 
 def passed(spec: Spec) -> str:

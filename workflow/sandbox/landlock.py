@@ -7,7 +7,8 @@ time and the folder's size to their limits, by looking ten times a second, and l
 
 What it does not contain, and bwrap does:
 - Limits are looked at, not enforced at once: for a tenth of a second memory and disk can be overrun (memory of one process
-  by 1 GiB at most); with a writable control group memory is exact here too.
+  by 1 GiB at most); with a writable control group memory is exact here too. A file without a name whose only descriptor is in
+  flight, in a socket pair that nobody reads, is not seen at all, and lasts as long as the pair.
 - There is no /tmp of its own, only the folder; /tmp, /proc and /dev/shm cannot be read or written. What needs them
   (`multiprocessing` locks, `psutil`) fails.
 - Names are no secret: whether a path exists, its size, owner and times can be asked (`stat`) anywhere where the user may look;
@@ -194,6 +195,7 @@ class Kept:
         self._uid = uid
         self._undone = undone
         self._closed = False
+        self._said: keeper.Report | None = None
 
     def members(self) -> set[int]:
         """See `Started.members`: those of its user, or what came of the keeper, looked at twice since orphans move up to it."""
@@ -219,10 +221,9 @@ class Kept:
             spawn.ready(self.ended)
             os.close(self.ended)
             self._process.wait()
-            self.cgroup.said()  # before its pipe is closed
+            self._said = self.cgroup.said()  # before its pipe is closed
             self._undone.close()
-        said = self.cgroup.said()
-        return os.waitstatus_to_exitcode(said["status"]) if said else self._process.wait()
+        return os.waitstatus_to_exitcode(self._said["status"]) if self._said else self._process.wait()
 
 
 def launch(python: str, folders: tuple[str, ...], uids: range) -> Launch:

@@ -60,7 +60,7 @@ def cold(launch: Launch, program: Program, running: Callable[[], int]) -> Result
             os.close(ready)
         try:
             faultpoint("program.begun")
-            use = watch(printed, box.ended, limits, lambda: spent(box), running)
+            use = watch(printed, box.ended, limits, lambda: spent(box), box.members, running)
             events, cpu = box.cgroup.events(), spent(box)
         finally:
             code = box.close()
@@ -108,7 +108,7 @@ class Zygote:
         printed = self._begin(program)
         try:
             faultpoint("program.begun")
-            use = watch(printed, self._line.fileno(), limits, used, running)
+            use = watch(printed, self._line.fileno(), limits, used, lambda: self._box.members() - self._keepers, running)
         finally:
             os.close(printed)
         after, cpu = cgroup.events(), used()
@@ -147,4 +147,5 @@ class Zygote:
 
 def _result(kind: str, limits: Limits, use: Use, code: int | None, cpu: float, events: Events) -> Result:
     came_to = status(limits, use.overrun, code, cpu, events)
-    return Result(came_to, text(use.output), None if use.overrun else code, cpu, use.wall_seconds, kind)
+    exit_code, waited = None if use.overrun else code, use.waited_seconds
+    return Result(came_to, text(use.output), exit_code, cpu, use.wall_seconds, kind, waited_seconds=waited)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeGuard
 
 from workflow.errors import ConfigError, InfraError
-from workflow.sandbox import Limits, Result, plain
+from workflow.sandbox import Limits, Result, Status, plain
 from workflow.sandbox.cgroups import Events
 from workflow.sandbox.freeze import Unsettled
 from workflow.sandbox.programs import whole_seconds
@@ -183,11 +183,16 @@ class CellSession:
         came_to = "pids" if full else status(limits, use.overrun, code, cpu, events)
         came_to = "killed" if came_to in ("ok", "error") else came_to
         said = text(use.output) + (FULL if full else "")
-        return Result(came_to, said, None if use.overrun or full else code, cpu, use.wall_seconds, self._kind)
+        return self._result(came_to, said, None if use.overrun or full else code, cpu, use)
 
     def _ended(self, done: dict[str, Any], limits: Limits, use: Use, cpu: float, events: Events, left: int) -> Result:
         came_to = status(limits, None, done["code"], cpu, events)
-        return Result(came_to, text(use.output), done["code"], cpu, use.wall_seconds, self._kind, done["value"], left)
+        return self._result(came_to, text(use.output), done["code"], cpu, use, done["value"], left)
+
+    def _result(
+        self, came_to: Status, said: str, code: int | None, cpu: float, use: Use, value: str = "", left: int = 0
+    ) -> Result:
+        return Result(came_to, said, code, cpu, use.wall_seconds, self._kind, value, left, use.waited_seconds)
 
     def _retried(self, child: int) -> tuple[dict[str, Any], int]:
         """What comes of a cell that had no room for its heir, once what it started is ended."""

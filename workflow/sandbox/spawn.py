@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from workflow.errors import InfraError
-from workflow.sandbox import Limits, bwrap, cgroups, freeze, keeper, payload, seats, seccomp
+from workflow.sandbox import Limits, bwrap, cgroups, keeper, payload, proc, seats, seccomp
 from workflow.sandbox.cgroups import Cgroup
 from workflow.sandbox.launch import Inside, Launch
 from workflow.sandbox.seats import Seat
@@ -223,8 +223,7 @@ def _first_process(heard: int) -> int:
 
 def _parent(process: str) -> tuple[int, int] | None:
     """A process and its parent; None where it is gone, or dead already."""
-    with suppress(OSError):
-        state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
-        gone = state in "ZX" and not freeze.threads_of(int(process))[0]
-        return None if gone else (int(process), int(parent))
-    return None
+    found = proc.fields(int(process))
+    if not found or (found[0] in "ZX" and not proc.threads_of(int(process))[0]):
+        return None
+    return int(process), int(found[1])

@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from workflow.patience import waiting
+
 
 class Turns:
     """A fair semaphore that knows how many hold it: one who asks again and again does not overtake those who wait."""
@@ -17,10 +19,15 @@ class Turns:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Waits for a turn and holds it."""
+        """Waits for a turn and holds it.
+
+        Raises:
+            InfraError: nobody waits any more for whom this thread asks.
+        """
         handed = self._asked()
         try:
-            handed.wait()
+            with waiting():
+                handed.wait()
             yield
         finally:
             self._left(handed)

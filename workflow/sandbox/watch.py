@@ -1,8 +1,9 @@
 """The parent's eye on a running program: what it prints, what it uses, when it ends, and what that makes of it.
 
 The limit on processor time is the model's, so it is asked of the kernel: nobody can use up what is left of a budget in less
-than that many seconds divided by the cores, so that is when the next look is due. The limit on the clock is the system's; it
-moves away while others want the cores too.
+than that many seconds divided by the cores, so a look is due by then. The limit on the clock moves away while others want the
+cores too. Who passes it nevertheless was kept from its processor, which is the system's failure, if the kernel says that it
+waited for a core half of the time or more; else it slept. Who does nothing but sleep is ended sooner.
 """
 
 import os
@@ -16,16 +17,22 @@ from pathlib import Path
 from typing import Literal
 
 from workflow.errors import InfraError
-from workflow.sandbox import Limits, Status
+from workflow.sandbox import Limits, Status, proc
 from workflow.sandbox.cgroups import Events
 from workflow.sandbox.launch import Started
 
-SHORTEST_LOOK_SECONDS = 0.02
+SHORTEST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.02, 0.5
 CHUNK = 1 << 16
 CROWD_PER_CORE = 8
 """The clock's limit is not put off for more than that."""
 
-Overrun = Literal["timeout_cpu", "timeout_wall", "output_cap"]
+STARVED_SHARE = 0.5
+"""Of its time on the clock: who waited for a core for that long was starved. The limit on the clock is four times that on
+processor time, or more, and a program's threads keep one another waiting no longer than they run."""
+ASLEEP_SHARE = 0.02
+"""Who used a core, or waited for one, for less of the time between two looks was asleep."""
+
+Overrun = Literal["timeout_cpu", "timeout_wall", "output_cap", "starved"]
 
 
 @dataclass(frozen=True)
@@ -35,24 +42,78 @@ class Use:
     overrun: Overrun | None
     output: bytes
     wall_seconds: float
+    waited_seconds: float = 0.0
 
 
-def watch(output: int, end: int, limits: Limits, spent: Callable[[], float], running: Callable[[], int]) -> Use:
+class Clock:
+    """The limits of a program as its time passes.
+
+    Args:
+        running: how many programs of ours run at this moment.
+    """
+
+    def __init__(self, limits: Limits, running: Callable[[], int]) -> None:
+        self._limits, self._running, self._crowd = limits, running, 1
+        self._began = self._seen = time.monotonic()
+        self._busy = self._asleep = 0.0
+
+    @property
+    def passed(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began
+
+    @property
+    def left(self) -> float:
+        """Seconds until the limit on the clock."""
+        self._crowd = min(max(self._crowd, self._running(), _runnable()), CROWD_PER_CORE * (os.cpu_count() or 1))
+        return self._limits.wall(self._crowd) - self.passed
+
+    def look(self, cpu: float, waited: float) -> tuple[Overrun | None, float]:
+        """Why it must be killed now, if so; else in how many seconds to look again.
+
+        Args:
+            cpu: its processor seconds so far.
+            waited: the seconds that it waited for a core so far.
+        """
+        limits, now = self._limits, time.monotonic()
+        if cpu + waited - self._busy < ASLEEP_SHARE * (now - self._seen):
+            self._asleep += now - self._seen
+        self._seen, self._busy = now, cpu + waited
+        left, wall = self.left, now - self._began
+        if cpu >= limits.cpu_seconds:
+            return "timeout_cpu", 0.0
+        if self._asleep >= limits.asleep_seconds:
+            return "timeout_wall", 0.0
+        if left <= 0:
+            return "starved" if waited >= STARVED_SHARE * wall else "timeout_wall", 0.0
+        soon = min(left, (limits.cpu_seconds - cpu) / (os.cpu_count() or 1), wall / 2, LONGEST_LOOK_SECONDS)
+        return None, max(SHORTEST_LOOK_SECONDS, soon)
+
+
+def watch(
+    output: int,
+    end: int,
+    limits: Limits,
+    spent: Callable[[], float],
+    members: Callable[[], Set[int]],
+    running: Callable[[], int],
+) -> Use:
     """Reads what is printed until the program has ended or must be killed.
 
     Args:
         output: the reading end of its stdout and stderr.
         end: a descriptor that can be read when it has ended.
         spent: its processor seconds so far.
+        members: its processes.
         running: how many programs of ours run at this moment.
     """
     os.set_blocking(output, False)
     poller = select.poll()
     poller.register(output, select.POLLIN)
     poller.register(end, select.POLLIN)
-    began, crowd, printed = time.monotonic(), 1, bytearray()
+    clock, waits, printed = Clock(limits, running), proc.Waits(), bytearray()
     overrun: Overrun | None = None
-    due = began + SHORTEST_LOOK_SECONDS
+    due = time.monotonic() + SHORTEST_LOOK_SECONDS
     while overrun is None:
         events = dict(poller.poll(max(0.0, due - time.monotonic()) * 1000))
         if output in events and not _read(output, printed, limits.output_bytes):
@@ -63,23 +124,14 @@ def watch(output: int, end: int, limits: Limits, spent: Callable[[], float], run
             break
         if len(printed) > limits.output_bytes:
             break
-        if (now := time.monotonic()) >= due:
-            crowd = min(max(crowd, running(), _runnable()), CROWD_PER_CORE * (os.cpu_count() or 1))
-            overrun, left = _look(limits, spent(), now - began, crowd)
-            due = now + left
+        if time.monotonic() >= due:
+            overrun, left = clock.look(spent(), waits.look(members()))
+            due = time.monotonic() + left
+    if clock.passed > SHORTEST_LOOK_SECONDS:
+        waits.look(members())
     if len(printed) > limits.output_bytes:
         overrun = "output_cap"
-    return Use(overrun, bytes(printed[: limits.output_bytes]), time.monotonic() - began)
-
-
-def _look(limits: Limits, cpu: float, wall: float, crowd: int) -> tuple[Overrun | None, float]:
-    """Why it must be killed now, if so; else in how many seconds to look again."""
-    if cpu >= limits.cpu_seconds:
-        return "timeout_cpu", 0.0
-    left = limits.wall(crowd) - wall
-    if left <= 0:
-        return "timeout_wall", 0.0
-    return None, max(SHORTEST_LOOK_SECONDS, min(left, (limits.cpu_seconds - cpu) / (os.cpu_count() or 1)))
+    return Use(overrun, bytes(printed[: limits.output_bytes]), clock.passed, waits.seconds)
 
 
 def _read(file: int, into: bytearray, most: int) -> bool:
@@ -118,16 +170,7 @@ def spent(box: Started, lasting: Set[int] = frozenset()) -> float:
     counted = box.cgroup.cpu_seconds()
     if counted is not None:
         return counted
-    return sum(_process_seconds(process) for process in box.members() - lasting)
-
-
-def _process_seconds(pid: int) -> float:
-    """Processor time of one process and of its buried children; none where it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+    return sum(proc.processor_seconds(process) for process in box.members() - lasting)
 
 
 def status(limits: Limits, overrun: Overrun | None, code: int | None, cpu: float, kernel: Events) -> Status:
@@ -138,10 +181,10 @@ def status(limits: Limits, overrun: Overrun | None, code: int | None, cpu: float
         code: its exit code otherwise, negative for a signal.
         kernel: what the kernel did to keep the limits while it ran.
     """
-    if overrun == "timeout_wall" and cpu >= limits.cpu_seconds:
+    if overrun in ("timeout_wall", "starved") and cpu >= limits.cpu_seconds:
         return "timeout_cpu"
     if overrun is not None:
-        return "oom" if kernel.oom and overrun == "timeout_wall" else overrun
+        return "oom" if kernel.oom and overrun in ("timeout_wall", "starved") else overrun
     if code == 0:
         return "ok"
     if kernel.oom:

@@ -29,10 +29,6 @@ LEFT = "[ended: processes and threads that were left running; they do not outlas
 SANDBOX = ("AGENTRL_SANDBOX", "AGENTRL_SANDBOX_PYTHON", "AGENTRL_SANDBOX_IMAGE")
 """The variables that say what holds a program."""
 
-IDLE_SHARE = 0.1
-"""The clock's limit gives each program four times its processor time, and more where others want the cores too: one that had
-less than this share of its time then did not want it, but slept or waited for itself."""
-
 
 @Once
 def sandbox() -> Sandbox:
@@ -163,7 +159,7 @@ def observed(result: Result, limits: Limits) -> str:
         CodeFailure: it did not; with what it had printed, and why it was ended.
         InfraError: the system failed it.
     """
-    if system_failed(result, limits):
+    if system_failed(result):
         raise InfraError(f"The sandbox ({result.kind}) failed a program: {result.status}: {result.output[:300]}")
     left = LEFT if result.left else ""
     if result.status == "ok":
@@ -175,11 +171,9 @@ def observed(result: Result, limits: Limits) -> str:
     raise CodeFailure("\n".join(filter(None, (said, reason, left))), result.status)
 
 
-def system_failed(result: Result, limits: Limits) -> bool:
+def system_failed(result: Result) -> bool:
     """Whether it says nothing about the code: the sandbox failed, or the machine was too busy for it."""
-    if result.status == "timeout_wall":
-        return result.cpu_seconds >= IDLE_SHARE * limits.cpu_seconds
-    return result.status == "sandbox_fault"
+    return result.status in ("sandbox_fault", "starved")
 
 
 def reasons(limits: Limits) -> dict[str, str]:

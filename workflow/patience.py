@@ -1,0 +1,66 @@
+"""Patience: what a call waits for because others have it takes none of its own time, and who is not wanted waits for nothing.
+
+Whoever sets a limit on the clock to a call makes a `Patience` and has the call's thread hold it. What is handed out in turn
+(a sandbox's turns, the judges) is waited for inside of `waiting()`.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from workflow.errors import InfraError
+
+
+class Patience:
+    """How long a thread has waited for others, and whether anybody still wants what it does."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._since: float | None = None
+        self._over = False
+
+    @property
+    def waited(self) -> float:
+        """Seconds so far, those of a wait that goes on too."""
+        since = self._since
+        return self._before + (0.0 if since is None else time.monotonic() - since)
+
+    def end(self) -> None:
+        """Nobody wants what it does any more: from now on it waits for nothing."""
+        self._over = True
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """By this thread."""
+        _this.patience = self
+        try:
+            yield
+        finally:
+            del _this.patience
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """See `waiting`."""
+        if self._over:
+            raise InfraError("Nobody waits any more for what was to be done.")
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._before, self._since = self.waited, None
+
+
+_this = threading.local()
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """What this thread does inside is to wait for what others have.
+
+    Raises:
+        InfraError: nobody wants what it does any more.
+    """
+    patience: Patience = getattr(_this, "patience", None) or Patience()
+    with patience.waiting():
+        yield
