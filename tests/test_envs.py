@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.test_datasets import episode_of, reward_of
 from workers.tools import run_tool
+from workflow import querying
 from workflow.datasets import Dataset
 from workflow.envs import Env
 from workflow.errors import DatasetError, RewardError
@@ -216,6 +217,12 @@ CITIES = "SELECT DISTINCT city FROM customers"
 )
 def test_what_a_query_gives_is_compared(answer: str, reference: str, earned: float) -> None:
     assert reward("sql_match", f"```sql\n{answer}\n```", reference, database="bookshop.sql") == earned
+
+
+def test_an_answer_of_endless_work_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(querying, "CPU_SECONDS", 1)
+    endless = "SELECT length(ltrim(hex(zeroblob(1900000)), replace(hex(zeroblob(150000)), '0', '1') || '0'))"
+    assert reward("sql_match", endless, "SELECT 3800000", database="bookshop.sql") == 0.0
 
 
 def test_the_last_block_is_the_answer() -> None:

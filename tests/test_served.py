@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,7 +19,8 @@ from transformers import AutoModelForCausalLM
 from cli import doctor
 from tests.models import tiny_random, tokenizer
 from tests.served import Routes, kept_port, served
-from workflow import adapters, checkpoint, engines, mirror, openai
+from workflow import adapters, answers, checkpoint, connection, engines, mirror, openai
+from workflow.answers import Answer, Cards, Completions, LlamaTurn, Tokens
 from workflow.config import ModelConfig, build
 from workflow.connection import Connection
 from workflow.engine import Completion, GenerateRequest
@@ -440,6 +442,36 @@ def test_what_cannot_be_read_is_one_sentence_that_names_the_server_and_the_route
     routes.instead[path] = (200, answer)
     said = refusal(client(url, name="openai" if path.startswith("/v1") else "llamacpp"), InfraError)
     assert f"{url} answered {path} {NONSENSE}" in said
+
+
+WRONG_IN_MANY_PLACES: dict[str, tuple[type[Answer], Any]] = {
+    "choices": (Completions, {"choices": [1] * 1_000_000}),
+    "token ids": (Completions, {"choices": [{"token_ids": ["x"] * 1_000_000}]}),
+    "the likeliest": (Completions, {"choices": [{"logprobs": {"top_logprobs": [dict.fromkeys(map(str, range(1_000_000)))]}}]}),
+    "models": (Cards, {"data": [1] * 1_000_000}),
+    "tokens": (Tokens, {"tokens": ["x"] * 1_000_000}),
+    "a turn": (LlamaTurn, {"tokens": ["x"] * 1_000_000}),
+    "probabilities": (LlamaTurn, {"completion_probabilities": [1] * 1_000_000}),
+    "a large value": (Tokens, {"tokens": {number: [number] for number in range(1_000_000)}}),
+}
+
+
+@pytest.mark.parametrize(("shape", "found"), WRONG_IN_MANY_PLACES.values(), ids=WRONG_IN_MANY_PLACES)
+def test_of_an_answer_that_is_wrong_in_many_places_one_is_looked_for(shape: type[Answer], found: Any) -> None:
+    before = time.process_time()
+    with pytest.raises(InfraError, match=NONSENSE) as told:
+        answers.read(shape, found, "http://host", "/path")
+    assert time.process_time() - before < 0.5
+    assert len(told.value.message) < 300
+
+
+def test_an_answer_that_is_too_long_is_read_no_further(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "MAX_BYTES", 100_000)
+    routes, url = server
+    routes.instead["/v1/models"] = (200, {"data": [], "more": "x" * 100_000})
+    assert "with more than 100000 bytes" in refusal(client(url), InfraError)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.tools import run_tool
-from workflow.errors import ConfigError, ServiceError, ToolFailure
+from workflow.errors import ConfigError, InfraError, ServiceError, ToolFailure
 from workflow.plugins import find
 from workflow.settings import settings
 from workflow.store.calls import CallWork
@@ -203,6 +205,42 @@ def test_whatever_a_search_server_answers_is_the_systems_failure(name: str) -> N
     with answering(lambda request, asked: (200, {}, body)) as place, pytest.raises(ServiceError, match=said) as told:
         search_in(f"http://{place}/").call({"query": "half \ud800 a pair"})
     assert len(told.value.message) < 1000
+
+
+DRIPS = {"its head": b"HTTP/1.1 200 OK\r\nX: ", "its body": b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"}
+
+
+@contextmanager
+def dripping(beginning: bytes) -> Iterator[str]:
+    """`HOST:PORT` of a server that begins so and goes on a letter at a time, until whoever asked has had enough."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            asked, _ = listening.accept()
+            with asked, suppress(OSError):
+                asked.sendall(beginning)
+                while True:
+                    asked.sendall(b" ")
+                    time.sleep(0.01)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("beginning", DRIPS.values(), ids=DRIPS)
+def test_a_search_server_that_drips_is_the_systems_failure_and_nothing_is_left_of_the_call(
+    monkeypatch: pytest.MonkeyPatch, beginning: bytes
+) -> None:
+    monkeypatch.setattr(search, "ANSWER_SECONDS", 0.3)
+    with dripping(beginning) as place:
+        tool = replace(search_in(f"http://{place}/"), timeout_seconds=5.0)
+        before = threading.active_count()
+        with pytest.raises(InfraError, match="took longer than"):
+            run_tool(tool, CallWork(0, "", "search", {"query": "bees"}, "none"))
+        assert threading.active_count() <= before
 
 
 # --- fetch --------------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,11 @@
 """sql: rows as text, for whoever may only read; nothing that a model writes changes the database or leaves it."""
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 
 import psycopg
@@ -12,9 +15,13 @@ from hypothesis import strategies as st
 from sqlalchemy import Engine, create_engine, make_url, text
 
 from tests.test_query import ATTACKS, POSTGRES_ATTACKS, SQLITE_ATTACKS
+from tests.test_rewards import episode, turn
+from workflow import querying
 from workflow.datasets.text_to_sql import DATABASE, FOLDER
-from workflow.errors import ConfigError, ServiceError, ToolFailure
-from workflow.tools.sql import MAX_CELL, MAX_ROWS, read, sql_over
+from workflow.errors import AccessDenied, ConfigError, ServiceError, ToolFailure
+from workflow.querying import read
+from workflow.rewards import score
+from workflow.tools.sql import MAX_CELL, MAX_ROWS, sql_over
 
 SCRIPT = """
 CREATE TABLE runs (id INTEGER PRIMARY KEY, name TEXT, size REAL);
@@ -82,6 +89,56 @@ def test_an_endless_query_is_stopped_by_its_work_and_not_by_the_clock(database: 
     for _ in range(2):
         with pytest.raises(ToolFailure, match="takes too much work"):
             sql_over(database).call({"query": ENDLESS.format("max(i)")})
+
+
+SERIES = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 100000) SELECT {} FROM n"
+SET = "replace(hex(zeroblob(150000)), '0', '1') || '0'"
+LONG_WORK = {
+    "ltrim": f"SELECT length(ltrim(hex(zeroblob(1900000)), {SET}))",
+    "rtrim": f"SELECT length(rtrim(hex(zeroblob(1900000)), {SET}))",
+    "instr": "SELECT instr(zeroblob(3900000), CAST(zeroblob(1900000) || 'x' AS BLOB))",
+    "rows of much work": SERIES.format("sum(length(hex(randomblob(1900000 + i % 2))))"),
+    "digits": SERIES.format("sum(length(printf('%.3000000f', i / 3.0)))"),
+    "a sort of much": SERIES.format("hex(zeroblob(1900000)) || i") + " ORDER BY 1",
+    "names of names": "WITH a0 AS (SELECT 1 x), "
+    + ", ".join(f"a{i} AS (SELECT b.x FROM a{i - 1} b, a{i - 1} c)" for i in range(1, 40))
+    + " SELECT count(*) FROM a39",
+}
+
+
+@pytest.mark.parametrize("query", LONG_WORK.values(), ids=LONG_WORK)
+def test_work_that_no_instruction_tells_of_is_stopped_with_its_process(monkeypatch: pytest.MonkeyPatch, query: str) -> None:
+    monkeypatch.setattr(querying, "CPU_SECONDS", 1)
+    before = time.process_time()
+    with pytest.raises(ToolFailure, match="takes too much"):
+        sql_over(FOLDER / DATABASE).call({"query": query})
+    assert time.process_time() - before < 1.0
+    assert read(str(FOLDER / DATABASE), "SELECT 1")[1] == [(1,)]
+
+
+def test_a_query_that_waits_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(querying, "WALL_SECONDS", 0.2)
+    with pytest.raises(ToolFailure, match="too much work"):
+        sql_over(FOLDER / DATABASE).call({"query": LONG_WORK["ltrim"]})
+
+
+def test_one_query_s_work_is_not_counted_as_the_next_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    querying.readers.forget()
+    monkeypatch.setattr(querying, "CPU_SECONDS", 1)
+    for _ in range(8):
+        query = SERIES.format("sum(length(hex(randomblob(200000))))").replace("LIMIT 100000", "LIMIT 400")
+        assert read(str(FOLDER / DATABASE), query)[1] == [(160_000_000,)]
+
+
+def test_values_come_through_as_they_are(database: str) -> None:
+    query = "SELECT 1, -9223372036854775808, 9e999, 0.1, NULL, '', 'caf\u00e9\n\U0001f600', x'', x'00ff', '{\"bytes\": 1}'"
+    values = (1, -(2**63), float("inf"), 0.1, None, "", "caf\u00e9\n\U0001f600", b"", b"\x00\xff", '{"bytes": 1}')
+    assert read(database, query)[1] == [values]
+
+
+def test_many_numbers_are_no_shorter_an_answer_than_many_letters(database: str) -> None:
+    with pytest.raises(AccessDenied, match="longer than"):
+        read(database, ENDLESS.format(", ".join(["NULL"] * 2000)), 1000)
 
 
 @pytest.mark.parametrize("attack", [*ATTACKS, *SQLITE_ATTACKS])
@@ -197,3 +254,52 @@ def test_a_postgres_login_that_may_write_is_refused(reader: str, empty_postgres:
 def test_a_postgres_that_is_away_is_the_systems_failure() -> None:
     with pytest.raises(ServiceError, match="does not answer"):
         sql_over("postgresql://nobody@127.0.0.1:1/none").call({"query": "SELECT 1"})
+
+
+# What a value may hold that Python's own do not, and how it is read.
+ODD_VALUES = {
+    "(repeat('[', 3000) || repeat(']', 3000))::json": "[" * 3000 + "]" * 3000,
+    "('1' || repeat('0', 5000))::jsonb": "1" + "0" * 5000,
+    "ARRAY[('1' || repeat('0', 5000))::json]": "{1" + "0" * 5000 + "}",
+    "'infinity'::timestamp": "infinity",
+    "'0044-03-15 BC'::date": "0044-03-15 BC",
+    "'24:00'::time": "24:00:00",
+    "interval '170000000 years'": "170000000 years",
+    "'{1,2}'::int[]": "{1,2}",
+    "ROW(1, 'a')": "(1,a)",
+    "int4range(1, 5)": "[1,5)",
+    "'\"\\ud800\"'::json": '"\\ud800"',
+}
+
+
+def test_any_value_of_postgres_can_be_read(reader: str) -> None:
+    assert {value: read(reader, f"SELECT {value}")[1][0][0] for value in ODD_VALUES} == ODD_VALUES
+    numbers = read(reader, "SELECT 1, 1.50, 1e0::float8, true, '\\xff'::bytea, NULL, 'NaN'::float8 = 'NaN'")[1]
+    assert numbers == [(1, Decimal("1.50"), 1.0, True, b"\xff", None, True)]
+
+
+def test_an_answer_of_postgres_that_is_too_long_is_refused_and_the_next_one_read(
+    reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(querying, "WALL_SECONDS", 20.0)
+    for much in (
+        "repeat('x', 5000000)",
+        "array_agg(repeat('x', 1000000)) FROM generate_series(1, 5)",
+        "generate_series(1, 600000)",
+    ):
+        with pytest.raises(AccessDenied, match="answer is longer than 4000000"):
+            read(reader, f"SELECT {much}", 1_000_000)
+    assert read(reader, "SELECT 1")[1] == [(1,)]
+
+
+def test_a_value_of_postgres_that_is_larger_than_the_memory_is_refused(reader: str) -> None:
+    with pytest.raises(AccessDenied, match=r"too much|longer than"):
+        read(reader, "SELECT repeat('x', 1000000000)")
+    assert read(reader, "SELECT 1")[1] == [(1,)]
+
+
+def test_a_value_of_postgres_that_python_cannot_hold_is_a_wrong_answer(reader: str) -> None:
+    for value in ODD_VALUES:
+        answered = episode(turn(f"SELECT {value}"), reference="SELECT 1")
+        answered = replace(answered, task=replace(answered.task, metadata={"database": reader}))
+        assert score(answered, {"sql_match": 1.0}) == {"sql_match": 0.0}

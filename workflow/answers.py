@@ -1,11 +1,13 @@
 """What servers that sample answer, one shape per route: an answer of another shape goes no further than `read`.
 
-A shape has what an engine looks at; servers may say more. Whether its numbers can be believed is `workflow.served`'s to say.
+A shape has what an engine looks at; servers may say more. Of a list only the first item that is wrong is
+looked for. Whether its numbers can be believed is `workflow.served`'s to say.
 """
 
-from typing import Any, TypeVar
+from reprlib import Repr
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from workflow.errors import InfraError
 
@@ -17,6 +19,16 @@ class Answer(BaseModel):
 
 
 Shape = TypeVar("Shape", bound=Answer)
+MAX_LIKELIEST = 1000
+
+
+def _few(found: Any) -> Any:
+    if isinstance(found, dict) and len(found) > MAX_LIKELIEST:
+        raise ValueError(f"more than {MAX_LIKELIEST} tokens")
+    return found
+
+
+Likeliest = Annotated[dict[str, float], BeforeValidator(_few)]
 
 
 class Card(Answer):
@@ -31,21 +43,21 @@ class Card(Answer):
 class Cards(Answer):
     """`/v1/models`."""
 
-    data: list[Card]
+    data: list[Card] = Field(fail_fast=True)
 
 
 class Logprobs(Answer):
     """Of each sampled token, and of the likeliest ones by their texts."""
 
-    token_logprobs: list[float | None] | None = None
-    top_logprobs: list[dict[str, float] | None] | None = None
+    token_logprobs: list[float | None] | None = Field(None, fail_fast=True)
+    top_logprobs: list[Likeliest | None] | None = Field(None, fail_fast=True)
 
 
 class Choice(Answer):
     """A turn that vLLM sampled; the ids of the prompt come back where the server is new enough."""
 
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = Field(None, fail_fast=True)
+    prompt_token_ids: list[int] | None = Field(None, fail_fast=True)
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
 
@@ -54,7 +66,7 @@ class Completions(Answer):
     """`/v1/completions`, of one choice."""
 
     model: str | None = None
-    choices: list[Choice] = Field(min_length=1)
+    choices: list[Choice] = Field(min_length=1, fail_fast=True)
 
 
 class Window(Answer):
@@ -72,7 +84,7 @@ class Props(Answer):
 class Tokens(Answer):
     """`/tokenize` of llama.cpp."""
 
-    tokens: list[int]
+    tokens: list[int] = Field(fail_fast=True)
 
 
 class Probability(Answer):
@@ -84,9 +96,13 @@ class Probability(Answer):
 class LlamaTurn(Answer):
     """`/completion` of llama.cpp."""
 
-    tokens: list[int] | None = None
-    completion_probabilities: list[Probability] | None = None
+    tokens: list[int] | None = Field(None, fail_fast=True)
+    completion_probabilities: list[Probability] | None = Field(None, fail_fast=True)
     stop_type: str | None = None
+
+
+_short = Repr()
+_short.maxstring = _short.maxother = 80
 
 
 def read(shape: type[Shape], found: Any, url: str, path: str) -> Shape:
@@ -98,7 +114,7 @@ def read(shape: type[Shape], found: Any, url: str, path: str) -> Shape:
     try:
         return shape.model_validate(found)
     except ValidationError as error:
-        wrong = error.errors()[0]
+        wrong = error.errors(include_url=False)[0]
         where = ".".join(map(str, wrong["loc"])) or "the answer"
-        said = f"{where}: {wrong['msg']} (found {wrong['input']!r:.80})"
+        said = f"{where}: {wrong['msg']} (found {_short.repr(wrong['input']):.80})"
         raise InfraError(f"The server at {url} answered {path} with what this engine cannot read: {said}.") from error

@@ -1,5 +1,6 @@
 """A connection to a server that samples: what it answers as JSON, and which of our errors its refusals are. Free of torch."""
 
+import json
 from typing import Any
 
 import httpx2
@@ -11,6 +12,9 @@ from workflow.settings import Settings
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 900.0
 """A turn that waits and samples for longer is given up: what holds the other end is gone."""
+
+MAX_BYTES = 64 * 1024 * 1024
+"""Of an answer: a turn of 100,000 tokens with the likeliest of each has half as many."""
 
 _AWAY = (429, 502, 503, 504)
 """What a server, or what stands before it, answers while it cannot serve."""
@@ -65,22 +69,31 @@ class Connection:
         """Posts the body, for a route whose answer says nothing. Raises as `read` does."""
         self._ask("POST", path, body)
 
-    def _ask(self, method: str, path: str, body: Any) -> httpx2.Response:
+    def _ask(self, method: str, path: str, body: Any) -> bytes:
         try:
-            response = self._client.request(method, self.url + path, json=body)
-        except (httpx2.TransportError, RuntimeError) as error:  # RuntimeError: closed meanwhile
+            with self._client.stream(method, self.url + path, json=body) as response:
+                status, answer = response.status_code, self._body(path, response)
+        except (httpx2.TransportError, httpx2.DecodingError, RuntimeError) as error:  # RuntimeError: closed meanwhile
             said = f"The engine's server at {self.url} does not answer: {type(error).__name__}: {error}."
             raise ServiceError(said, "Start it, or correct AGENTRL_ENGINE_URL.") from error
-        status, said = response.status_code, " ".join(response.text.split())
+        if status < 300:
+            return answer
+        said = " ".join(answer.decode(errors="replace").split())
         if status in _AWAY:
             raise ServiceError(f"The engine's server at {self.url} is not ready: {status} {said:.300}")
         if status in (401, 403):
             raise ConfigError(f"The server at {self.url} refuses the API key ({status}).", "Set AGENTRL_ENGINE_KEY.")
         if status >= 500:
             raise InfraError(f"The server at {self.url} failed: {status} {said:.300}")
-        if status >= 300:
-            raise Refused(self.url, path, status, said)
-        return response
+        raise Refused(self.url, path, status, said)
+
+    def _body(self, path: str, response: httpx2.Response) -> bytes:
+        body = bytearray()
+        for part in response.iter_bytes():
+            body += part
+            if len(body) > MAX_BYTES:
+                raise InfraError(f"The server at {self.url} answered {path} with more than {MAX_BYTES} bytes.")
+        return bytes(body)
 
 
 def check_url(settings: Settings) -> None:
@@ -101,11 +114,12 @@ def check_url(settings: Settings) -> None:
         raise ConfigError(f"{url!r} is no http URL of a server.", f"{hint}.")
 
 
-def _json(url: str, path: str, response: httpx2.Response) -> Any:
+def _json(url: str, path: str, answer: bytes) -> Any:
+    said = answer[:100].decode(errors="replace")
     try:
-        tree = response.json()
+        tree = json.loads(answer)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"The server at {url} answered {path} with what is no JSON: {response.text[:100]!r}.") from error
+        raise ModelError(f"The server at {url} answered {path} with what is no JSON: {said!r}.") from error
     if not isinstance(tree, dict):
-        raise ModelError(f"The server at {url} answered {path} with what is no object: {response.text[:100]!r}.")
+        raise ModelError(f"The server at {url} answered {path} with what is no object: {said!r}.")
     return tree

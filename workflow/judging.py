@@ -8,18 +8,14 @@ value.
 
 import inspect
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from queue import LifoQueue
 from types import ModuleType
 from typing import Any
 
 from workflow.errors import InfraError
-from workflow.once import Once
-from workflow.patience import waiting
 from workflow.sandbox import Limits, Result, Session, cases, checks, plain
 from workflow.tools.python import sandbox, system_failed
+from workflow.warm import Warm
 
 LIMITS = Limits(cpu_seconds=2.0)
 """Of one question. A million characters of the most usual data take a tenth of it."""
@@ -30,46 +26,6 @@ WHOLE_CPU_SECONDS = 6.0
 ATTEMPTS = 2
 MOST_ROUNDS = 8
 """Calls whose arguments depend on what as many calls before them gave have failed."""
-
-
-class Warm:
-    """Sessions that last, as many as there are cores, each opened when it is first asked for, and again when it was lost."""
-
-    def __init__(self, opened: Callable[[], Session]) -> None:
-        self._opened = opened
-        self._places = Once(self._empty)
-
-    @contextmanager
-    def one(self) -> Iterator[Session]:
-        """One of them, for the caller alone.
-
-        Raises:
-            AgentRLError: it cannot be opened.
-        """
-        with waiting():
-            session = self._places().get()
-        try:
-            if session is None or not session.alive:
-                session = self._opened()
-            yield session
-        finally:
-            self._places().put(session)
-
-    @property
-    def idle(self) -> int:
-        """How many nobody uses at this moment."""
-        return self._places().qsize()
-
-    def forget(self) -> None:
-        """They are opened anew; who has one keeps it until it is done."""
-        self._places.forget()
-
-    @staticmethod
-    def _empty() -> "LifoQueue[Session | None]":
-        places: LifoQueue[Session | None] = LifoQueue()
-        for _ in range(os.cpu_count() or 1):
-            places.put(None)
-        return places
 
 
 def passed(pairs: Sequence[tuple[str, str]]) -> list[bool]:
@@ -140,7 +96,7 @@ def _batches(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]
         yield batch
 
 
-def asked(function: str, args: str, warm: Warm | None = None, limits: Limits = LIMITS) -> Result:
+def asked(function: str, args: str, warm: Warm[Session] | None = None, limits: Limits = LIMITS) -> Result:
     """What a function of ours came to inside, for arguments as the text of plain data: `ok`, or that they took too much.
 
     Args:

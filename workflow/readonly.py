@@ -10,13 +10,15 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import psycopg
+from psycopg.abc import Buffer
+from psycopg.adapt import Loader
 
 from workflow.errors import AccessDenied, AgentRLError, ConfigError, ServiceError
 
@@ -25,12 +27,18 @@ MAX_VALUE = 64 * 1024 * 1024
 MAX_ANSWER = 256 * 1024 * 1024
 """Longest query in characters; longest value that SQLite may build, in bytes; longest answer in characters and bytes."""
 
+NUMBER_BYTES = 8
+"""What a number counts in an answer, and what is no value."""
+
 STEP = 1000
 """Instructions of SQLite between two looks at the limit."""
 
 _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 _FORBIDDEN_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"}
 _UNREADABLE = ("locked", "unable to open", "readonly", "not a database", "disk I/O", "image is malformed")
+
+NUMBERS = {"bool", "bytea", "int2", "int4", "int8", "oid", "float4", "float8", "numeric"}
+"""Types of Postgres whose values are Python's."""
 
 Table = tuple[list[str], list[tuple[Any, ...]]]
 Over = Callable[[], bool]
@@ -73,7 +81,7 @@ def collect(rows: Iterable[tuple[Any, ...]], limit: int, size: int = MAX_ANSWER)
     found, taken = [], 0
     for row in itertools.islice(rows, limit):
         found.append(row)
-        taken += sum(len(value) for value in row if isinstance(value, str | bytes))
+        taken += sum(len(value) if isinstance(value, str | bytes) else NUMBER_BYTES for value in row)
         if taken > size:
             raise AccessDenied(f"The answer is longer than {size} characters.", "Ask for fewer rows or columns.")
     return found
@@ -147,22 +155,43 @@ def _sqlite_refusal(error: Exception, hint: str) -> AgentRLError:
 # Postgres
 
 
+class AnyText(Loader):
+    """A value as the server writes it: in a database of SQL_ASCII any bytes, of which those that are no UTF-8 are escaped."""
+
+    def load(self, data: Buffer) -> str:
+        """The text."""
+        return bytes(data).decode(errors="backslashreplace")
+
+
 def read_postgres(
-    connection: "psycopg.Connection[tuple[Any, ...]]", sql: str, limit: int, seconds: float, stopped: AgentRLError, hint: str
+    connection: "psycopg.Connection[tuple[Any, ...]]",
+    sql: str,
+    limit: int,
+    seconds: float,
+    stopped: AgentRLError,
+    hint: str,
+    size: int = MAX_ANSWER,
 ) -> Table:
     """The columns and at most `limit` rows of one SELECT, stopped after `seconds` by the server or, failing that, from here.
+
+    What is no number, no bytes and neither true nor false comes as text: Python's own values hold fewer dates, depths and
+    digits than Postgres has.
 
     Args:
         connection: of a login that may only read, with `statement_timeout` and `default_transaction_read_only` set, in UTF-8
             (or SQL_ASCII, which is any).
         stopped: raised where the time is over.
         hint: to what does not work.
+        size: of the answer in characters and bytes, at most.
     """
     timer = threading.Timer(seconds + 0.5, connection.cancel)
     timer.start()
     try:
         cursor = connection.cursor()
-        rows = collect(cursor.stream(sql.encode()), limit)  # the extended protocol: one statement
+        for kind in (0, *_texts(connection)):  # 0: any other
+            cursor.adapters.register_loader(kind, AnyText)
+        with closing(_streamed(cursor, sql)) as streamed:  # until it is closed it holds the connection, which is rolled back
+            rows = collect(streamed, limit, size)
         if cursor.description is None:  # an empty stream does not name its columns
             cursor.execute(sql.encode(), prepare=True)
     except UnicodeDecodeError as error:  # a column's name, in SQL_ASCII
@@ -171,15 +200,29 @@ def read_postgres(
         raise (stopped if isinstance(error, psycopg.errors.QueryCanceled) else _postgres_refusal(error, hint)) from error
     finally:
         timer.cancel()
-        connection.rollback()
+        with suppress(psycopg.OperationalError):  # it is lost, and nothing is left of it
+            connection.rollback()
     if cursor.description is None:
         raise no_rows()
     return [column.name for column in cursor.description], rows
 
 
+def _streamed(cursor: "psycopg.Cursor[tuple[Any, ...]]", sql: str) -> Generator[tuple[Any, ...], None, None]:
+    """The rows as they come, by the extended protocol: of one statement."""
+    yield from cursor.stream(sql.encode())
+
+
+def _texts(connection: "psycopg.Connection[tuple[Any, ...]]") -> Iterator[int]:
+    """The types that come as text, and the arrays of all types."""
+    for kind in connection.adapters.types:
+        yield from [kind.array_oid] + [kind.oid] * (kind.name not in NUMBERS)
+
+
 def _postgres_refusal(error: psycopg.Error, hint: str) -> AgentRLError:
     message = " ".join((error.diag.message_primary or str(error)).split())
     state = error.sqlstate or ""
+    if not state and "memory" in message:
+        return AccessDenied(f"The query asks for too much: {message}.", "Ask for less at a time.")
     if "multiple commands" in message:
         return only_one()
     if state in ("42501", "25006") or state == "" or state.startswith(("0A", "2D")):

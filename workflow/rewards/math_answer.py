@@ -20,13 +20,13 @@ from typing import Any
 
 from workflow import judging
 from workflow.errors import ConfigError, SandboxUnavailable, ToolFailure
-from workflow.judging import Warm
 from workflow.once import Once
 from workflow.rewards import Judge
 from workflow.rewards.tests_passed import JUDGE_SECONDS, told, writable
 from workflow.sandbox import Limits, Session, plain
 from workflow.tools.python import SANDBOX, sandbox
 from workflow.trajectory import Episode, ToolResult
+from workflow.warm import Warm
 
 PACKAGES = ("math_verify", "latex2sympy2_extended", "sympy", "mpmath", "antlr4")
 ASKED_FOR = "antlr4-python3-runtime"

@@ -14,11 +14,10 @@ from typing import Any
 
 from workflow.datasets.text_to_sql import FOLDER
 from workflow.errors import AccessDenied, ConfigError
+from workflow.querying import MAX_ROWS, read
 from workflow.settings import is_url
-from workflow.tools.sql import read
 from workflow.trajectory import Episode
 
-MAX_ROWS = 10_000
 BLOCK = re.compile(r"```(?:sql)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 QUOTED = re.compile(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*")
 INSIDE = re.compile(r"\([^()]*\)")

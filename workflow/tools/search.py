@@ -24,6 +24,7 @@ from workflow.errors import ConfigError, ServiceError, ToolFailure
 from workflow.once import Once
 from workflow.settings import is_url, settings
 from workflow.tools import Tool
+from workflow.within import within
 
 SUFFIXES = {".txt", ".md", ".markdown", ".rst"}
 PASSAGE = 1000
@@ -193,7 +194,9 @@ def pieces(text: str) -> Iterator[str]:
 
 def _ask(url: str, query: str, k: int) -> list[Passage]:
     try:
-        status, body = _posted(url, {"query": _utf8(query), "k": k})
+        status, body = within(ANSWER_SECONDS, _posted(url, {"query": _utf8(query), "k": k}))
+    except TimeoutError as error:
+        raise ServiceError(f"The search at {url} took longer than {ANSWER_SECONDS:g} s to answer.", HINT) from error
     except (httpx2.TransportError, httpx2.InvalidURL) as error:
         raise ServiceError(f"The search at {url} does not answer: {type(error).__name__}: {error}.", HINT) from error
     if status in (400, 422):
@@ -206,7 +209,7 @@ def _ask(url: str, query: str, k: int) -> list[Passage]:
         raise ServiceError(f"The search at {url} answered what is no list of results: {str(error)[:300]}.", HINT) from error
 
 
-def _posted(url: str, asked: dict[str, Any]) -> tuple[int, bytes]:
+async def _posted(url: str, asked: dict[str, Any]) -> tuple[int, bytes]:
     """The status and the body of the answer, of which no more is read than one may be.
 
     Raises:
@@ -214,8 +217,11 @@ def _posted(url: str, asked: dict[str, Any]) -> tuple[int, bytes]:
     """
     body = bytearray()
     headers = {"Accept-Encoding": "identity"}  # and nothing unfolds to any size
-    with httpx2.stream("POST", url, json=asked, timeout=ANSWER_SECONDS, headers=headers) as response:
-        for part in response.iter_raw():
+    async with (
+        httpx2.AsyncClient(timeout=None) as client,
+        client.stream("POST", url, json=asked, headers=headers) as response,
+    ):
+        async for part in response.aiter_raw():
             body += part
             if len(body) > MAX_BYTES:
                 raise ServiceError(f"The search at {url} answered with more than {MAX_BYTES} bytes.", HINT)
