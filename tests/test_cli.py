@@ -28,6 +28,7 @@ from tests.stored import claim, fail, start, submission
 from workers import broker
 from workers.app import make_app
 from workers.process import database as process_database
+from workflow.errors import ConfigError, did_you_mean
 from workflow.packed import ROUNDING, lacking
 from workflow.settings import Settings, settings
 from workflow.store import calls, claims, observe, planning, rollout, steps, training, waiting
@@ -706,6 +707,31 @@ def test_cleaned_text_holds_no_control_character(text: str) -> None:
 @given(st.text(st.characters(categories=("L", "N", "P", "S"), exclude_characters="\u202e")))
 def test_plain_text_is_left_as_it_is(text: str) -> None:
     assert clean(text) == text
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("It failed: no such file..", "It failed: no such file."),
+        ("Is it accepting connections?.", "Is it accepting connections?"),
+        ("It failed: out of memory!.", "It failed: out of memory!"),
+        ("It failed: a, b, ....", "It failed: a, b, ..."),
+        ("The views are a, b, ...", "The views are a, b, ..."),
+        ("It failed.", "It failed."),
+        (".", "."),
+        ("", ""),
+    ],
+)
+def test_a_sentence_ends_once_whatever_its_cause_ends_with(said: str, told: str) -> None:
+    error = ConfigError(said, "Do it.")
+    assert (error.message, error.hint, str(error)) == (told, "Do it.", f"{told} Do it.".strip())
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"), [("gpro", "grpo"), ("gsop", "gspo"), ("dpao", "dapo"), ("grop", "grpo"), ("pop", "ppo"), ("grp", "grpo")]
+)
+def test_two_letters_that_changed_places_are_near(word: str, meant: str) -> None:
+    assert did_you_mean(word, ["dapo", "grpo", "gspo", "ppo", "cispo"]) == f"Did you mean {meant!r}?"
 
 
 @pytest.mark.parametrize("mark", "\u061c\u200b\u200c\u200d\u2028\u2029\u2060\ufeff\u00ad\U000e0001\U000e0041\U000e007f")
