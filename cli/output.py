@@ -18,11 +18,22 @@ import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_].*?(?:\x07|\x1b\\|\Z)|[ -/]*[0-~])", re.DOTALL)
-# Control characters but \t and \n; the marks that turn the direction of text; half surrogate pairs.
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# A title or link of a terminal has an end, and is short: of one that has none, nothing but its beginning goes.
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b\n]{0,500}(?:\x07|\x1b\\)|[ -/]*[0-~])")
+# Control characters but \t and \n; the marks that turn the direction of text; what is not seen, or ends a line elsewhere; half
+# surrogate pairs.
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
+    "\u00ad\u180e\u200b-\u200d\u2028\u2029\u2060-\u2064\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f\ud800-\udfff]"
+)
 CELL = 60
 """Longest text in a cell of a table."""
+DEEPEST = 100
+"""Levels of a value that are shown; what lies deeper is `...`."""
+MOST_BITS = 10_000
+"""Of a whole number that is written in decimal; Python writes no more than 4300 digits."""
+MOST_DIGITS = 300
+"""Of a number of Postgres that is written in decimal; no float has more."""
 
 Line = tuple[str, str]
 """A text, of one line or several, and rich's name of its style."""
@@ -110,6 +121,8 @@ def cell(value: Any) -> str:
             return "-"
         case bool():
             return "yes" if value else "no"
+        case int():
+            return one_line(str(plain(value)))
         case float():
             return f"{value:.4g}"
         case datetime():
@@ -133,25 +146,37 @@ def decimals(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 10_000 else cell(value)
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON has it: moments in ISO 8601, bytes in hex, NaN and infinity as null."""
+def plain(value: Any, depth: int = 0) -> Any:
+    """A value as JSON has it: moments in ISO 8601, bytes in hex, NaN and infinity as null, numbers of many digits as text."""
     match value:
-        case None | bool() | int() | str():
+        case None | bool() | str():
             return value
+        case int():
+            return value if value.bit_length() <= MOST_BITS else hex(value)
         case float():
             return value if math.isfinite(value) else None
         case datetime():
             return value.astimezone(UTC).isoformat()
         case bytes() | memoryview():
             return bytes(value).hex()
+        case Mapping() | list() | tuple() if depth >= DEEPEST:
+            return "..."
         case Mapping():
-            return {str(key): plain(item) for key, item in value.items()}
+            return {str(key): plain(item, depth + 1) for key, item in value.items()}
         case list() | tuple():
-            return [plain(item) for item in value]
+            return [plain(item, depth + 1) for item in value]
         case Decimal():  # what Postgres makes of a sum
-            return int(value) if value == value.to_integral_value() else float(value)
+            return _number(value)
         case _:
             return str(value)
+
+
+def _number(value: Decimal) -> int | float | str | None:
+    if not value.is_finite():
+        return None
+    if value.adjusted() > MOST_DIGITS:
+        return str(value)
+    return int(value) if value == value.to_integral_value() else float(value)
 
 
 def _rich_table(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> None:

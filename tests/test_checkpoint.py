@@ -2,13 +2,14 @@
 
 import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from workflow.checkpoint import MANIFEST, WEIGHTS, remove_rivals, sha256_file, verify, write
-from workflow.errors import CheckpointError
+from workflow.errors import BrokenCheckpoint, CheckpointError
 
 
 def writer_of(content: bytes) -> Callable[[Path], None]:
@@ -62,11 +63,49 @@ def test_a_folder_that_is_not_there_is_not_whole(tmp_path: Path) -> None:
         verify(tmp_path / "never")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"files": {"a": 1}}', '{"files": []}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "{}", '{"files": {"a": 1}}', '{"files": []}', "[" * 100_000),
+        *(f'{{"files": {{"a": {{"size": {size}, "sha256": "x"}}}}}}' for size in ("1e999", "NaN", "9" * 5000, '"1"')),
+    ],
+)
 def test_a_broken_manifest_is_an_error_of_its_own(folder: Path, text: str) -> None:
     (folder / MANIFEST).write_text(text)
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
         verify(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "deep/../../secret", "/secret", "a" * 5000, "a/" * 300 + "a", "a\0b", "\ud800", "", "a\nb"]
+)
+def test_a_manifest_that_names_another_place_is_broken_and_that_place_is_not_read(folder: Path, name: str) -> None:
+    secret = folder.parent / "secret"
+    secret.write_text("x")
+    entry = {"size": 1, "sha256": sha256_file(secret)}
+    (folder / MANIFEST).write_text(json.dumps({"files": {name: entry}}))
+    with pytest.raises(BrokenCheckpoint, match="its manifest names"):
+        verify(folder)
+
+
+def test_a_file_that_is_a_link_out_of_the_folder_is_broken(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder.parent / "elsewhere")
+    (folder / WEIGHTS).symlink_to(folder.parent / "elsewhere")
+    with pytest.raises(BrokenCheckpoint, match=f"{WEIGHTS} is a link out of the folder"):
+        verify(folder)
+
+
+@pytest.mark.parametrize("make", [lambda file: file.symlink_to(file), Path.mkdir, os.mkfifo], ids=["loop", "folder", "pipe"])
+def test_a_manifest_that_is_no_file_is_missing(folder: Path, make: Callable[[Path], None]) -> None:
+    (folder / MANIFEST).unlink()
+    make(folder / MANIFEST)
+    with pytest.raises(BrokenCheckpoint, match=r"manifest\.json is missing"):
+        verify(folder)
+
+
+def test_a_checkpoint_behind_a_link_is_read(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(folder.parent)
+    assert verify(tmp_path / "link" / folder.name) == verify(folder)
 
 
 def test_a_half_written_folder_has_no_manifest_and_is_replaced_by_the_next_attempt(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.main import main
-from cli.output import clean, one_line
+from cli.output import cell, clean, one_line, show_json
 from cli.plot import buckets, plot, sparkline
 from cli.watch import View, held_out, live_lines, look, somebody_works, summary
 from tests.conftest import forget_process, missing
@@ -27,6 +28,7 @@ from tests.stored import claim, fail, start, submission
 from workers import broker, embedded, presence
 from workers.app import QUEUES, make_app
 from workers.process import database as process_database
+from workflow.errors import ConfigError, did_you_mean
 from workflow.packed import ROUNDING, lacking
 from workflow.settings import Settings, settings
 from workflow.store import calls, claims, observe, planning, rollout, steps, training, waiting
@@ -720,6 +722,56 @@ def test_cleaned_text_holds_no_control_character(text: str) -> None:
 @given(st.text(st.characters(categories=("L", "N", "P", "S"), exclude_characters="\u202e")))
 def test_plain_text_is_left_as_it_is(text: str) -> None:
     assert clean(text) == text
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("It failed: no such file..", "It failed: no such file."),
+        ("Is it accepting connections?.", "Is it accepting connections?"),
+        ("It failed: out of memory!.", "It failed: out of memory!"),
+        ("It failed: a, b, ....", "It failed: a, b, ..."),
+        ("The views are a, b, ...", "The views are a, b, ..."),
+        ("It failed.", "It failed."),
+        (".", "."),
+        ("", ""),
+    ],
+)
+def test_a_sentence_ends_once_whatever_its_cause_ends_with(said: str, told: str) -> None:
+    error = ConfigError(said, "Do it.")
+    assert (error.message, error.hint, str(error)) == (told, "Do it.", f"{told} Do it.".strip())
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"), [("gpro", "grpo"), ("gsop", "gspo"), ("dpao", "dapo"), ("grop", "grpo"), ("pop", "ppo"), ("grp", "grpo")]
+)
+def test_two_letters_that_changed_places_are_near(word: str, meant: str) -> None:
+    assert did_you_mean(word, ["dapo", "grpo", "gspo", "ppo", "cispo"]) == f"Did you mean {meant!r}?"
+
+
+@pytest.mark.parametrize("mark", "\u061c\u200b\u200c\u200d\u2028\u2029\u2060\ufeff\u00ad\U000e0001\U000e0041\U000e007f")
+def test_what_is_not_seen_is_shown_as_such(mark: str) -> None:
+    assert clean(f"a{mark}b") == "a\ufffdb"
+
+
+@pytest.mark.parametrize("opened", ["\x1b]", "\x1bP", "\x1bX", "\x1b^", "\x1b_"])
+def test_a_sequence_that_is_not_closed_hides_nothing_after_it(opened: str) -> None:
+    assert clean(f"a{opened}b\nc") == "ab\nc"
+    assert clean(f"a{opened}b\nc\x07d") == "ab\nc\ufffdd"
+    assert clean(f"a{opened}0;title\x07b{opened}8;;http://x\x1b\\c") == "abc"
+    assert clean(f"{opened}{'long' * 1000}\x07") == "long" * 1000 + "\ufffd"
+
+
+def test_numbers_of_any_size_and_lists_of_any_depth_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    numbers = [Decimal("NaN"), Decimal("sNaN"), Decimal("-Infinity"), Decimal("1e100000"), Decimal("1.5e3"), Decimal("0.5")]
+    show_json([*numbers, 10**5000, deep])
+    found = json.loads(capsys.readouterr().out)
+    assert found[:6] == [None, None, None, "1E+100000", 1500, 0.5]
+    assert int(found[6], 16) == 10**5000
+    assert [len(cell(value)) <= 60 for value in (10**5000, {"a": 10**5000}, deep, *numbers)] == [True] * 9
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=300), st.integers(2, 60))

@@ -15,7 +15,7 @@ from tests.boxes import machine
 from tests.test_datasets import episode_of, reward_of, write
 from workers.submit import prepare
 from workers.tools import run_tool
-from workflow.asserts import read_asserts
+from workflow.asserts import all_cases, read_asserts
 from workflow.config import DatasetConfig, build
 from workflow.datasets import load_tasks
 from workflow.datasets.code import code_metadata
@@ -332,10 +332,26 @@ def test_an_assert_is_read_and_never_run(test: str, case: Case) -> None:
      "assert f(1) == 1 == 1", "assert f(1, *[2]) == 1", "assert f(open('/etc/passwd')) == 1", "assert f(1) == 2j",
      "assert f(9**9**9) == 1", "assert f('a' * 10**9) == 1", "assert f('%1000000000d' % 3) == 1", "assert f(1 << 10**9) == 1",
      "assert f([0] * 10**9) == 1", "assert f(1 / 0) == 1", "assert f(2.0**5000) == 1", "assert f(1) is 256",
-     "assert f(" + "-" * 500 + "x) == 1"],
+     "assert f([[0] * 999] * 999) == 1", "assert f(('a' * 9999,) * 999) == 1", "assert f(" + "-" * 500 + "x) == 1"],
 )  # fmt: skip
 def test_an_assert_of_another_form_is_counted(test: str) -> None:
     assert read_asserts(test, ("f",)) == ([], 1)
+
+
+def test_what_operators_make_in_a_source_is_counted_together() -> None:
+    small = "assert f([0] * 999) == 1\n"
+    assert len(read_asserts(small * 20, ("f",))[0]) == 20
+    assert len(read_asserts(small * 2000, ("f",))[0]) < 100
+    assert all_cases(small * 2000, ("f",)) is None
+
+
+@pytest.mark.parametrize("keys", ["{%s}", "{%s: 0}"])
+def test_keys_of_one_hash_are_few(keys: str) -> None:
+    separator = ", " if ":" not in keys else ": 0, "
+    same = separator.join(str(number * (2**61 - 1)) for number in range(5000))
+    other = separator.join(map(str, range(5000)))
+    assert read_asserts(f"assert f({keys % same}) == 1", ("f",)) == ([], 1)
+    assert len(read_asserts(f"assert f({keys % other}) == 1", ("f",))[0]) == 1
 
 
 def test_equal_near_and_truth_are_pythons() -> None:

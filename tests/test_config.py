@@ -95,6 +95,19 @@ def test_an_unknown_key_of_the_environment_is_refused_too() -> None:
         ("rollout: 5", "Unknown option 'rollout'"),
         ("epochs: many", "epochs: .*found 'many'"),
         ("epochs: !!python/object/apply:os.getcwd []", "is not YAML"),
+        ("name: {{ name }}", "a key must be text"),
+        ("? [1]\n: 2", "a key must be text"),
+        ("[" * 20_000, "it nests too deep"),
+        ("{a: " * 20_000, "it nests too deep"),
+        ("name: 2026-99-99", "is not YAML: month must be in"),
+        ("epochs: !!int ''", "a value that is none"),
+        ("epochs: !!bool maybe", "a value that is none"),
+        ("epochs: !!timestamp soon", "a value that is none"),
+        ("seed: 0x" + "f" * 10_000, "a number of 10002 digits is too large"),
+        ("a0: &a0 {x: 1}\na1: {<<: [*a0, *a0]}", r"aliases are not read; write out what \*a0 stands for"),
+        ("a: &a [*a]", "aliases are not read"),
+        ("? " + "x" * 100_000 + "\n: 1", "Unknown option 'xxx"),
+        (f"name: {'x' * 2_000_000}", "is larger than 1048576 bytes"),
     ],
 )
 def test_a_file_that_is_no_config_is_one_sentence(text: str, why: str, tmp_path: Path) -> None:
@@ -103,6 +116,7 @@ def test_a_file_that_is_no_config_is_one_sentence(text: str, why: str, tmp_path:
     with pytest.raises(ConfigError, match=why) as caught:
         resolve(path)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -115,7 +129,13 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert resolve(tmp_path / "empty.yaml")[0] == RunConfig()
 
 
-@pytest.mark.parametrize("assignment", ["epochs", "=1", "epochs=[", "epochs={a: 1}"])
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        *("epochs", "=1", "epochs=[", "epochs={a: 1}", "seed=2026-99-99", "seed=2026-01-01", "name={{ name }}"),
+        *("seed=" + "[" * 2000, "seed=" + "9" * 5000, "seed=0b" + "1" * 50_000),
+    ],
+)
 def test_an_assignment_that_cannot_be_read_is_refused(assignment: str) -> None:
     with pytest.raises(ConfigError):
         resolve(assignments=(assignment,))

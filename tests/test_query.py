@@ -157,6 +157,24 @@ def test_a_query_that_the_database_does_not_understand_is_bad_input(asked: Setti
             query(asked, wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        ("SELECT * FROM v_episode", "Did you mean 'v_episodes'?"),
+        ("SELECT * FROM v_episdoes", "Did you mean 'v_episodes'?"),
+        ("SELECT statsu FROM v_runs", "Did you mean 'status'?"),
+        ("SELECT e.iteraton FROM v_episodes e JOIN v_runs r ON r.run = e.run", "Did you mean 'iteration'?"),
+        ("SELECT * FROM nowhere", "The views are v_runs, v_iterations, v_episodes, v_steps, ..."),
+        ("SELECT nothing_like_it FROM v_runs", "The views are v_runs, v_iterations, v_episodes, v_steps, ..."),
+        ("SELECT status", "The views are v_runs, v_iterations, v_episodes, v_steps, ..."),
+    ],
+)
+def test_a_view_or_column_that_is_none_is_told_the_nearest(asked: Settings, wrong: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match="does not work") as refused:
+        query(asked, wrong)
+    assert refused.value.hint == hint
+
+
 def test_an_upgrade_gives_the_reader_the_password_of_the_settings(asked: Settings, database: Database) -> None:
     if not database.is_sqlite:
         stored = "SELECT count(*) FROM pg_authid WHERE rolname = 'agentrl_reader' AND rolpassword IS NOT NULL AND NOT rolsuper"

@@ -1,6 +1,7 @@
 """Tools of MCP servers: what they say is asked once, their process is kept, and its death costs no more than it must."""
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -220,6 +221,38 @@ def test_an_env_cannot_name_a_server_and_two_tools_of_one_name_are_refused() -> 
     config = build({"tools": ("mcp:x",)}).model_copy(update={"served_tools": (twin,)})
     with pytest.raises(ConfigError, match="Two tools are called 'calculator'"):
         offered(find("envs", "math"), config)
+
+
+@pytest.mark.parametrize("called", ["t" * 129, "a\x1b[2J\nb", " ", "", "größe", "a\n"])
+def test_a_tool_whose_calls_would_not_be_found_again_is_not_offered(called: str) -> None:
+    told = ServedTool.model_construct(server="mcp:x", name=called, description="d", parameters={"type": "object"})
+    config = build({"tools": ("mcp:x",)}).model_copy(update={"served_tools": (told,)})
+    with pytest.raises(ConfigError, match="of 'mcp:x' has a name that no call can have") as refused:
+        offered(find("envs", "math"), config)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 300
+    with pytest.raises(ConfigError, match="has a name that no call can have"):
+        mcp.McpTool.of(told).check()
+
+
+@pytest.mark.parametrize("called", ["t" * 128, "files/read.all", "get-it_2"])
+def test_names_of_128_characters_and_those_of_servers_are_offered(called: str) -> None:
+    mcp.McpTool.of(ServedTool(server="mcp:x", name=called, description="d", parameters={"type": "object"})).check()
+
+
+@pytest.mark.parametrize(
+    ("description", "parameters", "said"),
+    [
+        ("d" * 70_000, {"type": "object"}, "description and parameters of 70"),
+        ("d", {"type": "object", "x": ["y" * 1000] * 70}, "description and parameters of 70"),
+        ("d", {"type": "object", "x": math.inf}, "that are no JSON"),
+        ("\udfff", {"type": "object"}, "that are no JSON"),
+    ],
+)
+def test_what_no_model_can_be_told_of_a_tool_is_refused(description: str, parameters: dict[str, object], said: str) -> None:
+    told = ServedTool.model_construct(server="mcp:x", name="a", description=description, parameters=parameters)
+    with pytest.raises(ConfigError, match=f"'a' of 'mcp:x' has a description .*{said.removeprefix('description ')}"):
+        mcp.McpTool.of(told).check()
 
 
 # --- from submit to the result ----------------------------------------------------------------------------------------------

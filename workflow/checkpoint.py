@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -23,6 +24,12 @@ MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
+LARGEST_MANIFEST = 1 << 24
+"""Bytes that are read of one."""
+LONGEST_NAME = 255
+"""Bytes of a file's name, and of a folder's."""
+DEEPEST = 8
+"""Names in a file's path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,7 @@ def verify(folder: Path, without: Collection[str] = ()) -> Mapping[str, FileReco
     """
     manifest = read_manifest(folder)
     for name, record in manifest.items():
-        fault = "" if name in without else fault_of(folder / name, record)
+        fault = "" if name in without else _fault_of_place(folder, name) or fault_of(folder / name, record)
         if fault:
             raise broken(folder, f"{name} {fault}")
     return manifest
@@ -101,6 +108,14 @@ def fault_of(file: Path, record: FileRecord) -> str:
     if size != record.size:
         return f"has {size} bytes where {record.size} were written"
     return "" if sha256_file(file) == record.sha256 else "was altered: its sha256 is not the manifest's"
+
+
+def _fault_of_place(folder: Path, name: str) -> str:
+    """What is wrong with where a file lies, which is not opened for that; empty if it is a file, and in the folder."""
+    file = folder / name
+    if not file.is_file():
+        return "is missing"
+    return "" if file.resolve().is_relative_to(folder.resolve()) else "is a link out of the folder"
 
 
 def _beside(folder: Path, suffix: str) -> Path:
@@ -157,13 +172,33 @@ def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
     Raises:
         BrokenCheckpoint: there is no manifest, or it cannot be read.
     """
+    if fault := _fault_of_place(folder, MANIFEST):
+        raise broken(called or folder, f"{MANIFEST} {fault}")
     try:
-        tree = json.loads((folder / MANIFEST).read_bytes())
-        return {name: FileRecord(int(entry["size"]), str(entry["sha256"])) for name, entry in tree["files"].items()}
+        with (folder / MANIFEST).open("rb") as seal:
+            tree = json.loads(seal.read(LARGEST_MANIFEST))
+        manifest = {str(name): _record(entry) for name, entry in tree["files"].items()}
     except FileNotFoundError as error:
         raise broken(called or folder, f"{MANIFEST} is missing") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise broken(called or folder, f"{MANIFEST} cannot be read") from error
+    if outside := [name for name in manifest if not _is_inside(name)]:
+        raise broken(called or folder, f"its manifest names {outside[0]!r:.100}")
+    return manifest
+
+
+def _is_inside(name: str) -> bool:
+    """Whether that can be a file of the folder, and none anywhere else."""
+    parts = name.split("/")
+    fits = name.isprintable() and len(parts) <= DEEPEST and all(0 < len(part.encode()) <= LONGEST_NAME for part in parts)
+    return fits and not {".", ".."}.intersection(parts)
+
+
+def _record(entry: Mapping[str, Any]) -> FileRecord:
+    size, sha256 = entry["size"], entry["sha256"]
+    if type(size) is not int or type(sha256) is not str:
+        raise TypeError("no size and hash")
+    return FileRecord(size, sha256)
 
 
 def broken(where: Path | str, found: str) -> BrokenCheckpoint:

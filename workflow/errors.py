@@ -4,8 +4,12 @@ Every class carries the exit code that the command line returns for it. The mode
 become observations or a `stop_reason` (see `workflow.agent`).
 """
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+
+_SECOND_STOP = re.compile(r"(?:(?<=[?!])|(?<=[^.]\.)|(?<=\.\.\.))\.\Z")
+"""The full stop after a cause that brought its own."""
 
 
 class AgentRLError(Exception):
@@ -19,6 +23,7 @@ class AgentRLError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, hint: str = "") -> None:
+        message = _SECOND_STOP.sub("", message)
         super().__init__(message)
         self.message = message
         self.hint = hint
@@ -145,7 +150,16 @@ class Fenced(AgentRLError):
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The sentence that helps after an unknown name: the closest match, or the list of known ones."""
     names = sorted(known)
-    close = get_close_matches(word, names, n=1)
+    close = [name for name in names if _swapped(word, name)] or get_close_matches(word, names, n=1)
     if close:
         return f"Did you mean {close[0]!r}?"
     return f"Known: {', '.join(names)}." if names else "None is known."
+
+
+def _swapped(word: str, name: str) -> bool:
+    """Whether the words differ by two neighbouring letters that changed places."""
+    other = [at for at, (left, right) in enumerate(zip(word, name, strict=False)) if left != right]
+    if len(word) != len(name) or len(other) != 2:
+        return False
+    first, last = other
+    return last == first + 1 and (word[first], word[last]) == (name[last], name[first])

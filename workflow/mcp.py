@@ -63,6 +63,11 @@ class McpTool(Tool):
         """The name the model writes."""
         return self.told.name
 
+    @property
+    def title(self) -> str:
+        """The tool as an error names it."""
+        return f"{super().title} of {self.told.server!r}"
+
     @cached_property
     def schema(self) -> dict[str, Any]:
         """What the server says, in the form chat templates take."""

@@ -18,6 +18,9 @@ from workflow.errors import ConfigError, did_you_mean
 ENV_PREFIX = "AGENTRL_RUN_"
 MISSPELT = 0.85
 """A key this like one of ours, or like a section, is that one with a slip of the finger."""
+LARGEST_FILE = 1 << 20
+"""Bytes of a config."""
+MOST_DIGITS = 100
 
 
 def resolve(
@@ -48,7 +51,7 @@ def resolve(
     for origin, layer in layers:
         for key, value in layer.items():
             if key not in KEYS:
-                raise ConfigError(f"Unknown option {key!r} ({origin}).", _suggest(key, value))
+                raise ConfigError(f"Unknown option {key!r:.100} ({origin}).", _suggest(key, value))
             values[key] = value
             origins[key] = origin
     made = build(values)
@@ -87,21 +90,43 @@ def assigned(texts: Iterable[str]) -> dict[str, Any]:
     found = dict(_parse_assignment(text) for text in texts)
     for key in found:
         if key not in KEYS:
-            raise ConfigError(f"Unknown option {key!r}.", _suggest(key))
+            raise ConfigError(f"Unknown option {key!r:.100}.", _suggest(key))
     return found
 
 
-class _OnceLoader(yaml.SafeLoader):
-    """Refuses a key that is written twice, where YAML would quietly take the last."""
+class _Loader(yaml.SafeLoader):
+    """Refuses what a config has no use for: a key that is written twice or is no text, what grows when it is read (aliases),
+    numbers of hundreds of digits.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """The node of what comes next."""
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            said = f"aliases are not read; write out what *{event.anchor} stands for"
+            raise yaml.composer.ComposerError(None, None, said, event.start_mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping of a node."""
+        """The mapping of a node. YAML would quietly take the last of two keys."""
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be text, without brackets", key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is written twice", key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """The whole number of a node."""
+        if len(node.value) > MOST_DIGITS:
+            said = f"a number of {len(node.value)} digits is too large"
+            raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
+        return super().construct_yaml_int(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -111,16 +136,36 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read, is no YAML, or holds no keys.
     """
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
+        with path.open("rb") as file:
+            data = file.read(LARGEST_FILE + 1)
+        if len(data) > LARGEST_FILE:
+            raise ConfigError(f"The config {str(path)!r} is larger than {LARGEST_FILE} bytes.", "Is it the right file?")
+        tree = _loaded(data.decode())
     except OSError as error:
         raise ConfigError(f"Cannot read the config {str(path)!r}: {error.strerror}.") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, bytes that are no UTF-8
-        raise ConfigError(f"{str(path)!r} is not YAML: {' '.join(str(error).split())}.") from error
+    except ValueError as error:  # of bytes that are no UTF-8, too
+        raise ConfigError(f"{str(path)!r} is not YAML: {error}.") from error
     if tree is None:
         return {}
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{str(path)!r} must hold keys and values, not a {type(tree).__name__}.")
     return dict(flattened(tree))
+
+
+def _loaded(text: str) -> Any:
+    """What a text of YAML says.
+
+    Raises:
+        ValueError: it is none that can be read.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    except RecursionError as error:
+        raise ValueError("it nests too deep") from error
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # a tag that says what its value is not
+        raise ValueError(f"it holds a value that is none ({error})") from error
 
 
 def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -140,8 +185,8 @@ def _parse_assignment(text: str) -> tuple[str, Any]:
 
 def _yaml_value(name: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        return _loaded(text)
+    except ValueError as error:
         raise ConfigError(f"The value of {name!r} is not YAML: {text!r:.80}.", "Quote it as YAML text.") from error
 
 

@@ -163,7 +163,7 @@ class Trainer:
             self.updates = int(state["updates"])
             if self._options.kl_target is not None:  # else it is the config's
                 self.kl_coef = float(state["kl_coef"])
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise checkpoint.broken(folder, f"the optimizer's state cannot be read: {error}") from error
 
     @property

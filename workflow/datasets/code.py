@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from workflow.asserts import all_cases, check_names, parsed, read_asserts
+from workflow.constants import Constants
 from workflow.datasets import Dataset
 from workflow.datasets.jsonl import SKIP_HINT, malformed
 from workflow.errors import DatasetError
@@ -172,12 +173,14 @@ def _before(prompt: str, function: str) -> str:
 def _examples(prompt: str, function: str) -> list[Case]:
     """The tests that the docstring of a prompt shows: `>>> f(1)` and what it gives."""
     found: list[Case] = []
+    constants = Constants()
     with suppress(ValueError):  # no examples but something alike
         defined = (node for node in ast.walk(parsed(prompt)) if isinstance(node, ast.FunctionDef) and node.name == function)
         shown = next((ast.get_docstring(node) for node in defined), None)
         for example in doctest.DocTestParser().get_examples(shown or ""):
             with suppress(ValueError):
-                found += read_asserts(f"assert {example.source.strip()} == {example.want.strip()}", (function,))[0]
+                test = f"assert {example.source.strip()} == {example.want.strip()}"
+                found += read_asserts(test, (function,), constants)[0]
     return found
 
 

@@ -170,7 +170,7 @@ def offered(env: Env, config: RunConfig) -> dict[str, Tool]:
     A run's `python_session` takes the place of an env's `python`.
 
     Raises:
-        ConfigError: no such tool, or two of one name.
+        ConfigError: no such tool, or two of one name, or one whose calls would not be found again.
     """
     own = [_found(name) for name in config.tools if not mcp.is_server(name)]
     kept = {tool.name for tool in own if keeps_session(tool)}
@@ -192,6 +192,7 @@ def _found(name: str) -> Tool:
 def _named(tools: Iterator[Tool] | Sequence[Tool]) -> dict[str, Tool]:
     named: dict[str, Tool] = {}
     for tool in tools:
+        tool.check_name()
         if named.setdefault(tool.name, tool) is not tool:
             raise ConfigError(f"Two tools are called {tool.name!r}, and the model could not tell them apart.", "Leave one out.")
     return named

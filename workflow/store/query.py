@@ -9,6 +9,7 @@ databases have a deadline and a limit of rows.
 import itertools
 import json
 import math
+import re
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,17 @@ from typing import Any
 import psycopg
 from sqlalchemy import URL
 
-from workflow.errors import AccessDenied, NotFoundError, ServiceError
+from workflow.errors import AccessDenied, ConfigError, NotFoundError, ServiceError, did_you_mean
 from workflow.readonly import Table, check_text, deadline, open_sqlite, read_postgres, read_sqlite, refusing_sqlite
 from workflow.settings import Settings
 from workflow.store.connect import PLANNING, database_url
 from workflow.store.rows import unpack
+from workflow.views import VIEWS
 
 READER = "agentrl_reader"
 _LOGIN_REFUSED = ("authentication failed", "no password supplied", "does not exist", "pg_hba.conf", "not permitted to log in")
+_UNKNOWN = re.compile(r"no such (table|column): ([\w.]*\w)|(relation|column) \"?([\w.]+)\"? does not exist")
+"""How SQLite and Postgres say that there is nothing of a name."""
 _VIEWS = "The views are v_runs, v_iterations, v_episodes, v_steps, ..."
 
 
@@ -38,8 +42,28 @@ def query(settings: Settings, sql: str, limit: int = 10_000, seconds: float = 5.
     """
     check_text(sql)
     file = sqlite_file(settings)
-    columns, rows = _postgres(settings, sql, limit, seconds) if file is None else _sqlite(file, sql, limit, seconds)
+    try:
+        columns, rows = _postgres(settings, sql, limit, seconds) if file is None else _sqlite(file, sql, limit, seconds)
+    except ConfigError as error:
+        raise ConfigError(error.message, _nearest(settings, sql, error.message) or error.hint) from error
     return _numbered(columns), rows
+
+
+def _nearest(settings: Settings, sql: str, message: str) -> str:
+    """The view, or the column of the query's views, that a name was meant for; empty where nothing is like it."""
+    unknown = _UNKNOWN.search(message)
+    if unknown is None:
+        return ""
+    kind, name = (part for part in unknown.groups() if part)
+    known = _columns(settings, sql) if kind == "column" else set(VIEWS)
+    hint = did_you_mean(name.rpartition(".")[2][:100], known)
+    return hint if hint.startswith("Did") else ""
+
+
+def _columns(settings: Settings, sql: str) -> set[str]:
+    """Those of the views that the query names."""
+    words = set(re.findall(r"\w+", sql.lower()))
+    return {column for view in VIEWS if view in words for column in query(settings, f"SELECT * FROM {view}", limit=0)[0]}
 
 
 def _numbered(columns: list[str]) -> list[str]:

@@ -7,6 +7,8 @@ settings say.
 """
 
 import inspect
+import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +23,10 @@ from workflow.trajectory import ToolResult
 Effects = Literal["none", "repeatable", "once"]
 
 SHOWN_PROBLEMS = 5
+NAMES = re.compile(r"[A-Za-z0-9_./-]{1,128}")
+"""What a model can write and a call's row can hold."""
+MOST_TOLD = 65536
+"""Bytes of a tool's description and parameters, which every prompt begins with."""
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
 
 
@@ -59,6 +65,11 @@ class Tool:
         """The name the model writes."""
         return self.function.__name__
 
+    @property
+    def title(self) -> str:
+        """The tool as an error names it."""
+        return f"The tool {self.name!r:.80}"
+
     @cached_property
     def _parameters(self) -> tuple[str, ...]:
         return tuple(inspect.signature(self.function).parameters)
@@ -90,12 +101,25 @@ class Tool:
         description = (inspect.getdoc(self.function) or "").split("\n\n")[0].replace("\n", " ")
         return function_schema(self.name, description, parameters)
 
+    def check_name(self) -> None:
+        """Whether calls of this name are found again.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        if not NAMES.fullmatch(self.name):
+            raise ConfigError(
+                f"{self.title} has a name that no call can have.", "Up to 128 letters, digits and _ . / - of ASCII make one."
+            )
+
     def check(self) -> None:
         """Whether the tool can be offered from here.
 
         Raises:
-            ConfigError: its types cannot be told to a model, or this machine lacks what it needs.
+            ConfigError: its types cannot be told to a model, or are too much for one, or this machine lacks what it needs.
         """
+        self.check_name()
+        self._check_size()
         if not self.schema["function"]["description"]:
             raise ConfigError(
                 f"The tool {self.name!r} has no docstring, and a model would not know what it does.", "Write one."
@@ -106,6 +130,18 @@ class Tool:
             )
         if self.needs is not None:
             self.needs()
+
+    def _check_size(self) -> None:
+        told = self.schema["function"]
+        try:
+            size = len(json.dumps([told["description"], told["parameters"]], ensure_ascii=False, allow_nan=False).encode())
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{self.title} has a description or parameters that are no JSON.", "Correct them.") from error
+        if size > MOST_TOLD:
+            raise ConfigError(
+                f"{self.title} has a description and parameters of {size} bytes.",
+                f"A model is told at most {MOST_TOLD} of them.",
+            )
 
     def call(self, arguments: Mapping[str, Any]) -> str:
         """Runs the tool.

@@ -1,0 +1,120 @@
+"""Expressions of constants as they are written: their values, as far as those are no larger than a test needs.
+
+What a text of a few characters says may be larger than any memory, `[[[0]*99999]*99999]*99999`: what operators make is counted
+before it is made, with all that it holds, and everything of one source together. So are the numbers of one hash in a set.
+"""
+
+import ast
+import operator
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+MOST_BITS = 4096
+"""Of a number that an operator takes or makes."""
+MOST_MADE = 100_000
+"""Digits, characters and items that the operators of a source take and make."""
+MOST_ALIKE = 1000
+"""Keys of a set or dict that have the same hash: to build it takes the square of their number."""
+
+OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Not: operator.not_}
+
+
+class Constants:
+    """The values of a source's constant expressions, all of which together may be so large and no larger."""
+
+    def __init__(self) -> None:
+        self._room = MOST_MADE
+
+    def value(self, node: ast.expr) -> Any:
+        """The value of an expression of constants and operators between them.
+
+        Raises:
+            ValueError, TypeError: it holds something else, has no value, or is too large.
+        """
+        try:
+            match node:
+                case ast.BinOp(left, sign, right) if type(sign) in OPERATORS:
+                    return self._applied(type(sign), self.value(left), self.value(right))
+                case ast.UnaryOp(sign, operand) if type(sign) in SIGNS:
+                    return SIGNS[type(sign)](self.value(operand))
+                case ast.List(items):
+                    return [self.value(item) for item in items]
+                case ast.Tuple(items):
+                    return tuple(self.value(item) for item in items)
+                case ast.Set(items):
+                    return set(_distinct([self.value(item) for item in items]))
+                case ast.Dict(keys, values) if None not in keys:
+                    found = _distinct([self.value(key) for key in keys if key is not None])
+                    return dict(zip(found, map(self.value, values), strict=True))
+            return ast.literal_eval(node)
+        except ArithmeticError as error:
+            raise ValueError(f"no value: {error}") from error
+
+    def is_one(self, node: ast.expr) -> bool:
+        """Whether an expression has such a value."""
+        try:
+            self.value(node)
+        except (ValueError, TypeError, RecursionError):
+            return False
+        return True
+
+    def _applied(self, sign: type[ast.operator], left: Any, right: Any) -> Any:
+        """The value; its size is known before it is computed."""
+        if not (_is_short(left) and _is_short(right)):
+            raise ValueError("a number that is too large")
+        if sign in (ast.Pow, ast.Mod) and not (isinstance(left, int | float) and isinstance(right, int | float)):
+            raise ValueError("no number")
+        if sign is ast.Pow and _bits(left) * abs(right) > MOST_BITS:
+            raise ValueError("a power that is too large")
+        times = next((abs(side) for side in (left, right) if isinstance(side, int)), 1) if sign is ast.Mult else 1
+        self._take(_size(left) + _size(right))
+        if isinstance(left, str | bytes | list | tuple) or isinstance(right, str | bytes | list | tuple):
+            self._take(times * max(_size(left), _size(right)))
+        value = OPERATORS[sign](left, right)
+        if not _is_short(value):
+            raise ValueError("a number that is too large")
+        return value
+
+    def _take(self, size: int) -> None:
+        self._room -= size
+        if self._room < 0:
+            raise ValueError("too large")
+
+
+def _distinct(keys: Sequence[Hashable]) -> Sequence[Hashable]:
+    """The keys, of which few have the same hash."""
+    if max(Counter(map(hash, keys)).values(), default=0) > MOST_ALIKE:
+        raise ValueError("too many keys of the same hash")
+    return keys
+
+
+def _size(value: Any) -> int:
+    """The digits, characters and items of it and of all that it holds; what it holds twice counts twice."""
+    match value:
+        case str() | bytes():
+            return 1 + len(value)
+        case int():
+            return 1 + value.bit_length() // 3
+        case list() | tuple() | set():
+            return 1 + sum(map(_size, value))
+        case dict():
+            return 1 + sum(_size(key) + _size(item) for key, item in value.items())
+    return 1
+
+
+def _is_short(value: Any) -> bool:
+    return not isinstance(value, int) or value.bit_length() <= MOST_BITS
+
+
+def _bits(value: float) -> int:
+    return value.bit_length() if isinstance(value, int) else 1
