@@ -33,11 +33,12 @@ class Patience:
     @contextmanager
     def held(self) -> Iterator[None]:
         """By this thread."""
+        before: Patience | None = getattr(_this, "patience", None)
         _this.patience = self
         try:
             yield
         finally:
-            del _this.patience
+            _this.patience = before
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
