@@ -285,6 +285,18 @@ def test_a_page_of_an_allowed_host_is_text(site: str, path: str, text: str) -> N
     assert fetch_from([site]).call({"url": f"http://{site}{path}"}) == text
 
 
+@pytest.mark.parametrize("beginning", DRIPS.values(), ids=DRIPS)
+def test_a_page_that_drips_is_given_up_and_nothing_is_left_of_the_call(
+    monkeypatch: pytest.MonkeyPatch, beginning: bytes
+) -> None:
+    monkeypatch.setattr(fetch, "SECONDS", 0.3)
+    with dripping(beginning) as place:
+        before = threading.active_count()
+        with pytest.raises(ToolFailure, match="took longer than"):
+            fetch_from([place]).call({"url": f"http://{place}/"})
+        assert threading.active_count() <= before
+
+
 def test_an_encoding_that_no_page_has_is_not_tried(site: str) -> None:
     began = time.process_time()
     assert fetch_from([site]).call({"url": f"http://{site}/puny"}).startswith("aaa")

@@ -19,6 +19,7 @@ from workflow.errors import ConfigError, ToolFailure
 from workflow.settings import settings
 from workflow.tools import Tool
 from workflow.webpage import TooMuch, text_of
+from workflow.within import within
 
 SECONDS = 10.0
 MAX_BYTES = 1_000_000
@@ -65,12 +66,11 @@ def get(url: str, hosts: Sequence[str]) -> str:
     """
     check(hosts)
     end = time.monotonic() + SECONDS
-    with httpx2.Client(trust_env=False, follow_redirects=False) as client:
-        for _ in range(MAX_REDIRECTS + 1):
-            found = _one(client, _url(url), hosts, end)
-            if isinstance(found, str):
-                return found
-            url = str(found)
+    for _ in range(MAX_REDIRECTS + 1):
+        found = _one(_url(url), hosts, end)
+        if isinstance(found, str):
+            return found
+        url = str(found)
     raise ToolFailure(f"{url[:200]} was redirected more than {MAX_REDIRECTS} times")
 
 
@@ -86,27 +86,30 @@ def _url(text: str) -> httpx2.URL:
     return url
 
 
-def _one(client: httpx2.Client, url: httpx2.URL, hosts: Sequence[str], end: float) -> str | httpx2.URL:
+def _one(url: httpx2.URL, hosts: Sequence[str], end: float) -> str | httpx2.URL:
     """One request: the text, or where it was redirected to."""
     address = _address(url, hosts)
-    # The address itself is asked, so that a second look at the name cannot lead elsewhere; certificates are for the name.
-    request = client.build_request(
-        "GET",
-        url.copy_with(host=address),
-        headers={"Host": url.netloc.decode("ascii"), "Accept": "text/*, application/json", "Accept-Encoding": "identity"},
-        extensions={"sni_hostname": url.host},
-        timeout=max(0.1, end - time.monotonic()),
-    )
     try:
-        response = client.send(request, stream=True)
-        try:
-            if response.has_redirect_location:
-                return url.join(response.headers["Location"])
-            return _text(response, end)
-        finally:
-            response.close()
+        response, read = within(max(0.1, end - time.monotonic()), _answered(url, address))
+        if response.has_redirect_location:
+            return url.join(response.headers["Location"])
+        return _text(response, read)
+    except TimeoutError as error:
+        raise ToolFailure(f"the page took longer than {SECONDS:g} s") from error
     except (httpx2.TransportError, httpx2.InvalidURL, httpx2.DecodingError) as error:
         raise ToolFailure(f"{url.host} does not answer: {type(error).__name__}: {str(error)[:300]}") from error
+
+
+async def _answered(url: httpx2.URL, address: str) -> tuple[httpx2.Response, bytes]:
+    """The answer and, where it is no redirect, what it holds."""
+    headers = {"Host": url.netloc.decode("ascii"), "Accept": "text/*, application/json", "Accept-Encoding": "identity"}
+    # The address itself is asked, so that a second look at the name cannot lead elsewhere; certificates are for the name.
+    where, name = url.copy_with(host=address), {"sni_hostname": url.host}
+    async with (
+        httpx2.AsyncClient(trust_env=False, follow_redirects=False, timeout=None) as client,
+        client.stream("GET", where, headers=headers, extensions=name) as response,
+    ):
+        return response, b"" if response.has_redirect_location else await _read(response)
 
 
 def _address(url: httpx2.URL, hosts: Sequence[str]) -> str:
@@ -141,8 +144,8 @@ def _public(address: str) -> bool:
     return (mapped or found).is_global and not (mapped or found).is_multicast
 
 
-def _text(response: httpx2.Response, end: float) -> str:
-    kind = response.headers.get("Content-Type", "text/plain").lower()
+async def _read(response: httpx2.Response) -> bytes:
+    kind = _kind(response)
     if response.status_code >= 300:
         raise ToolFailure(f"the page answers {response.status_code} {response.reason_phrase}")
     if not kind.startswith(TEXTS):
@@ -150,17 +153,23 @@ def _text(response: httpx2.Response, end: float) -> str:
     if response.headers.get("Content-Encoding", "identity") != "identity":
         raise ToolFailure("the page is compressed, which was not asked for")  # and might unfold to any size
     read = bytearray()
-    for part in response.iter_raw():
+    async for part in response.aiter_raw():
         read += part
         if len(read) > MAX_BYTES:
             raise ToolFailure(f"the page is longer than {MAX_BYTES} bytes")
-        if time.monotonic() > end:
-            raise ToolFailure(f"the page took longer than {SECONDS:g} s")
-    text = bytes(read).decode(_charset(response), errors="replace")
+    return bytes(read)
+
+
+def _text(response: httpx2.Response, read: bytes) -> str:
+    text = read.decode(_charset(response), errors="replace")
     try:
-        return text_of(text) if "html" in kind else text
+        return text_of(text) if "html" in _kind(response) else text
     except TooMuch as error:
         raise ToolFailure("the page takes too long to read") from error
+
+
+def _kind(response: httpx2.Response) -> str:
+    return str(response.headers.get("Content-Type", "text/plain")).lower()
 
 
 def _charset(response: httpx2.Response) -> str:
