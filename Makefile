@@ -33,7 +33,7 @@ test: env
 test-slow: env
 	$(PYTEST) -m slow
 
-# Every fault at every hit of every fault point, three experiments at a time: about half an hour, into build/faults.json.
+# Every fault at every hit of every fault point, three experiments at a time: an hour or two, into build/faults.json.
 faults: env
 	$(BIN)/python -m tests.faults
 

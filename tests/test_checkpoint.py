@@ -88,11 +88,10 @@ def test_a_manifest_that_names_another_place_is_broken_and_that_place_is_not_rea
         verify(folder)
 
 
-def test_a_file_that_is_a_link_out_of_the_folder_is_broken(folder: Path) -> None:
+def test_a_file_that_somebody_moved_to_another_disk_and_linked_is_read(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder.parent / "elsewhere")
     (folder / WEIGHTS).symlink_to(folder.parent / "elsewhere")
-    with pytest.raises(BrokenCheckpoint, match=f"{WEIGHTS} is a link out of the folder"):
-        verify(folder)
+    assert verify(folder)
 
 
 @pytest.mark.parametrize("make", [lambda file: file.symlink_to(file), Path.mkdir, os.mkfifo], ids=["loop", "folder", "pipe"])

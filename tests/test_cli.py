@@ -252,7 +252,7 @@ BAD = [
     (["submit", "--epochs", "three"], 2, "--epochs"),
     (["nonsense"], 2, "nonsense"),
     (["sft", "--dataset", "arithmetik"], 2, "arithmetic"),
-    (["sft", "--dataset", "mine.jsonl"], 2, "no demonstrations"),
+    (["sft", "--dataset", "mine.jsonl"], 2, "No such file"),
     (["sft", "--dataset", "arithmetic", "--name", "../x"], 2, "--name"),
     (["eval", "--policy", "tiny", "--dataset", "arithmetic"], 8, "agentrl sft"),
     (["eval", "--policy", "nobody@3"], 5, "agentrl runs"),
@@ -749,7 +749,12 @@ def test_two_letters_that_changed_places_are_near(word: str, meant: str) -> None
     assert did_you_mean(word, ["dapo", "grpo", "gspo", "ppo", "cispo"]) == f"Did you mean {meant!r}?"
 
 
-@pytest.mark.parametrize("mark", "\u061c\u200b\u200c\u200d\u2028\u2029\u2060\ufeff\u00ad\U000e0001\U000e0041\U000e007f")
+def test_letters_and_pictures_that_are_joined_or_kept_apart_stay_as_they_are() -> None:
+    for text in ("\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", "\U0001f469\u200d\U0001f4bb"):
+        assert clean(text) == text
+
+
+@pytest.mark.parametrize("mark", "\u061c\u200b\u2028\u2029\u2060\ufeff\u00ad\U000e0001\U000e0041\U000e007f")
 def test_what_is_not_seen_is_shown_as_such(mark: str) -> None:
     assert clean(f"a{mark}b") == "a\ufffdb"
 
