@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 # Said once per layer and step: what int8 does to its inputs, and a name that peft still uses.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+# In which precision a quantised base is made whole: in the one that it computes in.
+logging.getLogger("transformers.integrations.bitsandbytes").setLevel(logging.ERROR)
 # Of a text longer than the model's window, which ends as a turn cut short: nothing is ever indexed beyond it.
 logging.getLogger("transformers.tokenization_utils_base").addFilter(lambda record: "indexing errors" not in record.getMessage())
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
