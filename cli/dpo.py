@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -55,8 +54,7 @@ def dpo(
         raise ConfigError(f"--reference does not know {reference!r}.", "Write start or sampler.")
     stored = find_stored(from_episodes, reward_set, policy, least=2)
     options = {"beta": beta, "reference": reference}
-    place = Place(name, output_dir, force)
-    _on_pairs(stored, pairs, options, asked, place.of(f"{stored.name}-dpo"), force, as_json)
+    _on_pairs(stored, pairs, options, asked, Place(name, output_dir, force), as_json)
 
 
 def _on_pairs(
@@ -64,12 +62,12 @@ def _on_pairs(
     most: int,
     options: Mapping[str, Any],
     asked: Mapping[str, Any],
-    target: Path,
-    force: bool,
+    place: Place,
     as_json: bool,
 ) -> None:
     from workflow import harvest
 
+    target = place.of(f"{stored.name}-dpo")
     pairs = harvest.pairs(stored.candidates, most)
     groups = len({one.group for one in stored.candidates})
     if not pairs:
@@ -86,6 +84,6 @@ def _on_pairs(
     recipe = stored.recipe(len(pairs), PASSES, asked)
     sides = [stored.episodes([pair[side] for pair in pairs]) for side in (0, 1)]
     episodes = list(zip(*sides, strict=True))
-    made = watched(target, partial(dpo, episodes, stored.start, target, **options, recipe=recipe, overwrite=force))
+    made = watched(target, partial(dpo, episodes, stored.start, target, **options, recipe=recipe, overwrite=place.force))
     show_made(made, f"{made.examples} pairs", {"groups": paired, "of": groups, **options}, as_json)
     say_next(stored, target)

@@ -174,11 +174,18 @@ def watched(target: Path, training: "Callable[..., Made]") -> "Made":
         return training(device=where.device, threads=where.threads, progress=progress)
 
 
+def called(target: Path) -> str:
+    """How a command names the model made: by its folder where that is not among agentrl's own."""
+    from workflow.settings import settings
+
+    return target.name if target.parent == settings().models_dir else str(target)
+
+
 def say_next(stored: Stored, target: Path) -> None:
     """What one does with the model made."""
     dataset = stored.found.config.dataset.name
-    say(f"Measure it: agentrl eval --policy {target.name} --dataset {dataset}")
-    say(f"Train it: agentrl submit --dataset {dataset} --model {target.name}")
+    say(f"Measure it: agentrl eval --policy {called(target)} --dataset {dataset}")
+    say(f"Train it: agentrl submit --dataset {dataset} --model {called(target)}")
 
 
 def show_made(made: "Made", learned: str, more: Mapping[str, Any], as_json: bool) -> None:

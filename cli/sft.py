@@ -18,6 +18,7 @@ from cli.learning import (
     RewardSet,
     StartPolicy,
     Stored,
+    called,
     find_stored,
     recipe_options,
     refuse,
@@ -107,28 +108,32 @@ def sft(
         raise ConfigError("--epochs and --steps both say how long.", "Leave one out.")
     chosen = {"--min-reward": min_reward, "--best": best, "--reward-set": reward_set, "--policy": policy}
     place = Place(name, output_dir, force)
-    of_model = {"--lora-r": lora_r, "--load-in-4bit": load_in_4bit or None}
+    how = _How(asked, epochs, max_samples, lora_r, load_in_4bit)
     of_dataset = {"--dataset": dataset, "--model": model, "--max-samples": max_samples, "--held-out": held_out or None}
     if not from_episodes:
         refuse(chosen, "of use with stored episodes only.", "Add --from-episodes RUN.")
-        asked |= {"held_out": _share(held_out)}
-        how = _How(asked, epochs, max_samples, lora_r, load_in_4bit)
+        asked["held_out"] = _share(held_out)
         _on_demonstrations(dataset or "arithmetic", model or "tiny", how, place, as_json)
         return
-    refuse(of_dataset | of_model, "of no use with stored episodes, which have theirs.", "Leave it out.")
+    refuse(of_dataset | how.of_model, "of no use with stored episodes, which have theirs.", "Leave it out.")
     stored = find_stored(from_episodes, reward_set, policy, least=1)
-    _on_episodes(stored, min_reward, best, epochs, asked, place.of(f"{stored.name}-sft"), force, as_json)
+    _on_episodes(stored, min_reward, best, how, place, as_json)
 
 
 @dataclass(frozen=True)
 class _How:
-    """How demonstrations are to be learned: `asked` of the recipe, and the rest."""
+    """How it is to be learned: `asked` of the recipe, and the rest."""
 
     asked: Mapping[str, Any]
     epochs: int | None
     max_samples: int | None
     lora_r: int | None
     load_in_4bit: bool
+
+    @property
+    def of_model(self) -> dict[str, Any]:
+        """The options that say what of a model trains, None where they were not given."""
+        return {"--lora-r": self.lora_r, "--load-in-4bit": self.load_in_4bit or None}
 
 
 def _share(held_out: float) -> float:
@@ -158,8 +163,8 @@ def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_jso
     if config.load_in_4bit or config.load_in_8bit:
         say("The base was dequantised, as what was learned was learned beside it, and then merged.")
     show_made(made, f"{made.examples} demonstrations", {}, as_json)
-    own = target.name if place.output_dir is None else str(target)
-    say(f"Train it: agentrl submit --dataset {dataset} --model {model if model == 'tiny' and own == 'tiny' else own}")
+    usual = model == "tiny" and not (place.name or place.output_dir)
+    say(f"Train it: agentrl submit --dataset {dataset} --model {'tiny' if usual else called(target)}")
 
 
 def _policy_named(model: str, how: _How) -> "tuple[ModelConfig, PolicyRef | None, Mapping[str, Any]]":
@@ -170,15 +175,14 @@ def _policy_named(model: str, how: _How) -> "tuple[ModelConfig, PolicyRef | None
     """
     from workflow.config import ModelConfig
 
-    given = {"--lora-r": how.lora_r, "--load-in-4bit": how.load_in_4bit or None}
     if "@" not in model or Path(model).exists():
         if model == "tiny":
-            refuse(given, "a new model is made whole.", "Leave it out.")
+            refuse(how.of_model, "a new model is made whole.", "Leave it out.")
         if how.load_in_4bit and how.lora_r == 0:
             raise ConfigError("A quantised base cannot train all weights.", "Pass --lora-r 8, or leave --load-in-4bit out.")
         options = {"path": model, "lora_r": how.lora_r, "load_in_4bit": how.load_in_4bit}
         return ModelConfig.model_validate(options), None, {}
-    refuse(given, "of no use with a run's policy, which has its own.", "Leave it out.")
+    refuse(how.of_model, "of no use with a run's policy, which has its own.", "Leave it out.")
     from workflow.store import planning
 
     made, policy = find_policy(model)
@@ -198,14 +202,13 @@ def _on_episodes(
     stored: Stored,
     min_reward: float | None,
     best: int | None,
-    epochs: int | None,
-    asked: Mapping[str, Any],
-    target: Path,
-    force: bool,
+    how: _How,
+    place: Place,
     as_json: bool,
 ) -> None:
     from workflow import harvest
 
+    target = place.of(f"{stored.name}-sft")
     chosen = harvest.best(stored.candidates, min_reward, best)
     if not chosen:
         top = cell(max((one.reward for one in stored.candidates), default=None))
@@ -218,8 +221,8 @@ def _on_episodes(
 
     from workflow.sft import PASSES, sft_on_episodes
 
-    recipe = stored.recipe(len(chosen), epochs or PASSES, asked)
+    recipe = stored.recipe(len(chosen), how.epochs or PASSES, how.asked)
     episodes = stored.episodes(chosen)
-    made = watched(target, partial(sft_on_episodes, episodes, stored.start, target, recipe=recipe, overwrite=force))
+    made = watched(target, partial(sft_on_episodes, episodes, stored.start, target, recipe=recipe, overwrite=place.force))
     show_made(made, f"{made.examples} episodes", {"of": len(stored.candidates), "mean_reward": mean}, as_json)
     say_next(stored, target)

@@ -27,6 +27,7 @@ from workflow.store import steps
 from workflow.store.calls import CallWork
 from workflow.store.connect import Database
 from workflow.tools import Tool
+from workflow.trajectory import ToolCall
 
 
 class Point(BaseModel):
@@ -194,12 +195,17 @@ def lingering() -> str:
 lingering_tool = Tool(lingering, timeout_seconds=60.0)
 
 
-def test_a_call_that_is_sent_again_while_it_runs_runs_once(own_database: Database) -> None:
+def asked(db: Database, tool: str, call: ToolCall) -> int:
+    """The number of a call of the tool `module:name`, which a run's model has just made."""
     wanted = submission()
-    group, *_ = start(own_database, replace(wanted, config={**wanted.config, "tools": [f"{__name__}:lingering_tool"]}))
-    claimed = claim(own_database, group)
-    record = replace(CALL, call=replace(CALL.call, name="lingering", arguments={}))
-    ((number,), *_) = steps.commit_sampled(own_database, claimed.fence, [sampled(claimed, calls=(record,))])
+    group, *_ = start(db, replace(wanted, config={**wanted.config, "tools": [tool]}))
+    claimed = claim(db, group)
+    ((number,), *_) = steps.commit_sampled(db, claimed.fence, [sampled(claimed, calls=(replace(CALL, call=call),))])
+    return number
+
+
+def test_a_call_that_is_sent_again_while_it_runs_runs_once(own_database: Database) -> None:
+    number = asked(own_database, f"{__name__}:lingering_tool", ToolCall("lingering", {}))
     first = threading.Thread(target=tools.call, args=(number, NOBODY))
     first.start()
     assert entered.get(timeout=60)
@@ -211,11 +217,7 @@ def test_a_call_that_is_sent_again_while_it_runs_runs_once(own_database: Databas
 
 
 def test_a_call_that_the_system_failed_stays_without_a_result_so_that_it_is_sent_again(own_database: Database) -> None:
-    wanted = submission()
-    group, *_ = start(own_database, replace(wanted, config={**wanted.config, "tools": [f"{__name__}:failing_tool"]}))
-    claimed = claim(own_database, group)
-    record = replace(CALL, call=replace(CALL.call, name="failing", arguments={}))
-    ((number,), *_) = steps.commit_sampled(own_database, claimed.fence, [sampled(claimed, calls=(record,))])
+    number = asked(own_database, f"{__name__}:failing_tool", ToolCall("failing", {}))
     with pytest.raises(InfraError, match=r"failing cannot run on .*: The sandbox is down\."):
         tools.call(number, "nobody")
     assert values(own_database, "SELECT result FROM tool_calls") == [None]
@@ -271,11 +273,7 @@ def test_echo_says_it_again() -> None:
 
 
 def test_a_tool_of_a_run_is_found_by_the_tools_worker(own_database: Database, user_tools: str) -> None:
-    wanted = submission()
-    group, *_ = start(own_database, replace(wanted, config={**wanted.config, "tools": [f"{user_tools}:shout"]}))
-    claimed = claim(own_database, group)
-    record = replace(CALL, call=replace(CALL.call, name="shout", arguments={"text": "hi"}))
-    ((number,), *_) = steps.commit_sampled(own_database, claimed.fence, [sampled(claimed, calls=(record,))])
+    number = asked(own_database, f"{user_tools}:shout", ToolCall("shout", {"text": "hi"}))
     from workers.replies import Replies
 
     tools.call(number, Replies(settings()).address)

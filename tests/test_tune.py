@@ -191,6 +191,19 @@ def test_the_usual_names_of_options_are_taken_with_hyphens_or_underscores(
     assert not settings().models_dir.exists()
 
 
+def test_what_was_made_elsewhere_is_named_by_its_folder(
+    own_database: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played(own_database, base)
+    for command in ("sft", "dpo"):
+        target = tmp_path / "elsewhere" / command
+        words = ("--from-episodes", "first", "--steps", "1", "--output-dir", str(target))
+        assert f"agentrl eval --policy {target} --dataset" in agentrl(capsys, command, *words)[1]
+    short = ("--dataset", "arithmetic", "--steps", "1", "--batch-size", "2")
+    assert agentrl(capsys, "sft", *short)[1].endswith("--model tiny\n")
+    assert agentrl(capsys, "sft", *short, "--name", "mine")[1].endswith("--model mine\n")
+
+
 def test_a_yaml_file_gives_the_options_that_are_not_typed(
     home: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

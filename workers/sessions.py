@@ -173,14 +173,14 @@ class Sessions:
 
     def _run(self, live: _Live, tool: CodeTool, cell: Cell, note: str) -> ToolResult:
         assert live.session is not None
-        began, patience = time.perf_counter(), Patience()
+        patience = Patience()
         faultpoint("run_tool.before")
         with patience.held():
             result = self._told(tool, live.session, cell)
         faultpoint("run_tool.after")
         if result.exit:
             live.seen.append(cell.id)
-        return replace(result, content=note + result.content, seconds=time.perf_counter() - began - patience.waited)
+        return replace(result, content=note + result.content, seconds=patience.own_seconds)
 
     def _told(self, tool: CodeTool, session: Session, cell: Cell) -> ToolResult:
         try:

@@ -141,21 +141,18 @@ def run_tool(tool: Tool, work: CallWork) -> ToolResult:
     unopened = _opening(tool)
     if unopened is not None:
         return _unopened(tool, unopened)
-    start = time.perf_counter()
-    answer: Future[ToolResult] = Future()
-    patience = Patience()
+    patience, answer = Patience(), Future[ToolResult]()
     # A thread of its own for each call: one that never ends takes nobody else's place.
     attempt = (answer, partial(_timed, tool, work.arguments, patience))
     threading.Thread(target=_attempt, args=attempt, name=f"tool-{tool.name}", daemon=True).start()
     error = _awaited(answer, tool, patience)
     told = answer.result() if error is None else _failure(tool, error)
-    return replace(told, seconds=time.perf_counter() - start - patience.waited)
+    return replace(told, seconds=patience.own_seconds)
 
 
 def _awaited(answer: "Future[ToolResult]", tool: Tool, patience: Patience) -> BaseException | None:
     """What the call raised, if anything, within its tool's time, of which none passes while it waits for its turn."""
-    began = time.monotonic()
-    while (left := tool.timeout_seconds + patience.waited - (time.monotonic() - began)) > 0:
+    while (left := tool.timeout_seconds - patience.own_seconds) > 0:
         with suppress(TimeoutError):
             return answer.exception(left)
     patience.end()
@@ -170,13 +167,13 @@ def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -
     Raises:
         InfraError: the system failed the tool.
     """
-    start, patience = time.perf_counter(), Patience()
+    patience = Patience()
     try:
         with patience.held():
             told = notebook.run(tool, arguments)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - anybody's tool; what is the system's is raised again
         told = _failure(tool, error)
-    return replace(told, seconds=time.perf_counter() - start - patience.waited)
+    return replace(told, seconds=patience.own_seconds)
 
 
 def _timed(tool: Tool, arguments: Mapping[str, Any], patience: Patience) -> ToolResult:

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 from workflow.datasets.jsonl import kind_of, malformed, numbered, only_one_of, plain_text, read_object
 from workflow.errors import DatasetError
-from workflow.trajectory import Message, ToolCall
+from workflow.trajectory import Message, Role, ToolCall
 from workflow.turns import read_arguments
 
 QUESTIONS = ("question", "prompt")
 ANSWERS = ("answer", "response", "completion")
-ROLES = ("system", "user", "assistant", "tool")
+ROLES: tuple[Role, ...] = get_args(Role)
 MOST_BYTES = 4_000_000
 """Of one line: a conversation that any model could read is shorter."""
 
@@ -86,7 +86,7 @@ def _messages(value: object) -> tuple[Message, ...]:
 def _message(where: str, item: object) -> Message:
     if not isinstance(item, dict):
         raise ValueError(f"{where} must be an object, not {kind_of(item)}")
-    role: Literal["system", "user", "assistant", "tool"] | None = item.get("role")
+    role: Role | None = item.get("role")
     if role not in ROLES:
         raise ValueError(f"{where}.role must be one of {', '.join(ROLES)}")
     calls = item.get("tool_calls") or []

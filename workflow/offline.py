@@ -256,7 +256,7 @@ def train(
             raise ModelError(said, "Pass a lower --learning-rate.")
         optimizer.step()
         if held_out and (step + 1 == recipe.steps or (step + 1) % max(1, recipe.steps // 10) == 0):
-            metrics = {**metrics, "held_out": measure(module, held_out, objective)}
+            metrics = {**metrics, "held_out": measure(module, held_out, objective, pieces)}
         progress.step(step + 1, recipe.steps, sum(len(row.input_ids) for one in batch for row in objective.rows(one)), metrics)
     module.eval()
     return metrics
@@ -280,7 +280,7 @@ def accumulate(module: nn.Module, batch: Sequence[T], objective: Objective[T], p
 
 
 @torch.no_grad()
-def measure(module: nn.Module, examples: Sequence[T], objective: Objective[T]) -> float:
+def measure(module: nn.Module, examples: Sequence[T], objective: Objective[T], pieces: Pieces[T]) -> float:
     """The loss of these examples, from which nothing is learned."""
     module.eval()
     whole = sum(map(objective.weight, examples))
@@ -288,7 +288,7 @@ def measure(module: nn.Module, examples: Sequence[T], objective: Objective[T]) -
     def on(cut: Sequence[Sequence[T]]) -> float:
         return sum(float(objective.terms(piece, sums_of(module, piece, objective))["loss"]) for piece in cut) / whole
 
-    loss = in_pieces(objective.rows).work(examples, on)
+    loss = pieces.work(examples, on)
     module.train()
     return loss
 

@@ -16,6 +16,7 @@ class Patience:
     """How long a thread has waited for others, and whether anybody still wants what it does."""
 
     def __init__(self) -> None:
+        self._began = time.monotonic()
         self._before = 0.0
         self._since: float | None = None
         self._over = False
@@ -25,6 +26,11 @@ class Patience:
         """Seconds so far, those of a wait that goes on too."""
         since = self._since
         return self._before + (0.0 if since is None else time.monotonic() - since)
+
+    @property
+    def own_seconds(self) -> float:
+        """On the clock since it was made, what was waited left out."""
+        return time.monotonic() - self._began - self.waited
 
     def end(self) -> None:
         """Nobody wants what it does any more: from now on it waits for nothing."""
