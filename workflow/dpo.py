@@ -40,6 +40,7 @@ from workflow.offline import (
     train,
 )
 from workflow.pieces import Pieces
+from workflow.scoring import keeps_apart
 from workflow.trajectory import Episode
 
 Reference = Literal["start", "sampler"]
@@ -176,5 +177,5 @@ def read_by(module: nn.Module, pairs: Sequence[Pair], objective: Objective[Pair]
             found |= zip(piece, differences(some, sums_of(module, some, objective)).tolist(), strict=True)
         return found
 
-    pieces: Pieces[int] = in_pieces(lambda number: pairs[number].rows)
+    pieces: Pieces[int] = in_pieces(lambda number: pairs[number].rows, apart=keeps_apart(module))
     return [difference for _, difference in sorted(pieces.work(range(len(pairs)), on).items())]

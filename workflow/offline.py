@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from workflow import mirror
+from workflow import lines, mirror
 from workflow.batch import Row, collate, rows_of, size
 from workflow.chat import Chat
 from workflow.checkpoint import unwritten
@@ -34,7 +34,7 @@ from workflow.pieces import Pieces
 from workflow.policy import Policy, checked_weights
 from workflow.reading import drawing
 from workflow.rescoring import open_policy
-from workflow.scoring import token_logprobs
+from workflow.scoring import keeps_apart, line_logprobs, token_logprobs
 from workflow.trajectory import Episode, PolicyRef
 
 T = TypeVar("T")
@@ -271,7 +271,7 @@ def train(
     optimizer = adamw(parameters, recipe.learning_rate, BETAS, WEIGHT_DECAY)
     done = kept.load(parameters, optimizer) if kept else 0
     order = batches(len(examples), recipe.batch_size, recipe.seed)
-    pieces = in_pieces(objective.rows, at_least=recipe.gradient_accumulation_steps)
+    pieces = in_pieces(objective.rows, at_least=recipe.gradient_accumulation_steps, apart=keeps_apart(module))
     metrics: Metrics = {}
     progress.begins(counted(module), recipe.steps, done)
     module.train()
@@ -330,21 +330,33 @@ def measure(module: nn.Module, examples: Sequence[T], objective: Objective[T], p
 
 def sums_of(module: nn.Module, examples: Sequence[T], objective: Objective[T]) -> list[Tensor]:
     """For each example the logprobs of its rows (rows,), summed over the tokens that train, in nats."""
-    rows = [objective.rows(example) for example in examples]
-    batch = collate([row for some in rows for row in some], next(module.parameters()).device)
-    logprobs, _ = token_logprobs(module, batch.input_ids, batch.attention_mask, objective.temperature, batch.loss_mask)
-    return list(torch.split(logprobs.sum(1), [len(some) for some in rows]))
+    counts = [len(objective.rows(example)) for example in examples]
+    rows = [row for example in examples for row in objective.rows(example)]
+    return list(torch.split(_summed(module, rows, objective.temperature), counts))
 
 
-def in_pieces(rows: Callable[[T], Sequence[Row]], tokens: int = PIECE_TOKENS, at_least: int = 1) -> Pieces[T]:
+def _summed(module: nn.Module, rows: Sequence[Row], temperature: float) -> Tensor:
+    """The logprobs of each row's trained tokens, added up (rows,)."""
+    device = next(module.parameters()).device
+    several = lines.filled(rows, device) if keeps_apart(module) else None
+    if several is not None:
+        return several.sums(line_logprobs(module, several.input_ids, several.positions, several.wanted, temperature))
+    batch = collate(rows, device)
+    return token_logprobs(module, batch.input_ids, batch.attention_mask, temperature, batch.loss_mask)[0].sum(1)
+
+
+def in_pieces(
+    rows: Callable[[T], Sequence[Row]], tokens: int = PIECE_TOKENS, at_least: int = 1, apart: bool = False
+) -> Pieces[T]:
     """How examples of such rows are read: as they are where they fit, else cut, those of like length together.
 
     Args:
         at_least: so many pieces, where there are the examples.
+        apart: several rows may stand on one line.
     """
 
     def extent(piece: Sequence[T]) -> int:
-        return size([row for example in piece for row in rows(example)])
+        return (lines.size if apart else size)([row for example in piece for row in rows(example)])
 
     def cut(examples: Sequence[T], tokens: int) -> list[list[T]]:
         most = max(1, len(examples) // at_least)
