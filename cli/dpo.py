@@ -11,6 +11,7 @@ from cli.learning import (
     OutputDir,
     Place,
     RewardSet,
+    SaveEvery,
     StartPolicy,
     Stored,
     find_stored,
@@ -40,6 +41,7 @@ def dpo(
     seed: Annotated[int, typer.Option(min=0, help="Of the order.")] = 0,
     name: Annotated[str | None, typer.Option(help="Name of the model made [RUN-dpo].", show_default=False)] = None,
     output_dir: OutputDir = None,
+    save_every: SaveEvery = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -54,7 +56,7 @@ def dpo(
         raise ConfigError(f"--reference does not know {reference!r}.", "Write start or sampler.")
     stored = find_stored(from_episodes, reward_set, policy, least=2)
     options = {"beta": beta, "reference": reference}
-    _on_pairs(stored, pairs, options, asked, Place(name, output_dir, force), as_json)
+    _on_pairs(stored, pairs, options, asked, Place(name, output_dir, force, save_every), as_json)
 
 
 def _on_pairs(
@@ -84,6 +86,6 @@ def _on_pairs(
     recipe = stored.recipe(len(pairs), PASSES, asked)
     sides = [stored.episodes([pair[side] for pair in pairs]) for side in (0, 1)]
     episodes = list(zip(*sides, strict=True))
-    made = watched(target, partial(dpo, episodes, stored.start, target, **options, recipe=recipe, overwrite=place.force))
+    made = watched(target, partial(dpo, episodes, stored.start, target, **options, recipe=recipe, **place.writing))
     show_made(made, f"{made.examples} pairs", {"groups": paired, "of": groups, **options}, as_json)
     say_next(stored, target)

@@ -54,7 +54,13 @@ OptionsFile = Annotated[
         "--config", metavar="FILE", callback=_from_file, is_eager=True, help="A YAML file of these options.", show_default=False
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace a model of that name.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace a model of that name, or another's interrupted training.")]
+SaveEvery = Annotated[
+    int | None,
+    typer.Option(
+        metavar="STEPS", min=1, help="Steps between checkpoints; the same command goes on there [a minute].", show_default=False
+    ),
+]
 OutputDir = Annotated[
     Path | None,
     typer.Option(metavar="FOLDER", help="Make the model here [among the models in AGENTRL_HOME].", show_default=False),
@@ -63,11 +69,17 @@ OutputDir = Annotated[
 
 @dataclass(frozen=True)
 class Place:
-    """Where the model is to be made, as it was asked for."""
+    """Where the model is to be made, as it was asked for, and how often on the way it is kept."""
 
     name: str | None
     output_dir: Path | None
     force: bool
+    save_every: int | None
+
+    @property
+    def writing(self) -> dict[str, Any]:
+        """What a training is told of it, beside the folder."""
+        return {"overwrite": self.force, "save_every": self.save_every}
 
     def of(self, made: str) -> Path:
         """The folder; `made` is its name where none was given."""
@@ -204,7 +216,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._bar: Any = None
-        self._began, self._tokens = time.monotonic(), 0
+        self._began, self._tokens, self._before = time.monotonic(), 0, 0
 
     def __enter__(self) -> "Progress":
         if sys.stderr.isatty():
@@ -219,17 +231,19 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def begins(self, parameters: object, steps: int) -> None:
-        """Says what trains; from here the time counts."""
-        self._began = time.monotonic()
+    def begins(self, parameters: object, steps: int, done: int) -> None:
+        """Says what trains, and where it goes on; from here the time counts."""
+        self._began, self._before = time.monotonic(), done
         say(str(parameters))
+        if done:
+            say(f"goes on at step {done} of {steps}")
 
     def step(self, done: int, steps: int, tokens: int, metrics: Mapping[str, float]) -> None:
         """Shows how far it is."""
         self._tokens += tokens
         seconds = time.monotonic() - self._began
         said = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in metrics.items())
-        pace = f"{self._tokens / seconds:,.0f} tokens/s  {duration(seconds * (steps - done) / done)} left"
+        pace = f"{self._tokens / seconds:,.0f} tokens/s  {duration(seconds * (steps - done) / (done - self._before))} left"
         if self._bar is not None:
             self._bar.update(self._task, total=steps, completed=done, description=f"{said}  {pace}")
         elif done == steps or done % max(1, steps // 10) == 0:

@@ -16,6 +16,7 @@ from cli.learning import (
     OutputDir,
     Place,
     RewardSet,
+    SaveEvery,
     StartPolicy,
     Stored,
     called,
@@ -93,6 +94,7 @@ def sft(
         str | None, typer.Option(help="Name of the model made [MODEL-DATASET, RUN-sft].", show_default=False)
     ] = None,
     output_dir: OutputDir = None,
+    save_every: SaveEvery = None,
     config: OptionsFile = None,
     force: Force = False,
     as_json: Json = False,
@@ -107,7 +109,7 @@ def sft(
     if epochs is not None and steps is not None:
         raise ConfigError("--epochs and --steps both say how long.", "Leave one out.")
     chosen = {"--min-reward": min_reward, "--best": best, "--reward-set": reward_set, "--policy": policy}
-    place = Place(name, output_dir, force)
+    place = Place(name, output_dir, force, save_every)
     how = _How(asked, epochs, max_samples, lora_r, load_in_4bit)
     of_dataset = {"--dataset": dataset, "--model": model, "--max-samples": max_samples, "--held-out": held_out or None}
     if not from_episodes:
@@ -159,7 +161,7 @@ def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_jso
 
     start = Start(config, policy, manifest=manifest) if policy else None
     learn = partial(fine_tune, found, path, target, recipe=_recipe(path, how.asked, config), start=start, config=config)
-    made = watched(target, partial(learn, epochs=how.epochs, max_samples=how.max_samples, overwrite=place.force))
+    made = watched(target, partial(learn, epochs=how.epochs, max_samples=how.max_samples, **place.writing))
     if config.load_in_4bit or config.load_in_8bit:
         say("The base was dequantised, as what was learned was learned beside it, and then merged.")
     show_made(made, f"{made.examples} demonstrations", {}, as_json)
@@ -223,6 +225,6 @@ def _on_episodes(
 
     recipe = stored.recipe(len(chosen), how.epochs or PASSES, how.asked)
     episodes = stored.episodes(chosen)
-    made = watched(target, partial(sft_on_episodes, episodes, stored.start, target, recipe=recipe, overwrite=place.force))
+    made = watched(target, partial(sft_on_episodes, episodes, stored.start, target, recipe=recipe, **place.writing))
     show_made(made, f"{made.examples} episodes", {"of": len(stored.candidates), "mean_reward": mean}, as_json)
     say_next(stored, target)

@@ -19,10 +19,11 @@ class Told:
         self.parameters: Parameters | None = None
         self.metrics: list[Mapping[str, float]] = []
         self.tokens: list[int] = []
+        self.done = 0
 
-    def begins(self, parameters: Parameters, steps: int) -> None:
+    def begins(self, parameters: Parameters, steps: int, done: int) -> None:
         """Before the first step."""
-        self.parameters = parameters
+        self.parameters, self.done = parameters, done
 
     def step(self, done: int, steps: int, tokens: int, metrics: Mapping[str, float]) -> None:
         """After each."""

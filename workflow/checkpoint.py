@@ -40,8 +40,11 @@ class FileRecord:
     sha256: str
 
 
-def write(folder: Path, writer: Callable[[Path], None]) -> str:
+def write(folder: Path, writer: Callable[[Path], None], then: str = "`agentrl resume`") -> str:
     """Makes the checkpoint `folder` from what `writer` puts into the folder it is given.
+
+    Args:
+        then: what one types where the disk refused, after there is room.
 
     Returns:
         The sha256 of its `weights.safetensors`: what a `PolicyRef` names.
@@ -51,7 +54,7 @@ def write(folder: Path, writer: Callable[[Path], None]) -> str:
     """
     beside = _beside(folder, ".tmp")
     try:
-        _remove_leftovers(folder)
+        settle(folder)
         beside.mkdir(parents=True)
         writer(beside)
         faultpoint("checkpoint.written")
@@ -60,17 +63,18 @@ def write(folder: Path, writer: Callable[[Path], None]) -> str:
         _swap(beside, folder)
         faultpoint("checkpoint.renamed")
     except (OSError, SafetensorError) as error:  # safetensors has no OSError for a full disk
-        raise _unwritten(folder, error) from error
+        raise unwritten(folder, error, then) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return manifest[WEIGHTS].sha256
 
 
-def _unwritten(folder: Path, error: OSError | SafetensorError) -> CheckpointError:
+def unwritten(folder: Path, error: OSError | SafetensorError, then: str, what: str = "checkpoint") -> CheckpointError:
+    """The error of a folder that the disk refused; `then` is what one types after it was mended."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     full = error.errno in FULL if isinstance(error, OSError) else any(os.strerror(code) in reason for code in FULL)
-    todo = "Free disk space" if full else "Make that folder writable for the workers"
-    return CheckpointError(f"Cannot write the checkpoint {str(folder)!r}: {reason}.", f"{todo}, then `agentrl resume`.")
+    todo = "Free disk space" if full else "Make that folder writable"
+    return CheckpointError(f"Cannot write the {what} {str(folder)!r}: {reason}.", f"{todo}, then {then}.")
 
 
 def drop_optimizer(folder: Path) -> None:
@@ -114,7 +118,8 @@ def _beside(folder: Path, suffix: str) -> Path:
     return folder.with_name(folder.name + suffix)
 
 
-def _remove_leftovers(folder: Path) -> None:
+def settle(folder: Path) -> None:
+    """Puts right what a process that died in `write` left of the checkpoint."""
     old = _beside(folder, ".old")
     if old.exists() and not folder.exists():
         # The process died between the two renames of `_swap`: what stood there is the older one.

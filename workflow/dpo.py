@@ -21,6 +21,7 @@ from torch.nn.functional import logsigmoid
 
 from workflow.batch import Row
 from workflow.errors import ConfigError, StateError
+from workflow.interrupted import resumable
 from workflow.models import refuse_existing
 from workflow.offline import (
     UNTOLD,
@@ -30,6 +31,7 @@ from workflow.offline import (
     Recipe,
     Start,
     in_pieces,
+    key_of,
     recipe_for,
     rows_by_episode,
     save,
@@ -38,6 +40,7 @@ from workflow.offline import (
     train,
 )
 from workflow.pieces import Pieces
+from workflow.scoring import keeps_apart
 from workflow.trajectory import Episode
 
 Reference = Literal["start", "sampler"]
@@ -80,6 +83,7 @@ def dpo(
     device: str = "auto",
     threads: int = 0,
     overwrite: bool = False,
+    save_every: int | None = None,
     progress: Progress = UNTOLD,
 ) -> Made:
     """Trains a run's model to prefer the first episode of each pair to the second, and saves it.
@@ -110,10 +114,12 @@ def dpo(
     objective = preference(beta, start.temperature)
     known = sampled_by(examples) if reference == "sampler" else read_by(learner.module, examples, objective)
     examples = [Pair(pair.chosen, pair.rejected, value) for pair, value in zip(examples, known, strict=True)]
-    metrics = train(learner.module, examples, recipe, objective, progress)
-    made = Made(target, recipe, len(both), +Counter({EMPTY: len(pairs) - len(both)}), metrics)
     ids = [[better.id, worse.id] for (better, worse), _ in both]
-    return save(learner, made, start.record("dpo") | {"beta": beta, "reference": reference, "pairs": ids})
+    source = start.record("dpo") | {"beta": beta, "reference": reference, "pairs": ids}
+    key = key_of(learner, recipe, source, [pair.rows for pair in examples])
+    with resumable(target, key, save_every, overwrite) as kept:
+        metrics = train(learner.module, examples, recipe, objective, progress, kept=kept)
+        return save(learner, Made(target, recipe, len(both), +Counter({EMPTY: len(pairs) - len(both)}), metrics), source)
 
 
 def dpo_loss(difference: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -171,5 +177,5 @@ def read_by(module: nn.Module, pairs: Sequence[Pair], objective: Objective[Pair]
             found |= zip(piece, differences(some, sums_of(module, some, objective)).tolist(), strict=True)
         return found
 
-    pieces: Pieces[int] = in_pieces(lambda number: pairs[number].rows)
+    pieces: Pieces[int] = in_pieces(lambda number: pairs[number].rows, apart=keeps_apart(module))
     return [difference for _, difference in sorted(pieces.work(range(len(pairs)), on).items())]

@@ -5,18 +5,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from workflow.config import UpdateConfig
 from workflow.errors import CheckpointError
 
 BETAS = (0.9, 0.999)
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def adamw(parameters: Mapping[str, nn.Parameter], options: UpdateConfig) -> torch.optim.AdamW:
+def adamw(
+    parameters: Mapping[str, nn.Parameter], learning_rate: float, betas: tuple[float, float], weight_decay: float
+) -> torch.optim.AdamW:
     """AdamW (arXiv 1711.05101) as one kernel per parameter, which keeps no copies of it."""
-    return torch.optim.AdamW(
-        parameters.values(), lr=options.learning_rate, betas=BETAS, weight_decay=options.weight_decay, fused=True
-    )
+    return torch.optim.AdamW(parameters.values(), lr=learning_rate, betas=betas, weight_decay=weight_decay, fused=True)
 
 
 def moments(optimizer: torch.optim.AdamW, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

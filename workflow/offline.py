@@ -5,30 +5,36 @@ says what is minimised. The result is a model folder in the hub's format, LoRA m
 another process never sees half of it; `training.json` in it says what it was made of.
 """
 
+import hashlib
 import json
 import math
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from workflow import mirror
+from workflow import lines, mirror
 from workflow.batch import Row, collate, rows_of, size
 from workflow.chat import Chat
+from workflow.checkpoint import unwritten
 from workflow.config import ModelConfig
 from workflow.errors import ModelError
+from workflow.interrupted import AGAIN, Resumable
 from workflow.merging import merged
 from workflow.models import RECORD
+from workflow.moments import adamw
 from workflow.pieces import Pieces
 from workflow.policy import Policy, checked_weights
+from workflow.reading import drawing
 from workflow.rescoring import open_policy
-from workflow.scoring import token_logprobs
+from workflow.scoring import keeps_apart, line_logprobs, token_logprobs
 from workflow.trajectory import Episode, PolicyRef
 
 T = TypeVar("T")
@@ -39,15 +45,15 @@ Metrics = Mapping[str, float]
 class Progress(Protocol):
     """Is told how a training goes."""
 
-    def begins(self, parameters: "Parameters", steps: int) -> None:
-        """Before the first step."""
+    def begins(self, parameters: "Parameters", steps: int, done: int) -> None:
+        """Before the first step, of so many, of which some were done by a process that was killed."""
 
     def step(self, done: int, steps: int, tokens: int, metrics: Metrics) -> None:
         """After each step: how many are done, of how many; the tokens it read; its metrics, `loss` first."""
 
 
 class _Untold:
-    def begins(self, parameters: "Parameters", steps: int) -> None:
+    def begins(self, parameters: "Parameters", steps: int, done: int) -> None:
         pass
 
     def step(self, done: int, steps: int, tokens: int, metrics: Metrics) -> None:
@@ -68,6 +74,9 @@ class Parameters:
         share = 100 * self.trainable / self.all
         return f"trainable params: {self.trainable:,} || all params: {self.all:,} || trainable%: {share:.4f}"
 
+
+BETAS, WEIGHT_DECAY = (0.9, 0.98), 0.01
+"""Of the optimizer."""
 
 BATCH_SIZE = 16
 """Examples per step, unless asked for otherwise."""
@@ -201,6 +210,22 @@ def rows_by_episode(episodes: Sequence[Episode]) -> list[tuple[Row, ...]]:
     return [tuple(rows) for rows in found]
 
 
+def key_of(learner: Learner, recipe: Recipe, source: Mapping[str, Any], examples: Iterable[Sequence[Row]]) -> str:
+    """Names a training by all that it comes from: what learns, how, and every token; wherever the files are.
+
+    Args:
+        source: what `training.json` says of it.
+        examples: the rows of each, those held out too.
+    """
+    policy = learner.policy
+    model = policy.config.model_dump(mode="json", exclude={"path"}) if policy else {}
+    told = {**source, "base": policy.base_hash if policy else source["base"], "recipe": asdict(recipe), "model": model}
+    found = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    for rows in examples:
+        found.update(repr([(row.input_ids, row.loss_mask, row.behavior_logprobs) for row in rows]).encode())
+    return found.hexdigest()
+
+
 def counted(module: nn.Module) -> Parameters:
     """The module's parameters, those of a quantised layer as they were before; the sampler's adapter is no part of it."""
     sizes = [(_size(p), p.requires_grad) for name, p in module.named_parameters() if ".sampler." not in name]
@@ -228,35 +253,45 @@ def train(
     objective: Objective[T],
     progress: Progress = UNTOLD,
     held_out: Sequence[T] = (),
+    kept: Resumable | None = None,
 ) -> Metrics:
     """Trains the module's trainable parameters in place; the metrics of the last step.
 
     Args:
         held_out: examples whose loss is measured ten times on the way, and at the end, as `held_out`.
+        kept: where it goes on, and where it writes its checkpoints.
 
     Raises:
         ModelError: the loss or the gradient is no finite number any more.
+        CheckpointError: a checkpoint cannot be read or written.
         InfraError: memory does not suffice for one example.
     """
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98), weight_decay=0.01)
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    device = next(module.parameters()).device
+    optimizer = adamw(parameters, recipe.learning_rate, BETAS, WEIGHT_DECAY)
+    done = kept.load(parameters, optimizer) if kept else 0
     order = batches(len(examples), recipe.batch_size, recipe.seed)
-    pieces = in_pieces(objective.rows, at_least=recipe.gradient_accumulation_steps)
+    pieces = in_pieces(objective.rows, at_least=recipe.gradient_accumulation_steps, apart=keeps_apart(module))
     metrics: Metrics = {}
-    progress.begins(counted(module), recipe.steps)
+    progress.begins(counted(module), recipe.steps, done)
     module.train()
-    for step, numbers in enumerate(islice(order, recipe.steps)):
+    for step, numbers in islice(enumerate(order), done, recipe.steps):
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * schedule(step, recipe.steps)
         batch = [examples[number] for number in numbers]
-        metrics = accumulate(module, batch, objective, pieces)
-        norm = float(nn.utils.clip_grad_norm_(parameters, 1.0))
+        with drawing(f"{recipe.seed}|{step}", device):
+            metrics = accumulate(module, batch, objective, pieces)
+        norm = float(nn.utils.clip_grad_norm_(parameters.values(), 1.0))
         if not math.isfinite(metrics["loss"]) or not math.isfinite(norm):
+            if kept:
+                kept.drop()
             said = f"In step {step + 1} the loss is {metrics['loss']:g} and the gradient's norm {norm:g}; nothing was written."
             raise ModelError(said, "Pass a lower --learning-rate.")
         optimizer.step()
         if held_out and (step + 1 == recipe.steps or (step + 1) % max(1, recipe.steps // 10) == 0):
             metrics = {**metrics, "held_out": measure(module, held_out, objective, pieces)}
+        if kept:
+            kept.after(step + 1, recipe.steps, parameters, optimizer)
         progress.step(step + 1, recipe.steps, sum(len(row.input_ids) for one in batch for row in objective.rows(one)), metrics)
     module.eval()
     return metrics
@@ -295,21 +330,33 @@ def measure(module: nn.Module, examples: Sequence[T], objective: Objective[T], p
 
 def sums_of(module: nn.Module, examples: Sequence[T], objective: Objective[T]) -> list[Tensor]:
     """For each example the logprobs of its rows (rows,), summed over the tokens that train, in nats."""
-    rows = [objective.rows(example) for example in examples]
-    batch = collate([row for some in rows for row in some], next(module.parameters()).device)
-    logprobs, _ = token_logprobs(module, batch.input_ids, batch.attention_mask, objective.temperature, batch.loss_mask)
-    return list(torch.split(logprobs.sum(1), [len(some) for some in rows]))
+    counts = [len(objective.rows(example)) for example in examples]
+    rows = [row for example in examples for row in objective.rows(example)]
+    return list(torch.split(_summed(module, rows, objective.temperature), counts))
 
 
-def in_pieces(rows: Callable[[T], Sequence[Row]], tokens: int = PIECE_TOKENS, at_least: int = 1) -> Pieces[T]:
+def _summed(module: nn.Module, rows: Sequence[Row], temperature: float) -> Tensor:
+    """The logprobs of each row's trained tokens, added up (rows,)."""
+    device = next(module.parameters()).device
+    several = lines.filled(rows, device) if keeps_apart(module) else None
+    if several is not None:
+        return several.sums(line_logprobs(module, several.input_ids, several.positions, several.wanted, temperature))
+    batch = collate(rows, device)
+    return token_logprobs(module, batch.input_ids, batch.attention_mask, temperature, batch.loss_mask)[0].sum(1)
+
+
+def in_pieces(
+    rows: Callable[[T], Sequence[Row]], tokens: int = PIECE_TOKENS, at_least: int = 1, apart: bool = False
+) -> Pieces[T]:
     """How examples of such rows are read: as they are where they fit, else cut, those of like length together.
 
     Args:
         at_least: so many pieces, where there are the examples.
+        apart: several rows may stand on one line.
     """
 
     def extent(piece: Sequence[T]) -> int:
-        return size([row for example in piece for row in rows(example)])
+        return (lines.size if apart else size)([row for example in piece for row in rows(example)])
 
     def cut(examples: Sequence[T], tokens: int) -> list[list[T]]:
         most = max(1, len(examples) // at_least)
@@ -339,14 +386,22 @@ def batches(rows: int, size: int, seed: int) -> Iterator[list[int]]:
 
 
 def save(learner: Learner, made: Made, source: Mapping[str, Any]) -> Made:
-    """Makes the model folder, whole or not at all, with the record of how it was made."""
+    """Makes the model folder, whole or not at all, with the record of how it was made.
+
+    Raises:
+        CheckpointError: the disk refused.
+    """
     beside = made.folder.with_name(f".{made.folder.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     module = merged(learner.policy) if learner.policy else learner.module
-    module.save_pretrained(beside)
-    learner.chat.tokenizer.save_pretrained(beside)
     told = {"examples": made.examples, "left_out": dict(made.left_out), "metrics": dict(made.metrics)}
-    (beside / RECORD).write_text(json.dumps({**source, "recipe": asdict(made.recipe), **told}, indent=1))
-    shutil.rmtree(made.folder, ignore_errors=True)
-    beside.rename(made.folder)
+    try:
+        module.save_pretrained(beside)
+        learner.chat.tokenizer.save_pretrained(beside)
+        (beside / RECORD).write_text(json.dumps({**source, "recipe": asdict(made.recipe), **told}, indent=1))
+        shutil.rmtree(made.folder, ignore_errors=True)
+        beside.rename(made.folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise unwritten(made.folder, error, AGAIN, "model") from error
     return made

@@ -22,6 +22,9 @@ from workflow.lm_head import head_logprobs, logits_logprobs
 _plain: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Whether a model's logits are its head's, of its body's last hidden states, and nothing else."""
 
+_apart: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Whether rows on one line do not see each other."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
@@ -64,6 +67,23 @@ def token_logprobs(
     """`token_scores` without a critic: the logprobs, and the entropies without a gradient."""
     found = token_scores(model, input_ids, attention_mask, temperature, wanted, prefixes)
     return found.logprobs, found.entropy
+
+
+def line_logprobs(model: nn.Module, input_ids: Tensor, positions: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor:
+    """The logprobs of the wanted tokens on lines of several rows, as `token_scores` has them, where `keeps_apart(model)`.
+
+    Args:
+        input_ids: (B, T).
+        positions: (B, T), of each token in its row; from 0 on a row begins.
+        wanted: (B, T), True where a token is scored; no row's first.
+        temperature: logits are divided by it.
+    """
+    causal = causal_model(model)
+    chosen = wanted[:, 1:]
+    hidden = _on_lines(causal.base_model, input_ids, positions)[:, :-1][chosen]
+    head = cast(nn.Linear, causal.get_output_embeddings())  # type: ignore[no-untyped-call]
+    found, _ = head_logprobs(head, hidden, input_ids[:, 1:][chosen], temperature)
+    return found.new_zeros(chosen.shape).masked_scatter(chosen, found)
 
 
 def token_scores(
@@ -111,6 +131,35 @@ def shares_prefixes(model: nn.Module) -> bool:
     causal = causal_model(model)
     layers = DynamicCache(config=causal.config).layers
     return all(type(layer) is DynamicLayer for layer in layers) and _is_plain(causal)
+
+
+def keeps_apart(model: nn.Module) -> bool:
+    """Whether a row may stand behind another on one line, which it then does not see; tried out, once for a model."""
+    causal = causal_model(model)
+    if causal not in _apart:
+        training = causal.training
+        causal.eval()  # type: ignore[no-untyped-call]
+        _apart[causal] = _is_plain(causal) and _kept_apart(causal)
+        causal.train(training)
+    return _apart[causal]
+
+
+@torch.no_grad()
+def _kept_apart(causal: PreTrainedModel) -> bool:
+    """Reads a row behind two others, and before one."""
+    first, other, row = [1, 2, 3, 4], [4, 3, 2, 1], [2, 4, 1]
+    lines = [[*first, *row], [*other, *row], [*row, *first]]
+    positions = [[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3]]
+    device = next(causal.parameters()).device
+    found = _on_lines(causal.base_model, *(torch.tensor(values, device=device) for values in (lines, positions)))
+    behind, alike, before = found[0, 4:], found[1, 4:], found[2, :3]
+    rounding = 1e-3 if found.dtype in (torch.float32, torch.float64) else 0.05
+    return torch.equal(behind, alike) and bool((behind - before).abs().max() <= rounding * behind.abs().max())
+
+
+def _on_lines(body: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+    """Last hidden states (B, T, H) of lines of several rows."""
+    return cast(Tensor, body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from workflow.conversations import Demonstration
 from workflow.datasets import Dataset
 from workflow.envs import Env
 from workflow.errors import DatasetError, StateError
+from workflow.interrupted import resumable
 from workflow.models import TINY, refuse_existing
 from workflow.offline import (
     UNTOLD,
@@ -33,6 +34,7 @@ from workflow.offline import (
     Recipe,
     Start,
     apart,
+    key_of,
     learner_of,
     recipe_for,
     rows_by_episode,
@@ -81,6 +83,7 @@ def sft(
     device: str = "auto",
     threads: int = 0,
     overwrite: bool = False,
+    save_every: int | None = None,
     progress: Progress = UNTOLD,
 ) -> Made:
     """Fine-tunes a model on a dataset's demonstrations and saves it.
@@ -94,12 +97,13 @@ def sft(
         max_samples: only the first so many tasks.
         config: LoRA or all weights, quantised or not, for a model that exists.
         start: the policy of a run to start from, of which `model` is the base.
+        save_every: steps between two checkpoints, at the last of which the same training goes on after a kill.
 
     Raises:
-        ConflictError: the target exists, and overwrite is off.
+        ConflictError: the target exists, or another training of it was interrupted, and overwrite is off.
         DatasetError: the dataset has no demonstrations, or none that fits the model.
         ModelError: the model cannot be loaded, or the loss is no finite number any more.
-        CheckpointError: the policy's weights are not as they were recorded.
+        CheckpointError: the policy's weights are not as they were recorded, or the disk refused a checkpoint.
     """
     refuse_existing(target, overwrite)
     if threads:
@@ -120,10 +124,12 @@ def sft(
     learned, held_out = apart(fitting, recipe.held_out, recipe.seed)
     if epochs:
         recipe = replace(recipe, steps=epochs * math.ceil(len(learned) / recipe.batch_size))
-    metrics = train(learner.module, learned, recipe, likelihood(), progress, held_out)
-    made = Made(target, recipe, len(learned), +left_out, metrics)
     source = start.record("sft") if start else {"stage": "sft", "base": model}
-    return save(learner, made, source | ({"env": dataset.env} if isinstance(dataset, Dataset) else {}))
+    source |= {"env": dataset.env} if isinstance(dataset, Dataset) else {}
+    key = key_of(learner, recipe, source, [*learned, *held_out])
+    with resumable(target, key, save_every, overwrite) as kept:
+        metrics = train(learner.module, learned, recipe, likelihood(), progress, held_out, kept)
+        return save(learner, Made(target, recipe, len(learned), +left_out, metrics), source)
 
 
 def sft_on_episodes(
@@ -135,6 +141,7 @@ def sft_on_episodes(
     device: str = "auto",
     threads: int = 0,
     overwrite: bool = False,
+    save_every: int | None = None,
     progress: Progress = UNTOLD,
 ) -> Made:
     """Fine-tunes a run's model on what these episodes sampled, and saves it.
@@ -158,9 +165,11 @@ def sft_on_episodes(
     recipe = recipe or recipe_for(len(taken), PASSES, 1e-4)
     learner = started(start, device, threads)
     examples = [example for _, example in taken]
-    metrics = train(learner.module, examples, recipe, likelihood(start.temperature), progress)
-    made = Made(target, recipe, len(taken), +Counter({EMPTY: len(episodes) - len(taken)}), metrics)
-    return save(learner, made, start.record("sft") | {"episodes": [number for number, _ in taken]})
+    source = start.record("sft") | {"episodes": [number for number, _ in taken]}
+    with resumable(target, key_of(learner, recipe, source, examples), save_every, overwrite) as kept:
+        metrics = train(learner.module, examples, recipe, likelihood(start.temperature), progress, kept=kept)
+        made = Made(target, recipe, len(taken), +Counter({EMPTY: len(episodes) - len(taken)}), metrics)
+        return save(learner, made, source)
 
 
 def likelihood(temperature: float = 1.0) -> Objective[Example]:
