@@ -128,7 +128,7 @@ def _tokens(db: sqlite3.Connection, episode: int) -> str:
 
 def _policy(row: sqlite3.Row) -> list[str]:
     """Kind, the hash that was recorded, and the hashes of what lies there: the weights, and the critic where there is one."""
-    return [row["kind"], row["sha256"], *(_hash(row["path"], name) for name in ("weights.safetensors", "critic.safetensors"))]
+    return [row["kind"], row["sha256"], *(_hash(row["path"], name) for name in ("model.safetensors", "critic.safetensors"))]
 
 
 def _hash(folder: str, name: str) -> str:
