@@ -1,5 +1,6 @@
 """What a person's words mean: the database if there is one yet, and which policy a name is."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from workflow.config import RunConfig
@@ -75,6 +76,22 @@ def find_policy(policy: str) -> tuple[RunConfig, Any]:
     return build({"model.path": policy}), None
 
 
+def trained_policy(words: str, option: str) -> tuple[RunConfig, Any, Mapping[str, Any]]:
+    """The policy of a run that the words mean, with the run's config and manifest.
+
+    Raises:
+        NotFoundError: there is no such run or version.
+        ConfigError: the words, given as that option, mean a model.
+    """
+    from workflow.errors import ConfigError
+    from workflow.store import planning
+
+    config, ref = find_policy(words)
+    if ref is None:
+        raise ConfigError(f"{words!r} is no policy of a run.", f"Write {option} RUN or {option} RUN@3.")
+    return config, ref, planning.find_run(stored_database(), str(config.name))["manifest"]
+
+
 def stored_start(policy: str | None) -> tuple[Any, Any]:
     """The database that stored episodes are in, and the policy of a run to start from; None for theirs.
 
@@ -82,15 +99,12 @@ def stored_start(policy: str | None) -> tuple[Any, Any]:
         NotFoundError: there is no database yet, or no such run.
         ConfigError: the policy is no run's.
     """
-    from workflow.errors import ConfigError, NotFoundError
+    from workflow.errors import NotFoundError
 
     db = existing_database()
     if db is None:
         raise NotFoundError("There is no run yet, and so no stored episode.", first_run())
-    start = find_policy(policy)[1] if policy else None
-    if policy and start is None:
-        raise ConfigError(f"{policy!r} is no policy of a run.", "Write --policy RUN or --policy RUN@3.")
-    return db, start
+    return db, trained_policy(policy, "--policy")[1] if policy else None
 
 
 def _may_be_a_model(name: str) -> bool:

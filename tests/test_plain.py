@@ -1,4 +1,4 @@
-"""A checkpoint is a model: PEFT and transformers load what agentrl loads, and what a run's checkpoints share lies there once."""
+"""A checkpoint is a model: PEFT and transformers load what agentrl loads, and what its run shares lies there once."""
 
 import json
 import os

@@ -5,10 +5,8 @@ says what is minimised. The result is a model folder in the hub's format, LoRA m
 another process never sees half of it; `training.json` in it says what it was made of.
 """
 
-import json
 import math
 import random
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -18,16 +16,14 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from workflow import mirror
 from workflow.batch import Row, collate, rows_of, size
 from workflow.chat import Chat
 from workflow.config import ModelConfig
 from workflow.errors import ModelError
-from workflow.merging import merged
-from workflow.models import RECORD
+from workflow.merging import merged, write_model
 from workflow.pieces import Pieces
-from workflow.policy import Policy, checked_weights
-from workflow.rescoring import open_policy
+from workflow.policy import Policy
+from workflow.rescoring import open_at
 from workflow.scoring import token_logprobs
 from workflow.trajectory import Episode, PolicyRef
 
@@ -186,11 +182,7 @@ def started(start: Start, device: str, threads: int) -> Learner:
         ModelError: it cannot be loaded, or is another than the run's.
         CheckpointError: the policy's weights are not as they were recorded.
     """
-    ref = start.policy
-    policy = open_policy(start.model, ref.base, ref.base_hash, start.manifest, device, threads)
-    if ref.path:
-        mirror.read(ref.path, ref.sha256, "weights", lambda at: policy.load_weights(checked_weights(at, ref.sha256)))
-    return learner_of(policy)
+    return learner_of(open_at(start.policy, start.model, start.manifest, device, threads))
 
 
 def rows_by_episode(episodes: Sequence[Episode]) -> list[tuple[Row, ...]]:
@@ -340,13 +332,7 @@ def batches(rows: int, size: int, seed: int) -> Iterator[list[int]]:
 
 def save(learner: Learner, made: Made, source: Mapping[str, Any]) -> Made:
     """Makes the model folder, whole or not at all, with the record of how it was made."""
-    beside = made.folder.with_name(f".{made.folder.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
     module = merged(learner.policy) if learner.policy else learner.module
-    module.save_pretrained(beside)
-    learner.chat.tokenizer.save_pretrained(beside)
     told = {"examples": made.examples, "left_out": dict(made.left_out), "metrics": dict(made.metrics)}
-    (beside / RECORD).write_text(json.dumps({**source, "recipe": asdict(made.recipe), **told}, indent=1))
-    shutil.rmtree(made.folder, ignore_errors=True)
-    beside.rename(made.folder)
+    write_model(made.folder, module, learner.chat.tokenizer, {**source, "recipe": asdict(made.recipe), **told})
     return made
