@@ -41,7 +41,7 @@ def first_run() -> str:
 
 
 def find_policy(policy: str) -> tuple[RunConfig, Any]:
-    """`RUN[@VERSION|@best]`, or a checkpoint folder of a run: the run's config and that policy.
+    """`RUN[@VERSION|@best|@epochN]`, or a checkpoint folder of a run: the run's config and that policy.
 
     Else a model: the default config with it, and None.
 
@@ -52,6 +52,7 @@ def find_policy(policy: str) -> tuple[RunConfig, Any]:
     from workflow.config import build
     from workflow.errors import NotFoundError
     from workflow.store import planning
+    from workflow.store.epochs import Epoch
 
     db = existing_database()
     at = _checkpoint(db, policy)
@@ -65,6 +66,8 @@ def find_policy(policy: str) -> tuple[RunConfig, Any]:
                 raise
         else:
             ref = stored_policy(db, name, version)
+            if isinstance(version, Epoch):
+                _link_again(db, run["id"])
             return RunConfig.model_validate(run["config"]), ref
     if version is not None:
         raise NotFoundError(f"There is no run {name!r}.", "List them with `agentrl runs`.")
@@ -117,6 +120,17 @@ def _may_be_a_model(name: str) -> bool:
     return name == TINY or "/" in name or (settings().models_dir / name).is_dir() or Path(name).expanduser().is_dir()
 
 
+def _link_again(db: Any, run_id: int) -> None:
+    """Makes the links to the run's epochs, where one is missing."""
+    from contextlib import suppress
+
+    from workflow.epochs import link
+    from workflow.store import epochs
+
+    with suppress(OSError):  # whoever may not write there needs none
+        link(epochs.ends(db, run_id))
+
+
 def _checkpoint(db: Any, policy: str) -> str:
     """`RUN@VERSION` of the checkpoint that the words are the path of; empty where they are no path of a checkpoint.
 
@@ -126,11 +140,18 @@ def _checkpoint(db: Any, policy: str) -> str:
     from pathlib import Path
 
     from workflow.checkpoint import MANIFEST, STATE
+    from workflow.epochs import number_of
     from workflow.errors import NotFoundError
-    from workflow.settings import is_url
-    from workflow.store import evals
+    from workflow.settings import is_url, settings
+    from workflow.store import epochs, evals
 
-    folder = Path(policy).expanduser().resolve()
+    typed = Path(policy).expanduser()
+    typed = typed if typed.exists() or not (settings().root / typed).parent.is_dir() else settings().root / typed
+    folder, epoch = typed.resolve(), number_of(typed.name)
+    if db is not None and epoch is not None and not (folder / MANIFEST).is_file():  # the link is not made yet, or was removed
+        run = epochs.run_in(db, str(typed.parent.resolve()))
+        if run:
+            return f"{run}@epoch{epoch}"
     is_checkpoint = not is_url(policy) and (folder / MANIFEST).is_file() and (folder / STATE).is_file()
     if not is_url(policy) and not is_checkpoint:
         return ""

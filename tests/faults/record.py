@@ -155,7 +155,10 @@ def _noted(db: sqlite3.Connection, home: Path) -> Iterator[str]:
 
 def _left(db: sqlite3.Connection, home: Path) -> Iterator[str]:
     published = {Path(row[0]).name for row in db.execute("SELECT path FROM policies WHERE path <> ''")}
-    there = {path.name for path in (home / "runs" / world.RUN).iterdir()}
+    there = {path.name for path in (home / "runs" / world.RUN).iterdir() if not path.is_symlink()}
+    nowhere = [path.name for path in (home / "runs" / world.RUN).iterdir() if not path.exists()]
+    if nowhere:
+        yield f"I5: links that lead nowhere {nowhere}"
     if there != published:
         yield f"I5: checkpoints left over {sorted(there - published)}, missing {sorted(published - there)}"
     known = {"agentrl.db", "agentrl.db-wal", "agentrl.db-shm", "runs", "stack", world.NOTES}
