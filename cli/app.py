@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from cli import ask, compare, doctor, dpo, fork, keep, look, model, serve_tools, sft, stack, steer, submit, watch, whatif
+from cli import ask, compare, doctor, dpo, fork, keep, look, merge, model, serve_tools, sft, stack, steer, submit, watch, whatif
 from cli.output import say
 from workflow.errors import AgentRLError, ConfigError
 
@@ -43,6 +43,7 @@ for command in (
     ask.sql,
     sft.sft,
     dpo.dpo,
+    merge.merge,
     model.evaluate,
     compare.compare,
     model.chat,

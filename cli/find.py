@@ -1,5 +1,6 @@
 """What a person's words mean: the database if there is one yet, and which policy a name is."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from workflow.config import RunConfig
@@ -40,7 +41,7 @@ def first_run() -> str:
 
 
 def find_policy(policy: str) -> tuple[RunConfig, Any]:
-    """`RUN[@VERSION|@best]`, or a checkpoint folder of a run: the run's config and that policy.
+    """`RUN[@VERSION|@best|@epochN]`, or a checkpoint folder of a run: the run's config and that policy.
 
     Else a model: the default config with it, and None.
 
@@ -51,6 +52,7 @@ def find_policy(policy: str) -> tuple[RunConfig, Any]:
     from workflow.config import build
     from workflow.errors import NotFoundError
     from workflow.store import planning
+    from workflow.store.epochs import Epoch
 
     db = existing_database()
     at = _checkpoint(db, policy)
@@ -64,6 +66,8 @@ def find_policy(policy: str) -> tuple[RunConfig, Any]:
                 raise
         else:
             ref = stored_policy(db, name, version)
+            if isinstance(version, Epoch):
+                _link_again(db, run["id"])
             return RunConfig.model_validate(run["config"]), ref
     if version is not None:
         raise NotFoundError(f"There is no run {name!r}.", "List them with `agentrl runs`.")
@@ -75,6 +79,22 @@ def find_policy(policy: str) -> tuple[RunConfig, Any]:
     return build({"model.path": policy}), None
 
 
+def trained_policy(words: str, option: str) -> tuple[RunConfig, Any, Mapping[str, Any]]:
+    """The policy of a run that the words mean, with the run's config and manifest.
+
+    Raises:
+        NotFoundError: there is no such run or version.
+        ConfigError: the words, given as that option, mean a model.
+    """
+    from workflow.errors import ConfigError
+    from workflow.store import planning
+
+    config, ref = find_policy(words)
+    if ref is None:
+        raise ConfigError(f"{words!r} is no policy of a run.", f"Write {option} RUN or {option} RUN@3.")
+    return config, ref, planning.find_run(stored_database(), str(config.name))["manifest"]
+
+
 def stored_start(policy: str | None) -> tuple[Any, Any]:
     """The database that stored episodes are in, and the policy of a run to start from; None for theirs.
 
@@ -82,15 +102,12 @@ def stored_start(policy: str | None) -> tuple[Any, Any]:
         NotFoundError: there is no database yet, or no such run.
         ConfigError: the policy is no run's.
     """
-    from workflow.errors import ConfigError, NotFoundError
+    from workflow.errors import NotFoundError
 
     db = existing_database()
     if db is None:
         raise NotFoundError("There is no run yet, and so no stored episode.", first_run())
-    start = find_policy(policy)[1] if policy else None
-    if policy and start is None:
-        raise ConfigError(f"{policy!r} is no policy of a run.", "Write --policy RUN or --policy RUN@3.")
-    return db, start
+    return db, trained_policy(policy, "--policy")[1] if policy else None
 
 
 def _may_be_a_model(name: str) -> bool:
@@ -103,6 +120,17 @@ def _may_be_a_model(name: str) -> bool:
     return name == TINY or "/" in name or (settings().models_dir / name).is_dir() or Path(name).expanduser().is_dir()
 
 
+def _link_again(db: Any, run_id: int) -> None:
+    """Makes the links to the run's epochs, where one is missing."""
+    from contextlib import suppress
+
+    from workflow.epochs import link
+    from workflow.store import epochs
+
+    with suppress(OSError):  # whoever may not write there needs none
+        link(epochs.ends(db, run_id))
+
+
 def _checkpoint(db: Any, policy: str) -> str:
     """`RUN@VERSION` of the checkpoint that the words are the path of; empty where they are no path of a checkpoint.
 
@@ -112,11 +140,18 @@ def _checkpoint(db: Any, policy: str) -> str:
     from pathlib import Path
 
     from workflow.checkpoint import MANIFEST, STATE
+    from workflow.epochs import number_of
     from workflow.errors import NotFoundError
-    from workflow.settings import is_url
-    from workflow.store import evals
+    from workflow.settings import is_url, settings
+    from workflow.store import epochs, evals
 
-    folder = Path(policy).expanduser().resolve()
+    typed = Path(policy).expanduser()
+    typed = typed if typed.exists() or not (settings().root / typed).parent.is_dir() else settings().root / typed
+    folder, epoch = typed.resolve(), number_of(typed.name)
+    if db is not None and epoch is not None and not (folder / MANIFEST).is_file():  # the link is not made yet, or was removed
+        run = epochs.run_in(db, str(typed.parent.resolve()))
+        if run:
+            return f"{run}@epoch{epoch}"
     is_checkpoint = not is_url(policy) and (folder / MANIFEST).is_file() and (folder / STATE).is_file()
     if not is_url(policy) and not is_checkpoint:
         return ""

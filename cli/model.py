@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 PolicyName = Annotated[
     str,
     typer.Option(
-        "--policy", metavar="RUN[@VERSION|@best]|PATH|MODEL", help="A run's policy (newest version), a checkpoint or a model."
+        "--policy",
+        "--model-path",
+        metavar="RUN[@VERSION|@best|@epochN]|PATH|MODEL",
+        help="A run's policy (newest version), a checkpoint or a model.",
     ),
 ]
 TopK = Annotated[int | None, typer.Option("--top-k", help="Draw from the K likeliest tokens [the run's].", show_default=False)]

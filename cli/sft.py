@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.find import find_policy, stored_database
+from cli.find import trained_policy
 from cli.learning import (
     Force,
     OptionsFile,
@@ -27,6 +27,7 @@ from cli.learning import (
     show_made,
     watched,
 )
+from cli.merge import QUANTISED
 from cli.output import Json, cell, say
 from workflow.errors import ConfigError, StateError
 
@@ -163,7 +164,7 @@ def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_jso
     learn = partial(fine_tune, found, path, target, recipe=_recipe(path, how.asked, config), start=start, config=config)
     made = watched(target, partial(learn, epochs=how.epochs, max_samples=how.max_samples, **place.writing))
     if config.load_in_4bit or config.load_in_8bit:
-        say("The base was dequantised, as what was learned was learned beside it, and then merged.")
+        say(QUANTISED)
     show_made(made, f"{made.examples} demonstrations", {}, as_json)
     usual = model == "tiny" and not (place.name or place.output_dir)
     say(f"Train it: agentrl submit --dataset {dataset} --model {'tiny' if usual else called(target)}")
@@ -185,11 +186,8 @@ def _policy_named(model: str, how: _How) -> "tuple[ModelConfig, PolicyRef | None
         options = {"path": model, "lora_r": how.lora_r, "load_in_4bit": how.load_in_4bit}
         return ModelConfig.model_validate(options), None, {}
     refuse(how.of_model, "of no use with a run's policy, which has its own.", "Leave it out.")
-    from workflow.store import planning
-
-    made, policy = find_policy(model)
-    row = planning.find_run(stored_database(), str(made.name))
-    return made.model, policy, row["manifest"]
+    made, policy, manifest = trained_policy(model, "--model")
+    return made.model, policy, manifest
 
 
 def _recipe(model: str, asked: Mapping[str, Any], config: "ModelConfig") -> "Recipe":

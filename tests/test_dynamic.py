@@ -30,7 +30,7 @@ from tests.test_mending import a_worker, do_jobs, facts, restart
 from workers.fork import ForkRequest, prepare_fork
 from workers.stored import prepare_stored
 from workers.submit import prepare
-from workflow.checkpoint import WEIGHTS
+from workflow.checkpoint import MODEL
 from workflow.config import build
 from workflow.dynamic import NO_VARIANCE, SURPLUS, choose, lacking
 from workflow.errors import ConfigError, Fenced
@@ -336,7 +336,7 @@ def test_an_update_that_left_groups_out_is_repeated_without_them(
     submitted(worker, model)
     version = undisturbed["sampled_on"] + 1
     do_jobs(until=lambda: value(worker, "SELECT max(version) FROM policies") == version)
-    (Path(value(worker, f"SELECT path FROM policies WHERE version = {version}")) / WEIGHTS).unlink()
+    (Path(value(worker, f"SELECT path FROM policies WHERE version = {version}")) / MODEL).unlink()
     assert resumed(worker).items() <= undisturbed.items()
     assert value(worker, "SELECT count(*) FROM events WHERE kind = 'checkpoint_rebuilt'") == 1
 

@@ -21,7 +21,7 @@ from tests.stored import claim, submission
 from tests.test_run import assert_whole, count
 from workers import dispatch
 from workers.app import make_app
-from workflow.checkpoint import WEIGHTS
+from workflow.checkpoint import MODEL
 from workflow.scheduler import SendRollouts, plan
 from workflow.settings import Settings
 from workflow.store import observe, planning
@@ -208,7 +208,7 @@ def assert_fetched_once(cluster: Cluster, cut: set[int]) -> None:
     for path in paths:
         assert path.startswith(f"s3://{BUCKET}/runs/")
         fetched = [
-            len(cluster.s3.requests("GET", f"/{os.path.basename(path)}/{WEIGHTS}", host.address))
+            len(cluster.s3.requests("GET", f"/{os.path.basename(path)}/{MODEL}", host.address))
             for host in (cluster.a, cluster.b)
         ]
         assert fetched[0] <= (2 if path in between else 1)

@@ -25,7 +25,7 @@ from workers.rollout import _refuse, rollout
 from workers.submit import prepare, stored_policy
 from workers.train import train
 from workflow import faults, remote
-from workflow.checkpoint import MANIFEST, OPTIMIZER, STATE, WEIGHTS
+from workflow.checkpoint import MANIFEST, MODEL, OPTIMIZER, STATE
 from workflow.config import RunConfig, build
 from workflow.envs import Env
 from workflow.errors import CheckpointError, Fenced
@@ -153,11 +153,11 @@ def events(db: Database, kind: str) -> list[str]:
 
 
 def truncate(folder: Path) -> None:
-    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:1000])
+    (folder / MODEL).write_bytes((folder / MODEL).read_bytes()[:1000])
 
 
 def zero(folder: Path) -> None:
-    (folder / WEIGHTS).write_bytes(bytes((folder / WEIGHTS).stat().st_size))
+    (folder / MODEL).write_bytes(bytes((folder / MODEL).stat().st_size))
 
 
 def lose_optimizer(folder: Path) -> None:
@@ -169,7 +169,7 @@ def cut_manifest(folder: Path) -> None:
 
 
 def flip_weights(folder: Path) -> None:
-    flip(folder / WEIGHTS)
+    flip(folder / MODEL)
 
 
 def flip_optimizer(folder: Path) -> None:
@@ -292,7 +292,7 @@ def test_an_evaluation_of_a_damaged_checkpoint_says_who_makes_it_again(worker: D
     do_jobs()
     failed = observe.describe_run(worker, measure)
     assert failed["status"] == "failed"
-    assert failed["reason"].startswith(f"'{newest}/{WEIGHTS}' has sha256 ")
+    assert failed["reason"].startswith(f"'{newest}/{MODEL}' has sha256 ")
     told = f"was altered. `agentrl resume {RUN}` makes it again, then type `agentrl resume {measure}`."
     assert failed["reason"].endswith(told)
     planning.resume(worker, RUN)
@@ -337,7 +337,7 @@ def test_with_both_last_checkpoints_broken_the_run_fails_and_says_what_is_whole(
     run = observe.describe_run(worker, RUN)
     assert run["status"] == "failed"
     assert "Version 3 of 'damaged' is broken and cannot be made again" in run["reason"]
-    assert f"The checkpoint '{first}' is not whole: weights.safetensors was altered" in run["reason"]
+    assert f"The checkpoint '{first}' is not whole: model.safetensors was altered" in run["reason"]
     assert "the last whole version is 1." in run["reason"]
     assert "agentrl submit --from-episodes damaged --policy damaged@1." in run["reason"]
     assert events(worker, "checkpoint_rebuilt") == []

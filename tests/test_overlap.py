@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_that_is_not_the_newest_but_still_sampled_with_is_m
     assert doomed.end() == -9
     crew.fork("control")  # only now: what it sends a second time is a claim that is refused, and counted
     crew.wait(lambda: crew.count("SELECT max(version) FROM policies") == 2, "the update after it")
-    (Path(crew.ask("SELECT path FROM policies WHERE version = 1")) / "weights.safetensors").write_bytes(b"")
+    (Path(crew.ask("SELECT path FROM policies WHERE version = 1")) / "model.safetensors").write_bytes(b"")
     crew.fork("rollout")
     crew.wait_for()
     crew.stop()

@@ -296,7 +296,7 @@ def test_a_flipped_weight_of_the_checkpoint_is_refused(stack: Stack, capsys: pyt
 def weights_file(stack: Stack) -> Path:
     """Of the policy that sampled the second iteration of the exact run."""
     query = "SELECT p.path FROM policies p JOIN runs r ON r.id = p.run_id WHERE r.name = 'exact' AND p.version = 1"
-    return Path(value(stack.database, query)) / checkpoint.WEIGHTS
+    return Path(value(stack.database, query)) / checkpoint.MODEL
 
 
 def test_a_collected_adapter_is_said_and_nothing_is_called_the_same_by_it(

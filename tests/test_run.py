@@ -261,7 +261,7 @@ def test_two_runs_into_one_folder_keep_their_checkpoints_and_the_newest_can_be_s
     with stack.database.read() as tx:
         trained = list(tx.execute(text("SELECT path, sha256 FROM policies WHERE kind = 'trained'")).all())
     assert len({row.path for row in trained}) == 4
-    assert all(checkpoint.sha256_file(Path(row.path) / checkpoint.WEIGHTS) == row.sha256 for row in trained)
+    assert all(checkpoint.sha256_file(checkpoint.weights_of(Path(row.path))) == row.sha256 for row in trained)
     said = json.loads(stack.agentrl("eval", "--policy", "seed-0@2", "-n", "2", "--json"))
     assert said["episodes"] == 2
 

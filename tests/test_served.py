@@ -21,6 +21,7 @@ from tests.models import tiny_random, tokenizer
 from tests.served import Routes, kept_port, served
 from workflow import adapters, answers, checkpoint, connection, engines, mirror, openai
 from workflow.answers import Answer, Cards, Completions, LlamaTurn, Tokens
+from workflow.checkpoint import ADAPTER
 from workflow.config import ModelConfig, build
 from workflow.connection import Connection
 from workflow.engine import Completion, GenerateRequest
@@ -157,7 +158,7 @@ def test_peft_itself_loads_a_published_folder(folder: Path, home: Path, trainer:
     ref = trained(trainer, tmp_path / "v1", 0.3)
     made = adapters.folder(trainer, ref)
     assert json.loads((made / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
-    (made / adapters.WEIGHTS).write_bytes(b"cut off")
+    (made / ADAPTER).write_bytes(b"cut off")
     assert adapters.folder(trainer, ref) == made
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(made))
     ids = torch.tensor([PROMPT])

@@ -87,7 +87,7 @@ def groups_of(count: int = 4, size: int = 4, seed: int = 0, equal: bool = False)
 
 def saved(trainer: Trainer, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     checkpoint.write(folder, trainer.save)
-    return load_file(folder / checkpoint.WEIGHTS), load_file(folder / checkpoint.OPTIMIZER)
+    return load_file(checkpoint.weights_of(folder)), load_file(folder / checkpoint.OPTIMIZER)
 
 
 def gradient(trainer: Trainer, folder: Path) -> Tensor:
@@ -98,7 +98,7 @@ def gradient(trainer: Trainer, folder: Path) -> Tensor:
 
 def same_state(one: Path, other: Path) -> bool:
     """Whether two checkpoints hold the same weights and moments, up to the order of sums."""
-    for name in (checkpoint.WEIGHTS, checkpoint.OPTIMIZER):
+    for name in (checkpoint.weights_of(one).name, checkpoint.OPTIMIZER):
         first, second = (load_file(folder / name) for folder in (one, other))
         if first.keys() != second.keys():
             return False

@@ -304,7 +304,7 @@ def test_weights_that_are_gone_are_refused(runs: Database, capsys: pytest.Captur
             "Policy version 2, which the update of iteration 2 of 'plain' started from, was collected on 2026-01-02."
             in asked.err
         )
-    weights = Path(value(runs, "SELECT path FROM policies WHERE run_id = 1 AND version = 2")) / checkpoint.WEIGHTS
+    weights = Path(value(runs, "SELECT path FROM policies WHERE run_id = 1 AND version = 2")) / checkpoint.MODEL
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     try:

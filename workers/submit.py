@@ -33,6 +33,7 @@ from workflow.rewards import check_rewards, judges_of
 from workflow.settings import Settings, is_url, settings
 from workflow.store import evals, observe, planning
 from workflow.store.connect import Database
+from workflow.store.epochs import Epoch
 from workflow.store.evals import Version
 from workflow.store.planning import Submission, Submitted
 from workflow.trajectory import PolicyRef
@@ -226,17 +227,17 @@ def known_model(config: RunConfig) -> str:
 
 
 def version_number(word: str) -> Version:
-    """The version that `3`, `v3` or `best` names.
+    """The version that `3`, `v3`, `best` or `epoch3` names.
 
     Raises:
         ConfigError: it names none.
     """
     if word == "best":
         return "best"
-    digits = word.removeprefix("v")
-    if not (digits.isascii() and digits.isdecimal() and len(digits) < 20):
-        raise ConfigError(f"{word!r} is no policy version.", "Write RUN@3 or RUN@best.")
-    return int(digits)
+    digits = word.removeprefix("epoch").removeprefix("v")
+    if not (digits.isascii() and digits.isdecimal() and len(digits) < 20) or word.startswith("epochv"):
+        raise ConfigError(f"{word!r} is no policy version.", "Write RUN@3, RUN@best or RUN@epoch3.")
+    return Epoch(int(digits)) if word.startswith("epoch") else int(digits)
 
 
 def stored_policy(db: Database, run: str, version: Version) -> PolicyRef:

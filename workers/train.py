@@ -16,6 +16,7 @@ from workers.app import app, row_id
 from workers.dispatch import dispatch, send_train
 from workers.models import Loaded, models
 from workers.process import claim_name, confirm_base, database, heartbeat, refuse_overlap, until_written
+from workflow import epochs as links
 from workflow import mirror
 from workflow.config import RunConfig
 from workflow.dynamic import choose
@@ -23,8 +24,8 @@ from workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, 
 from workflow.evaluate import evaluate
 from workflow.faults import faultpoint
 from workflow.hooks import load_hooks
-from workflow.settings import settings
-from workflow.store import claims, evals, mending, training
+from workflow.settings import is_url, settings
+from workflow.store import claims, epochs, evals, mending, training
 from workflow.store.claims import IterationWork, SampledOn
 from workflow.store.iterations import staleness_of
 from workflow.store.mending import Rebuild
@@ -254,12 +255,18 @@ def _go_on(work: IterationWork, published: Published) -> None:
             dispatch(database(), iteration)
     except ServiceError as error:
         log.warning("the control loop will send what follows iteration %d: %s", work.number, error)
-    if work.rebuilds:
-        return
     try:
-        _tidy(work)
+        _link(work, published.version)
+        if not work.rebuilds:
+            _tidy(work)
     except (AgentRLError, OSError) as error:  # the update is committed
         log.warning("iteration %d of %s left what takes space until `agentrl gc`: %s", work.number, work.run, error)
+
+
+def _link(work: IterationWork, version: int) -> None:
+    """The checkpoint that ended an epoch has a name for people."""
+    if work.kind == "train" and not is_url(work.output_dir) and epochs.is_end(database(), work.run_id, version):
+        links.link(epochs.ends(database(), work.run_id))
 
 
 def _tidy(work: IterationWork) -> None:

@@ -1,6 +1,6 @@
-"""Published adapters as other programs read them: PEFT's `adapter_config.json` beside `adapter_model.safetensors`.
+"""Published adapters where a server reads them: PEFT's `adapter_config.json` beside `adapter_model.safetensors`.
 
-A checkpoint's weights have PEFT's names already, so a folder of this form is a copy with a config. It is made in
+A checkpoint may be at a URL, an older one has no config, and none stays for the server's sake; so this is a copy. It is made in
 `AGENTRL_HOME/cache/adapters/SHA256`; whoever is to load it from there, a server that samples, must see it at the same path.
 """
 
@@ -10,13 +10,13 @@ import tempfile
 from pathlib import Path
 
 from workflow import mirror
-from workflow.base import lora_config
+from workflow.checkpoint import ADAPTER
 from workflow.models import sha256_file
+from workflow.plain import adapter_config
 from workflow.policy import Policy, checked_weights
 from workflow.settings import settings
 from workflow.trajectory import PolicyRef
 
-WEIGHTS = "adapter_model.safetensors"
 KEEP = 16
 """Folders that stay: servers read an adapter again where their own memory for adapters is short."""
 
@@ -41,21 +41,18 @@ def folder(policy: Policy, ref: PolicyRef) -> Path:
 
 
 def _write(policy: Policy, ref: PolicyRef, made: Path) -> None:
-    config = lora_config(policy.config, policy.rank)
-    config.base_model_name_or_path = str(policy.folder)
-    config.inference_mode = True
     made.mkdir()
 
     def copy(checkpoint: Path) -> None:
-        shutil.copyfile(checked_weights(checkpoint, ref.sha256), made / WEIGHTS)
+        shutil.copyfile(checked_weights(checkpoint, ref.sha256), made / ADAPTER)
 
     mirror.read(ref.path, ref.sha256, "weights", copy)
-    config.save_pretrained(str(made))
+    adapter_config(policy).save_pretrained(str(made))
 
 
 def _sound(made: Path, sha256: str) -> bool:
     """Whether it is there whole: a power failure may have left a part."""
-    files = (made / WEIGHTS, made / "adapter_config.json")
+    files = (made / ADAPTER, made / "adapter_config.json")
     return all(file.is_file() for file in files) and sha256_file(files[0]) == sha256
 
 

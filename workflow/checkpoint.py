@@ -3,8 +3,12 @@
 `write` lets a writer fill `<folder>.tmp`, syncs every file, writes `manifest.json` (size and sha256 of each file) last and
 renames. `verify` reads everything back and names the file that is missing, truncated or altered. Only a database row
 publishes a checkpoint, so a folder that no row names is a leftover and may be replaced.
+
+The weights have the name that PEFT or transformers look for. What these need beside them is alike in all checkpoints of a run,
+and `share` links it from one folder to the next: the disk holds it once. No update reads it.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -21,7 +25,10 @@ from workflow.models import sha256_file
 from workflow.remote import FULL
 
 MANIFEST = "manifest.json"
+ADAPTER = "adapter_model.safetensors"
+MODEL = "model.safetensors"
 WEIGHTS = "weights.safetensors"
+"""What the weights of older checkpoints are called, whichever they are."""
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 LARGEST_MANIFEST = 1 << 24
@@ -30,24 +37,33 @@ LONGEST_NAME = 255
 """Bytes of a file's name, and of a folder's."""
 DEEPEST = 8
 """Names in a file's path."""
+NEAREST = 2
+"""Checkpoints, the newest ones, among which `share` looks for a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What the manifest says of one file: its size in bytes and the sha256 of its content."""
+    """What the manifest says of one file: its size in bytes, the sha256 of its content, and whether it is one of those that the
+    run's checkpoints share.
+    """
 
     size: int
     sha256: str
+    shared: bool = False
 
 
-def write(folder: Path, writer: Callable[[Path], None], then: str = "`agentrl resume`") -> str:
+Writer = Callable[[Path], Collection[str] | None]
+"""Fills the folder it is given; returns the names of the files in there that the run's checkpoints share."""
+
+
+def write(folder: Path, writer: Writer, then: str = "`agentrl resume`") -> str:
     """Makes the checkpoint `folder` from what `writer` puts into the folder it is given.
 
     Args:
         then: what one types where the disk refused, after there is room.
 
     Returns:
-        The sha256 of its `weights.safetensors`: what a `PolicyRef` names.
+        The sha256 of its weights: what a `PolicyRef` names.
 
     Raises:
         CheckpointError: the disk refused, or the writer wrote no weights. What stood at `folder` before still stands.
@@ -56,9 +72,9 @@ def write(folder: Path, writer: Callable[[Path], None], then: str = "`agentrl re
     try:
         settle(folder)
         beside.mkdir(parents=True)
-        writer(beside)
+        shared = writer(beside)
         faultpoint("checkpoint.written")
-        manifest = _seal(beside)
+        manifest = _seal(beside, shared or ())
         faultpoint("checkpoint.sealed")
         _swap(beside, folder)
         faultpoint("checkpoint.renamed")
@@ -66,7 +82,38 @@ def write(folder: Path, writer: Callable[[Path], None], then: str = "`agentrl re
         raise unwritten(folder, error, then) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    return manifest[WEIGHTS].sha256
+    return manifest[weights_name(manifest)].sha256
+
+
+def weights_name(names: Collection[str]) -> str:
+    """Which of a checkpoint's files holds its weights."""
+    return next((name for name in (ADAPTER, MODEL) if name in names), WEIGHTS)
+
+
+def weights_of(folder: Path) -> Path:
+    """The file of a checkpoint's weights, there or not."""
+    return folder / weights_name([name for name in (ADAPTER, MODEL) if (folder / name).is_file()])
+
+
+def share(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Puts files into a checkpoint's folder: as links to those of the newest beside it, where these hold the same bytes."""
+    others = sorted(folder.parent.glob(f"*/{MANIFEST}"), reverse=True)[:NEAREST]
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if not any(_linked(other.parent / name, folder / name, content) for other in others):
+            (folder / name).write_bytes(content)
+
+
+def _linked(file: Path, target: Path, content: bytes) -> bool:
+    """Whether the target is now another name of the file, which holds these very bytes."""
+    try:
+        alike = not file.is_symlink() and file.stat().st_size == len(content)
+        if not alike or sha256_file(file) != hashlib.sha256(content).hexdigest():
+            return False
+        target.hardlink_to(file)
+    except OSError:  # it has just been removed, or there are no links on this disk
+        return False
+    return True
 
 
 def unwritten(folder: Path, error: OSError | SafetensorError, then: str, what: str = "checkpoint") -> CheckpointError:
@@ -90,15 +137,19 @@ def remove_rivals(folder: Path) -> None:
             shutil.rmtree(rival, ignore_errors=True)  # a trainer that is not dead yet may still write there
 
 
-def verify(folder: Path, without: Collection[str] = ()) -> Mapping[str, FileRecord]:
+def verify(folder: Path, without: Collection[str] = (), shared: bool = True) -> Mapping[str, FileRecord]:
     """The manifest of a checkpoint whose every file, but those `without` which one can do, is as it was written.
+
+    Args:
+        shared: look at what the run's checkpoints share too, which no update reads.
 
     Raises:
         BrokenCheckpoint: naming the first file that is missing, truncated or altered.
     """
     manifest = read_manifest(folder)
     for name, record in manifest.items():
-        fault = "" if name in without else fault_of(folder / name, record)
+        spared = name in without or (record.shared and not shared)
+        fault = "" if spared else fault_of(folder / name, record)
         if fault:
             raise broken(folder, f"{name} {fault}")
     return manifest
@@ -129,14 +180,14 @@ def settle(folder: Path) -> None:
             shutil.rmtree(leftover)
 
 
-def _seal(folder: Path) -> Mapping[str, FileRecord]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    manifest = {path.relative_to(folder).as_posix(): FileRecord(path.stat().st_size, sha256_file(path)) for path in files}
-    if WEIGHTS not in manifest:
-        raise CheckpointError(f"The checkpoint {str(folder)!r} was written without {WEIGHTS}.")
-    _sync(files)
+def _seal(folder: Path, shared: Collection[str]) -> Mapping[str, FileRecord]:
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    manifest = {name: FileRecord(path.stat().st_size, sha256_file(path), name in shared) for name, path in files.items()}
+    if weights_name(manifest) not in manifest:
+        raise CheckpointError(f"The checkpoint {str(folder)!r} was written without weights.")
+    _sync(files.values())
     seal = folder / MANIFEST
-    seal.write_text(json.dumps({"files": {name: asdict(record) for name, record in manifest.items()}}, indent=1))
+    seal.write_text(json.dumps({"files": {name: _entry(record) for name, record in manifest.items()}}, indent=1))
     _sync([seal, *(path for path in folder.rglob("*") if path.is_dir()), folder])
     return manifest
 
@@ -191,11 +242,15 @@ def _is_inside(name: str) -> bool:
     return fits and not {".", ".."}.intersection(parts)
 
 
+def _entry(record: FileRecord) -> dict[str, Any]:
+    return {name: value for name, value in asdict(record).items() if name != "shared" or value}
+
+
 def _record(entry: Mapping[str, Any]) -> FileRecord:
-    size, sha256 = entry["size"], entry["sha256"]
-    if type(size) is not int or type(sha256) is not str:
+    size, sha256, shared = entry["size"], entry["sha256"], entry.get("shared", False)
+    if type(size) is not int or type(sha256) is not str or type(shared) is not bool:
         raise TypeError("no size and hash")
-    return FileRecord(size, sha256)
+    return FileRecord(size, sha256, shared)
 
 
 def broken(where: Path | str, found: str) -> BrokenCheckpoint:

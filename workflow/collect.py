@@ -126,7 +126,9 @@ def _on_disk(place: Path) -> dict[str, dict[str, int]]:
 
 
 def _size(file: Path) -> int:
+    """What its end would free: nothing where another checkpoint holds it too."""
     try:
-        return file.stat().st_size
+        stat = file.stat()
+        return stat.st_size if stat.st_nlink == 1 else 0
     except FileNotFoundError:  # a trainer is at work there
         return 0

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from workflow import checkpoint, remote
-from workflow.checkpoint import MANIFEST, OPTIMIZER, WEIGHTS, FileRecord
+from workflow.checkpoint import MANIFEST, OPTIMIZER, FileRecord, Writer, weights_name, weights_of
 from workflow.errors import BrokenCheckpoint, CheckpointError, ConfigError
 from workflow.faults import faultpoint
 from workflow.models import sha256_file
@@ -41,7 +41,7 @@ _UNFINISHED = (".tmp", ".old", ".fetch")
 """What a folder's name ends with while it is being made."""
 
 
-def write(path: str, writer: Callable[[Path], None]) -> str:
+def write(path: str, writer: Writer) -> str:
     """Makes the checkpoint at `path`, a folder or a URL, as `checkpoint.write` does.
 
     Returns:
@@ -177,12 +177,13 @@ def _look(path: str, sha256: str, part: Part) -> None:
             _fetch(path, Path(scratch) / "checkpoint", sha256, part)
         return
     folder = _here(Path(path))
-    if not (folder / WEIGHTS).is_file():
-        raise checkpoint.broken(path, f"{WEIGHTS} is missing")
-    if sha256_file(folder / WEIGHTS) != sha256:
-        raise checkpoint.broken(path, f"{WEIGHTS} has another sha256 than the record")
+    weights = weights_of(folder)
+    if not weights.is_file():
+        raise checkpoint.broken(path, "its weights are missing")
+    if sha256_file(weights) != sha256:
+        raise checkpoint.broken(path, f"{weights.name} has another sha256 than the record")
     if part != "weights":
-        checkpoint.verify(folder, without=(OPTIMIZER,) if part == "start" else ())
+        checkpoint.verify(folder, without=(OPTIMIZER,) if part == "start" else (), shared=False)
 
 
 def _here(folder: Path) -> Path:
@@ -230,7 +231,7 @@ def _fetch(url: str, copy: Path, sha256: str, part: Part) -> None:
     try:
         _get(url, MANIFEST, beside)
         manifest = checkpoint.read_manifest(beside, url)
-        if WEIGHTS not in manifest or manifest[WEIGHTS].sha256 != sha256:
+        if _sha256(manifest) != sha256:
             raise checkpoint.broken(url, f"its weights are not those of the record ({sha256[:12]})")
         for name in _names(manifest, part):
             if checkpoint.fault_of(copy / name, manifest[name]):
@@ -259,10 +260,17 @@ def _move(beside: Path, copy: Path) -> None:
         file.replace(target)
 
 
+def _sha256(manifest: Mapping[str, FileRecord]) -> str:
+    """Of the weights; empty where there are none."""
+    record = manifest.get(weights_name(manifest))
+    return record.sha256 if record else ""
+
+
 def _names(manifest: Mapping[str, FileRecord], part: Part) -> list[str]:
+    """What is fetched of it: nothing that only other programs read."""
     if part == "weights":
-        return [WEIGHTS]
-    return [name for name in manifest if part == "all" or name != OPTIMIZER]
+        return [weights_name(manifest)]
+    return [name for name, record in manifest.items() if not record.shared and (part == "all" or name != OPTIMIZER)]
 
 
 def _complete(copy: Path, part: Part) -> bool:
@@ -281,7 +289,7 @@ def _sound(copy: Path, sha256: str, part: Part) -> bool:
         manifest = checkpoint.read_manifest(copy)
     except CheckpointError:  # not here yet, or cut off by a power failure
         return False
-    if WEIGHTS not in manifest or manifest[WEIGHTS].sha256 != sha256:
+    if _sha256(manifest) != sha256:
         return False
     return not any(checkpoint.fault_of(copy / name, manifest[name]) for name in _names(manifest, part))
 

@@ -63,7 +63,7 @@ def refuse_existing(target: Path, overwrite: bool) -> None:
     if not target.exists():
         return
     if not overwrite:
-        raise ConflictError(f"There is a model in {str(target)!r} already.", "Pass --force to make it anew, or another --name.")
+        raise ConflictError(f"There is a model in {str(target)!r} already.", "Pass --force to make it anew, or name another.")
     if not (target / RECORD).is_file():
         raise ConflictError(f"{str(target)!r} was not made by agentrl (it holds no {RECORD}).", "Name another folder.")
 

@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import random
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -17,23 +16,20 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from workflow import lines, mirror
+from workflow import lines
 from workflow.batch import Row, collate, rows_of, size
 from workflow.chat import Chat
-from workflow.checkpoint import unwritten
 from workflow.config import ModelConfig
 from workflow.errors import ModelError
-from workflow.interrupted import AGAIN, Resumable
-from workflow.merging import merged
-from workflow.models import RECORD
+from workflow.interrupted import Resumable
+from workflow.merging import merged, write_model
 from workflow.moments import adamw
 from workflow.pieces import Pieces
-from workflow.policy import Policy, checked_weights
+from workflow.policy import Policy
 from workflow.reading import drawing
-from workflow.rescoring import open_policy
+from workflow.rescoring import open_at
 from workflow.scoring import keeps_apart, line_logprobs, token_logprobs
 from workflow.trajectory import Episode, PolicyRef
 
@@ -195,11 +191,7 @@ def started(start: Start, device: str, threads: int) -> Learner:
         ModelError: it cannot be loaded, or is another than the run's.
         CheckpointError: the policy's weights are not as they were recorded.
     """
-    ref = start.policy
-    policy = open_policy(start.model, ref.base, ref.base_hash, start.manifest, device, threads)
-    if ref.path:
-        mirror.read(ref.path, ref.sha256, "weights", lambda at: policy.load_weights(checked_weights(at, ref.sha256)))
-    return learner_of(policy)
+    return learner_of(open_at(start.policy, start.model, start.manifest, device, threads))
 
 
 def rows_by_episode(episodes: Sequence[Episode]) -> list[tuple[Row, ...]]:
@@ -391,17 +383,7 @@ def save(learner: Learner, made: Made, source: Mapping[str, Any]) -> Made:
     Raises:
         CheckpointError: the disk refused.
     """
-    beside = made.folder.with_name(f".{made.folder.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
     module = merged(learner.policy) if learner.policy else learner.module
     told = {"examples": made.examples, "left_out": dict(made.left_out), "metrics": dict(made.metrics)}
-    try:
-        module.save_pretrained(beside)
-        learner.chat.tokenizer.save_pretrained(beside)
-        (beside / RECORD).write_text(json.dumps({**source, "recipe": asdict(made.recipe), **told}, indent=1))
-        shutil.rmtree(made.folder, ignore_errors=True)
-        beside.rename(made.folder)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise unwritten(made.folder, error, AGAIN, "model") from error
+    write_model(made.folder, module, learner.chat.tokenizer, {**source, "recipe": asdict(made.recipe), **told})
     return made

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from workflow import base, mirror
 from workflow.chat import Chat
-from workflow.checkpoint import WEIGHTS
+from workflow.checkpoint import ADAPTER, MODEL, weights_of
 from workflow.config import ModelConfig
 from workflow.errors import CheckpointError, ModelError
 from workflow.forward import Forward, Pass, as_it_is, known
@@ -164,6 +164,11 @@ class Policy:
         """What the optimizer trains, by its name in the weights file."""
         return self._slot("policy")
 
+    @property
+    def weights_name(self) -> str:
+        """What the file of the trained part is called in a checkpoint."""
+        return ADAPTER if self.kind == "lora" else MODEL
+
     def save_weights(self, file: Path) -> None:
         """Writes the trained part as one safetensors file, in the dtype it trains in."""
         with self.lock:
@@ -276,10 +281,10 @@ def checked_weights(folder: Path, sha256: str) -> Path:
     Raises:
         CheckpointError: it is missing, or was altered.
     """
-    file = folder / WEIGHTS
+    file = weights_of(folder)
     if not file.is_file():
         raise CheckpointError(
-            f"The checkpoint {str(file)!r} is missing.",
+            f"The weights of the checkpoint {str(folder)!r} are missing.",
             "Put it back; a run that is not over makes its newest checkpoint again by itself.",
         )
     found = sha256_file(file)

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from workflow.checkpoint import WEIGHTS
+from workflow.checkpoint import weights_of
 from workflow.compare import SCALAR, TokenDifference
 from workflow.envs import Env, scored, scoring_hash
 from workflow.errors import RewardError
@@ -280,7 +280,7 @@ def gone(policies: Mapping[int, PolicyRef], collected: Mapping[int, datetime]) -
     for step, ref in policies.items():
         if step in collected:
             found[step] = f"policy v{ref.version} was collected at {collected[step]:%Y-%m-%d %H:%M:%S} UTC"
-        elif ref.path and not is_url(ref.path) and not (Path(ref.path) / WEIGHTS).is_file():
+        elif ref.path and not is_url(ref.path) and not weights_of(Path(ref.path)).is_file():
             found[step] = f"policy v{ref.version} is gone from {ref.path!r}"
     return {step: f"{said}: what it sampled cannot be verified." for step, said in found.items()}
 

@@ -34,13 +34,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from workflow import mirror
 from workflow.batch import unbroken
 from workflow.chat import Chat, Schema
 from workflow.compare import TokenDifference, common_prefix
 from workflow.config import ModelConfig, RolloutConfig
 from workflow.errors import ModelError
 from workflow.plugins import find
-from workflow.policy import Policy
+from workflow.policy import Policy, checked_weights
 from workflow.replay import DrawDifference, EndDifference, LogprobDifference, StepScore, TokensReport
 from workflow.sampling import at_least, distance, distribution, lowest, sample, scaled, summed, uniforms
 from workflow.trajectory import Episode, PolicyRef, Step
@@ -99,6 +100,18 @@ def open_policy(
                 f"The run was made with {name} {known[name][:12]}, here {base!r} has {value[:12]}.",
                 "Bring the same model here.",
             )
+    return policy
+
+
+def open_at(ref: PolicyRef, config: ModelConfig, manifest: Mapping[str, Any], device: str, threads: int) -> Policy:
+    """The base with that policy's weights as those that train. Raises as `open_policy`.
+
+    Raises:
+        CheckpointError: the weights are not as they were recorded, or of another base.
+    """
+    policy = open_policy(config, ref.base, ref.base_hash, manifest, device, threads)
+    if ref.path:
+        mirror.read(ref.path, ref.sha256, "weights", lambda at: policy.load_weights(checked_weights(at, ref.sha256)))
     return policy
 
 

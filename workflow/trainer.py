@@ -8,7 +8,7 @@ is undone and says why. The order of everything follows from the order of the gr
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from workflow import checkpoint
+from workflow import checkpoint, plain
 from workflow.advantages import Credit, Credited, Earned
 from workflow.algorithms import Algorithm, settled
 from workflow.batch import Row, collate, in_lines, rows_of
@@ -62,6 +62,7 @@ class Trainer:
         self._surrogate: Surrogate = find("surrogates", self._algorithm.surrogate_of(config.algorithm))
         self._importance_cap = config.algorithm.importance_cap if config.rollout.max_staleness else None
         self._reader = Reader(policy, config)
+        self._plain: Mapping[str, bytes] = {}
         self.kl_coef = self._options.kl_coef
         self._fresh()
 
@@ -110,15 +111,18 @@ class Trainer:
         moved = {name: value for name, value in first.means(after).items() if name in ("ratio", "clip_fraction", "policy_kl")}
         return Look(Update(metrics, (step,), begun.advantages, begun.dropped), moved, gradient, blank)
 
-    def save(self, folder: Path) -> None:
-        """Writes all that the next update reads; the writer for `checkpoint.write`."""
+    def save(self, folder: Path) -> Collection[str]:
+        """Writes all that the next update reads, and what makes it a model; the writer for `checkpoint.write`."""
         with self._policy.lock:
-            self._policy.save_weights(folder / checkpoint.WEIGHTS)
+            self._policy.save_weights(folder / self._policy.weights_name)
             save_file(moments(self._optimizer, self._parameters), folder / checkpoint.OPTIMIZER)
             if self._critic is not None:
                 save_critic(self._critic, folder)
         state = {"iteration": self.iteration, "updates": self.updates, "kl_coef": self.kl_coef}
         (folder / checkpoint.STATE).write_text(json.dumps(state))
+        self._plain = self._plain or plain.files(self._policy, folder)
+        checkpoint.share(folder, self._plain)
+        return self._plain.keys()
 
     def load(self, folder: Path | None, fresh: bool = False) -> None:
         """Restores what `save` wrote, bit for bit; None starts afresh from the base, `fresh` from the folder's weights alone.
@@ -130,8 +134,8 @@ class Trainer:
             self._policy.load_weights(None)
             self._fresh()
             return
-        checkpoint.verify(folder, without=(checkpoint.OPTIMIZER,) if fresh else ())
-        self._policy.load_weights(folder / checkpoint.WEIGHTS)
+        checkpoint.verify(folder, without=(checkpoint.OPTIMIZER,) if fresh else (), shared=False)
+        self._policy.load_weights(checkpoint.weights_of(folder))
         self._fresh()
         if fresh:
             return
@@ -145,8 +149,8 @@ class Trainer:
         What it has nothing for is fresh: a critic, moments.
         """
         there = [name for name in (FILE, checkpoint.OPTIMIZER) if (folder / name).is_file()]
-        checkpoint.verify(folder, without={checkpoint.OPTIMIZER}.difference(there))
-        self._policy.load_weights(folder / checkpoint.WEIGHTS)
+        checkpoint.verify(folder, without={checkpoint.OPTIMIZER}.difference(there), shared=False)
+        self._policy.load_weights(checkpoint.weights_of(folder))
         self._fresh()
         if self._critic is not None and FILE in there:
             load_critic(self._critic, folder)

@@ -128,7 +128,7 @@ def _tokens(db: sqlite3.Connection, episode: int) -> str:
 
 def _policy(row: sqlite3.Row) -> list[str]:
     """Kind, the hash that was recorded, and the hashes of what lies there: the weights, and the critic where there is one."""
-    return [row["kind"], row["sha256"], *(_hash(row["path"], name) for name in ("weights.safetensors", "critic.safetensors"))]
+    return [row["kind"], row["sha256"], *(_hash(row["path"], name) for name in ("model.safetensors", "critic.safetensors"))]
 
 
 def _hash(folder: str, name: str) -> str:
@@ -155,7 +155,10 @@ def _noted(db: sqlite3.Connection, home: Path) -> Iterator[str]:
 
 def _left(db: sqlite3.Connection, home: Path) -> Iterator[str]:
     published = {Path(row[0]).name for row in db.execute("SELECT path FROM policies WHERE path <> ''")}
-    there = {path.name for path in (home / "runs" / world.RUN).iterdir()}
+    there = {path.name for path in (home / "runs" / world.RUN).iterdir() if not path.is_symlink()}
+    nowhere = [path.name for path in (home / "runs" / world.RUN).iterdir() if not path.exists()]
+    if nowhere:
+        yield f"I5: links that lead nowhere {nowhere}"
     if there != published:
         yield f"I5: checkpoints left over {sorted(there - published)}, missing {sorted(published - there)}"
     known = {"agentrl.db", "agentrl.db-wal", "agentrl.db-shm", "runs", "stack", world.NOTES}

@@ -16,13 +16,14 @@ from workflow.columns import Utc
 from workflow.errors import NotFoundError, StateError
 from workflow.evaluate import is_right
 from workflow.store.connect import reading
+from workflow.store.epochs import Epoch
 from workflow.store.iterations import insert_iteration
 from workflow.store.planning import eval_name, insert_run, log, run_row
 from workflow.trajectory import OPEN, PolicyRef
 
 Row = Mapping[str, Any]
 
-Version = int | Literal["best"] | None
+Version = int | Literal["best"] | Epoch | None
 """Of a run's policy; None is the newest."""
 
 

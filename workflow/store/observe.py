@@ -13,6 +13,7 @@ from workflow.columns import SET_BACK, free, now_ms
 from workflow.errors import CheckpointError, NotFoundError
 from workflow.snapshot import Claim, GroupState, IterationState, RunState, Snapshot
 from workflow.store.connect import Database, insert, reading, transaction
+from workflow.store.epochs import Epoch, version_after
 from workflow.store.evals import Version, best_of
 from workflow.store.iterations import staleness_of
 from workflow.store.planning import is_broken, newest_version, run_row
@@ -342,6 +343,7 @@ def find_policy(tx: Connection, run: str, version: Version) -> Row:
     """
     row = run_row(tx, run)
     version = best_of(tx, row) if version == "best" else version
+    version = version_after(tx, row, version.number) if isinstance(version, Epoch) else version
     query = select(db.policies).where(db.policies.c.run_id == row["id"])
     # A version that no database takes is one that no policy has.
     query = query.where(db.policies.c.version == min(version, MAX_ID)) if version is not None else query

@@ -1,0 +1,48 @@
+"""`agentrl merge`: a stored policy becomes a plain model folder."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.find import trained_policy
+from cli.output import Json, say, show, show_json
+
+QUANTISED = "The base was dequantised, as the LoRA was learned beside it, and then merged: what is made is whole."
+
+
+def merge(
+    policy: Annotated[
+        str, typer.Argument(metavar="RUN[@VERSION]", help="A run's policy, or its checkpoint.", show_default=False)
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Make the model here; it must not exist yet.", show_default=False)
+    ],
+    force: Annotated[bool, typer.Option("--force", help="Replace a model that agentrl made there.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a plain model of a stored policy, LoRA merged into its base; prints its folder."""
+    from workflow.errors import ConfigError
+    from workflow.models import refuse_existing
+    from workflow.settings import settings
+
+    config, ref, manifest = trained_policy(policy, "agentrl merge")
+    target = out.expanduser().absolute()
+    refuse_existing(target, force)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"The folder {str(target.parent)!r} cannot be made: {error.strerror}.", "Name another --out."
+        ) from error
+
+    from workflow.merging import merge as make
+
+    where = settings()
+    record = make(ref, config.model, manifest, target, where.device, where.threads)
+    if record["dequantised"]:
+        say(QUANTISED)
+    if as_json:
+        show_json({"model": target, "run": config.name, "version": ref.version, "kind": record["kind"]})
+    else:
+        show(str(target))
