@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
+from tests.models import tiny_calling
 from workflow.plugins import find
 from workflow.store.connect import Database
 from workflow.trajectory import Episode, Message, Step, Task
@@ -42,6 +43,14 @@ def test_the_plugins_shown_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert find("rewards", "short_answer:short_answer")(episode) == 1.0
     assert find("envs", "counting:counting").rewards["short_answer"] == 0.1
     assert [task.reference for task in find("datasets", "poems:poems").load("train")] == ["3", "5"]
+
+
+def test_the_policy_asked_from_python_answers(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "models").mkdir(parents=True)
+    tiny_calling(tmp_path).rename(home / "models" / "tiny-arithmetic")
+    (code,) = between("python", "python")
+    exec(compile(code, "README.md", "exec"), {})
+    assert "torch.Size([1, " in capsys.readouterr().out
 
 
 def test_the_tree_shown_is_the_tree() -> None:

@@ -17,6 +17,7 @@ from workers.replies import Replies
 from workflow.agent import Action, CallTools, Finish, Generate, next_action, refusal
 from workflow.chat import Chat
 from workflow.config import RunConfig
+from workflow.drafts import Draft, draft
 from workflow.engine import Engine, GenerateRequest
 from workflow.envs import Env, offered
 from workflow.errors import InfraError, RewardError, ServiceError
@@ -33,7 +34,7 @@ from workflow.store.calls import count_sending
 from workflow.store.connect import Database
 from workflow.store.rollout import Fence, GroupWork, Outcome
 from workflow.store.steps import Asked, CallRecord, Sampled
-from workflow.trajectory import Episode, Message, SamplingKey, Step, ToolResult
+from workflow.trajectory import Episode, Message, SamplingKey, ToolResult
 
 RESEND_SECONDS = 30.0
 """A call without a result is sent again after a lease, at most this long, and its tool's limit; the first answer counts."""
@@ -42,15 +43,6 @@ RESENDS = 5
 """After so many of them in vain nobody seems to serve the tools: the group fails an attempt instead of waiting for ever."""
 
 _IS_THERE_ONE = "Is a tools worker running? Start one: agentrl worker tools"
-
-
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A prompt that is being sampled from."""
-
-    messages: tuple[Message, ...]
-    prompt_ids: tuple[int, ...]
-    new_row: str | None
 
 
 @dataclass
@@ -79,8 +71,8 @@ class GroupRollout:
     lost: set[Fence]
     iteration_ready: int | None = None
     _episodes: dict[int, Episode] = field(default_factory=dict)
-    _drafts: dict[int, _Draft] = field(default_factory=dict)
-    _opening: _Draft | None = None
+    _drafts: dict[int, Draft] = field(default_factory=dict)
+    _opening: Draft | None = None
     _waiting: dict[int, _Waiting] = field(default_factory=dict)
     _says_waiting: bool = False
 
@@ -197,13 +189,12 @@ class GroupRollout:
         self._hook(episode, lambda hook: hook.on_trace_start(episode))
         if episode.id not in self._episodes:
             return
-        draft = self._draft(episode, messages)
-        self._drafts[episode.id] = draft
-        context = draft.prompt_ids if draft.new_row else episode.context_ids + draft.prompt_ids
+        drafted = self._draft(episode, messages)
+        self._drafts[episode.id] = drafted
         limits = self.config.rollout
         follows = len(episode.steps) + 1 < limits.max_steps
         policy, key = self.work.policy, self._key(episode)
-        request = GenerateRequest.within(limits, context, policy, key, episode.sampled_count, follows)
+        request = GenerateRequest.within(limits, drafted.context(episode), policy, key, episode.sampled_count, follows)
         future = self.engine.submit(request)
         future.add_done_callback(partial(sampled, self.inbox, self.work.fence.group, episode.id))
         faultpoint("generate.sent")
@@ -211,19 +202,12 @@ class GroupRollout:
     def _key(self, episode: Episode) -> int:
         return SamplingKey.of(episode, self.work.seed, self.work.kind, self.work.iteration).bits
 
-    def _draft(self, episode: Episode, messages: tuple[Message, ...]) -> _Draft:
-        if not episode.steps:
-            return self._opened(messages)
-        ended = self.chat.ended(episode.steps[-1].sampled_ids)
-        ids, reason = self.chat.continuation(messages, self.schemas, ended)
-        if ids is not None:
-            return _Draft(messages, ids, None)
-        return _Draft(messages, self.chat.opening((*episode.messages, *messages), self.schemas), reason)
-
-    def _opened(self, messages: tuple[Message, ...]) -> _Draft:
-        """The prompt that an episode begins with: rendered once, for the siblings read the same."""
+    def _draft(self, episode: Episode, messages: tuple[Message, ...]) -> Draft:
+        """The next turn's prompt; the one that an episode begins with is rendered once, for the siblings read the same."""
+        if episode.steps:
+            return draft(self.chat, episode, messages, self.schemas)
         if self._opening is None or self._opening.messages != messages:
-            self._opening = _Draft(messages, self.chat.opening(messages, self.schemas), None)
+            self._opening = draft(self.chat, episode, messages, self.schemas)
         return self._opening
 
     def _resume_calls(self, episode: Episode, calls: list[int]) -> None:
@@ -304,20 +288,9 @@ class GroupRollout:
     def _record(self, event: Event) -> Sampled:
         assert event.completion is not None
         completion = event.completion.result()
-        draft = self._drafts.pop(event.episode)
         message = self.chat.parse(completion.token_ids)
-        step = Step(
-            index=len(self._episodes[event.episode].steps),
-            prompt=draft.messages,
-            prompt_ids=draft.prompt_ids,
-            sampled_ids=completion.token_ids,
-            behavior_logprobs=completion.logprobs,
-            finish_reason=completion.finish_reason,
-            message=message,
-            policy_version=self.work.policy.version,
-            seconds=completion.seconds,
-            new_row=draft.new_row,
-        )
+        drafted = self._drafts.pop(event.episode)
+        step = drafted.step(len(self._episodes[event.episode].steps), completion, message, self.work.policy.version)
         calls = tuple(
             CallRecord(
                 call,

@@ -42,6 +42,7 @@ _STATE = np.dtype(
         ("count", "i8"),  # tokens sampled
         ("limit", "i8"),  # as many may be
         ("watched", "?"),  # whether stop strings are looked for
+        ("heard", "?"),  # whether somebody is told of each token
         ("temperature", "f8"),
         ("top_k", "i8"),
         ("top_p", "f8"),
@@ -141,7 +142,11 @@ class Batch:
         stops = np.isin(ids, self._ends)
         for watched in np.flatnonzero(rows["watched"] & ~stops):
             stops[watched] = self._stopped(int(watched))
-        ended = [int(slot) for slot in np.flatnonzero(stops | (rows["count"] >= rows["limit"]) | np.isnan(logprobs))]
+        over = stops | (rows["count"] >= rows["limit"]) | np.isnan(logprobs)
+        for told in np.flatnonzero(rows["heard"]):
+            heard = self.turns[int(told)].request.heard
+            over[told] |= heard is not None and not heard(int(ids[told]))
+        ended = [int(slot) for slot in np.flatnonzero(over)]
         for slot in ended:
             self._answer(slot, bool(stops[slot]), bool(np.isnan(logprobs[slot])))
         for slot in reversed(ended):
@@ -221,8 +226,9 @@ class Batch:
         request, count = turn.request, len(turn.ids)
         cuts = (request.temperature, request.top_k, request.top_p, request.min_p)
         context = turn.context
+        told = (bool(request.stop), request.heard is not None)
         self._state[slot] = (
-            request.key, request.position + count, len(context) - 1, context[-1], count, turn.limit, bool(request.stop), *cuts
+            request.key, request.position + count, len(context) - 1, context[-1], count, turn.limit, *told, *cuts
         )  # fmt: skip
         while self._ids.shape[1] < count:
             self._ids, self._logprobs = _wider(self._ids), _wider(self._logprobs)

@@ -8,7 +8,7 @@ samples them (up to the rounding of the model's own sums; `numerics: exact` leav
 The engines are the files of `workflow/engines`, each of which names a class that is an `Engine`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,6 +34,7 @@ class GenerateRequest:
         min_p: only tokens at least this share as likely as the likeliest (arXiv 2407.01082).
         stop: the turn ends with the token that completes one of these texts; that token stays.
         follows: whether another turn of its episode may follow.
+        heard: called with each token when it is drawn, by an engine that samples here; False ends the turn there, as `length`.
     """
 
     prompt_ids: tuple[int, ...]
@@ -47,6 +48,7 @@ class GenerateRequest:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     follows: bool = True
+    heard: Callable[[int], bool] | None = None
 
     @classmethod
     def within(
