@@ -305,7 +305,7 @@ class GroupRollout:
         assert event.completion is not None
         completion = event.completion.result()
         draft = self._drafts.pop(event.episode)
-        message = self.chat.parse(completion.token_ids)
+        message = self.chat.parse(completion.token_ids, self.schemas)
         step = Step(
             index=len(self._episodes[event.episode].steps),
             prompt=draft.messages,
