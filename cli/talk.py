@@ -103,7 +103,7 @@ class Talk:
         prompt = self.chat.opening(self.messages, self.schemas) if following is None else self.ids + following
         request = GenerateRequest.within(self.limits, prompt, self.ref, self.key, self.sampled)
         completion = self.engine.submit(request).result()
-        message = self.chat.parse(completion.token_ids)
+        message = self.chat.parse(completion.token_ids, self.schemas)
         self.messages.append(message)
         cut = "" if completion.finish_reason == "stop" else self._limit(len(prompt), len(completion.token_ids))
         self.ids = () if cut else prompt + completion.token_ids

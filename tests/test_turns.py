@@ -17,11 +17,12 @@ from tests.test_endings import Worker, episodes, group_of
 from tests.test_workers import answer
 from tests.test_workers import in_memory as in_memory
 from workflow.agent import CallTools, Finish, next_action
+from workflow.calls import MAX_CHARACTERS, MAX_DIGITS
 from workflow.config import RolloutConfig
 from workflow.plugins import find
 from workflow.store.connect import Database
 from workflow.trajectory import UNCLOSED, Episode, FinishReason, Message, Step, Task, ToolCall
-from workflow.turns import IN_THOUGHT, MAX_CALLS, MAX_CHARACTERS, MAX_DIGITS, parse_text
+from workflow.turns import IN_THOUGHT, MAX_CALLS, parse_text
 
 COMPLETE = GOOD.removesuffix("</tool_call>")
 MADE = ToolCall("calculator", {"expression": "1+1"})

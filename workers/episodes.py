@@ -288,7 +288,7 @@ class GroupRollout:
     def _record(self, event: Event) -> Sampled:
         assert event.completion is not None
         completion = event.completion.result()
-        message = self.chat.parse(completion.token_ids)
+        message = self.chat.parse(completion.token_ids, self.schemas)
         drafted = self._drafts.pop(event.episode)
         step = drafted.step(len(self._episodes[event.episode].steps), completion, message, self.work.policy.version)
         calls = tuple(

@@ -12,7 +12,7 @@ from typing import Any
 from workflow.config import RolloutConfig
 from workflow.envs import Env
 from workflow.tools import Tool
-from workflow.trajectory import UNCLOSED, Episode, Message, Step, StopReason, ToolCall, ToolResult
+from workflow.trajectory import UNCLOSED, UNFINISHED, Episode, Message, Step, StopReason, ToolCall, ToolResult
 
 MAX_ARGUMENT_CHARACTERS = 65536
 """Longer arguments are not sent to a tool; the model is told."""
@@ -53,7 +53,7 @@ def next_action(episode: Episode, env: Env, limits: RolloutConfig) -> Action:
     step = episode.steps[-1]
     if step.finish_reason == "length":
         return Finish("max_tokens")
-    if any(call.error == UNCLOSED for call in step.message.tool_calls):
+    if any(call.error in (UNCLOSED, UNFINISHED) for call in step.message.tool_calls):
         return Finish("parse_error")
     if step.pending:
         return CallTools(step)

@@ -61,7 +61,7 @@ def check(config: ModelConfig, folder: Path) -> None:
         ModelError: the files make no model or tokenizer, the weights are not whole or of other shapes than the config says, the
             chat template cannot be rendered, or there is nothing that LoRA could train.
     """
-    Chat(tokenizer(folder))
+    chat_of(config, folder)
     sizes(folder)
     with _taken_for(folder, "model"):
         shapes = _written_shapes(folder)
@@ -149,6 +149,19 @@ def tokenizer(folder: Path) -> Any:
     """
     with _taken_for(folder, "tokenizer"):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def chat_of(config: ModelConfig, folder: Path) -> Chat:
+    """Its tokenizer with the chat template and the tool format that the config names.
+
+    Raises:
+        ModelError: the files make none, or its template cannot be rendered.
+        ConfigError: there is no such format.
+    """
+    made = tokenizer(folder)
+    if config.chat_template is not None:
+        made.chat_template = config.chat_template
+    return Chat(made, config.tool_format)
 
 
 @contextmanager

@@ -10,21 +10,21 @@ The tokenizer comes from outside, so this file needs neither torch nor transform
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from workflow.errors import ModelError
+from workflow.probing import Manner, before, manner_of
 from workflow.stops import Spelling, Stops
+from workflow.tool_formats import Schema
 from workflow.trajectory import Message
-from workflow.turns import END_THINK, THINK, parse_text
+from workflow.turns import parse_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Schema = Mapping[str, Any]
-"""A tool as chat templates take it: `{"type": "function", "function": {...}}`."""
 
 _ASKED = Message("user", "x")
 # With a thought, so that a template which drops old thoughts is caught by the prefix check.
@@ -36,15 +36,19 @@ class Chat:
 
     Args:
         tokenizer: with a chat template whose turns end with one special token.
+        tool_format: how calls are written (`workflow.tool_formats`), AUTO for how the template writes them; None: Hermes, and
+            the template is given calls whatever it makes of them, as in runs of before there was a choice.
 
     Attributes:
+        manner: how the template is spoken to.
         end_ids: the ids that end a turn: the template's end-of-turn token and the tokenizer's end of sequence.
 
     Raises:
         ModelError: the tokenizer has no chat template, or its turns end without a special token.
+        ConfigError: there is no such format.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", tool_format: str | None = None) -> None:
         if not tokenizer.chat_template:
             raise ModelError(
                 f"The tokenizer of {tokenizer.name_or_path!r} has no chat template.", "Pass an instruct model, or --model tiny."
@@ -52,8 +56,10 @@ class Chat:
         self.tokenizer = tokenizer
         self._prefixes: dict[str, tuple[int, ...]] = {}
         self._stops: dict[tuple[str, ...], Stops] = {}
+        source = json.dumps(tokenizer.chat_template)
+        self.manner: Manner = before() if tool_format is None else manner_of(self._apply, source, tool_format)
         # Here and not at first use: that is the sampler's thread, too late to refuse a model.
-        self.end_ids = frozenset({self._prefix(())[-1], *self._end_of_sequence()})
+        self.end_ids = frozenset({self._prefix(())[-1], *self._end_of_sequence(), *self._ends_of_calls(tool_format)})
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> tuple[int, ...]:
         """The prompt of an episode's first step, generation prompt included.
@@ -97,24 +103,42 @@ class Chat:
             self._stops[strings] = Stops(self._spelling, strings)
         return self._stops[strings]
 
-    def turn(self, message: Message) -> tuple[int, ...]:
+    def turn(self, message: Message, tools: Sequence[Schema] = ()) -> tuple[int, ...]:
         """An assistant's message as the policy would have sampled it, end-of-turn token included (for demonstrations).
+
+        Calls that do not read back as the template writes them (it drops the words beside them, or a text in them closes
+        their tag) are written as the format writes them.
 
         Raises:
             ModelError: the template does not put the turn right after its generation prompt.
         """
+        text = self._turn_text(message, tools, self.manner)
+        if message.tool_calls and not self._reads_back(text, message, tools):
+            text = self._turn_text(message, tools, replace(self.manner, native=False))
+        return self._cut(self._encode(text))
+
+    def _turn_text(self, message: Message, tools: Sequence[Schema], manner: Manner) -> str:
         prompt = self._turn_prompt
-        whole = self._render([_ASKED, message], (), generate=False)
+        whole = self._render([_ASKED, message], (), generate=False, turns=[*manner.plain([_ASKED, message], tools)])
         if not whole.startswith(prompt):
             raise ModelError("The chat template does not continue its own generation prompt; it cannot show demonstrations.")
-        return self._cut(self._encode(whole[len(prompt) :]))
+        return whole[len(prompt) :]
 
-    def parse(self, sampled_ids: Sequence[int]) -> Message:
-        """The message that the sampled ids spell; any ids at all are readable."""
+    def _reads_back(self, text: str, message: Message, tools: Sequence[Schema]) -> bool:
+        found = parse_text(text, self.manner.tool_format, tools)
+        made = tuple(call for call in message.tool_calls if call.error is None)
+        return found.tool_calls == made and message.content.strip() in found.content
+
+    def parse(self, sampled_ids: Sequence[int], tools: Sequence[Schema] = ()) -> Message:
+        """The message that the sampled ids spell; any ids at all are readable.
+
+        Args:
+            tools: those that were offered: some formats do not write of which kind an argument is.
+        """
         ids = list(sampled_ids)
         while ids and ids[-1] in self.end_ids:
             ids.pop()
-        return parse_text(self.decode(ids))
+        return parse_text(self.decode(ids), self.manner.tool_format, tools)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens included; bytes that are no UTF-8 become U+FFFD."""
@@ -144,6 +168,10 @@ class Chat:
         eos = self.tokenizer.eos_token_id
         return () if eos is None else (int(eos),)
 
+    def _ends_of_calls(self, tool_format: str | None) -> tuple[int, ...]:
+        ends = self.manner.tool_format.ends if tool_format is not None else ()
+        return tuple(self._special[token] for token in ends if token in self._special)
+
     @cached_property
     def _special(self) -> dict[str, int]:
         return {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
@@ -165,27 +193,29 @@ class Chat:
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Schema], generate: bool) -> str:
-        turns = [self._plain(message) for message in messages]
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema],
+        generate: bool,
+        turns: Sequence[dict[str, Any]] | None = None,
+    ) -> str:
+        """The messages as the template renders them; `turns`, where given, are they as it takes them."""
+        turns = [*self.manner.plain(messages, tools)] if turns is None else turns
+        for turn in turns:
+            if turn["role"] != "assistant":
+                turn["content"] = self._defused(turn["content"])
         try:
-            text = self.tokenizer.apply_chat_template(
-                turns, tools=[dict(tool) for tool in tools] or None, add_generation_prompt=generate, tokenize=False
-            )
+            return self._apply(turns, tools, generate)
         except TemplateError as error:
             raise ModelError(f"The chat template refuses these messages: {error}.") from error
-        return str(text)
 
-    def _plain(self, message: Message) -> dict[str, Any]:
-        if message.role != "assistant":
-            named = {"name": message.name} if message.name else {}
-            return {"role": message.role, "content": self._defused(message.content), **named}
-        thought = f"{THINK}\n{message.thought}\n{END_THINK}\n\n" if message.thought else ""
-        calls = [
-            {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-            for call in message.tool_calls
-            if call.error is None  # its text is in the content
-        ]
-        return {"role": "assistant", "content": thought + message.content, **({"tool_calls": calls} if calls else {})}
+    def _apply(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Schema], generate: bool) -> str:
+        told: Any = [dict(tool) for tool in tools] or None
+        made: Any = self.tokenizer.apply_chat_template(
+            [dict(turn) for turn in turns], tools=told, add_generation_prompt=generate, tokenize=False
+        )
+        return str(made)
 
     def _defused(self, text: str) -> str:
         """Text from outside must not end the turn it stands in, nor open another one."""

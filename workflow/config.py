@@ -82,6 +82,15 @@ class ModelConfig(Section):
     sampler_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Where all weights train, what the sampler's copy of them computes in; auto: dtype"
     )
+    tool_format: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="How calls are written: auto (as the template does), a file of workflow/tool_formats, or module:name",
+    )
+    chat_template: str | None = Field(
+        None, min_length=1, max_length=131_072, description="A Jinja file in place of the model's template; stored whole"
+    )
     numerics: Literal["fast", "exact"] = Field("fast", description="exact: CPU, float64, one thread, bit for bit repeatable")
 
     @model_validator(mode="after")
@@ -350,6 +359,9 @@ def build(values: Mapping[str, Any]) -> RunConfig:
     for key, value in values.items():
         section, _, leaf = key.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[leaf] = value
+    model = tree.setdefault("model", {})
+    if isinstance(model, dict):
+        model.setdefault("tool_format", "auto")  # unset it means what runs of before there was a choice mean
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:

@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
+from workflow.calls import read_arguments
 from workflow.datasets.jsonl import kind_of, malformed, numbered, only_one_of, plain_text, read_object
 from workflow.errors import DatasetError
 from workflow.trajectory import Message, Role, ToolCall
-from workflow.turns import read_arguments
 
 QUESTIONS = ("question", "prompt")
 ANSWERS = ("answer", "response", "completion")

@@ -175,7 +175,8 @@ class OpenPolicy:
         request = GenerateRequest.within(asked, drafted.context(episode), self.ref, key, episode.sampled_count)
 
         def step(completion: Completion) -> Step:
-            return drafted.step(len(episode.steps), completion, self.chat.parse(completion.token_ids), self.ref.version)
+            message = self.chat.parse(completion.token_ids, schemas)
+            return drafted.step(len(episode.steps), completion, message, self.ref.version)
 
         return Stream(self.engine, request, self.chat, step)
 

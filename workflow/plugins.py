@@ -18,8 +18,11 @@ from weakref import WeakKeyDictionary
 
 from workflow.errors import ConfigError, did_you_mean
 
-KINDS = ("datasets", "tools", "rewards", "envs", "engines", "algorithms")
-_CLASSES = {"datasets": "Dataset", "tools": "Tool", "envs": "Env", "engines": "Backend", "algorithms": "Algorithm"}
+KINDS = ("datasets", "tools", "rewards", "envs", "engines", "algorithms", "tool_formats")
+_CLASSES = {
+    "datasets": "Dataset", "tools": "Tool", "envs": "Env", "engines": "Backend", "algorithms": "Algorithm",
+    "tool_formats": "ToolFormat",
+}  # fmt: skip
 _sources: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
 _looking = Lock()
 """Two threads that invalidate the import system's caches at once delete an entry twice: KeyError."""
@@ -78,7 +81,7 @@ def source_of(module: str, anew: bool = False) -> str:
 def _own_object(kind: str, name: str) -> Any:
     # What is loaded already is asked for with each episode; to list the folder takes ten times as long.
     if f"workflow.{kind}.{name}" not in sys.modules and name not in (known := names(kind)):
-        raise ConfigError(f"No {kind.removesuffix('s')} is called {name!r}.", did_you_mean(name, known))
+        raise ConfigError(f"No {kind.removesuffix('s').replace('_', ' ')} is called {name!r}.", did_you_mean(name, known))
     module = _imported(kind, name, f"workflow.{kind}.{name}")
     if name not in vars(module):
         raise ConfigError(f"{name!r} ({kind}): {module.__file__} defines no {name!r}.", "Name the object after its file.")

@@ -53,8 +53,8 @@ class Policy:
         self.folder = folder
         self.device = torch.device(device)
         self.lock = threading.RLock()
-        self.tokenizer = base.tokenizer(folder)
-        self.chat = Chat(self.tokenizer)
+        self.chat: Chat = base.chat_of(config, folder)
+        self.tokenizer = self.chat.tokenizer
         self.rank = lora_rank(config, folder)
         self.kind: Literal["lora", "full"] = "lora" if self.rank else "full"
         if self.kind == "lora" and config.sampler_dtype != "auto":

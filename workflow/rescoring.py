@@ -36,7 +36,7 @@ from transformers import PreTrainedConfig
 
 from workflow import mirror
 from workflow.batch import unbroken
-from workflow.chat import Chat, Schema
+from workflow.chat import Chat
 from workflow.compare import TokenDifference, common_prefix
 from workflow.config import ModelConfig, RolloutConfig
 from workflow.errors import ModelError
@@ -44,6 +44,7 @@ from workflow.plugins import find
 from workflow.policy import Policy, checked_weights
 from workflow.replay import DrawDifference, EndDifference, LogprobDifference, StepScore, TokensReport
 from workflow.sampling import at_least, distance, distribution, lowest, sample, scaled, summed, uniforms
+from workflow.tool_formats import Schema
 from workflow.trajectory import Episode, PolicyRef, Step
 
 TOLERANCES = {"exact": (4e-6, 1e-9), "float32": (1e-3, 1e-5), "coarse": (1.0, 0.1)}

@@ -242,7 +242,7 @@ def segments_of(chat: Chat, shown: Demonstration) -> Segments:
         ids, reason = chat.continuation(heard, shown.tools) if segments else (chat.opening(heard, shown.tools), "")
         if ids is None:
             raise DatasetError(f"A demonstration cannot be one row of tokens: {reason}.")
-        segments += [(ids, False), (chat.turn(message), True)]
+        segments += [(ids, False), (chat.turn(message, shown.tools), True)]
         heard = []
     return segments
 

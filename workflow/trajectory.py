@@ -35,6 +35,9 @@ OPEN = ("planned", "running")
 UNCLOSED = "<tool_call> was not closed"
 """The `error` of a call inside of which the policy stopped: the episode ends as parse_error, since no answer can follow."""
 
+UNFINISHED = "the call was not finished"
+"""The same where a call has no closing tag."""
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:

@@ -1,0 +1,57 @@
+"""hermes: each call in tags, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Hermes, Qwen 2.5, Qwen 3.
+
+A call at the end of a turn without its closing tag is one if its object is complete, else it is UNCLOSED.
+"""
+
+import re
+from collections.abc import Sequence
+
+from workflow.calls import Unreadable, decoded, read_arguments, spelled
+from workflow.tool_formats import Schema, ToolFormat, after
+from workflow.trajectory import UNCLOSED, ToolCall
+
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+
+
+def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:
+    begin = at + len(CALL)
+    found = text.find(END_CALL, begin)
+    closed = found >= 0
+    end = found + len(END_CALL) if closed else len(text)
+    return (_call(text[begin : found if closed else end], closed, end),), end
+
+
+def _call(text: str, closed: bool, end: int) -> ToolCall:
+    try:
+        call, why = decoded(text)
+    except ValueError as error:
+        nested = f"{CALL} inside {CALL}; " if CALL in text else ""
+        raise Unreadable(f"{nested}{error}" if closed else UNCLOSED, end) from error
+    if not closed and not isinstance(call, dict):
+        raise Unreadable(UNCLOSED, end)  # `12` may be the beginning of `123`
+    if not why and not (isinstance(call, dict) and isinstance(call.get("name"), str) and call["name"]):
+        why = 'a call is an object with a "name" and "arguments"'
+    if why:
+        raise Unreadable(why, end)
+    made = read_arguments(call["name"], call.get("arguments", {}))
+    if made.error is not None:
+        raise Unreadable(made.error, end)
+    return made
+
+
+def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
+    return after(content, "\n".join(f"{CALL}\n{_spelled(call)}\n{END_CALL}" for call in calls))
+
+
+def _spelled(call: ToolCall) -> str:
+    return spelled({"name": call.name, "arguments": dict(call.arguments)}).replace(END_CALL, END_CALL.replace("/", "\\/"))
+
+
+hermes = ToolFormat(
+    name="hermes",
+    begins=re.compile(CALL),
+    certain=re.compile(f"{CALL}\\s*\\{{"),
+    read=_read,
+    write=_write,
+    marks=(CALL,),
+)

@@ -1,0 +1,52 @@
+"""llama3: a turn that is an object, `{"name": ..., "parameters": {...}}`, or several with `; ` between them. Llama 3.
+
+`<|python_tag|>` may stand before the first one, and then the turn may say something before it. "arguments" are taken for
+"parameters" where these are missing. A turn that begins with an object without a name is an answer.
+"""
+
+import re
+from collections.abc import Sequence
+
+from workflow.calls import Unreadable, made, scanned, spelled
+from workflow.tool_formats import Schema, ToolFormat, nothing_after
+from workflow.trajectory import UNFINISHED, ToolCall
+
+MARK = "<|python_tag|>"
+_HOW = f'after {MARK} stands {{"name": ..., "parameters": {{...}}}}'
+_OBJECT = re.compile(r"\s*+(?=\{)")
+_NEXT = re.compile(r"\s*+(?:;\s*+)?(?=\{)")
+
+
+def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:
+    end = at + len(MARK) if text.startswith(MARK, at) else at
+    found = _OBJECT.match(text, end)
+    if found is None:
+        raise Unreadable(UNFINISHED if nothing_after(text, end) else _HOW, end)
+    calls: list[ToolCall] = []
+    while found is not None:
+        value, end = scanned(text, found.end())
+        calls.append(_call(value, end))
+        found = _NEXT.match(text, end)
+    return tuple(calls), end
+
+
+def _call(value: dict[str, object], end: int) -> ToolCall:
+    if not isinstance(value.get("name"), str) or not value["name"]:
+        raise Unreadable('a call is an object with a "name" and "parameters"', end)
+    return made(value["name"], value.get("parameters", value.get("arguments", {})), end)
+
+
+def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
+    said = "; ".join(spelled({"name": call.name, "parameters": dict(call.arguments)}) for call in calls)
+    return f"{content}{MARK}{said}" if content else said
+
+
+llama3 = ToolFormat(
+    name="llama3",
+    begins=re.compile(r'<\|python_tag\|>|\A\s*+(?=\{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?"name"\s*+:)'),
+    certain=re.compile(r"<\|python_tag\|>\s*+\{"),
+    read=_read,
+    write=_write,
+    marks=(MARK,),
+    ends=("<|eom_id|>",),
+)

@@ -1,0 +1,34 @@
+"""mistral: all calls in one list, `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`. Mistral 7B v0.3 to Small 3.1.
+
+What else an object holds, an "id" above all, is passed over. The newer form is `mistral_args`.
+"""
+
+import re
+from collections.abc import Sequence
+
+from workflow.calls import Unreadable, made, scanned, spelled
+from workflow.tool_formats import Schema, ToolFormat, after, nothing_after
+from workflow.trajectory import UNFINISHED, ToolCall
+
+MARK = "[TOOL_CALLS]"
+_LIST = re.compile(r"\s*+(?=\[)")
+_HOW = f'after {MARK} stands a list, [{{"name": ..., "arguments": {{...}}}}]'
+
+
+def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:
+    begin = at + len(MARK)
+    found = _LIST.match(text, begin)
+    if found is None or text.startswith(MARK, found.end()):
+        raise Unreadable(UNFINISHED if nothing_after(text, begin) else _HOW, begin)
+    value, end = scanned(text, found.end())
+    if not value or not all(isinstance(item, dict) for item in value):
+        raise Unreadable(_HOW, end)
+    return tuple(made(item.get("name"), item.get("arguments", {}), end) for item in value), end
+
+
+def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
+    said = spelled([{"name": call.name, "arguments": dict(call.arguments)} for call in calls])
+    return after(content, f"{MARK} {said}")
+
+
+mistral = ToolFormat(name="mistral", begins=re.compile(re.escape(MARK)), read=_read, write=_write, marks=(MARK,))

@@ -1,0 +1,43 @@
+"""named: the tool's name in the tag, `<tool_call name="...">{...}</tool_call>`, inside the arguments as JSON.
+
+Nothing inside means no arguments. In a name `"`, `&`, `<` and `>` are written as in HTML.
+"""
+
+import re
+from collections.abc import Sequence
+from html import escape, unescape
+
+from workflow.calls import Unreadable, decoded, made, spelled
+from workflow.tool_formats import Schema, ToolFormat, after
+from workflow.trajectory import UNFINISHED, ToolCall
+
+CALL, END_CALL = "<tool_call name=", "</tool_call>"
+_OPENS = re.compile(f'{CALL}"([^"<>]*+)"\\s*+>')
+
+
+def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:
+    found = text.find(END_CALL, at)
+    end = len(text) if found < 0 else found + len(END_CALL)
+    opens = _OPENS.match(text, at, end)
+    if opens is None:
+        raise Unreadable(f'a call begins with {CALL}"NAME">' if found >= 0 else UNFINISHED, end)
+    inside = text[opens.end() : found if found >= 0 else end]
+    try:
+        arguments, why = decoded(inside) if inside.strip() else ({}, "" if found >= 0 else UNFINISHED)
+    except ValueError as error:
+        raise Unreadable(str(error) if found >= 0 else UNFINISHED, end) from error
+    if why:
+        raise Unreadable(why, end)
+    return (made(unescape(opens[1]), arguments, end),), end
+
+
+def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
+    return after(content, "\n".join(map(_spelled, calls)))
+
+
+def _spelled(call: ToolCall) -> str:
+    arguments = spelled(dict(call.arguments)).replace(END_CALL, END_CALL.replace("/", "\\/"))
+    return f'{CALL}"{escape(call.name)}">\n{arguments}\n{END_CALL}'
+
+
+named = ToolFormat(name="named", begins=re.compile(CALL), read=_read, write=_write, marks=(CALL,))

@@ -1,0 +1,146 @@
+"""qwen_coder: tags for each argument, `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
+
+Qwen3-Coder. A value is text as it is where the tool's schema says so, else JSON if it is any, else text. A text that this would
+read as something else is written in JSON's quotes; the line breaks beside the tags are no part of it. The outer tags may be
+missing.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from html import escape, unescape
+from typing import Any
+
+from workflow.calls import MAX_CHARACTERS, TOO_LONG, Unreadable, decoded, made, spelled, stands_twice, unfit
+from workflow.tool_formats import Schema, ToolFormat, after, nothing_after, past
+from workflow.trajectory import UNFINISHED, ToolCall
+
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"
+_FUNCTION = re.compile(r"(?:<tool_call>\s*+)?<function=([^<>\n]++)>\s*+")
+_PARAMETER = re.compile(r"<parameter=([^<>\n]*+)>")
+_END = re.compile(r"</function>(?:\s*+</tool_call>)?")
+_BEGUN = re.compile(r"(?:<tool_call>\s*+)?(?:<[a-z=]*+[^<>\n]*+)?\Z")
+_SPACE = re.compile(r"\s*+")
+_CONSTANTS = {"True": True, "False": False, "None": None}
+_KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
+_HOW = "a call is <tool_call><function=NAME>, a <parameter=KEY>VALUE</parameter> for each argument, </function></tool_call>"
+
+Kinds = frozenset[str]
+"""The JSON types that a value may have, by its schema; none: not known."""
+
+
+def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:
+    opens = _FUNCTION.match(text, at)
+    if opens is None:
+        raise _otherwise(text, at, at + 1)
+    name, end = unescape(opens[1]), opens.end()
+    kinds = _kinds(name, tools)
+    arguments: dict[str, Any] = {}
+    while (parameter := _PARAMETER.match(text, end)) is not None:
+        found = text.find(END_PARAMETER, parameter.end())
+        if found < 0:
+            raise Unreadable(UNFINISHED, len(text))
+        key, end = unescape(parameter[1]), found + len(END_PARAMETER)
+        if key in arguments:
+            raise Unreadable(stands_twice(key), past(text, end, END_CALL))
+        arguments[key] = _argument(text[parameter.end() : found], kinds.get(key, frozenset()), end)
+        space = _SPACE.match(text, end)
+        end = space.end() if space else end
+    closes = _END.match(text, end)
+    if closes is None:
+        raise _otherwise(text, end, end)
+    try:
+        why = TOO_LONG if closes.end() - at > MAX_CHARACTERS else unfit(arguments)
+    except ValueError as error:
+        raise Unreadable(str(error), closes.end()) from error
+    if why:
+        raise Unreadable(why, closes.end())
+    return (made(name, arguments, closes.end()),), closes.end()
+
+
+def _otherwise(text: str, at: int, read: int) -> Unreadable:
+    """What is wrong with a call that goes on so."""
+    if _BEGUN.match(text, at) or nothing_after(text, at):
+        return Unreadable(UNFINISHED, len(text))
+    return Unreadable(_HOW, past(text, read, END_CALL))
+
+
+def _argument(text: str, kinds: Kinds, end: int) -> Any:
+    value = _value(text.removeprefix("\n").removesuffix("\n"), kinds)
+    if isinstance(value, Unreadable):
+        raise Unreadable(value.why, end)
+    return value
+
+
+def _value(text: str, kinds: Kinds) -> Any:
+    """What a text between the tags means; Unreadable where it is JSON that cannot be taken."""
+    try:
+        value, why = (_CONSTANTS[text], "") if text in _CONSTANTS else decoded(text)
+    except ValueError:
+        return text
+    if isinstance(value, str):
+        return text if _as_it_is(value, kinds) else value
+    kind = _KINDS[type(value)]
+    if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds) and "string" in kinds:
+        return text
+    return Unreadable(why, 0) if why else value
+
+
+def _as_it_is(text: str, kinds: Kinds) -> bool:
+    """Whether the text can stand between the tags without quotes."""
+    return END_PARAMETER not in text and "\0" not in text and _value(text, kinds) == text
+
+
+def _kinds(name: str, tools: Sequence[Schema]) -> Mapping[str, Kinds]:
+    """The JSON types of a tool's arguments, of those that say them."""
+    found: dict[str, Kinds] = {}
+    for tool in tools:
+        function = tool.get("function")
+        if isinstance(function, Mapping) and function.get("name") == name:
+            parameters = function.get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+            for key, schema in (properties if isinstance(properties, Mapping) else {}).items():
+                found[key] = _types(schema)
+    return found
+
+
+def _types(schema: object) -> Kinds:
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    told = schema.get("type")
+    listed = [told] if isinstance(told, str) else told if isinstance(told, list) else []
+    more = schema.get("anyOf")
+    inner = [_types(each) for each in more] if isinstance(more, list) else []
+    return frozenset(kind for kind in listed if isinstance(kind, str)).union(*inner) if all(inner) else frozenset()
+
+
+def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
+    return after(content, "\n".join(_call(call, _kinds(call.name, tools)) for call in calls))
+
+
+def _call(call: ToolCall, kinds: Mapping[str, Kinds]) -> str:
+    lines = (
+        f"<parameter={_key(key)}>\n{_spelled(value, kinds.get(key, frozenset()))}\n{END_PARAMETER}\n"
+        for key, value in call.arguments.items()
+    )
+    return f"{CALL}\n<function={_key(call.name)}>\n{''.join(lines)}{END_FUNCTION}\n{END_CALL}"
+
+
+def _key(name: str) -> str:
+    return escape(name, quote=False).replace("\n", "&#10;")
+
+
+def _spelled(value: Any, kinds: Kinds) -> str:
+    if isinstance(value, str) and _as_it_is(value, kinds):
+        return value
+    return spelled(value).replace(END_PARAMETER, END_PARAMETER.replace("/", "\\/"))
+
+
+qwen_coder = ToolFormat(
+    name="qwen_coder",
+    begins=re.compile(f"{CALL}|<function="),
+    certain=re.compile(r"<function=[^<>\n]"),
+    read=_read,
+    write=_write,
+    marks=(CALL, "<function="),
+)
