@@ -7,57 +7,19 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from cli import ask, compare, doctor, dpo, fork, keep, look, merge, model, serve_tools, sft, stack, steer, submit, watch, whatif
+from cli.commands import Commands, hyphens
 from cli.output import say
 from workflow.errors import AgentRLError, ConfigError
 
-
-def _hyphens(word: str) -> str:
-    """Options and commands are spelled with `-` or `_` alike."""
-    return word.replace("_", "-")
-
-
 app = typer.Typer(
     name="agentrl",
+    cls=Commands,
     help="Reinforcement learning for language-model agents that call tools.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 128, "token_normalize_func": _hyphens},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 128, "token_normalize_func": hyphens},
 )
-
-for command in (
-    submit.submit,
-    watch.watch,
-    look.runs,
-    look.episodes,
-    look.replay,
-    look.events,
-    fork.fork,
-    fork.rescore,
-    fork.why,
-    whatif.whatif,
-    steer.resume,
-    steer.pause,
-    steer.cancel,
-    ask.sql,
-    sft.sft,
-    dpo.dpo,
-    merge.merge,
-    model.evaluate,
-    compare.compare,
-    model.chat,
-    stack.up,
-    stack.down,
-    stack.worker,
-    keep.gc,
-    keep.vacuum,
-    doctor.doctor,
-):
-    app.command({"evaluate": "eval"}.get(command.__name__))(command)
-app.add_typer(stack.db, name="db")
-app.add_typer(stack.config, name="config")
-app.add_typer(serve_tools.tools, name="tools")
 
 
 def _version(asked: bool) -> None:

@@ -1,9 +1,11 @@
 """What a person's words mean: the database if there is one yet, and which policy a name is."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from workflow.config import RunConfig
+if TYPE_CHECKING:
+    from workflow.config import RunConfig
+    from workflow.store.reader import Reader
 
 
 def existing_database() -> Any:
@@ -16,19 +18,45 @@ def existing_database() -> Any:
     return None if file is not None and not file.exists() else database()
 
 
+def existing_reader() -> "Reader | None":
+    """The database to read from, quickly; None where it would have to be made."""
+    from workflow.settings import settings
+    from workflow.store.query import sqlite_file
+    from workflow.store.reader import Reader
+
+    file = sqlite_file(settings())
+    return None if file is not None and not file.exists() else Reader(settings().database, _whole)
+
+
+def _whole() -> Any:
+    from workers.process import database
+
+    return database()
+
+
+def stored_reader() -> "Reader":
+    """The database to read from, for a command that tells of what is stored.
+
+    Raises:
+        NotFoundError: there is none yet.
+    """
+    return existing_reader() or _nothing_stored()
+
+
 def stored_database() -> Any:
     """The database, for a command that tells of what is stored, or changes it: none makes one.
 
     Raises:
         NotFoundError: there is none yet.
     """
+    return existing_database() or _nothing_stored()
+
+
+def _nothing_stored() -> NoReturn:
     from workflow.errors import NotFoundError
     from workflow.settings import settings
 
-    db = existing_database()
-    if db is None:
-        raise NotFoundError(f"Nothing is stored in {str(settings().root)!r} yet.", first_run())
-    return db
+    raise NotFoundError(f"Nothing is stored in {str(settings().root)!r} yet.", first_run())
 
 
 def first_run() -> str:
@@ -40,7 +68,7 @@ def first_run() -> str:
     return f"Make a first one: {model}agentrl submit --dataset arithmetic --model tiny"
 
 
-def find_policy(policy: str) -> tuple[RunConfig, Any]:
+def find_policy(policy: str) -> "tuple[RunConfig, Any]":
     """`RUN[@VERSION|@best|@epochN]`, or a checkpoint folder of a run: the run's config and that policy.
 
     Else a model: the default config with it, and None.
@@ -49,7 +77,7 @@ def find_policy(policy: str) -> tuple[RunConfig, Any]:
         NotFoundError: there is no such run or version, and no model can be of that name.
     """
     from workers.submit import stored_policy, version_number
-    from workflow.config import build
+    from workflow.config import RunConfig, build
     from workflow.errors import NotFoundError
     from workflow.store import planning
     from workflow.store.epochs import Epoch
@@ -79,7 +107,7 @@ def find_policy(policy: str) -> tuple[RunConfig, Any]:
     return build({"model.path": policy}), None
 
 
-def trained_policy(words: str, option: str) -> tuple[RunConfig, Any, Mapping[str, Any]]:
+def trained_policy(words: str, option: str) -> "tuple[RunConfig, Any, Mapping[str, Any]]":
     """The policy of a run that the words mean, with the run's config and manifest.
 
     Raises:

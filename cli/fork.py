@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cli.find import stored_database
+from cli.find import stored_database, stored_reader
 from cli.output import Json, Line, cell, one_line, say, show, show_json, show_lines, show_rows
 from cli.watch import RunName
 
@@ -70,7 +70,7 @@ def why(episode: EpisodeNumber, as_json: Json = False) -> None:
     """Tell what became of an episode: the update that trained on it, or why none did."""
     from workflow.store import ledger
 
-    found = ledger.why(stored_database(), episode)
+    found = ledger.why(stored_reader(), episode)
     if as_json:
         show_json(found)
         return

@@ -5,7 +5,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from cli.diff import diff as compared
-from cli.find import existing_database, first_run, stored_database
+from cli.find import existing_reader, first_run, stored_reader
 from cli.output import Json, cell, say, show, show_json, show_lines, show_rows
 from cli.transcript import as_document, transcript
 from cli.verify import verify as verified
@@ -41,7 +41,7 @@ def runs(limit: Limit = 50, as_json: Json = False) -> None:
     """List the newest runs; best: the highest mean on the held-out split, and whose version it is (RUN@best)."""
     from workflow.store import observe
 
-    db = existing_database()
+    db = existing_reader()
     rows = observe.list_runs(db, limit) if db else []
     if as_json:
         show_json(rows)
@@ -81,7 +81,7 @@ def episodes(
     }  # fmt: skip
     _check_words(status, stop_reason)
     filters = {name: value for name, value in asked.items() if value is not None}
-    rows = observe.list_episodes(stored_database(), run, filters, limit + 1, offset)
+    rows = observe.list_episodes(stored_reader(), run, filters, limit + 1, offset)
     if as_json:
         show_json(rows[:limit])
     elif rows:
@@ -89,7 +89,7 @@ def episodes(
         say(f"Transcript: agentrl replay {rows[0]['id']}")
     else:
         say("No episode is like that.")
-        if not filters and observe.describe_run(stored_database(), run)["iterations_done"]:
+        if not filters and observe.describe_run(stored_reader(), run)["iterations_done"]:
             say(f"It learned from stored ones: {trained_on(run)}")
     if len(rows) > limit:
         say(f"There are more: --offset {offset + limit}")
@@ -138,7 +138,7 @@ def replay(
     from workflow.errors import NotFoundError
     from workflow.store import observe
 
-    record = observe.find_episode(stored_database(), episode)
+    record = observe.find_episode(stored_reader(), episode)
     if step is not None and step >= len(record.steps):
         raise NotFoundError(f"Episode {episode} has {len(record.steps)} steps, counted from 0, and no step {step}.")
     if as_json:
@@ -151,7 +151,7 @@ def events(run: RunName, as_json: Json = False) -> None:
     """List what happened to a run."""
     from workflow.store import observe
 
-    rows = observe.list_events(stored_database(), run)
+    rows = observe.list_events(stored_reader(), run)
     if as_json:
         show_json(rows)
     else:

@@ -135,9 +135,9 @@ def _renew_embedded(asked: "Question", separate: bool, run: str) -> None:
 def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
     """Leaves the stack to the runs that are at work there."""
     from workers.process import database
-    from workflow.store import observe
+    from workflow.store import serving
 
-    others = observe.running_beside(database(), run)
+    others = serving.running_beside(database(), run)
     if others:
         raise WorkerError(_lines(f"Nothing was started: {', '.join(others)} at work in the embedded stack.", unfit), RESTART)
 

@@ -49,14 +49,14 @@ def down() -> None:
     from cli.find import existing_database
     from workers import embedded
     from workflow.settings import settings
-    from workflow.store import observe
+    from workflow.store import serving
 
     if not embedded.stop(settings()):
         show("No stack runs.")
         return
     show("The stack is stopped.")
     db = existing_database()
-    if db is not None and (waiting := observe.unfinished_runs(db)):
+    if db is not None and (waiting := serving.unfinished_runs(db)):
         say(f"{'A run stands' if waiting == 1 else f'{waiting} runs stand'} still until `agentrl up`.")
 
 
@@ -146,11 +146,11 @@ def _values(file: Any, assignments: list[str] | None, run: str | None) -> tuple[
     Raises:
         ConfigError: the config is one that `submit` refuses, or both a stored one and changes to it were asked for.
     """
-    from workers.submit import check_trainer
     from workflow.algorithms import settled_run
     from workflow.config import RunConfig
     from workflow.errors import ConfigError
     from workflow.resolve import resolve
+    from workflow.trl_options import check_trainer
 
     if run is None:
         asked, origins = resolve(file, {}, tuple(assignments or ()), os.environ)

@@ -14,10 +14,10 @@ def resume(run: RunName, as_json: Json = False) -> None:
     from workers.control import send_missing
     from workers.fit import question
     from workflow.settings import settings
-    from workflow.store import observe, planning
+    from workflow.store import planning, serving
     from workflow.store.iterations import staleness_of
 
-    row = observe.run_to_serve(stored_database(), run)
+    row = serving.run_to_serve(stored_database(), run)
     planning.check_resumable(row)
     asked = question(row["config"], row["weights"], row["base"], row["output_dir"], rolls_out=not row["stored"])
     separate = staleness_of(row["config"]) > 0

@@ -22,6 +22,7 @@ FLAGS = {
     "env": "env",
     "tools": "tools",
     "reward": "rewards",
+    "hook": "hooks",
     "algorithm": "algorithm.name",
     "trainer": "update.trainer",
     "engine": "rollout.engine",
@@ -44,12 +45,38 @@ FLAGS = {
 }
 """Flag of `submit` -> key of the config."""
 
+_PANELS = {
+    "dataset": "What it learns from",
+    "env": "What it learns from",
+    "tools": "What it learns from",
+    "rewards": "What it learns from",
+    "model": "The model",
+    "rollout": "Sampling",
+    "update": "Learning",
+    "algorithm": "Learning",
+    "epochs": "Learning",
+    "eval": "Learning",
+}
+"""Begin of a key -> the group of its option in `submit --help`."""
+STORED = "Stored episodes"
+RUN = "The run"
+EXAMPLES = """Name a dataset, a file or stored episodes:
+    agentrl submit --dataset gsm8k --epochs 3
+    agentrl submit --config configs/gsm8k_grpo.yaml
+    agentrl submit --from-episodes RUN"""
+
 
 def _flag(parameter: str, *names: str) -> Any:
     key = FLAGS[parameter]
     default = _DEFAULTS[key]
-    shown = "" if default in (None, []) else f" [{str(default).lower() if isinstance(default, bool) else default}]"
-    return typer.Option(*(names or (f"--{parameter.replace('_', '-')}",)), help=DESCRIPTIONS[key] + shown, show_default=False)
+    shown = (
+        ""
+        if default in (None, []) or parameter == "dataset"
+        else f" [{str(default).lower() if isinstance(default, bool) else default}]"
+    )
+    panel = _PANELS.get(key.partition(".")[0], RUN)
+    words = names or (f"--{parameter.replace('_', '-')}",)
+    return typer.Option(*words, help=DESCRIPTIONS[key] + shown, show_default=False, rich_help_panel=panel)
 
 
 ConfigFile = Annotated[
@@ -70,7 +97,12 @@ def submit(
     tools: Annotated[list[str] | None, _flag("tools")] = None,
     reward: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME[=WEIGHT]", help=f"{DESCRIPTIONS['rewards']}; may be repeated.", show_default=False),
+        typer.Option(
+            metavar="NAME[=WEIGHT]",
+            help=f"{DESCRIPTIONS['rewards']}; may be repeated.",
+            show_default=False,
+            rich_help_panel=_PANELS["rewards"],
+        ),
     ] = None,
     algorithm: Annotated[str | None, _flag("algorithm")] = None,
     trainer: Annotated[str | None, _flag("trainer")] = None,
@@ -91,19 +123,40 @@ def submit(
     seed: Annotated[int | None, _flag("seed")] = None,
     name: Annotated[str | None, _flag("name")] = None,
     output_dir: Annotated[str | None, _flag("output_dir")] = None,
+    hook: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE:CLASS",
+            help="A class of yours that is called where rollouts, turns and updates begin and end; may be repeated.",
+            show_default=False,
+            rich_help_panel=RUN,
+        ),
+    ] = None,
     from_groups: Annotated[
         list[str] | None,
-        typer.Option(metavar="RUN|GROUP", help="Train on stored groups: a fork run's, or by number.", show_default=False),
+        typer.Option(
+            metavar="RUN|GROUP",
+            help="Train on stored groups: a fork run's, or by number.",
+            show_default=False,
+            rich_help_panel=STORED,
+        ),
     ] = None,
     from_episodes: Annotated[
-        list[str] | None, typer.Option(metavar="RUN", help="Train on a run's stored episodes.", show_default=False)
+        list[str] | None,
+        typer.Option(metavar="RUN", help="Train on a run's stored episodes.", show_default=False, rich_help_panel=STORED),
     ] = None,
     reward_set: Annotated[
-        str | None, typer.Option(help="Whose rewards train on stored episodes [default].", show_default=False)
+        str | None,
+        typer.Option(help="Whose rewards train on stored episodes [default].", show_default=False, rich_help_panel=STORED),
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option(metavar="RUN[@V]", help="Start from it, with stored episodes [theirs].", show_default=False),
+        typer.Option(
+            metavar="RUN[@V]",
+            help="Start from it, with stored episodes [theirs].",
+            show_default=False,
+            rich_help_panel=STORED,
+        ),
     ] = None,
     config: ConfigFile = None,
     assignments: Assignments = None,
@@ -123,9 +176,12 @@ def submit(
 
     flags = {FLAGS[parameter]: value for parameter, value in ctx.params.items() if parameter in FLAGS}
     flags["tools"] = tools or None
+    flags["hooks"] = hook or None
     flags["rewards"] = weighted(reward or ()) or None
     flags |= _source(from_groups or [], from_episodes or [], reward_set)
     asked, origins = resolve(config, flags, tuple(assignments or ()), os.environ)
+    if not asked.source.given and config is None and origins["dataset.name"] == "default":
+        raise ConfigError("Nothing to train on was named.", EXAMPLES)
     if not asked.source.given and (policy or asked.source.reward_set != "default"):
         raise ConfigError("--policy and --reward-set go with stored episodes only.", "Add --from-episodes RUN.")
     prepared = _from_stored(asked, origins, policy) if asked.source.given else submission.prepare(existing_database(), asked)

@@ -326,10 +326,10 @@ def somebody_works(db: Any) -> bool:
     """Whether a control loop runs, or a supervisor that starts one: on a slow machine that takes a while."""
     from workers import embedded
     from workflow.settings import settings
-    from workflow.store import observe
+    from workflow.store import serving
 
     where = settings()
-    return observe.service_holder(db, "control") is not None or (not where.broker_url and embedded.running(where) is not None)
+    return serving.service_holder(db, "control") is not None or (not where.broker_url and embedded.running(where) is not None)
 
 
 def _waits(db: Any, run: Row) -> str:

@@ -31,7 +31,7 @@ from workers.process import database as process_database
 from workflow.errors import ConfigError, did_you_mean
 from workflow.packed import ROUNDING, lacking
 from workflow.settings import Settings, settings
-from workflow.store import calls, claims, observe, planning, rollout, steps, training, waiting
+from workflow.store import calls, claims, planning, rollout, serving, steps, training, waiting
 from workflow.store.connect import Database
 from workflow.store.migrate import open_database
 from workflow.store.planning import Submission
@@ -181,7 +181,7 @@ def test_every_command_explains_each_of_its_options_on_one_page(capsys: pytest.C
     ):  # fmt: skip
         text = agentrl(capsys, *command.split(), "--help")
         assert f"agentrl {command}" in text
-        assert len(text.splitlines()) < 60
+        assert len(text.splitlines()) < 80
 
 
 # submit
@@ -453,7 +453,7 @@ def test_ctrl_c_during_the_start_is_no_traceback() -> None:
 
 
 def test_failed_episodes_are_told_with_their_most_frequent_error(data: Database, run: str) -> None:
-    second = next(state for state in observe.snapshot(data, 30).runs[0].iterations)
+    second = next(state for state in serving.snapshot(data, 30).runs[0].iterations)
     errors = iter(["reward 'x' raised KeyError", "once", "reward 'x' raised KeyError", "reward 'x' raised KeyError"])
     for group in second.groups:
         work = rollout.claim_group(data, group.id, "test:1", 30)
@@ -491,7 +491,7 @@ def test_a_run_that_ended_before_it_began_is_given_no_hint_that_shows_nothing(da
 
 def _fails_after_its_answer(data: Database, error: str) -> str:
     """An episode of the second iteration that says something and fails then; its number."""
-    group = observe.snapshot(data, 30).runs[0].iterations[0].groups[0]
+    group = serving.snapshot(data, 30).runs[0].iterations[0].groups[0]
     work = rollout.claim_group(data, group.id, "test:1", 30)
     assert work is not None
     episode = work.episodes[0].id

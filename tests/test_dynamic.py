@@ -38,7 +38,7 @@ from workflow.hooks import Hook
 from workflow.resolve import resolve
 from workflow.scheduler import Dispatch, SendRollouts, SendTrain, plan
 from workflow.settings import settings
-from workflow.store import claims, ledger, mending, observe, planning, training
+from workflow.store import claims, ledger, mending, observe, planning, serving, training
 from workflow.store.claims import IterationWork, SampledOn
 from workflow.store.connect import Database
 from workflow.trajectory import Episode, Group, SamplingKey, Task
@@ -167,9 +167,9 @@ def test_what_was_planned_is_sent_as_a_chord_or_group_by_group_by_whoever_finds_
     planning.mark_train_sent(database, iteration)
     assert asked(database, iteration) is not None
     groups = tuple(values(database, "SELECT id FROM groups WHERE status = 'planned' ORDER BY slot"))
-    assert plan(observe.snapshot(database, LEASE)) == [Dispatch(iteration, groups)], "its sender died"
+    assert plan(serving.snapshot(database, LEASE)) == [Dispatch(iteration, groups)], "its sender died"
     planning.mark_train_sent(database, iteration)  # the message that planned them is marked when it is out
-    assert plan(observe.snapshot(database, LEASE)) == [SendRollouts(groups)]
+    assert plan(serving.snapshot(database, LEASE)) == [SendRollouts(groups)]
 
 
 def test_a_train_message_that_comes_twice_plans_once(database: Database) -> None:
@@ -203,10 +203,10 @@ def test_a_paused_run_is_not_sampled_on_until_it_is_resumed(database: Database) 
     planning.stop(database, "first", "paused")
     assert asked(database, iteration) is None
     planning.resume(database, "first")
-    assert plan(observe.snapshot(database, LEASE)) == [SendTrain(iteration)]
+    assert plan(serving.snapshot(database, LEASE)) == [SendTrain(iteration)]
     assert isinstance(asked(database, iteration), SampledOn)
     planning.stop(database, "first", "paused")
-    assert plan(observe.snapshot(database, LEASE)) == []
+    assert plan(serving.snapshot(database, LEASE)) == []
     planning.resume(database, "first")
     sample_on(database, iteration, VARIED)
     commit(database, claim_training(database, iteration))

@@ -43,7 +43,7 @@ from workflow.evaluate import evaluate
 from workflow.models import base_hash
 from workflow.plugins import find, names
 from workflow.settings import settings
-from workflow.store import evals, keeping, observe, planning, training
+from workflow.store import evals, keeping, observe, planning, serving, training
 from workflow.store.connect import Database
 from workflow.store.planning import Submission
 from workflow.trajectory import Episode
@@ -143,9 +143,9 @@ def test_training_goes_on_while_evaluations_lie_unplayed_and_they_are_sent_like_
     train(database)
     train(database)
     assert planning.find_run(database, "first")["status"] == "done"
-    waiting = [run.name for run in observe.snapshot(database, 60).runs]
+    waiting = [run.name for run in serving.snapshot(database, 60).runs]
     assert waiting == ["first-eval-0", "first-eval-1", "first-eval-2"]
-    assert observe.unfinished_runs(database) == 3
+    assert serving.unfinished_runs(database) == 3
 
 
 def test_a_database_that_was_downgraded_meanwhile_keeps_no_update_from_its_commit(database: Database) -> None:
@@ -205,7 +205,7 @@ def test_the_evaluations_of_a_run_that_ends_while_it_is_paused_go_on(database: D
     assert published.measured_by == tuple(planning.open_iterations(database, planning.find_run(database, "first-eval-2")["id"]))
     for version in range(3):
         measure(database, f"first-eval-{version}", 1.0, 0.0)
-    assert observe.unfinished_runs(database) == 0
+    assert serving.unfinished_runs(database) == 0
 
 
 def test_an_evaluation_that_somebody_paused_alone_stays_so_when_its_run_ends(database: Database) -> None:

@@ -24,7 +24,7 @@ from workers.app import make_app
 from workflow.checkpoint import MODEL
 from workflow.scheduler import SendRollouts, plan
 from workflow.settings import Settings
-from workflow.store import observe, planning
+from workflow.store import observe, planning, serving
 from workflow.store.connect import Database
 
 
@@ -116,7 +116,7 @@ def test_what_a_worker_took_and_lost_before_its_message_was_marked_as_sent_is_se
         dispatch.send_rollouts(sqlite, groups)
     finally:
         after_task_publish.disconnect(lose)
-    assert plan(observe.snapshot(sqlite, 60.0)) == [SendRollouts(tuple(groups))]
+    assert plan(serving.snapshot(sqlite, 60.0)) == [SendRollouts(tuple(groups))]
 
 
 TAKE = text("UPDATE held SET by = 'us'")

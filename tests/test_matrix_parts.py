@@ -45,7 +45,7 @@ from workflow.plugins import find
 from workflow.policy import Policy
 from workflow.scheduler import plan
 from workflow.settings import Settings, settings
-from workflow.store import claims, connect, observe, planning, rollout, training
+from workflow.store import claims, connect, observe, planning, rollout, serving, training
 from workflow.store.calls import CallWork
 from workflow.store.connect import POOL, Database
 from workflow.store.lost import OOM_HINT
@@ -258,9 +258,9 @@ def test_a_workers_clock_decides_nothing(database: Database, monkeypatch: pytest
     work = claim(database, group)
     assert rollout.claim_group(database, group, "second", LEASE) is None
     assert rollout.extend_leases(database, [work.fence], LEASE) == {group}
-    assert observe.take_service_lease(database, "control", "first", LEASE)
-    assert not observe.take_service_lease(database, "control", "second", LEASE)
-    assert plan(observe.snapshot(database, LEASE)) == []
+    assert serving.take_service_lease(database, "control", "first", LEASE)
+    assert not serving.take_service_lease(database, "control", "second", LEASE)
+    assert plan(serving.snapshot(database, LEASE)) == []
     assert rollout.extend_leases(database, [work.fence], EXPIRED) == {group}
     play(database, group)
     for other in others:

@@ -31,7 +31,7 @@ from workflow.envs import Env
 from workflow.errors import CheckpointError, Fenced
 from workflow.scheduler import Dispatch, SendRollouts, SendTrain, plan
 from workflow.settings import settings
-from workflow.store import claims, mending, observe, planning, training, waiting
+from workflow.store import claims, mending, observe, planning, serving, training, waiting
 from workflow.store import rollout as rollouts
 from workflow.store.connect import Database
 from workflow.store.mending import Rebuild
@@ -391,11 +391,11 @@ def broken(db: Database) -> claims.IterationWork:
 def test_a_broken_checkpoint_keeps_rollouts_from_being_sent_until_it_is_whole(database: Database) -> None:
     work = ready(database, submission(epochs=2))
     following = training.commit_update(database, work, update_of(work), 3).next_iteration
-    assert [type(action) for action in plan(observe.snapshot(database, 60))] == [Dispatch]
+    assert [type(action) for action in plan(serving.snapshot(database, 60))] == [Dispatch]
     mending.mark_broken(database, work.run_id, "out/v1", "it is gone")
-    assert plan(observe.snapshot(database, 60)) == [SendTrain(following)]
+    assert plan(serving.snapshot(database, 60)) == [SendTrain(following)]
     planning.mark_train_sent(database, following)
-    assert plan(observe.snapshot(database, 60)) == []
+    assert plan(serving.snapshot(database, 60)) == []
     claimed = claim_training(database, following)
     assert (claimed.rebuilds, claimed.groups) == (True, ())
     (made,) = values(database, "SELECT id FROM policies WHERE version = 1")
@@ -405,7 +405,7 @@ def test_a_broken_checkpoint_keeps_rollouts_from_being_sent_until_it_is_whole(da
     mending.commit_rebuild(database, claimed, rebuild.broken, "out/v1.again", "abc")  # the commit's answer was lost
     assert values(database, "SELECT path FROM policies WHERE id = :id", id=made) == ["out/v1.again"]
     assert [event["kind"] for event in observe.list_events(database, "first")].count("checkpoint_rebuilt") == 1
-    assert [type(action) for action in plan(observe.snapshot(database, 60))] == [SendRollouts]
+    assert [type(action) for action in plan(serving.snapshot(database, 60))] == [SendRollouts]
 
 
 def test_of_two_trainers_one_makes_the_checkpoint_again(database: Database) -> None:
@@ -493,7 +493,7 @@ def test_no_group_is_claimed_while_a_checkpoint_is_broken(database: Database) ->
     assert rollouts.claim_group(database, group, "host:1/a", 60) is None
     again = claim_training(database, following)
     mending.commit_rebuild(database, again, mending.rebuild_of(database, again).broken, "out/again", "abc")
-    assert [type(action) for action in plan(observe.snapshot(database, 60))] == [SendRollouts]  # their messages were refused
+    assert [type(action) for action in plan(serving.snapshot(database, 60))] == [SendRollouts]  # their messages were refused
     assert rollouts.claim_group(database, group, "host:1/a", 60) is not None
 
 
@@ -515,14 +515,14 @@ def test_an_evaluation_waits_until_the_run_that_goes_on_has_made_its_checkpoint_
     assert rollouts.claim_group(database, group, "host:1/a", 60) is None
     assert waiting.waits_for(database, measure) == "first makes its checkpoint again (it is gone)."
     assert waiting.waits_for(database, work.run_id) == ""
-    assert plan(observe.snapshot(database, 60)) == [SendTrain(following)]
+    assert plan(serving.snapshot(database, 60)) == [SendTrain(following)]
     again = claim_training(database, following)
     mending.commit_rebuild(database, again, mending.rebuild_of(database, again).broken, "out/again", "abc")
     assert waiting.waits_for(database, measure) == ""
     assert mending.how_to_go_on(database, "measure", "out/v1") == (
         "It was made again in another folder: type `agentrl resume measure`."
     )
-    assert [type(action) for action in plan(observe.snapshot(database, 60))] == [SendRollouts, SendRollouts]
+    assert [type(action) for action in plan(serving.snapshot(database, 60))] == [SendRollouts, SendRollouts]
     claimed = rollouts.claim_group(database, group, "host:1/a", 60)
     assert claimed is not None
     assert claimed.policy.path == "out/again"

@@ -16,7 +16,7 @@ from tests.published import published
 from workflow import checkpoint
 from workflow.config import ModelConfig
 from workflow.policy import Policy
-from workflow.store import observe
+from workflow.store import serving
 from workflow.store.connect import Database
 from workflow.trajectory import PolicyRef
 
@@ -49,7 +49,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def sampled(db: Database, base: Path, version: int, **model: Any) -> torch.Tensor:
     """The logits of a stored policy as it samples."""
-    row = observe.find_policy(db, "first", version)
+    row = serving.find_policy(db, "first", version)
     policy = Policy.load(ModelConfig.model_validate({"path": str(base), **model}), str(base), "cpu")
     policy.publish(PolicyRef(str(base), policy.base_hash, row["path"], row["sha256"], version))
     with policy.sampling() as module:

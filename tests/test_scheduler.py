@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.stored import claim_training, play, submission, update_of
 from workflow.scheduler import MAX_DOUBLINGS, MAX_HEADER, Action, Dispatch, SendRollouts, SendTrain, headers, plan
 from workflow.snapshot import Claim, GroupState, IterationState, RunState, Snapshot
-from workflow.store import observe, planning, training
+from workflow.store import planning, serving, training
 from workflow.store.connect import Database
 
 LEASE = 30.0
@@ -174,8 +174,8 @@ def test_a_small_run_behind_a_big_one_has_its_turn_after_each_iteration_of_the_b
     planning.submit(sqlite, submission("small", tasks=1, epochs=3, seed=1))
     queue: list[tuple[str, tuple[int, ...]]] = []
     ended: list[str] = []
-    while observe.unfinished_runs(sqlite):
-        for action in plan(observe.snapshot(sqlite, LEASE)):
+    while serving.unfinished_runs(sqlite):
+        for action in plan(serving.snapshot(sqlite, LEASE)):
             if isinstance(action, Dispatch):
                 groups = planning.start_iteration(sqlite, action.iteration)
                 queue += [("rollout", tuple(part)) for part in headers(tuple(groups))]

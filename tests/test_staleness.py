@@ -13,15 +13,15 @@ from cli.watch import numbers, own_seconds
 from tests.stored import bad_update, claim, claim_training, play, start, submission, update_of, value, values
 from workers.fork import ForkRequest, prepare_fork
 from workers.stored import prepare_stored
-from workers.submit import check_trainer
 from workflow.config import build
 from workflow.errors import ConfigError
 from workflow.resolve import resolve
 from workflow.scheduler import Dispatch, SendTrain, plan
-from workflow.store import claims, keeping, ledger, mending, observe, planning, rollout, training
+from workflow.store import claims, keeping, ledger, mending, observe, planning, rollout, serving, training
 from workflow.store.claims import IterationWork
 from workflow.store.connect import Database
 from workflow.store.training import Published
+from workflow.trl_options import check_trainer
 
 LEASE = 60.0
 SAMPLED_WITH = """
@@ -114,13 +114,13 @@ def test_an_iteration_that_is_rolled_out_trains_when_the_update_before_it_is_com
     _, second = planning.open_iterations(database, 1)
     planning.mark_train_sent(database, second)  # by the rollout that ended it; the job was refused
     assert claims.claim_iteration(database, second, "trainer:early", LEASE) is None
-    assert plan(observe.snapshot(database, LEASE)) == []
+    assert plan(serving.snapshot(database, LEASE)) == []
     published = commit(database, work)
     assert published.trains == second
     third = published.next_iteration
     assert third is not None
     groups = tuple(values(database, "SELECT id FROM groups WHERE iteration_id = :id ORDER BY slot", id=third))
-    assert plan(observe.snapshot(database, LEASE)) == [SendTrain(second), Dispatch(third, groups)], "both may start at once"
+    assert plan(serving.snapshot(database, LEASE)) == [SendTrain(second), Dispatch(third, groups)], "both may start at once"
     assert commit(database, work) == published, "the answer was lost, not the commit"
     assert claim_training(database, second).policy.path == "out/v1"
 
@@ -137,10 +137,10 @@ def test_a_paused_run_starts_nothing_and_goes_on_where_it_stood(database: Databa
     work = rolled_out_twice(database)
     planning.stop(database, "first", "paused")
     assert commit(database, work) == Published(1, None, None)
-    assert plan(observe.snapshot(database, LEASE)) == []
+    assert plan(serving.snapshot(database, LEASE)) == []
     planning.resume(database, "first")
     second, third = planning.open_iterations(database, 1)
-    train, chord = plan(observe.snapshot(database, LEASE))
+    train, chord = plan(serving.snapshot(database, LEASE))
     assert train == SendTrain(second)
     assert isinstance(chord, Dispatch)
     assert chord.iteration == third
@@ -176,7 +176,7 @@ def test_an_older_checkpoint_that_rollouts_still_read_is_made_again_from_the_one
     assert mending.mark_broken(database, 1, "out/v2", "it is gone") == waiting
     assert values(database, BROKEN) == [2]
     assert rollout.claim_group(database, group, "host:1/a", LEASE) is None
-    assert plan(observe.snapshot(database, LEASE)) == [SendTrain(waiting)]
+    assert plan(serving.snapshot(database, LEASE)) == [SendTrain(waiting)]
     work = claim_training(database, waiting)
     rebuild = mending.rebuild_of(database, work)
     assert (rebuild.broken.version, rebuild.start.version) == (2, 1)

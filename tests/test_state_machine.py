@@ -30,7 +30,7 @@ from workflow.columns import now_ms
 from workflow.dynamic import choose
 from workflow.errors import Fenced
 from workflow.scheduler import Dispatch, SendRollouts, SendTrain, headers, plan
-from workflow.store import calls, claims, observe, planning, rollout, steps, training
+from workflow.store import calls, claims, planning, rollout, serving, steps, training
 from workflow.store.calls import UNKNOWN_OUTCOME
 from workflow.store.claims import IterationWork, SampledOn
 from workflow.store.connect import Database
@@ -327,20 +327,20 @@ class World(RuleBasedStateMachine):
             self.bag.clear()
 
     def send_missing(self, holder: str, dies: bool = False) -> bool:
-        if not observe.take_service_lease(self.db, "control", holder, 8):
+        if not serving.take_service_lease(self.db, "control", holder, 8):
             return False
-        actions = plan(observe.snapshot(self.db, LEASE))
+        actions = plan(serving.snapshot(self.db, LEASE))
         self.carry_out(actions, write=not dies)
         if not dies:
-            assert plan(observe.snapshot(self.db, LEASE)) == [], "what was just sent is not sent again"
+            assert plan(serving.snapshot(self.db, LEASE)) == [], "what was just sent is not sent again"
         return bool(actions)
 
     @rule()
     def two_control_loops_at_once(self) -> None:
-        first, second = (plan(observe.snapshot(self.db, LEASE)) for _ in range(2))
+        first, second = (plan(serving.snapshot(self.db, LEASE)) for _ in range(2))
         self.carry_out(first)
         self.carry_out(second)
-        assert plan(observe.snapshot(self.db, LEASE)) == []
+        assert plan(serving.snapshot(self.db, LEASE)) == []
 
     def carry_out(self, actions: list[Any], write: bool = True) -> None:
         for action in actions:
@@ -453,7 +453,7 @@ class World(RuleBasedStateMachine):
                 assert moves < MAX_MOVES, f"{unfinished} go round in circles"
             self.keeps_its_promises()
             check_complete(self.db)
-            assert plan(observe.snapshot(self.db, LEASE)) == [], "nothing is left to send"
+            assert plan(serving.snapshot(self.db, LEASE)) == [], "nothing is left to send"
             assert value(self.db, "SELECT status FROM runs WHERE name = 'one'") == "done", "nobody cancelled it"
         finally:
             self.stack.close()

@@ -29,7 +29,7 @@ from workflow import db as tables
 from workflow import views
 from workflow.errors import ConflictError, Fenced, NotFoundError
 from workflow.rewards import LARGEST
-from workflow.store import observe, planning, rollout, steps, training, waiting
+from workflow.store import observe, planning, rollout, serving, steps, training, waiting
 from workflow.store.connect import Database
 from workflow.store.iterations import task_order
 from workflow.store.planning import Submitted
@@ -44,7 +44,7 @@ def test_a_submission_writes_the_run_and_its_first_iteration_whole(database: Dat
     assert made == Submitted(1, "first", True, 6)
     assert values(database, "SELECT count(*) FROM iterations") == [1]
     assert values(database, "SELECT status FROM episodes") == ["planned"] * 4
-    assert observe.find_policy(database, "first", None)["version"] == 0
+    assert serving.find_policy(database, "first", None)["version"] == 0
 
 
 def test_submitting_the_same_again_finds_the_run_and_another_config_is_a_conflict(database: Database) -> None:
@@ -254,7 +254,7 @@ def test_a_snapshot_shows_who_holds_what(database: Database) -> None:
     first, second = start(database, submission())
     claim(database, first)
     rollout.hand_back(database, claim(database, second).fence)
-    (run,) = observe.snapshot(database, LEASE).runs
+    (run,) = serving.snapshot(database, LEASE).runs
     one, two = run.iterations[0].groups
     assert (one.claim.held, one.claim.sends) == (True, 1)
     assert not two.claim.held
@@ -262,10 +262,10 @@ def test_a_snapshot_shows_who_holds_what(database: Database) -> None:
 
 
 def test_a_service_lease_is_held_by_one_until_it_runs_out(database: Database) -> None:
-    assert observe.take_service_lease(database, "control", "host:1", LEASE)
-    assert not observe.take_service_lease(database, "control", "host:2", LEASE)
-    assert observe.take_service_lease(database, "control", "host:1", EXPIRED)
-    assert observe.take_service_lease(database, "control", "host:2", LEASE)
+    assert serving.take_service_lease(database, "control", "host:1", LEASE)
+    assert not serving.take_service_lease(database, "control", "host:2", LEASE)
+    assert serving.take_service_lease(database, "control", "host:1", EXPIRED)
+    assert serving.take_service_lease(database, "control", "host:2", LEASE)
 
 
 def test_what_a_run_waits_for_is_one_event_however_many_jobs_meet_it(database: Database) -> None:

@@ -30,7 +30,7 @@ from tests.stored import (
 from workflow import db as tables
 from workflow.errors import Fenced, ModelError, StateError
 from workflow.evaluate import Score, evaluate
-from workflow.store import claims, ledger, observe, planning, rollout, steps, training
+from workflow.store import claims, ledger, observe, planning, rollout, serving, steps, training
 from workflow.store.connect import Database
 from workflow.store.rollout import MAX_LOSSES
 
@@ -213,7 +213,7 @@ def test_the_commit_publishes_the_policy_and_plans_the_next_iteration_with_it(da
 def test_a_skipped_update_publishes_an_alias_of_the_same_weights(database: Database) -> None:
     work = ready(database, submission(epochs=2))
     training.commit_update(database, work, update_of(work, path="", sha256="", skipped="every group was flat"), 3)
-    policy = observe.find_policy(database, "first", 1)
+    policy = serving.find_policy(database, "first", 1)
     assert (policy["kind"], policy["path"]) == ("alias", "")
 
 
@@ -221,7 +221,7 @@ def test_the_run_is_done_after_its_last_iteration(database: Database) -> None:
     work = ready(database, submission())
     assert training.commit_update(database, work, update_of(work), 3).next_iteration is None
     assert status_of_run(database) == "done"
-    assert observe.unfinished_runs(database) == 0
+    assert serving.unfinished_runs(database) == 0
     with pytest.raises(StateError, match="done"):
         planning.resume(database, "first")
 
@@ -241,7 +241,7 @@ def test_too_many_bad_updates_in_a_row_fail_the_run_and_resume_goes_on(database:
     assert status_of_run(database) == "failed"
     planning.resume(database, "first")
     assert status_of_run(database) == "running"
-    assert observe.snapshot(database, LEASE).runs[0].iterations[0].number == 2
+    assert serving.snapshot(database, LEASE).runs[0].iterations[0].number == 2
 
 
 def test_with_under_half_of_the_episodes_trainable_the_run_pauses_until_it_is_resumed(database: Database) -> None:
@@ -262,7 +262,7 @@ def test_a_paused_run_gives_no_work_and_a_resumed_one_goes_on(database: Database
     planning.stop(database, "first", "paused")
     planning.stop(database, "first", "paused")
     assert rollout.claim_group(database, group, "host:1", LEASE) is None
-    assert observe.snapshot(database, LEASE).runs == ()
+    assert serving.snapshot(database, LEASE).runs == ()
     planning.resume(database, "first")
     claim(database, group)
 

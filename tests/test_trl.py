@@ -20,7 +20,7 @@ from tests.models import tiny_random
 from tests.stack import SMALL, Stack
 from tests.stack import stack as stack
 from tests.test_trainer import config, gradient, groups_of, saved, trainer_of, unchanged
-from workers.submit import check_trainer, prepare
+from workers.submit import prepare
 from workflow import checkpoint
 from workflow.algorithms import settled_run
 from workflow.batch import rows_of
@@ -31,7 +31,7 @@ from workflow.resolve import resolve
 from workflow.store import observe
 from workflow.store.connect import Database
 from workflow.trajectory import Group
-from workflow.trl_options import grpo_options
+from workflow.trl_options import check_trainer, grpo_options
 
 pytestmark = pytest.mark.filterwarnings(
     # TRL 1.16 turns the recomputation of layers off and on by the names of transformers 4.

@@ -13,11 +13,13 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-
-import redis
+from typing import TYPE_CHECKING
 
 from workflow.errors import ServiceError
 from workflow.settings import Settings
+
+if TYPE_CHECKING:
+    import redis
 
 START_SECONDS = 10.0
 MAX_SOCKET_PATH = 100
@@ -122,6 +124,8 @@ def start_server(where: Settings) -> "subprocess.Popen[bytes]":
 
 def end_server(where: Settings) -> None:
     """Stops the private Redis if one answers; what it was told is in its append-only file."""
+    import redis
+
     try:
         with client(where) as connection:
             connection.shutdown(nosave=True)
@@ -131,6 +135,8 @@ def end_server(where: Settings) -> None:
 
 def client(where: Settings) -> "redis.Redis":
     """A connection to the broker's Redis that fails fast."""
+    import redis
+
     return redis.Redis.from_url(redis_url(where), socket_connect_timeout=2, socket_timeout=5)
 
 
@@ -143,6 +149,8 @@ def _silence(where: Settings) -> str | None:
     """Why the broker's Redis does not answer; None if it does."""
     if in_memory(where):
         return None
+    import redis
+
     try:
         with client(where) as connection:
             connection.ping()

@@ -12,7 +12,7 @@ from workflow.errors import ServiceError
 from workflow.faults import faultpoint
 from workflow.scheduler import Dispatch, SendRollouts, SendTrain, plan
 from workflow.settings import settings
-from workflow.store import observe
+from workflow.store import serving
 
 log = getLogger("agentrl.control")
 
@@ -32,7 +32,7 @@ def run() -> None:
 def tick() -> int:
     """Sends what is missing, if no other control loop does; returns how many messages that took."""
     where, db = settings(), database()
-    if not observe.take_service_lease(db, "control", worker_name(), 3 * where.tick_seconds + 2):
+    if not serving.take_service_lease(db, "control", worker_name(), 3 * where.tick_seconds + 2):
         return 0
     return send_missing()
 
@@ -40,7 +40,7 @@ def tick() -> int:
 def send_missing() -> int:
     """Sends what is missing, whoever else may do so: a message too many changes nothing. Returns how many that took."""
     db = database()
-    actions = plan(observe.snapshot(db, settings().lease_seconds))
+    actions = plan(serving.snapshot(db, settings().lease_seconds))
     for action in actions:
         log.info("sending %s", action)
         faultpoint("control.before")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from workers.app import QUEUES, app
-from workflow.store import observe
+from workflow.store import serving
 from workflow.store.connect import Database
 
 ANSWER_SECONDS = 1.5
@@ -36,5 +36,5 @@ def without_worker(queues: Iterable[str]) -> list[str]:
 
 def without_control(db: Database) -> list[str]:
     """What to say where no control loop runs; nothing where one does."""
-    there = observe.service_holder(db, "control") is not None
+    there = serving.service_holder(db, "control") is not None
     return [] if there else ["No control loop runs. Start one: agentrl worker control"]

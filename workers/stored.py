@@ -11,7 +11,6 @@ from typing import Any
 from workers.measure import TRAINING, how_sampled
 from workers.submit import (
     Prepared,
-    check_trainer,
     evaluation_of,
     free_name,
     manifest,
@@ -30,6 +29,7 @@ from workflow.store.connect import Database
 from workflow.store.forks import StoredRun, counted_twice, run_of_group, stored_run
 from workflow.store.planning import Submission
 from workflow.trajectory import PolicyRef
+from workflow.trl_options import check_trainer
 
 KEYS = ("name", "seed", "epochs", "output_dir", "hooks", "rollout.tasks_per_iteration")
 """What may be chosen beside the sections that say nothing of how episodes are made."""

@@ -17,11 +17,10 @@ from typing import Any
 from uuid import uuid4
 
 from workers import broker, embedded
-from workers.dispatch import dispatch
 from workers.measure import measuring, sized
 from workflow import __version__, engines, mcp, remote
 from workflow.algorithms import settled_run
-from workflow.config import AlgorithmConfig, RunConfig
+from workflow.config import RunConfig
 from workflow.datasets import load_tasks
 from workflow.engines import Backend
 from workflow.envs import Env, gives_rewards, offered, scoring_hash, told_right_by, weights_of
@@ -31,13 +30,13 @@ from workflow.models import base_hash, check_on_hub, lora_rank, resolve_model
 from workflow.plugins import find
 from workflow.rewards import check_rewards, judges_of
 from workflow.settings import Settings, is_url, settings
-from workflow.store import evals, observe, planning
+from workflow.store import evals, planning, serving
 from workflow.store.connect import Database
 from workflow.store.epochs import Epoch
 from workflow.store.evals import Version
 from workflow.store.planning import Submission, Submitted
 from workflow.trajectory import PolicyRef
-from workflow.trl_options import check_trl, require_trl
+from workflow.trl_options import check_trainer
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "celery", "sqlalchemy")
 
@@ -178,6 +177,8 @@ def submit(db: Database, prepared: Prepared) -> Submitted:
         for hook in load_hooks(prepared.config.hooks):
             hook.on_run_start(made.name, prepared.submission.config)
         if not broker.in_memory(settings()):  # else only the stack itself can send, and its control loop does
+            from workers.dispatch import dispatch  # which loads Celery: only who sends needs it
+
             for iteration in (*planning.open_iterations(db, made.id), *evals.waiting_evals(db, made.id)):
                 dispatch(db, iteration)
     return made
@@ -247,23 +248,8 @@ def stored_policy(db: Database, run: str, version: Version) -> PolicyRef:
         NotFoundError: no such run or version.
         CheckpointError: its weights were collected.
     """
-    row = observe.find_policy(db, run, version)
+    row = serving.find_policy(db, run, version)
     return PolicyRef(row["base"], row["base_hash"], row["path"], row["sha256"], row["version"])
-
-
-def check_trainer(config: RunConfig) -> None:
-    """Refuses what the run's trainer cannot do or would not read; workers of a named broker may have installed what is missing.
-
-    Raises:
-        ConfigError: saying what.
-    """
-    cap = AlgorithmConfig.model_fields["importance_cap"].default
-    if not config.rollout.max_staleness and config.algorithm.importance_cap != cap:
-        raise ConfigError("algorithm.importance_cap does nothing where rollout.max_staleness is 0.", "Leave it out.")
-    if config.update.trainer == "trl":
-        check_trl(config)
-        if not settings().broker_url:
-            require_trl()
 
 
 def _check_sampling(config: RunConfig, kind: str) -> None:

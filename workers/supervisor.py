@@ -25,7 +25,7 @@ from workers.main import SUPERVISOR, run_together, set_up_logging
 from workers.process import database
 from workflow.errors import ServiceError
 from workflow.settings import Settings, settings
-from workflow.store import observe
+from workflow.store import serving
 from workflow.store.lost import OOM_HINT, record_loss, record_oom
 
 log = getLogger("agentrl.supervisor")
@@ -104,7 +104,7 @@ class Supervisor:
 
     def _busy(self) -> bool:
         try:
-            return observe.unfinished_runs(database()) > 0
+            return serving.unfinished_runs(database()) > 0
         except Exception as error:  # noqa: BLE001 - nothing that the database does is a reason to end the workers
             log.warning("taken for busy: %s", error)
             return True
@@ -194,7 +194,7 @@ def _send_calls_again() -> None:
 
 def _some_run_overlaps() -> bool:
     try:
-        return observe.some_run_overlaps(database())
+        return serving.some_run_overlaps(database())
     except Exception as error:  # noqa: BLE001 - nothing that the database does is a reason to start no workers
         log.warning("taken for no: %s", error)
         return False

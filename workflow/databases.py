@@ -17,7 +17,8 @@ from typing import Any
 import psycopg
 
 from workflow.errors import AccessDenied, AgentRLError, ConfigError, ServiceError
-from workflow.readonly import Table, instructions, open_sqlite, read_postgres, read_sqlite, refusing_sqlite
+from workflow.readonly import Table, instructions, open_sqlite, read_sqlite, refusing_sqlite
+from workflow.readonly_postgres import read_postgres
 from workflow.settings import is_url
 
 SECONDS = 5.0

@@ -25,7 +25,7 @@ from sqlalchemy import (
 )
 
 from workflow.columns import Id, Utc, count, created, key, moment, number, one_of, own_id, run_name, seconds, words
-from workflow.trajectory import TRANSITIONS
+from workflow.trajectory import TRANSITIONS, WHOLE
 
 metadata = MetaData(
     naming_convention={
@@ -45,9 +45,6 @@ STOP_REASONS = ("answered", "max_steps", "max_tokens", "parse_error", "tool_erro
 CALL_STATUS = ("pending", "started", "done", "unknown_outcome")
 EFFECTS = ("none", "repeatable", "once")
 CALL_KINDS = ("call", "grade")
-WHOLE = -1
-"""The `step` of a reward that the whole episode earned: no NULL, which no unique key would hold to be the same as another."""
-
 runs = Table(
     "runs",
     metadata,

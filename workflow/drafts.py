@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workflow.chat import Chat, Schema
+from workflow.chat import Chat
 from workflow.engine import Completion
+from workflow.tool_formats import Schema
 from workflow.trajectory import Episode, Message, Step
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from workflow import engines, mirror
-from workflow.chat import Schema
 from workflow.config import RolloutConfig, RunConfig, build
 from workflow.critic import FILE, critic_of, load_critic
 from workflow.drafts import draft
@@ -29,6 +28,7 @@ from workflow.policy import Policy
 from workflow.sampling import scaled
 from workflow.settings import settings
 from workflow.streaming import Stream
+from workflow.tool_formats import Schema
 from workflow.tools import Tool
 from workflow.trajectory import Episode, Message, PolicyRef, SamplingKey, Step, Task
 

@@ -32,6 +32,9 @@ OPEN = ("planned", "running")
 """What is not terminal."""
 
 
+WHOLE = -1
+"""The step of a reward that the whole episode earned: no null, which no unique key would hold to be the same as another."""
+
 UNCLOSED = "<tool_call> was not closed"
 """The `error` of a call inside of which the policy stopped: the episode ends as parse_error, since no answer can follow."""
 

@@ -13,6 +13,7 @@ from workflow.algorithms import Algorithm, settled
 from workflow.config import AlgorithmConfig, RunConfig
 from workflow.errors import ConfigError
 from workflow.plugins import find, names
+from workflow.settings import settings
 
 VERSION = "1.16.0"
 """Its `rollout_func` is experimental there: another version may call it otherwise."""
@@ -33,6 +34,21 @@ LOSSES: Mapping[str, Mapping[str, str]] = {
     "workflow.losses:soft_gate": {"seq-mean-token-mean": "sapo"},
 }
 """Surrogate -> aggregation -> TRL's `loss_type`."""
+
+
+def check_trainer(config: RunConfig) -> None:
+    """Refuses what the run's trainer cannot do or would not read; workers of a named broker may have installed what is missing.
+
+    Raises:
+        ConfigError: saying what.
+    """
+    cap = AlgorithmConfig.model_fields["importance_cap"].default
+    if not config.rollout.max_staleness and config.algorithm.importance_cap != cap:
+        raise ConfigError("algorithm.importance_cap does nothing where rollout.max_staleness is 0.", "Leave it out.")
+    if config.update.trainer == "trl":
+        check_trl(config)
+        if not settings().broker_url:
+            require_trl()
 
 
 def require_trl() -> None:

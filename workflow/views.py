@@ -8,10 +8,13 @@ versions the trainer was ahead of the policy that sampled (NULL where nothing wa
 of a run the newest. The triggers refuse to move an episode, group, iteration or run out of a terminal state, whoever writes.
 """
 
-from sqlalchemy import Connection, text
+from typing import TYPE_CHECKING
 
 from workflow.dynamic import NO_VARIANCE, SURPLUS
 from workflow.trajectory import TERMINAL
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 _FATES = """
         SELECT r.name AS run, i.number AS iteration, e.id AS episode_id, t.key AS task, {slot} AS slot, e.sample,
@@ -182,8 +185,10 @@ GUARDED = {
 """Table -> statuses that no update may leave. A failed run may be resumed."""
 
 
-def create(tx: Connection) -> None:
+def create(tx: "Connection") -> None:
     """Makes every view and trigger."""
+    from sqlalchemy import text
+
     for name, query in VIEWS.items():
         tx.execute(text(f"CREATE VIEW {name} AS {_dialect(query, tx.dialect.name)}"))
     if tx.dialect.name == "postgresql":
@@ -194,8 +199,10 @@ def create(tx: Connection) -> None:
             tx.execute(text(statement))
 
 
-def drop(tx: Connection) -> None:
+def drop(tx: "Connection") -> None:
     """Removes every view and trigger, present or not: a migration runs without them."""
+    from sqlalchemy import text
+
     for name in VIEWS:
         tx.execute(text(f"DROP VIEW IF EXISTS {name}"))
     if tx.dialect.name == "postgresql":

@@ -32,7 +32,7 @@ from sqlalchemy import (
 
 from workflow import db
 from workflow.columns import Utc
-from workflow.trajectory import OPEN
+from workflow.trajectory import OPEN, WHOLE
 
 EVAL_EVERY = 10
 GROUP_SIZE = 8
@@ -314,8 +314,8 @@ def _sessions(tx: Connection) -> None:
 def _rewards(tx: Connection) -> None:
     """Two parts; of every fourth run the second is given step by step."""
     by_step, turn = db.episodes.c.run_id % 4 == 3, _numbers("turn", TURNS)
-    _reward(tx, "default", "numeric_answer", literal(db.WHOLE), select())
-    _reward(tx, "default", "format", literal(db.WHOLE), select().where(~by_step))
+    _reward(tx, "default", "numeric_answer", literal(WHOLE), select())
+    _reward(tx, "default", "format", literal(WHOLE), select().where(~by_step))
     _reward(tx, "default", "format", turn.c.n, select().join_from(turn, db.episodes, by_step))
 
 
@@ -393,7 +393,7 @@ def _rescored(tx: Connection, run: Run) -> None:
     """A second reward set of the run, beside the one that it trained with."""
     brevity = {"run_id": run.id, "name": "brevity", "code_hash": "d" * 32, "weights": {"brevity": 1.0}}
     tx.execute(db.reward_sets.insert().values(brevity))
-    _reward(tx, "brevity", "brevity", literal(db.WHOLE), select())
+    _reward(tx, "brevity", "brevity", literal(WHOLE), select())
 
 
 def _events(tx: Connection) -> None:

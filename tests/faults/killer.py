@@ -22,7 +22,7 @@ from workers import broker
 from workflow import db
 from workflow.errors import ServiceError
 from workflow.settings import settings
-from workflow.store import observe
+from workflow.store import serving
 from workflow.store.connect import Database
 
 PAUSE_SECONDS = (2.0, 10.0)
@@ -94,7 +94,7 @@ def ready_pids(database: Database) -> set[int]:
     try:
         with broker.client(settings()) as connection:
             members = connection.smembers(_PIDBOX)
-        holder = observe.service_holder(database, "control")
+        holder = serving.service_holder(database, "control")
     except (redis.RedisError, OSError, ServiceError):
         return set()
     tools = [re.match(rb"tools-(\d+)@", member.rpartition(b"\x16")[2]) for member in members]

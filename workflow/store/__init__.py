@@ -17,6 +17,9 @@
 - `mending`   broken checkpoints are made again
 - `compact`   the database is compacted
 - `migrate`   Alembic under a lock, views and triggers
-- `rows`      rows to values and back
-- `observe`   what the control loop and a person want to know
+- `rows`      rows to values: whole episodes
+- `values`    what one row says, and back
+- `reader`    the database for who only looks
+- `observe`   what a person wants to know
+- `serving`   what the control loop and the services want to know
 """

@@ -12,15 +12,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, Table, create_engine, event, make_url
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from workflow.errors import ConfigError, ServiceError
 from workflow.faults import faultpoint
+
+if TYPE_CHECKING:
+    from sqlalchemy.dialects import postgresql, sqlite
+
+    from workflow.store.reader import Reader
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -122,6 +126,10 @@ class Database:
         )
         event.listen(engine, "connect", _configure_postgres)
         return engine
+
+    def whole(self) -> "Database":
+        """Itself: a `Reader` opens one for what its driver cannot do."""
+        return self
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -283,7 +291,7 @@ class _Together:
             errand.error = error
 
 
-def transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable[Concatenate[Database, P], T]:
+def transaction(query: Callable[Concatenate[Connection, P], T]) -> "Callable[Concatenate[Database | Reader, P], T]":
     """A query as one write transaction: `claim_group(db, ...)` runs `claim_group(tx, ...)` inside `db.write`.
 
     Its fault points are `claim_group.before`, done but not committed, and `claim_group.after`, committed but nobody knows.
@@ -291,32 +299,38 @@ def transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable[Conc
     before, after = f"{query.__name__}.before", f"{query.__name__}.after"
 
     @wraps(query)
-    def run(db: Database, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(db: "Database | Reader", /, *args: P.args, **kwargs: P.kwargs) -> T:
         def work(tx: Connection) -> T:
             result = query(tx, *args, **kwargs)
             faultpoint(before)
             return result
 
-        result = db.write(work)
+        result = db.whole().write(work)
         faultpoint(after)
         return result
 
     return run
 
 
-def reading(query: Callable[Concatenate[Connection, P], T]) -> Callable[Concatenate[Database, P], T]:
+def reading(query: Callable[Concatenate[Connection, P], T]) -> "Callable[Concatenate[Database | Reader, P], T]":
     """A query as one read transaction."""
 
     @wraps(query)
-    def run(db: Database, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return db.ask(lambda tx: query(tx, *args, **kwargs))
+    def run(db: "Database | Reader", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return db.whole().ask(lambda tx: query(tx, *args, **kwargs))
 
     return run
 
 
 def insert(tx: Connection, table: Table) -> "postgresql.Insert | sqlite.Insert":
     """The dialect's INSERT, which knows ON CONFLICT."""
-    return postgresql.insert(table) if tx.dialect.name == "postgresql" else sqlite.insert(table)
+    if tx.dialect.name == "postgresql":
+        from sqlalchemy.dialects import postgresql
+
+        return postgresql.insert(table)
+    from sqlalchemy.dialects import sqlite
+
+    return sqlite.insert(table)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from sqlalchemy import Connection, Select, func, select, union_all
 
 from workflow import db
 from workflow.store.rows import in_parts, load_episodes, members_of, task_value
-from workflow.trajectory import Episode, Group
+from workflow.trajectory import WHOLE, Episode, Group
 
 
 def _slots(tx: Connection, iteration: int) -> dict[int, tuple[int, int]]:
@@ -60,7 +60,7 @@ def _earned(reward_set: str) -> Select[tuple[int, int, float]]:
         .group_by(rewards.episode_id, rewards.step)
         .order_by(rewards.episode_id, rewards.step)
     )
-    return query.where(rewards.step != db.WHOLE) if reward_set == "default" else query
+    return query.where(rewards.step != WHOLE) if reward_set == "default" else query
 
 
 def _with_rewards(episode: Episode, earned: Mapping[int, float], default: bool) -> Episode:

@@ -9,13 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import getLogger
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from psycopg import sql
-from psycopg.errors import InsufficientPrivilege
 from sqlalchemy import Connection, text
 
 import migrations
@@ -23,6 +18,11 @@ from workflow import db, views
 from workflow.errors import ServiceError
 from workflow.settings import settings
 from workflow.store.connect import Database
+from workflow.store.reader import newest_revision
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
 
 log = getLogger("agentrl.migrate")
 READER, TOOLS = "agentrl_reader", "agentrl_tools"
@@ -32,15 +32,19 @@ LOCK_SECONDS = 60.0
 
 def head() -> str:
     """The revision that this code wants."""
-    revision = _script().get_current_head()
-    assert revision is not None
-    return revision
+    return newest_revision()
 
 
 def current(database: Database) -> str | None:
     """The revision of the database; None for an empty one."""
     with database.read() as tx:
-        return MigrationContext.configure(tx).get_current_revision()
+        return _current(tx)
+
+
+def _current(tx: Connection) -> str | None:
+    if not tx.dialect.has_table(tx, "alembic_version"):
+        return None
+    return tx.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
 
 
 def open_database(url: str) -> Database:
@@ -68,12 +72,16 @@ def open_database(url: str) -> Database:
 
 def upgrade(database: Database, revision: str = "head") -> None:
     """Brings the database to `revision`, its views and triggers made anew."""
+    from alembic import command
+
     with _locked(database):
         _migrate(database, lambda config: command.upgrade(config, revision))
 
 
 def downgrade(database: Database, revision: str) -> None:
     """Takes the database back to `revision` (`base` for empty)."""
+    from alembic import command
+
     with _locked(database):
         _migrate(database, lambda config: command.downgrade(config, revision))
 
@@ -82,7 +90,7 @@ def _migrate(database: Database, run) -> None:  # type: ignore[no-untyped-def]
     with _unchecked(database) as connection, connection.begin():
         views.drop(connection)
         run(_config(connection))
-        if MigrationContext.configure(connection).get_current_revision() == head():
+        if _current(connection) == head():
             views.create(connection)
             if not database.is_sqlite:
                 _grant_reader(connection)
@@ -148,6 +156,9 @@ def _has_role(tx: Connection, role: str, purpose: str) -> bool:
 def _set_password(tx: Connection, role: str, password: str, variable: str) -> None:
     if not password:
         return
+    from psycopg import sql
+    from psycopg.errors import InsufficientPrivilege
+
     login = sql.SQL("ALTER ROLE {} PASSWORD {}").format(sql.Identifier(role), password)  # which takes no parameter
     try:
         with tx.begin_nested():
@@ -161,11 +172,15 @@ def _set_password(tx: Connection, role: str, password: str, variable: str) -> No
         )
 
 
-def _script() -> ScriptDirectory:
+def _script() -> "ScriptDirectory":
+    from alembic.script import ScriptDirectory
+
     return ScriptDirectory.from_config(_config())
 
 
-def _config(connection: Connection | None = None) -> Config:
+def _config(connection: Connection | None = None) -> "Config":
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", str(Path(migrations.__file__).parent))
     config.attributes["connection"] = connection

@@ -6,19 +6,25 @@ process stand in line meanwhile. Types, transactions and errors remain SQLAlchem
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from sqlalchemy import Connection, Dialect, Insert, Select, Update
-from sqlalchemy.dialects import sqlite
-from sqlalchemy.dialects.postgresql import psycopg
 
 from workflow.store.connect import driver_cursor
 
 Values = Mapping[str, Any]
-_DIALECTS: Mapping[str, Dialect] = {
-    "sqlite": sqlite.dialect(paramstyle="named"),
-    "postgresql": psycopg.dialect(),  # type: ignore[no-untyped-call]
-}
+
+
+@cache
+def _dialect(name: str) -> Dialect:
+    if name == "sqlite":
+        from sqlalchemy.dialects import sqlite
+
+        return sqlite.dialect(paramstyle="named")
+    from sqlalchemy.dialects.postgresql import psycopg
+
+    return psycopg.dialect()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,7 @@ class Prepared:
     def _for(self, tx: Connection, values: Values) -> _Compiled:
         dialect = tx.dialect.name
         if dialect not in self._compiled:
-            self._compiled[dialect] = _compile(self.statement, _DIALECTS[dialect], list(values))
+            self._compiled[dialect] = _compile(self.statement, _dialect(dialect), list(values))
         return self._compiled[dialect]
 
 

@@ -12,17 +12,18 @@ import math
 import re
 from contextlib import closing
 from pathlib import Path
-from typing import Any
-
-import psycopg
-from sqlalchemy import URL
+from typing import TYPE_CHECKING, Any
 
 from workflow.errors import AccessDenied, ConfigError, NotFoundError, ServiceError, did_you_mean
-from workflow.readonly import Table, check_text, deadline, open_sqlite, read_postgres, read_sqlite, refusing_sqlite
+from workflow.readonly import Table, check_text, deadline, open_sqlite, read_sqlite, refusing_sqlite
 from workflow.settings import Settings
-from workflow.store.connect import PLANNING, database_url
-from workflow.store.rows import unpack
+from workflow.store.reader import sqlite_path
+from workflow.store.values import unpack
 from workflow.views import VIEWS
+
+if TYPE_CHECKING:
+    import psycopg
+    from sqlalchemy import URL
 
 READER = "agentrl_reader"
 _LOGIN_REFUSED = ("authentication failed", "no password supplied", "does not exist", "pg_hba.conf", "not permitted to log in")
@@ -77,6 +78,10 @@ def _numbered(columns: list[str]) -> list[str]:
 
 def sqlite_file(settings: Settings) -> Path | None:
     """The SQLite file in force, there or not; None for another database."""
+    if plain := sqlite_path(settings.database):
+        return plain
+    from workflow.store.connect import database_url
+
     url = database_url(settings.database)
     return Path(url.database or "") if url.get_backend_name() == "sqlite" else None
 
@@ -112,13 +117,17 @@ def _too_slow(seconds: float) -> AccessDenied:
 
 
 def _postgres(settings: Settings, sql: str, limit: int, seconds: float) -> Table:
+    from workflow.readonly_postgres import read_postgres
+
     with _reader(settings, seconds) as connection:
         _check_harmless(connection)
         return read_postgres(connection, sql, limit, seconds, _too_slow(seconds), _VIEWS)
 
 
-def reader_url(settings: Settings) -> URL:
+def reader_url(settings: Settings) -> "URL":
     """Where `agentrl sql` logs in: AGENTRL_DATABASE_READER_URL, or the database's URL with the reader role's name."""
+    from workflow.store.connect import database_url
+
     if settings.database_reader_url:
         url = database_url(settings.database_reader_url)
     else:
@@ -127,6 +136,10 @@ def reader_url(settings: Settings) -> URL:
 
 
 def _reader(settings: Settings, seconds: float) -> "psycopg.Connection[tuple[Any, ...]]":
+    import psycopg
+
+    from workflow.store.connect import PLANNING
+
     url = reader_url(settings)
     chosen = {"default_transaction_read_only": "on", "statement_timeout": int(seconds * 1000), **PLANNING}
     options = " ".join(f"-c {name}={value}" for name, value in chosen.items())
@@ -143,7 +156,7 @@ def _reader(settings: Settings, seconds: float) -> "psycopg.Connection[tuple[Any
         raise ServiceError(f"The database {shown} does not answer: {message}.", "Check AGENTRL_DATABASE_URL.") from error
 
 
-def _parts(url: URL) -> dict[str, Any]:
+def _parts(url: "URL") -> dict[str, Any]:
     # Not as one text: libpq and SQLAlchemy quote a password differently.
     return {**url.translate_connect_args(username="user", database="dbname"), **url.query}
 

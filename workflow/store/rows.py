@@ -1,19 +1,32 @@
-"""Rows to values and back: packed token arrays, messages, whole episodes with their steps."""
+"""Rows to values: whole episodes with their steps. What a single row says is read in `values`."""
 
-import math
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, select
 
 from workflow import db
-from workflow.errors import NotFoundError
-from workflow.rewards import Part
-from workflow.trajectory import Episode, Message, Step, Task, ToolCall, ToolResult
+from workflow.store.values import (
+    MAX_ID,
+    clean,
+    clean_tree,
+    episode_value,
+    message_row,
+    message_value,
+    no_episode,
+    pack,
+    part_values,
+    reward_rows,
+    step_value,
+    task_value,
+    unpack,
+)
+from workflow.trajectory import Episode, Step, Task
 
-MAX_ID = 2**63 - 1
-"""No database takes a greater number."""
+__all__ = [
+    "MAX_ID", "clean", "clean_tree", "episode_row", "in_parts", "load_episodes", "members_of", "message_row", "message_value",
+    "pack", "part_values", "reward_rows", "task_value", "unpack",
+]  # fmt: skip
 
 AT_ONCE = 500
 """Values in one query: a database takes only so many (SQLite 32,766)."""
@@ -36,7 +49,7 @@ def episode_row(tx: Connection, episode: int, locked: bool = False) -> Mapping[A
     query = query.with_for_update() if locked else query
     row = tx.execute(query).mappings().one_or_none() if abs(episode) <= MAX_ID else None
     if row is None:
-        raise NotFoundError(f"There is no episode {episode}.", "List them with `agentrl episodes RUN`.")
+        raise no_episode(episode)
     return row
 
 
@@ -50,21 +63,7 @@ def load_episodes(tx: Connection, condition: Any, tasks: Mapping[int, Task]) -> 
     steps = _load_steps(tx, condition) if any(row["steps"] for row in rows) else {}
     inherited = _inherited(tx, rows, tasks)
     return tuple(
-        Episode(
-            task=tasks[row["task_id"]],
-            sample=row["sample"],
-            steps=(*inherited.get(row["id"], ()), *steps.get(row["id"], ())),
-            status=row["status"],
-            stop_reason=row["stop_reason"],
-            reward=row["reward"],
-            id=row["id"],
-            error=row["error"],
-            parent_id=row["parent_id"],
-            fork_step=row["fork_step"] or 0,
-            inherited=row["inherited_steps"],
-            tainted=row["tainted"],
-        )
-        for row in rows
+        episode_value(row, tasks[row["task_id"]], (*inherited.get(row["id"], ()), *steps.get(row["id"], ()))) for row in rows
     )
 
 
@@ -91,7 +90,7 @@ def _load_steps(tx: Connection, condition: Any) -> dict[int, list[Step]]:
     found: dict[int, list[Step]] = {}
     for row in rows:
         made = calls.get(row["id"], [])
-        found.setdefault(row["episode_id"], []).append(_step_value(row, made))
+        found.setdefault(row["episode_id"], []).append(step_value(row, row["version"], made))
     return found
 
 
@@ -101,31 +100,11 @@ def _load_calls(tx: Connection, condition: Any) -> dict[int, list[Any]]:
         .join(db.episodes, db.episodes.c.id == db.tool_calls.c.episode_id)
         .where(condition, db.tool_calls.c.kind != "grade")  # with = Postgres expects few calls, and reads all of them first
         .order_by(db.tool_calls.c.step_id, db.tool_calls.c.call)
-    )
+    ).mappings()
     found: dict[int, list[Any]] = {}
     for row in rows:
-        found.setdefault(row.step_id, []).append(row)
+        found.setdefault(row["step_id"], []).append(row)
     return found
-
-
-def _step_value(row: Mapping[Any, Any], calls: Sequence[Any]) -> Step:
-    made = tuple(
-        ToolCall(call.tool, call.arguments, call.result if call.error_class == "parse_error" else None) for call in calls
-    )
-    results = tuple(ToolResult(call.result or "", call.error_class, call.seconds) for call in calls)
-    return Step(
-        index=row["number"],
-        prompt=tuple(message_value(message) for message in row["prompt"]),
-        prompt_ids=tuple(unpack("i", row["prompt_ids"])),
-        sampled_ids=tuple(unpack("i", row["sampled_ids"])),
-        behavior_logprobs=tuple(unpack("f", row["behavior_logprobs"])),
-        finish_reason=row["finish_reason"],
-        message=Message("assistant", row["content"], row["thought"], made),
-        policy_version=row["version"],
-        seconds=row["generate_seconds"],
-        results=results if row["observed_at"] is not None else None,
-        new_row=row["new_row"],
-    )
 
 
 def members_of(iteration: int) -> ColumnElement[bool]:
@@ -134,66 +113,3 @@ def members_of(iteration: int) -> ColumnElement[bool]:
     own = select(db.groups.c.id).where(db.groups.c.iteration_id == iteration)
     stored = select(db.iteration_groups.c.group_id).where(db.iteration_groups.c.iteration_id == iteration)
     return db.episodes.c.group_id.in_(own.union_all(stored))
-
-
-def task_value(row: Mapping[Any, Any]) -> Task:
-    """The task of a row that carries the tasks columns."""
-    return Task(row["key"], tuple(message_value(m) for m in row["messages"]), row["reference"], row["metadata"])
-
-
-def message_value(row: Mapping[str, str]) -> Message:
-    """The message of a JSON column."""
-    return Message(row["role"], row["content"], name=row.get("name", ""))  # type: ignore[arg-type]
-
-
-def message_row(message: Message) -> dict[str, str]:
-    """The message as a JSON column holds it."""
-    row = {"role": message.role, "content": clean(message.content)}
-    return row | {"name": message.name} if message.name else row
-
-
-def reward_rows(parts: Mapping[str, Part]) -> list[dict[str, Any]]:
-    """Part, step and value of each row that the parts take: one, or one for each step."""
-    return [
-        {"part": name, "step": step, "value": value}
-        for name, part in parts.items()
-        for step, value in ([(db.WHOLE, part)] if isinstance(part, float) else enumerate(part))
-    ]
-
-
-def part_values(rows: Iterable[Any]) -> dict[str, Part]:
-    """The parts of an episode's rows of one set, which name part, step and value; in the order of the rows."""
-    parts: dict[str, Part] = {}
-    for row in rows:
-        before = parts.get(row.part, ())
-        parts[row.part] = row.value if row.step == db.WHOLE else (*(before if isinstance(before, tuple) else ()), row.value)
-    return parts
-
-
-def clean(text: str) -> str:
-    """The text as every database can hold it: NUL and lone surrogates replaced (the exact tokens are kept beside)."""
-    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")
-
-
-def clean_tree(value: Any) -> Any:
-    """A JSON value whose strings and numbers every database can hold."""
-    if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, Mapping):
-        return {clean(str(key)): clean_tree(item) for key, item in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, list | tuple):
-        return [clean_tree(item) for item in value]
-    return value
-
-
-def pack(kind: str, values: Iterable[float]) -> bytes:
-    """Little-endian int32 (`i`) or float32 (`f`), 4 bytes a value."""
-    numbers = tuple(values)
-    return struct.pack(f"<{len(numbers)}{kind}", *numbers)
-
-
-def unpack(kind: str, blob: bytes) -> list[Any]:
-    """The values of a blob made by `pack`."""
-    return list(struct.unpack(f"<{len(blob) // 4}{kind}", blob))

@@ -1,0 +1,158 @@
+"""Which commands there are, in groups. A command's own file is imported when it is called or completed, and no other."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from typer import Typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command_from_info, get_group_from_info
+from typer.models import CommandInfo, TyperInfo
+
+EXAMPLES = (
+    ("agentrl submit --dataset gsm8k --epochs 3", "train, with workers of its own"),
+    ("agentrl watch", "follow the newest run"),
+    ('agentrl sql "SELECT * FROM v_iterations"', "ask the rows"),
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A command: `module:object` of a function or of a Typer, and what it does in a line."""
+
+    where: str
+    line: str
+
+
+GROUPS: Mapping[str, Mapping[str, Entry]] = {
+    "Train": {
+        "submit": Entry("cli.submit:submit", "Start a training run; prints its name."),
+        "sft": Entry("cli.sft:sft", "Imitate demonstrations, or what stored episodes sampled."),
+        "dpo": Entry("cli.dpo:dpo", "Prefer a run's better episodes to their siblings."),
+        "merge": Entry("cli.merge:merge", "Make a plain model of a stored policy."),
+        "fork": Entry("cli.fork:fork", "Go on from a step of an episode, several times."),
+        "rescore": Entry("cli.fork:rescore", "Score a run's episodes by other rewards, beside the first."),
+    },
+    "Look": {
+        "runs": Entry("cli.look:runs", "List the newest runs."),
+        "watch": Entry("cli.watch:watch", "Follow a run to its end."),
+        "episodes": Entry("cli.look:episodes", "List a run's episodes, with filters."),
+        "replay": Entry("cli.look:replay", "Show an episode's transcript, or whether it is true."),
+        "events": Entry("cli.look:events", "List what happened to a run."),
+        "why": Entry("cli.fork:why", "Tell which update trained on an episode, or why none did."),
+        "whatif": Entry("cli.whatif:whatif", "Compare what other algorithms make of an update."),
+    },
+    "Ask": {
+        "sql": Entry("cli.ask:sql", "Ask the database: one SELECT, read-only; --schema explains it."),
+        "eval": Entry("cli.model:evaluate", "Measure a policy: mean reward, its interval, accuracy, pass@k."),
+        "compare": Entry("cli.compare:compare", "Compare two policies on the tasks of both."),
+        "chat": Entry("cli.model:chat", "Talk to a policy, its tools at hand."),
+    },
+    "Run": {
+        "resume": Entry("cli.steer:resume", "Set a paused, failed or stranded run going again."),
+        "pause": Entry("cli.steer:pause", "Pause a run: its workers stop after what they hold."),
+        "cancel": Entry("cli.steer:cancel", "End a run for good; what it has stays."),
+    },
+    "Machine": {
+        "doctor": Entry("cli.doctor:doctor", "Check the machine, the services, the models."),
+        "up": Entry("cli.stack:up", "Start the embedded stack."),
+        "down": Entry("cli.stack:down", "Stop it; unfinished runs go on at the next `up`."),
+        "worker": Entry("cli.stack:worker", "Run one worker in this process until SIGTERM."),
+        "gc": Entry("cli.keep:gc", "Remove what no row needs from the checkpoint folders."),
+        "vacuum": Entry("cli.keep:vacuum", "Compact the database; runs may go on meanwhile."),
+        "tools": Entry("cli.serve_tools:tools", "List what a model may call; serve it over HTTP."),
+        "config": Entry("cli.stack:config", "Show the config of a run."),
+        "db": Entry("cli.stack:db", "Show or upgrade the database's revision."),
+    },
+}
+COMMANDS: Mapping[str, Entry] = {name: entry for group in GROUPS.values() for name, entry in group.items()}
+
+
+class Command(TyperCommand):
+    """A command whose options are listed in groups: those that name one (`rich_help_panel`) after the others."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """The arguments, then each group of options."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            plain = "Arguments" if param.param_type_name == "argument" else "Options"
+            if record is not None:
+                sections.setdefault(getattr(param, "rich_help_panel", None) or plain, []).append(record)
+        sections["Options"] = sections.pop("Options")  # --help and what belongs nowhere, last
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+class Imported(Mapping[str, Any]):
+    """The commands by their names; one is imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        """The command.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        module, _, attribute = COMMANDS[name].where.partition(":")
+        found = getattr(import_module(module), attribute)
+        if isinstance(found, Typer):
+            info = TyperInfo(found, name=name)
+            return get_group_from_info(info, pretty_exceptions_short=True, suggest_commands=True, rich_markup_mode=None)
+        settings = {"token_normalize_func": hyphens}
+        wanted = CommandInfo(name, cls=Command, callback=found, context_settings=settings)
+        return get_command_from_info(wanted, pretty_exceptions_short=True, rich_markup_mode=None)
+
+    def __iter__(self) -> Iterator[str]:
+        """Their names, in the order of the groups."""
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(COMMANDS)
+
+
+def hyphens(word: str) -> str:
+    """Options and commands are spelled with `-` or `_` alike."""
+    return word.replace("_", "-")
+
+
+class Commands(TyperGroup):
+    """`agentrl`: its help and its completion read the lines above, and import nothing."""
+
+    def __init__(self, **attributes: Any) -> None:
+        """With the commands that there are."""
+        super().__init__(**attributes | {"commands": Imported()})
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Their names."""
+        return list(COMMANDS)
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """What it is for, and the first commands to type."""
+        super().format_help_text(ctx, formatter)
+        with formatter.section("Examples"):
+            formatter.write_dl(EXAMPLES, col_max=44)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """A section for each group, a whole line for each command."""
+        longest = max(map(len, COMMANDS))
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(longest), entry.line) for name, entry in group.items()])
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """The commands first, which are what a person looks for."""
+        self.format_commands(ctx, formatter)
+        records = [record for param in self.get_params(ctx) if (record := param.get_help_record(ctx)) is not None]
+        with formatter.section("Options"):
+            formatter.write_dl(records)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """The commands, and its own options, that begin so."""
+        from typer._click.shell_completion import CompletionItem
+
+        begun = [CompletionItem(name, help=entry.line) for name, entry in COMMANDS.items() if name.startswith(incomplete)]
+        return begun + ([] if not incomplete.startswith("-") else super(TyperGroup, self).shell_complete(ctx, incomplete))
