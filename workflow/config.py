@@ -271,7 +271,8 @@ class RunConfig(Section):
 
     name: str | None = Field(None, pattern=NAME_PATTERN, description="Unique name [made from dataset, model]")
     seed: int = Field(0, ge=0, lt=2**31, description="Orders tasks and keys every random draw")
-    epochs: int = Field(3, ge=1, le=100_000, description="Passes over the dataset")
+    epochs: int | None = Field(3, ge=1, le=100_000, description="Passes over the dataset")
+    iterations: int | None = Field(None, ge=1, le=MOST, description="Its length, instead of epochs")
     env: str | None = Field(None, description="A file of workflow/envs [the dataset's own]")
     tools: Texts = Field((), description="More tools: a name, mcp:COMMAND")
     rewards: Weights = Field({}, description="Rewards beside the env's, or other weights")
@@ -289,6 +290,13 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _iterations_say_how_long(cls, tree: Any) -> Any:
+        """No number of epochs is meant where iterations are named."""
+        named = isinstance(tree, Mapping) and tree.get("iterations") is not None and "epochs" not in tree
+        return {**tree, "epochs": None} if named else tree
+
+    @model_validator(mode="before")
+    @classmethod
     def _trl_in_its_own_convention(cls, tree: Any) -> Any:
         """The trainer trl knows one convention, which is meant where none is named."""
         if not isinstance(tree, Mapping):
@@ -303,6 +311,12 @@ class RunConfig(Section):
         named = self.algorithm.importance_level != "token" or self.algorithm.importance_beyond != "truncate"
         if named and (self.algorithm.importance_cap is None or not self.rollout.max_staleness):
             raise ValueError("importance_level and importance_beyond need an importance_cap and rollout.max_staleness above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.epochs is None) == (self.iterations is None):
+            raise ValueError("epochs and iterations both say how long a run is: give one of them")
         return self
 
     def flat(self) -> dict[str, Any]:
