@@ -254,6 +254,8 @@ BAD = [
     (["submit", "--dataset", "arithmetic", "--iterations", "0", "--dry-run"], 2, "iterations"),
     (["submit", "--dataset", "arithmetic", "--iterations", "9", "--epochs", "1", "--dry-run"], 2, "give one of them"),
     (["submit", "--from-episodes", "first", "--iterations", "9"], 5, "agentrl submit"),
+    (["resume", "first", "--epochs", "0"], 2, "--epochs"),
+    (["resume", "first", "--epochs", "1", "--iterations", "2"], 2, "Leave one out"),
     (["submit", "--no-such-option"], 2, "--no-such-option"),
     (["submit", "--epochs", "three"], 2, "--epochs"),
     (["nonsense"], 2, "nonsense"),

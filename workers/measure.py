@@ -17,7 +17,8 @@ ALIKE = ("group_size", "tasks_per_iteration", "max_attempts", "max_staleness", "
 """Keys of the section `rollout` that say how many episodes are made and when, and nothing of what is in one."""
 
 ONCE = {
-    "name": None, "output_dir": None, "epochs": 1, "iterations": None, "rollout.max_staleness": 0, "rollout.dynamic_sampling": 1,
+    "name": None, "output_dir": None, "epochs": 1, "iterations": None, "rollout.max_staleness": 0,
+    "rollout.dynamic_sampling": 1,
 }  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def _kept(rows: Sequence[Any], run_id: int, mine: Sequence[str], keep_last: int 
     """The paths that stay; `mine` are the run's own, newest first."""
     status = next((row.status for row in rows if row.run_id == run_id), "")
     over = status not in ALIVE
-    least = 1 if status in ("done", "cancelled") else restartable
+    least = {"done": restartable - 1, "cancelled": 1}.get(status, restartable)  # a run that is done may be made longer
     by_name = set() if over and keep_last is not None else {row.path for row in rows if row.sampled}
     in_use = {row.path for row in rows if row.waiting or (row.run_id != run_id and row.status in (*ALIVE, "failed"))}
     return {*mine[: max(least, keep_last or 0)], *by_name, *in_use} & set(mine)

@@ -159,7 +159,8 @@ AS_ASKED = ("name", "kind", "seed", "dataset", "iterations", "output_dir", "rewa
 
 def _row_of(submission: Submission) -> dict[str, Any]:
     asked = {name: getattr(submission, name) for name in AS_ASKED}
-    asked |= {"epochs": submission.passes, "status": "running", "config": dict(submission.config), "manifest": dict(submission.manifest)}
+    asked |= {"status": "running", "epochs": submission.passes}
+    asked |= {"config": dict(submission.config), "manifest": dict(submission.manifest)}
     return asked | {"base": submission.policy.base, "base_hash": submission.policy.base_hash}
 
 
@@ -175,12 +176,22 @@ def _existing(tx: Connection, submission: Submission) -> Submitted:
     if row["manifest"].get("id") == submission.manifest.get("id"):  # ours: the answer of the commit was lost
         return Submitted(row["id"], row["name"], True, row["iterations"])
     asked = (dict(submission.config), submission.kind, submission.manifest.get("fork"), submission.policy.sha256)
-    if (row["config"], row["kind"], row["manifest"].get("fork"), _first_sha256(tx, row["id"])) != asked:
+    found = (row["config"], row["kind"], row["manifest"].get("fork"), _first_sha256(tx, row["id"]))
+    if found == asked:
+        return Submitted(row["id"], row["name"], False, row["iterations"])
+    if (_but_for_its_length(found[0]), *found[1:]) == (_but_for_its_length(asked[0]), *asked[1:]):
         raise ConflictError(
-            f"A run called {submission.name!r} exists with another config.",
-            f"Choose another --name, or look at it with `agentrl config show --run {submission.name}`.",
+            f"A run called {row['name']!r} exists with another length: {row['iterations']} iterations.",
+            f"Make it longer with `agentrl resume {row['name']} --epochs N` or --iterations N, or choose another --name.",
         )
-    return Submitted(row["id"], row["name"], False, row["iterations"])
+    raise ConflictError(
+        f"A run called {submission.name!r} exists with another config.",
+        f"Choose another --name, or look at it with `agentrl config show --run {submission.name}`.",
+    )
+
+
+def _but_for_its_length(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in ("epochs", "iterations")}
 
 
 def _first_sha256(tx: Connection, run_id: int) -> str:
@@ -320,9 +331,14 @@ def resume(tx: Connection, run: str) -> dict[str, Any]:
     """
     row = run_row(tx, run)
     check_resumable(row)
+    resume_row(tx, row)
+    return row
+
+
+def resume_row(tx: Connection, row: Mapping[str, Any]) -> None:
+    """As `resume`, of a run by its row, which may be resumed."""
     _resume(tx, row)
     resume_evals(tx, row["id"])
-    return row
 
 
 def resume_evals(tx: Connection, run_id: int) -> None:
