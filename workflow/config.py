@@ -217,6 +217,9 @@ class UpdateConfig(Section):
     max_kl: float | None = Field(None, gt=0, description="No further pass once the KL to where it began is above this")
     warmup: int = Field(0, ge=0, le=MOST, description="First iterations, over which the learning rate rises")
     decay: Literal["none", "linear", "cosine"] = Field("none", description="How the learning rate then falls, to 0 at the end")
+    save_every: int | None = Field(
+        None, ge=1, le=MOST, description="Keep each Nth checkpoint, those that end epochs, the best and the last [all]"
+    )
     max_bad_updates: int = Field(3, ge=1, le=1000, description="Updates with a NaN in a row before the run fails")
 
     @model_validator(mode="after")
@@ -368,8 +371,8 @@ def build(values: Mapping[str, Any]) -> RunConfig:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         problems = "; ".join(
-            f"{'.'.join(str(part) for part in item['loc']) or 'config'}: {item['msg'].removeprefix('Value error, ')}"
-            f" (found {item['input']!r:.80})"
+            f"{'.'.join(map(str, item['loc']))}: {said} (found {item['input']!r:.80})" if item["loc"] else said
             for item in error.errors()
+            for said in [item["msg"].removeprefix("Value error, ")]
         )
         raise ConfigError(f"The config does not fit: {problems}.", "See `agentrl config show`.") from error

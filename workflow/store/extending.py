@@ -13,7 +13,7 @@ from workflow import db
 from workflow.config import MOST
 from workflow.errors import CheckpointError, ConfigError, StateError
 from workflow.store.connect import transaction
-from workflow.store.iterations import epochs_of, insert_iteration, per_epoch, staleness_of
+from workflow.store.iterations import epoch_length, epochs_of, insert_iteration, staleness_of
 from workflow.store.planning import RESUMABLE, log, newest_version, resume_row, run_row
 
 EXTENDABLE = (*RESUMABLE, "done")
@@ -42,7 +42,7 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
         return row
     stored = select(db.run_groups.c.group_id).where(db.run_groups.c.run_id == row["id"]).limit(1)
     check_extendable(row, tx.execute(stored).first() is not None)
-    of_an_epoch = _per_epoch(tx, row)
+    of_an_epoch = epoch_length(tx, row)
     total = row["iterations"] + (iterations or 0) + (epochs or 0) * of_an_epoch
     if total > MOST:
         raise ConfigError(f"{row['name']!r} would have {total} iterations, and no run has more than {MOST}.", "Name fewer.")
@@ -74,11 +74,6 @@ def check_extendable(row: Mapping[str, Any], stored: bool) -> None:
             f"The learning rate of {name!r} falls to 0 at its end (update.decay={decay}): a longer run would have had another.",
             f"Train its policy on, with a schedule of its own: agentrl submit --model {name}@N",
         )
-
-
-def _per_epoch(tx: Connection, row: Mapping[str, Any]) -> int:
-    tasks = tx.execute(select(func.count()).where(db.run_tasks.c.run_id == row["id"])).scalar_one()
-    return per_epoch(tasks, row["config"]["rollout"]["tasks_per_iteration"])
 
 
 def _longer(config: Mapping[str, Any], total: int, of_an_epoch: int) -> dict[str, Any]:

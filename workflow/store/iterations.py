@@ -34,6 +34,12 @@ def per_epoch(tasks: int, tasks_per_iteration: int) -> int:
     return -(-tasks // tasks_per_iteration)
 
 
+def epoch_length(tx: Connection, run: Mapping[Any, Any]) -> int:
+    """Iterations of an epoch of the run (its row); 0 where it trains on stored groups."""
+    tasks = tx.execute(select(func.count()).where(db.run_tasks.c.run_id == run["id"])).scalar_one()
+    return per_epoch(tasks, run["config"]["rollout"]["tasks_per_iteration"])
+
+
 def epochs_of(iterations: int, of_an_epoch: int) -> int:
     """Epochs that so many iterations begin."""
     return -(-iterations // of_an_epoch)
