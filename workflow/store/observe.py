@@ -162,6 +162,11 @@ def service_holder(tx: Connection, name: str) -> str | None:
 @reading
 def list_runs(tx: Connection, limit: int = 50) -> list[Row]:
     """The newest runs, from `v_runs`; without the evaluations that runs make of themselves (`list_evals`)."""
+    return newest_runs(tx, limit)
+
+
+def newest_runs(tx: Connection, limit: int) -> list[Row]:
+    """As list_runs, inside a transaction."""
     return _rows(tx, "SELECT * FROM v_runs WHERE measures IS NULL ORDER BY id DESC LIMIT :limit", limit=limit)
 
 
@@ -172,7 +177,12 @@ def describe_run(tx: Connection, run: str) -> Row:
     Raises:
         NotFoundError: there is none.
     """
-    return _rows(tx, "SELECT * FROM v_runs WHERE id = :id", id=run_row(tx, run)["id"])[0]
+    return run_by_id(tx, run_row(tx, run)["id"])
+
+
+def run_by_id(tx: Connection, run_id: int) -> Row:
+    """The run of that number, which there is, from `v_runs`."""
+    return _rows(tx, "SELECT * FROM v_runs WHERE id = :id", id=run_id)[0]
 
 
 @reading
