@@ -5,9 +5,10 @@ from typing import Annotated, Any, get_args
 import typer
 
 from cli.diff import diff as compared
-from cli.find import existing_reader, first_run, stored_reader
+from cli.find import existing_database, existing_reader, first_run, stored_reader
 from cli.output import Json, cell, say, show, show_json, show_lines, show_rows
 from cli.transcript import as_document, transcript
+from cli.tree import show_tree
 from cli.verify import verify as verified
 from cli.watch import RunName, trained_on
 from workflow.errors import ConfigError
@@ -37,10 +38,17 @@ def _whole_filter(text: str) -> Any:
 Limit = Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")]
 
 
-def runs(limit: Limit = 50, as_json: Json = False) -> None:
+def runs(
+    limit: Limit = 50,
+    tree: Annotated[bool, typer.Option("--tree", help="Show which run comes from which.")] = False,
+    as_json: Json = False,
+) -> None:
     """List the newest runs; best: the highest mean on the held-out split, and whose version it is (RUN@best)."""
     from workflow.store import observe
 
+    if tree and (whole := existing_database()):
+        show_tree(whole, limit, as_json)
+        return
     db = existing_reader()
     rows = observe.list_runs(db, limit) if db else []
     if as_json:

@@ -1,31 +1,57 @@
-"""`agentrl resume`, `pause`, `cancel`: each may be said twice, and says what is kept and what is redone."""
+"""`agentrl resume`, `pause`, `cancel`: each may be said twice, and says what is kept and what is redone.
 
-from typing import Any
+Only `resume --epochs` and `--iterations` add up: each time they are said the run is so much longer.
+"""
+
+from typing import Annotated, Any
+from uuid import uuid4
+
+import typer
 
 from cli.find import stored_database
 from cli.output import Json, say, show, show_json
 from cli.watch import RunName, numbers
+from workflow.config import MOST
+from workflow.errors import ConfigError
 
 
-def resume(run: RunName, as_json: Json = False) -> None:
-    """Set a paused, failed or stranded run going again."""
+def _more(what: str) -> Any:
+    return typer.Option(min=1, max=MOST, metavar="N", help=f"Make the run so many {what} longer, also when it is done.")
+
+
+def resume(
+    run: RunName,
+    epochs: Annotated[int | None, _more("epochs")] = None,
+    iterations: Annotated[int | None, _more("iterations")] = None,
+    as_json: Json = False,
+) -> None:
+    """Set a paused, failed or stranded run going again, or make it longer."""
     from cli.services import ready_workers
     from workers import broker
     from workers.control import send_missing
     from workers.fit import question
     from workflow.settings import settings
-    from workflow.store import planning, serving
+    from workflow.store import extending, planning, serving
     from workflow.store.iterations import staleness_of
 
+    if epochs and iterations:
+        raise ConfigError("--epochs and --iterations both say how much longer.", "Leave one out.")
+    longer = bool(epochs or iterations)
     row = serving.run_to_serve(stored_database(), run)
-    planning.check_resumable(row)
+    if longer:
+        extending.check_extendable(row, row["stored"])
+    else:
+        planning.check_resumable(row)
     asked = question(row["config"], row["weights"], row["base"], row["output_dir"], rolls_out=not row["stored"])
     separate = staleness_of(row["config"]) > 0
     missing = ready_workers(row["name"], asked, separate, there=False, fit=True)  # before the run is running again
-    before = planning.resume(stored_database(), run)["status"]
+    if longer:
+        before = extending.extend(stored_database(), run, uuid4().hex[:8], epochs, iterations)
+    else:
+        before = planning.resume(stored_database(), run)
     if not broker.in_memory(settings()):
         send_missing()  # also where no control loop runs
-    _show(run, "running", before, as_json)
+    _show(run, "running", before["status"], as_json, before["iterations"])
     for line in missing:
         say(line)
     say(f"Follow it: agentrl watch {run}")
@@ -50,15 +76,21 @@ def cancel(run: RunName, as_json: Json = False) -> None:
     _show(run, "cancelled", before, as_json)
 
 
-def _show(run: str, status: str, before: str, as_json: bool) -> None:
+def _show(run: str, status: str, before: str, as_json: bool, length: int | None = None) -> None:
+    """What became of the run; `length`: its iterations before, where it may be longer now."""
     from workflow.store import observe
 
     row, now = observe.describe_run(stored_database(), run), observe.progress(stored_database(), run)
     kept, redone = _kept(row, now), _redone(status, now)
     if as_json:
-        show_json({"run": row["run"], "status": status, "before": before, "kept": kept, "redone": redone})
+        told = {"run": row["run"], "status": status, "before": before, "iterations": row["iterations"]}
+        show_json({**told, "kept": kept, "redone": redone})
         return
-    show(f"{row['run']}: {status}" + (" already" if before == status else f" (was {before})"))
+    longer = length is not None and length < row["iterations"]
+    still = "" if longer else " already"
+    show(f"{row['run']}: {status}" + (still if before == status else f" (was {before})"))
+    if longer:
+        show(f"  longer: {length} -> {row['iterations']} iterations")
     show(f"  kept:   {kept}")
     show(f"  redone: {redone}")
 

@@ -18,6 +18,7 @@ FLAGS = {
     "dataset": "dataset.name",
     "split": "dataset.split",
     "epochs": "epochs",
+    "iterations": "iterations",
     "model": "model.path",
     "env": "env",
     "tools": "tools",
@@ -39,6 +40,7 @@ FLAGS = {
     "lora_r": "model.lora_r",
     "load_in_4bit": "model.load_in_4bit",
     "eval_every": "eval.every",
+    "save_every": "update.save_every",
     "seed": "seed",
     "name": "name",
     "output_dir": "output_dir",
@@ -92,6 +94,7 @@ def submit(
     dataset: Annotated[str | None, _flag("dataset")] = None,
     split: Annotated[str | None, _flag("split")] = None,
     epochs: Annotated[int | None, _flag("epochs", "--epochs", "--total-epochs")] = None,
+    iterations: Annotated[int | None, _flag("iterations")] = None,
     model: Annotated[str | None, _flag("model", "--model", "--model-path")] = None,
     env: Annotated[str | None, _flag("env")] = None,
     tools: Annotated[list[str] | None, _flag("tools")] = None,
@@ -120,6 +123,7 @@ def submit(
     lora_r: Annotated[int | None, _flag("lora_r")] = None,
     load_in_4bit: Annotated[bool | None, _flag("load_in_4bit", "--load-in-4bit/--no-load-in-4bit")] = None,
     eval_every: Annotated[int | None, _flag("eval_every")] = None,
+    save_every: Annotated[int | None, _flag("save_every")] = None,
     seed: Annotated[int | None, _flag("seed")] = None,
     name: Annotated[str | None, _flag("name")] = None,
     output_dir: Annotated[str | None, _flag("output_dir")] = None,
@@ -266,7 +270,7 @@ def _update_of(config: RunConfig) -> dict[str, Any]:
 def _show_plan(prepared: Any, as_json: bool) -> None:
     submission, config = prepared.submission, prepared.config
     tasks, more = len(submission.tasks), config.rollout.dynamic_sampling
-    planned = submission.epochs * tasks * submission.group_size
+    planned = submission.episodes
     plan = {
         "name": submission.name,
         "dataset": f"{config.dataset.name} ({config.dataset.split})",
@@ -277,7 +281,7 @@ def _show_plan(prepared: Any, as_json: bool) -> None:
         **_update_of(config),
         **({"hooks": ", ".join(config.hooks)} if config.hooks else {}),
         "tasks": tasks or f"{len(submission.groups)} stored groups",
-        "epochs": submission.epochs,
+        "epochs": submission.passes,
         "iterations": submission.iterations,
         "group_size": submission.group_size,
         **({"held_out": _told(submission.evaluation, config.eval.every)} if submission.evaluation else {}),

@@ -181,7 +181,7 @@ def test_every_command_explains_each_of_its_options_on_one_page(capsys: pytest.C
     ):  # fmt: skip
         text = agentrl(capsys, *command.split(), "--help")
         assert f"agentrl {command}" in text
-        assert len(text.splitlines()) < 80
+        assert len(text.splitlines()) < 86
 
 
 # submit
@@ -201,6 +201,9 @@ def test_a_dry_run_prints_the_plan(home: Path, tmp_path: Path, capsys: pytest.Ca
     assert (plan["tasks"], plan["iterations"], plan["episodes"], plan["env"]) == (10, 6, 80, "arithmetic")
     assert plan["config"]["update"]["weight_decay"] == 0.5
     assert "critic" not in plan
+    plan = json.loads(agentrl(capsys, "submit", *flags[:4], *flags[6:], "--iterations", "5", "--dry-run", "--json"))
+    assert (plan["epochs"], plan["iterations"], plan["episodes"]) == (2, 5, (10 + 8) * 4)
+    assert (plan["config"]["epochs"], plan["config"]["iterations"]) == (None, 5)
     more = ["--algorithm", "ppo", "-s", "update.epochs=2", "-s", "critic.warmup=3", "-s", "rollout.dynamic_sampling=3"]
     plan = json.loads(agentrl(capsys, "submit", *flags, *more, "--dry-run", "--json"))
     assert (plan["algorithm"], plan["convention"], plan["passes"]) == ("ppo", "verl", 2)
@@ -248,6 +251,11 @@ BAD = [
     (["submit", "--dataset", "arithmetic", "--env", "os:path", "--dry-run"], 2, "no Env"),
     (["submit", "--dataset", "arithmetic", "-s", "hooks=[x]", "--dry-run"], 2, "package.module:Class"),
     (["submit", "--dataset", "arithmetic", "--epochs", "0", "--dry-run"], 2, "epochs"),
+    (["submit", "--dataset", "arithmetic", "--iterations", "0", "--dry-run"], 2, "iterations"),
+    (["submit", "--dataset", "arithmetic", "--iterations", "9", "--epochs", "1", "--dry-run"], 2, "give one of them"),
+    (["submit", "--from-episodes", "first", "--iterations", "9"], 5, "agentrl submit"),
+    (["resume", "first", "--epochs", "0"], 2, "--epochs"),
+    (["resume", "first", "--epochs", "1", "--iterations", "2"], 2, "Leave one out"),
     (["submit", "--no-such-option"], 2, "--no-such-option"),
     (["submit", "--epochs", "three"], 2, "--epochs"),
     (["nonsense"], 2, "nonsense"),

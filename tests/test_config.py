@@ -44,6 +44,24 @@ def test_assignments_beat_flags_beat_the_environment_beat_the_file_beat_defaults
     }
 
 
+def test_iterations_take_the_place_of_epochs_that_were_given_less_directly(file: Path) -> None:
+    config, origins = resolve(file, {"iterations": 20})
+    assert (config.epochs, config.iterations, origins["epochs"]) == (None, 20, "default")
+    config, _ = resolve(file, {}, (), {"AGENTRL_RUN_ITERATIONS": "20"})
+    assert (config.epochs, config.iterations) == (None, 20)
+    file.write_text("iterations: 20\n")
+    config, _ = resolve(file, {"epochs": 2})
+    assert (config.epochs, config.iterations) == (2, None)
+    assert resolve(file, {}, ("iterations=null",))[0].epochs == 3
+    assert build(build({"iterations": 20}).flat()).iterations == 20
+
+
+@pytest.mark.parametrize("assigned", [("epochs=2", "iterations=20"), ("epochs=null",)])
+def test_a_length_said_twice_or_not_at_all_is_refused(assigned: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="epochs and iterations both say how long a run is: give one of them"):
+        resolve(None, {}, assigned)
+
+
 def test_a_config_survives_its_own_flat_form() -> None:
     config = build({"hooks": ["a:B"], "dataset.max_samples": 3, "model.lora_r": 0})
     assert build(config.flat()) == config

@@ -24,6 +24,7 @@ from tests.stack import SMALL, embedded_stack
 from tests.stored import claim_training, play, start, submission, update_of, value, values
 from workers.process import database as process_database
 from workers.submit import stored_policy
+from workers.train import _tidy
 from workflow import checkpoint, mirror
 from workflow.errors import CheckpointError, NotFoundError, ServiceError
 from workflow.store import compact, keeping, observe, planning, training
@@ -319,3 +320,48 @@ def test_vacuum_refuses_where_the_copy_has_no_room(tmp_path: Path, migrated_file
             compact.vacuum(db)
         assert value(db, "SELECT length(detail) FROM events") == 1_600_000
         db.close()
+
+
+def kept_by(db: Database, out: Path, every: int, iterations: int, trained: int, run: str = "first") -> set[str]:
+    """The checkpoints, by their version, that a run with epochs of three iterations has after so many."""
+    wanted = replace(submission(run, tasks=3, tasks_per_iteration=1, epochs=iterations), output_dir=str(out))
+    config = {**wanted.config, "update": {**wanted.config["update"], "save_every": every}, "iterations": iterations}
+    made = planning.submit(db, replace(wanted, config=config, epochs=None, length=iterations))
+    for _ in range(trained):
+        iteration = planning.open_iterations(db, made.id)[0]
+        for group in planning.start_iteration(db, iteration):
+            play(db, group)
+        work = claim_training(db, iteration)
+        train(db, work)
+        _tidy(work)
+    return {name[:6] for name in names(out)}
+
+
+def test_a_run_that_saves_every_fourth_checkpoint_keeps_those_that_end_epochs_the_last_and_what_it_goes_on_from(
+    own_database: Database, tmp_path: Path
+) -> None:
+    assert kept_by(own_database, tmp_path / "going", 4, 9, trained=8) == {"v00003", "v00004", "v00006", "v00007", "v00008"}
+    assert kept_by(own_database, tmp_path / "done", 4, 7, 7, "second") == {"v00003", "v00004", "v00006", "v00007"}
+    assert sum(gc(own_database, "second").values()) == 0
+    assert kept_by(own_database, tmp_path / "one", 1, 4, 4, "third") == {"v00001", "v00002", "v00003", "v00004"}
+    with pytest.raises(CheckpointError, match="version 5 of 'second' was collected"):
+        stored_policy(own_database, "second", 5)
+    assert stored_policy(own_database, "second", 6).version == 6
+
+
+def test_a_checkpoint_that_another_run_starts_from_is_kept_until_that_is_over(own_database: Database, tmp_path: Path) -> None:
+    kept_by(own_database, tmp_path / "out", 9, 8, trained=2)
+    planning.submit(own_database, replace(submission("second"), policy=stored_policy(own_database, "first", 1)))
+    for _ in range(2):
+        iteration = planning.open_iterations(own_database, 1)[0]
+        for group in planning.start_iteration(own_database, iteration):
+            play(own_database, group)
+        train(own_database, claim_training(own_database, iteration))
+    assert [Path(path).name[:6] for path in keeping.drop_unsaved(own_database, 1)] == ["v00002"]
+    planning.stop(own_database, "second", "cancelled")
+    (gone,) = keeping.drop_unsaved(own_database, 1)
+    assert Path(gone).name.startswith("v00001")
+    assert values(own_database, "SELECT version FROM policies WHERE collected_at IS NOT NULL AND run_id = 1 ORDER BY 1") == [
+        1,
+        2,
+    ]

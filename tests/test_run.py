@@ -120,6 +120,17 @@ def test_a_paused_run_stands_still_until_it_is_resumed(stack: Stack, model: Path
 
 
 @pytest.mark.slow
+def test_a_run_that_is_done_is_made_longer_and_stays_one_run(stack: Stack, model: Path) -> None:
+    words = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", "--iterations", "2", *SMALL[2:])
+    run = stack.agentrl("submit", *words, "--wait").strip()
+    said = stack.agentrl("resume", run, "--iterations", "1")
+    assert said.startswith(f"{run}: running (was done)\n  longer: 2 -> 3 iterations\n")
+    stack.wait_for(run)
+    assert_whole(stack.database, iterations=3, episodes=48)
+    assert [row["run"] for row in json.loads(stack.agentrl("runs", "--json"))] == [run]
+
+
+@pytest.mark.slow
 def test_a_cancelled_run_stays_cancelled(stack: Stack, model: Path) -> None:
     run = held_run(stack, model)
     stack.agentrl("cancel", run)

@@ -13,6 +13,7 @@ from tests.stored import (
     EXPIRED,
     LEASE,
     claim,
+    claim_training,
     fail,
     finish,
     play,
@@ -84,6 +85,24 @@ def test_the_iterations_of_an_epoch_take_the_tasks_in_that_order(database: Datab
     training.commit_update(database, work, update_of(work), 3)
     seen = values(database, "SELECT task FROM v_groups ORDER BY iteration, slot")
     assert seen == [f"train/{index}" for index in task_order(0, 0, ["train/0", "train/1", "train/2"])]
+
+
+def test_a_run_of_so_many_iterations_ends_in_the_middle_of_an_epoch(database: Database) -> None:
+    wanted = replace(submission(tasks=5), epochs=None, length=4)  # two tasks each: an epoch has three
+    assert planning.submit(database, wanted) == Submitted(1, "first", True, 4)
+    assert values(database, "SELECT epochs || ' ' || iterations FROM v_runs") == ["2 4"]
+    assert wanted.episodes == (5 + 2) * 2
+    for number in range(4):
+        if number:
+            for group in planning.start_iteration(database, number + 1):
+                play(database, group)
+        work = claim_training(database, number + 1) if number else ready(database, wanted)
+        training.commit_update(database, work, update_of(work), 3)
+    assert values(database, "SELECT epoch FROM v_iterations ORDER BY iteration") == [0, 0, 0, 1]
+    seen = values(database, "SELECT task FROM v_groups ORDER BY iteration, slot")
+    orders = [task_order(0, epoch, [f"train/{number}" for number in range(5)]) for epoch in range(2)]
+    assert seen == [f"train/{index}" for index in (*orders[0], *orders[1][:2])]
+    assert planning.find_run(database, "first")["status"] == "done"
 
 
 def test_an_unknown_run_is_not_found(database: Database) -> None:

@@ -59,7 +59,7 @@ def prepare_fork(db: Database, asked: ForkRequest) -> Prepared:
     if env.resumability == "restart" and asked.step:
         raise ConfigError(f"The env {parent.env!r} cannot be rebuilt in mid-episode.", "Fork its first step: --step 0.")
     name = asked.name or free_name(db, f"{point.run['name'][:50]}-fork")
-    values: dict[str, Any] = {"name": name, "output_dir": None, "epochs": 1}
+    values: dict[str, Any] = {"name": name, "output_dir": None, "epochs": 1, "iterations": None}
     values |= {"rollout.group_size": asked.n, "rollout.tasks_per_iteration": 1, "rollout.max_staleness": 0}
     values["rollout.dynamic_sampling"] = 1
     config = build(how_sampled(parent) | values)

@@ -16,7 +16,10 @@ TRAINING = ("algorithm.", "update.", "critic.", "source.", "eval.")
 ALIKE = ("group_size", "tasks_per_iteration", "max_attempts", "max_staleness", "dynamic_sampling")
 """Keys of the section `rollout` that say how many episodes are made and when, and nothing of what is in one."""
 
-ONCE = {"name": None, "output_dir": None, "epochs": 1, "rollout.max_staleness": 0, "rollout.dynamic_sampling": 1}
+ONCE = {
+    "name": None, "output_dir": None, "epochs": 1, "iterations": None, "rollout.max_staleness": 0,
+    "rollout.dynamic_sampling": 1,
+}  # fmt: skip
 
 
 def measuring(config: RunConfig, dataset: str | None, split: str, n: int | None, rollout: Mapping[str, Any]) -> RunConfig:

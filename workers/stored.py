@@ -54,7 +54,7 @@ def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], p
     name = asked.name or free_name(db, f"{first.row['name'][:50]}-stored")
     defaults = {key: value for key, value in RunConfig().flat().items() if key in KEYS}
     # Nothing is rolled out, ahead or in addition, also where the run that made the episodes did so.
-    fixed = {"name": name, "epochs": 1, "rollout.max_staleness": 0, "rollout.dynamic_sampling": 1}
+    fixed = {"name": name, "epochs": 1, "iterations": None, "rollout.max_staleness": 0, "rollout.dynamic_sampling": 1}
     config = settled_run(build(how_sampled(found.config) | defaults | chosen | fixed))
     check_trainer(config)
     load_hooks(config.hooks)
@@ -131,13 +131,14 @@ def _left_out(source: StoredRun, reward_set: str) -> str:
 
 
 def _refuse_ignored(chosen: Mapping[str, Any]) -> None:
-    ignored = [key for key in chosen if not key.startswith(TRAINING) and key not in KEYS]
+    ignored = [key for key in chosen if not key.startswith(TRAINING) and key not in (*KEYS, "iterations")]
     if ignored:
         raise ConfigError(
             f"{', '.join(ignored)}: decided when the stored episodes were made, and cannot be chosen again.", "Leave it out."
         )
-    if chosen.get("epochs", 1) != 1:
-        raise ConfigError("A run trains on an episode at most once, so that stored ones give one epoch.", "Leave --epochs out.")
+    if chosen.get("epochs", 1) != 1 or "iterations" in chosen:
+        said = "A run trains on an episode at most once, so that stored ones give one epoch."
+        raise ConfigError(said, "Leave --epochs and --iterations out.")
 
 
 def _sources(db: Database, asked: SourceConfig, least: int) -> list[StoredRun]:

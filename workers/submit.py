@@ -105,6 +105,7 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
         dataset=config.dataset.name,
         seed=config.seed,
         epochs=config.epochs,
+        length=config.iterations,
         tasks_per_iteration=config.rollout.tasks_per_iteration,
         group_size=config.rollout.group_size,
         weights=weights,

@@ -25,7 +25,7 @@ from workflow.evaluate import evaluate
 from workflow.faults import faultpoint
 from workflow.hooks import load_hooks
 from workflow.settings import is_url, settings
-from workflow.store import claims, epochs, evals, mending, training
+from workflow.store import claims, epochs, evals, keeping, mending, training
 from workflow.store.claims import IterationWork, SampledOn
 from workflow.store.iterations import staleness_of
 from workflow.store.mending import Rebuild
@@ -276,3 +276,6 @@ def _tidy(work: IterationWork) -> None:
     if stale:
         mirror.drop_optimizer(stale)
         faultpoint("optimizer.dropped")
+    if work.config["update"].get("save_every"):  # which a run of before there was such an option does not have
+        for path in keeping.drop_unsaved(database(), work.run_id):
+            mirror.remove(path)

@@ -226,6 +226,9 @@ class UpdateConfig(Section):
     max_kl: float | None = Field(None, gt=0, description="No further pass once the KL to where it began is above this")
     warmup: int = Field(0, ge=0, le=MOST, description="First iterations, over which the learning rate rises")
     decay: Literal["none", "linear", "cosine"] = Field("none", description="How the learning rate then falls, to 0 at the end")
+    save_every: int | None = Field(
+        None, ge=1, le=MOST, description="Keep each Nth checkpoint, those that end epochs, the best and the last [all]"
+    )
     max_bad_updates: int = Field(3, ge=1, le=1000, description="Updates with a NaN in a row before the run fails")
 
     @model_validator(mode="after")
@@ -280,7 +283,8 @@ class RunConfig(Section):
 
     name: str | None = Field(None, pattern=NAME_PATTERN, description="Unique name [made from dataset, model]")
     seed: int = Field(0, ge=0, lt=2**31, description="Orders tasks and keys every random draw")
-    epochs: int = Field(3, ge=1, le=100_000, description="Passes over the dataset")
+    epochs: int | None = Field(3, ge=1, le=100_000, description="Passes over the dataset")
+    iterations: int | None = Field(None, ge=1, le=MOST, description="Its length, instead of epochs")
     env: str | None = Field(None, description="A file of workflow/envs [the dataset's own]")
     tools: Texts = Field((), description="More tools: a name, mcp:COMMAND")
     rewards: Weights = Field({}, description="Rewards beside the env's, or other weights")
@@ -298,6 +302,13 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _iterations_say_how_long(cls, tree: Any) -> Any:
+        """No number of epochs is meant where iterations are named."""
+        named = isinstance(tree, Mapping) and tree.get("iterations") is not None and "epochs" not in tree
+        return {**tree, "epochs": None} if named else tree
+
+    @model_validator(mode="before")
+    @classmethod
     def _trl_in_its_own_convention(cls, tree: Any) -> Any:
         """The trainer trl knows one convention, which is meant where none is named."""
         if not isinstance(tree, Mapping):
@@ -312,6 +323,12 @@ class RunConfig(Section):
         named = self.algorithm.importance_level != "token" or self.algorithm.importance_beyond != "truncate"
         if named and (self.algorithm.importance_cap is None or not self.rollout.max_staleness):
             raise ValueError("importance_level and importance_beyond need an importance_cap and rollout.max_staleness above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.epochs is None) == (self.iterations is None):
+            raise ValueError("epochs and iterations both say how long a run is: give one of them")
         return self
 
     def flat(self) -> dict[str, Any]:
@@ -366,8 +383,8 @@ def build(values: Mapping[str, Any]) -> RunConfig:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         problems = "; ".join(
-            f"{'.'.join(str(part) for part in item['loc']) or 'config'}: {item['msg'].removeprefix('Value error, ')}"
-            f" (found {item['input']!r:.80})"
+            f"{'.'.join(map(str, item['loc']))}: {said} (found {item['input']!r:.80})" if item["loc"] else said
             for item in error.errors()
+            for said in [item["msg"].removeprefix("Value error, ")]
         )
         raise ConfigError(f"The config does not fit: {problems}.", "See `agentrl config show`.") from error

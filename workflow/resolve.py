@@ -21,6 +21,8 @@ MISSPELT = 0.85
 LARGEST_FILE = 1 << 20
 """Bytes of a config."""
 MOST_DIGITS = 100
+INSTEAD = {"epochs": "iterations", "iterations": "epochs"}
+"""Keys that say the same in two ways: one that is given takes the place of the other where that was given less directly."""
 
 
 def resolve(
@@ -54,6 +56,10 @@ def resolve(
                 raise ConfigError(f"Unknown option {key!r:.100} ({origin}).", _suggest(key, value))
             values[key] = value
             origins[key] = origin
+            other = INSTEAD.get(key)
+            if value is not None and other in values and origins[other] != origin:
+                del values[other]
+                origins[other] = "default"
     made = build(values)
     if "algorithm.convention" not in values and made.update.trainer == "trl":
         origins["algorithm.convention"] = origins["update.trainer"]

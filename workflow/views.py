@@ -176,6 +176,9 @@ FUNCTIONS = {
 }
 """Postgres function -> the value of one packed little-endian word; SQLite's are made by `workflow.store.query`."""
 
+LONGER = {"runs": "OLD.status = 'done' AND NEW.status = 'running' AND NEW.iterations > OLD.iterations"}
+"""Table -> the one way out of a status that no update may leave: a run that is done is made longer."""
+
 GUARDED = {
     "episodes": sorted(TERMINAL),
     "groups": ["cancelled", "done"],
@@ -240,6 +243,7 @@ def _unpacking(name: str, value: str) -> str:
 def _guard(table: str, statuses: list[str], dialect: str) -> list[str]:
     listed = ", ".join(f"'{status}'" for status in statuses)
     condition = f"OLD.status IN ({listed}) AND NEW.status <> OLD.status"
+    condition += f" AND NOT ({LONGER[table]})" if table in LONGER else ""
     message = f"a finished row of {table} keeps its status"
     if dialect == "postgresql":
         return [

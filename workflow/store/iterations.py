@@ -29,6 +29,22 @@ def task_order(seed: int, epoch: int | str, keys: Sequence[str]) -> list[int]:
     return sorted(range(len(keys)), key=digests.__getitem__)
 
 
+def per_epoch(tasks: int, tasks_per_iteration: int) -> int:
+    """Iterations in which each of the tasks has its turn once."""
+    return -(-tasks // tasks_per_iteration)
+
+
+def epoch_length(tx: Connection, run: Mapping[Any, Any]) -> int:
+    """Iterations of an epoch of the run (its row); 0 where it trains on stored groups."""
+    tasks = tx.execute(select(func.count()).where(db.run_tasks.c.run_id == run["id"])).scalar_one()
+    return per_epoch(tasks, run["config"]["rollout"]["tasks_per_iteration"])
+
+
+def epochs_of(iterations: int, of_an_epoch: int) -> int:
+    """Epochs that so many iterations begin."""
+    return -(-iterations // of_an_epoch)
+
+
 def staleness_of(config: Mapping[str, Any]) -> int:
     """How many versions a run's episodes may lag behind its trainer: iteration i samples with version max(0, i - that)."""
     return int(config["rollout"].get("max_staleness", 0))  # a run of before there was such an option has none
@@ -117,8 +133,9 @@ def _all_tasks(tx: Connection, run: Mapping[Any, Any]) -> tuple[list[int], list[
 
 def _chosen(run: Mapping[Any, Any], number: int, ids: Sequence[int], keys: Sequence[str]) -> tuple[int, list[int]]:
     """The epoch of the iteration of that number, and those of the ids whose turn it is."""
-    epoch, position = divmod(number, run["iterations"] // run["epochs"])
-    order, size = task_order(run["seed"], epoch, keys), run["config"]["rollout"]["tasks_per_iteration"]
+    size = run["config"]["rollout"]["tasks_per_iteration"]
+    epoch, position = divmod(number, per_epoch(len(ids), size))
+    order = task_order(run["seed"], epoch, keys)
     return epoch, [ids[index] for index in order[position * size : (position + 1) * size]]
 
 

@@ -3,7 +3,7 @@
 A policy is collected by its row first; its files go after the commit. So whoever asks for it is told the truth at any moment.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
@@ -15,7 +15,7 @@ from workflow import db
 from workflow.collect import Needs
 from workflow.store.connect import reading, transaction
 from workflow.store.evals import best_version
-from workflow.store.iterations import staleness_of
+from workflow.store.iterations import epoch_length, staleness_of
 from workflow.store.planning import log, run_row
 from workflow.trajectory import OPEN
 
@@ -72,15 +72,58 @@ def collect(tx: Connection, run_id: int, present: Collection[str], keep_last: in
     return found
 
 
+@transaction
+def drop_unsaved(tx: Connection, run_id: int) -> list[str]:
+    """Marks as collected what the run does not keep (`update.save_every`) and nothing needs now; their files may go then."""
+    run = tx.execute(select(db.runs).where(db.runs.c.id == run_id)).mappings().one()
+    key = run["manifest"].get("id", "")[:8]
+    if _save_every(run) is None or not key:
+        return []
+    policies, iterations = db.policies.c, db.iterations.c
+    mine = select(policies.path, policies.version).where(policies.run_id == run_id, policies.collected_at.is_(None))
+    rows = tx.execute(mine.where(policies.path.endswith(key, autoescape=True)).order_by(policies.version.desc())).all()
+    named = list(dict.fromkeys(row.path for row in rows))
+    kept = {*named[: _least(run["status"], run["config"])], *_saved(tx, run, rows)}
+    unneeded = [path for path in named if path not in kept]
+    if unneeded:
+        of_them = select(policies.path).join(db.runs, db.runs.c.id == policies.run_id).where(policies.path.in_(unneeded))
+        waiting = select(iterations.policy_id).where(iterations.status.in_(OPEN))
+        others = (policies.run_id != run_id) & db.runs.c.status.in_((*ALIVE, "failed"))
+        in_use = set(tx.execute(of_them.where(others | policies.id.in_(waiting))).scalars())
+        unneeded = [path for path in unneeded if path not in in_use]
+    if unneeded:
+        tx.execute(update(db.policies).where(policies.path.in_(unneeded)).values(collected_at=datetime.now(UTC)))
+    return unneeded
+
+
+def _save_every(run: Mapping[Any, Any]) -> int | None:
+    every: int | None = run["config"]["update"].get("save_every")  # a run of before there was such an option keeps all
+    return every
+
+
+def _saved(tx: Connection, run: Mapping[Any, Any], rows: Sequence[Any]) -> set[str]:
+    """Of the policies' paths those that the run keeps for good: each `save_every`th, each epoch's last, the best, the last."""
+    every, of_an_epoch = _save_every(run) or 1, epoch_length(tx, run) or run["iterations"]
+    ends = (best_version(tx, run["id"]), run["iterations"])
+    return {row.path for row in rows if not row.version % every or not row.version % of_an_epoch or row.version in ends}
+
+
+def _least(status: str, config: Mapping[str, Any]) -> int:
+    """How many of its newest checkpoints a run must have: one that is done may be made longer."""
+    restartable = RESTARTABLE + staleness_of(config)
+    return {"done": restartable - 1, "cancelled": 1}.get(status, restartable)
+
+
 def _needs(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> tuple[Needs, list[str]]:
     """The needs after collecting, and the paths to collect."""
     rows = _policies(tx, run_id)
     gone = {row.path for row in rows if row.collected_at is not None}
     named = list(dict.fromkeys(row.path for row in rows if row.run_id == run_id and row.path not in gone))  # newest first
     mine = [path for path in named if _name(path) in present]
-    config = tx.execute(select(db.runs.c.config).where(db.runs.c.id == run_id)).scalar_one()
-    restartable = RESTARTABLE + staleness_of(config)
-    kept = _kept(rows, run_id, mine, keep_last, restartable)
+    run = tx.execute(select(db.runs).where(db.runs.c.id == run_id)).mappings().one()
+    restartable = RESTARTABLE + staleness_of(run["config"])
+    saved = None if _save_every(run) is None else _saved(tx, run, [row for row in rows if row.run_id == run_id])
+    kept = _kept(rows, run, mine, keep_last, saved)
     best = best_version(tx, run_id)  # which stays, whatever `keep_last` says: `RUN@best`
     kept |= {row.path for row in rows if row.run_id == run_id and row.version == best}
     unneeded = [path for path in mine if path not in kept]
@@ -116,14 +159,15 @@ def _policies(tx: Connection, run_id: int) -> Sequence[Any]:
     return tx.execute(query.order_by(policies.c.version.desc())).all()
 
 
-def _kept(rows: Sequence[Any], run_id: int, mine: Sequence[str], keep_last: int | None, restartable: int) -> set[str]:
-    """The paths that stay; `mine` are the run's own, newest first."""
-    status = next((row.status for row in rows if row.run_id == run_id), "")
-    over = status not in ALIVE
-    least = 1 if status in ("done", "cancelled") else restartable
-    by_name = set() if over and keep_last is not None else {row.path for row in rows if row.sampled}
-    in_use = {row.path for row in rows if row.waiting or (row.run_id != run_id and row.status in (*ALIVE, "failed"))}
-    return {*mine[: max(least, keep_last or 0)], *by_name, *in_use} & set(mine)
+def _kept(
+    rows: Sequence[Any], run: Mapping[Any, Any], mine: Sequence[str], keep_last: int | None, saved: set[str] | None
+) -> set[str]:
+    """The paths that stay; `mine` are the run's own, newest first, `saved` what it keeps itself instead of all."""
+    by_name = {row.path for row in rows if row.sampled} if saved is None else saved
+    if keep_last is not None and run["status"] not in ALIVE:
+        by_name = set()
+    in_use = {row.path for row in rows if row.waiting or (row.run_id != run["id"] and row.status in (*ALIVE, "failed"))}
+    return {*mine[: max(_least(run["status"], run["config"]), keep_last or 0)], *by_name, *in_use} & set(mine)
 
 
 def _name(path: str) -> str:

@@ -13,6 +13,11 @@ from workflow.trajectory import Episode, Step
 @reading
 def list_runs(tx: Any, limit: int = 50) -> list[Row]:
     """The newest runs, from `v_runs`; without the evaluations that runs make of themselves (`list_evals`)."""
+    return newest_runs(tx, limit)
+
+
+def newest_runs(tx: Any, limit: int) -> list[Row]:
+    """As list_runs, inside a transaction."""
     return rows(tx, "SELECT * FROM v_runs WHERE measures IS NULL ORDER BY id DESC LIMIT :limit", limit=limit)
 
 
@@ -23,7 +28,12 @@ def describe_run(tx: Any, run: str) -> Row:
     Raises:
         NotFoundError: there is none.
     """
-    return rows(tx, "SELECT * FROM v_runs WHERE id = :id", id=_run(tx, run)["id"])[0]
+    return run_by_id(tx, _run(tx, run)["id"])
+
+
+def run_by_id(tx: Any, run_id: int) -> Row:
+    """The run of that number, which there is, from `v_runs`."""
+    return rows(tx, "SELECT * FROM v_runs WHERE id = :id", id=run_id)[0]
 
 
 @reading

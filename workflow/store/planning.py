@@ -18,7 +18,7 @@ from workflow.columns import now_ms
 from workflow.errors import CheckpointError, ConflictError, NotFoundError, StateError
 from workflow.store.connect import insert, reading, transaction
 from workflow.store.forks import Fork, insert_fork
-from workflow.store.iterations import insert_iteration, staleness_of
+from workflow.store.iterations import epochs_of, insert_iteration, per_epoch, staleness_of
 from workflow.store.rows import clean, clean_tree, in_parts, message_row
 from workflow.trajectory import OPEN, PolicyRef, Task
 
@@ -38,6 +38,7 @@ class Submission:
         weights, code_hash: reward name -> weight, and the hash of the rewards' source.
         groups: stored groups to train on; empty for a run that makes its own from the tasks.
         reward_set: whose rewards train.
+        epochs, length: how long the run is, in passes over the tasks or (`length`) in iterations.
         fork: of a fork run, where it leaves its parent.
         evaluation: of a run that measures its policies, the run that measures the first; its name follows from this one's.
     """
@@ -50,7 +51,7 @@ class Submission:
     tasks: Sequence[Task]
     dataset: str
     seed: int
-    epochs: int
+    epochs: int | None
     tasks_per_iteration: int
     group_size: int
     weights: Mapping[str, float]
@@ -60,13 +61,27 @@ class Submission:
     reward_set: str = "default"
     fork: Fork | None = None
     evaluation: "Submission | None" = None
+    length: int | None = None
 
     @property
     def iterations(self) -> int:
-        """epochs x ceil(tasks / tasks_per_iteration), of stored groups where it trains on those; 1 for a fork."""
-        if self.fork:
-            return 1
-        return self.epochs * -(-(len(self.groups) or len(self.tasks)) // self.tasks_per_iteration)
+        """`length`, or epochs x ceil(tasks / tasks_per_iteration), of stored groups where it trains on those; 1 for a fork."""
+        return 1 if self.fork else self.length or (self.epochs or 1) * self._per_epoch
+
+    @property
+    def passes(self) -> int:
+        """Over the tasks; the last may end before all of them had their turn."""
+        return 1 if self.fork else epochs_of(self.iterations, self._per_epoch)
+
+    @property
+    def episodes(self) -> int:
+        """That it plans, unless it samples on; 0 where it trains on stored ones."""
+        whole, rest = divmod(self.iterations, self._per_epoch) if self.tasks else (0, 0)
+        return (whole * len(self.tasks) + rest * self.tasks_per_iteration) * self.group_size
+
+    @property
+    def _per_epoch(self) -> int:
+        return per_epoch(len(self.groups) or len(self.tasks), self.tasks_per_iteration)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +154,13 @@ def _check_kept(tx: Connection, ref: PolicyRef) -> None:
         raise CheckpointError(f"The weights in {ref.path!r} have just been collected.", "Choose another policy version.")
 
 
-AS_ASKED = ("name", "kind", "seed", "dataset", "epochs", "iterations", "output_dir", "reward_set")
+AS_ASKED = ("name", "kind", "seed", "dataset", "iterations", "output_dir", "reward_set")
 
 
 def _row_of(submission: Submission) -> dict[str, Any]:
     asked = {name: getattr(submission, name) for name in AS_ASKED}
-    asked |= {"status": "running", "config": dict(submission.config), "manifest": dict(submission.manifest)}
+    asked |= {"status": "running", "epochs": submission.passes}
+    asked |= {"config": dict(submission.config), "manifest": dict(submission.manifest)}
     return asked | {"base": submission.policy.base, "base_hash": submission.policy.base_hash}
 
 
@@ -160,12 +176,22 @@ def _existing(tx: Connection, submission: Submission) -> Submitted:
     if row["manifest"].get("id") == submission.manifest.get("id"):  # ours: the answer of the commit was lost
         return Submitted(row["id"], row["name"], True, row["iterations"])
     asked = (dict(submission.config), submission.kind, submission.manifest.get("fork"), submission.policy.sha256)
-    if (row["config"], row["kind"], row["manifest"].get("fork"), _first_sha256(tx, row["id"])) != asked:
+    found = (row["config"], row["kind"], row["manifest"].get("fork"), _first_sha256(tx, row["id"]))
+    if found == asked:
+        return Submitted(row["id"], row["name"], False, row["iterations"])
+    if (_but_for_its_length(found[0]), *found[1:]) == (_but_for_its_length(asked[0]), *asked[1:]):
         raise ConflictError(
-            f"A run called {submission.name!r} exists with another config.",
-            f"Choose another --name, or look at it with `agentrl config show --run {submission.name}`.",
+            f"A run called {row['name']!r} exists with another length: {row['iterations']} iterations.",
+            f"Make it longer with `agentrl resume {row['name']} --epochs N` or --iterations N, or choose another --name.",
         )
-    return Submitted(row["id"], row["name"], False, row["iterations"])
+    raise ConflictError(
+        f"A run called {submission.name!r} exists with another config.",
+        f"Choose another --name, or look at it with `agentrl config show --run {submission.name}`.",
+    )
+
+
+def _but_for_its_length(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in ("epochs", "iterations")}
 
 
 def _first_sha256(tx: Connection, run_id: int) -> str:
@@ -305,9 +331,14 @@ def resume(tx: Connection, run: str) -> dict[str, Any]:
     """
     row = run_row(tx, run)
     check_resumable(row)
+    resume_row(tx, row)
+    return row
+
+
+def resume_row(tx: Connection, row: Mapping[str, Any]) -> None:
+    """As `resume`, of a run by its row, which may be resumed."""
     _resume(tx, row)
     resume_evals(tx, row["id"])
-    return row
 
 
 def resume_evals(tx: Connection, run_id: int) -> None:

@@ -1,0 +1,100 @@
+"""A run is made longer: what comes after its last iteration is planned as if it had been asked for from the start.
+
+Whatever an iteration is made of follows from its number alone (its tasks, its draws, the version that it samples with), so that
+a run that is extended is bit for bit the run that was planned so long; but for a learning rate that falls until the end.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import Connection, func, select, update
+
+from workflow import db
+from workflow.config import MOST
+from workflow.errors import CheckpointError, ConfigError, StateError
+from workflow.store.connect import transaction
+from workflow.store.iterations import epoch_length, epochs_of, insert_iteration, staleness_of
+from workflow.store.planning import RESUMABLE, log, newest_version, resume_row, run_row
+
+EXTENDABLE = (*RESUMABLE, "done")
+
+
+@transaction
+def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterations: int | None = None) -> dict[str, Any]:
+    """Adds so many passes over its tasks, or so many iterations, to a run, and sets it going again as `planning.resume` does.
+
+    Args:
+        key: of this request alone: said twice, as where the answer of the commit was lost, it adds once.
+
+    Returns:
+        The run's row before.
+
+    Raises:
+        StateError, ConfigError: it cannot be longer.
+        CheckpointError: the weights that the next iteration samples with were collected.
+    """
+    # Locked: two that extend it at once, or an update that publishes meanwhile, come one after the other.
+    tx.execute(select(db.runs.c.id).where(db.runs.c.id == run_row(tx, run)["id"]).with_for_update()).one()
+    row = run_row(tx, run)
+    events = db.events.c
+    said = select(events.id).where(events.run_id == row["id"], events.kind == "extended", events.subject == key)
+    if tx.execute(said).first():
+        return row
+    stored = select(db.run_groups.c.group_id).where(db.run_groups.c.run_id == row["id"]).limit(1)
+    check_extendable(row, tx.execute(stored).first() is not None)
+    of_an_epoch = epoch_length(tx, row)
+    total = row["iterations"] + (iterations or 0) + (epochs or 0) * of_an_epoch
+    if total > MOST:
+        raise ConfigError(f"{row['name']!r} would have {total} iterations, and no run has more than {MOST}.", "Name fewer.")
+    going = {"status": "running", "reason": "", "bad_updates": 0, "finished_at": None} if row["status"] == "done" else {}
+    length = {"iterations": total, "epochs": epochs_of(total, of_an_epoch)}
+    config = _longer(row["config"], total, of_an_epoch)
+    tx.execute(update(db.runs).where(db.runs.c.id == row["id"]).values(**length, config=config, **going))
+    log(tx, row["id"], "extended", key, f"{row['iterations']} -> {total} iterations")
+    _plan(tx, row, total)
+    resume_row(tx, {**row, **going})
+    return row
+
+
+def check_extendable(row: Mapping[str, Any], stored: bool) -> None:
+    """Raises StateError or ConfigError where the run, by its row, cannot be made longer.
+
+    Args:
+        stored: it trains on stored groups.
+    """
+    name, decay = row["name"], row["config"]["update"].get("decay", "none")
+    if row["kind"] != "train":
+        raise StateError(f"{name!r} is of kind {row['kind']} and trains nothing.", "Name a training run: agentrl runs")
+    if stored:
+        raise StateError(f"{name!r} trains on stored episodes, each of them once.", "agentrl submit --from-episodes RUN")
+    if row["status"] not in EXTENDABLE:
+        raise StateError(f"Run {name!r} is {row['status']} for good.", f"Train its policy on: agentrl submit --model {name}@N")
+    if decay != "none":
+        raise ConfigError(
+            f"The learning rate of {name!r} falls to 0 at its end (update.decay={decay}): a longer run would have had another.",
+            f"Train its policy on, with a schedule of its own: agentrl submit --model {name}@N",
+        )
+
+
+def _longer(config: Mapping[str, Any], total: int, of_an_epoch: int) -> dict[str, Any]:
+    """The config of the run that was planned so long: in epochs, where it was and they are whole."""
+    whole, rest = divmod(total, of_an_epoch)
+    in_epochs = config.get("iterations") is None and not rest
+    return {**config, "epochs": whole if in_epochs else None, "iterations": None if in_epochs else total}
+
+
+def _plan(tx: Connection, row: Mapping[str, Any], total: int) -> None:
+    """The iterations whose policy is published, as far as they are not planned yet: of a run that goes on mostly none."""
+    planned = tx.execute(select(func.max(db.iterations.c.number)).where(db.iterations.c.run_id == row["id"])).scalar_one()
+    newest, ahead = tx.execute(select(newest_version(row["id"]))).scalar_one(), staleness_of(row["config"])
+    policies = db.policies.c
+    for number in range(planned + 1, min(total, newest + ahead + 1)):
+        of_run = select(db.policies).where(policies.run_id == row["id"], policies.version == max(0, number - ahead))
+        policy = tx.execute(of_run).one()
+        if policy.collected_at is not None:
+            raise CheckpointError(
+                f"Policy version {policy.version}, which the next iteration of {row['name']!r} samples with, was collected on "
+                f"{policy.collected_at:%Y-%m-%d}.",
+                f"Train its newest on: agentrl submit --model {row['name']}@{newest}",
+            )
+        insert_iteration(tx, row["id"], number, policy.id)
