@@ -43,4 +43,5 @@ def fates(tx: Connection, run: str) -> list[dict[str, Any]]:
     found = {row["iteration"]: row for row in tx.execute(ended, {"run": run}).mappings()}
     planned = select(db.iterations.c.number, db.iterations.c.episodes).join(db.runs, db.runs.c.id == db.iterations.c.run_id)
     rows = tx.execute(planned.where(db.runs.c.name == run).order_by(db.iterations.c.number))
-    return [{**found[row.number], "planned": row.episodes} for row in rows if row.number in found]
+    counted = ((row.number + 1, row.episodes) for row in rows)  # as the view counts
+    return [{**found[number], "planned": episodes} for number, episodes in counted if number in found]
