@@ -88,7 +88,7 @@ COLUMNS = (
 """Fates, in the table; a column where nothing ended so is left out."""
 
 SENTENCES = {
-    "trained": "trained: advantage {advantage} in the update of iteration {iteration}, which made policy version {version}",
+    "trained": "trained: advantage {advantage} in the update of iteration {iteration}, which made policy version {iteration}",
     "no_variance": "taught nothing: the rewards of its group are all alike, so that it has no advantage",
     "strayed": "not trained: of its group {dropped}",
     "too_few": "not trained: its group was dropped, {dropped}",
@@ -121,7 +121,7 @@ def _told(found: Any) -> Iterator[Line]:
 
 def _sentence(fate: Mapping[str, Any]) -> str:
     error = one_line(fate["error"] or "", 1000)
-    shown = {**fate, "error": error, "advantage": cell(fate["advantage"]), "version": fate["iteration"] + 1}
+    shown = {**fate, "error": error, "advantage": cell(fate["advantage"])}
     return SENTENCES[fate["fate"]].format(**shown)
 
 

@@ -31,8 +31,8 @@ def _filter(text: str) -> Any:
     return typer.Option(help=text, show_default=False)
 
 
-def _whole_filter(text: str) -> Any:
-    return typer.Option(help=text, show_default=False, max=GREATEST)
+def _whole_filter(text: str, least: int | None = None) -> Any:
+    return typer.Option(help=text, show_default=False, min=least, max=GREATEST)
 
 
 Limit = Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")]
@@ -67,7 +67,7 @@ def _short(run: Any) -> dict[str, Any]:
 
 def episodes(
     run: RunName,
-    iteration: Annotated[int | None, _whole_filter("Only of this iteration (from 0).")] = None,
+    iteration: Annotated[int | None, _whole_filter("Only of this iteration (from 1).", least=1)] = None,
     status: Annotated[str | None, _filter("Only planned, running, done, failed, infra_error or cancelled ones.")] = None,
     stop_reason: Annotated[
         str | None, _filter("Only answered, max_steps, max_tokens, parse_error, tool_error or timeout.")

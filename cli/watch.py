@@ -115,7 +115,7 @@ def look(db: Any, run: str, before: View | None = None) -> View:
     known = [] if before is None else before.iterations
     evals = observe.list_evals(db, run)  # before the row, which names the best of them
     row = observe.describe_run(db, run)
-    after = known[-1]["iteration"] if known else -1
+    after = known[-1]["iteration"] if known else 0
     fresh = [item for item in observe.list_iterations(db, run, after) if item["status"] in ENDED]
     failure = {} if row["status"] in GOING else observe.most_frequent_failure(db, run)
     return View(row, [*known, *fresh], observe.progress(db, run), failure, observe.sampled_on(db, run), evals=evals)
@@ -204,10 +204,10 @@ def own_seconds(rows: Sequence[Row]) -> list[float]:
 def iteration_line(row: Row, iterations: int, seconds: float) -> str:
     """A finished iteration, and the seconds that it took, in one line."""
     if row["status"] == "cancelled":
-        return f"iteration {row['iteration'] + 1}/{iterations}  cancelled"
+        return f"iteration {row['iteration']}/{iterations}  cancelled"
     parts = [
-        f"iteration {row['iteration'] + 1}/{iterations}",
-        f"epoch {row['epoch'] + 1}",
+        f"iteration {row['iteration']}/{iterations}",
+        f"epoch {row['epoch']}",
         f"reward {cell(row['mean_reward'])}",
         f"episodes {row['trainable']}/{row['episodes']}",
         *([f"groups {row['groups'] - row['dropped_groups']}/{row['groups']}"] if row["more_groups"] else []),
@@ -238,9 +238,9 @@ def held_out(view: View) -> str:
     return f"held out {went}{best}"
 
 
-def numbers(now: Row, first: int = 0) -> str:
-    """`iteration 3`, or `iterations 3 to 4` where rollouts go on during updates: the open ones, counted from `first`."""
-    start, end = now["iteration"] + first, now["through"] + first
+def numbers(now: Row) -> str:
+    """`iteration 3`, or `iterations 3 to 4` where rollouts go on during updates: the open ones."""
+    start, end = now["iteration"], now["through"]
     return f"iteration {start}" if start == end else f"iterations {start} to {end}"
 
 
@@ -257,7 +257,7 @@ def live_lines(view: View) -> list[str]:
         lines.append(f"{sparkline(view.scores)}  {held_out(view)}")
     if now:
         lines.append(
-            f"{numbers(now, 1)}: {now['finished']}/{now['episodes']} episodes, "
+            f"{numbers(now)}: {now['finished']}/{now['episodes']} episodes, "
             f"{now['sampled_tokens']} tokens sampled, {now['tool_calls']} tool calls"
         )
     if view.sampled_on:

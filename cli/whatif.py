@@ -37,7 +37,7 @@ def whatif(
         str, typer.Option(metavar="NAME,...", help="Algorithms to look at beside the run's own.", show_default=False)
     ],
     iteration: Annotated[
-        int | None, typer.Option(max=GREATEST, help="Of this iteration (from 0) [the last trained one].", show_default=False)
+        int | None, typer.Option(min=1, max=GREATEST, help="Of this iteration (from 1) [last trained].", show_default=False)
     ] = None,
     convention: Annotated[
         Literal["verl", "trl"] | None,
@@ -93,7 +93,7 @@ def _document(asked: "Question", found: "Sequence[Finding]") -> dict[str, Any]:
     past = asked.past
     return {
         "run": past.run["name"],
-        "iteration": past.number,
+        "iteration": past.iteration,
         "policy_version": past.policy.version,
         "algorithms": [_algorithm(each) for each in found],
         "groups": [
@@ -163,7 +163,7 @@ def _sentences(asked: "Question", found: "Sequence[Finding]") -> Iterator[str]:
     credited = {episode for each in found for episode in each.advantages}
     groups = sum(any(episode.id in credited for episode in group.episodes) for group in past.groups)
     yield (
-        f"* the run's own. {len(credited)} episodes in {groups} groups of iteration {past.number} of {past.run['name']}, "
+        f"* the run's own. {len(credited)} episodes in {groups} groups of iteration {past.iteration} of {past.run['name']}, "
         f"and policy version {past.policy.version}, from which its update started."
     )
     ratio = "to the sampler's logprobs" if own.source.given else "which is 1 before it"
@@ -181,7 +181,7 @@ def _sentences(asked: "Question", found: "Sequence[Finding]") -> Iterator[str]:
     warmup = asked.configs[0].critic.warmup
     if past.number < warmup:
         yield (
-            f"Iteration {past.number} is one of the first {warmup} (critic.warmup), in which the run's own policy does not "
+            f"Iteration {past.iteration} is one of the first {warmup} (critic.warmup), in which the run's own policy does not "
             "move: in the critic's warm-up the policy's gradient is 0, and has no cosine with another."
         )
     for each in found:

@@ -108,7 +108,7 @@ class AfterSecondUpdate(Hook):
 
     def on_update_end(self, run: str, iteration: int, metrics: Mapping[str, float]) -> None:
         """The update is committed."""
-        if iteration == 1:
+        if iteration == 2:
             wait("update")
 
 

@@ -359,7 +359,7 @@ def test_episodes_are_filtered_and_paged(run: str, capsys: pytest.CaptureFixture
         return [row["id"] for row in json.loads(agentrl(capsys, "episodes", run, "--json", *filters))]
 
     assert len(ids("--status", "done")) == 4
-    assert len(ids("--min-reward", "1", "--iteration", "0")) == 2
+    assert len(ids("--min-reward", "1", "--iteration", "1")) == 2
     assert len(ids("--max-reward", "0", "--task", "train/1", "--stop-reason", "answered")) == 1
     assert ids("--tool-errors", "1") == []
     everything = ids()
@@ -394,7 +394,7 @@ def test_replay_shows_thought_call_result_reward_and_logprobs_and_no_terminal_es
 def test_sql_prints_a_table_csv_or_json(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     asking = "SELECT iteration, status, final_answer FROM v_episodes ORDER BY id LIMIT 1"
     assert agentrl(capsys, "sql", asking).splitlines()[0].split() == ["iteration", "status", "final_answer"]
-    assert agentrl(capsys, "sql", asking, "--csv").startswith("iteration,status,final_answer\n0,done,")
+    assert agentrl(capsys, "sql", asking, "--csv").startswith("iteration,status,final_answer\n1,done,")
     assert json.loads(agentrl(capsys, "sql", asking, "--json"))[0]["status"] == "done"
     tokens = "SELECT rl_i4(sampled_ids) AS ids FROM step_tokens ORDER BY step_id LIMIT 1"
     assert json.loads(json.loads(agentrl(capsys, "sql", tokens, "--json"))[0]["ids"]) == [7, 8, 9]
@@ -535,7 +535,7 @@ def test_pause_and_cancel_may_be_said_twice_and_say_what_is_kept(run: str, capsy
     first = agentrl(capsys, "pause", run)
     assert "was running" in first
     assert "1 of 2 iterations, policy version 1, 4 episodes done; of the open iteration 0 of 4 are over" in first
-    assert "4 episodes of iteration 1 are not over" in first
+    assert "4 episodes of iteration 2 are not over" in first
     assert "already" in agentrl(capsys, "pause", run)
     assert "was paused" in agentrl(capsys, "cancel", run)
     assert "redone: nothing" in agentrl(capsys, "cancel", run)

@@ -118,7 +118,7 @@ def test_a_second_fork_of_the_same_step_draws_other_tokens(stack: Stack) -> None
 
 
 def test_a_fork_samples_with_the_policy_of_its_step_unless_another_is_named(stack: Stack) -> None:
-    late = "SELECT max(id) AS id FROM v_episodes WHERE run = :run AND steps = 2 AND iteration = 1"
+    late = "SELECT max(id) AS id FROM v_episodes WHERE run = :run AND steps = 2 AND iteration = 2"
     parent = str(select(stack, late, run=RUN)[0]["id"])
     _, (child,) = forked(stack, parent, "--step", "1", "-n", "1")
     assert child.steps[1].policy_version == 1

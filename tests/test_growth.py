@@ -308,7 +308,7 @@ def test_why_shows_the_iterations_about_the_episodes_and_the_sum_of_all(
     assert f"all 20 {20 * PER_ITERATION}" in " ".join(shown.split())
     assert main(["why", "1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [row["iteration"] for row in told["iterations"]] == list(range(20))
+    assert [row["iteration"] for row in told["iterations"]] == list(range(1, 21))
     assert [sum(row[fate] for fate in ledger.FATES) for row in told["iterations"]] == [PER_ITERATION] * 20
     process.database().close()
     forget_process()

@@ -115,7 +115,7 @@ def test_a_trainer_whose_lease_ran_out_is_named_by_who_goes_on(own_database: Dat
     assert claims.claim_iteration(own_database, iteration, "far:7/1", EXPIRED) is not None
     assert claims.claim_iteration(own_database, iteration, "near:8/2", 60) is not None
     ((who, told),) = lost_events(own_database)
-    assert (who, "iteration 0" in told, "near:8 goes on" in told) == ("far:7", True, True)
+    assert (who, "iteration 1" in told, "near:8 goes on" in told) == ("far:7", True, True)
 
 
 def test_a_run_that_waits_still_does_after_a_worker_was_lost(own_database: Database) -> None:

@@ -14,7 +14,7 @@ from tests.stored import CALL, answered, claim, ready, sampled, start, submissio
 from workflow import db, views
 from workflow.errors import ConfigError, ServiceError
 from workflow.evaluate import evaluate
-from workflow.store import calls, steps, training
+from workflow.store import calls, planning, steps, training
 from workflow.store.connect import Database
 from workflow.store.migrate import current, downgrade, head, open_database, upgrade
 from workflow.store.steps import CallRecord
@@ -88,6 +88,35 @@ def test_of_an_older_evaluation_nothing_tells_whose_its_interval_is(database: Da
     upgrade(database)
     assert before.endswith(" Wilson")
     assert values(database, kept) == [before.replace("Wilson", "unknown")]
+
+
+def test_what_an_older_database_says_of_iterations_is_counted_as_the_views_count(database: Database) -> None:
+    planning.submit(database, submission())
+    downgrade(database, "0007")
+    told = [
+        ("sampling_on", "iteration 0", "1 of 2 groups have variance"),
+        ("update_failed", "iteration 9", "iteration 3: it broke"),
+        ("failed", "", "iteration 9: iteration 9: it broke"),
+        ("worker_lost", "far:7", "its lease on iteration 10 ran out, and was not handed back"),
+        ("note", "iteration 0", "iteration 0: somebody's own"),
+    ]
+    with database.engine.begin() as tx:
+        tx.execute(text("UPDATE runs SET status = 'paused', reason = 'iteration 0: only 1 of 4 episodes can train'"))
+        tx.execute(db.events.insert(), [{"kind": kind, "subject": on, "detail": said} for kind, on, said in told])
+    upgrade(database)
+    assert values(database, "SELECT iteration || ' ' || epoch || ' ' || reason FROM v_iterations, v_runs") == [
+        "1 1 iteration 1: only 1 of 4 episodes can train"
+    ]
+    events = "SELECT subject || '; ' || detail FROM events WHERE kind <> 'submitted' ORDER BY id"
+    assert values(database, events) == [
+        "iteration 1; 1 of 2 groups have variance",
+        "iteration 10; iteration 3: it broke",
+        "; iteration 10: iteration 9: it broke",
+        "far:7; its lease on iteration 11 ran out, and was not handed back",
+        "iteration 0; iteration 0: somebody's own",
+    ]
+    downgrade(database, "0007")
+    assert values(database, events) == [f"{on}; {said}" for _, on, said in told]
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

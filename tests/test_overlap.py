@@ -61,7 +61,7 @@ def test_rollouts_go_on_during_updates_and_sample_with_the_version_before(crew: 
     crew.submit(**EXACT, algorithm__name="tests.ahead:meeting", hooks=("tests.ahead:Patient",))
     crew.assert_whole()
     assert crew.rows(SAMPLED_WITH) == {(0, 0), (1, 0), (2, 1)}
-    assert crew.rows("SELECT iteration, staleness FROM v_iterations") == {(0, 0), (1, 1), (2, 1)}
+    assert crew.rows("SELECT iteration, staleness FROM v_iterations") == {(1, 0), (2, 1), (3, 1)}
     for number in range(world.ITERATIONS - 1):
         claims = [moment(crew, f"{CLAIMED} WHERE i.number = {number + 1} AND g.slot = {slot}") for slot in range(world.GROUPS)]
         commit = moment(crew, f"SELECT finished_at FROM iterations WHERE number = {number}")

@@ -357,7 +357,7 @@ def test_an_episode_differs_in_nothing_from_itself_and_from_a_sibling_at_its_fir
     stack: Stack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     query = """SELECT min(s.episode_id) FROM v_steps s JOIN v_episodes e ON e.id = s.episode_id
-        WHERE e.run = 'exact' AND e.iteration = 0 AND e.slot = 0 AND s.step = 0 GROUP BY s.text ORDER BY 1 LIMIT 2"""
+        WHERE e.run = 'exact' AND e.iteration = 1 AND e.slot = 0 AND s.step = 0 GROUP BY s.text ORDER BY 1 LIMIT 2"""
     left, right = values(stack.database, query)
     assert Asked(capsys, [left, "--diff", left, "--json"], 0).json["token"] is None
     found = Asked(capsys, [left, "--diff", right, "--json"], 1).json

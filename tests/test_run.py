@@ -53,7 +53,7 @@ def test_a_run_rolls_out_trains_and_ends_as_planned_and_its_rows_can_be_asked_ab
     assert_whole(stack.database, iterations=2, episodes=32)
     assert observe.describe_run(stack.database, run)["status"] == "done"
     rows = json.loads(stack.agentrl("sql", "SELECT iteration, episodes, policy_version FROM v_iterations ORDER BY 1", "--json"))
-    assert [(row["iteration"], row["episodes"], row["policy_version"]) for row in rows] == [(0, 16, 0), (1, 16, 1)]
+    assert [(row["iteration"], row["episodes"], row["policy_version"]) for row in rows] == [(1, 16, 0), (2, 16, 1)]
     listed = json.loads(stack.agentrl("episodes", run, "--json"))
     assert len(listed) == 32
     assert "reward" in stack.agentrl("replay", str(listed[0]["id"]))

@@ -93,10 +93,10 @@ def test_the_views_say_by_how_much_the_trainer_was_ahead(database: Database) -> 
     commit(database, work, metrics=metrics)
     staleness = "SELECT DISTINCT staleness FROM {} WHERE iteration = {}"
     for view in ("v_iterations", "v_episodes", "v_steps"):
-        assert [values(database, staleness.format(view, number)) for number in (0, 1)] == [[0], [1]]
+        assert [values(database, staleness.format(view, number)) for number in (1, 2)] == [[0], [1]]
     for view in ("v_updates", "v_iterations"):
-        assert value(database, f"SELECT importance_weight FROM {view} WHERE iteration = 0") == 0.75
-        assert value(database, f"SELECT importance_truncated FROM {view} WHERE iteration = 0") == 0.25
+        assert value(database, f"SELECT importance_weight FROM {view} WHERE iteration = 1") == 0.75
+        assert value(database, f"SELECT importance_truncated FROM {view} WHERE iteration = 1") == 0.25
 
 
 def test_what_samples_for_no_update_has_no_staleness(database: Database) -> None:
@@ -272,9 +272,9 @@ def test_the_counts_of_all_open_iterations_are_shown_together(database: Database
     first, _ = overlapping(database)
     roll_out(database, first)
     now = observe.progress(database, "first")
-    assert (now["iteration"], now["through"], now["finished"], now["episodes"]) == (0, 1, 4, 8)
-    assert numbers(now, 1) == "iterations 1 to 2"
-    assert numbers({**now, "through": 0}) == "iteration 0"
+    assert (now["iteration"], now["through"], now["finished"], now["episodes"]) == (1, 2, 4, 8)
+    assert numbers(now) == "iterations 1 to 2"
+    assert numbers({**now, "through": 1}) == "iteration 1"
     planning.stop(database, "first", "cancelled")
     assert observe.progress(database, "first") == {}
 

@@ -98,7 +98,7 @@ def test_a_run_of_so_many_iterations_ends_in_the_middle_of_an_epoch(database: Da
                 play(database, group)
         work = claim_training(database, number + 1) if number else ready(database, wanted)
         training.commit_update(database, work, update_of(work), 3)
-    assert values(database, "SELECT epoch FROM v_iterations ORDER BY iteration") == [0, 0, 0, 1]
+    assert values(database, "SELECT epoch FROM v_iterations ORDER BY iteration") == [1, 1, 1, 2]
     seen = values(database, "SELECT task FROM v_groups ORDER BY iteration, slot")
     orders = [task_order(0, epoch, [f"train/{number}" for number in range(5)]) for epoch in range(2)]
     assert seen == [f"train/{index}" for index in (*orders[0], *orders[1][:2])]
@@ -260,7 +260,7 @@ def test_lists_for_people_filter_and_page(database: Database) -> None:
     work = ready(database, submission())
     assert [row["run"] for row in observe.list_runs(database)] == ["first"]
     assert observe.describe_run(database, "1")["status"] == "running"
-    filters = {"status": "done", "min_reward": 1.0, "iteration": 0}
+    filters = {"status": "done", "min_reward": 1.0, "iteration": 1}
     assert [row["reward"] for row in observe.list_episodes(database, "first", filters)] == [1.0, 1.0]
     assert len(observe.list_episodes(database, "first", {}, limit=3, offset=2)) == 2
     training.commit_update(database, work, update_of(work), 3)

@@ -409,7 +409,7 @@ def test_a_run_by_trl_that_is_killed_between_its_update_and_the_commit_ends_as_t
     assert published(stack.database, "killed") == versions
     query = "SELECT iteration, policy_version, loss, entropy FROM v_iterations WHERE run = 'killed' ORDER BY 1"
     rows = json.loads(stack.agentrl("sql", query, "--json"))
-    assert [(row["iteration"], row["policy_version"]) for row in rows] == [(0, 0), (1, 1)]
+    assert [(row["iteration"], row["policy_version"]) for row in rows] == [(1, 0), (2, 1)]
     assert all(row["entropy"] > 0 for row in rows)
     with stack.database.read() as tx:
         assert tx.execute(text("SELECT count(*) FROM consumptions")).scalar_one() == 64

@@ -105,7 +105,7 @@ def test_the_table_has_the_run_s_own_first_and_says_what_it_is_of(runs: Database
     assert [row[0] for row in rows] == ["grpo", "dr_grpo", "reinforce_plus_plus_baseline", rows[3][0], "rloo"]
     assert rows[0][1:5:3] == ["*", "1.000"]
     assert {len(row) for row in (rows[0][1:], rows[1], rows[4])} == {10}
-    assert "8 episodes in 2 groups of iteration 2 of plain, and policy version 2, from which its update started." in asked.flat
+    assert "8 episodes in 2 groups of iteration 3 of plain, and policy version 2, from which its update started." in asked.flat
     assert "which is 1 before it" in asked.flat
     assert asked.err == ""
 
@@ -187,15 +187,15 @@ def test_a_critic_is_loaded_where_the_run_has_one_and_else_it_is_said(
     assert taught[0]["start"]["explained_variance"] != pytest.approx(0, abs=1e-6)
     assert taught[1]["start"]["explained_variance"] != pytest.approx(0, abs=1e-6)
     assert "explained_variance" not in taught[2]["start"]
-    first = Asked(capsys, "critical", "--iteration", 0, "--algorithm", "grpo", "--json").json["algorithms"]
+    first = Asked(capsys, "critical", "--iteration", 1, "--algorithm", "grpo", "--json").json["algorithms"]
     assert [each["blank"] for each in first] == [["critic", "optimizer"], ["optimizer"]]
 
 
 def test_while_only_the_critic_learns_it_is_said_why_there_is_no_cosine(
     runs: Database, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("critical", "--iteration", 1, "--algorithm", "grpo")
-    sentence = "Iteration 1 is one of the first 2 (critic.warmup), in which the run's own policy does not move"
+    words = ("critical", "--iteration", 2, "--algorithm", "grpo")
+    sentence = "Iteration 2 is one of the first 2 (critic.warmup), in which the run's own policy does not move"
     assert sentence not in Asked(capsys, *words).flat
     made = json.loads(value(runs, "SELECT config FROM runs WHERE name = 'critical'"))
     made["critic"]["warmup"] = 2
@@ -205,7 +205,7 @@ def test_while_only_the_critic_learns_it_is_said_why_there_is_no_cosine(
         assert "the policy's gradient is 0, and has no cosine" in said
         assert "Loss and grad of ppo include the critic's" in said
         assert [each["cosine"] for each in Asked(capsys, *words, "--json").json["algorithms"]] == [None, None]
-        assert sentence not in Asked(capsys, "critical", "--iteration", 2, "--algorithm", "grpo").flat
+        assert sentence not in Asked(capsys, "critical", "--iteration", 3, "--algorithm", "grpo").flat
 
 
 def test_an_iteration_whose_optimizer_was_dropped_is_looked_at_with_a_fresh_one(
@@ -213,19 +213,19 @@ def test_an_iteration_whose_optimizer_was_dropped_is_looked_at_with_a_fresh_one(
 ) -> None:
     dropped = Path(value(runs, "SELECT path FROM policies WHERE run_id = 2 AND version = 1"))
     assert not (dropped / checkpoint.OPTIMIZER).exists()
-    asked = Asked(capsys, "critical", "--iteration", 1, "--algorithm", "grpo")
+    asked = Asked(capsys, "critical", "--iteration", 2, "--algorithm", "grpo")
     assert "one step of AdamW (whose state was removed since)" in asked.flat
-    assert "that remembers nothing yet" in Asked(capsys, "critical", "--iteration", 0, "--algorithm", "grpo").flat
+    assert "that remembers nothing yet" in Asked(capsys, "critical", "--iteration", 1, "--algorithm", "grpo").flat
     assert "critic knows nothing" not in asked.flat, "the critic is still there"
-    assert "iteration 1 of critical, and policy version 1" in asked.flat
+    assert "iteration 2 of critical, and policy version 1" in asked.flat
 
 
 def test_only_the_groups_that_the_update_chose_are_looked_at(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
     assert value(runs, "SELECT sum(dropped_groups) FROM iterations WHERE run_id = 3") > 0
-    for number in range(ITERATIONS):
+    for number in range(1, ITERATIONS + 1):
         asked = Asked(capsys, "choosy", "--iteration", number, "--algorithm", "rloo")
         assert asked.err == "", "as recorded"
-        iteration = "SELECT id FROM iterations WHERE run_id = 3 AND number = :n"
+        iteration = "SELECT id FROM iterations WHERE run_id = 3 AND number = :n - 1"
         used = values(runs, f"SELECT episode_id FROM consumptions WHERE iteration_id = ({iteration})", n=number)
         assert f"* the run's own. {len(used)} episodes in" in asked.flat
 
@@ -234,7 +234,7 @@ def test_stored_episodes_are_looked_at_from_the_policy_that_read_them(
     runs: Database, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = Asked(capsys, "again", "--algorithm", "rloo")
-    assert "24 episodes in 6 groups of iteration 0 of again, and policy version 0" in asked.flat
+    assert "24 episodes in 6 groups of iteration 1 of again, and policy version 0" in asked.flat
     assert "Ratio (to the sampler's logprobs), clip and kl: after one step of AdamW (that remembers nothing yet)" in asked.flat
     assert asked.err == ""
     own = Asked(capsys, "again", "--algorithm", "rloo", "--json").json["algorithms"][0]
@@ -276,10 +276,10 @@ def test_a_run_of_another_trainer_is_looked_at_by_ours_which_is_said(
     [
         (("nobody", "--algorithm", "rloo"), 5, "There is no run 'nobody'."),
         (("plain", "--algorithm", "rlo"), 2, "No algorithm is called 'rlo'."),
-        (("plain", "--algorithm", "rloo", "--iteration", 3), 5, "has 3 iterations, counted from 0, and no iteration 3."),
-        (("plain", "--algorithm", "rloo", "--iteration", -1), 5, "no iteration -1."),
+        (("plain", "--algorithm", "rloo", "--iteration", 4), 5, "has 3 iterations, counted from 1, and no iteration 4."),
+        (("plain", "--algorithm", "rloo", "--iteration", 0), 2, "0 is not in the range"),
         (("waiting", "--algorithm", "rloo"), 6, "No iteration of 'waiting' is trained yet."),
-        (("waiting", "--algorithm", "rloo", "--iteration", 1), 6, "Iteration 1 of 'waiting' is not trained yet."),
+        (("waiting", "--algorithm", "rloo", "--iteration", 2), 6, "Iteration 2 of 'waiting' is not trained yet."),
         (("plain", "--algorithm", "rloo,gspo", "-s", "algorithm.tau_positive=1"), 2, "does nothing with rloo, gspo."),
         (("plain", "--algorithm", "rloo", "-s", "update.epochs=2"), 2, "update.epochs is the run's"),
         (("plain", "--algorithm", "rloo", "-s", "algorithm.kl_target=1"), 2, "It acts after an update."),
@@ -301,7 +301,7 @@ def test_weights_that_are_gone_are_refused(runs: Database, capsys: pytest.Captur
     with altered(runs, "policies", "collected_at", "run_id = 1 AND version = 2", "2026-01-02 00:00:00"):
         asked = Asked(capsys, "plain", "--algorithm", "rloo", code=9)
         assert (
-            "Policy version 2, which the update of iteration 2 of 'plain' started from, was collected on 2026-01-02."
+            "Policy version 2, which the update of iteration 3 of 'plain' started from, was collected on 2026-01-02."
             in asked.err
         )
     weights = Path(value(runs, "SELECT path FROM policies WHERE run_id = 1 AND version = 2")) / checkpoint.MODEL

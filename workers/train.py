@@ -52,12 +52,12 @@ def train(iteration: int) -> None:
     except Fenced as error:
         log.info("%s", error)
     except ServiceError as error:  # the database was away for long: no attempt of the iteration's
-        log.warning("iteration %d of %s is handed back: %s", work.number, work.run, error)
+        log.warning("iteration %d of %s is handed back: %s", work.iteration, work.run, error)
         until_written(partial(claims.hand_back_iteration, database(), work.id, work.token))
     except (ConfigError, ModelError, CheckpointError) as error:
         until_written(partial(_refuse, work, error))
     except Exception as error:
-        log.exception("%s: iteration %d was not trained", work.run, work.number)
+        log.exception("%s: iteration %d was not trained", work.run, work.iteration)
         claims.fail_update(database(), work, f"{type(error).__name__}: {error}", work.config["rollout"]["max_attempts"])
     else:
         _go_on(work, published)
@@ -110,7 +110,7 @@ def _train(work: IterationWork, fenced: threading.Event) -> Published:
         update = _update(trainer, work)
         faultpoint("update.after")
         if fenced.is_set():
-            raise Fenced(f"Iteration {work.number} of {work.run} was taken over.")
+            raise Fenced(f"Iteration {work.iteration} of {work.run} was taken over.")
         path = _path(work)
         sha256 = "" if update.skipped else mirror.write(path, trainer.save)
         record = _record(work, update, trainer, "" if update.skipped else path, sha256, started)
@@ -123,7 +123,7 @@ def _train(work: IterationWork, fenced: threading.Event) -> Published:
             loaded.trainer_holds = (work.run_id, record.path or work.policy.path)
     metrics = {"reward": _mean_reward(work), **update.metrics}
     for hook in load_hooks(config.hooks):
-        hook.on_update_end(work.run, work.number, metrics)
+        hook.on_update_end(work.run, work.iteration, metrics)
     return published
 
 
@@ -254,13 +254,13 @@ def _go_on(work: IterationWork, published: Published) -> None:
         for iteration in published.measured_by:
             dispatch(database(), iteration)
     except ServiceError as error:
-        log.warning("the control loop will send what follows iteration %d: %s", work.number, error)
+        log.warning("the control loop will send what follows iteration %d: %s", work.iteration, error)
     try:
         _link(work, published.version)
         if not work.rebuilds:
             _tidy(work)
     except (AgentRLError, OSError) as error:  # the update is committed
-        log.warning("iteration %d of %s left what takes space until `agentrl gc`: %s", work.number, work.run, error)
+        log.warning("iteration %d of %s left what takes space until `agentrl gc`: %s", work.iteration, work.run, error)
 
 
 def _link(work: IterationWork, version: int) -> None:

@@ -33,7 +33,7 @@ class Hook:
         return {}
 
     def on_update_end(self, run: str, iteration: int, metrics: Mapping[str, float]) -> None:
-        """An update is committed and its policy published."""
+        """An update is committed and its policy published: iteration k, counted from 1, makes version k."""
 
 
 def load_hooks(paths: Sequence[str]) -> tuple[Hook, ...]:

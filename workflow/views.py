@@ -4,6 +4,8 @@ A view joins what a question needs and names things as a researcher would; none 
 comes first, by CROSS JOIN, whose order SQLite keeps whatever its statistics say; an episode is at the attempt of its newest
 rows, hence `<=`: Postgres, where it has no statistics, expects of `=` next to none. `staleness` is by how many
 versions the trainer was ahead of the policy that sampled (NULL where nothing was sampled for an update of the run).
+Iterations and epochs are counted from 1, so that iteration k makes policy version k; the tables count them from 0, and that is
+what every draw is keyed by.
 `eval_reward` is the mean on the held-out split: of an iteration that of the version which it sampled with (`policy_version`),
 of a run the newest. The triggers refuse to move an episode, group, iteration or run out of a terminal state, whoever writes.
 """
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 _FATES = """
-        SELECT r.name AS run, i.number AS iteration, e.id AS episode_id, t.key AS task, {slot} AS slot, e.sample,
+        SELECT r.name AS run, i.number + 1 AS iteration, e.id AS episode_id, t.key AS task, {slot} AS slot, e.sample,
                c.advantage, {dropped} AS dropped, i.skipped,
                CASE WHEN e.status IN ('planned', 'running') THEN 'open'
                     WHEN e.status <> 'done' THEN e.status
@@ -86,8 +88,8 @@ VIEWS = {
         LEFT JOIN runs m ON m.id = r.measures_id
         WHERE r.kind = 'eval'""",
     "v_iterations": f"""
-        SELECT i.id, r.name AS run, i.epoch, i.number AS iteration, i.status, i.skipped, i.episodes, i.trainable,
-               i.dropped_groups, i.more_groups,
+        SELECT i.id, r.name AS run, i.epoch + 1 AS epoch, i.number + 1 AS iteration, i.status, i.skipped, i.episodes,
+               i.trainable, i.dropped_groups, i.more_groups,
                (SELECT count(*) FROM groups g WHERE g.iteration_id = i.id) AS groups,
                (SELECT count(*) FROM groups g WHERE g.iteration_id = i.id AND g.std_reward = 0) AS flat_groups,
                i.mean_reward, p.version AS policy_version,
@@ -103,7 +105,7 @@ VIEWS = {
         JOIN runs r ON r.id = i.run_id
         JOIN policies p ON p.id = i.policy_id""",
     "v_groups": """
-        SELECT g.id, r.name AS run, i.number AS iteration, g.slot, g.kind, g.status, g.dropped, t.key AS task, t.reference,
+        SELECT g.id, r.name AS run, i.number + 1 AS iteration, g.slot, g.kind, g.status, g.dropped, t.key AS task, t.reference,
                g.mean_reward, g.std_reward, g.attempt, g.losses, g.failures, g.worker, g.started_at, g.finished_at,
                {seconds:g.started_at,g.finished_at} AS seconds
         FROM groups g
@@ -111,8 +113,8 @@ VIEWS = {
         JOIN iterations i ON i.id = g.iteration_id
         JOIN tasks t ON t.id = g.task_id""",
     "v_episodes": """
-        SELECT e.id, r.name AS run, i.epoch, i.number AS iteration, g.slot, e.sample, t.key AS task, e.status, e.stop_reason,
-               e.reward, c.advantage, e.final_answer, t.reference, p.version AS policy_version,
+        SELECT e.id, r.name AS run, i.epoch + 1 AS epoch, i.number + 1 AS iteration, g.slot, e.sample, t.key AS task,
+               e.status, e.stop_reason, e.reward, c.advantage, e.final_answer, t.reference, p.version AS policy_version,
                CASE WHEN r.kind = 'train' THEN i.number - p.version END AS staleness, e.steps, e.prompt_tokens,
                e.sampled_tokens, e.tool_calls, e.tool_errors, e.generate_seconds, e.tool_seconds,
                {seconds:e.started_at,e.finished_at} AS seconds, e.error_class, e.error, e.tainted, e.attempt, e.parent_id,
@@ -125,7 +127,7 @@ VIEWS = {
         JOIN policies p ON p.id = i.policy_id
         LEFT JOIN consumptions c ON c.episode_id = e.id AND c.run_id = e.run_id AND c.stage = 'train'""",
     "v_steps": """
-        SELECT s.id, s.run, i.number AS iteration, s.episode_id, s.number AS step, s.attempt, s.thought, s.content,
+        SELECT s.id, s.run, i.number + 1 AS iteration, s.episode_id, s.number AS step, s.attempt, s.thought, s.content,
                s.text, s.finish_reason, s.prompt_tokens, s.sampled_tokens,
                s.logprob_sum / nullif(s.sampled_tokens, 0) AS mean_logprob, s.generate_seconds, p.version AS policy_version,
                CASE WHEN r.kind = 'train' THEN i.number - p.version END AS staleness, s.new_row, s.sampled_at, s.observed_at
@@ -133,27 +135,27 @@ VIEWS = {
         WHERE e.id = s.episode_id AND e.attempt <= s.attempt AND i.id = e.iteration_id AND r.id = i.run_id
         AND p.id = s.policy_id""",
     "v_tool_calls": """
-        SELECT c.id, c.run, i.number AS iteration, c.episode_id, c.step, c.call, c.kind, c.tool, c.arguments, c.status,
+        SELECT c.id, c.run, i.number + 1 AS iteration, c.episode_id, c.step, c.call, c.kind, c.tool, c.arguments, c.status,
                c.result, c.error_class, c.effects, c.starts, c.sends AS attempts, c.seconds, c.cpu_seconds,
                {seconds:c.created_at,c.started_at} AS queue_seconds, c.sandbox, c.exit_status, c.exit_code,
                c.worker, c.created_at, c.started_at, c.finished_at
         FROM tool_calls c CROSS JOIN episodes e CROSS JOIN iterations i
         WHERE e.id = c.episode_id AND e.attempt <= c.attempt AND i.id = e.iteration_id""",
     "v_tool_sessions": """
-        SELECT r.name AS run, i.number AS iteration, s.episode_id, s.attempt, s.tool, s.owner, s.builds, s.differs, e.tainted,
-               s.created_at
+        SELECT r.name AS run, i.number + 1 AS iteration, s.episode_id, s.attempt, s.tool, s.owner, s.builds, s.differs,
+               e.tainted, s.created_at
         FROM tool_sessions s
         JOIN episodes e ON e.id = s.episode_id
         JOIN iterations i ON i.id = e.iteration_id
         JOIN runs r ON r.id = e.run_id""",
     "v_rewards": """
-        SELECT w.id, w.run, i.number AS iteration, w.episode_id, t.key AS task, s.name AS reward_set, w.part,
+        SELECT w.id, w.run, i.number + 1 AS iteration, w.episode_id, t.key AS task, s.name AS reward_set, w.part,
                CASE WHEN w.step >= 0 THEN w.step END AS step, w.value, w.weight
         FROM rewards w CROSS JOIN reward_sets s CROSS JOIN episodes e CROSS JOIN iterations i CROSS JOIN tasks t
         WHERE s.id = w.reward_set_id AND e.id = w.episode_id AND i.id = e.iteration_id AND t.id = e.task_id""",
     "v_updates": """
-        SELECT u.id, r.name AS run, i.epoch, i.number AS iteration, u.minibatch, u.rows, u.tokens, u.loss, u.kl, u.entropy,
-               u.clip_fraction, u.ratio, u.grad_norm, u.learning_rate, u.policy_kl, u.kl_coef, u.value_loss,
+        SELECT u.id, r.name AS run, i.epoch + 1 AS epoch, i.number + 1 AS iteration, u.minibatch, u.rows, u.tokens, u.loss,
+               u.kl, u.entropy, u.clip_fraction, u.ratio, u.grad_norm, u.learning_rate, u.policy_kl, u.kl_coef, u.value_loss,
                u.explained_variance, u.sampler_difference_mean,
                u.sampler_difference_max, u.importance_weight, u.importance_truncated
         FROM updates u

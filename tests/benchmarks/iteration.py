@@ -92,7 +92,7 @@ def _held_run(case: Case, model: Path) -> Iterator[Fleet]:
         crew.worker("rollout,train")  # a control loop would send the next iteration while the run is held
         try:
             crew.submit("held", options)
-            _reached(crew, 0)
+            _reached(crew, 1)
             yield crew
         finally:
             (crew.home / turnstile.OPEN).touch()
@@ -124,8 +124,8 @@ def _in_turns(case: Case, model: Path, crew: Fleet) -> tuple[list[float], list[f
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             """After the optimizer."""
             theirs.append(time.monotonic() - self.began)
-            began = turnstile.let_on(crew.home, len(ours))
-            ours.append(_reached(crew, len(ours) + 1) - began)
+            began = turnstile.let_on(crew.home, len(ours) + 1)
+            ours.append(_reached(crew, len(ours) + 2) - began)
 
     trainer(
         model,

@@ -124,7 +124,7 @@ def pages_of(run: Run) -> dict[str, Read]:
         "progress": lambda database: observe.progress(database, name),
         "sampled_on": lambda database: observe.sampled_on(database, name),
         "waits_for": lambda database: waiting.waits_for(database, run.id),
-        "list_iterations, new": lambda database: observe.list_iterations(database, name, run.iterations - 2),
+        "list_iterations, new": lambda database: observe.list_iterations(database, name, run.iterations - 1),
         "waiting_evals": lambda database: evals.waiting_evals(database, run.id),
         "find_policy": lambda database: serving.find_policy(database, name, None),
         "find_policy, best": lambda database: serving.find_policy(database, name, "best"),

@@ -49,6 +49,11 @@ class IterationWork:
     wanted: int = 0
     iterations: int = 0
 
+    @property
+    def iteration(self) -> int:
+        """Its number as people count, from 1: that of the policy version which its update makes."""
+        return self.number + 1
+
 
 @dataclass(frozen=True, slots=True)
 class SampledOn:
@@ -111,7 +116,7 @@ def _rolled_out(tx: Connection, iteration: int, worker: str, lease_seconds: floa
 
 def _pause(tx: Connection, row: Mapping[str, Any], reason: str) -> None:
     tx.execute(update(db.iterations).where(db.iterations.c.id == row["id"]).values(too_few="paused"))
-    set_run(tx, row["run_id"], "paused", f"iteration {row['number']}: {reason}")
+    set_run(tx, row["run_id"], "paused", f"iteration {row['number'] + 1}: {reason}")
 
 
 def _rewards(tx: Connection, iteration: int) -> list[list[float]] | None:
@@ -142,7 +147,7 @@ def _sample_on(tx: Connection, row: Mapping[str, Any], rewards: Sequence[Sequenc
         return None
     insert_more(tx, run, row, planned, more)
     detail = f"{varied} of {planned} groups have variance; {more} more {'is' if more == 1 else 'are'} sampled"
-    log(tx, row["run_id"], "sampling_on", f"iteration {row['number']}", detail)
+    log(tx, row["run_id"], "sampling_on", f"iteration {row['number'] + 1}", detail)
     return SampledOn(row["id"], varied, planned, more)
 
 
@@ -150,11 +155,11 @@ def _claim(tx: Connection, row: Mapping[str, Any], worker: str, lease_seconds: f
     lost = row["worker"] not in ("", worker)
     if lost:
         seen = (row["lease_until"] or 0) - int(lease_seconds * 1000)
-        note_takeover(tx, row["run_id"], row["worker"], f"iteration {row['number']}", worker, seen)
+        note_takeover(tx, row["run_id"], row["worker"], f"iteration {row['number'] + 1}", worker, seen)
     losses = row["losses"] + lost
     if losses >= MAX_LOSSES:
         hint = memory_hint(tx, row["run_id"], row["worker"])
-        set_run(tx, row["run_id"], "failed", f"iteration {row['number']}: its trainer was lost {losses} times{hint}")
+        set_run(tx, row["run_id"], "failed", f"iteration {row['number'] + 1}: its trainer was lost {losses} times{hint}")
         return None
     token = tx.execute(
         update(db.iterations)
@@ -226,9 +231,9 @@ def fail_update(tx: Connection, work: IterationWork, error: str, max_attempts: i
     ).scalar_one_or_none()
     if failed is None:
         return
-    log(tx, work.run_id, "update_failed", f"iteration {work.number}", clean(error))
+    log(tx, work.run_id, "update_failed", f"iteration {work.iteration}", clean(error))
     if failed >= max_attempts:
-        set_run(tx, work.run_id, "failed", f"iteration {work.number}: {error}")
+        set_run(tx, work.run_id, "failed", f"iteration {work.iteration}: {error}")
 
 
 def set_run(tx: Connection, run_id: int, status: str, reason: str, leaving: Sequence[str] = (*OPEN, "paused")) -> None:

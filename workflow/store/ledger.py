@@ -42,6 +42,7 @@ def fates(tx: Any, run: str) -> list[dict[str, Any]]:
     ended = f"SELECT iteration, {counts} FROM v_ledger WHERE run = :run GROUP BY iteration"
     found = {row["iteration"]: row for row in rows(tx, ended, run=run)}
     planned = """
-        SELECT i.number, i.episodes FROM iterations i JOIN runs r ON r.id = i.run_id WHERE r.name = :run ORDER BY i.number"""
+        SELECT i.number + 1 AS iteration, i.episodes FROM iterations i JOIN runs r ON r.id = i.run_id
+        WHERE r.name = :run ORDER BY i.number"""  # as the view counts
     made = rows(tx, planned, run=run)
-    return [{**found[row["number"]], "planned": row["episodes"]} for row in made if row["number"] in found]
+    return [{**found[row["iteration"]], "planned": row["episodes"]} for row in made if row["iteration"] in found]

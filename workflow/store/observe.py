@@ -37,8 +37,8 @@ def run_by_id(tx: Any, run_id: int) -> Row:
 
 
 @reading
-def list_iterations(tx: Any, run: str, after: int = -1) -> list[Row]:
-    """The run's iterations after number `after`, from `v_iterations`."""
+def list_iterations(tx: Any, run: str, after: int = 0) -> list[Row]:
+    """The run's iterations after number `after`, counted from 1, from `v_iterations`."""
     query = "SELECT * FROM v_iterations WHERE run = :run AND iteration > :after ORDER BY iteration"
     return rows(tx, query, run=_run(tx, run)["name"], after=after)
 
@@ -58,7 +58,7 @@ def progress(tx: Any, run: str) -> Row:
     """
     run_id = _run(tx, run)["id"]
     query = """
-        SELECT min(i.number) AS iteration, max(i.number) AS through, count(*) AS episodes,
+        SELECT min(i.number) + 1 AS iteration, max(i.number) + 1 AS through, count(*) AS episodes,
                count(*) FILTER (WHERE e.status NOT IN ('planned', 'running')) AS finished,
                count(*) FILTER (WHERE e.status = 'running') AS running,
                count(*) FILTER (WHERE e.status = 'done') AS done,
@@ -75,7 +75,7 @@ def sampled_on(tx: Any, run: str) -> str:
     """Why the newest open iteration is sampled on, and with how many groups; empty where dynamic sampling has added none."""
     query = """
         SELECT detail FROM events WHERE run_id = :id AND kind = 'sampling_on' AND subject IN (
-          SELECT 'iteration ' || i.number FROM iterations i JOIN groups g ON g.iteration_id = i.id
+          SELECT 'iteration ' || (i.number + 1) FROM iterations i JOIN groups g ON g.iteration_id = i.id
           WHERE i.run_id = :id AND i.status IN ('planned', 'running') AND i.more_groups > 0
           AND g.status IN ('planned', 'running'))
         ORDER BY id DESC LIMIT 1"""
@@ -96,7 +96,7 @@ def most_frequent_failure(tx: Any, run: str) -> Row:
 
 
 EPISODE_FILTERS = {
-    "iteration": "iteration_id = (SELECT id FROM iterations WHERE run_id = :run_id AND number = :iteration)",
+    "iteration": "iteration_id = (SELECT id FROM iterations WHERE run_id = :run_id AND number = :iteration - 1)",
     "status": "status = :status",
     "stop_reason": "stop_reason = :stop_reason",
     "task": "task_id IN (SELECT id FROM tasks WHERE key = :task)",

@@ -22,6 +22,7 @@ class Past:
     Args:
         run: its row.
         policy: what the update started from.
+        number: from 0; `iteration` is the same as people count.
         groups, wanted: as of `claims.IterationWork`.
         advantages: by episode, as the update recorded them.
     """
@@ -34,6 +35,11 @@ class Past:
     advantages: Mapping[int, float]
 
     @property
+    def iteration(self) -> int:
+        """Its number from 1: that of the policy version which its update made."""
+        return self.number + 1
+
+    @property
     def borrowed(self) -> bool:
         """Whether the update started from another run's checkpoint, hence without its optimizer and critic."""
         return not self.policy.path.endswith(self.run["manifest"].get("id", "")[:8])
@@ -41,7 +47,7 @@ class Past:
 
 @reading
 def past_update(tx: Connection, run: str, iteration: int | None) -> Past:
-    """The run's iteration of that number; None is the last whose update took a step, or, where none did, the last.
+    """The run's iteration of that number, from 1; None is the last whose update took a step, or, where none did, the last.
 
     Raises:
         NotFoundError: no such run or iteration.
@@ -55,8 +61,8 @@ def past_update(tx: Connection, run: str, iteration: int | None) -> Past:
     start = tx.execute(of_run).one()
     if start.collected_at is not None:
         raise CheckpointError(
-            f"Policy version {start.version}, which the update of iteration {found.number} of {row['name']!r} started from, "
-            f"was collected on {start.collected_at:%Y-%m-%d}.",
+            f"Policy version {start.version}, which the update of iteration {found.number + 1} of {row['name']!r} started "
+            f"from, was collected on {start.collected_at:%Y-%m-%d}.",
             f"The last one: agentrl whatif {row['name']}, without --iteration.",
         )
     recorded = select(consumptions.episode_id, consumptions.advantage).where(consumptions.iteration_id == found.id)
@@ -70,16 +76,16 @@ def past_update(tx: Connection, run: str, iteration: int | None) -> Past:
     )
 
 
-def _iteration(tx: Connection, run: Mapping[str, Any], number: int | None) -> Any:
+def _iteration(tx: Connection, run: Mapping[str, Any], wanted: int | None) -> Any:
     name, iterations = run["name"], db.iterations.c
     if run["kind"] != "train":
         raise StateError(f"{name!r} trains nothing: it is of kind {run['kind']}.", "Name a training run: agentrl runs")
-    if number is not None and not 0 <= number < run["iterations"]:
-        raise NotFoundError(f"{name!r} has {run['iterations']} iterations, counted from 0, and no iteration {number}.")
+    if wanted is not None and not 1 <= wanted <= run["iterations"]:
+        raise NotFoundError(f"{name!r} has {run['iterations']} iterations, counted from 1, and no iteration {wanted}.")
     query = select(db.iterations).where(iterations.run_id == run["id"], iterations.status == "done")
-    query = query if number is None else query.where(iterations.number == number)
+    query = query if wanted is None else query.where(iterations.number == wanted - 1)
     found = tx.execute(query.order_by(iterations.number.desc())).all()
     if not found:
-        which = "No iteration" if number is None else f"Iteration {number}"
-        raise StateError(f"{which} of {name!r} is {'' if number is None else 'not '}trained yet.", f"agentrl watch {name}")
+        which = "No iteration" if wanted is None else f"Iteration {wanted}"
+        raise StateError(f"{which} of {name!r} is {'' if wanted is None else 'not '}trained yet.", f"agentrl watch {name}")
     return next((each for each in found if not each.skipped), found[0])

@@ -133,7 +133,7 @@ def _close_iteration(tx: Connection, work: IterationWork, record: UpdateRecord) 
         )
     )
     if not closed.rowcount:
-        raise Fenced(f"Iteration {work.number} of {work.run} is no longer held by train token {work.token}.")
+        raise Fenced(f"Iteration {work.iteration} of {work.run} is no longer held by train token {work.token}.")
 
 
 def _sums(tx: Connection, work: IterationWork) -> dict[str, Any]:
