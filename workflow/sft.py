@@ -124,7 +124,8 @@ def sft(
     fitting = [example for example in examples if len(example[0].input_ids) <= learner.context]
     left_out = Counter({UNSOLVED: len(shown) - len(examples), TOO_LONG: len(examples) - len(fitting)})
     if not fitting:
-        raise DatasetError(f"None of {len(shown)} tasks has a demonstration that fits into {learner.context} tokens.")
+        said = f"None of {len(shown)} tasks has a demonstration that fits into {learner.context} tokens."
+        raise DatasetError(said, "Shorten them, or take a model that reads more.")
     learned, held_out = apart(fitting, recipe.held_out, recipe.seed)
     if epochs:
         recipe = replace(recipe, steps=epochs * math.ceil(len(learned) / recipe.batch_size))
