@@ -6,7 +6,8 @@ import sys
 from typing import Any
 
 from workflow.config import ModelConfig
-from workflow.errors import ModelError
+from workflow.errors import ConfigError, ModelError
+from workflow.settings import settings
 
 PROBE_SECONDS = 120
 
@@ -33,3 +34,14 @@ def check_model(config: ModelConfig, base: str) -> None:
     facts = probed("model", base, config.model_dump_json())
     if "error" in facts:
         raise ModelError(facts["error"], facts.get("hint", ""))
+
+
+def check_optimizer(name: str) -> None:
+    """Makes sure that an optimizer other than torch's own works on this machine.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    facts = probed("optimizer", name, settings().device) if name != "adamw" else {}
+    if "error" in facts:
+        raise ConfigError(facts["error"], facts.get("hint", ""))

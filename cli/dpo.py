@@ -8,6 +8,7 @@ import typer
 
 from cli.learning import (
     Force,
+    Optimizer,
     OutputDir,
     Place,
     RewardSet,
@@ -37,7 +38,8 @@ def dpo(
     policy: StartPolicy = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps [3 passes].", show_default=False)] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Pairs per step [16].", show_default=False)] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="AdamW, highest [the run's].", show_default=False)] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Highest [the run's].", show_default=False)] = None,
+    optimizer: Optimizer = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the order.")] = 0,
     name: Annotated[str | None, typer.Option(help="Name of the model made [RUN-dpo].", show_default=False)] = None,
     output_dir: OutputDir = None,
@@ -49,7 +51,7 @@ def dpo(
 
     Of each group the best episode is paired with the worst, the second best with the second worst, and so on.
     """
-    asked = recipe_options(steps, batch_size, learning_rate, seed, 1)
+    asked = recipe_options(steps, batch_size, learning_rate, seed, 1, optimizer)
     if not 0 < beta < float("inf"):
         raise ConfigError(f"--beta must be above 0, not {beta:g}.", "0.1 is customary.")
     if reference not in ("start", "sampler"):

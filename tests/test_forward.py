@@ -118,6 +118,14 @@ def test_a_base_with_an_adapter(tmp_path: Path, name: str, dtype: str) -> None:
     assert max(differences(policy)) < TOLERANCES[dtype] * scale
 
 
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("up_proj",), ("self_attn.k_proj", "down_proj")])
+def test_a_base_of_which_some_layers_have_an_adapter(tmp_path: Path, targets: tuple[str, ...]) -> None:
+    policy = policy_of(tmp_path, CONFIGS["Qwen2"], lora_r=4, dtype="float32", lora_targets=targets)
+    with policy.sampling() as model:
+        scale = said(as_it_is(model), policy.device)[0].abs().max().item()
+    assert max(differences(policy)) < TOLERANCES["float32"] * scale
+
+
 @quantised
 def test_a_base_of_four_bits_with_an_adapter(tmp_path: Path) -> None:
     policy = policy_of(tmp_path, CONFIGS["Qwen2"], load_in_4bit=True, dtype="float32")

@@ -22,7 +22,8 @@ from workflow.datasets.arithmetic import arithmetic
 from workflow.dpo import dpo
 from workflow.errors import CheckpointError, ConflictError, ModelError
 from workflow.models import RECORD, base_hash, model_folder
-from workflow.offline import Made, Parameters, Recipe
+from workflow.offline import Made, Recipe
+from workflow.parameters import Parameters
 from workflow.sft import sft, sft_on_episodes
 
 EPISODES = [two_turns(number + 1, seed=number) for number in range(6)]

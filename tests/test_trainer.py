@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.credits import grpo_credits
-from tests.models import tiny_random
+from tests.models import quantised, tiny_random
 from tests.numerics import DEVICE, PRECISION, asked, cpu_alone, nearly, same_gradient, tolerance
 from workflow import checkpoint
 from workflow.algorithms.grpo import grpo
@@ -482,6 +482,28 @@ def test_going_on_from_a_checkpoint_is_going_on(folder: Path, tmp_path: Path, lo
     if DEVICE == "cpu":  # where sums have an order
         assert resumed == expected
         assert checkpoint.verify(tmp_path / "again") == checkpoint.verify(tmp_path / "v2")
+
+
+@quantised
+@KINDS
+def test_an_optimizer_of_eight_bits_learns_and_goes_on_from_its_checkpoint(folder: Path, tmp_path: Path, lora_r: int) -> None:
+    run = config(lora_r, update__optimizer="adamw_8bit", update__weight_decay=0.01)
+    _, through = trainer_of(folder, run)
+    through.update(groups_of(seed=1), 0)
+    checkpoint.write(tmp_path / "v1", through.save)
+    state = load_file(tmp_path / "v1" / checkpoint.OPTIMIZER)
+    assert any(tensor.dtype == torch.uint8 for tensor in state.values()) == (lora_r == 0)  # what is small stays as it is
+    through.update(groups_of(seed=2), 1)
+    expected = checkpoint.write(tmp_path / "v2", through.save)
+    assert expected != checkpoint.verify(tmp_path / "v1")[checkpoint.WEIGHTS].sha256
+
+    again = Trainer(Policy.load(run.model, str(folder), DEVICE), run)
+    again.load(tmp_path / "v1")
+    again.update(groups_of(seed=2), 1)
+    assert checkpoint.write(tmp_path / "again", again.save) == expected or DEVICE != "cpu"
+    plain = Trainer(Policy.load(run.model, str(folder), DEVICE), config(lora_r))
+    with pytest.raises(CheckpointError, match="of another model or optimizer"):
+        plain.load(tmp_path / "v1")
 
 
 @KINDS

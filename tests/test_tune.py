@@ -89,7 +89,7 @@ def test_without_a_choice_every_finished_episode_is_learned_three_times(
     assert json.loads(out)["steps"] == 9
     record = json.loads((settings().models_dir / "all" / "training.json").read_text())
     recipe = {"steps": 9, "batch_size": 3, "learning_rate": 3e-3, "seed": 0}
-    assert record["recipe"] == recipe | {"gradient_accumulation_steps": 1, "held_out": 0.0}
+    assert record["recipe"] == recipe | {"gradient_accumulation_steps": 1, "held_out": 0.0, "optimizer": "adamw"}
 
 
 def test_dpo_learns_from_the_pairs_of_a_run_and_reports_loss_accuracy_and_margin(

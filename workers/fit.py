@@ -210,6 +210,7 @@ def _for_train(asked: Question, config: RunConfig) -> Iterator[Callable[[], obje
     yield partial(load_hooks, config.hooks)
     yield partial(_model, config, asked.base)
     yield partial(_place, asked.output_dir)
+    yield partial(_optimizer, config)
     if config.update.trainer == "trl":
         yield require_trl
 
@@ -253,6 +254,12 @@ def _model(config: RunConfig, base: str) -> None:
         check_on_hub(base)
     elif "workflow.base" in sys.modules:  # as in each worker that loads models; a command asks a process of its own
         sys.modules["workflow.base"].check(config.model, folder)
+
+
+def _optimizer(config: RunConfig) -> None:
+    if "workflow.base" in sys.modules:
+        device = sys.modules["workflow.base"].pick_device(settings().device)
+        sys.modules["workflow.moments"].require(config.update.optimizer, device)
 
 
 def _place(output_dir: str) -> None:

@@ -24,6 +24,7 @@ from workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, 
 from workflow.evaluate import evaluate
 from workflow.faults import faultpoint
 from workflow.hooks import load_hooks
+from workflow.parameters import counted
 from workflow.settings import is_url, settings
 from workflow.store import claims, epochs, evals, keeping, mending, training
 from workflow.store.claims import IterationWork, SampledOn
@@ -194,6 +195,8 @@ def _at(work: IterationWork, config: RunConfig, loaded: Loaded) -> Trainer:
     if loaded.trainer is None or loaded.trainer_holds != wanted:
         loaded.trainer, loaded.trainer_holds = None, None  # nothing is held until it is loaded whole
         trainer = _trainer(work, config, loaded)
+        with loaded.policy.training() as module:
+            log.info("%s: %s", work.run, counted(module))
         path, part = work.policy.path, _part(work, work.policy.path)
         if path:
             mirror.read(path, work.policy.sha256, part, partial(trainer.load, fresh=part == "start"))

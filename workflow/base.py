@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils import logging as transformers_logging
 
 from workflow.chat import Chat
-from workflow.config import ModelConfig
+from workflow.config import PROJECTIONS, ModelConfig
 from workflow.errors import ModelError
 from workflow.memory import spared
 from workflow.models import lora_rank
@@ -34,7 +35,6 @@ logging.getLogger("transformers.tokenization_utils_base").addFilter(lambda recor
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 _COPY = "Copy the model again, all files of one version."
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _alone = threading.Lock()
 """transformers makes one model at a time: of two at once, tied weights of one come out apart."""
@@ -74,9 +74,24 @@ def check(config: ModelConfig, folder: Path) -> None:
         raise _other_shapes(folder, f"{other[0]} is {shapes[other[0]]}, not {wanted[other[0]]}")
     if not shapes.keys() & wanted.keys():
         raise ModelError(f"None of the weights in {str(folder)!r} is one of the model that its config.json names.", _COPY)
-    if lora_rank(config, folder) and not {name.rpartition(".")[2] for name, _ in made.named_modules()} & set(PROJECTIONS):
-        said = f"LoRA trains {', '.join(PROJECTIONS)}, and the model in {str(folder)!r} has none of them."
-        raise ModelError(said, "Set model.lora_r=0.")
+    if lora_rank(config, folder):
+        check_targets(config, made)
+
+
+def check_targets(config: ModelConfig, model: Any) -> None:
+    """Makes sure that the model has the layers which LoRA is to train; of the usual ones, any.
+
+    Raises:
+        ModelError: naming what it has not, and what it has.
+    """
+    head = model.get_output_embeddings()
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    missing = [target for target in config.lora_targets if not any(name.endswith(f".{target}") for name in linear)]
+    if not missing or (config.lora_targets == PROJECTIONS and len(missing) < len(PROJECTIONS)):
+        return
+    there = ", ".join(sorted({name.rpartition(".")[2] for name in linear})[:20])
+    said = f"LoRA is to train {', '.join(missing)}, which are no linear layers of this model"
+    raise ModelError(f"{said}; it has {there}." if there else f"{said}.", "Set model.lora_targets, or model.lora_r=0.")
 
 
 def _written_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -114,7 +129,7 @@ def pick_device(device: str) -> str:
 
 
 def lora_config(config: ModelConfig, rank: int) -> "LoraConfig":
-    """LoRA on all linear projections (Hu et al. 2021; all layers as in QLoRA, Dettmers et al. 2023)."""
+    """LoRA (Hu et al. 2021), by default on all linear projections, as in QLoRA (Dettmers et al. 2023)."""
     # Here and not above: with bitsandbytes it takes as long to import as everything else, and full weights need neither.
     from peft import LoraConfig
 
@@ -122,7 +137,7 @@ def lora_config(config: ModelConfig, rank: int) -> "LoraConfig":
         r=rank,
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # annotated int; only divided by r
         lora_dropout=config.lora_dropout,
-        target_modules=list(PROJECTIONS),
+        target_modules=list(config.lora_targets),
         task_type="CAUSAL_LM",
     )
 

@@ -19,6 +19,8 @@ from workflow.errors import ConfigError
 MOST = 2**31 - 1
 """Of what is counted; the rows, the arrays and the servers have no room for more."""
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""What LoRA trains, unless asked for otherwise: all linear projections."""
 
 
 def _listed(value: Any) -> Any:
@@ -78,6 +80,7 @@ class ModelConfig(Section):
     )
     lora_alpha: float = Field(16.0, gt=0, description="LoRA scale is alpha / r")
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the LoRA input while training")
+    lora_targets: Texts = Field(PROJECTIONS, min_length=1, max_length=64, description="Linear layers that LoRA trains, by name")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: bfloat16 on GPUs, else float32")
     sampler_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Where all weights train, what the sampler's copy of them computes in; auto: dtype"
@@ -212,8 +215,11 @@ class UpdateConfig(Section):
     trainer: Literal["agentrl", "trl"] = Field(
         "agentrl", description="Who makes the update: agentrl, or trl, TRL's GRPOTrainer (agentrl[trl])"
     )
-    learning_rate: float = Field(1e-4, gt=0, le=1, description="AdamW step size")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW decoupled weight decay")
+    optimizer: Literal["adamw", "adamw_8bit"] = Field(
+        "adamw", description="adamw, or adamw_8bit: its moments in 8 bits (bitsandbytes)"
+    )
+    learning_rate: float = Field(1e-4, gt=0, le=1, description="Step size of the optimizer")
+    weight_decay: float = Field(0.0, ge=0, description="Its decoupled weight decay")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this")
     batch_size: int | None = Field(None, ge=1, le=MOST, description="Episodes per optimizer step [all]")
     gradient_accumulation_steps: int = Field(1, ge=1, le=MOST, description="Microbatches per step, at least")

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from workflow.base import pick_device
 from workflow.batch import Row
 from workflow.errors import ConfigError, StateError
 from workflow.interrupted import resumable
 from workflow.models import refuse_existing
+from workflow.moments import require
 from workflow.offline import (
     UNTOLD,
     Made,
@@ -98,7 +100,7 @@ def dpo(
     Raises:
         ConflictError: the target exists, and overwrite is off.
         StateError: in no pair both episodes sampled a token of their own.
-        ConfigError: beta is not above 0.
+        ConfigError: beta is not above 0, or the recipe's optimizer does not work here.
         ModelError, CheckpointError: as `workflow.offline.started` and `train` do.
     """
     refuse_existing(target, overwrite)
@@ -109,6 +111,7 @@ def dpo(
     if not both:
         raise StateError(f"In none of {len(pairs)} pairs both episodes sampled anything to learn from.", "agentrl episodes RUN")
     recipe = recipe or recipe_for(len(both), PASSES, 1e-4)
+    require(recipe.optimizer, pick_device(device))
     learner = started(start, device, threads)
     examples = [pair for _, pair in both]
     objective = preference(beta, start.temperature)

@@ -202,15 +202,20 @@ def _product(layers: Sequence[Any], own: bool, adapter: str) -> Product:
     tuned = [layer for layer in layers if adapter in getattr(layer, "lora_A", {})]
     if not tuned:
         return _beside(layers)
-    base = _beside([layer.base_layer for layer in layers])
-    down = torch.cat([layer.lora_A[adapter].weight for layer in layers])
-    up: Tensor = torch.block_diag(*[layer.lora_B[adapter].weight * layer.scaling[adapter] for layer in layers])  # type: ignore[no-untyped-call]
+    base = _beside([layer.base_layer if layer in tuned else layer for layer in layers])
+    down = torch.cat([layer.lora_A[adapter].weight for layer in tuned])
+    up: Tensor = torch.block_diag(*[_up(layer, layer in tuned, adapter, down) for layer in layers])  # type: ignore[no-untyped-call]
 
     def adapted(inputs: Tensor) -> Tensor:
         plain = base(inputs)
         return (plain + functional.linear(functional.linear(inputs.to(down.dtype), down), up)).to(plain.dtype)
 
     return adapted
+
+
+def _up(layer: Any, tuned: bool, adapter: str, like: Tensor) -> Tensor:
+    """What an adapter adds to the layer's outputs (O, R); of a layer without one nothing (O, 0)."""
+    return layer.lora_B[adapter].weight * layer.scaling[adapter] if tuned else like.new_empty(layer.out_features, 0)
 
 
 def _beside(layers: Sequence[Any]) -> Product:

@@ -48,7 +48,7 @@ class Resumable:
         self._wait = APART
         self._written = time.monotonic()
 
-    def load(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW) -> int:
+    def load(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
         """Puts weights and optimizer where the last checkpoint has them; how many steps were done, 0 without one.
 
         Raises:
@@ -69,7 +69,7 @@ class Resumable:
         set_moments(optimizer, parameters, state)
         return stands(self._folder)[1]
 
-    def after(self, done: int, steps: int, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW) -> None:
+    def after(self, done: int, steps: int, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         """Writes a checkpoint after that step, where one is due.
 
         Raises:

@@ -45,7 +45,11 @@ def resolve_model(name: str, dataset: str) -> str:
 
 def _no_tiny(dataset: str) -> ModelError:
     said = f"The tiny model for {dataset!r} does not exist yet"
-    if not dataset.endswith(".jsonl") and find("datasets", dataset).demonstrations is not None:
+    if dataset.endswith(".jsonl"):
+        others = "--dataset arithmetic, then pass --model tiny-arithmetic"
+        hint = f"Make it of the file's answers: agentrl sft --dataset {dataset} --model tiny; or of another's: {others}"
+        return ModelError(f"{said}.", hint)
+    if find("datasets", dataset).demonstrations is not None:
         return ModelError(f"{said}.", f"Make it: agentrl sft --dataset {dataset} --model tiny")
     return ModelError(
         f"{said}, and no demonstrations to make it from.",

@@ -25,7 +25,8 @@ from workflow.config import ModelConfig
 from workflow.errors import ModelError
 from workflow.interrupted import Resumable
 from workflow.merging import merged, write_model
-from workflow.moments import adamw
+from workflow.moments import optimizer_of
+from workflow.parameters import Parameters, counted
 from workflow.pieces import Pieces
 from workflow.policy import Policy
 from workflow.reading import drawing
@@ -41,7 +42,7 @@ Metrics = Mapping[str, float]
 class Progress(Protocol):
     """Is told how a training goes."""
 
-    def begins(self, parameters: "Parameters", steps: int, done: int) -> None:
+    def begins(self, parameters: Parameters, steps: int, done: int) -> None:
         """Before the first step, of so many, of which some were done by a process that was killed."""
 
     def step(self, done: int, steps: int, tokens: int, metrics: Metrics) -> None:
@@ -49,7 +50,7 @@ class Progress(Protocol):
 
 
 class _Untold:
-    def begins(self, parameters: "Parameters", steps: int, done: int) -> None:
+    def begins(self, parameters: Parameters, steps: int, done: int) -> None:
         pass
 
     def step(self, done: int, steps: int, tokens: int, metrics: Metrics) -> None:
@@ -57,18 +58,6 @@ class _Untold:
 
 
 UNTOLD: Progress = _Untold()
-
-
-@dataclass(frozen=True, slots=True)
-class Parameters:
-    """How many parameters a module has, and how many of them train."""
-
-    trainable: int
-    all: int
-
-    def __str__(self) -> str:
-        share = 100 * self.trainable / self.all
-        return f"trainable params: {self.trainable:,} || all params: {self.all:,} || trainable%: {share:.4f}"
 
 
 BETAS, WEIGHT_DECAY = (0.9, 0.98), 0.01
@@ -83,7 +72,7 @@ PIECE_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How long and how fast: AdamW, a short linear warm-up, then a cosine down to zero.
+    """How long and how fast: a short linear warm-up, then a cosine down to zero.
 
     Args:
         steps: optimizer steps.
@@ -92,6 +81,7 @@ class Recipe:
         seed: of the weights (where new), the teacher, the order and who is held out.
         gradient_accumulation_steps: pieces that a step's examples are read in, at least; the gradient is the same.
         held_out: share of the examples that is measured and not learned.
+        optimizer: its name, as in `update.optimizer`.
     """
 
     steps: int
@@ -100,6 +90,7 @@ class Recipe:
     seed: int = 0
     gradient_accumulation_steps: int = 1
     held_out: float = 0.0
+    optimizer: str = "adamw"
 
 
 def recipe_for(examples: int, passes: int, learning_rate: float, batch_size: int | None = None) -> Recipe:
@@ -218,17 +209,6 @@ def key_of(learner: Learner, recipe: Recipe, source: Mapping[str, Any], examples
     return found.hexdigest()
 
 
-def counted(module: nn.Module) -> Parameters:
-    """The module's parameters, those of a quantised layer as they were before; the sampler's adapter is no part of it."""
-    sizes = [(_size(p), p.requires_grad) for name, p in module.named_parameters() if ".sampler." not in name]
-    return Parameters(sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes))
-
-
-def _size(parameter: nn.Parameter) -> int:
-    quantised = getattr(parameter, "quant_state", None)
-    return int(math.prod(quantised.shape)) if quantised is not None else parameter.numel()
-
-
 def apart(examples: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
     """Those that are learned and those held out: that share of them, at least one of each; none where the share is 0."""
     if not share:
@@ -260,7 +240,7 @@ def train(
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     device = next(module.parameters()).device
-    optimizer = adamw(parameters, recipe.learning_rate, BETAS, WEIGHT_DECAY)
+    optimizer = optimizer_of(recipe.optimizer, parameters, recipe.learning_rate, BETAS, WEIGHT_DECAY)
     done = kept.load(parameters, optimizer) if kept else 0
     order = batches(len(examples), recipe.batch_size, recipe.seed)
     pieces = in_pieces(objective.rows, at_least=recipe.gradient_accumulation_steps, apart=keeps_apart(module))

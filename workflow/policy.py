@@ -202,6 +202,7 @@ class Policy:
         return base.load(self.config, self.folder, self.device, self.kind)
 
     def _lora_slots(self, loaded: Any) -> dict[Slot, Any]:
+        base.check_targets(self.config, loaded)
         lora = base.lora_config(self.config, self.rank)
         from peft import get_peft_model
 

@@ -25,6 +25,7 @@ from workflow.envs import Env
 from workflow.errors import DatasetError, StateError
 from workflow.interrupted import resumable
 from workflow.models import TINY, refuse_existing
+from workflow.moments import require
 from workflow.offline import (
     UNTOLD,
     Learner,
@@ -102,12 +103,15 @@ def sft(
     Raises:
         ConflictError: the target exists, or another training of it was interrupted, and overwrite is off.
         DatasetError: the dataset has no demonstrations, or none that fits the model.
+        ConfigError: the recipe's optimizer does not work here.
         ModelError: the model cannot be loaded, or the loss is no finite number any more.
         CheckpointError: the policy's weights are not as they were recorded, or the disk refused a checkpoint.
     """
     refuse_existing(target, overwrite)
     if threads:
         torch.set_num_threads(threads)
+    if recipe is not None:
+        require(recipe.optimizer, pick_device(device))
     if start is not None:
         learner = started(start, device, threads)
     else:
@@ -120,7 +124,8 @@ def sft(
     fitting = [example for example in examples if len(example[0].input_ids) <= learner.context]
     left_out = Counter({UNSOLVED: len(shown) - len(examples), TOO_LONG: len(examples) - len(fitting)})
     if not fitting:
-        raise DatasetError(f"None of {len(shown)} tasks has a demonstration that fits into {learner.context} tokens.")
+        said = f"None of {len(shown)} tasks has a demonstration that fits into {learner.context} tokens."
+        raise DatasetError(said, "Shorten them, or take a model that reads more.")
     learned, held_out = apart(fitting, recipe.held_out, recipe.seed)
     if epochs:
         recipe = replace(recipe, steps=epochs * math.ceil(len(learned) / recipe.batch_size))
@@ -163,6 +168,7 @@ def sft_on_episodes(
     if not taken:
         raise StateError(f"None of {len(episodes)} episodes sampled anything to learn from.", "agentrl episodes RUN")
     recipe = recipe or recipe_for(len(taken), PASSES, 1e-4)
+    require(recipe.optimizer, pick_device(device))
     learner = started(start, device, threads)
     examples = [example for _, example in taken]
     source = start.record("sft") | {"episodes": [number for number, _ in taken]}

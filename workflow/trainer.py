@@ -26,7 +26,7 @@ from workflow.crediting import Constants, Tokens
 from workflow.critic import FILE, critic_of, explained_variance, load_critic, parameters_of, save_critic
 from workflow.losses import KL, Normaliser, Surrogate, TokenBatch, aggregate, importance_weights, k3, policy_loss, value_loss
 from workflow.memory import spared
-from workflow.moments import BETAS, adamw, moments, set_moments
+from workflow.moments import BETAS, moments, optimizer_of, set_moments
 from workflow.plugins import find
 from workflow.policy import Policy
 from workflow.reading import Reader, drawing
@@ -179,7 +179,9 @@ class Trainer:
         self._critic = critic_of(self._policy) if self._algorithm.critic else None
         self._parameters = self._policy.trainable() | (parameters_of(self._critic) if self._critic is not None else {})
         options = self._config.update
-        self._optimizer = adamw(self._policy.trainable(), options.learning_rate, BETAS, options.weight_decay)
+        parameters = self._policy.trainable()
+        rate, decay = options.learning_rate, options.weight_decay
+        self._optimizer = optimizer_of(options.optimizer, parameters, rate, BETAS, decay)
         if self._critic is not None:
             self._optimizer.add_param_group({"params": list(self._critic.parameters()), "weight_decay": 0.0})
         self.kl_coef = self._options.kl_coef

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
-from workflow.base import PROJECTIONS
+from workflow.config import PROJECTIONS
 from workflow.engine import GenerateRequest
 from workflow.policy import Policy
 from workflow.rolling import RollingEngine

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.benchmarks.recorded import GROUP_SIZE, GROUPS, LEARNING_RATE, SAMPLED_TOKENS, recorded
-from workflow.base import PROJECTIONS
+from workflow.config import PROJECTIONS
 
 
 class Clock(TrainerCallback):
