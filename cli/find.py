@@ -95,6 +95,20 @@ def trained_policy(words: str, option: str) -> tuple[RunConfig, Any, Mapping[str
     return config, ref, planning.find_run(stored_database(), str(config.name))["manifest"]
 
 
+def is_stored_policy(words: str) -> bool:
+    """Whether the words, which may also name a model, mean a run's policy: `RUN@N`, or a checkpoint's folder.
+
+    Raises:
+        NotFoundError: they mean a checkpoint of no run here.
+    """
+    from pathlib import Path
+
+    from workflow.settings import is_url
+
+    written = "@" in words and not is_url(words) and not Path(words).expanduser().exists()
+    return written or bool(_checkpoint(existing_database(), words))
+
+
 def stored_start(policy: str | None) -> tuple[Any, Any]:
     """The database that stored episodes are in, and the policy of a run to start from; None for theirs.
 

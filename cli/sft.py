@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cli.find import trained_policy
+from cli.find import is_stored_policy, trained_policy
 from cli.learning import (
     Force,
     OptionsFile,
@@ -27,6 +27,7 @@ from cli.learning import (
     watched,
 )
 from cli.merge import QUANTISED
+from cli.onward import merged_base
 from cli.output import Json, cell, say
 from workflow.errors import ConfigError, StateError
 
@@ -60,6 +61,9 @@ def sft(
         int | None,
         typer.Option(min=0, help="LoRA rank; 0 trains all weights [8, or 0 below 50M parameters].", show_default=False),
     ] = None,
+    lora: Annotated[
+        Literal["continue", "new"], typer.Option(help="Of RUN@V: goes on, or is merged and a new one begins.")
+    ] = "continue",
     load_in_4bit: Annotated[
         bool, typer.Option("--load-in-4bit", help="Train LoRA beside a base of 4 bits; what is made is whole.")
     ] = False,
@@ -109,7 +113,7 @@ def sft(
         raise ConfigError("--epochs and --steps both say how long.", "Leave one out.")
     chosen = {"--min-reward": min_reward, "--best": best, "--reward-set": reward_set, "--policy": policy}
     place = Place(name, output_dir, force)
-    how = _How(asked, epochs, max_samples, lora_r, load_in_4bit)
+    how = _How(asked, epochs, max_samples, lora_r, load_in_4bit, lora)
     of_dataset = {"--dataset": dataset, "--model": model, "--max-samples": max_samples, "--held-out": held_out or None}
     if not from_episodes:
         refuse(chosen, "of use with stored episodes only.", "Add --from-episodes RUN.")
@@ -130,6 +134,7 @@ class _How:
     max_samples: int | None
     lora_r: int | None
     load_in_4bit: bool
+    lora: str
 
     @property
     def of_model(self) -> dict[str, Any]:
@@ -152,8 +157,8 @@ def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_jso
     found: Dataset | list[Demonstration]
     found = read_demonstrations(Path(dataset), how.max_samples) if dataset.endswith(".jsonl") else find("datasets", dataset)
     config, policy, manifest = _policy_named(model, how)
-    path = policy.base if policy else model if model == "tiny" else resolve_model(model, dataset)
-    target = place.of(made_name(model.replace("@", "-v") if policy else path, dataset))
+    path = policy.base if policy else model if model == "tiny" else resolve_model(config.path, dataset)
+    target = place.of(made_name(config.path.replace("@", "-v") if policy else path, dataset))
 
     from workflow.offline import Start
     from workflow.sft import sft as fine_tune
@@ -171,21 +176,30 @@ def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_jso
 def _policy_named(model: str, how: _How) -> "tuple[ModelConfig, PolicyRef | None, Mapping[str, Any]]":
     """What `RUN@V` means: the run's section on its model, the policy and the run's manifest; of any other name no policy.
 
+    Nor of one that is merged, so that a new LoRA begins.
+
     Raises:
         NotFoundError: no such run or version.
     """
     from workflow.config import ModelConfig
 
-    if "@" not in model or Path(model).exists():
+    if not is_stored_policy(model):
+        if how.lora == "new":
+            raise ConfigError("--lora new goes with a run's policy.", "Write --model RUN@3, or leave --lora out.")
         if model == "tiny":
             refuse(how.of_model, "a new model is made whole.", "Leave it out.")
         if how.load_in_4bit and how.lora_r == 0:
             raise ConfigError("A quantised base cannot train all weights.", "Pass --lora-r 8, or leave --load-in-4bit out.")
         options = {"path": model, "lora_r": how.lora_r, "load_in_4bit": how.load_in_4bit}
         return ModelConfig.model_validate(options), None, {}
-    refuse(how.of_model, "of no use with a run's policy, which has its own.", "Leave it out.")
+    if how.lora == "continue":
+        refuse(how.of_model, "of no use with a run's policy, which has its own.", "Leave it out, or pass --lora new.")
     made, policy, manifest = trained_policy(model, "--model")
-    return made.model, policy, manifest
+    if how.lora == "continue":
+        return made.model.model_copy(update={"path": f"{made.name}@{policy.version}"}), policy, manifest
+    merged = merged_base(made, policy, manifest).base
+    options = {"path": merged, "lora_r": how.lora_r, "load_in_4bit": how.load_in_4bit}
+    return ModelConfig.model_validate(options), None, {}
 
 
 def _recipe(model: str, asked: Mapping[str, Any], config: "ModelConfig") -> "Recipe":

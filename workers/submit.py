@@ -216,10 +216,6 @@ def known_model(config: RunConfig) -> str:
     base = resolve_model(config.model.path, config.dataset.name)
     folder = Path(base)
     if not folder.is_dir():
-        run, at, _ = base.partition("@")
-        if at:
-            hint = f"Make one of it: agentrl sft --model {base} --dataset DATASET; or train that run on: agentrl resume {run}"
-            raise ModelError(f"{base!r} is the policy of a run, and a run starts from a model.", hint)
         if folder.is_absolute() or base.startswith("."):
             raise ModelError(f"There is no model in {base!r}.", "Pass a folder in the hub's format, a hub name, or tiny.")
         check_on_hub(base)
@@ -346,7 +342,7 @@ def _check_writable(folder: Path) -> None:
 
 def _stem(config: RunConfig, kind: str, policy: PolicyRef | None) -> str:
     words = [Path(config.dataset.name.rpartition(":")[2]).stem, Path(config.model.path).name]
-    words += [f"v{policy.version}" if policy else "", "eval" if kind == "eval" else ""]
+    words += [f"v{policy.version}" if policy and kind == "eval" else "", "eval" if kind == "eval" else ""]
     stem = "-".join(word for word in words if word).lower()
     plain = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in stem)
     return plain.lstrip("._-")[:48] or "run"

@@ -69,7 +69,10 @@ class ModelConfig(Section):
     """Which weights, and which part of them trains."""
 
     path: str = Field(
-        "Qwen/Qwen2.5-0.5B-Instruct", min_length=1, description="Hub name, folder, or a model made by `agentrl sft`"
+        "Qwen/Qwen2.5-0.5B-Instruct", min_length=1, description="Hub name, folder, a model made by `agentrl sft`, or RUN@N"
+    )
+    lora: Literal["continue", "new"] = Field(
+        "continue", description="From RUN@N: its LoRA goes on, or is merged and a new one begins"
     )
     load_in_4bit: bool = Field(False, description="Quantise the frozen base to 4 bits (bitsandbytes NF4); LoRA trains")
     load_in_8bit: bool = Field(False, description="Quantise the frozen base to 8 bits; LoRA trains")
