@@ -67,6 +67,9 @@ def sft(
     load_in_4bit: Annotated[
         bool, typer.Option("--load-in-4bit", help="Train LoRA beside a base of 4 bits; what is made is whole.")
     ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that the model's folder brings.")
+    ] = False,
     from_episodes: Annotated[
         list[str] | None,
         typer.Option(metavar="RUN", help="Learn from a run's stored episodes instead; repeatable.", show_default=False),
@@ -113,13 +116,14 @@ def sft(
         raise ConfigError("--epochs and --steps both say how long.", "Leave one out.")
     chosen = {"--min-reward": min_reward, "--best": best, "--reward-set": reward_set, "--policy": policy}
     place = Place(name, output_dir, force)
-    how = _How(asked, epochs, max_samples, lora_r, load_in_4bit, lora)
+    how = _How(asked, epochs, max_samples, lora_r, load_in_4bit, lora, trust_remote_code)
     of_dataset = {"--dataset": dataset, "--model": model, "--max-samples": max_samples, "--held-out": held_out or None}
     if not from_episodes:
         refuse(chosen, "of use with stored episodes only.", "Add --from-episodes RUN.")
         asked["held_out"] = _share(held_out)
         _on_demonstrations(dataset or "arithmetic", model or "tiny", how, place, as_json)
         return
+    of_dataset |= {"--lora": "new" if lora == "new" else None, "--trust-remote-code": trust_remote_code or None}
     refuse(of_dataset | how.of_model, "of no use with stored episodes, which have theirs.", "Leave it out.")
     stored = find_stored(from_episodes, reward_set, policy, least=1)
     _on_episodes(stored, min_reward, best, how, place, as_json)
@@ -135,6 +139,7 @@ class _How:
     lora_r: int | None
     load_in_4bit: bool
     lora: str
+    trust_remote_code: bool
 
     @property
     def of_model(self) -> dict[str, Any]:
@@ -191,7 +196,7 @@ def _policy_named(model: str, how: _How) -> "tuple[ModelConfig, PolicyRef | None
         if how.load_in_4bit and how.lora_r == 0:
             raise ConfigError("A quantised base cannot train all weights.", "Pass --lora-r 8, or leave --load-in-4bit out.")
         options = {"path": model, "lora_r": how.lora_r, "load_in_4bit": how.load_in_4bit}
-        return ModelConfig.model_validate(options), None, {}
+        return ModelConfig.model_validate(options | {"trust_remote_code": how.trust_remote_code}), None, {}
     if how.lora == "continue":
         refuse(how.of_model, "of no use with a run's policy, which has its own.", "Leave it out, or pass --lora new.")
     made, policy, manifest = trained_policy(model, "--model")
@@ -199,14 +204,15 @@ def _policy_named(model: str, how: _How) -> "tuple[ModelConfig, PolicyRef | None
         return made.model.model_copy(update={"path": f"{made.name}@{policy.version}"}), policy, manifest
     merged = merged_base(made, policy, manifest).base
     options = {"path": merged, "lora_r": how.lora_r, "load_in_4bit": how.load_in_4bit}
-    return ModelConfig.model_validate(options), None, {}
+    trusted = made.model.trust_remote_code or how.trust_remote_code
+    return ModelConfig.model_validate(options | {"trust_remote_code": trusted}), None, {}
 
 
 def _recipe(model: str, asked: Mapping[str, Any], config: "ModelConfig") -> "Recipe":
     from workflow.models import lora_rank, model_folder
     from workflow.sft import default_recipe
 
-    full = model == "tiny" or lora_rank(config, model_folder(model)) == 0
+    full = model == "tiny" or lora_rank(config, model_folder(model, config.trust_remote_code)) == 0
     return replace(default_recipe(model, full), **asked)
 
 

@@ -27,7 +27,7 @@ from workflow.engines import Backend
 from workflow.envs import Env, gives_rewards, offered, scoring_hash, told_right_by, weights_of
 from workflow.errors import ConfigError, ConflictError, ModelError
 from workflow.hooks import load_hooks
-from workflow.models import base_hash, check_on_hub, lora_rank, resolve_model
+from workflow.models import base_hash, check_code, check_on_hub, local_folder, lora_rank, resolve_model
 from workflow.plugins import find
 from workflow.rewards import check_rewards, judges_of
 from workflow.settings import Settings, is_url, settings
@@ -91,6 +91,7 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     if backend.at_url:
         _check_server(settings())
     ref = policy or starting_policy(config)
+    _check_code(config, ref.base)
     _check_weights(backend, config, ref, kind == "train" or trained)
     named = config.name is not None
     name = config.name or free_name(db, _stem(config, kind, policy))
@@ -278,6 +279,13 @@ def _check_server(where: Settings) -> None:
         check_url(where)
 
 
+def _check_code(config: RunConfig, base: str) -> None:
+    """Refuses code of the model's own that nobody allowed, where the base is at hand."""
+    folder = local_folder(base) if Path(base).is_dir() or not Path(base).is_absolute() else None
+    if folder is not None:
+        check_code(config.model, folder)
+
+
 def _check_weights(backend: Backend, config: RunConfig, ref: PolicyRef, trained: bool) -> None:
     """Refuses what the engine cannot sample from, where the base is at hand; of a hub model the worker that fetched it does."""
     if Path(ref.base).is_dir():
@@ -356,6 +364,7 @@ def manifest(config: RunConfig) -> dict[str, Any]:
         "git": _git_revision(),
         "python": platform.python_version(),
         "machine": platform.machine(),
+        **({"trust_remote_code": True} if config.model.trust_remote_code else {}),
         "packages": {name: metadata.version(name) for name in PACKAGES},
     }
 
