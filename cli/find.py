@@ -105,8 +105,8 @@ def is_stored_policy(words: str) -> bool:
 
     from workflow.settings import is_url
 
-    written = "@" in words and not is_url(words) and not Path(words).expanduser().exists()
-    return written or bool(_checkpoint(existing_database(), words))
+    stored = bool(_checkpoint(existing_database(), words))
+    return stored or ("@" in words and not is_url(words) and not Path(words).expanduser().exists())
 
 
 def stored_start(policy: str | None) -> tuple[Any, Any]:
@@ -149,16 +149,19 @@ def _checkpoint(db: Any, policy: str) -> str:
     """`RUN@VERSION` of the checkpoint that the words are the path of; empty where they are no path of a checkpoint.
 
     Raises:
-        NotFoundError: it is one of no run here.
+        NotFoundError: it is one of no run here, or no file is called so.
     """
+    import os
     from pathlib import Path
 
-    from workflow.checkpoint import MANIFEST, STATE
+    from workflow.checkpoint import LONGEST_NAME, MANIFEST, STATE
     from workflow.epochs import number_of
     from workflow.errors import NotFoundError
     from workflow.settings import is_url, settings
     from workflow.store import epochs, evals
 
+    if "\0" in policy or max(len(os.fsencode(part)) for part in policy.split("/")) > LONGEST_NAME:
+        raise NotFoundError(f"No run and no model is called {policy!r:.80}.", "List the runs: agentrl runs")
     typed = Path(policy).expanduser()
     typed = typed if typed.exists() or not (settings().root / typed).parent.is_dir() else settings().root / typed
     folder, epoch = typed.resolve(), number_of(typed.name)

@@ -81,6 +81,7 @@ def test_a_run_goes_on_from_a_policy_of_another_and_names_it(
     assert row["config"]["model"]["path"] == "first@1"
     assert {key: row["config"]["model"][key] for key in KINDS[kind]} == KINDS[kind]
     trained = value(worker, f"SELECT path FROM policies WHERE run_id = {row['id']} AND version = 1")
+    assert (settings().root / "runs" / "second" / "epoch_1").readlink() == Path(Path(trained).name)
     assert apart(trained, made[0]) < 1e-7 < 1e-3 < apart(trained, made[1])
 
     agentrl(capsys, "submit", *SMALL, "--model", "second@epoch1", "--name", "third", "--eval-every", "1")
@@ -135,6 +136,7 @@ def test_what_the_weights_have_already_cannot_be_chosen_again(
         (("--model", "first@9"), 5, "no policy version 9"),
         (("--model", "first@epoch2"), 5, "is not over"),
         (("--model", "nobody@1"), 5, "There is no run 'nobody'"),
+        (("--model", "a" * 5000), 5, "No run and no model is called"),
         (("--model", str(base), "--lora", "new"), 2, "--lora new goes with a run's policy"),
     ]
     for words, code, said in refused:
