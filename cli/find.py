@@ -123,6 +123,20 @@ def trained_policy(words: str, option: str) -> "tuple[RunConfig, Any, Mapping[st
     return config, ref, planning.find_run(stored_database(), str(config.name))["manifest"]
 
 
+def is_stored_policy(words: str) -> bool:
+    """Whether the words, which may also name a model, mean a run's policy: `RUN@N`, or a checkpoint's folder.
+
+    Raises:
+        NotFoundError: they mean a checkpoint of no run here.
+    """
+    from pathlib import Path
+
+    from workflow.settings import is_url
+
+    stored = bool(_checkpoint(existing_database(), words))
+    return stored or ("@" in words and not is_url(words) and not Path(words).expanduser().exists())
+
+
 def stored_start(policy: str | None) -> tuple[Any, Any]:
     """The database that stored episodes are in, and the policy of a run to start from; None for theirs.
 
@@ -163,16 +177,19 @@ def _checkpoint(db: Any, policy: str) -> str:
     """`RUN@VERSION` of the checkpoint that the words are the path of; empty where they are no path of a checkpoint.
 
     Raises:
-        NotFoundError: it is one of no run here.
+        NotFoundError: it is one of no run here, or no file is called so.
     """
+    import os
     from pathlib import Path
 
-    from workflow.checkpoint import MANIFEST, STATE
+    from workflow.checkpoint import LONGEST_NAME, MANIFEST, STATE
     from workflow.epochs import number_of
     from workflow.errors import NotFoundError
     from workflow.settings import is_url, settings
     from workflow.store import epochs, evals
 
+    if "\0" in policy or max(len(os.fsencode(part)) for part in policy.split("/")) > LONGEST_NAME:
+        raise NotFoundError(f"No run and no model is called {policy!r:.80}.", "List the runs: agentrl runs")
     typed = Path(policy).expanduser()
     typed = typed if typed.exists() or not (settings().root / typed).parent.is_dir() else settings().root / typed
     folder, epoch = typed.resolve(), number_of(typed.name)

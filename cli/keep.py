@@ -49,7 +49,7 @@ def gc(
 def _collect(db: Any, place: Any, keep_last: int | None, dry_run: bool) -> dict[str, int]:
     """One run; bytes by kind."""
     from workflow import collect
-    from workflow.epochs import link
+    from workflow.epochs import unlink
     from workflow.store import epochs, keeping
 
     folders = collect.listed(place.output_dir, place.key)
@@ -57,7 +57,7 @@ def _collect(db: Any, place: Any, keep_last: int | None, dry_run: bool) -> dict[
     decide = keeping.needs if dry_run else keeping.collect
     waste = collect.waste(folders, decide(db, place.run_id, present, keep_last), place.key)
     if not dry_run:
-        link(epochs.ends(db, place.run_id))  # none leads to what goes now
+        unlink(epochs.ends(db, place.run_id))  # none leads to what goes now
     for item in () if dry_run else waste:
         collect.remove(place.output_dir, item)
     return {kind: sum(item.bytes for item in waste if item.kind == kind) for kind in collect.KINDS}

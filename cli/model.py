@@ -35,6 +35,8 @@ Stop = Annotated[
     list[str] | None, typer.Option("--stop", help="A text that ends a turn; repeatable [the run's].", show_default=False)
 ]
 
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code that the model's folder brings.")]
+
 SHOWN = ("tasks", "episodes", "errors", "mean_reward", "low", "high", "interval_by", "accuracy", "pass_at", "dataset", "split")
 """What `eval --json` says of an evaluation."""
 
@@ -53,6 +55,7 @@ def evaluate(
     min_p: MinP = None,
     stop: Stop = None,
     engine: Annotated[str | None, typer.Option(help="What samples [the run's, else rolling].", show_default=False)] = None,
+    trust_remote_code: Trust = False,
     fail_under: Annotated[float | None, typer.Option(help="Exit 1 if the mean reward is lower.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
@@ -71,7 +74,7 @@ def evaluate(
 
     asked: dict[str, Any] = {"temperature": temperature, "engine": engine, "group_size": group_size}
     asked |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
-    config, ref = evaluation_of(policy, dataset, split, n, asked)
+    config, ref = evaluation_of(policy, dataset, split, n, asked, trust_remote_code)
     prepared = _told_of(submission.prepare(existing_database(), config, kind="eval", policy=ref), policy)
     missing = start_services(prepared.submission, required=True)
     made = submission.submit(database(), prepared)
@@ -97,16 +100,16 @@ def _told_of(prepared: "Prepared", policy: str) -> "Prepared":
 
 
 def evaluation_of(
-    policy: str, dataset: str | None, split: str, n: int | None, rollout: Mapping[str, Any]
+    policy: str, dataset: str | None, split: str, n: int | None, rollout: Mapping[str, Any], trust: bool = False
 ) -> tuple[RunConfig, Any]:
     """The config of an eval run (one iteration with all tasks) and the policy to measure, None for a model as it is.
 
-    What `rollout` leaves out, or gives as None, is the run's.
+    What `rollout` leaves out, or gives as None, is the run's. `trust`: the model's own code may run.
     """
     from workers.measure import measuring, sized
     from workers.submit import known_model
 
-    base, ref = find_policy(policy)
+    base, ref = _found(policy, trust)
     config = measuring(base, dataset, split, n, rollout)
     if ref is None:  # before the dataset, which may be far away and is not what is wrong with an unknown name
         try:
@@ -114,6 +117,13 @@ def evaluation_of(
         except ModelError as error:
             raise ModelError(f"No run is called {policy!r}, and no model is found: {error.message}", error.hint) from error
     return sized(config), ref
+
+
+def _found(policy: str, trust: bool) -> tuple[RunConfig, Any]:
+    """What `find_policy` finds, whose own code may run if a person says so here, or said so when the run was submitted."""
+    config, ref = find_policy(policy)
+    trusted = config.model.trust_remote_code or trust
+    return config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": trusted})}), ref
 
 
 def _given(rollout: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,6 +155,7 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per turn.")] = 256,
     engine: Annotated[str | None, typer.Option(help="What samples [the run's, else rolling].", show_default=False)] = None,
     seed: Annotated[int, typer.Option(min=0, help="Keys every random draw.")] = 0,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Talk to a policy, its tools at hand.
 
@@ -152,7 +163,7 @@ def chat(
     """
     from workflow.config import build
 
-    config, ref = find_policy(policy)
+    config, ref = _found(policy, trust_remote_code)
     found, tools = _env_at_hand(config, env)
 
     from cli.talk import Talk, open_policy

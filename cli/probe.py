@@ -49,7 +49,7 @@ def template_facts(folder: str) -> dict[str, Any]:
     from workflow.trajectory import Message
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _, reason = Chat(tokenizer).continuation([Message("tool", "1", name="calculator")])
     except (ModelError, OSError, ValueError) as error:
         return {"error": str(error)}

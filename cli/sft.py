@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cli.find import trained_policy
+from cli.find import is_stored_policy, trained_policy
 from cli.learning import (
     Force,
     Optimizer,
@@ -29,6 +29,7 @@ from cli.learning import (
     watched,
 )
 from cli.merge import QUANTISED
+from cli.onward import merged_base
 from cli.output import Json, cell, say
 from workflow.config import build
 from workflow.errors import ConfigError, StateError
@@ -69,8 +70,14 @@ def sft(
         list[str] | None,
         typer.Option(metavar="NAMES", help="Linear layers that LoRA trains, by name [all projections].", show_default=False),
     ] = None,
+    lora: Annotated[
+        Literal["continue", "new"], typer.Option(help="Of RUN@V: goes on, or is merged and a new one begins.")
+    ] = "continue",
     load_in_4bit: Annotated[
         bool, typer.Option("--load-in-4bit", help="Train LoRA beside a base of 4 bits; what is made is whole.")
+    ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that the model's folder brings.")
     ] = False,
     from_episodes: Annotated[
         list[str] | None,
@@ -121,14 +128,15 @@ def sft(
     chosen = {"--min-reward": min_reward, "--best": best, "--reward-set": reward_set, "--policy": policy}
     place = Place(name, output_dir, force, save_every)
     targets = tuple(name for text in lora_targets or () for name in text.split(","))
-    lora = {"lora_r": lora_r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout, "lora_targets": targets or None}
-    how = _How(asked, epochs, max_samples, lora | {"load_in_4bit": load_in_4bit or None})
+    parts = {"lora_r": lora_r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout, "lora_targets": targets or None}
+    how = _How(asked, epochs, max_samples, parts | {"load_in_4bit": load_in_4bit or None}, lora, trust_remote_code)
     of_dataset = {"--dataset": dataset, "--model": model, "--max-samples": max_samples, "--held-out": held_out or None}
     if not from_episodes:
         refuse(chosen, "of use with stored episodes only.", "Add --from-episodes RUN.")
         asked["held_out"] = _share(held_out)
         _on_demonstrations(dataset or "arithmetic", model or "tiny", how, place, as_json)
         return
+    of_dataset |= {"--lora": "new" if lora == "new" else None, "--trust-remote-code": trust_remote_code or None}
     refuse(of_dataset | how.of_model, "of no use with stored episodes, which have theirs.", "Leave it out.")
     stored = find_stored(from_episodes, reward_set, policy, least=1)
     _on_episodes(stored, min_reward, best, how, place, as_json)
@@ -142,20 +150,22 @@ class _How:
     epochs: int | None
     max_samples: int | None
     parts: Mapping[str, Any]
+    lora: str
+    trust_remote_code: bool
 
     @property
     def of_model(self) -> dict[str, Any]:
         """The options that say what of a model trains, None where they were not given."""
         return {f"--{name.replace('_', '-')}": value for name, value in self.parts.items()}
 
-    def model(self, path: str) -> "ModelConfig":
+    def model(self, path: str, trusted: bool) -> "ModelConfig":
         """The model, and what of it trains.
 
         Raises:
             ConfigError: the options do not fit, or not together.
         """
         given = {f"model.{name}": value for name, value in self.parts.items() if value is not None}
-        return build({**given, "model.path": path}).model
+        return build({**given, "model.path": path, "model.trust_remote_code": trusted}).model
 
 
 def _share(held_out: float) -> float:
@@ -173,8 +183,8 @@ def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_jso
     found: Dataset | list[Demonstration]
     found = read_demonstrations(Path(dataset), how.max_samples) if dataset.endswith(".jsonl") else find("datasets", dataset)
     config, policy, manifest = _policy_named(model, how)
-    path = policy.base if policy else model if model == "tiny" else resolve_model(model, dataset)
-    target = place.of(made_name(model.replace("@", "-v") if policy else path, dataset))
+    path = policy.base if policy else model if model == "tiny" else resolve_model(config.path, dataset)
+    target = place.of(made_name(config.path.replace("@", "-v") if policy else path, dataset))
 
     from workflow.offline import Start
     from workflow.sft import sft as fine_tune
@@ -192,23 +202,31 @@ def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_jso
 def _policy_named(model: str, how: _How) -> "tuple[ModelConfig, PolicyRef | None, Mapping[str, Any]]":
     """What `RUN@V` means: the run's section on its model, the policy and the run's manifest; of any other name no policy.
 
+    Nor of one that is merged, so that a new LoRA begins.
+
     Raises:
         NotFoundError: no such run or version.
     """
-    if "@" not in model or Path(model).exists():
+    if not is_stored_policy(model):
+        if how.lora == "new":
+            raise ConfigError("--lora new goes with a run's policy.", "Write --model RUN@3, or leave --lora out.")
         if model == "tiny":
             refuse(how.of_model, "a new model is made whole.", "Leave it out.")
-        return how.model(model), None, {}
-    refuse(how.of_model, "of no use with a run's policy, which has its own.", "Leave it out.")
+        return how.model(model, how.trust_remote_code), None, {}
+    if how.lora == "continue":
+        refuse(how.of_model, "of no use with a run's policy, which has its own.", "Leave it out, or pass --lora new.")
     made, policy, manifest = trained_policy(model, "--model")
-    return made.model, policy, manifest
+    if how.lora == "continue":
+        return made.model.model_copy(update={"path": f"{made.name}@{policy.version}"}), policy, manifest
+    merged = merged_base(made, policy, manifest).base
+    return how.model(merged, made.model.trust_remote_code or how.trust_remote_code), None, {}
 
 
 def _recipe(model: str, how: _How, config: "ModelConfig") -> "Recipe":
     from workflow.models import lora_rank, model_folder
     from workflow.sft import default_recipe
 
-    full = model == "tiny" or lora_rank(config, model_folder(model)) == 0
+    full = model == "tiny" or lora_rank(config, model_folder(model, config.trust_remote_code)) == 0
     if full:
         others = {option: value for option, value in how.of_model.items() if option != "--lora-r"}
         refuse(others, "of no use where all weights train.", "Pass --lora-r 8, too.")

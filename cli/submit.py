@@ -9,6 +9,7 @@ import typer
 
 from cli.asking import check_model, check_optimizer
 from cli.find import existing_database, stored_start
+from cli.onward import start_of, told_of
 from cli.output import Json, cell, say, show, show_json, show_table
 from workflow.config import DESCRIPTIONS, RunConfig
 from workflow.errors import ConfigError
@@ -38,8 +39,10 @@ FLAGS = {
     "max_samples": "dataset.max_samples",
     "temperature": "rollout.temperature",
     "learning_rate": "update.learning_rate",
+    "lora": "model.lora",
     "lora_r": "model.lora_r",
     "load_in_4bit": "model.load_in_4bit",
+    "trust_remote_code": "model.trust_remote_code",
     "eval_every": "eval.every",
     "save_every": "update.save_every",
     "seed": "seed",
@@ -121,8 +124,10 @@ def submit(
     max_samples: Annotated[int | None, _flag("max_samples")] = None,
     temperature: Annotated[float | None, _flag("temperature")] = None,
     learning_rate: Annotated[float | None, _flag("learning_rate")] = None,
+    lora: Annotated[str | None, _flag("lora")] = None,
     lora_r: Annotated[int | None, _flag("lora_r")] = None,
     load_in_4bit: Annotated[bool | None, _flag("load_in_4bit", "--load-in-4bit/--no-load-in-4bit")] = None,
+    trust_remote_code: Annotated[bool | None, _flag("trust_remote_code", "--trust-remote-code")] = None,
     eval_every: Annotated[int | None, _flag("eval_every")] = None,
     save_every: Annotated[int | None, _flag("save_every")] = None,
     seed: Annotated[int | None, _flag("seed")] = None,
@@ -176,7 +181,6 @@ def submit(
 ) -> None:
     """Submit a training run; prints its name."""
     from cli.services import check_separate
-    from workers import submit as submission
     from workflow.resolve import resolve
 
     flags = {FLAGS[parameter]: value for parameter, value in ctx.params.items() if parameter in FLAGS}
@@ -189,7 +193,7 @@ def submit(
         raise ConfigError("Nothing to train on was named.", EXAMPLES)
     if not asked.source.given and (policy or asked.source.reward_set != "default"):
         raise ConfigError("--policy and --reward-set go with stored episodes only.", "Add --from-episodes RUN.")
-    prepared = _from_stored(asked, origins, policy) if asked.source.given else submission.prepare(existing_database(), asked)
+    prepared = _from_stored(asked, origins, policy) if asked.source.given else _from_model(asked, origins, dry_run)
     _say_skipped(prepared.skipped_rows)
     for remark in (*_trains(prepared), *prepared.remarks):
         say(remark)
@@ -228,7 +232,18 @@ def _from_stored(asked: RunConfig, origins: dict[str, str], policy: str | None) 
     from workers.stored import prepare_stored
 
     db, start = stored_start(policy)
-    return prepare_stored(db, asked, origins, start)
+    prepared = prepare_stored(db, asked, origins, start)
+    return told_of(prepared, policy) if policy else prepared
+
+
+def _from_model(asked: RunConfig, origins: dict[str, str], dry_run: bool) -> Any:
+    from workers import submit as submission
+
+    config, start = start_of(asked, origins)
+    prepared = submission.prepare(existing_database(), config, policy=start)
+    if start is None:
+        return prepared
+    return told_of(prepared, config.model.path, config.model.lora, merges=config.model.lora == "new" and not dry_run)
 
 
 def send(prepared: Any, wait: bool | None, as_json: bool) -> None:
@@ -262,6 +277,10 @@ def _say_skipped(rows: tuple[str, ...]) -> None:
             say(f"  {row}")
 
 
+def _came_from(origin: dict[str, Any]) -> str:
+    return f"{origin['run']}@{origin['version']}{', merged' if origin['lora'] == 'new' else ''}"
+
+
 def _told(evaluation: Any, every: int) -> str:
     tasks = f"{len(evaluation.tasks)} tasks of {evaluation.dataset} ({evaluation.config['dataset']['split']})"
     return f"every {every} versions: {tasks} x {evaluation.group_size}"
@@ -288,6 +307,7 @@ def _show_plan(prepared: Any, as_json: bool) -> None:
         "name": submission.name,
         "dataset": f"{config.dataset.name} ({config.dataset.split})",
         "model": submission.policy.base,
+        **({"from": _came_from(submission.manifest["from"])} if "from" in submission.manifest else {}),
         "env": config.env,
         "rewards": ", ".join(f"{name} x {cell(weight)}" for name, weight in submission.weights.items()),
         "algorithm": config.algorithm.name,

@@ -271,5 +271,3 @@ def test_sft_starts_from_a_policy_of_a_run(
     assert 0.24 < moved < 0.26, "it goes on from the policy, not from its base"
 
     assert "no policy version 9" in agentrl(capsys, "sft", "--model", "first@9", *words, code=5)[1]
-    refused = agentrl(capsys, "submit", "--dataset", "arithmetic", "--model", "first@1", "--dry-run", code=8)[1]
-    assert "agentrl sft --model first@1 --dataset" in refused

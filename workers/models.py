@@ -134,7 +134,7 @@ def _key(config: RunConfig, base: str) -> str:
 
 def _stamp(folder: Path) -> str:
     """Tells a folder that was made anew from the one that was loaded; hashing gigabytes for every job would be too slow."""
-    files = sorted(file for file in folder.glob("*") if file.suffix in (".safetensors", ".json", ".jinja", ".txt"))
+    files = sorted(file for file in folder.glob("*") if file.suffix in (".safetensors", ".json", ".jinja", ".txt", ".py"))
     try:
         return " ".join(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}" for file in files for stat in [file.stat()])
     except FileNotFoundError:

@@ -51,7 +51,9 @@ def confirm_base(run: int, policy: "Policy") -> None:
     Raises:
         ModelError: it is another.
     """
-    _confirm(run, policy.base_hash, policy.chat.tokenizer_hash, policy.chat.template_hash)
+    hashes = {"tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
+    hashes |= {"code": policy.code_hash} if policy.code_hash else {}
+    _confirm(run, policy.base_hash, tuple(hashes.items()))
 
 
 def refuse_overlap(config: RunConfig) -> None:
@@ -74,9 +76,9 @@ def nothing_overlaps(hint: str) -> ConfigError:
 
 
 @cache
-def _confirm(run: int, base_hash: str, tokenizer: str, template: str) -> None:
+def _confirm(run: int, base_hash: str, hashes: tuple[tuple[str, str], ...]) -> None:
     # Once for each run and base: the record does not change, and every job would take the database's write lock to look.
-    training.confirm_base(database(), run, base_hash, {"tokenizer": tokenizer, "template": template})
+    training.confirm_base(database(), run, base_hash, dict(hashes))
 
 
 def until_written(write: Callable[[], object]) -> None:

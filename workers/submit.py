@@ -26,7 +26,7 @@ from workflow.engines import Backend
 from workflow.envs import Env, gives_rewards, offered, scoring_hash, told_right_by, weights_of
 from workflow.errors import ConfigError, ConflictError, ModelError
 from workflow.hooks import load_hooks
-from workflow.models import base_hash, check_on_hub, lora_rank, resolve_model
+from workflow.models import base_hash, check_code, check_on_hub, local_folder, lora_rank, resolve_model
 from workflow.plugins import find
 from workflow.rewards import check_rewards, judges_of
 from workflow.settings import Settings, is_url, settings
@@ -90,6 +90,7 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     if backend.at_url:
         _check_server(settings())
     ref = policy or starting_policy(config)
+    _check_code(config, ref.base)
     _check_weights(backend, config, ref, kind == "train" or trained)
     named = config.name is not None
     name = config.name or free_name(db, _stem(config, kind, policy))
@@ -218,10 +219,6 @@ def known_model(config: RunConfig) -> str:
     base = resolve_model(config.model.path, config.dataset.name)
     folder = Path(base)
     if not folder.is_dir():
-        run, at, _ = base.partition("@")
-        if at:
-            hint = f"Make one of it: agentrl sft --model {base} --dataset DATASET; or train that run on: agentrl resume {run}"
-            raise ModelError(f"{base!r} is the policy of a run, and a run starts from a model.", hint)
         if folder.is_absolute() or base.startswith("."):
             raise ModelError(f"There is no model in {base!r}.", "Pass a folder in the hub's format, a hub name, or tiny.")
         check_on_hub(base)
@@ -267,6 +264,13 @@ def _check_server(where: Settings) -> None:
 
     if not where.broker_url and (where.engine_url or embedded.running(where) is None):
         check_url(where)
+
+
+def _check_code(config: RunConfig, base: str) -> None:
+    """Refuses code of the model's own that nobody allowed, where the base is at hand."""
+    folder = local_folder(base) if Path(base).is_dir() or not Path(base).is_absolute() else None
+    if folder is not None:
+        check_code(config.model, folder)
 
 
 def _check_weights(backend: Backend, config: RunConfig, ref: PolicyRef, trained: bool) -> None:
@@ -333,7 +337,7 @@ def _check_writable(folder: Path) -> None:
 
 def _stem(config: RunConfig, kind: str, policy: PolicyRef | None) -> str:
     words = [Path(config.dataset.name.rpartition(":")[2]).stem, Path(config.model.path).name]
-    words += [f"v{policy.version}" if policy else "", "eval" if kind == "eval" else ""]
+    words += [f"v{policy.version}" if policy and kind == "eval" else "", "eval" if kind == "eval" else ""]
     stem = "-".join(word for word in words if word).lower()
     plain = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in stem)
     return plain.lstrip("._-")[:48] or "run"
@@ -347,6 +351,7 @@ def manifest(config: RunConfig) -> dict[str, Any]:
         "git": _git_revision(),
         "python": platform.python_version(),
         "machine": platform.machine(),
+        **({"trust_remote_code": True} if config.model.trust_remote_code else {}),
         "packages": {name: metadata.version(name) for name in PACKAGES},
     }
 

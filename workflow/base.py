@@ -20,7 +20,7 @@ from workflow.chat import Chat
 from workflow.config import PROJECTIONS, ModelConfig
 from workflow.errors import ModelError
 from workflow.memory import spared
-from workflow.models import lora_rank
+from workflow.models import TRUST, check_code, lora_rank
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -50,7 +50,7 @@ def load(config: ModelConfig, folder: Path, device: torch.device, kind: str) -> 
     extra = _placement(config, dtype, device)
     # Spared, because each weight comes whole before it is quantised.
     with _alone, _taken_for(folder, "model"), spared(config.load_in_4bit or config.load_in_8bit):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **extra)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_options(config.trust_remote_code), **extra)
     return _trainable_4bit(model) if config.load_in_4bit else model
 
 
@@ -61,13 +61,14 @@ def check(config: ModelConfig, folder: Path) -> None:
         ModelError: the files make no model or tokenizer, the weights are not whole or of other shapes than the config says, the
             chat template cannot be rendered, or there is nothing that LoRA could train.
     """
+    check_code(config, folder)
     chat_of(config, folder)
-    sizes(folder)
+    sizes(folder, config.trust_remote_code)
     with _taken_for(folder, "model"):
         shapes = _written_shapes(folder)
     with _alone, _taken_for(folder, "model"), torch.device("meta"):
-        config_of = AutoConfig.from_pretrained(folder, local_files_only=True)
-        made = AutoModelForCausalLM.from_config(config_of)  # type: ignore[no-untyped-call]
+        config_of = AutoConfig.from_pretrained(folder, **_options(config.trust_remote_code))
+        made = AutoModelForCausalLM.from_config(config_of, trust_remote_code=config.trust_remote_code)  # type: ignore[no-untyped-call]
     wanted = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
     other = sorted(name for name, shape in shapes.items() if wanted.get(name, shape) != shape)
     if other:
@@ -142,28 +143,28 @@ def lora_config(config: ModelConfig, rank: int) -> "LoraConfig":
     )
 
 
-def sizes(folder: Path) -> tuple[int, int]:
+def sizes(folder: Path, code: bool = False) -> tuple[int, int]:
     """Tokens that fit into one row, and ids of the vocabulary as the model's last layer has them.
 
     Raises:
         ModelError: the files make no model, or it does not say.
     """
     with _taken_for(folder, "model"):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        config = AutoConfig.from_pretrained(folder, **_options(code)).get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
     if longest is None:
         raise ModelError(f"The model in {str(folder)!r} does not say how many tokens it can read.")
     return int(longest), int(config.vocab_size)
 
 
-def tokenizer(folder: Path) -> Any:
-    """Its tokenizer.
+def tokenizer(folder: Path, code: bool = False) -> Any:
+    """Its tokenizer; `code` that the folder brings may run.
 
     Raises:
         ModelError: the files make none.
     """
     with _taken_for(folder, "tokenizer"):
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, **_options(code))
 
 
 def chat_of(config: ModelConfig, folder: Path) -> Chat:
@@ -173,7 +174,7 @@ def chat_of(config: ModelConfig, folder: Path) -> Chat:
         ModelError: the files make none, or its template cannot be rendered.
         ConfigError: there is no such format.
     """
-    made = tokenizer(folder)
+    made = tokenizer(folder, config.trust_remote_code)
     if config.chat_template is not None:
         made.chat_template = config.chat_template
     return Chat(made, config.tool_format)
@@ -185,11 +186,18 @@ def _taken_for(folder: Path, made: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
+        if "trust_remote_code" in str(error):  # of a hub, whose code was not fetched
+            raise ModelError(f"The {made} in {str(folder)!r} wants code of its own.", TRUST) from error
         raise ModelError(f"The files in {str(folder)!r} make no {made}: {_sentence(error)}.") from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
         raise _other_shapes(folder) from error
+
+
+def _options(code: bool) -> dict[str, Any]:
+    """What every loading is told."""
+    return {"local_files_only": True, "trust_remote_code": code}
 
 
 def _sentence(error: Exception) -> str:

@@ -71,8 +71,10 @@ class ModelConfig(Section):
     """Which weights, and which part of them trains."""
 
     path: str = Field(
-        "Qwen/Qwen2.5-0.5B-Instruct", min_length=1, description="Hub name, folder, or a model made by `agentrl sft`"
+        "Qwen/Qwen2.5-0.5B-Instruct", min_length=1, description="Hub name, folder, a model of `agentrl sft`, RUN@N"
     )
+    lora: Literal["continue", "new"] = Field("continue", description="Of RUN@N: goes on, or is merged for a new one")
+    trust_remote_code: bool = Field(False, description="Run the code that the model's folder brings")
     load_in_4bit: bool = Field(False, description="Quantise the frozen base to 4 bits (bitsandbytes NF4); LoRA trains")
     load_in_8bit: bool = Field(False, description="Quantise the frozen base to 8 bits; LoRA trains")
     lora_r: int | None = Field(

@@ -41,27 +41,35 @@ def link(ends: Ends) -> None:
     Raises:
         OSError: the folder takes none.
     """
-    place = Path(ends.output_dir)
-    if is_url(ends.output_dir) or not ends.key or not place.is_dir():
-        return
-    there = {name: place / name for name in ends.names.values() if (place / name).is_dir()}
-    wanted = {f"epoch_{epoch}": name for epoch, name in ends.names.items() if name in there}
-    for entry in place.glob("epoch_*"):
-        stale = entry.is_symlink() and number_of(entry.name) is not None and entry.name not in wanted
-        if stale and (os.readlink(entry).endswith(f".{ends.key}") or not entry.exists()):
-            entry.unlink(missing_ok=True)
-    for name, target in wanted.items():
-        _point(place / name, target, ends.key)
+    unlink(ends)
+    for name, target in _wanted(ends).items():
+        entry = Path(ends.output_dir) / name
+        if not entry.is_symlink() and not entry.exists():
+            beside = entry.with_name(f".{name}.{os.getpid()}")
+            beside.unlink(missing_ok=True)
+            beside.symlink_to(target)
+            beside.replace(entry)
 
 
-def _point(entry: Path, target: str, key: str) -> None:
-    if entry.is_symlink():
+def unlink(ends: Ends) -> None:
+    """Removes the links that lead nowhere, or to another checkpoint of the run than they should.
+
+    Raises:
+        OSError: the folder does not let go of them.
+    """
+    wanted = _wanted(ends)
+    for entry in () if is_url(ends.output_dir) else Path(ends.output_dir).glob("epoch_*"):
+        if not entry.is_symlink() or number_of(entry.name) is None:
+            continue
         now = os.readlink(entry)
-        if now == target or (entry.exists() and not now.endswith(f".{key}")):
-            return
-    elif entry.exists():  # somebody's own
-        return
-    beside = entry.with_name(f".{entry.name}.{os.getpid()}")
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(target)
-    beside.replace(entry)
+        other = now.endswith(f".{ends.key}") and now != wanted.get(entry.name)
+        if other or not entry.exists():
+            entry.unlink(missing_ok=True)
+
+
+def _wanted(ends: Ends) -> dict[str, str]:
+    """Where each link should lead; only to what is there."""
+    if is_url(ends.output_dir) or not ends.key:
+        return {}
+    there = Path(ends.output_dir)
+    return {f"epoch_{epoch}": name for epoch, name in ends.names.items() if (there / name).is_dir()}

@@ -5,6 +5,8 @@ A model is a folder in the hub's format: `config.json`, `*.safetensors`, tokeniz
 """
 
 import hashlib
+import json
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
@@ -21,6 +23,10 @@ SMALL = 50_000_000
 """Below this many parameters all weights train, unless the config says otherwise."""
 RECORD = "training.json"
 """The file of a model that was made here which says of what and how."""
+TRUST = "Read it, and pass --trust-remote-code if it may run here."
+LARGEST_CONFIG = 1 << 24
+"""Bytes that are read of a model's config."""
+_FETCHED = ("*.safetensors", "*.json", "*.txt", "*.jinja")
 HUB_HINT = "Name a local folder that holds a model, or tiny."
 _TEXT_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -72,8 +78,42 @@ def refuse_existing(target: Path, overwrite: bool) -> None:
         raise ConflictError(f"{str(target)!r} was not made by agentrl (it holds no {RECORD}).", "Name another folder.")
 
 
-def model_folder(path: str) -> Path:
-    """The local folder of a model, fetched from the hub where it is not here yet.
+def own_code(folder: Path) -> tuple[Path, ...]:
+    """The files of code that a model's folder brings, where its config or its tokenizer's names one of them."""
+    named = {name for config in ("config.json", "tokenizer_config.json") for name in _code_named(folder / config)}
+    there = tuple(sorted(folder.glob("*.py")))
+    return there if named & {file.stem for file in there} else ()
+
+
+def _code_named(file: Path) -> Iterator[str]:
+    """The modules that `auto_map` names: `modeling_x` of `modeling_x.Model`, each alone or in a list."""
+    try:
+        with file.open("rb") as stream:
+            tree = json.loads(stream.read(LARGEST_CONFIG))
+    except (OSError, ValueError, RecursionError):
+        return  # said by whoever loads it
+    named = tree.get("auto_map") if isinstance(tree, dict) else None
+    for value in named.values() if isinstance(named, dict) else ():
+        for name in value if isinstance(value, list) else (value,):
+            if isinstance(name, str):
+                yield name.rpartition("--")[2].partition(".")[0]
+
+
+def check_code(config: ModelConfig, folder: Path) -> None:
+    """Raises ModelError where the model has code of its own and nobody said that it may run."""
+    code = own_code(folder)
+    if code and not config.trust_remote_code:
+        raise ModelError(f"The model in {str(folder)!r} brings code of its own ({code[0].name}).", TRUST)
+
+
+def code_hash(folder: Path) -> str:
+    """sha256 over the code that a model's folder brings; empty where it brings none."""
+    lines = [f"{file.name} {sha256_file(file)}" for file in own_code(folder)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else ""
+
+
+def model_folder(path: str, code: bool = False) -> Path:
+    """The local folder of a model, fetched from the hub where it is not here yet, with its `code` if that may run.
 
     Raises:
         ModelError: no such folder, and the hub does not know it or cannot be reached.
@@ -85,7 +125,7 @@ def model_folder(path: str) -> Path:
         raise ModelError(f"The folder {path!r} holds no config.json.", HUB_HINT)
     if folder.is_absolute() or path.startswith("."):
         raise ModelError(f"There is no folder {path!r}.", HUB_HINT)
-    return _from_hub(path)
+    return _from_hub(path, code)
 
 
 def local_folder(path: str) -> Path | None:
@@ -134,12 +174,12 @@ def _away(name: str) -> ModelError:
     return ModelError(f"Cannot reach the hub for {name!r}.", HUB_HINT)
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, code: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja"]))
+        return Path(snapshot_download(name, allow_patterns=[*_FETCHED, *(["*.py"] if code else [])]))
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise _unknown(name) from error
     except (LocalEntryNotFoundError, OSError) as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workflow.base import lora_config
+from workflow.models import own_code
 from workflow.policy import Policy
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ def files(policy: Policy, place: Path) -> dict[str, bytes]:
     scratch = place / "plain"
     scratch.mkdir()
     policy.tokenizer.save_pretrained(scratch)
+    for code in own_code(policy.folder):
+        shutil.copyfile(code, scratch / code.name)
     if policy.kind == "lora":
         adapter_config(policy).save_pretrained(str(scratch))
     else:

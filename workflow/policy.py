@@ -27,7 +27,7 @@ from workflow.checkpoint import ADAPTER, MODEL, weights_of
 from workflow.config import ModelConfig
 from workflow.errors import CheckpointError, ModelError
 from workflow.forward import Forward, Pass, as_it_is, known
-from workflow.models import base_hash, lora_rank, model_folder, sha256_file
+from workflow.models import base_hash, check_code, code_hash, lora_rank, model_folder, sha256_file
 from workflow.trajectory import PolicyRef
 
 COPIED = 250_000_000
@@ -42,6 +42,7 @@ class Policy:
 
     Attributes:
         base_hash: names the base in every `PolicyRef`.
+        code_hash: of the code that the base brought and that ran; empty where none did.
         kind: `lora` or `full`.
         max_context: tokens that fit into one row.
         vocabulary: ids that the model can sample, the largest and one more.
@@ -53,6 +54,7 @@ class Policy:
         self.folder = folder
         self.device = torch.device(device)
         self.lock = threading.RLock()
+        check_code(config, folder)
         self.chat: Chat = base.chat_of(config, folder)
         self.tokenizer = self.chat.tokenizer
         self.rank = lora_rank(config, folder)
@@ -61,13 +63,14 @@ class Policy:
             raise ModelError(
                 "With LoRA the sampler shares the trainer's base.", "Set model.dtype instead of model.sampler_dtype."
             )
-        self.max_context, self.vocabulary = base.sizes(folder)
+        self.max_context, self.vocabulary = base.sizes(folder, config.trust_remote_code)
         self._reference: nn.Module | None = None
         self._published: str | None = ""
         self._in_memory: dict[Slot, Any] = {}
         self._pass: Pass | None = None
         self._initial: dict[str, Tensor] = {}
         loaded = self._base() if weights else None
+        self.code_hash = code_hash(folder) if config.trust_remote_code else ""
         self.base_hash = base_hash(folder)  # after all was read: what is put there meanwhile is never taken for what was there
         if loaded is not None:
             self._take_in(loaded)
@@ -94,7 +97,7 @@ class Policy:
             torch.use_deterministic_algorithms(True)
         if threads:
             torch.set_num_threads(threads)
-        return cls(config, model_folder(path), base.pick_device(device), weights)
+        return cls(config, model_folder(path, config.trust_remote_code), base.pick_device(device), weights)
 
     @contextmanager
     def sampling(self) -> Iterator[nn.Module]:

@@ -94,6 +94,7 @@ def open_policy(
     """
     policy = Policy.load(config, base, device, threads)
     found = {"base": policy.base_hash, "tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
+    found |= {"code": policy.code_hash} if policy.code_hash else {}
     known = {"base": base_hash or policy.base_hash, **manifest}
     for name, value in found.items():
         if known.get(name, value) != value:

@@ -241,16 +241,19 @@ def confirm_base(tx: Connection, run: int, base_hash: str, chat_hashes: Mapping[
     """Remembers at the first loading what the run's base is, and makes sure at each later one that it is the same.
 
     Args:
-        chat_hashes: of the tokenizer and the chat template, kept in the manifest.
+        chat_hashes: of the tokenizer, the chat template and the model's own code, kept in the manifest.
 
     Raises:
         ModelError: here the base, its tokenizer or its template is another.
     """
     row = tx.execute(select(db.runs).where(db.runs.c.id == run).with_for_update()).mappings().one()
     known = {name: row["manifest"].get(name, found) for name, found in chat_hashes.items()}
-    if row["base_hash"] not in ("", base_hash) or known != dict(chat_hashes):
+    other = {name: (known[name], found) for name, found in chat_hashes.items() if known[name] != found}
+    if row["base_hash"] not in ("", base_hash):
+        other = {"base": (row["base_hash"], base_hash)}
+    for name, (made, found) in other.items():
         raise ModelError(
-            f"Run {row['name']!r} was made with base {row['base_hash'][:12]}, here {row['base']!r} is {base_hash[:12]}.",
+            f"Run {row['name']!r} was made with {name} {made[:12]}, here that of {row['base']!r} is {found[:12]}.",
             "Bring the same model here, or submit a new run.",
         )
     if row["base_hash"] == "" or not chat_hashes.keys() <= row["manifest"].keys():
