@@ -62,6 +62,14 @@ def sft(
     load_in_4bit: Annotated[
         bool, typer.Option("--load-in-4bit", help="Train LoRA beside a base of 4 bits; what is made is whole.")
     ] = False,
+    tool_format: Annotated[
+        str | None,
+        typer.Option(help="How calls are written [as the model's chat template writes them].", show_default=False),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A Jinja file in place of the model's template.", show_default=False),
+    ] = None,
     from_episodes: Annotated[
         list[str] | None,
         typer.Option(metavar="RUN", help="Learn from a run's stored episodes instead; repeatable.", show_default=False),
@@ -108,14 +116,14 @@ def sft(
         raise ConfigError("--epochs and --steps both say how long.", "Leave one out.")
     chosen = {"--min-reward": min_reward, "--best": best, "--reward-set": reward_set, "--policy": policy}
     place = Place(name, output_dir, force)
-    how = _How(asked, epochs, max_samples, lora_r, load_in_4bit)
+    how = _How(asked, epochs, max_samples, lora_r, load_in_4bit, tool_format, chat_template)
     of_dataset = {"--dataset": dataset, "--model": model, "--max-samples": max_samples, "--held-out": held_out or None}
     if not from_episodes:
         refuse(chosen, "of use with stored episodes only.", "Add --from-episodes RUN.")
         asked["held_out"] = _share(held_out)
         _on_demonstrations(dataset or "arithmetic", model or "tiny", how, place, as_json)
         return
-    refuse(of_dataset | how.of_model, "of no use with stored episodes, which have theirs.", "Leave it out.")
+    refuse(of_dataset | how.of_model | how.of_words, "of no use with stored episodes, which have theirs.", "Leave it out.")
     stored = find_stored(from_episodes, reward_set, policy, least=1)
     _on_episodes(stored, min_reward, best, how, place, as_json)
 
@@ -129,6 +137,13 @@ class _How:
     max_samples: int | None
     lora_r: int | None
     load_in_4bit: bool
+    tool_format: str | None
+    chat_template: str | None
+
+    @property
+    def of_words(self) -> dict[str, str | None]:
+        """The options that say how a model is spoken to."""
+        return {"--tool-format": self.tool_format, "--chat-template": self.chat_template}
 
     @property
     def of_model(self) -> dict[str, Any]:
@@ -145,13 +160,15 @@ def _share(held_out: float) -> float:
 def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_json: bool) -> None:
     from workflow.conversations import Demonstration, read_demonstrations
     from workflow.datasets import Dataset
-    from workflow.models import made_name, resolve_model
+    from workflow.models import made_name, model_folder, resolve_model
     from workflow.plugins import find
+    from workflow.templates import settled
 
     found: Dataset | list[Demonstration]
     found = read_demonstrations(Path(dataset), how.max_samples) if dataset.endswith(".jsonl") else find("datasets", dataset)
     config, policy, manifest = _policy_named(model, how)
     path = policy.base if policy else model if model == "tiny" else resolve_model(model, dataset)
+    config = settled(config, None if path == "tiny" else model_folder(path))
     target = place.of(made_name(model.replace("@", "-v") if policy else path, dataset))
 
     from workflow.offline import Start
@@ -181,8 +198,9 @@ def _policy_named(model: str, how: _How) -> "tuple[ModelConfig, PolicyRef | None
         if how.load_in_4bit and how.lora_r == 0:
             raise ConfigError("A quantised base cannot train all weights.", "Pass --lora-r 8, or leave --load-in-4bit out.")
         options = {"path": model, "lora_r": how.lora_r, "load_in_4bit": how.load_in_4bit}
+        options |= {"tool_format": how.tool_format or "auto", "chat_template": how.chat_template}
         return ModelConfig.model_validate(options), None, {}
-    refuse(how.of_model, "of no use with a run's policy, which has its own.", "Leave it out.")
+    refuse(how.of_model | how.of_words, "of no use with a run's policy, which has its own.", "Leave it out.")
     from workflow.store import planning
 
     made, policy = find_policy(model)

@@ -86,7 +86,7 @@ class ModelConfig(Section):
         None,
         min_length=1,
         max_length=256,
-        description="How calls are written: auto (as the template does), a file of workflow/tool_formats, or module:name",
+        description="How calls are written: a file of workflow/tool_formats; auto: as the chat template writes them",
     )
     chat_template: str | None = Field(
         None, min_length=1, max_length=131_072, description="A Jinja file in place of the model's template; stored whole"

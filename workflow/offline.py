@@ -345,7 +345,12 @@ def save(learner: Learner, made: Made, source: Mapping[str, Any]) -> Made:
     module = merged(learner.policy) if learner.policy else learner.module
     module.save_pretrained(beside)
     learner.chat.tokenizer.save_pretrained(beside)
-    told = {"examples": made.examples, "left_out": dict(made.left_out), "metrics": dict(made.metrics)}
+    told: dict[str, Any] = {
+        "tool_format": learner.chat.manner.tool_format.name,
+        "examples": made.examples,
+        "left_out": dict(made.left_out),
+        "metrics": dict(made.metrics),
+    }
     (beside / RECORD).write_text(json.dumps({**source, "recipe": asdict(made.recipe), **told}, indent=1))
     shutil.rmtree(made.folder, ignore_errors=True)
     beside.rename(made.folder)

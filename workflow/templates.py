@@ -111,7 +111,7 @@ def settled(config: ModelConfig, folder: Path | None) -> ModelConfig:
     if config.chat_template is not None:
         chosen["chat_template"] = read_template(config.chat_template)
     if config.tool_format == AUTO:
-        found, learned = source_of(folder, chosen.get("chat_template")), _recorded(folder)
+        found, learned = source_of(folder, chosen.get("chat_template")), "" if chosen else _recorded(folder)
         if learned:
             chosen["tool_format"] = learned
         elif found:
