@@ -97,14 +97,12 @@ def submit(
     output_dir: Annotated[str | None, _flag("output_dir")] = None,
     from_groups: Annotated[
         list[str] | None,
-        typer.Option(metavar="RUN|GROUP", help="Train on stored groups: a fork run's, or by number.", show_default=False),
+        typer.Option(metavar="RUN|GROUP", help="Train on stored groups, by run or number.", show_default=False),
     ] = None,
     from_episodes: Annotated[
         list[str] | None, typer.Option(metavar="RUN", help="Train on a run's stored episodes.", show_default=False)
     ] = None,
-    reward_set: Annotated[
-        str | None, typer.Option(help="Whose rewards train on stored episodes [default].", show_default=False)
-    ] = None,
+    reward_set: Annotated[str | None, typer.Option(help="Whose stored rewards train [default].", show_default=False)] = None,
     policy: Annotated[
         str | None,
         typer.Option(metavar="RUN[@V]", help="Start from it, with stored episodes [theirs].", show_default=False),

@@ -86,10 +86,10 @@ class ModelConfig(Section):
         None,
         min_length=1,
         max_length=256,
-        description="How calls are written: a file of workflow/tool_formats; auto: as the chat template writes them",
+        description="How calls are written, a file of tool_formats",
     )
     chat_template: str | None = Field(
-        None, min_length=1, max_length=131_072, description="A Jinja file in place of the model's template; stored whole"
+        None, min_length=1, max_length=131_072, description="Jinja file in place of the model's template"
     )
     numerics: Literal["fast", "exact"] = Field("fast", description="exact: CPU, float64, one thread, bit for bit repeatable")
 
