@@ -168,7 +168,7 @@ def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_jso
     found = read_demonstrations(Path(dataset), how.max_samples) if dataset.endswith(".jsonl") else find("datasets", dataset)
     config, policy, manifest = _policy_named(model, how)
     path = policy.base if policy else model if model == "tiny" else resolve_model(model, dataset)
-    config = settled(config, None if path == "tiny" else model_folder(path))
+    config = settled(config, None if path == "tiny" else model_folder(path), policy is None)
     target = place.of(made_name(model.replace("@", "-v") if policy else path, dataset))
 
     from workflow.offline import Start
@@ -198,7 +198,7 @@ def _policy_named(model: str, how: _How) -> "tuple[ModelConfig, PolicyRef | None
         if how.load_in_4bit and how.lora_r == 0:
             raise ConfigError("A quantised base cannot train all weights.", "Pass --lora-r 8, or leave --load-in-4bit out.")
         options = {"path": model, "lora_r": how.lora_r, "load_in_4bit": how.load_in_4bit}
-        options |= {"tool_format": how.tool_format or "auto", "chat_template": how.chat_template}
+        options |= {"tool_format": how.tool_format, "chat_template": how.chat_template}
         return ModelConfig.model_validate(options), None, {}
     refuse(how.of_model | how.of_words, "of no use with a run's policy, which has its own.", "Leave it out.")
     from workflow.store import planning

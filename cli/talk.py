@@ -39,7 +39,7 @@ def open_policy(config: RunConfig, ref: PolicyRef | None) -> tuple[Policy, Polic
     backend: Backend = find("engines", config.rollout.engine)
     engines.check_options(backend, config.rollout)
     base = ref.base if ref else resolve_model(config.model.path, CHAT_DATASET)
-    model = settled(config.model, local_folder(base))
+    model = settled(config.model, local_folder(base), ref is None)
     policy = Policy.load(model, base, settings().device, settings().threads, weights=backend.local)
     engines.check_weights(backend, policy.kind, trained=ref is not None and bool(ref.path))
     return policy, ref or PolicyRef(base, policy.base_hash)

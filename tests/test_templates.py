@@ -128,7 +128,8 @@ def test_a_call_whose_text_closes_its_tag_is_shown_so_that_it_reads_back() -> No
 def test_a_folder_tells_its_format_without_transformers(name: str, tmp_path: Path) -> None:
     folder = family_model(tmp_path / name, name)
     assert settled(section(), folder).tool_format == name
-    assert settled(ModelConfig(), folder).tool_format is None
+    assert settled(ModelConfig(), folder).tool_format == name
+    assert settled(ModelConfig(), folder, new=False).tool_format is None
     check_template(settled(section(), folder), folder, system=name != "llama3", tools=True)
     assert remark_on_tools(section(), folder) == ""
 
@@ -274,7 +275,7 @@ def test_a_run_of_before_there_was_a_choice_means_what_it_meant(tmp_path: Path) 
     stored = build({"model.path": str(family_model(tmp_path / "model", "llama3"))}).model_dump(mode="json")
     del stored["model"]["tool_format"], stored["model"]["chat_template"]
     model = RunConfig.model_validate(stored).model
-    chat = Policy.load(settled(model, tmp_path / "model"), str(tmp_path / "model"), "cpu", weights=False).chat
+    chat = Policy.load(settled(model, tmp_path / "model", new=False), str(tmp_path / "model"), "cpu", weights=False).chat
     before = Chat(family_tokenizer("llama3"))
     assert (chat.manner, chat.end_ids, chat.opening([QUESTION], [SCHEMA])) == (
         before.manner, before.end_ids, before.opening([QUESTION], [SCHEMA]),

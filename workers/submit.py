@@ -92,7 +92,7 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
         _check_server(settings())
     ref = policy or starting_policy(config)
     folder = at_hand(ref.base)
-    config = config.model_copy(update={"model": settled(config.model, folder)})
+    config = config.model_copy(update={"model": settled(config.model, folder, policy is None or kind == "train")})
     _check_weights(backend, config, ref, kind == "train" or trained)
     if kind == "train" and folder is not None:
         check_template(config.model, folder, _with_system(env, loaded.tasks), bool(offered(env, config)))

@@ -359,9 +359,6 @@ def build(values: Mapping[str, Any]) -> RunConfig:
     for key, value in values.items():
         section, _, leaf = key.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[leaf] = value
-    model = tree.setdefault("model", {})
-    if isinstance(model, dict):
-        model.setdefault("tool_format", "auto")  # unset it means what runs of before there was a choice mean
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
