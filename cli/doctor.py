@@ -256,6 +256,6 @@ def _template(model: str) -> Check:
     if "error" in facts:
         return Check("template", "fail", facts["error"], "Pass an instruct model.")
     if facts["reason"]:
-        return Check("template", "warn", facts["reason"], "Every step becomes a training row of its own.")
+        return Check("template", "warn", facts["reason"], "Nothing with tools can be trained through it: --chat-template FILE")
     pad = f"padding token {facts['pad']!r}" if facts["pad"] else "no padding token (none is needed)"
-    return Check("template", "ok", f"keeps earlier turns as they are; {pad}")
+    return Check("template", "ok", f"keeps earlier turns as they are, writes calls as {facts['calls']} does; {pad}")

@@ -36,6 +36,14 @@ Stop = Annotated[
 ]
 
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code that the model's folder brings.")]
+ToolFormatName = Annotated[
+    str | None,
+    typer.Option("--tool-format", help="How calls are written [the run's, else as its template does].", show_default=False),
+]
+TemplateFile = Annotated[
+    str | None,
+    typer.Option("--chat-template", metavar="FILE", help="A Jinja file in place of the model's template.", show_default=False),
+]
 
 SHOWN = ("tasks", "episodes", "errors", "mean_reward", "low", "high", "interval_by", "accuracy", "pass_at", "dataset", "split")
 """What `eval --json` says of an evaluation."""
@@ -56,6 +64,8 @@ def evaluate(
     stop: Stop = None,
     engine: Annotated[str | None, typer.Option(help="What samples [the run's, else rolling].", show_default=False)] = None,
     trust_remote_code: Trust = False,
+    tool_format: ToolFormatName = None,
+    chat_template: TemplateFile = None,
     fail_under: Annotated[float | None, typer.Option(help="Exit 1 if the mean reward is lower.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
@@ -70,11 +80,13 @@ def evaluate(
     from cli.watch import follow
     from workers import submit as submission
     from workers.process import database
+    from workflow.config import build
     from workflow.store import observe
 
     asked: dict[str, Any] = {"temperature": temperature, "engine": engine, "group_size": group_size}
     asked |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
     config, ref = evaluation_of(policy, dataset, split, n, asked, trust_remote_code)
+    config = build(config.flat() | _spoken(tool_format, chat_template))
     prepared = _told_of(submission.prepare(existing_database(), config, kind="eval", policy=ref), policy)
     missing = start_services(prepared.submission, required=True)
     made = submission.submit(database(), prepared)
@@ -130,6 +142,12 @@ def _given(rollout: Mapping[str, Any]) -> dict[str, Any]:
     return {f"rollout.{key}": value for key, value in rollout.items() if value is not None}
 
 
+def _spoken(tool_format: str | None, chat_template: str | None) -> dict[str, Any]:
+    """The keys of the config that say how a model is spoken to, as far as a person did."""
+    given = {"model.tool_format": tool_format, "model.chat_template": chat_template}
+    return {key: value for key, value in given.items() if value is not None}
+
+
 def _show_score(run: str, policy: str, result: Any, as_json: bool) -> None:
     if as_json:
         show_json({"run": run, "policy": policy, **{key: result[key] for key in SHOWN}})
@@ -154,6 +172,8 @@ def chat(
     stop: Stop = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per turn.")] = 256,
     engine: Annotated[str | None, typer.Option(help="What samples [the run's, else rolling].", show_default=False)] = None,
+    tool_format: ToolFormatName = None,
+    chat_template: TemplateFile = None,
     seed: Annotated[int, typer.Option(min=0, help="Keys every random draw.")] = 0,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -170,7 +190,7 @@ def chat(
 
     asked: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "engine": engine}
     asked |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
-    config = build(config.flat() | _given(asked))
+    config = build(config.flat() | _given(asked) | _spoken(tool_format, chat_template))
     loaded, ref = open_policy(config, ref)
     talk = Talk(loaded, ref, found, config.rollout, seed, tools)
     try:

@@ -41,19 +41,21 @@ def _trouble(device: str) -> str:
 
 
 def template_facts(folder: str) -> dict[str, Any]:
-    """Whether the model's chat template can be continued after a tool result, and its padding token."""
+    """Whether the model's chat template can be continued after a tool result, how it writes calls, and its padding token."""
     from transformers import AutoTokenizer
 
     from workflow.chat import Chat
     from workflow.errors import ModelError
+    from workflow.tool_formats import AUTO
     from workflow.trajectory import Message
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        _, reason = Chat(tokenizer).continuation([Message("tool", "1", name="calculator")])
+        chat = Chat(tokenizer, AUTO)
+        _, reason = chat.continuation([Message("tool", "1", name="calculator")])
     except (ModelError, OSError, ValueError) as error:
         return {"error": str(error)}
-    return {"reason": reason, "pad": tokenizer.pad_token}
+    return {"reason": reason, "pad": tokenizer.pad_token, "calls": chat.manner.tool_format.name}
 
 
 def model_facts(path: str, config: str) -> dict[str, Any]:

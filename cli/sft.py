@@ -79,6 +79,14 @@ def sft(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the code that the model's folder brings.")
     ] = False,
+    tool_format: Annotated[
+        str | None,
+        typer.Option(help="How calls are written [as the model's chat template writes them].", show_default=False),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A Jinja file in place of the model's template.", show_default=False),
+    ] = None,
     from_episodes: Annotated[
         list[str] | None,
         typer.Option(metavar="RUN", help="Learn from a run's stored episodes instead; repeatable.", show_default=False),
@@ -129,7 +137,8 @@ def sft(
     place = Place(name, output_dir, force, save_every)
     targets = tuple(name for text in lora_targets or () for name in text.split(","))
     parts = {"lora_r": lora_r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout, "lora_targets": targets or None}
-    how = _How(asked, epochs, max_samples, parts | {"load_in_4bit": load_in_4bit or None}, lora, trust_remote_code)
+    words = {"tool_format": tool_format, "chat_template": chat_template}
+    how = _How(asked, epochs, max_samples, parts | {"load_in_4bit": load_in_4bit or None}, words, lora, trust_remote_code)
     of_dataset = {"--dataset": dataset, "--model": model, "--max-samples": max_samples, "--held-out": held_out or None}
     if not from_episodes:
         refuse(chosen, "of use with stored episodes only.", "Add --from-episodes RUN.")
@@ -137,26 +146,34 @@ def sft(
         _on_demonstrations(dataset or "arithmetic", model or "tiny", how, place, as_json)
         return
     of_dataset |= {"--lora": "new" if lora == "new" else None, "--trust-remote-code": trust_remote_code or None}
-    refuse(of_dataset | how.of_model, "of no use with stored episodes, which have theirs.", "Leave it out.")
+    refuse(of_dataset | how.of_model | how.of_words, "of no use with stored episodes, which have theirs.", "Leave it out.")
     stored = find_stored(from_episodes, reward_set, policy, least=1)
     _on_episodes(stored, min_reward, best, how, place, as_json)
 
 
 @dataclass(frozen=True)
 class _How:
-    """How it is to be learned: `asked` of the recipe, `parts` of the model's section in a config; None what was not."""
+    """How it is to be learned: `asked` of the recipe; of the model's section in a config what trains of it (`parts`) and how it
+    is spoken to (`words`), None what was not asked for.
+    """
 
     asked: Mapping[str, Any]
     epochs: int | None
     max_samples: int | None
     parts: Mapping[str, Any]
+    words: Mapping[str, Any]
     lora: str
     trust_remote_code: bool
 
     @property
     def of_model(self) -> dict[str, Any]:
         """The options that say what of a model trains, None where they were not given."""
-        return {f"--{name.replace('_', '-')}": value for name, value in self.parts.items()}
+        return _options(self.parts)
+
+    @property
+    def of_words(self) -> dict[str, Any]:
+        """Those that say how it is spoken to."""
+        return _options(self.words)
 
     def model(self, path: str, trusted: bool) -> "ModelConfig":
         """The model, and what of it trains.
@@ -164,8 +181,13 @@ class _How:
         Raises:
             ConfigError: the options do not fit, or not together.
         """
-        given = {f"model.{name}": value for name, value in self.parts.items() if value is not None}
+        asked = {**self.parts, **self.words}
+        given = {f"model.{name}": value for name, value in asked.items() if value is not None}
         return build({**given, "model.path": path, "model.trust_remote_code": trusted}).model
+
+
+def _options(asked: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"--{name.replace('_', '-')}": value for name, value in asked.items()}
 
 
 def _share(held_out: float) -> float:
@@ -177,13 +199,16 @@ def _share(held_out: float) -> float:
 def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_json: bool) -> None:
     from workflow.conversations import Demonstration, read_demonstrations
     from workflow.datasets import Dataset
-    from workflow.models import made_name, resolve_model
+    from workflow.models import made_name, model_folder, resolve_model
     from workflow.plugins import find
+    from workflow.templates import settled
 
     found: Dataset | list[Demonstration]
     found = read_demonstrations(Path(dataset), how.max_samples) if dataset.endswith(".jsonl") else find("datasets", dataset)
     config, policy, manifest = _policy_named(model, how)
     path = policy.base if policy else model if model == "tiny" else resolve_model(config.path, dataset)
+    at = None if path == "tiny" else model_folder(path, config.trust_remote_code)
+    config = settled(config, at, policy is None)
     target = place.of(made_name(config.path.replace("@", "-v") if policy else path, dataset))
 
     from workflow.offline import Start
@@ -214,7 +239,8 @@ def _policy_named(model: str, how: _How) -> "tuple[ModelConfig, PolicyRef | None
             refuse(how.of_model, "a new model is made whole.", "Leave it out.")
         return how.model(model, how.trust_remote_code), None, {}
     if how.lora == "continue":
-        refuse(how.of_model, "of no use with a run's policy, which has its own.", "Leave it out, or pass --lora new.")
+        given = how.of_model | how.of_words
+        refuse(given, "of no use with a run's policy, which has its own.", "Leave it out, or pass --lora new.")
     made, policy, manifest = trained_policy(model, "--model")
     if how.lora == "continue":
         return made.model.model_copy(update={"path": f"{made.name}@{policy.version}"}), policy, manifest

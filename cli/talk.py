@@ -16,10 +16,11 @@ from workflow.config import RolloutConfig, RunConfig
 from workflow.engine import GenerateRequest
 from workflow.engines import Backend
 from workflow.envs import Env
-from workflow.models import resolve_model
+from workflow.models import local_folder, resolve_model
 from workflow.plugins import find
 from workflow.policy import Policy
 from workflow.settings import settings
+from workflow.templates import settled
 from workflow.tools import Tool, failure
 from workflow.tools.python import Notebook
 from workflow.trajectory import Episode, Message, PolicyRef, SamplingKey, Step, Task, ToolCall, ToolResult
@@ -38,7 +39,8 @@ def open_policy(config: RunConfig, ref: PolicyRef | None) -> tuple[Policy, Polic
     backend: Backend = find("engines", config.rollout.engine)
     engines.check_options(backend, config.rollout)
     base = ref.base if ref else resolve_model(config.model.path, CHAT_DATASET)
-    policy = Policy.load(config.model, base, settings().device, settings().threads, weights=backend.local)
+    model = settled(config.model, local_folder(base), ref is None)
+    policy = Policy.load(model, base, settings().device, settings().threads, weights=backend.local)
     engines.check_weights(backend, policy.kind, trained=ref is not None and bool(ref.path))
     return policy, ref or PolicyRef(base, policy.base_hash)
 

@@ -16,8 +16,8 @@ from workflow.trajectory import Episode, Message, Step, Task, ToolCall, ToolResu
 REPOSITORY = Path(__file__).parent.parent
 
 
-def test_every_dataset_tool_reward_and_env_file_defines_what_it_is_named_after() -> None:
-    for kind in ("datasets", "tools", "rewards", "envs"):
+def test_every_dataset_tool_reward_env_and_format_file_defines_what_it_is_named_after() -> None:
+    for kind in ("datasets", "tools", "rewards", "envs", "tool_formats"):
         assert names(kind)
         for name in names(kind):
             assert find(kind, name) is not None
@@ -80,7 +80,7 @@ def test_a_dropped_file_that_is_broken_or_lacks_its_object_is_named(tmp_path: Pa
         find("rewards", "broken_one")
 
 
-@pytest.mark.parametrize("kind", ["datasets", "tools", "envs", "algorithms", "rewards"])
+@pytest.mark.parametrize("kind", ["datasets", "tools", "envs", "algorithms", "rewards", "tool_formats"])
 def test_an_object_of_the_wrong_kind_is_refused(kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"'os:path' \({kind}\) is no.* of type module"):
         find(kind, "os:path")
@@ -117,7 +117,8 @@ def test_the_math_env_opens_with_its_prompt_and_offers_the_calculator() -> None:
 def test_tools_data_rewards_and_envs_need_no_torch() -> None:
     code = (
         "import sys\nfrom workflow.plugins import find, names\n"
-        "for kind in ('datasets', 'tools', 'rewards', 'envs'):\n    [find(kind, name) for name in names(kind)]\n"
+        "for kind in ('datasets', 'tools', 'rewards', 'envs', 'tool_formats'):\n"
+        "    [find(kind, name) for name in names(kind)]\n"
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules), 'imported'\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)

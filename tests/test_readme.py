@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import text
 
 from tests.models import tiny_calling
-from workflow.plugins import find
+from workflow.plugins import find, names
 from workflow.store.connect import Database
 from workflow.trajectory import Episode, Message, Step, Task
 
@@ -65,3 +65,8 @@ def test_the_commands_shown_exist() -> None:
     shown = set(re.findall(r"`?agentrl ([a-z]+)", README))
     known = subprocess.run([sys.executable, "-m", "cli", "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert {command for command in shown if not re.search(rf"\b{command}\b", known)} <= {"keeps", "neither"}
+
+
+def test_every_tool_format_is_in_the_table() -> None:
+    table = README.split("### How calls are written")[1].split("### ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(names("tool_formats"))

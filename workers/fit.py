@@ -76,6 +76,7 @@ class Question:
     def own(self) -> bool:
         """Whether something of it comes from a module of somebody's own, `module:name`."""
         named = (self.config.get("env"), self.config["rollout"]["engine"], *self.config["tools"], *self.config["hooks"])
+        named += (self.config["model"].get("tool_format"),)
         return any(":" in str(name).removeprefix("mcp:") for name in (*named, *self.weights))
 
 
@@ -301,6 +302,7 @@ def _code(config: RunConfig, weights: Mapping[str, float], roles: Sequence[str])
     if {"rollout", "tools"} & set(roles):
         named += [("envs", str(config.env)), *(("tools", name) for name in config.tools if not name.startswith("mcp:"))]
         named += [("rewards", name) for name in weights]
+        named += [("tool_formats", config.model.tool_format)] if config.model.tool_format else []
     if {"rollout", "train"} & set(roles):
         named += [("hooks", name) for name in config.hooks]
     for kind, name in dict.fromkeys(named):

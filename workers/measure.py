@@ -1,11 +1,13 @@
 """What a run is like that measures a policy: one iteration with all of its tasks, no update; else as the run it measures."""
 
 from collections.abc import Mapping
+from hashlib import sha256
 from typing import Any
 
 from workflow.config import RunConfig, build, flattened
 from workflow.datasets import load_tasks
 from workflow.errors import ConfigError
+from workflow.tool_formats import HERMES
 
 MAX_TASKS = 4096
 """In one evaluation, at most: its tasks are one iteration."""
@@ -48,10 +50,19 @@ def sampled_otherwise(first: Mapping[str, Any], second: Mapping[str, Any]) -> di
     Args:
         first, second: configs as their rows hold them; a key that one of them lacks is younger than it.
     """
-    one, other = ({**RunConfig().flat(), **dict(flattened(config))} for config in (first, second))
+    one, other = (_told(config) for config in (first, second))
     keys = [key for key in one if key.startswith("rollout.") and key.removeprefix("rollout.") not in ALIKE]
-    keys += ["env", "tools", "hooks", *(f"model.{name}" for name in ("load_in_4bit", "load_in_8bit", "dtype", "numerics"))]
+    of_model = ("load_in_4bit", "load_in_8bit", "dtype", "numerics", "tool_format", "chat_template")
+    keys += ["env", "tools", "hooks", *(f"model.{name}" for name in of_model)]
     return {key: (one[key], other[key]) for key in keys if one[key] != other[key]}
+
+
+def _told(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a stored config, its template by its hash; calls were written as Hermes does before there was a choice."""
+    values = {**RunConfig().flat(), **dict(flattened(config))}
+    source = values["model.chat_template"]
+    words = {"model.tool_format": values["model.tool_format"] or HERMES}
+    return values | words | {"model.chat_template": sha256(source.encode()).hexdigest()[:12] if source else None}
 
 
 def sized(config: RunConfig) -> RunConfig:

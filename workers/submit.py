@@ -6,7 +6,7 @@ will start.
 
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
@@ -35,7 +35,8 @@ from workflow.store.connect import Database
 from workflow.store.epochs import Epoch
 from workflow.store.evals import Version
 from workflow.store.planning import Submission, Submitted
-from workflow.trajectory import PolicyRef
+from workflow.templates import check_template, remark_on_tools, settled
+from workflow.trajectory import PolicyRef, Task
 from workflow.trl_options import check_trainer
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "celery", "sqlalchemy")
@@ -91,7 +92,11 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
         _check_server(settings())
     ref = policy or starting_policy(config)
     _check_code(config, ref.base)
+    folder = at_hand(ref.base)
+    config = config.model_copy(update={"model": settled(config.model, folder, policy is None or kind == "train")})
     _check_weights(backend, config, ref, kind == "train" or trained)
+    if kind == "train" and folder is not None:
+        check_template(config.model, folder, _with_system(env, loaded.tasks), bool(offered(env, config)))
     named = config.name is not None
     name = config.name or free_name(db, _stem(config, kind, policy))
     config = RunConfig.model_validate(config.model_dump() | {"name": name})
@@ -114,8 +119,22 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
         output_dir=output,
         evaluation=evaluation_of(db, config, ref) if kind == "train" else None,
     )
+    untold = remark_on_tools(config.model, folder) if folder is not None and offered(env, config) else ""
     remarks = (*(remark_on_rewards((weights, config)) if kind == "train" else ()), *remarks_on(submission))
+    remarks += (untold,) if untold else ()
     return Prepared(submission, config, loaded.skipped, named, remarks)
+
+
+def at_hand(base: str) -> Path | None:
+    """The folder of a model, also of a hub's that was fetched; None where it is not here."""
+    folder = Path(base)
+    if folder.is_dir():
+        return folder
+    return None if folder.is_absolute() else local_folder(base)
+
+
+def _with_system(env: Env, tasks: Sequence[Task]) -> bool:
+    return bool(env.system_prompt) or any(message.role == "system" for task in tasks for message in task.messages)
 
 
 def evaluation_of(db: Database | None, config: RunConfig, policy: PolicyRef) -> Submission | None:

@@ -91,10 +91,10 @@ class ModelConfig(Section):
         None,
         min_length=1,
         max_length=256,
-        description="How calls are written: auto (as the template does), a file of workflow/tool_formats, or module:name",
+        description="How calls are written, a file of tool_formats",
     )
     chat_template: str | None = Field(
-        None, min_length=1, max_length=131_072, description="A Jinja file in place of the model's template; stored whole"
+        None, min_length=1, max_length=131_072, description="Jinja file in place of the model's template"
     )
     numerics: Literal["fast", "exact"] = Field("fast", description="exact: CPU, float64, one thread, bit for bit repeatable")
 
@@ -384,9 +384,6 @@ def build(values: Mapping[str, Any]) -> RunConfig:
     for key, value in values.items():
         section, _, leaf = key.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[leaf] = value
-    model = tree.setdefault("model", {})
-    if isinstance(model, dict):
-        model.setdefault("tool_format", "auto")  # unset it means what runs of before there was a choice mean
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:

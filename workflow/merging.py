@@ -35,6 +35,7 @@ def merge(
     """
     policy = open_at(ref, config, manifest, device, threads)
     record = {"stage": "merge", **asdict(ref), "kind": policy.kind, "dequantised": config.load_in_4bit or config.load_in_8bit}
+    record["tool_format"] = policy.chat.manner.tool_format.name
     write_model(target, merged(policy), policy.tokenizer, record)
     return record
 

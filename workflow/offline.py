@@ -364,6 +364,11 @@ def save(learner: Learner, made: Made, source: Mapping[str, Any]) -> Made:
         CheckpointError: the disk refused.
     """
     module = merged(learner.policy) if learner.policy else learner.module
-    told = {"examples": made.examples, "left_out": dict(made.left_out), "metrics": dict(made.metrics)}
+    told = {
+        "tool_format": learner.chat.manner.tool_format.name,
+        "examples": made.examples,
+        "left_out": dict(made.left_out),
+        "metrics": dict(made.metrics),
+    }
     write_model(made.folder, module, learner.chat.tokenizer, {**source, "recipe": asdict(made.recipe), **told})
     return made

@@ -5,7 +5,7 @@ a command needs neither torch nor transformers for it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2 import TemplateError
@@ -100,7 +100,8 @@ def manner_of(render: Render, source: str, wanted: str = AUTO) -> Manner:
     formats: list[ToolFormat] = [find("tool_formats", name) for name in (names("tool_formats") if wanted == AUTO else [wanted])]
     for manner in (Manner(each, ids=ids) for ids in (False, True) for each in formats):
         if _writes(render, manner, 1):
-            return Manner(manner.tool_format, many=_writes(render, manner, 2), ids=manner.ids)
+            ids = manner.ids or _wants_ids(render, manner.tool_format)
+            return Manner(manner.tool_format, many=_writes(render, replace(manner, ids=ids), 2), ids=ids)
     if wanted != AUTO:
         return Manner(formats[0], native=False, ids=_wants_ids(render, formats[0]))
     marked = [each for each in formats if each.marks and all(mark in source for mark in each.marks)]

@@ -46,6 +46,7 @@ from workflow.offline import (
 from workflow.plugins import find
 from workflow.policy import Policy
 from workflow.tiny import tiny_model, tiny_tokenizer
+from workflow.tool_formats import AUTO
 from workflow.trajectory import Episode, Message, Task
 
 Segments = list[tuple[tuple[int, ...], bool]]
@@ -115,7 +116,7 @@ def sft(
     if start is not None:
         learner = started(start, device, threads)
     else:
-        learner = _tiny(dataset, recipe, device) if model == TINY else _existing(model, config, device, threads)
+        learner = _tiny(dataset, recipe, device, config) if model == TINY else _existing(model, config, device, threads)
     recipe = recipe or default_recipe(model, learner.kind == "full")
     most = None if epochs else recipe.steps * recipe.batch_size
     found = demonstrations(dataset, most if max_samples is None else max_samples, recipe.seed)
@@ -192,15 +193,21 @@ def _negative_sum(examples: Sequence[Example], logprobs: Sequence[Tensor]) -> di
     return {"loss": -torch.cat(list(logprobs)).sum()}
 
 
-def _tiny(dataset: Dataset | Sequence[Demonstration], recipe: Recipe | None, device: str) -> Learner:
+def _tiny(
+    dataset: Dataset | Sequence[Demonstration], recipe: Recipe | None, device: str, config: ModelConfig | None
+) -> Learner:
     seed = recipe.seed if recipe else 0
     tokenizer = tiny_tokenizer(texts_of(demonstrations(dataset, TOKENIZER_SAMPLES, seed)))
     module = tiny_model(len(tokenizer), seed).to(pick_device(device))  # type: ignore[arg-type]
-    return Learner(module, Chat(tokenizer), "full", int(module.config.max_position_embeddings))
+    if config is not None and config.chat_template is not None:
+        tokenizer.chat_template = config.chat_template
+    return Learner(
+        module, Chat(tokenizer, config.tool_format if config else AUTO), "full", int(module.config.max_position_embeddings)
+    )
 
 
 def _existing(model: str, config: ModelConfig | None, device: str, threads: int) -> Learner:
-    config = config or ModelConfig.model_validate({"path": model})
+    config = config or ModelConfig.model_validate({"path": model, "tool_format": AUTO})
     return learner_of(Policy.load(config, model, device, threads))
 
 

@@ -101,8 +101,11 @@ def _file(path: Path) -> str:
         raise ConfigError(f"The chat template {str(path)!r} is no UTF-8.", "Is it the right file?") from error
 
 
-def settled(config: ModelConfig, folder: Path | None) -> ModelConfig:
-    """The section with the text of its template, and the format that AUTO means for the model in that folder, if it is here.
+def settled(config: ModelConfig, folder: Path | None, new: bool = True) -> ModelConfig:
+    """The section with the text of its template, and the format of the model in that folder, AUTO where it is not here.
+
+    Args:
+        new: it is no run's, for which no format means what it meant before there was a choice.
 
     Raises:
         ConfigError: the template cannot be read, or there is no such format.
@@ -110,12 +113,10 @@ def settled(config: ModelConfig, folder: Path | None) -> ModelConfig:
     chosen: dict[str, Any] = {}
     if config.chat_template is not None:
         chosen["chat_template"] = read_template(config.chat_template)
-    if config.tool_format == AUTO:
-        found, learned = source_of(folder, chosen.get("chat_template")), _recorded(folder)
-        if learned:
-            chosen["tool_format"] = learned
-        elif found:
-            chosen["tool_format"] = manner_of(renderer(*found), found[0]).tool_format.name
+    if config.tool_format == AUTO or (new and config.tool_format is None):
+        found, learned = source_of(folder, chosen.get("chat_template")), "" if chosen else _recorded(folder)
+        written = manner_of(renderer(*found), found[0]).tool_format.name if found and not learned else AUTO
+        chosen["tool_format"] = learned or written
     elif config.tool_format is not None:
         find("tool_formats", config.tool_format)
     return config.model_copy(update=chosen)
