@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.find import existing_database, find_policy
-from cli.output import Json, cell, interval, say, show, show_json
+from cli.output import Json, cell, interval, one_line, say, show, show_json
 from workflow.config import RunConfig
 from workflow.errors import ModelError
 
 if TYPE_CHECKING:
+    from cli.talk import Talk
     from workers.submit import Prepared
 
 PolicyName = Annotated[
     str,
     typer.Option(
-        "--policy",
-        "--model-path",
+        *("--policy", "--model", "--model-path"),
         metavar="RUN[@VERSION|@best|@epochN]|PATH|MODEL",
         help="A run's policy (newest version), a checkpoint or a model.",
     ),
@@ -177,26 +177,61 @@ def chat(
     seed: Annotated[int, typer.Option(min=0, help="Keys every random draw.")] = 0,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Talk to a policy, its tools at hand.
+    """Talk to a policy, its tools at hand; everything runs in this process.
 
-    One line of input is one message; an empty line ends it. Everything runs in this process.
+    At a terminal: /help says what else one can do, ctrl-C stops an answer, ctrl-D ends it. In a pipe one line of input is one
+    message, and an empty line ends it.
     """
+    from contextlib import closing
+
+    from cli.chat import Loading, at_a_terminal, in_a_pipe
+    from workflow import engines
     from workflow.config import build
+    from workflow.plugins import find
+    from workflow.settings import settings
 
     config, ref = _found(policy, trust_remote_code)
     found, tools = _env_at_hand(config, env)
 
-    from cli.talk import Talk, open_policy
-
     asked: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "engine": engine}
     asked |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
     config = build(config.flat() | _given(asked) | _spoken(tool_format, chat_template))
-    loaded, ref = open_policy(config, ref)
-    talk = Talk(loaded, ref, found, config.rollout, seed, tools)
-    try:
-        _converse(talk)
-    finally:
-        talk.close()
+    engines.check_options(find("engines", config.rollout.engine), config.rollout)
+    if ref is None:
+        _check_model(config.model.path, trust_remote_code)
+
+    def make() -> "Talk":
+        from cli.talk import Talk
+        from workflow.opened import open_policy
+
+        return Talk(open_policy(config, ref, seed), found, tools)
+
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        with closing(make()) as talk:
+            in_a_pipe(talk)
+        return
+    with closing(Loading(make, policy)) as loading:
+        at_a_terminal(loading, _greeting(policy, tools), settings().root)
+
+
+def _check_model(name: str, trusted: bool) -> None:
+    """Makes sure, before a person types, that a model of this machine is there.
+
+    Raises:
+        ModelError: it is not.
+    """
+    from pathlib import Path
+
+    from workflow.models import TINY_DATASET, model_folder, resolve_model
+
+    base = resolve_model(name, TINY_DATASET)
+    if Path(base).is_absolute() or base.startswith("."):
+        model_folder(base, trusted)
+
+
+def _greeting(policy: str, tools: Mapping[str, Any]) -> str:
+    offered = f"tools: {', '.join(tools)}" if tools else "no tools"
+    return f"{one_line(policy)}, {offered}. /help says what you can type; ctrl-D ends it."
 
 
 def _env_at_hand(config: RunConfig, named: str | None) -> tuple[Any, Mapping[str, Any]]:
@@ -237,18 +272,3 @@ def _is_here(tool: str) -> bool:
         say(f"It talks without a tool: {error}")
         return False
     return True
-
-
-def _converse(talk: Any) -> None:
-    from cli.output import show_lines
-
-    asking = sys.stdin.isatty()
-    while True:
-        if asking:
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line.strip():
-            return
-        for text in talk.answer(line.strip()):
-            show_lines([text])
-            sys.stdout.flush()

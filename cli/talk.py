@@ -3,136 +3,191 @@
 What was sampled is kept as token ids, so that the next turn continues it exactly.
 """
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 
 from cli.output import Line
-from workflow import engines
+from cli.voice import Voice, said
 from workflow.agent import refusal
-from workflow.chat import Chat
-from workflow.config import RolloutConfig, RunConfig
-from workflow.engine import GenerateRequest
-from workflow.engines import Backend
+from workflow.conversations import Demonstration
 from workflow.envs import Env
-from workflow.models import local_folder, resolve_model
-from workflow.plugins import find
-from workflow.policy import Policy
-from workflow.settings import settings
-from workflow.templates import settled
+from workflow.errors import StateError
+from workflow.opened import OpenPolicy
 from workflow.tools import Tool, failure
-from workflow.tools.python import Notebook
-from workflow.trajectory import Episode, Message, PolicyRef, SamplingKey, Step, Task, ToolCall, ToolResult
+from workflow.tools.python import Notebook, keeps_session
+from workflow.trajectory import Episode, Message, Step, Task, ToolCall, ToolResult
+from workflow.turns import THINK
 
-CHAT_DATASET = "arithmetic"
-"""The dataset whose tiny model the name `tiny` means here."""
+MakesVoice = Callable[[bool, Sequence[str]], Voice]
+OTHER_TOOLS = "other tools are offered from here on"
 
 
-def open_policy(config: RunConfig, ref: PolicyRef | None) -> tuple[Policy, PolicyRef]:
-    """The loaded model, and the weights to sample from: the run's, or the base as it is.
+@dataclass(frozen=True)
+class _Place:
+    """Where a conversation stood before a question."""
 
-    Raises:
-        ModelError: it cannot be loaded.
-        ConfigError: the engine that `config` names cannot sample from such weights, or in such a way.
-    """
-    backend: Backend = find("engines", config.rollout.engine)
-    engines.check_options(backend, config.rollout)
-    base = ref.base if ref else resolve_model(config.model.path, CHAT_DATASET)
-    model = settled(config.model, local_folder(base), ref is None)
-    policy = Policy.load(model, base, settings().device, settings().threads, weights=backend.local)
-    engines.check_weights(backend, policy.kind, trained=ref is not None and bool(ref.path))
-    return policy, ref or PolicyRef(base, policy.base_hash)
+    steps: tuple[Step, ...]
+    row: tuple[Step, ...]
+    unheard: tuple[Message, ...]
 
 
 class Talk:
-    """A conversation: `answer` takes the user's words and gives what the policy and its tools say, line by line."""
+    """A conversation: `answer` takes the user's words and gives what the policy and its tools say, line by line.
 
-    def __init__(
-        self,
-        policy: Policy,
-        ref: PolicyRef,
-        env: Env,
-        limits: RolloutConfig,
-        seed: int,
-        tools: Mapping[str, Tool] | None = None,
-    ) -> None:
+    Attributes:
+        steps: its turns, each with the messages that were new to it.
+        off: names of tools that are not offered.
+    """
+
+    def __init__(self, policy: OpenPolicy, env: Env, tools: Mapping[str, Tool] | None = None) -> None:
         """`tools`: unset, the env's own."""
-        self.chat: Chat = policy.chat
-        self.window = policy.max_context
-        self.engine = engines.start(find("engines", limits.engine), policy, settings())
-        self.ref = replace(ref, base_hash=ref.base_hash or policy.base_hash)
+        self.policy = policy
         self.env = env
-        self.limits = limits
         self.tools = env.toolset() if tools is None else tools
-        self.schemas = [tool.schema for tool in self.tools.values()]
-        self.key = SamplingKey(seed, "chat", 0, "chat", 0).bits
-        self.messages: list[Message] = [Message("system", env.system_prompt)] if env.system_prompt else []
-        self.ids: tuple[int, ...] = ()
-        self.sampled = 0
-        self.notebook = Notebook()
+        self.off: frozenset[str] = frozenset()
+        self.steps: tuple[Step, ...] = ()
+        self._row: tuple[Step, ...] = ()
+        self._unheard: tuple[Message, ...] = ()
+        self._before = _Place((), (), ())
+        self._draws = 0
+        self._notebook = Notebook()
 
     def close(self) -> None:
         """Ends the sampler and what keeps a tool's names."""
-        self.engine.close()
-        self.notebook.close()
+        self.policy.close()
+        self._notebook.close()
 
-    def answer(self, words: str) -> Iterator[Line]:
-        """The policy's turns until it calls no tool, at most `max_steps`."""
-        new: Sequence[Message] = (Message("user", words),)
-        episode = Episode(Task("chat", tuple(new), ""))
-        for number in range(self.limits.max_steps):
-            message, cut = self._turn(new)
-            yield from _lines(message)
+    @property
+    def offered(self) -> dict[str, Tool]:
+        """The tools that the policy is told of."""
+        return {name: tool for name, tool in self.tools.items() if name not in self.off}
+
+    def offer(self, off: frozenset[str]) -> None:
+        """All tools but these from now on; what was said before is read again, as the template tells of tools first."""
+        self.off = off
+        self._row = ()
+        self._draws += 1
+
+    def reset(self) -> None:
+        """Begins anew."""
+        self.steps = self._row = self._unheard = ()
+        self._draws += 1
+        self._forget_names()
+
+    def take_back(self) -> None:
+        """Forgets the last question and what was answered; asked again, it draws another answer."""
+        self.steps, self._row, self._unheard = self._before.steps, self._before.row, self._before.unheard
+        self._draws += 1
+
+    def answer(self, words: str, voice: MakesVoice | None = None) -> Generator[Line, None, None]:
+        """The policy's turns until it calls no tool, at most `max_steps`.
+
+        Args:
+            words: the user's.
+            voice: makes what shows a turn while it is sampled (told whether the turn begins inside of a thought, and what a
+                call begins with); the lines are then the rest.
+        """
+        self._before = _Place(self.steps, self._row, self._unheard)
+        asked = Message("user", words)
+        system = (Message("system", self.env.system_prompt),) if self.env.system_prompt and not self.steps else ()
+        new = (*system, *self._unheard, asked)
+        episode = Episode(Task("chat", (asked,), ""))
+        for _ in range(self.policy.limits.max_steps):
+            step = yield from self._turn(new, voice)
+            cut = self._cut(step)
             if cut:
                 yield f"(cut at {cut})", "yellow"
-            if not message.tool_calls or cut:
+            if not step.message.tool_calls or cut:
+                self._unheard = ()
                 return
-            results = [self._call(index, call) for index, call in enumerate(message.tool_calls)]
-            for result in results:
-                yield f"  -> {result.content}", "red" if result.error_class else "blue"
-            made = Step(number, tuple(new), (), (), (), "stop", message, self.ref.version, results=tuple(results))
-            episode = episode.with_step(made)
-            new = self.env.step(episode)
+            step = replace(step, results=(yield from self._results(step.message.tool_calls)))
+            self.steps, self._row = (*self.steps[:-1], step), (*self._row[:-1], replace(self._row[-1], results=step.results))
+            episode = episode.with_step(replace(step, index=len(episode.steps)))
+            self._unheard = new = tuple(self.env.step(episode))
             if not new:
                 return
-        yield f"(stopped after {self.limits.max_steps} turns)", "yellow"
+        yield f"(stopped after {self.policy.limits.max_steps} turns)", "yellow"
 
-    def _turn(self, new: Sequence[Message]) -> tuple[Message, str]:
-        """The policy's message, and what cut it short; empty if it came to its end."""
-        following = self.chat.continuation(new, self.schemas, self.chat.ended(self.ids))[0] if self.ids else None
-        self.messages += new
-        prompt = self.chat.opening(self.messages, self.schemas) if following is None else self.ids + following
-        request = GenerateRequest.within(self.limits, prompt, self.ref, self.key, self.sampled)
-        completion = self.engine.submit(request).result()
-        message = self.chat.parse(completion.token_ids, self.schemas)
-        self.messages.append(message)
-        cut = "" if completion.finish_reason == "stop" else self._limit(len(prompt), len(completion.token_ids))
-        self.ids = () if cut else prompt + completion.token_ids
-        self.sampled += len(completion.token_ids)
-        return message, cut
+    def demonstration(self) -> Demonstration:
+        """The conversation as one to imitate.
 
-    def _limit(self, prompt: int, sampled: int) -> str:
-        if sampled >= self.limits.max_new_tokens:
+        Raises:
+            StateError: nothing was answered yet, or an answer was cut.
+        """
+        if not self.steps:
+            raise StateError("Nothing was answered yet, and so nothing can be saved.", "Ask something first.")
+        if any(step.finish_reason == "length" for step in self.steps):
+            raise StateError("An answer was cut, and nobody should learn to stop there.", "Begin anew: /reset")
+        messages = tuple(message for step in self.steps for message in (*step.prompt, step.message))
+        return Demonstration(messages, tuple(tool.schema for tool in self.offered.values()))
+
+    def _turn(self, new: tuple[Message, ...], voice: MakesVoice | None) -> Generator[Line, None, Step]:
+        """Samples the next turn, and shows it."""
+        again = bool(self.steps) and not self._row
+        heard = (*(message for step in self.steps for message in (*step.prompt, step.message)), *new) if again else new
+        stream = self.policy.stream(heard, tuple(self.offered.values()), before=self._row, sample=self._draws)
+        try:
+            opens = self.policy.chat.manner.tool_format.opens
+            shown = voice(self._thinks_first(stream.context), opens) if voice else None
+            for piece in stream if shown else ():
+                shown.take(piece)  # type: ignore[union-attr]
+            step = stream.result()
+        finally:
+            stream.stop()
+        self._row = (*self._row, step)
+        told = replace(step, index=len(self.steps), prompt=new, new_row=OTHER_TOOLS if again else step.new_row)
+        self.steps = (*self.steps, told)
+        yield from shown.rest(step.message) if shown else said(step.message)
+        return told
+
+    def _thinks_first(self, context: tuple[int, ...]) -> bool:
+        """Whether the template opens the policy's thought for it."""
+        return self.policy.chat.decode(context[-8:]).rstrip().endswith(THINK)
+
+    def _results(self, calls: tuple[ToolCall, ...]) -> Generator[Line, None, tuple[ToolResult, ...]]:
+        results = []
+        for index, call in enumerate(calls):
+            results.append(self._call(index, call))
+            yield f"  -> {results[-1].content}", "red" if results[-1].error_class else "blue"
+        return tuple(results)
+
+    def _cut(self, step: Step) -> str:
+        """What cut a turn short; empty if it came to its end."""
+        if step.finish_reason == "stop":
+            return ""
+        sampled = len(step.sampled_ids)
+        if sampled >= self.policy.limits.max_new_tokens:
             return "--max-new-tokens"
-        whole = prompt + sampled >= self.window
-        return f"the model's window of {self.window} tokens" if whole else "the server's window"
+        window = self.policy.policy.max_context
+        whole = len(Episode(Task("chat", (), ""), steps=self._row).context_ids) >= window
+        return f"the model's window of {window} tokens" if whole else "the server's window"
 
     def _call(self, index: int, call: ToolCall) -> ToolResult:
-        refused = refusal(call, index, self.tools, self.limits)
+        refused = refusal(call, index, self.offered, self.policy.limits)
         if refused is not None:
             return refused
+        tool, answer, began = self.tools[call.name], Future[ToolResult](), time.monotonic()
+        # A thread of its own, so that one that never ends keeps nobody.
+        threading.Thread(target=_run, args=(self._notebook, tool, call, answer), daemon=True).start()
         try:
-            return self.notebook.run(self.tools[call.name], call.arguments)
+            told = answer.result(None if keeps_session(tool) else tool.timeout_seconds)
+        except KeyboardInterrupt:
+            self._forget_names()
+            raise
         except Exception as error:  # noqa: BLE001 - a tool is anybody's code; its fault is shown to the model and the user
-            return failure(self.tools[call.name], error)
+            told = failure(tool, error if answer.done() else tool.overdue())
+        return replace(told, seconds=time.monotonic() - began)
+
+    def _forget_names(self) -> None:
+        self._notebook.close()
+        self._notebook = Notebook()
 
 
-def _lines(message: Message) -> Iterator[Line]:
-    if message.thought:
-        yield f"(thinks) {message.thought}", "italic dim"
-    if message.content:
-        yield message.content, ""
-    for call in message.tool_calls:
-        shown: Any = call.error if call.error else json.dumps(dict(call.arguments), ensure_ascii=False)
-        yield f"  {call.name or '(unreadable call)'} {shown}", "bold blue"
+def _run(notebook: Notebook, tool: Tool, call: ToolCall, answer: "Future[ToolResult]") -> None:
+    try:
+        answer.set_result(notebook.run(tool, call.arguments))
+    except BaseException as error:  # noqa: BLE001 - it goes to whoever waits
+        answer.set_exception(error)

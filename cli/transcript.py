@@ -1,12 +1,12 @@
 """An episode as a transcript: who said what, which tools ran how long, what it earned, how sure the policy was."""
 
 import json
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from itertools import groupby, zip_longest
 from typing import Any
 
 from cli.output import Line, cell, one_line
-from workflow.trajectory import Step
+from workflow.trajectory import Step, ToolCall, ToolResult
 
 STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue"}
 
@@ -23,6 +23,30 @@ def transcript(record: Any, only: int | None = None) -> Iterator[Line]:
                 if part["step"] == step.index and part["reward_set"] == "default":
                     yield f"  earned {part['part']}: {cell(part['value'])} x {cell(part['weight'])}", "green"
     yield from _end(record)
+
+
+def conversation(steps: Sequence[Step]) -> Iterator[Line]:
+    """Turns that no database holds, as `transcript` shows those of an episode."""
+    heard: set[str] = set()
+    for step in steps:
+        row = {"policy_version": step.policy_version, "generate_seconds": step.seconds}
+        made = zip_longest(step.message.tool_calls, step.results or ())
+        yield from _step(step, row, [_call_row(index, *pair) for index, pair in enumerate(made)], heard)
+        heard = {result.content for result in step.results or ()}
+    prompt, sampled = (sum(len(getattr(step, name)) for step in steps) for name in ("prompt_ids", "sampled_ids"))
+    yield "", ""
+    yield f"{len(steps)} turns, {prompt} + {sampled} tokens", "dim"
+
+
+def _call_row(index: int, call: ToolCall, result: ToolResult | None) -> dict[str, Any]:
+    """What the database would say of a call that was made here."""
+    told = result or ToolResult("")
+    return {
+        **{"call": index, "tool": call.name, "arguments": call.arguments, "attempts": 1, "queue_seconds": None},
+        **{"status": "not made", "result": result and told.content, "error_class": told.error_class, "seconds": told.seconds},
+        **{"sandbox": told.exit and told.exit.sandbox, "exit_code": told.exit and told.exit.code},
+        "cpu_seconds": told.cpu_seconds or 0.0,
+    }
 
 
 def as_document(record: Any, only: int | None = None) -> dict[str, Any]:

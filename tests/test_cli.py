@@ -273,6 +273,8 @@ BAD = [
     (["sft", "--from-episodes", "first", "--min-reward", "nan"], 2, "finite number"),
     (["eval", "--policy", "/nowhere/model", "--dataset", "nowhere.jsonl"], 8, "No run is called '/nowhere/model'"),
     (["chat", "--policy", "tiny", "--temperature", "nan"], 2, "finite number"),
+    (["chat", "--model-path", "/nowhere/model"], 8, "There is no folder '/nowhere/model'"),
+    (["chat", "--model", "tiny", "--max_new_tokens", "0"], 2, "--max-new-tokens"),
     (["submit", "--dataset", "arithmetic", "--model", "", "--dry-run"], 2, "model.path"),
     (["submit", "--dataset", "arithmetic", "-s", "rollout.top_p=true", "--dry-run"], 2, "true and false"),
     (["chat", "--policy", "nobody@x"], 2, "RUN@3"),

@@ -22,6 +22,7 @@ from workflow.config import ModelConfig, RolloutConfig, RunConfig, build
 from workflow.engine import GenerateRequest
 from workflow.engines.rolling import rolling
 from workflow.errors import ConfigError
+from workflow.opened import OpenPolicy
 from workflow.plugins import find
 from workflow.policy import Policy
 from workflow.rolling import RollingEngine
@@ -140,7 +141,7 @@ def test_a_call_that_a_stop_string_cut_ends_the_episode(sqlite: Database) -> Non
 def talk(policy: Policy) -> Iterator[Talk]:
     ref = PolicyRef(str(policy.folder), policy.base_hash)
     limits = RolloutConfig(max_new_tokens=64, top_k=9, stop=("</tool_call>",))
-    made = Talk(policy, ref, find("envs", "arithmetic"), limits, seed=0)
+    made = Talk(OpenPolicy(policy, ref, limits), find("envs", "arithmetic"))
     yield made
     made.close()
 
@@ -153,8 +154,8 @@ def test_a_conversation_goes_on_after_a_turn_that_a_stop_string_ended(talk: Talk
         asked.append(request)
         return next(turns)
 
-    talk.engine.close()
-    talk.engine = ScriptedEngine(says, workers=1)
+    talk.policy.engine.close()
+    talk.policy.engine = ScriptedEngine(says, workers=1)
     assert "42" in "".join(text for text, _ in talk.answer("What is 6*7?"))
     list(talk.answer("Once more?"))
     first, second, third = (request.prompt_ids for request in asked)
@@ -232,7 +233,7 @@ def test_a_conversation_says_which_limit_cut_a_turn_and_no_more(
         logging.getLogger("transformers").removeHandler(listener)
     assert told[-1] == f"(cut at the model's window of {policy.max_context} tokens)"
     assert heard == []
-    talk.messages.clear()
-    talk.engine.close()
-    talk.engine = ScriptedEngine(lambda request: ANSWER[:1] * (request.max_new_tokens + 1), workers=1)
+    talk.reset()
+    talk.policy.engine.close()
+    talk.policy.engine = ScriptedEngine(lambda request: ANSWER[:1] * (request.max_new_tokens + 1), workers=1)
     assert [text for text, _ in talk.answer("And now?")][-1] == "(cut at --max-new-tokens)"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.talk import Talk, open_policy
+from cli.talk import Talk
 from tests.models import tiny_random
 from tests.served import served
 from workers.models import Models
@@ -12,6 +12,7 @@ from workers.submit import prepare
 from workflow import checkpoint, engines
 from workflow.config import ModelConfig, RunConfig, build
 from workflow.errors import CheckpointError, ConfigError
+from workflow.opened import open_policy
 from workflow.plugins import find
 from workflow.policy import Policy
 from workflow.settings import settings
@@ -115,14 +116,11 @@ def test_one_talks_to_a_trained_policy_over_a_server(
     sha256 = checkpoint.write(tmp_path / "v1", lambda beside: trainer.save_weights(beside / checkpoint.WEIGHTS))
     ref = PolicyRef(str(folder), trainer.base_hash, str(tmp_path / "v1"), sha256, 1)
     config = build({"model.path": str(folder), "model.lora_r": 4, "rollout.engine": "openai"})
-    limits = config.rollout.model_copy(update={"max_new_tokens": 8})
     with served(folder) as (routes, url):
         at_url(monkeypatch, url)
-        policy, opened = open_policy(config, ref)
-        talk = Talk(policy, opened, find("envs", "arithmetic"), limits, seed=0)
+        talk = Talk(open_policy(config, ref, max_new_tokens=8), find("envs", "arithmetic"))
         assert list(talk.answer("What is 2 plus 2?"))
         talk.close()
         assert {each.model for each in routes.sampled} == {ref.sha256}
-    llama = config.model_copy(update={"rollout": limits.model_copy(update={"engine": "llamacpp"})})
     with pytest.raises(ConfigError, match="eval and chat"):
-        open_policy(llama, ref)
+        open_policy(config, ref, engine="llamacpp")

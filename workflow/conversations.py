@@ -5,6 +5,7 @@ One object per line: `messages`, a list as chat APIs take it (`role`, `content`,
 `completion`. What an assistant says is learned, each of its turns. UTF-8; whatever else a line holds is passed over.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -126,3 +127,31 @@ def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
     if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in named):
         raise ValueError("'tools': each must hold a 'function' with a 'name'")
     return tuple(value)
+
+
+def line_of(shown: Demonstration) -> bytes:
+    """The line of a file that holds the demonstration, as `read_demonstrations` reads it.
+
+    Raises:
+        ValueError: it could not be read again, and why.
+    """
+    row: dict[str, Any] = {"messages": [_row_of(message) for message in shown.messages]}
+    if shown.tools:
+        row["tools"] = [dict(tool) for tool in shown.tools]
+    line = json.dumps(row, ensure_ascii=False).encode()
+    _demonstration(line)
+    return line + b"\n"
+
+
+def _row_of(message: Message) -> dict[str, Any]:
+    row: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name:
+        row["name"] = message.name
+    if message.thought:
+        row["reasoning_content"] = message.thought
+    calls = [call for call in message.tool_calls if call.error is None]  # the others' text is in the content
+    if calls:
+        row["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}} for call in calls
+        ]
+    return row

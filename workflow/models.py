@@ -19,6 +19,8 @@ from workflow.plugins import find
 from workflow.settings import settings
 
 TINY = "tiny"
+TINY_DATASET = "arithmetic"
+"""The dataset whose tiny model that name means where no dataset is named."""
 SMALL = 50_000_000
 """Below this many parameters all weights train, unless the config says otherwise."""
 RECORD = "training.json"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +23,16 @@ from workflow.drafts import draft
 from workflow.engine import Completion, Engine, GenerateRequest
 from workflow.engines import Backend
 from workflow.errors import ModelError
-from workflow.models import resolve_model
+from workflow.models import TINY_DATASET, local_folder, resolve_model
 from workflow.plugins import find
 from workflow.policy import Policy
 from workflow.sampling import scaled
 from workflow.settings import settings
 from workflow.streaming import Stream
+from workflow.templates import settled
 from workflow.tool_formats import Schema
 from workflow.tools import Tool
 from workflow.trajectory import Episode, Message, PolicyRef, SamplingKey, Step, Task
-
-DATASET = "arithmetic"
-"""The dataset whose tiny model the name `tiny` means here."""
 
 
 class PolicyOutput(NamedTuple):
@@ -77,6 +76,7 @@ class OpenPolicy:
         engines.check_options(backend, self.limits)
         engines.check_weights(backend, policy.kind, trained=bool(self.ref.path))
         self.engine: Engine = engines.start(backend, policy, settings())
+        self._end = finalize(self, self.engine.close)  # its thread must not be at work when the process ends
 
     def __enter__(self) -> Self:
         return self
@@ -86,7 +86,7 @@ class OpenPolicy:
 
     def close(self) -> None:
         """Ends the sampler; turns that are not over fail."""
-        self.engine.close()
+        self._end()
 
     def generate(
         self,
@@ -167,7 +167,7 @@ class OpenPolicy:
         sample: int,
         limits: dict[str, Any],
     ) -> Stream:
-        asked = self.limits if not limits else self._limits(limits)
+        asked = self.within(**limits) if limits else self.limits
         episode = Episode(Task("chat", (), ""), steps=tuple(before))
         schemas = [tool.schema if isinstance(tool, Tool) else tool for tool in tools]
         drafted = draft(self.chat, episode, tuple(messages), schemas)
@@ -180,7 +180,12 @@ class OpenPolicy:
 
         return Stream(self.engine, request, self.chat, step)
 
-    def _limits(self, changes: dict[str, Any]) -> RolloutConfig:
+    def within(self, **changes: Any) -> RolloutConfig:
+        """The limits with these changes.
+
+        Raises:
+            ConfigError: one does not fit, or the engine does not know it.
+        """
         kept = self.limits.model_dump() | changes
         made = build({f"rollout.{key}": value for key, value in kept.items()}).rollout
         engines.check_options(find("engines", made.engine), made)
@@ -228,8 +233,9 @@ def open_policy(model: str | RunConfig, ref: PolicyRef | None = None, seed: int 
         config = build(config.flat() | {f"rollout.{key}": value for key, value in limits.items()})
     backend: Backend = find("engines", config.rollout.engine)
     engines.check_options(backend, config.rollout)
-    base = ref.base if ref else resolve_model(config.model.path, DATASET)
-    policy = Policy.load(config.model, base, settings().device, settings().threads, weights=backend.local)
+    base = ref.base if ref else resolve_model(config.model.path, TINY_DATASET)
+    spoken = settled(config.model, local_folder(base), ref is None)
+    policy = Policy.load(spoken, base, settings().device, settings().threads, weights=backend.local)
     if ref is not None:
         policy.check(ref)
     return OpenPolicy(policy, ref or PolicyRef(base, policy.base_hash), config.rollout, seed)

@@ -61,9 +61,13 @@ class Stream:
         request: the turn to sample.
         chat: its tokenizer's.
         step: makes the step of what was sampled.
+
+    Attributes:
+        context: all ids that the turn follows.
     """
 
     def __init__(self, engine: Engine, request: GenerateRequest, chat: Chat, step: Callable[[Completion], Step]) -> None:
+        self.context = request.prompt_ids
         self._chat = chat
         self._step = step
         self._heard: SimpleQueue[int | None] = SimpleQueue()

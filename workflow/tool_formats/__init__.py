@@ -46,6 +46,11 @@ class ToolFormat:
     ends: tuple[str, ...] = ()
     certain: re.Pattern[str] | None = None
 
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """The marks that calls begin with."""
+        return tuple(mark for mark in self.marks if self.begins.match(mark))
+
 
 def after(content: str, calls: str) -> str:
     """The calls on a line of their own after what the turn says, if anything."""

@@ -1,0 +1,260 @@
+"""The loop of `agentrl chat`: at a terminal with history, commands and words as they come; in a pipe a line for a line."""
+
+import errno
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cli.history import History
+from cli.keyboard import Keyboard, readable
+from cli.output import console, one_line, say, show_lines
+from cli.transcript import conversation
+from cli.voice import Voice
+from workflow.errors import AgentRLError, ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from cli.talk import Talk
+
+HELP = (
+    ("/reset", "forget the conversation"),
+    ("/tools [on|off] [NAME]", "list the tools; offer all or one of them, or none"),
+    ("/temperature [X]", "sample at this temperature, above 0 and at most 10"),
+    ("/save FILE.jsonl", "append the conversation, to learn from: agentrl sft --dataset FILE.jsonl"),
+    ("/replay", "the conversation with its tokens and logprobs"),
+    ("/help", "this"),
+    ('LINE\\ or """', "goes on in the next line; three quotation marks begin a block that three more end"),
+    ("ctrl-C", "stop the answer; ctrl-D: leave. A line that begins with a space is never a command"),
+)
+
+
+class Loading:
+    """A conversation that is being made while a person types.
+
+    Args:
+        make: makes it.
+        what: says what that loads.
+    """
+
+    def __init__(self, make: "Callable[[], Talk]", what: str) -> None:
+        self._what = what
+        self._made: Future[Talk] = Future()
+        threading.Thread(target=self._run, args=(make,), name="loading", daemon=True).start()
+
+    def talk(self) -> "Talk":
+        """It, once it is there; what loads is shown where that has to be waited for.
+
+        Raises:
+            AgentRLError: it cannot be made.
+        """
+        with nullcontext() if self._made.done() else _spinner(f"loading {self._what}"):
+            return self._made.result()
+
+    @property
+    def failed(self) -> bool:
+        """Whether there will be none."""
+        return self._made.done() and self._made.exception() is not None
+
+    def close(self) -> None:
+        """Ends it, where it was made."""
+        if self._made.done() and not self.failed:
+            self._made.result().close()
+
+    def _run(self, make: "Callable[[], Talk]") -> None:
+        try:
+            self._made.set_result(make())
+        except BaseException as error:  # noqa: BLE001 - it goes to whoever waits
+            self._made.set_exception(error)
+
+
+def in_a_pipe(talk: "Talk") -> None:
+    """One line in, one answer out, until an empty line."""
+    for line in _lines_in():
+        for text in talk.answer(line):
+            show_lines([text])
+            sys.stdout.flush()
+
+
+def at_a_terminal(loading: Loading, greeting: str, home: Path) -> None:
+    """Asks and answers until ctrl-D. Ctrl-C stops what is being answered, or gives up what is being typed."""
+    keyboard = Keyboard(History(home / "chat_history"))
+    say(greeting)
+    while True:
+        try:
+            words = keyboard.message()
+            if words:
+                _heed(loading, words)
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+        except UnicodeDecodeError:
+            say("That was no UTF-8; nothing was asked.")
+        except AgentRLError as error:
+            if loading.failed:
+                raise
+            say(" ".join(filter(None, (error.message, error.hint))))
+
+
+def _heed(loading: Loading, words: str) -> None:
+    command, _, given = words.partition(" ")
+    if command in COMMANDS:
+        COMMANDS[command](loading, given.strip())
+    elif words.startswith("/") and command[1:].isalpha():
+        hint = f"{did_you_mean(command, COMMANDS)} To say it all the same, begin with a space."
+        raise ConfigError(f"There is no command {one_line(command)!r}.", hint)
+    else:
+        _answer(loading.talk(), words.strip())
+
+
+def _answer(talk: "Talk", words: str) -> None:
+    """Shows the answer as it is sampled; a question whose answer is stopped, or fails, is taken back."""
+    screen = console()
+    try:
+        with closing(talk.answer(words, lambda thinks, opens: Voice(_writer(screen), thinks, opens))) as lines:
+            for line in lines:
+                show_lines([line])
+    except BaseException as error:
+        talk.take_back()
+        if not isinstance(error, KeyboardInterrupt):
+            raise
+        print()
+        say("(stopped; the question is taken back)")
+
+
+def _writer(screen: Any) -> Callable[[str, str], None]:
+    from rich.text import Text
+
+    def write(text: str, style: str) -> None:
+        screen.print(Text(text, style=style), end="", soft_wrap=True)
+
+    return write
+
+
+# commands
+
+
+def _help(loading: Loading, given: str) -> None:
+    width = max(len(name) for name, _ in HELP)
+    show_lines((f"{name.ljust(width)}  {what}", "") for name, what in HELP)
+
+
+def _reset(loading: Loading, given: str) -> None:
+    loading.talk().reset()
+    say("The conversation is forgotten.")
+
+
+def _tools(loading: Loading, given: str) -> None:
+    talk = loading.talk()
+    if given:
+        word, _, name = given.partition(" ")
+        name = name.strip()
+        if word not in ("on", "off"):
+            raise ConfigError(f"{one_line(given)!r} is neither on nor off.", "/tools on, /tools off calculator")
+        if name and name not in talk.tools:
+            raise ConfigError(f"There is no tool {one_line(name)!r} here.", did_you_mean(name, talk.tools))
+        meant = {name} if name else set(talk.tools)
+        talk.offer(talk.off - meant if word == "on" else talk.off | meant)
+    if not talk.tools:
+        say("There are no tools here; --env NAME brings some.")
+    width = max(map(len, talk.tools), default=0)
+    for name, tool in talk.tools.items():
+        told = one_line(tool.schema["function"]["description"], 80)
+        show_lines([(f"{'off' if name in talk.off else 'on ':3}  {name.ljust(width)}  {told}", "")])
+
+
+def _temperature(loading: Loading, given: str) -> None:
+    policy = loading.talk().policy
+    if given:
+        policy.limits = policy.within(temperature=_heat(given))
+    say(f"temperature {policy.limits.temperature:g}")
+
+
+def _heat(given: str) -> float:
+    try:
+        asked = float(given)
+    except ValueError:
+        asked = 0.0
+    if not 0 < asked <= 10:
+        said = f"{one_line(given)!r} is no temperature: it is a number above 0 and at most 10."
+        raise ConfigError(said, "For example: /temperature 0.7")
+    return asked
+
+
+def _save(loading: Loading, given: str) -> None:
+    if not given.endswith(".jsonl"):
+        raise ConfigError("A conversation is saved in a .jsonl file.", "/save demonstrations.jsonl")
+    from workflow.conversations import line_of
+
+    file = Path(given).expanduser()
+    try:
+        line = line_of(loading.talk().demonstration())
+    except ValueError as error:
+        raise ConfigError(f"Nobody could learn from this conversation: {error}.", "Begin anew: /reset") from error
+    try:
+        _append(file, line)
+    except OSError as error:
+        raise ConfigError(f"Cannot write to {str(file)!r}: {error.strerror}.", "Name another file.") from error
+    say(f"Appended to {str(file)!r}; to learn from it: agentrl sft --dataset {file}")
+
+
+def _append(file: Path, line: bytes) -> None:
+    """Writes it as the file's last line, whole or not at all."""
+    if file.exists() and not file.is_file():
+        raise OSError(errno.EINVAL, "it is no file")
+    with file.open("a+b", buffering=0) as lines:
+        before = lines.seek(0, os.SEEK_END)
+        if before:
+            lines.seek(-1, os.SEEK_END)
+            line = line if lines.read(1) == b"\n" else b"\n" + line
+        try:
+            if lines.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            lines.truncate(before)
+            raise
+
+
+def _replay(loading: Loading, given: str) -> None:
+    show_lines(conversation(loading.talk().steps))
+
+
+COMMANDS: dict[str, Callable[[Loading, str], None]] = {
+    "/help": _help,
+    "/reset": _reset,
+    "/tools": _tools,
+    "/temperature": _temperature,
+    "/save": _save,
+    "/replay": _replay,
+}
+
+
+def _lines_in() -> Iterator[str]:
+    """The lines of stdin up to an empty one.
+
+    Raises:
+        ConfigError: one is no UTF-8.
+    """
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise ConfigError("What was typed is no UTF-8.", "Convert it: iconv -t UTF-8") from error
+        if not line.strip():
+            return
+        yield readable(line.strip())
+
+
+@contextmanager
+def _spinner(text: str) -> Iterator[None]:
+    from rich.text import Text
+
+    with console(stderr=True).status(Text(one_line(text, 100))):
+        yield
