@@ -58,6 +58,7 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
         "up": Entry("cli.stack:up", "Start the embedded stack."),
         "down": Entry("cli.stack:down", "Stop it; unfinished runs go on at the next `up`."),
         "worker": Entry("cli.stack:worker", "Run one worker in this process until SIGTERM."),
+        "logs": Entry("cli.logs:logs", "Show what this home's workers wrote; -f follows."),
         "gc": Entry("cli.keep:gc", "Remove what no row needs from the checkpoint folders."),
         "vacuum": Entry("cli.keep:vacuum", "Compact the database; runs may go on meanwhile."),
         "tools": Entry("cli.serve_tools:tools", "List what a model may call; serve it over HTTP."),

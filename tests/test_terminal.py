@@ -1,15 +1,22 @@
 """What a person meets first at the keyboard: help in groups, lists that fit, names that need not be typed, completion."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from cli.commands import COMMANDS, GROUPS
 from cli.main import main
+from cli.output import CELL
 from tests.test_cli import agentrl, data, run  # noqa: F401 - fixtures
+from workflow import meanings
 from workflow.store import planning
 from workflow.store.connect import Database
+from workflow.views import VIEWS
 
 
 def test_help_has_every_command_in_a_group_with_a_whole_line_each_and_three_examples(
@@ -95,3 +102,73 @@ def test_without_a_name_and_without_a_run_the_first_one_is_shown_how_to_make(
 ) -> None:
     assert "agentrl submit" in agentrl(capsys, "episodes", code=5)
     assert "agentrl watch" in agentrl(capsys, "replay", code=5)
+
+
+def test_every_column_of_every_view_has_a_meaning_that_the_schema_tells(
+    run: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = {each["view"]: each["columns"] for each in json.loads(agentrl(capsys, "sql", "--schema", "--json"))}
+    assert told.keys() == VIEWS.keys() == meanings.VIEWS.keys()
+    assert not [(view, each["column"]) for view, columns in told.items() for each in columns if not each["meaning"]]
+    assert {each["column"] for columns in told.values() for each in columns} == meanings.COLUMNS.keys()
+    assert max(len(each["meaning"]) for columns in told.values() for each in columns) <= CELL
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in (["--schema"], *(["--schema", view] for view in VIEWS)):
+        assert max(map(len, agentrl(capsys, "sql", *words).splitlines())) <= 80
+
+
+def test_a_wrong_view_or_column_names_the_nearest(run: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    assert "v_episodes" in agentrl(capsys, "sql", "--schema", "v_episode", code=5)
+    assert "mean_reward" in agentrl(capsys, "sql", "SELECT mean_rewrd FROM v_iterations", code=2)
+    assert "v_iterations" in agentrl(capsys, "sql", "SELECT mean_reward FROM v_iteration", code=2)
+    assert "--schema" in agentrl(capsys, "sql", code=2)
+
+
+@pytest.fixture
+def written(home: Path) -> Path:
+    """Logs as an embedded stack leaves them."""
+    folder = home / "stack"
+    folder.mkdir(parents=True)
+    (folder / "supervisor.log").write_text("it began\n")
+    (folder / "tools.log").write_bytes(
+        b"".join(b"line %d\n" % n for n in range(100)) + b"\x1b[2J\x1b]0;owned\x07evil \xff\x9b31m\r!\n"
+    )
+    (folder / "rollout-train.log").write_text("long " + 5000 * "x" + "\n")
+    return folder
+
+
+def test_logs_shows_the_last_lines_of_a_role_and_no_mark_of_a_terminal(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = agentrl(capsys, "logs", "tools", "-n", "3").splitlines()
+    assert lines[:2] == ["line 98", "line 99"]
+    assert "evil" in lines[2]
+    assert "owned" not in lines[2]
+    assert "it began" in agentrl(capsys, "logs")
+    assert len(agentrl(capsys, "logs", "train")) < 2100
+    assert agentrl(capsys, "logs", "rollout,train") == agentrl(capsys, "logs", "rollout")
+    assert "tools" in agentrl(capsys, "logs", "tool", code=5)
+
+
+def test_logs_of_a_home_without_a_stack_says_how_to_start_one(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "agentrl up" in agentrl(capsys, "logs", code=5)
+    assert not home.exists()
+
+
+def test_logs_follows_what_is_written_and_ends_with_ctrl_c(written: Path) -> None:
+    command = [sys.executable, "-m", "cli", "logs", "supervisor", "-f"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "AGENTRL_HOME": str(written.parent)}) as shown:
+        assert shown.stdout is not None
+        assert shown.stdout.readline() == b"it began\n"
+        with (written / "supervisor.log").open("a") as log:
+            log.write("half a ")
+            log.flush()
+            log.write("line\nanother\n")
+        assert shown.stdout.readline() == b"half a line\n"
+        (written / "supervisor.log").write_text("anew\n")
+        assert shown.stdout.readline() == b"another\n"
+        assert shown.stdout.readline() == b"anew\n"
+        shown.send_signal(signal.SIGINT)
+        assert shown.wait(20) == 130
