@@ -14,6 +14,7 @@ from cli.main import main
 from cli.output import CELL
 from tests.test_cli import agentrl, data, run  # noqa: F401 - fixtures
 from workflow import meanings
+from workflow.settings import settings
 from workflow.store import planning
 from workflow.store.connect import Database
 from workflow.views import VIEWS
@@ -172,3 +173,47 @@ def test_logs_follows_what_is_written_and_ends_with_ctrl_c(written: Path) -> Non
         assert shown.stdout.readline() == b"anew\n"
         shown.send_signal(signal.SIGINT)
         assert shown.wait(20) == 130
+
+
+def offered(line: str, home: Path) -> tuple[set[str], set[str]]:
+    """What bash is told that the last word of a line may become, and what was imported for it."""
+    words = line.split(" ")
+    environment = {
+        **os.environ, "AGENTRL_HOME": str(home), "_AGENTRL_COMPLETE": "complete_bash", "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+    }  # fmt: skip
+    code = "import atexit, sys; atexit.register(lambda: print('|', *sys.modules)); from cli.main import main; main([])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    said, _, modules = done.stdout.rpartition("|")
+    assert not done.stderr
+    return set(said.split()), set(modules.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("agentrl ep", "episodes"),
+        ("agentrl watch ", "by-hand"),
+        ("agentrl replay ", "4"),
+        ("agentrl eval --policy by", "by-hand"),
+        ("agentrl submit --dataset ari", "arithmetic"),
+        ("agentrl submit --algorithm dr", "dr_grpo"),
+        ("agentrl submit --env cod", "code_tiny"),
+        ("agentrl submit --tools calc", "calculator"),
+        ("agentrl submit --model ti", "tiny"),
+        ("agentrl submit -s rollout.gr", "rollout.group_size="),
+        ("agentrl submit --gr", "--group-size"),
+        ("agentrl sql --schema v_it", "v_iterations"),
+    ],
+)
+def test_completion_knows_what_a_word_may_become_and_is_quick(run: str, line: str, word: str) -> None:  # noqa: F811
+    words, modules = offered(line, settings().home)
+    assert word in words
+    assert not {"torch", "transformers", "celery", "alembic", "datasets"} & modules
+    assert "sqlalchemy" not in modules or settings().database_url
+
+
+def test_completion_without_a_database_offers_nothing_and_makes_none(tmp_path: Path) -> None:
+    assert offered("agentrl watch ", tmp_path / "home")[0] == set()
+    assert not (tmp_path / "home").exists()
