@@ -12,7 +12,10 @@ import pytest
 from cli.commands import COMMANDS, GROUPS
 from cli.main import main
 from cli.output import CELL
+from tests.conftest import forget_process
+from tests.models import tiny_random
 from tests.test_cli import agentrl, data, run  # noqa: F401 - fixtures
+from workers.process import database as process_database
 from workflow import meanings
 from workflow.settings import settings
 from workflow.store import planning
@@ -217,3 +220,49 @@ def test_completion_knows_what_a_word_may_become_and_is_quick(run: str, line: st
 def test_completion_without_a_database_offers_nothing_and_makes_none(tmp_path: Path) -> None:
     assert offered("agentrl watch ", tmp_path / "home")[0] == set()
     assert not (tmp_path / "home").exists()
+
+
+FIELDS = {
+    "events by-hand": {"id", "run_id", "kind", "subject", "detail", "created_at"},
+    "watch by-hand": {"run", "iterations", "progress", "evals"},
+    "replay 1": {"episode", "rewards", "grades", "steps"},
+    "doctor": {"name", "state", "found", "todo"},
+    "config show --origin": {"key", "value", "origin"},
+    "sql --schema": {"view", "meaning", "columns"},
+}
+"""Command -> the fields of its document, or of the objects that it lists, that the README promises."""
+
+
+@pytest.mark.parametrize("command", FIELDS)
+def test_the_fields_of_json_stay(run: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    capsys.readouterr()
+    main([*command.split(), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert {*(found[0] if isinstance(found, list) else found)} >= FIELDS[command]
+
+
+@pytest.mark.parametrize(("words", "view"), [("runs", "v_runs"), ("episodes", "v_episodes")])
+def test_a_list_as_json_has_the_columns_of_its_view(
+    run: str,  # noqa: F811
+    words: str,
+    view: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = json.loads(agentrl(capsys, "sql", f"SELECT * FROM {view} LIMIT 1", "--json"))
+    assert json.loads(agentrl(capsys, words, "--limit", "1", "--json"))[0].keys() == asked[0].keys()
+
+
+def test_a_stack_that_does_not_come_up_leaves_a_run_that_says_why_and_what_to_type(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AGENTRL_REDIS_SERVER", "/bin/false")
+    forget_process()
+    model = tiny_random(tmp_path / "model")
+    told = agentrl(capsys, "submit", "--dataset", "arithmetic", "--model", str(model), "--name", "stuck", code=4)
+    assert "agentrl logs supervisor, then: agentrl resume stuck" in told
+    (run,) = json.loads(agentrl(capsys, "runs", "--json"))  # noqa: F811
+    assert (run["run"], run["status"], run["reason"]) == ("stuck", "failed", "The embedded stack does not come up.")
+    assert main(["logs", "supervisor"]) == 0
+    assert "/bin/false does not come up" in capsys.readouterr().out
+    process_database().close()
+    forget_process()
