@@ -1,24 +1,32 @@
-"""`agentrl sql`: a researcher's own SELECT, read-only, with a deadline."""
+"""`agentrl sql`: a researcher's own SELECT, read-only, with a deadline; `--schema` says what there is to ask for."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from cli.find import stored_database
-from cli.output import Json, say, show_csv, show_json, show_table
+from cli.output import Json, say, show, show_csv, show_json, show_table
 
 LIMIT = 10_000
 
 
 def sql(
-    query: Annotated[str, typer.Argument(metavar="SELECT", help="One SELECT over the tables and views.", show_default=False)],
+    query: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SELECT", help="One SELECT over the tables and views; with --schema a view.", show_default=False
+        ),
+    ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Explain the views, or one: agentrl sql --schema v_episodes.")
+    ] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
     as_json: Json = False,
 ) -> None:
     """Ask the database: read-only, 5 s, 10,000 rows.
 
-    Views: v_runs, v_iterations, v_groups, v_episodes, v_steps, v_tool_calls, v_rewards, v_updates, v_ledger. rl_i4(blob)
-    and rl_f4(blob) give the token ids and logprobs of step_tokens as JSON.
+    The views begin with v_; --schema says what they and their columns mean. rl_i4(blob) and rl_f4(blob) give the token ids
+    and logprobs of step_tokens as JSON.
     """
     from workflow.errors import ConfigError
     from workflow.settings import settings
@@ -26,9 +34,14 @@ def sql(
 
     if as_csv and as_json:
         raise ConfigError("--csv and --json exclude each other.", "Choose one.")
+    if query is None and not schema:
+        raise ConfigError("Nothing was asked.", 'For example: agentrl sql "SELECT * FROM v_runs"; agentrl sql --schema')
     file = store.sqlite_file(settings())
     if file is not None and not file.exists():
         stored_database()  # says so
+    if schema or query is None:
+        _explain(query, as_csv, as_json)
+        return
     columns, rows = store.query(settings(), query, LIMIT)
     if as_json:
         show_json([dict(zip(columns, row, strict=True)) for row in rows])
@@ -38,3 +51,46 @@ def sql(
         show_table(columns, rows)
     if len(rows) == LIMIT:
         say(f"Stopped at {LIMIT} rows; there may be more.")
+
+
+def _explain(view: str | None, as_csv: bool, as_json: bool) -> None:
+    """The columns of a view with what they mean, or the views with their columns.
+
+    Raises:
+        NotFoundError: there is no view of that name.
+    """
+    from workflow import meanings
+    from workflow.errors import NotFoundError, did_you_mean
+    from workflow.settings import settings
+    from workflow.store.query import columns_of
+
+    if view is not None and view not in meanings.VIEWS:
+        raise NotFoundError(f"There is no view {view!r:.100}.", did_you_mean(view[:100], meanings.VIEWS))
+    found: list[dict[str, Any]] = [
+        {
+            "view": name,
+            "meaning": meanings.VIEWS[name],
+            "columns": [{"column": each, "meaning": meanings.meaning(name, each)} for each in columns_of(settings(), name)],
+        }
+        for name in ([view] if view else meanings.VIEWS)
+    ]
+    lines = [(each["view"], column["column"], column["meaning"]) for each in found for column in each["columns"]]
+    if as_json:
+        show_json(found)
+    elif as_csv:
+        show_csv(("view", "column", "meaning"), lines)
+    elif view:
+        show(f"{view}: {meanings.VIEWS[view]}\n")
+        show_table(("column", "meaning"), [line[1:] for line in lines])
+    else:
+        for each in found:
+            _show_view(each)
+        say("What the columns mean: agentrl sql --schema VIEW")
+
+
+def _show_view(found: dict[str, Any]) -> None:
+    from textwrap import fill
+
+    show(f"{found['view']}: {found['meaning']}")
+    names = ", ".join(column["column"] for column in found["columns"])
+    show(fill(names, 78, initial_indent="    ", subsequent_indent="    ") + "\n")

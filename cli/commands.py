@@ -1,5 +1,6 @@
 """Which commands there are, in groups. A command's own file is imported when it is called or completed, and no other."""
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -59,6 +60,7 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
         "up": Entry("cli.stack:up", "Start the embedded stack."),
         "down": Entry("cli.stack:down", "Stop it; unfinished runs go on at the next `up`."),
         "worker": Entry("cli.stack:worker", "Run one worker in this process until SIGTERM."),
+        "logs": Entry("cli.logs:logs", "Show what this home's workers wrote; -f follows."),
         "gc": Entry("cli.keep:gc", "Remove what no row needs from the checkpoint folders."),
         "vacuum": Entry("cli.keep:vacuum", "Compact the database; runs may go on meanwhile."),
         "tools": Entry("cli.serve_tools:tools", "List what a model may call; serve it over HTTP."),
@@ -67,6 +69,8 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
     },
 }
 COMMANDS: Mapping[str, Entry] = {name: entry for group in GROUPS.values() for name, entry in group.items()}
+COMPLETING = "_AGENTRL_COMPLETE"
+"""The variable with which a shell asks what a word may become."""
 
 
 class Command(TyperCommand):
@@ -101,6 +105,10 @@ class Imported(Mapping[str, Any]):
         if isinstance(found, Typer):
             info = TyperInfo(found, name=name)
             return get_group_from_info(info, pretty_exceptions_short=True, suggest_commands=True, rich_markup_mode=None)
+        if COMPLETING in os.environ:
+            from cli.completion import complete
+
+            complete(found)
         settings = {"token_normalize_func": hyphens}
         wanted = CommandInfo(name, cls=Command, callback=found, context_settings=settings)
         return get_command_from_info(wanted, pretty_exceptions_short=True, rich_markup_mode=None)

@@ -1,11 +1,56 @@
 """What a person's words mean: the database if there is one yet, and which policy a name is."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from cli.output import say
 
 if TYPE_CHECKING:
     from workflow.config import RunConfig
     from workflow.store.reader import Reader
+
+NewestRun = Annotated[
+    str | None, typer.Argument(metavar="RUN", help="Name or number of the run [the newest].", show_default=False)
+]
+LastEpisode = Annotated[
+    int | None, typer.Argument(metavar="EPISODE", help="Number of the episode [the last one done].", show_default=False)
+]
+
+
+def the_run(db: Any, run: str | None) -> str:
+    """The run, or where none is named the newest one, which is said.
+
+    Raises:
+        NotFoundError: there is none yet.
+    """
+    from workflow.errors import NotFoundError
+    from workflow.store import observe
+
+    found = run or observe.newest_run(db)
+    if not found:
+        raise NotFoundError("There is no run yet.", first_run())
+    if not run:
+        say(f"The newest run: {found}")
+    return found
+
+
+def the_episode(db: Any, episode: int | None) -> int:
+    """The episode, or where none is named the last one that is done, which is said.
+
+    Raises:
+        NotFoundError: none is done yet.
+    """
+    from workflow.errors import NotFoundError
+    from workflow.store import observe
+
+    found = observe.last_episode(db) if episode is None else episode
+    if found is None:
+        raise NotFoundError("No episode is done yet.", "Follow the newest run: agentrl watch")
+    if episode is None:
+        say(f"The last episode: {found}")
+    return found
 
 
 def existing_database() -> Any:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cli.find import stored_database, stored_reader
+from cli.find import LastEpisode, stored_database, stored_reader, the_episode
 from cli.output import Json, Line, cell, one_line, say, show, show_json, show_lines, show_rows
 from cli.watch import RunName
 
@@ -66,11 +66,12 @@ def rescore(
     say(f"Train on it: agentrl submit --from-episodes {made['run']} --reward-set {made['reward_set']}")
 
 
-def why(episode: EpisodeNumber, as_json: Json = False) -> None:
+def why(episode: LastEpisode = None, as_json: Json = False) -> None:
     """Tell what became of an episode: the update that trained on it, or why none did."""
     from workflow.store import ledger
 
-    found = ledger.why(stored_reader(), episode)
+    db = stored_reader()
+    found = ledger.why(db, the_episode(db, episode))
     if as_json:
         show_json(found)
         return

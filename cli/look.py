@@ -1,26 +1,43 @@
 """`agentrl runs`, `episodes`, `replay`, `events`: what is in the database, as lists and as transcripts."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, get_args
 
 import typer
 
 from cli.diff import diff as compared
-from cli.find import existing_database, existing_reader, first_run, stored_reader
-from cli.output import Json, cell, say, show, show_json, show_lines, show_rows
+from cli.find import (
+    LastEpisode,
+    NewestRun,
+    existing_database,
+    existing_reader,
+    first_run,
+    stored_reader,
+    the_episode,
+    the_run,
+)
+from cli.output import Json, cell, one_line, say, show, show_json, show_lines, show_rows
 from cli.transcript import as_document, transcript
 from cli.tree import show_tree
 from cli.verify import verify as verified
-from cli.watch import RunName, trained_on
+from cli.watch import trained_on
 from workflow.errors import ConfigError
 
 RUN_COLUMNS = (
     "id", "run", "kind", "status", "dataset", "model", "done=iterations", "episodes_done=episodes", "last_reward=reward",
-    "best", "seconds", "reason",
+    "best", "seconds",
 )  # fmt: skip
+RUN_LEAST = ("best", "kind", "seconds", "dataset", "model", "episodes_done")
+"""What a narrow terminal may have no room for, the more important first."""
 EPISODE_COLUMNS = (
     "id", "iteration", "task", "sample", "status", "stop_reason", "reward", "advantage", "steps", "tool_calls=calls",
-    "tool_errors=errors", "sampled_tokens=tokens", "seconds", "final_answer=answer", "error",
+    "tool_errors=errors", "sampled_tokens=tokens", "seconds", "final_answer=answer",
 )  # fmt: skip
+EPISODE_LEAST = (
+    "iteration", "final_answer", "tool_calls", "tool_errors", "sampled_tokens", "steps", "seconds", "sample", "advantage",
+)  # fmt: skip
+ANSWER = 18
+"""Characters of an answer that a list shows, at most; `replay` shows it whole."""
 
 
 GREATEST = 2**63 - 1
@@ -38,23 +55,37 @@ def _whole_filter(text: str, least: int | None = None) -> Any:
 Limit = Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")]
 
 
+def _sort(default: str) -> Any:
+    text = f"By which column, the greatest first; -COLUMN: the least [{default}]."
+    return typer.Option(metavar="COLUMN", help=text, show_default=False)
+
+
+def _check_sort(sort: str, known: Mapping[str, str]) -> None:
+    from workflow.errors import did_you_mean
+
+    if sort.removeprefix("-") not in known:
+        raise ConfigError(f"--sort does not know {sort!r:.60}.", did_you_mean(sort.removeprefix("-"), known))
+
+
 def runs(
     limit: Limit = 50,
+    sort: Annotated[str, _sort("id")] = "id",
     tree: Annotated[bool, typer.Option("--tree", help="Show which run comes from which.")] = False,
     as_json: Json = False,
 ) -> None:
     """List the newest runs; best: the highest mean on the held-out split, and whose version it is (RUN@best)."""
     from workflow.store import observe
 
+    _check_sort(sort, observe.RUN_ORDERS)
     if tree and (whole := existing_database()):
         show_tree(whole, limit, as_json)
         return
     db = existing_reader()
-    rows = observe.list_runs(db, limit) if db else []
+    rows = observe.list_runs(db, limit, sort) if db else []
     if as_json:
         show_json(rows)
     elif rows:
-        show_rows([_short(row) for row in rows], RUN_COLUMNS)
+        show_rows([_short(row) for row in rows], RUN_COLUMNS, RUN_LEAST, below=("reason",))
     else:
         say(f"There is no run yet. {first_run()}")
 
@@ -66,7 +97,7 @@ def _short(run: Any) -> dict[str, Any]:
 
 
 def episodes(
-    run: RunName,
+    run: NewestRun = None,
     iteration: Annotated[int | None, _whole_filter("Only of this iteration (from 1).", least=1)] = None,
     status: Annotated[str | None, _filter("Only planned, running, done, failed, infra_error or cancelled ones.")] = None,
     stop_reason: Annotated[
@@ -76,6 +107,7 @@ def episodes(
     min_reward: Annotated[float | None, _filter("Only with at least this reward.")] = None,
     max_reward: Annotated[float | None, _filter("Only with at most this reward.")] = None,
     tool_errors: Annotated[int | None, _whole_filter("Only with at least so many failed tool calls.")] = None,
+    sort: Annotated[str, _sort("-id")] = "-id",
     limit: Limit = 50,
     offset: Annotated[int, typer.Option(min=0, max=GREATEST, help="Pass over so many.")] = 0,
     as_json: Json = False,
@@ -88,16 +120,20 @@ def episodes(
         "min_reward": min_reward, "max_reward": max_reward, "tool_errors": tool_errors,
     }  # fmt: skip
     _check_words(status, stop_reason)
+    _check_sort(sort, observe.EPISODE_ORDERS)
+    db = stored_reader()
+    run = the_run(db, run)
     filters = {name: value for name, value in asked.items() if value is not None}
-    rows = observe.list_episodes(stored_reader(), run, filters, limit + 1, offset)
+    rows = observe.list_episodes(db, run, filters, limit + 1, offset, sort)
     if as_json:
         show_json(rows[:limit])
     elif rows:
-        show_rows(rows[:limit], EPISODE_COLUMNS)
+        short = [{**row, "final_answer": one_line(row["final_answer"] or "", ANSWER)} for row in rows[:limit]]
+        show_rows(short, EPISODE_COLUMNS, EPISODE_LEAST, below=("error",))
         say(f"Transcript: agentrl replay {rows[0]['id']}")
     else:
         say("No episode is like that.")
-        if not filters and observe.describe_run(stored_reader(), run)["iterations_done"]:
+        if not filters and observe.describe_run(db, run)["iterations_done"]:
             say(f"It learned from stored ones: {trained_on(run)}")
     if len(rows) > limit:
         say(f"There are more: --offset {offset + limit}")
@@ -113,7 +149,7 @@ def _check_words(status: str | None, stop_reason: str | None) -> None:
 
 
 def replay(
-    episode: Annotated[int, typer.Argument(metavar="EPISODE", help="Number of the episode.", show_default=False)],
+    episode: LastEpisode = None,
     step: Annotated[int | None, typer.Option(min=0, help="Only this step.", show_default=False)] = None,
     verify: Annotated[
         str | None,
@@ -138,6 +174,8 @@ def replay(
     """
     if sum(option is not None for option in (step, verify, diff)) > 1:
         raise ConfigError("--step, --verify and --diff are three different questions.", "Ask one at a time.")
+    db = stored_reader()
+    episode = the_episode(db, episode)
     if verify is not None:
         raise typer.Exit(verified(episode, verify, as_json))
     if diff is not None:
@@ -146,7 +184,7 @@ def replay(
     from workflow.errors import NotFoundError
     from workflow.store import observe
 
-    record = observe.find_episode(stored_reader(), episode)
+    record = observe.find_episode(db, episode)
     if step is not None and step >= len(record.steps):
         raise NotFoundError(f"Episode {episode} has {len(record.steps)} steps, counted from 0, and no step {step}.")
     if as_json:
@@ -155,11 +193,16 @@ def replay(
         show_lines(transcript(record, step))
 
 
-def events(run: RunName, as_json: Json = False) -> None:
-    """List what happened to a run."""
+def events(
+    run: NewestRun = None,
+    limit: Annotated[int | None, typer.Option(min=1, max=GREATEST, help="Only the newest so many.", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """List what happened to a run, oldest first."""
     from workflow.store import observe
 
-    rows = observe.list_events(stored_reader(), run)
+    db = stored_reader()
+    rows = observe.list_events(db, the_run(db, run))[-limit if limit else 0 :]
     if as_json:
         show_json(rows)
     else:

@@ -7,7 +7,9 @@ and rich's markup is never interpreted. `--json` is one document, in ASCII, so t
 import csv
 import json
 import math
+import os
 import re
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -76,22 +78,64 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """A table on stdout; on a terminal that is too narrow its lines are wrapped, and nothing is left out."""
     titles = [one_line(column) for column in columns]
     cells = [[cell(value) for value in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
-    if sys.stdout.isatty() and sum(widths) + 3 * len(widths) < console().width:
+    if sys.stdout.isatty() and max(map(len, _aligned(titles, cells))) + len(titles) < console().width:
         _rich_table(titles, cells)
         return
-    padded = [[text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in (titles, *cells)]
-    show_lines(("  ".join(row).rstrip(), "" if index else "bold") for index, row in enumerate(padded))
+    show_lines((line, "" if index else "bold") for index, line in enumerate(_aligned(titles, cells)))
 
 
-def show_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+def show_rows(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[str], least: Sequence[str] = (), below: Sequence[str] = ()
+) -> None:
     """A table of these columns of the rows, without those that are empty.
 
-    A column may have a short name after a `=`: `sampled_tokens=tokens`.
+    Args:
+        columns: the keys; each may have a short name after a `=`: `sampled_tokens=tokens`.
+        least: keys that a narrow terminal has no room for, the more important first; a remark names those left out.
+        below: keys whose texts stand in lines of their own, under their row.
     """
     told = [column for column in columns if any(row[column.partition("=")[0]] not in (None, "") for row in rows)]
-    keys = [column.partition("=")[0] for column in told]
-    show_table([column.rpartition("=")[2] for column in told], [[row[key] for key in keys] for row in rows])
+    width = _width()
+    base = [column for column in told if column.partition("=")[0] not in least]
+    for key in least:
+        wider = [column for column in told if column in base or column.partition("=")[0] == key]
+        base = wider if _natural(rows, wider) <= width else base
+    left_out = [column.rpartition("=")[2] for column in told if column not in base]
+    told = base
+    titles, cells = [column.rpartition("=")[2] for column in told], _cells(rows, told)
+    notes = [
+        [f"    {key}: {one_line(str(row[key]), max(width - 6 - len(key), 20))}" for key in below if row[key]] for row in rows
+    ]
+    if any(notes):
+        head, *lines = _aligned(titles, cells)
+        show_lines([(head, "bold"), *((text, "") for line, more in zip(lines, notes, strict=True) for text in (line, *more))])
+    else:
+        show_table(titles, cells)
+    if left_out:
+        say(f"Not shown at {width} columns: {', '.join(left_out)}. --json has all.")
+
+
+def _width() -> int:
+    """How wide what is printed may be: the terminal, or what COLUMNS says; a file takes all."""
+    told = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return shutil.get_terminal_size().columns if told else 100_000
+
+
+def _cells(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[list[str]]:
+    return [[cell(row[column.partition("=")[0]]) for column in columns] for row in rows]
+
+
+def _natural(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> int:
+    """How wide the table is."""
+    titles = [column.rpartition("=")[2] for column in columns]
+    return max(len(line) for line in _aligned(titles, _cells(rows, columns)))
+
+
+def _aligned(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    """A line for the titles and one for each row."""
+    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
+    padded = [[text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in (titles, *cells)]
+    return ["  ".join(row).rstrip() for row in padded]
 
 
 def show_lines(lines: Iterable[Line]) -> None:

@@ -12,7 +12,7 @@ from cli.find import existing_database, stored_start
 from cli.onward import start_of, told_of
 from cli.output import Json, cell, say, show, show_json, show_table
 from workflow.config import DESCRIPTIONS, RunConfig
-from workflow.errors import ConfigError
+from workflow.errors import ConfigError, StartError
 from workflow.resolve import weighted
 
 _DEFAULTS = RunConfig().flat()
@@ -257,7 +257,11 @@ def send(prepared: Any, wait: bool | None, as_json: bool) -> None:
     from workers import submit as submission
     from workers.process import database
 
-    missing = start_services(prepared.submission, required=wait is not False)
+    try:
+        missing = start_services(prepared.submission, required=wait is not False)
+    except StartError as error:
+        name = submission.leave_failed(database(), prepared, error.message)
+        raise StartError(f"{name}: {error.message}", f"{error.hint}, then: agentrl resume {name}") from error
     db = database()
     made = submission.submit(db, prepared)
     if as_json:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self
 
 import typer
 
-from cli.find import stored_database
+from cli.find import NewestRun, stored_reader, the_run
 from cli.output import Json, Line, cell, console, decimals, duration, interval, one_line, say, show, show_json, show_lines
 from cli.plot import plot, sparkline
 
@@ -81,10 +81,11 @@ class View:
         return left * sum(newest) / len(newest) if newest else None
 
 
-def watch(run: RunName, as_json: Json = False) -> None:
+def watch(run: NewestRun = None, as_json: Json = False) -> None:
     """Follow a run to its end (with --json: its state now)."""
 
-    db = stored_database()
+    db = stored_reader()
+    run = the_run(db, run)
     if as_json:
         view = look(db, run)
         show_json({"run": view.run, "iterations": view.iterations, "progress": view.progress, "evals": view.evals})

@@ -205,6 +205,18 @@ def submit(db: Database, prepared: Prepared) -> Submitted:
     return made
 
 
+def leave_failed(db: Database, prepared: Prepared, reason: str) -> str:
+    """Writes the run as one that failed before it began; `resume` sets it going. Returns its name.
+
+    Raises:
+        ConflictError: the name belongs to another run.
+    """
+    made = _written(db, prepared)
+    if made.created:
+        planning.stop(db, made.name, "failed", reason)
+    return made.name
+
+
 def _written(db: Database, prepared: Prepared) -> Submitted:
     submission = prepared.submission
     while True:

@@ -9,16 +9,51 @@ from workflow.store.reader import Row, reading, rows
 from workflow.store.values import MAX_ID, episode_value, no_episode, step_value, task_value
 from workflow.trajectory import Episode, Step
 
+RUN_ORDERS = {
+    "id": "id", "run": "run", "status": "status", "reward": "last_reward", "best": "best_reward", "episodes": "episodes_done",
+    "seconds": "seconds",
+}  # fmt: skip
+EPISODE_ORDERS = {
+    "id": "id", "iteration": "iteration_id", "reward": "reward", "steps": "steps", "calls": "tool_calls",
+    "errors": "tool_errors", "tokens": "sampled_tokens",
+}  # fmt: skip
+"""What lists may be sorted by -> the column."""
+
+
+def _order(orders: Mapping[str, str], sort: str) -> str:
+    """ORDER BY: `reward` is the greatest first, `-reward` the least."""
+    column, way = orders[sort.removeprefix("-")], "ASC" if sort.startswith("-") else "DESC"
+    return f"{column} {way} NULLS LAST, id {way}"
+
 
 @reading
-def list_runs(tx: Any, limit: int = 50) -> list[Row]:
-    """The newest runs, from `v_runs`; without the evaluations that runs make of themselves (`list_evals`)."""
-    return newest_runs(tx, limit)
+def list_runs(tx: Any, limit: int = 50, sort: str = "id") -> list[Row]:
+    """Runs from `v_runs`, the newest first; without the evaluations that runs make of themselves (`list_evals`).
+
+    Args:
+        sort: a key of RUN_ORDERS, with a `-` before it the least first.
+    """
+    return newest_runs(tx, limit, sort)
 
 
-def newest_runs(tx: Any, limit: int) -> list[Row]:
+def newest_runs(tx: Any, limit: int, sort: str = "id") -> list[Row]:
     """As list_runs, inside a transaction."""
-    return rows(tx, "SELECT * FROM v_runs WHERE measures IS NULL ORDER BY id DESC LIMIT :limit", limit=limit)
+    order = _order(RUN_ORDERS, sort)
+    return rows(tx, f"SELECT * FROM v_runs WHERE measures IS NULL ORDER BY {order} LIMIT :limit", limit=limit)
+
+
+@reading
+def newest_run(tx: Any) -> str | None:
+    """The name of the run that was submitted last, by whoever."""
+    found = rows(tx, "SELECT name FROM runs WHERE measures_id IS NULL ORDER BY id DESC LIMIT 1")
+    return found[0]["name"] if found else None
+
+
+@reading
+def last_episode(tx: Any) -> int | None:
+    """The newest episode that is done."""
+    found = rows(tx, "SELECT id FROM episodes WHERE status = 'done' ORDER BY id DESC LIMIT 1")
+    return found[0]["id"] if found else None
 
 
 @reading
@@ -108,13 +143,26 @@ EPISODE_FILTERS = {
 
 
 @reading
-def list_episodes(tx: Any, run: str, filters: Mapping[str, Any], limit: int = 50, offset: int = 0) -> list[Row]:
-    """The run's episodes that meet all filters (keys of EPISODE_FILTERS), in order of their ids, from `v_episodes`."""
+def list_episodes(
+    tx: Any, run: str, filters: Mapping[str, Any], limit: int = 50, offset: int = 0, sort: str = "-id"
+) -> list[Row]:
+    """The run's episodes that meet all filters (keys of EPISODE_FILTERS), in order of their ids, from `v_episodes`.
+
+    Args:
+        sort: a key of EPISODE_ORDERS, with a `-` before it the least first.
+    """
     conditions = " AND ".join(["run_id = :run_id", *(EPISODE_FILTERS[name] for name in filters)])
     # The page first, from one table: the view would join all the rows that are passed over.
-    page = f"SELECT id FROM episodes WHERE {conditions} ORDER BY id LIMIT :limit OFFSET :offset"
-    query = f"SELECT v.* FROM ({page}) page JOIN v_episodes v ON v.id = page.id ORDER BY page.id"
-    return rows(tx, query, run_id=_run(tx, run)["id"], limit=limit, offset=offset, **filters)
+    page = f"SELECT id FROM episodes WHERE {conditions} ORDER BY {_order(EPISODE_ORDERS, sort)} LIMIT :limit OFFSET :offset"
+    found = rows(
+        tx,
+        f"SELECT v.* FROM ({page}) page JOIN v_episodes v ON v.id = page.id ORDER BY page.id",
+        run_id=_run(tx, run)["id"], limit=limit, offset=offset, **filters,
+    )  # fmt: skip
+    if sort == "-id":
+        return found
+    shown = {row["id"]: row for row in found}
+    return [shown[row["id"]] for row in rows(tx, page, run_id=_run(tx, run)["id"], limit=limit, offset=offset, **filters)]
 
 
 @reading

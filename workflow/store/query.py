@@ -29,7 +29,7 @@ READER = "agentrl_reader"
 _LOGIN_REFUSED = ("authentication failed", "no password supplied", "does not exist", "pg_hba.conf", "not permitted to log in")
 _UNKNOWN = re.compile(r"no such (table|column): ([\w.]*\w)|(relation|column) \"?([\w.]+)\"? does not exist")
 """How SQLite and Postgres say that there is nothing of a name."""
-_VIEWS = "The views are v_runs, v_iterations, v_episodes, v_steps, ..."
+_VIEWS = "What there is: agentrl sql --schema"
 
 
 def query(settings: Settings, sql: str, limit: int = 10_000, seconds: float = 5.0) -> Table:
@@ -64,7 +64,12 @@ def _nearest(settings: Settings, sql: str, message: str) -> str:
 def _columns(settings: Settings, sql: str) -> set[str]:
     """Those of the views that the query names."""
     words = set(re.findall(r"\w+", sql.lower()))
-    return {column for view in VIEWS if view in words for column in query(settings, f"SELECT * FROM {view}", limit=0)[0]}
+    return {column for view in VIEWS if view in words for column in columns_of(settings, view)}
+
+
+def columns_of(settings: Settings, view: str) -> list[str]:
+    """The names of the view's columns."""
+    return query(settings, f"SELECT * FROM {view}", limit=0)[0]
 
 
 def _numbered(columns: list[str]) -> list[str]:

@@ -1,0 +1,143 @@
+"""What a word may become at the prompt: runs, episodes, plug-ins, models, keys of the config. It imports no plug-in, writes
+nothing, and where it cannot know it is silent.
+"""
+
+import os
+import pkgutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from glob import escape, glob
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn, get_args, get_type_hints
+
+from typer.models import ParameterInfo
+
+Choice = str | tuple[str, str]
+"""A word, or one with what is said beside it."""
+
+MOST = 100
+"""Words that are offered at a time."""
+
+
+def complete(command: Callable[..., Any]) -> None:
+    """Tells typer of each parameter of a command what its words may become."""
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        for told in getattr(hint, "__metadata__", ()):
+            if isinstance(told, ParameterInfo) and name in WORDS:
+                told.autocompletion = _quiet(WORDS[name])
+
+
+def _quiet(words: Callable[[str], list[Choice]]) -> Callable[[str], list[Choice]]:
+    def offered(incomplete: str) -> list[Choice]:
+        with suppress(Exception):  # a traceback in the middle of somebody's line is worse than no word
+            return words(incomplete)
+        return []
+
+    return offered
+
+
+def _asked(query: Callable[[Any], list[Any]]) -> list[Any]:
+    """Rows of the database as it is; none where it would have to be made or upgraded first."""
+    from workflow.settings import settings
+    from workflow.store.query import sqlite_file
+    from workflow.store.reader import Reader
+
+    def leave() -> NoReturn:
+        raise LookupError("the driver does not suffice")
+
+    file = sqlite_file(settings())
+    return [] if file is not None and not file.exists() else Reader(settings().database, leave).ask(query)
+
+
+def _runs(incomplete: str) -> list[Choice]:
+    from workflow.store.reader import rows
+
+    newest = "SELECT name, kind, status FROM runs WHERE name LIKE :begin ORDER BY id DESC LIMIT :most"
+    begin = incomplete.replace("%", "").replace("_", "%") + "%"  # typer leaves out what begins otherwise
+    return [
+        (row["name"], f"{row['kind']}, {row['status']}") for row in _asked(lambda tx: rows(tx, newest, begin=begin, most=MOST))
+    ]
+
+
+def _episodes(incomplete: str) -> list[Choice]:
+    from workflow.store.reader import rows
+
+    newest = """
+        SELECT e.id, r.name, e.status, e.reward FROM episodes e JOIN runs r ON r.id = e.run_id
+        WHERE e.status <> 'planned' AND CAST(e.id AS TEXT) LIKE :begin ORDER BY e.id DESC LIMIT :most"""
+    found = _asked(lambda tx: rows(tx, newest, begin=f"{int(incomplete) if incomplete else ''}%", most=MOST))
+    return [(str(row["id"]), f"{row['name']}, {row['status']}, reward {row['reward']}") for row in found]
+
+
+def _models(incomplete: str) -> list[Choice]:
+    """What `agentrl sft` made here, and what the hub's cache has."""
+    from workflow.settings import settings
+
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub").expanduser()
+    hub = [folder.name.removeprefix("models--").replace("--", "/", 1) for folder in cache.glob("models--*")]
+    return ["tiny", *sorted(file.parent.name for file in settings().models_dir.glob("*/config.json")), *sorted(hub)]
+
+
+def _policies(incomplete: str) -> list[Choice]:
+    return [*_runs(incomplete.partition("@")[0]), *_models(incomplete)]
+
+
+def _plugins(kind: str) -> Callable[[str], list[Choice]]:
+    def found(incomplete: str) -> list[Choice]:
+        spec = find_spec(f"workflow.{kind}")
+        places = (spec.submodule_search_locations if spec else None) or []
+        return sorted(module.name for module in pkgutil.iter_modules(places))
+
+    return found
+
+
+def _datasets(incomplete: str) -> list[Choice]:
+    return [*_plugins("datasets")(incomplete), *sorted(glob(f"{escape(incomplete)}*.jsonl"))[:MOST]]
+
+
+def _assignments(incomplete: str) -> list[Choice]:
+    """`key=`, and after it what the key may be where that is a plug-in or one of few words."""
+    from workflow.config import DESCRIPTIONS, KEYS
+
+    key, given, word = incomplete.partition("=")
+    if not given:
+        return [(f"{each}=", DESCRIPTIONS.get(each, "")) for each in KEYS]
+    last = {"dataset.name": "dataset", "model.path": "model", "rollout.engine": "engine", "algorithm.name": "algorithm"}
+    values = WORDS.get(last.get(key, key))
+    return [f"{key}={value if isinstance(value, str) else value[0]}" for value in (values(word) if values else [])]
+
+
+def _one_of(*words: str) -> Callable[[str], list[Choice]]:
+    return lambda incomplete: list(words)
+
+
+def _statuses(incomplete: str) -> list[Choice]:
+    from workflow.trajectory import TRANSITIONS
+
+    return list(TRANSITIONS)
+
+
+def _stop_reasons(incomplete: str) -> list[Choice]:
+    from workflow.trajectory import StopReason
+
+    return list(get_args(StopReason))
+
+
+def _queries(incomplete: str) -> list[Choice]:
+    """The views, as `sql --schema` takes them."""
+    from workflow.meanings import VIEWS
+
+    return list(VIEWS.items())
+
+
+WORDS: Mapping[str, Callable[[str], list[Choice]]] = {
+    "run": _runs, "runs": _runs, "from_episodes": _runs, "from_groups": _runs, "first": _policies, "second": _policies,
+    "policy": _policies, "reference": _policies, "model": _models, "episode": _episodes, "diff": _episodes,
+    "dataset": _datasets, "split": _one_of("train", "test"), "env": _plugins("envs"), "tools": _plugins("tools"),
+    "reward": _plugins("rewards"), "algorithm": _plugins("algorithms"), "engine": _plugins("engines"),
+    "trainer": _one_of("agentrl", "trl"), "assignments": _assignments, "status": _statuses, "stop_reason": _stop_reasons,
+    "verify": _one_of("tools", "tokens", "rewards", "all"), "query": _queries,
+    "role": _one_of("rollout", "tools", "train", "control", "rollout,train", "supervisor", "redis"),
+}  # fmt: skip
+"""Name of a command's parameter -> what its words may become."""

@@ -1,0 +1,92 @@
+"""`agentrl logs`: the end of what the processes of this home's embedded stack wrote, and what they write from now on."""
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import typer
+
+from cli.output import clean, say, show
+from workflow.errors import NotFoundError, did_you_mean
+
+PAUSE_SECONDS = 0.3
+MOST_LINES = 10_000
+END_BYTES = 1_000_000
+"""What is read of the end of a log."""
+LINE = 2_000
+"""Characters of a line that are shown, at most."""
+
+
+def logs(
+    role: Annotated[
+        str | None,
+        typer.Argument(metavar="ROLE", help="supervisor, rollout, train, tools, control or redis [all].", show_default=False),
+    ] = None,
+    lines: Annotated[int, typer.Option("-n", "--lines", min=1, max=MOST_LINES, help="So many of the newest of each.")] = 20,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Show also what is written from now on.")] = False,
+) -> None:
+    """Show what the workers of this home's embedded stack wrote; `agentrl worker` writes to its own terminal."""
+    from workflow.settings import settings
+
+    files = _chosen(settings().stack_dir, role)
+    places = {name: _show_end(name, file, lines, len(files) > 1) for name, file in files.items()}
+    while follow:
+        _show_new(files, places)
+        time.sleep(PAUSE_SECONDS)
+
+
+def _chosen(folder: Path, role: str | None) -> dict[str, Path]:
+    """The log of each process by its name, or those that a role writes to.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    there = {file.stem: file for file in sorted(folder.glob("*.log")) if file.is_file() and not file.is_symlink()}
+    if not there:
+        raise NotFoundError(f"No embedded stack has run in {str(folder.parent)!r} yet.", "Start one: agentrl up")
+    wanted = role.replace(",", "-") if role else None
+    found = {name: file for name, file in there.items() if wanted in (None, name) or wanted in name.split("-")}
+    if not found:
+        known = {part for name in there for part in name.split("-")}
+        raise NotFoundError(f"No process {str(role)!r:.60} has written a log here.", did_you_mean(str(role)[:60], known))
+    return found
+
+
+def _show_end(name: str, file: Path, lines: int, titled: bool) -> int:
+    """Shows the last lines; returns where the file ended."""
+    with file.open("rb") as log:
+        end = log.seek(0, os.SEEK_END)
+        log.seek(max(end - END_BYTES, 0))
+        newest = log.read(end - log.tell()).removesuffix(b"\n").split(b"\n")[-lines:]
+    if titled:
+        say(f"== {name}: {file}")
+    _show_lines(newest)
+    return end
+
+
+def _show_new(files: Mapping[str, Path], places: dict[str, int]) -> None:
+    for name, file in files.items():
+        with file.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(places[name] if size >= places[name] else 0)  # a shorter one was begun anew
+            _show_lines(_whole_lines(log), f"{name}: " if len(files) > 1 else "")
+            places[name] = log.tell()
+
+
+def _whole_lines(log: BinaryIO) -> list[bytes]:
+    """The lines that are there, and the file after the last that is whole, unless that has no end."""
+    start = log.tell()
+    found = log.read(END_BYTES)
+    whole = found.rfind(b"\n") + 1 or (len(found) if len(found) == END_BYTES else 0)
+    log.seek(start + whole)
+    return found[:whole].removesuffix(b"\n").split(b"\n") if whole else []
+
+
+def _show_lines(lines: Iterable[bytes], begin: str = "") -> None:
+    for line in lines:
+        text = line[: 4 * LINE].decode(errors="replace")
+        show(begin + clean(text[:LINE]).replace("\n", " ") + ("..." if len(text) > LINE else ""))
+    sys.stdout.flush()
