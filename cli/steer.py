@@ -10,7 +10,8 @@ import typer
 
 from cli.find import stored_database
 from cli.output import Json, say, show, show_json
-from cli.watch import RunName, numbers
+from cli.view import numbers
+from cli.watch import RunName
 from workflow.config import MOST
 from workflow.errors import ConfigError
 

@@ -13,13 +13,14 @@ import typer
 
 from cli.find import NewestRun, stored_reader, the_run
 from cli.output import Json, Line, cell, console, decimals, duration, interval, one_line, say, show, show_json, show_lines
-from cli.plot import plot, sparkline
+from cli.plot import plot
+from cli.screen import live_lines
+from cli.view import GOING, Row, View, held_out, own_seconds
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name or number of the run.", show_default=False)]
 POLL_SECONDS = 0.5
 ALONE_SECONDS = 10.0
 """Without a control loop for so long, a run is said to be stranded."""
-GOING = ("planned", "running")
 ENDED = ("done", "cancelled")
 
 OVER = " (trains with the episodes there are)"
@@ -29,61 +30,9 @@ NOTHING = " (goes on without an update of that iteration: none of its episodes c
 MENDED = "Once what it says is mended"
 """When a run that failed can go on: nothing has changed by itself."""
 
-Row = Any
-
-
-@dataclass
-class View:
-    """What is known of a run: its row, its finished iterations, the counts of its open ones, its failures, a warning, and the
-    evaluations that it makes of its own policies."""
-
-    run: Row
-    iterations: list[Row] = field(default_factory=list)
-    progress: Row = field(default_factory=dict)
-    failure: Row = field(default_factory=dict)
-    sampled_on: str = ""
-    warning: str = ""
-    evals: list[Row] = field(default_factory=list)
-
-    @property
-    def rewards(self) -> list[float]:
-        """Mean reward of each finished iteration that has one."""
-        return [row["mean_reward"] for row in self.iterations if row["mean_reward"] is not None]
-
-    @property
-    def going(self) -> bool:
-        """Whether something of it goes on: the run itself, or the evaluations of one that is done."""
-        left = self.run["status"] == "done" and any(row["status"] in GOING for row in self.evals)
-        return left or self.run["status"] in GOING
-
-    @property
-    def begun(self) -> bool:
-        """Whether there is an episode to look at: one with a turn, or one that ended."""
-        open_ones = self.progress and (self.progress["finished"] or self.progress["sampled_tokens"])
-        return bool(self.rewards or self.failure or open_ones or self.run["episodes_done"])
-
-    @property
-    def scores(self) -> list[float]:
-        """Mean reward on the held-out tasks of each version that was measured."""
-        return [row["mean_reward"] for row in self.evals if row["mean_reward"] is not None]
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Of the newest five finished iterations."""
-        seconds = sum(own_seconds(self.iterations)[-5:])
-        return sum(row["tokens"] for row in self.iterations[-5:]) / seconds if seconds else None
-
-    @property
-    def seconds_left(self) -> float | None:
-        """At the pace of the newest ten finished iterations."""
-        newest = [seconds for seconds in own_seconds(self.iterations)[-10:] if seconds]
-        left = self.run["iterations"] - self.run["iterations_done"]
-        return left * sum(newest) / len(newest) if newest else None
-
 
 def watch(run: NewestRun = None, as_json: Json = False) -> None:
     """Follow a run to its end (with --json: its state now)."""
-
     db = stored_reader()
     run = the_run(db, run)
     if as_json:
@@ -171,7 +120,7 @@ class _Lines:
 
 
 class _Live:
-    """A few lines on the terminal, renewed in place."""
+    """A screen on the terminal, renewed in place."""
 
     def __init__(self) -> None:
         from rich.live import Live
@@ -189,17 +138,8 @@ class _Live:
         """Renews the lines."""
         from rich.text import Text
 
-        self.live.update(Text("\n".join(live_lines(view))), refresh=True)
-
-
-def own_seconds(rows: Sequence[Row]) -> list[float]:
-    """Of each iteration the seconds after the end of the one before: rollouts that go on during updates count once."""
-    found, ended = [], None
-    for row in rows:
-        shared = (ended - row["started_at"]).total_seconds() if ended and row["started_at"] else 0.0
-        found.append(max(0.0, (row["seconds"] or 0.0) - max(0.0, shared)))
-        ended = row["finished_at"] or ended
-    return found
+        size = self.live.console.size
+        self.live.update(Text("\n".join(live_lines(view, size.width, size.height))), refresh=True)
 
 
 def iteration_line(row: Row, iterations: int, seconds: float) -> str:
@@ -229,44 +169,6 @@ def eval_line(row: Row, best: int | None) -> str:
         return f"{head}  {row['status']}  {row['reason']}".rstrip()
     parts = [head, f"mean {cell(row['mean_reward'])}", interval(row), f"n {row['episodes']}", f"errors {row['errors']}"]
     return "  ".join([*parts, "best so far"] if row["policy_version"] == best else parts)
-
-
-def held_out(view: View) -> str:
-    """How the held-out scores went, in one line."""
-    run, scores = view.run, view.scores
-    went = decimals(scores[0]) if len(scores) == 1 else f"{decimals(scores[0])} -> {decimals(scores[-1])}"
-    best = "" if run["best_version"] is None else f", best {decimals(run['best_reward'])}: {run['run']}@{run['best_version']}"
-    return f"held out {went}{best}"
-
-
-def numbers(now: Row) -> str:
-    """`iteration 3`, or `iterations 3 to 4` where rollouts go on during updates: the open ones."""
-    start, end = now["iteration"], now["through"]
-    return f"iteration {start}" if start == end else f"iterations {start} to {end}"
-
-
-def live_lines(view: View) -> list[str]:
-    """The run in a few lines: bar, reward curve, the open iterations, pace."""
-    run, now = view.run, view.progress
-    done, total = run["iterations_done"], run["iterations"]
-    filled = 40 * done // max(total, 1)
-    bar = f"[{'#' * filled}{'.' * (40 - filled)}] {done}/{total} {'iteration' if total == 1 else 'iterations'}"
-    lines = [f"{run['run']}  {run['status']}", bar]
-    if view.rewards:
-        lines.append(f"reward  {sparkline(view.rewards)}  {decimals(view.rewards[0])} -> {decimals(view.rewards[-1])}")
-    if view.scores:
-        lines.append(f"{sparkline(view.scores)}  {held_out(view)}")
-    if now:
-        lines.append(
-            f"{numbers(now)}: {now['finished']}/{now['episodes']} episodes, "
-            f"{now['sampled_tokens']} tokens sampled, {now['tool_calls']} tool calls"
-        )
-    if view.sampled_on:
-        lines.append(view.sampled_on)
-    if view.tokens_per_second is not None:
-        left = view.seconds_left
-        lines.append(f"{view.tokens_per_second:.0f} tokens/s" + (f", about {duration(left)} left" if left else ""))
-    return [*lines, view.warning] if view.warning else lines
 
 
 def summary(view: View) -> list[Line]:

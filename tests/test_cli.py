@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from cli.main import main
 from cli.output import cell, clean, one_line, show_json
 from cli.plot import buckets, plot, sparkline
-from cli.watch import View, held_out, live_lines, look, somebody_works, summary
+from cli.screen import live_lines
+from cli.view import View, held_out
+from cli.watch import look, somebody_works, summary
 from tests.conftest import forget_process, missing
 from tests.models import tiny_random
 from tests.stack import SMALL, Stack

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from cli.model import evaluation_of
-from cli.watch import View, iteration_line, live_lines, look, own_seconds
+from cli.screen import live_lines
+from cli.view import View, own_seconds
+from cli.watch import iteration_line, look
 from tests.models import tiny_random
 from tests.stored import (
     EXPIRED,

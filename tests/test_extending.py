@@ -196,11 +196,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_random(tmp_path_factory.mktemp("model") / "random", width=16)
 
 
-def submitted(db: Database, model: Path, **length: Any) -> None:
-    """A run of epochs of two iterations."""
+def submitted(db: Database, model: Path, **more: Any) -> None:
+    """A run of epochs of two iterations, so long as is said."""
     config = build(
         {
-            "name": "first", "env": "tests.test_mending:bare", **length, "output_dir": str(settings().root / "out"),
+            "name": "first", "env": "tests.test_mending:bare", **more, "output_dir": str(settings().root / "out"),
             "hooks": ("tests.lucky:Lucky",), "dataset.name": "arithmetic", "dataset.max_samples": 4, "model.path": str(model),
             "model.numerics": "exact", "rollout.tasks_per_iteration": 2, "rollout.group_size": 4, "rollout.max_new_tokens": 6,
             "rollout.max_steps": 1, "update.warmup": 3, "algorithm.kl_coef": 0.05, "algorithm.kl_target": 0.01,
@@ -213,9 +213,11 @@ def came_to(db: Database) -> dict[str, Any]:
     """All that the run stored, and what its last checkpoint holds."""
     run = observe.describe_run(db, "first")
     assert run["status"] == "done"
-    tokens = "SELECT step_id, prompt_ids, sampled_ids, behavior_logprobs FROM step_tokens ORDER BY 1"
+    tokens = """
+        SELECT prompt_ids, sampled_ids, behavior_logprobs FROM step_tokens t JOIN steps s ON s.id = t.step_id
+        ORDER BY s.episode_id, s.number"""
     with db.read() as tx:
-        stored = [tuple(map(bytes, row[1:])) for row in tx.execute(text(tokens))]
+        stored = [tuple(map(bytes, row)) for row in tx.execute(text(tokens))]
     last = Path(value(db, "SELECT path FROM policies ORDER BY version DESC LIMIT 1"))
     files = {name: (last / name).read_bytes() for name in (checkpoint.WEIGHTS, checkpoint.OPTIMIZER, checkpoint.STATE)}
     row = planning.find_run(db, "first")
@@ -247,3 +249,18 @@ def test_a_run_that_was_extended_twice_is_the_run_that_was_planned_so_long_bit_f
         planned = came_to(db)
     assert len(planned["stored"]) == 4 * 2 * 4
     assert extended == planned
+
+
+def test_a_run_that_drops_checkpoints_is_extended_to_the_same(worker: Database, model: Path, tmp_path: Path) -> None:
+    submitted(worker, model, iterations=3, **{"update.save_every": 100})
+    do_jobs()
+    assert {folder.name[:6] for folder in (settings().root / "out").iterdir()} == {"v00002", "v00003"}
+    restart()
+    extend(worker, "first", "a", iterations=1)
+    do_jobs()
+    assert {folder.name[:6] for folder in (settings().root / "out").iterdir()} == {"v00002", "v00004"}
+    extended = came_to(worker)
+    with a_worker(tmp_path / "planned") as db:
+        submitted(db, model, iterations=4)
+        do_jobs()
+        assert came_to(db) == extended

@@ -303,8 +303,8 @@ def test_why_shows_the_iterations_about_the_episodes_and_the_sum_of_all(
     forget_process()
     assert main(["why", str(10 * PER_ITERATION + 1)]) == 0
     shown = capsys.readouterr().out
-    assert [line.split()[0] for line in shown.splitlines() if "128 " in line] == [str(number) for number in range(7, 14)]
-    assert "10 <-" in shown
+    assert [line.split()[0] for line in shown.splitlines() if "128 " in line] == [str(number) for number in range(8, 15)]
+    assert "11 <-" in shown
     assert f"all 20 {20 * PER_ITERATION}" in " ".join(shown.split())
     assert main(["why", "1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import text
 
 from cli.model import evaluation_of
-from cli.watch import numbers, own_seconds
+from cli.view import numbers, own_seconds
 from tests.stored import bad_update, claim, claim_training, play, start, submission, update_of, value, values
 from workers.fork import ForkRequest, prepare_fork
 from workers.stored import prepare_stored

@@ -57,8 +57,8 @@ _BEST = f"{_MEASURED} ORDER BY v.mean_reward DESC, m.measures_version LIMIT 1"
 _NEWEST = f"{_MEASURED} ORDER BY m.measures_version DESC LIMIT 1"
 
 _METRICS = (
-    "loss", "kl", "entropy", "clip_fraction", "grad_norm", "value_loss", "explained_variance", "sampler_difference_max",
-    "importance_weight", "importance_truncated",
+    "loss", "kl", "policy_kl", "entropy", "clip_fraction", "grad_norm", "value_loss", "explained_variance",
+    "sampler_difference_max", "importance_weight", "importance_truncated",
 )  # fmt: skip
 _OF_UPDATES = ", ".join(  # each for itself: a table of all iterations' would be made to show one
     f"(SELECT {'max' if name.endswith('_max') else 'avg'}(u.{name}) FROM updates u WHERE u.iteration_id = i.id) AS {name}"

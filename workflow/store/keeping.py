@@ -97,7 +97,7 @@ def drop_unsaved(tx: Connection, run_id: int) -> list[str]:
 
 
 def _save_every(run: Mapping[Any, Any]) -> int | None:
-    every: int | None = run["config"]["update"].get("save_every")  # a run of before there was such an option keeps all
+    every: int | None = run["config"].get("update", {}).get("save_every")  # a run of before there was such an option keeps all
     return every
 
 

@@ -1,0 +1,139 @@
+"""A run on one screen: how far it is, how its curves went, its newest iterations. A larger screen shows more."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from textwrap import wrap
+from typing import Any
+
+from cli.output import cell, clean, decimals, duration, interval
+from cli.plot import plot, sparkline
+from cli.view import GOING, Row, View, numbers, own_seconds
+
+LABEL, VALUES, BAR = 14, 24, 40
+LOWEST = 6
+"""Lines that a screen of iterations is worth having."""
+TALL = 36
+"""Lines from which on a screen has room for every curve, and for the reward's as a plot."""
+
+
+Of = Callable[[Row], Any]
+
+
+def _length(row: Row) -> float | None:
+    return row["sampled_tokens"] / row["episodes"] if row["episodes"] else None
+
+
+def _errors(row: Row) -> float | None:
+    return row["tool_errors"] / row["tool_calls"] if row["tool_calls"] else None
+
+
+CURVES: Mapping[str, Of] = {
+    "reward": lambda row: row["mean_reward"],
+    "KL to base": lambda row: row["kl"],
+    "KL of update": lambda row: row["policy_kl"],
+    "entropy": lambda row: row["entropy"],
+    "tokens/episode": _length,
+    "tool errors": _errors,
+    "loss": lambda row: row["loss"],
+    "gradient": lambda row: row["grad_norm"],
+    "clipped": lambda row: row["clip_fraction"],
+    "explained": lambda row: row["explained_variance"],
+    "off-policy": lambda row: row["importance_weight"],
+    "sampler differs": lambda row: row["sampler_difference_max"],
+}
+"""What is drawn of the finished iterations, the first of it where there is little room; what none of them has is left out."""
+
+MOST_CURVES = 7
+MOST_SAID = 3
+"""Lines of what a run waits for, or why it is sampled on."""
+
+COLUMNS: Mapping[str, Of] = {
+    "iteration": lambda row: row["iteration"],
+    "reward": CURVES["reward"],
+    "KL": lambda row: row["policy_kl"] if row["kl"] is None else row["kl"],
+    "entropy": CURVES["entropy"],
+    "tokens": _length,
+    "calls": lambda row: row["tool_calls"],
+    "errors": lambda row: row["tool_errors"],
+    "held out": lambda row: row["eval_reward"],
+}
+"""Of each of the newest iterations; tokens are those of an episode."""
+
+
+def live_lines(view: View, width: int = 80, height: int = 24) -> list[str]:
+    """The run in at most `height` lines of `width` characters, one of them left for the cursor."""
+    tall = height > TALL
+    lines = [*_head(view), ""] if height > LOWEST else list(_head(view))
+    lines += list(_curves(view, width, len(CURVES) if tall else MOST_CURVES))
+    below = [line for text in (view.sampled_on, view.warning) for line in wrap(clean(text), width)[:MOST_SAID]]
+    room = height - 1 - len(lines) - len(below)
+    if tall and len(view.rewards) > 1:
+        drawn = ["", *plot(view.rewards, width - 12, min(8, room // 3))]
+        lines, room = lines + drawn, room - len(drawn)
+    newest = _newest(view, room - 1)
+    lines += ["", *newest] if newest else []
+    return [clean(line)[:width] for line in (*lines[: max(0, height - 1 - len(below))], *below)]
+
+
+def _head(view: View) -> Iterator[str]:
+    """Its state, its bar, the open iterations and the pace."""
+    run, now = view.run, view.progress
+    done, total = run["iterations_done"], run["iterations"]
+    epoch = f"  epoch {view.iterations[-1]['epoch']} of {run['epochs']}" if view.iterations else ""
+    yield f"{run['run']}  {run['status']}{epoch}"
+    filled = BAR * done // max(total, 1)
+    bar = f"[{'#' * filled}{'.' * (BAR - filled)}] {done}/{total} {'iteration' if total == 1 else 'iterations'}"
+    left = view.seconds_left
+    yield bar + (f", about {duration(left)} left" if left else "")
+    if now:
+        yield (
+            f"{numbers(now)}: {now['finished']}/{now['episodes']} episodes, "
+            f"{now['sampled_tokens']} tokens sampled, {now['tool_calls']} tool calls"
+        )
+    if view.tokens_per_second is not None:
+        yield f"{view.tokens_per_second:.0f} tokens/s"
+
+
+def _curves(view: View, width: int, most: int) -> Iterator[str]:
+    drawn = 0
+    for label, of in CURVES.items():
+        values = [value for row in view.iterations if (value := of(row)) is not None]
+        if values and drawn < most:
+            drawn += 1
+            yield _curve(label, values, width)
+        if label == "reward" and view.scores:
+            yield _curve("held out", view.scores, width)
+            yield f"{'':<{LABEL}} {_measured(view)}"
+
+
+def _curve(label: str, values: Sequence[float], width: int) -> str:
+    room = max(8, width - LABEL - VALUES - 2)
+    went = f"{_short(values[0])} -> {_short(values[-1])}" if len(values) > 1 else _short(values[0])
+    return f"{label:<{LABEL}} {sparkline(values, room):<{min(room, len(values))}} {went}"
+
+
+def _short(value: float) -> str:
+    """With three decimals, unless little of it is left then."""
+    return cell(value) if 0 < abs(value) < 0.01 else decimals(value)
+
+
+def _measured(view: View) -> str:
+    """The newest evaluation, whose version is best, and how many wait."""
+    run, scored = view.run, [row for row in view.evals if row["mean_reward"] is not None]
+    newest = scored[-1]
+    told = [f"version {newest['policy_version']}: {interval(newest)}"]
+    if run["best_version"] is not None:
+        told.append(f"best {decimals(run['best_reward'])} @{run['best_version']}")
+    waiting = sum(row["status"] in GOING for row in view.evals)
+    return ", ".join([*told, *([f"{waiting} to come"] if waiting else [])])
+
+
+def _newest(view: View, room: int) -> list[str]:
+    """A table of the newest iterations that fits into so many lines; empty where that is none."""
+    rows = view.iterations[-(room - 1) :] if room > 1 else []
+    if not rows:
+        return []
+    seconds = own_seconds(view.iterations)[-len(rows) :]
+    told = {name: [of(row) for row in rows] for name, of in COLUMNS.items()} | {"seconds": seconds}
+    columns = [[name, *map(cell, values)] for name, values in told.items() if any(value is not None for value in values)]
+    widths = [max(map(len, column)) for column in columns]
+    return ["  ".join(text.rjust(size) for text, size in zip(line, widths, strict=True)) for line in zip(*columns, strict=True)]
