@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,17 @@ def test_what_is_not_here_is_said_by_the_worker_that_needs_it(
 ) -> None:
     found = fit.lacking(replace(asked(tmp_path), **changes), [role])
     assert said in " ".join(found)
+
+
+def test_an_optimizer_that_does_not_work_there_is_said_by_the_worker_that_trains(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_module("workflow.moments")  # as a worker that trains has
+    question = asked(tmp_path, **{"update.optimizer": "adamw_8bit"})
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
+    assert fit.lacking(question, ["rollout", "tools"]) == []
+    (said,) = fit.lacking(question, ["train"])
+    assert "The optimizer adamw_8bit does not work here on " in said
 
 
 def test_code_that_leaves_the_process_is_a_sentence_too(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,15 @@ def test_another_recipe_model_or_data_is_refused_and_begun_anew_only_if_asked(tm
     assert told.done == 0
 
 
+def test_a_training_that_was_not_told_how_often_is_kept_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], Told()
+    monkeypatch.setattr("workflow.interrupted.APART", 0.0)
+    with pytest.raises(Interrupted):
+        learn(training, tmp_path / "made", progress=Breaking(5))
+    learn(training, tmp_path / "made", progress=told)
+    assert 1 <= told.done <= 5
+
+
 def test_the_same_command_goes_on_also_where_it_replaces_a_model(tmp_path: Path) -> None:
     training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], Told()
     learn(training, tmp_path / "made")

@@ -14,7 +14,7 @@ from tests.test_tune import agentrl
 from workflow.base import lora_config
 from workflow.config import ModelConfig, build
 from workflow.errors import ConfigError, ModelError
-from workflow.models import RECORD
+from workflow.models import RECORD, base_hash
 from workflow.moments import require
 from workflow.parameters import counted, of_files
 from workflow.policy import Policy
@@ -119,6 +119,10 @@ def test_sft_trains_what_its_options_say_and_by_that_optimizer(tmp_path: Path, c
     lora = ("--lora-r", "4", "--lora-targets", "q_proj,v_proj", "--lora_alpha", "8", "--lora-dropout", "0.1")
     common = ("sft", "--dataset", "arithmetic", "--model", str(folder), "--steps", "3", "--batch-size", "4")
     said = agentrl(capsys, *common, *lora, "--optimizer", "adamw_8bit", "--output-dir", str(made))[1]
+    file = tmp_path / "sft.yaml"
+    file.write_text("{lora_r: 4, lora-targets: [q_proj, v_proj], lora_alpha: 8, lora_dropout: 0.1, optimizer: adamw_8bit}")
+    agentrl(capsys, *common, "--config", str(file), "--output-dir", str(tmp_path / "by file"))
+    assert base_hash(tmp_path / "by file") == base_hash(made)
     config = ModelConfig.model_validate({"path": str(folder), "lora_r": 4, "lora_targets": ["q_proj", "v_proj"]})
     assert str(of_files(config, folder)) in said
     assert json.loads((made / RECORD).read_text())["recipe"]["optimizer"] == "adamw_8bit"

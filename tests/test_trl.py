@@ -16,7 +16,7 @@ from sqlalchemy import text
 from torch import Tensor
 
 from tests.conftest import missing
-from tests.models import tiny_random
+from tests.models import quantised, tiny_random
 from tests.stack import SMALL, Stack
 from tests.stack import stack as stack
 from tests.test_trainer import config, gradient, groups_of, saved, trainer_of, unchanged
@@ -189,10 +189,13 @@ def test_what_a_tool_said_does_not_train_and_is_read(trl: None, folder: Path, tm
 # --- as ours ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adamw_8bit", marks=quantised)])
 @KINDS
-def test_going_on_from_a_checkpoint_is_going_on_bit_for_bit(trl: None, folder: Path, tmp_path: Path, lora_r: int) -> None:
+def test_going_on_from_a_checkpoint_is_going_on_bit_for_bit(
+    trl: None, folder: Path, tmp_path: Path, lora_r: int, optimizer: str
+) -> None:
     more = {"model__lora_dropout": 0.2} if lora_r else {"update__epochs": 2}
-    run = asked(lora_r, algorithm__kl_coef=0.1, update__warmup=3, **more)
+    run = asked(lora_r, algorithm__kl_coef=0.1, update__warmup=3, update__optimizer=optimizer, **more)
     _, through = trl_trainer(folder, run)
     through.update(groups_of(seed=1), 0)
     checkpoint.write(tmp_path / "v1", through.save)

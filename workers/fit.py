@@ -258,7 +258,7 @@ def _model(config: RunConfig, base: str) -> None:
 
 
 def _optimizer(config: RunConfig) -> None:
-    if "workflow.base" in sys.modules:
+    if {"workflow.base", "workflow.moments"} <= sys.modules.keys():  # as in each worker that trains
         device = sys.modules["workflow.base"].pick_device(settings().device)
         sys.modules["workflow.moments"].require(config.update.optimizer, device)
 

@@ -170,10 +170,11 @@ def _alone(place: Path, target: Path) -> Iterator[None]:
         raise checkpoint.unwritten(place, error, AGAIN) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        said = f"Another process is making the model {str(target)!r}."
-        raise ConflictError(said, "Wait for its end, or pass another --name.") from error
+    except OSError as error:  # other than that somebody has it: a file system without locks keeps nobody out
+        if isinstance(error, BlockingIOError):
+            os.close(lock)
+            said = f"Another process is making the model {str(target)!r}."
+            raise ConflictError(said, "Wait for its end, or pass another --name.") from error
     try:
         yield
     finally:
