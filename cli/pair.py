@@ -87,8 +87,8 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
     one, other = (each.row for each in newest)
     if tasks(one["id"]) != tasks(other["id"]):
         return Pair(found[0].row, found[1].row, "tasks")
-    by = "limits" if _rewards(one, other) == _rewards(found[0].row, found[1].row) else "rewards"
-    return Pair(found[0].row, found[1].row, by)
+    same_rewards = _rewards(one, other) == _rewards(found[0].row, found[1].row)
+    return Pair(found[0].row, found[1].row, "limits" if same_rewards else "rewards")
 
 
 def scored_by(row: Row) -> dict[str, float | str]:
