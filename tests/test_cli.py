@@ -648,7 +648,6 @@ def test_a_run_is_submitted_evaluated_and_talked_to(short_folder: Path, tmp_path
         made = json.loads(json.loads(stack.agentrl("sql", newest, "--json"))[0]["config"])
         assert [made["rollout"][key] for key in ("top_k", "max_new_tokens", "max_steps")] == [1, 6, 1]
         assert made["env"] == "qa"
-        stack.agentrl("eval", "--policy", "short@1", "--env", "nowhere", code=2)
         stack.agentrl("eval", "--policy", "short@1", "--top-p", "0", code=2)
         assert (score["episodes"], score["errors"], score["split"]) == (6, 0, "test")
         assert 0 <= score["low"] <= score["mean_reward"] <= score["high"] <= 1
