@@ -10,7 +10,7 @@ import typer
 from cli.find import existing_database, find_policy
 from cli.output import Json, cell, interval, one_line, say, show, show_json
 from workflow.config import RunConfig
-from workflow.errors import ModelError
+from workflow.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from cli.talk import Talk
@@ -55,9 +55,17 @@ def evaluate(
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "test",
     n: Annotated[int | None, typer.Option("-n", min=1, max=4096, help="Only the first N tasks.", show_default=False)] = None,
     group_size: Annotated[int, typer.Option(min=1, help="Episodes per task.")] = 1,
+    env: Annotated[str | None, typer.Option(help="Env [the run's, else the dataset's own].", show_default=False)] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Sampled tokens per turn [the run's, else 256].", show_default=False)
+    ] = None,
+    max_steps: Annotated[
+        int | None, typer.Option(min=1, help="Turns per episode [the run's, else 4].", show_default=False)
+    ] = None,
     temperature: Annotated[
         float | None, typer.Option(help="Sampling temperature [the run's, else 1].", show_default=False)
     ] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token each time, instead of drawing.")] = False,
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
@@ -83,9 +91,10 @@ def evaluate(
     from workflow.config import build
     from workflow.store import observe
 
-    asked: dict[str, Any] = {"temperature": temperature, "engine": engine, "group_size": group_size}
-    asked |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
-    config, ref = evaluation_of(policy, dataset, split, n, asked, trust_remote_code)
+    drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "max_steps": max_steps, "engine": engine}
+    asked |= {"group_size": group_size, "stop": stop or None, **(_greedily(drawn, group_size) if greedy else drawn)}
+    config, ref = evaluation_of(policy, dataset, split, n, asked, env, trust_remote_code)
     config = build(config.flat() | _spoken(tool_format, chat_template))
     prepared = _told_of(submission.prepare(existing_database(), config, kind="eval", policy=ref), policy)
     missing = start_services(prepared.submission, required=True)
@@ -111,8 +120,28 @@ def _told_of(prepared: "Prepared", policy: str) -> "Prepared":
     return replace(prepared, submission=replace(prepared.submission, manifest=manifest))
 
 
+def _greedily(drawn: Mapping[str, Any], group_size: int) -> dict[str, Any]:
+    """How the likeliest token is taken: alike for each policy, whatever its run drew from.
+
+    Raises:
+        ConfigError: something else was asked for as well.
+    """
+    also = [f"--{name.replace('_', '-')}" for name, value in drawn.items() if value is not None]
+    if also:
+        raise ConfigError(f"--greedy takes the likeliest token, and {also[0]} says how to draw one.", "Leave one out.")
+    if group_size > 1:
+        raise ConfigError(f"--greedy makes {group_size} times the same episode of a task.", "Leave --group-size out.")
+    return {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
+
+
 def evaluation_of(
-    policy: str, dataset: str | None, split: str, n: int | None, rollout: Mapping[str, Any], trust: bool = False
+    policy: str,
+    dataset: str | None,
+    split: str,
+    n: int | None,
+    rollout: Mapping[str, Any],
+    env: str | None = None,
+    trust: bool = False,
 ) -> tuple[RunConfig, Any]:
     """The config of an eval run (one iteration with all tasks) and the policy to measure, None for a model as it is.
 
@@ -122,7 +151,7 @@ def evaluation_of(
     from workers.submit import known_model
 
     base, ref = _found(policy, trust)
-    config = measuring(base, dataset, split, n, rollout)
+    config = measuring(base, dataset, split, n, rollout, env)
     if ref is None:  # before the dataset, which may be far away and is not what is wrong with an unknown name
         try:
             known_model(config)
@@ -241,7 +270,6 @@ def _env_at_hand(config: RunConfig, named: str | None) -> tuple[Any, Mapping[str
         ConfigError: the env that a person named is not here.
     """
     from workflow.envs import Env, offered
-    from workflow.errors import ConfigError
     from workflow.plugins import find
 
     if named:
@@ -263,7 +291,6 @@ def _env_at_hand(config: RunConfig, named: str | None) -> tuple[Any, Mapping[str
 
 def _is_here(tool: str) -> bool:
     from workflow import mcp
-    from workflow.errors import ConfigError
     from workflow.plugins import find
 
     try:

@@ -1,7 +1,7 @@
-"""Which evaluations two names mean to `agentrl compare`: of the same tasks, with the same rewards, of these runs themselves.
+"""Which evaluations two names mean to `agentrl compare`: of the same tasks, rewards and limits, of these runs themselves.
 
 Version 0 is the same weights in every run of a base, so that a policy has evaluations that other runs asked for too. Those are
-taken only where its own have no counterpart with the same tasks and rewards.
+taken only where its own have no counterpart that is as much alike.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class Pair:
 
     one: Row
     other: Row
-    newest: Literal["yes", "tasks", "rewards"] = "yes"
+    newest: Literal["yes", "tasks", "rewards", "limits"] = "yes"
 
     @property
     def rewards(self) -> int:
@@ -44,7 +44,7 @@ class _Measured:
 
 
 def find_pair(first: str, second: str, dataset: str | None, split: str | None) -> Pair:
-    """The pair that is most alike: in its tasks, then its rewards, then not asked for by other runs; the newest of these.
+    """The pair that is most alike: in its tasks, its rewards, how it was sampled, then not asked for by other runs; the newest.
 
     Args:
         first, second: an evaluation, or what `find_policy` knows.
@@ -54,6 +54,7 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
         NotFoundError: one has no evaluation.
         ConfigError: they have none on the same split of the same dataset.
     """
+    from workers.measure import sampling
     from workflow.store import evals
 
     asked = {key: value for key, value in (("dataset", dataset), ("split", split)) if value is not None}
@@ -72,16 +73,22 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
             f"Measure it there too: agentrl eval --policy {second}{_there(one, len(tasks(one['id'])))}",
         )
 
-    def unlike(pair: tuple[_Measured, _Measured]) -> tuple[bool, int, int]:
-        a, b = pair
-        return tasks(a.row["id"]) != tasks(b.row["id"]), _rewards(a.row, b.row), a.foreign + b.foreign
+    made = {each.row["id"]: sampling(each.row["config"]) for side in sides for each in side}
+
+    def unlike(pair: tuple[_Measured, _Measured]) -> tuple[bool, int, bool, int]:
+        one, other = (each.row for each in pair)
+        otherwise = made[one["id"]] != made[other["id"]]
+        return tasks(one["id"]) != tasks(other["id"]), _rewards(one, other), otherwise, sum(each.foreign for each in pair)
 
     found = min(pairs, key=unlike)  # of those alike the first, which is the newest
     newest = tuple(min(side, key=lambda each: each.foreign) for side in sides)
     if found == newest:
         return Pair(found[0].row, found[1].row)
-    same_tasks = tasks(newest[0].row["id"]) == tasks(newest[1].row["id"])
-    return Pair(found[0].row, found[1].row, "rewards" if same_tasks else "tasks")
+    one, other = (each.row for each in newest)
+    if tasks(one["id"]) != tasks(other["id"]):
+        return Pair(found[0].row, found[1].row, "tasks")
+    same_rewards = _rewards(one, other) == _rewards(found[0].row, found[1].row)
+    return Pair(found[0].row, found[1].row, "limits" if same_rewards else "rewards")
 
 
 def scored_by(row: Row) -> dict[str, float | str]:

@@ -19,6 +19,8 @@ from cli.view import GOING, Row, View, held_out, own_seconds
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name or number of the run.", show_default=False)]
 POLL_SECONDS = 0.5
+EVERY, FEW, LONGEST_SILENCE = 8, 16, 15.0
+"""Where no terminal is: each Nth iteration has a line, of a run of few each, and one after so many seconds without."""
 ALONE_SECONDS = 10.0
 """Without a control loop for so long, a run is said to be stranded."""
 ENDED = ("done", "cancelled")
@@ -92,10 +94,11 @@ def follow(db: Any, run: str, live: bool, write: Any) -> View:
 
 @dataclass
 class _Lines:
-    """One line per finished iteration."""
+    """A line per finished iteration; of a long run for every eighth, what made no step, and where none was written for long."""
 
     write: Any
     shown: int = 0
+    wrote: float = -LONGEST_SILENCE
     measured: set[int] = field(default_factory=set)
     warned: str = ""
 
@@ -108,7 +111,9 @@ class _Lines:
     def show(self, view: View) -> None:
         """Writes the lines that are new."""
         for row, seconds in list(zip(view.iterations, own_seconds(view.iterations), strict=True))[self.shown :]:
-            self.write(iteration_line(row, view.run["iterations"], seconds))
+            if self._is_due(row, view.run["iterations"]):
+                self.write(iteration_line(row, view.run["iterations"], seconds))
+                self.wrote = time.monotonic()
         self.shown = len(view.iterations)
         for row in view.evals:
             if row["status"] not in GOING and row["id"] not in self.measured:
@@ -117,6 +122,10 @@ class _Lines:
         if view.warning and view.warning != self.warned:
             say(view.warning)
         self.warned = view.warning
+
+    def _is_due(self, row: Row, iterations: int) -> bool:
+        told = iterations <= FEW or row["iteration"] % EVERY == 0 or row["iteration"] == iterations
+        return told or row["status"] == "cancelled" or bool(row["skipped"]) or time.monotonic() - self.wrote >= LONGEST_SILENCE
 
 
 class _Live:

@@ -272,6 +272,10 @@ BAD = [
     (["eval", "--policy", "nobody@3"], 5, "agentrl runs"),
     (["eval", "--policy", "nobody", "--dataset", "arithmetic"], 5, "agentrl runs"),
     (["chat", "--policy", "nobody"], 5, "agentrl runs"),
+    (["eval", "--policy", "tiny", "--greedy", "--top-k", "3"], 2, "--greedy takes the likeliest token, and --top-k"),
+    (["eval", "--policy", "tiny", "--greedy", "--group-size", "2"], 2, "Leave --group-size out."),
+    (["eval", "--policy", "tiny", "--max-steps", "0"], 2, "--max-steps"),
+    (["eval", "--policy", "tiny", "--max-new-tokens", "1000000000"], 2, "rollout.max_new_tokens"),
     (["sft", "--from-episodes", "first", "--min-reward", "nan"], 2, "finite number"),
     (["eval", "--policy", "/nowhere/model", "--dataset", "nowhere.jsonl"], 8, "No run is called '/nowhere/model'"),
     (["chat", "--policy", "tiny", "--temperature", "nan"], 2, "finite number"),
@@ -669,6 +673,12 @@ def test_a_run_is_submitted_evaluated_and_talked_to(short_folder: Path, tmp_path
         stored = json.loads(stack.agentrl("sql", "SELECT config FROM runs WHERE kind = 'eval'", "--json"))
         rollout = json.loads(stored[0]["config"])["rollout"]
         assert [rollout[key] for key in ("top_k", "top_p", "min_p", "stop")] == [9, 0.9, 0.01, ["é", "ü"]]
+        limits = ["--greedy", "--max-new-tokens", "6", "--max-steps", "1", "--env", "qa"]
+        stack.agentrl("eval", "--policy", "short@1", "-n", "2", *limits, "--json")
+        newest = "SELECT config FROM runs WHERE kind = 'eval' ORDER BY id DESC LIMIT 1"
+        made = json.loads(json.loads(stack.agentrl("sql", newest, "--json"))[0]["config"])
+        assert [made["rollout"][key] for key in ("top_k", "max_new_tokens", "max_steps")] == [1, 6, 1]
+        assert made["env"] == "qa"
         stack.agentrl("eval", "--policy", "short@1", "--top-p", "0", code=2)
         assert (score["episodes"], score["errors"], score["split"]) == (6, 0, "test")
         assert 0 <= score["low"] <= score["mean_reward"] <= score["high"] <= 1

@@ -13,6 +13,7 @@ from sqlalchemy import text
 from cli import keep
 from cli.find import find_policy
 from cli.main import main
+from cli.model import evaluation_of
 from cli.output import cell
 from tests.conftest import forget_process
 from tests.gate import at_gate, open_gate
@@ -33,6 +34,7 @@ from tests.stored import (
     value,
     values,
 )
+from workers.measure import sampled_otherwise
 from workers.process import database as process_database
 from workers.submit import prepare, stored_policy, version_number
 from workflow import checkpoint, mirror
@@ -484,6 +486,39 @@ def test_compare_prefers_the_same_rewards_to_newer_ones(here: Database, capsys: 
     assert "one-alike" in said(capsys, "one-named", "other-named")
     (remark,) = remarks(capsys, "one-named", "other-named")
     assert remark.startswith("Their newest evaluations do not have the same rewards; the newest that do are one-alike of ")
+
+
+def test_compare_does_not_take_an_evaluation_by_other_limits_for_the_same(
+    here: Database, capsys: pytest.CaptureFixture[str]
+) -> None:
+    by_hand = {"agentrl": "0", "id": "x", "of": ""}
+    evaluation(here, "one-alike", 1.0, 0.0, base="one", manifest=by_hand)
+    evaluation(here, "other", 1.0, 1.0, base="other", manifest=by_hand)
+    short = dict(submission("any", kind="eval").config)
+    short["rollout"] = {**short["rollout"], "max_new_tokens": 8}
+    evaluation(here, "one-short", 1.0, 1.0, base="one", manifest=by_hand, config=short)
+    for side in ("one", "other"):
+        wanted = submission(f"{side}-named")
+        planning.submit(here, replace(wanted, policy=replace(wanted.policy, base_hash=side)))
+    assert "one-alike" in said(capsys, "one-named", "other-named")
+    (remark,) = remarks(capsys, "one-named", "other-named")
+    assert remark.startswith("Their newest evaluations do not have the same limits; the newest that do are one-alike of ")
+    assert any("rollout.max_new_tokens" in remark for remark in remarks(capsys, "one-short", "other-named"))
+
+
+def test_an_evaluations_limits_and_env_are_those_asked_for(home: Path, model: Path) -> None:
+    limits = {"max_new_tokens": 9, "max_steps": 2, "top_k": 1, "group_size": 1}
+    config, _ = evaluation_of(str(model), "arithmetic", "test", 3, limits, "qa")
+    stored = prepare(None, config, "eval").submission.config
+    assert stored["env"] == "qa"
+    assert {key: stored["rollout"][key] for key in limits} == limits
+    usual, _ = evaluation_of(str(model), "arithmetic", "test", 3, {})
+    assert set(sampled_otherwise(config.model_dump(mode="json"), prepare(None, usual, "eval").submission.config)) == {
+        "rollout.max_new_tokens", "rollout.max_steps", "rollout.top_k", "env",
+    }  # fmt: skip
+    nowhere, _ = evaluation_of(str(model), "arithmetic", "test", 3, {}, "nowhere")
+    with pytest.raises(ConfigError, match="nowhere"):
+        prepare(None, nowhere, "eval")
 
 
 def test_of_different_rewards_compare_gives_no_difference_but_what_is_right(

@@ -24,19 +24,22 @@ ONCE = {
 }  # fmt: skip
 
 
-def measuring(config: RunConfig, dataset: str | None, split: str, n: int | None, rollout: Mapping[str, Any]) -> RunConfig:
+def measuring(
+    config: RunConfig, dataset: str | None, split: str, n: int | None, rollout: Mapping[str, Any], env: str | None = None
+) -> RunConfig:
     """The config that measures a policy of a run with `config`; `sized` says how many tasks it has.
 
     Args:
         dataset: the run's where None; of another one the env is that dataset's own.
         n: only the first N tasks; None: all.
         rollout: keys of the section `rollout` that are not the run's; None is the run's.
+        env: another one than these.
     """
     values = how_sampled(config) | ONCE | {"dataset.split": split, "dataset.max_samples": n}
     values |= {f"rollout.{key}": value for key, value in rollout.items() if value is not None}
     if dataset is not None and dataset != config.dataset.name:
         values |= {"dataset.name": dataset, "env": None, "dataset.skip_bad_rows": False}
-    return build(values)
+    return build(values | ({} if env is None else {"env": env}))
 
 
 def how_sampled(config: RunConfig) -> dict[str, Any]:
@@ -50,11 +53,17 @@ def sampled_otherwise(first: Mapping[str, Any], second: Mapping[str, Any]) -> di
     Args:
         first, second: configs as their rows hold them; a key that one of them lacks is younger than it.
     """
-    one, other = (_told(config) for config in (first, second))
-    keys = [key for key in one if key.startswith("rollout.") and key.removeprefix("rollout.") not in ALIKE]
+    one, other = sampling(first), sampling(second)
+    return {key: (one[key], other[key]) for key in one if one[key] != other[key]}
+
+
+def sampling(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a stored config says how its episodes are made; see `sampled_otherwise`."""
+    values = _told(config)
+    keys = [key for key in values if key.startswith("rollout.") and key.removeprefix("rollout.") not in ALIKE]
     of_model = ("load_in_4bit", "load_in_8bit", "dtype", "numerics", "tool_format", "chat_template")
     keys += ["env", "tools", "hooks", *(f"model.{name}" for name in of_model)]
-    return {key: (one[key], other[key]) for key in keys if one[key] != other[key]}
+    return {key: values[key] for key in keys}
 
 
 def _told(config: Mapping[str, Any]) -> dict[str, Any]:
