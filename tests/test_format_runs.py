@@ -21,7 +21,7 @@ LEARN = ("--steps", "80", "--batch-size", "16", "--learning-rate", "1e-2")
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    """A stack that did two runs by a template of a person's own, whose file is gone, and one in a format that was chosen."""
+    """A stack that did a run by a template of a person's own, whose file is gone, and one in a format that was chosen."""
     with tempfile.TemporaryDirectory(prefix="arl-", dir="/tmp") as folder, embedded_stack(Path(folder), "3600") as made:
         base, file = tiny_random(Path(folder) / "base"), Path(folder) / "named.jinja"
         file.write_text(NAMED)
@@ -32,7 +32,6 @@ def stack() -> Iterator[Stack]:
         exact = ("-s", "model.numerics=exact")
         made.agentrl(*run, *exact, "--model", "told", "--chat-template", str(file), "--name", "by-file")
         file.unlink()
-        made.agentrl(*run, *exact, "--model", "told", "--name", "by-folder")
         made.agentrl(*run, *exact, "--model", "chosen", "--name", "by-record")
         yield made
 
@@ -46,9 +45,7 @@ def test_what_sft_makes_holds_the_template_and_the_format_that_it_learned(stack:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("run", "begins"), [("by-file", '<tool_call name="'), ("by-folder", '<tool_call name="'), ("by-record", "[calculator(")]
-)
+@pytest.mark.parametrize(("run", "begins"), [("by-file", '<tool_call name="'), ("by-record", "[calculator(")])
 def test_a_run_samples_and_runs_calls_of_that_format_and_every_episode_verifies(stack: Stack, run: str, begins: str) -> None:
     db = stack.database
     config = json.loads(stack.agentrl("config", "show", "--run", run, "--json"))

@@ -10,7 +10,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from tests.malformed import HUGE, MALFORMED
+from tests.models import tokenizer
 from workflow.calls import MAX_CHARACTERS, MAX_NESTING
+from workflow.chat import Chat
 from workflow.plugins import find, names
 from workflow.tool_formats import ToolFormat
 from workflow.tools import NAMES
@@ -79,6 +81,13 @@ def test_every_file_defines_the_format_that_it_is_named_after() -> None:
     for tool_format in FORMATS:
         assert isinstance(tool_format, ToolFormat)
         assert tool_format.name in WRITTEN
+
+
+def test_a_format_of_ones_own_is_found_by_its_path() -> None:
+    chat = Chat(tokenizer(), "tests.own_format:shouted")
+    turn = Message("assistant", "so", tool_calls=(ToolCall("f", {"a": [1, "x"]}),))
+    assert chat.decode(chat.turn(turn)) == 'soCALL f {"a": [1, "x"]}<|im_end|>'
+    assert chat.parse(chat.turn(turn)) == turn
 
 
 @each_format

@@ -91,7 +91,7 @@ class ModelConfig(Section):
         None,
         min_length=1,
         max_length=256,
-        description="How calls are written, a file of tool_formats",
+        description="How calls are written [the template's way]",
     )
     chat_template: str | None = Field(
         None, min_length=1, max_length=131_072, description="Jinja file in place of the model's template"
