@@ -1,6 +1,6 @@
 """A run on one screen: how far it is, how its curves went, its newest iterations. A larger screen shows more."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from textwrap import wrap
 
 from cli.output import cell, clean, decimals, duration, interval
@@ -22,7 +22,7 @@ def _errors(row: Row) -> float | None:
     return row["tool_errors"] / row["tool_calls"] if row["tool_calls"] else None
 
 
-CURVES = {
+CURVES: dict[str, Callable[[Row], float | None]] = {
     "reward": lambda row: row["mean_reward"],
     "KL to base": lambda row: row["kl"],
     "KL of update": lambda row: row["policy_kl"],
@@ -42,7 +42,7 @@ MOST_CURVES = 7
 MOST_SAID = 3
 """Lines of what a run waits for, or why it is sampled on."""
 
-COLUMNS = {
+COLUMNS: dict[str, Callable[[Row], float | None]] = {
     "iteration": lambda row: row["iteration"],
     "reward": CURVES["reward"],
     "KL": lambda row: row["policy_kl"] if row["kl"] is None else row["kl"],
