@@ -1,8 +1,7 @@
 """A run on one screen: how far it is, how its curves went, its newest iterations. A larger screen shows more."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from textwrap import wrap
-from typing import Any
 
 from cli.output import cell, clean, decimals, duration, interval
 from cli.plot import plot, sparkline
@@ -15,9 +14,6 @@ TALL = 36
 """Lines from which on a screen has room for every curve, and for the reward's as a plot."""
 
 
-Of = Callable[[Row], Any]
-
-
 def _length(row: Row) -> float | None:
     return row["sampled_tokens"] / row["episodes"] if row["episodes"] else None
 
@@ -26,7 +22,7 @@ def _errors(row: Row) -> float | None:
     return row["tool_errors"] / row["tool_calls"] if row["tool_calls"] else None
 
 
-CURVES: Mapping[str, Of] = {
+CURVES: dict[str, Callable[[Row], float | None]] = {
     "reward": lambda row: row["mean_reward"],
     "KL to base": lambda row: row["kl"],
     "KL of update": lambda row: row["policy_kl"],
@@ -46,7 +42,7 @@ MOST_CURVES = 7
 MOST_SAID = 3
 """Lines of what a run waits for, or why it is sampled on."""
 
-COLUMNS: Mapping[str, Of] = {
+COLUMNS: dict[str, Callable[[Row], float | None]] = {
     "iteration": lambda row: row["iteration"],
     "reward": CURVES["reward"],
     "KL": lambda row: row["policy_kl"] if row["kl"] is None else row["kl"],
