@@ -259,9 +259,9 @@ def _go_on(work: IterationWork, published: Published) -> None:
     except ServiceError as error:
         log.warning("the control loop will send what follows iteration %d: %s", work.iteration, error)
     try:
-        _link(work, published.version)
         if not work.rebuilds:
             _tidy(work)
+        _link(work, published.version)
     except (AgentRLError, OSError) as error:  # the update is committed
         log.warning("iteration %d of %s left what takes space until `agentrl gc`: %s", work.iteration, work.run, error)
 

@@ -289,7 +289,7 @@ def checked_weights(folder: Path, sha256: str) -> Path:
     if not file.is_file():
         raise CheckpointError(
             f"The weights of the checkpoint {str(folder)!r} are missing.",
-            "Put it back; a run that is not over makes its newest checkpoint again by itself.",
+            "Put them back; a run that is not over makes its newest checkpoint again by itself.",
         )
     found = sha256_file(file)
     if found != sha256:
