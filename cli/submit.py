@@ -63,6 +63,7 @@ _PANELS = {
     "update": "Learning",
     "algorithm": "Learning",
     "epochs": "Learning",
+    "iterations": "Learning",
     "eval": "Learning",
 }
 """Begin of a key -> the group of its option in `submit --help`."""
@@ -183,7 +184,7 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, write nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Submit a training run; prints its name."""
+    """Start a training run; prints its name."""
     from cli.services import check_separate
     from workflow.resolve import resolve
 
