@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cli.main import main
 from tests.crew import small_disk
 from tests.models import quantised, tiny_random
 from tests.published import published
+from tests.typed import agentrl
 from workflow import checkpoint
 from workflow.config import ModelConfig
 from workflow.policy import Policy
@@ -30,15 +30,6 @@ KINDS: dict[str, dict[str, Any]] = {"all weights": {"lora_r": 0}, "lora": {"lora
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model."""
     return tiny_random(tmp_path_factory.mktemp("base") / "tiny")
-
-
-def agentrl(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tuple[str, str]:
-    """Stdout and stderr of one command, run in this process."""
-    capsys.readouterr()
-    got = main(words)
-    said = capsys.readouterr()
-    assert got == code, said.out + said.err
-    return said.out, said.err
 
 
 @torch.no_grad()

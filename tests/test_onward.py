@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from cli import submit as submitting
-from cli.main import main
 from tests.models import quantised, tiny_random
 from tests.published import published
 from tests.stored import value
 from tests.test_mending import a_worker, do_jobs
+from tests.typed import agentrl
 from workers import submit as submission
 from workflow import checkpoint
 from workflow.epochs import link
@@ -46,15 +46,6 @@ def worker(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
     with a_worker(home) as database:
         monkeypatch.setattr(submitting, "send", lambda prepared, *_: submission.submit(database, prepared))
         yield database
-
-
-def agentrl(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tuple[str, str]:
-    """Stdout and stderr of one command, run in this process."""
-    capsys.readouterr()
-    got = main(words)
-    said = capsys.readouterr()
-    assert got == code, said.out + said.err
-    return said.out, said.err
 
 
 def weights(folder: Path | str) -> dict[str, torch.Tensor]:

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli import submit as submitting
-from cli.main import main
 from cli.model import evaluation_of
 from tests.models import tiny_random
 from tests.stored import value, values
 from tests.test_mending import a_worker, do_jobs, restart
+from tests.typed import agentrl
 from workers import submit as submission
 from workflow.config import ModelConfig
 from workflow.errors import ModelError
@@ -79,15 +79,6 @@ def worker(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     with a_worker(home) as database:
         monkeypatch.setattr(submitting, "send", lambda prepared, *_: submission.submit(database, prepared))
         yield database
-
-
-def agentrl(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tuple[str, str]:
-    """Stdout and stderr of one command, run in this process."""
-    capsys.readouterr()
-    got = main(words)
-    said = capsys.readouterr()
-    assert got == code, said.out + said.err
-    return said.out, said.err
 
 
 @torch.no_grad()

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cli.main import main
 from tests.learned import logprobs_of, two_turns
 from tests.models import tiny_random
 from tests.stored import claim, claim_training, finish, start, submission, update_of, values
+from tests.typed import agentrl
 from workflow import mirror
 from workflow.config import RunConfig
 from workflow.models import base_hash
@@ -47,15 +47,6 @@ def played(db: Database, base: Path, name: str = "first", rewards: Sequence[Sequ
             for turn in turns:
                 steps.commit_sampled(db, work.fence, [Sampled(work.episodes[position].id, turn, work.policy_id, "", ())])
             finish(db, work, position, reward)
-
-
-def agentrl(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tuple[str, str]:
-    """Stdout and stderr of one command, run in this process."""
-    capsys.readouterr()
-    got = main(words)
-    said = capsys.readouterr()
-    assert got == code, said.out + said.err
-    return said.out, said.err
 
 
 def test_sft_learns_from_the_best_episodes_of_a_run_and_says_how_many(
