@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -835,11 +837,12 @@ def test_a_flat_curve_is_one_line() -> None:
 
 def test_huge_rewards_are_short_wherever_a_curve_is_told() -> None:
     rewards, worst = [0.5, -3.4e38], -3.4028234663852886e38
-    row = {"run": "r", "status": "done", "reason": "", "seconds": None, "iterations": 2, "iterations_done": 2,
+    row = {"run": "r", "status": "done", "reason": "", "seconds": None, "iterations": 2, "iterations_done": 2, "epochs": 1,
            "episodes_done": 2, "best_version": 1, "best_reward": worst}  # fmt: skip
-    whens = {"started_at": None, "finished_at": None, "seconds": None, "tokens": 0}
-    measured = [{"mean_reward": 0.5}, {"mean_reward": worst}]
-    view = View(row, [{"mean_reward": reward, **whens} for reward in rewards], evals=measured)
+    empty: defaultdict[str, Any] = defaultdict(lambda: None, tokens=0, epoch=1)
+    scored: defaultdict[str, Any] = defaultdict(lambda: None, status="done", policy_version=1, low=worst, high=0.5)
+    iterations = [empty | {"iteration": number, "mean_reward": reward} for number, reward in enumerate(rewards, 1)]
+    view = View(row, iterations, evals=[scored | {"mean_reward": reward} for reward in (0.5, worst)])
     assert held_out(view) == "held out 0.500 -> -3.403e+38, best -3.403e+38: r@1"
     told = [line for line, _ in summary(view)]
     assert "  reward 0.500 -> -3.4e+38 (the first and the last of 2 iterations)" in told
