@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 from cli.find import trained_policy
+from cli.onward import QUANTISED
 from cli.output import Json, say, show, show_json
-
-QUANTISED = "The base was dequantised, as the LoRA was learned beside it, and then merged: what is made is whole."
 
 
 def merge(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cli.find import is_stored_policy, trained_policy
-from cli.merge import QUANTISED
 from cli.output import say
 from workflow.config import RunConfig
 from workflow.errors import ConfigError
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from workers.submit import Prepared
     from workflow.trajectory import PolicyRef
 
+QUANTISED = "The base was dequantised, as the LoRA was learned beside it, and then merged: what is made is whole."
 FREE = ("path", "lora", "lora_dropout", "dtype", "sampler_dtype", "numerics")
 """Of the section `model`, what may be other than it was in the run that the weights are from."""
 

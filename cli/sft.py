@@ -28,8 +28,7 @@ from cli.learning import (
     show_made,
     watched,
 )
-from cli.merge import QUANTISED
-from cli.onward import merged_base
+from cli.onward import QUANTISED, merged_base
 from cli.output import Json, cell, say
 from workflow.config import build
 from workflow.errors import ConfigError, StateError

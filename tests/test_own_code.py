@@ -21,7 +21,7 @@ from workflow.errors import ModelError
 from workflow.models import base_hash, code_hash, own_code
 from workflow.policy import Policy
 from workflow.settings import settings
-from workflow.store import observe, planning
+from workflow.store import planning, serving
 from workflow.store.connect import Database
 from workflow.trajectory import PolicyRef
 
@@ -101,7 +101,7 @@ def test_it_samples_trains_and_loads_again(
     assert value(worker, "SELECT grad_norm > 0 FROM updates")
     assert value(worker, "SELECT sampler_difference_max < 1e-4 FROM updates"), "the engine computes what the trainer does"
 
-    made = observe.find_policy(worker, "first", 1)
+    made = serving.find_policy(worker, "first", 1)
     restart()
     policy = Policy.load(ModelConfig.model_validate(row["config"]["model"]), str(own), "cpu")
     policy.publish(PolicyRef(str(own), policy.base_hash, made["path"], made["sha256"], 1))

@@ -162,9 +162,9 @@ def test_a_base_that_changes_while_it_is_read_is_not_taken_for_what_it_was(
     folder = tiny_random(tmp_path / "m")
     before, tokenizer = base_hash(folder), base.tokenizer
 
-    def changing(where: Path) -> Any:
+    def changing(where: Path, code: bool) -> Any:
         tiny_random(folder, seed=1)
-        return tokenizer(where)
+        return tokenizer(where, code)
 
     monkeypatch.setattr(base, "tokenizer", changing)
     assert Policy.load(config(lora_r=0), str(folder), device=DEVICE).base_hash == base_hash(folder) != before

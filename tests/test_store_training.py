@@ -310,7 +310,7 @@ def test_the_hash_of_a_base_is_remembered_from_its_first_loading(database: Datab
     planning.submit(database, replace(submission(), policy=replace(submission().policy, base_hash="")))
     training.confirm_base(database, 1, "one", {"tokenizer": "t"})
     training.confirm_base(database, 1, "one", {"tokenizer": "t"})
-    for base, tokenizer in (("two", "t"), ("one", "u")):
-        with pytest.raises(ModelError, match="was made with base one"):
+    for base, tokenizer, made_with in (("two", "t", "base one"), ("one", "u", "tokenizer t")):
+        with pytest.raises(ModelError, match=f"was made with {made_with}"):
             training.confirm_base(database, 1, base, {"tokenizer": tokenizer})
     assert value(database, "SELECT base_hash FROM runs") == "one"

@@ -25,6 +25,7 @@ from workflow.engine import GenerateRequest
 from workflow.errors import CheckpointError, InfraError
 from workflow.losses import TokenBatch, clipped
 from workflow.memory import out_of_memory, spared
+from workflow.models import sha256_file
 from workflow.policy import Policy
 from workflow.rolling import RollingEngine
 from workflow.scoring import token_logprobs
@@ -495,7 +496,7 @@ def test_an_optimizer_of_eight_bits_learns_and_goes_on_from_its_checkpoint(folde
     assert any(tensor.dtype == torch.uint8 for tensor in state.values()) == (lora_r == 0)  # what is small stays as it is
     through.update(groups_of(seed=2), 1)
     expected = checkpoint.write(tmp_path / "v2", through.save)
-    assert expected != checkpoint.verify(tmp_path / "v1")[checkpoint.WEIGHTS].sha256
+    assert expected != sha256_file(checkpoint.weights_of(tmp_path / "v1"))
 
     again = Trainer(Policy.load(run.model, str(folder), DEVICE), run)
     again.load(tmp_path / "v1")

@@ -66,7 +66,7 @@ COLUMNS: Mapping[str, str] = {
     "importance_weight": "mean weight of older samples",
     "inherited_steps": "steps that a fork has from its parent",
     "interval_by": "whose interval: Wilson or Student",
-    "iteration": "the iteration's number in its run, from 1: it makes the policy version of that number",
+    "iteration": "the iteration's number in its run, from 1",
     "iterations": "how many iterations are planned",
     "iterations_done": "how many are over",
     "kind": "train, eval or fork",

@@ -38,11 +38,11 @@ def why(tx: Any, episode: int) -> dict[str, Any]:
 
 def fates(tx: Any, run: str) -> list[dict[str, Any]]:
     """Each iteration of the run: how many episodes were planned, and how many of them have each fate."""
-    counts = ", ".join(f"count(*) FILTER (WHERE fate = '{fate}') AS {fate}" for fate in FATES)
+    counts = ", ".join(f"count(*) FILTER (WHERE fate = '{fate}') AS of_{fate}" for fate in FATES)  # `tainted` is a flag
     ended = f"SELECT iteration, {counts} FROM v_ledger WHERE run = :run GROUP BY iteration"
-    found = {row["iteration"]: row for row in rows(tx, ended, run=run)}
+    found = {row["iteration"]: {fate: row[f"of_{fate}"] for fate in FATES} for row in rows(tx, ended, run=run)}
     planned = """
-        SELECT i.number + 1 AS iteration, i.episodes FROM iterations i JOIN runs r ON r.id = i.run_id
+        SELECT i.number + 1 AS iteration, i.episodes AS planned FROM iterations i JOIN runs r ON r.id = i.run_id
         WHERE r.name = :run ORDER BY i.number"""  # as the view counts
     made = rows(tx, planned, run=run)
-    return [{**found[row["iteration"]], "planned": row["episodes"]} for row in made if row["iteration"] in found]
+    return [{**row, **found[row["iteration"]]} for row in made if row["iteration"] in found]
