@@ -16,6 +16,7 @@ import pytest
 import redis
 from sqlalchemy import Engine, create_engine, text
 
+from tests.conftest import forget_process
 from tests.stack import Stack, embedded_stack
 from workers import broker, control, dispatch, embedded, supervisor
 from workers.process import stopping
@@ -120,11 +121,11 @@ def test_a_database_that_is_away_is_no_reason_to_stop_the_stack(short_folder: Pa
     monkeypatch.setenv("AGENTRL_DATABASE_URL", "postgresql://nobody@127.0.0.1:1/nowhere")
     monkeypatch.setenv("AGENTRL_IDLE_STOP_SECONDS", "0")
     monkeypatch.setenv("AGENTRL_HOME", str(short_folder))
-    settings.cache_clear()
+    forget_process()
     settings().stack_dir.mkdir()
     watching = supervisor.Supervisor(settings())
     assert not watching._idle()
-    settings.cache_clear()
+    forget_process()
 
 
 def left_behind(where: Settings) -> None:
