@@ -258,7 +258,7 @@ def test_gc_and_vacuum_beside_a_run_change_nothing_that_it_needs(short_folder: P
         stack.wait_for(run)
         trained = values(stack.database, "SELECT path FROM policies WHERE kind = 'trained' AND collected_at IS NULL")
         gone = values(stack.database, "SELECT path FROM policies WHERE kind = 'trained' AND collected_at IS NOT NULL")
-        assert all((Path(path) / checkpoint.WEIGHTS).exists() for path in trained)
+        assert all(checkpoint.weights_of(Path(path)).exists() for path in trained)
         assert not any(Path(path).exists() for path in gone)
         assert value(stack.database, "SELECT count(*) FROM iterations WHERE status = 'done'") == 6
 
