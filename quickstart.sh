@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole of agentrl in one go: environment, a tiny model, 40 iterations of GRPO through real workers, accuracy before and after.
+# The whole of agentrl in one go: environment, a tiny model, an epoch of GRPO through real workers, accuracy before and after.
 set -euo pipefail
 cd "$(dirname "$0")"
 export PATH="$PWD/.venv/bin:$PATH"
@@ -20,7 +20,7 @@ part environment "${MAKE:-make}" env
 run=quickstart
 if agentrl events "$run" >/dev/null 2>&1; then run=quickstart-$(date +%m%d-%H%M%S); fi # the second time
 part before agentrl eval --policy tiny "${held_out[@]}"
-part train agentrl submit --dataset arithmetic --model tiny --iterations 40 --learning-rate 2e-4 --name "$run" --wait
+part train agentrl submit --dataset arithmetic --model tiny --epochs 1 --learning-rate 4e-4 -s update.decay=cosine --name "$run" --wait
 part after agentrl eval --policy "$run" "${held_out[@]}"
 
 cat <<END
