@@ -56,6 +56,21 @@ class Terminal:
             self._read(0.2)
         return found.end()
 
+    def press(self, key: str, pattern: str, after: int = 0) -> int:
+        """Presses a key, and again each second, until it shows what the pattern matches; returns the place behind that.
+
+        Python waits for the next key where a signal comes between its redrawing of the line and its waiting for keys.
+        """
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            self.type(key)
+            again = time.monotonic() + 1
+            while time.monotonic() < again:
+                self._read(0.2)
+                if found := re.compile(pattern).search(self.shown, after):
+                    return found.end()
+        raise AssertionError(f"no {pattern!r} in\n{self.shown[after:]}")
+
     def end(self) -> int | None:
         """Waits for the program's end; returns its exit code."""
         deadline = time.monotonic() + SECONDS

@@ -2,7 +2,9 @@
 
 import logging
 import math
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,6 +114,28 @@ def test_calls_that_never_end_take_no_place_from_others() -> None:
         ended.set()
         for thread in stuck:
             thread.join()
+
+
+def steady(x: str) -> str:
+    """Takes half a second of a process that runs."""
+    print("begun", flush=True)
+    for _ in range(10):
+        time.sleep(0.05)
+    return x
+
+
+def test_a_process_that_stands_still_takes_none_of_a_calls_time() -> None:
+    script = (
+        "from tests.test_workers import Tool, run_tool, steady, work_for\n"
+        "print(run_tool(Tool(steady, timeout_seconds=1.0), work_for(steady)).content)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout.read() == "1\n"
 
 
 @pytest.mark.parametrize("env", ["no_such_module_anywhere:env", f"{__name__}:leaving_env", f"{__name__}:bare"])

@@ -43,6 +43,8 @@ Answer = TypeVar("Answer")
 MENDED = "Start that worker anew with what it needs (embedded: agentrl down, then agentrl resume RUN)."
 GRACE_SECONDS = 5.0
 """How much longer than its tool's limit a call may take to be recorded."""
+LOOKS = 8
+"""At the clock, in the time that a call may take."""
 
 _running: set[int] = set()
 _running_lock = threading.Lock()
@@ -151,10 +153,17 @@ def run_tool(tool: Tool, work: CallWork) -> ToolResult:
 
 
 def _awaited(answer: "Future[ToolResult]", tool: Tool, patience: Patience) -> BaseException | None:
-    """What the call raised, if anything, within its tool's time, of which none passes while it waits for its turn."""
+    """What the call raised, if anything, within its tool's time, of which none passes while it waits for its turn.
+
+    Nor does any while this process stands still: it looks at the clock often enough to see how long that was.
+    """
     while (left := tool.timeout_seconds - patience.own_seconds) > 0:
+        wait = min(left, tool.timeout_seconds / LOOKS)
+        asked, worked = time.monotonic(), time.process_time()
         with suppress(TimeoutError):
-            return answer.exception(left)
+            return answer.exception(wait)
+        late = time.monotonic() - asked - wait
+        patience.stood_still(max(0.0, late - (time.process_time() - worked)))
     patience.end()
     return tool.overdue()
 

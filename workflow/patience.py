@@ -18,6 +18,7 @@ class Patience:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._before = 0.0
+        self._still = 0.0
         self._since: float | None = None
         self._over = False
 
@@ -27,10 +28,15 @@ class Patience:
         since = self._since
         return self._before + (0.0 if since is None else time.monotonic() - since)
 
+    def stood_still(self, seconds: float) -> None:
+        """The whole process has done nothing for so long, and so has the call: it was stopped, or the machine had no time."""
+        if self._since is None:  # a wait counts it already
+            self._still += seconds
+
     @property
     def own_seconds(self) -> float:
-        """On the clock since it was made, what was waited left out."""
-        return time.monotonic() - self._began - self.waited
+        """On the clock since it was made, without what was waited and what the process stood still."""
+        return time.monotonic() - self._began - self.waited - self._still
 
     def end(self) -> None:
         """Nobody wants what it does any more: from now on it waits for nothing."""
