@@ -19,6 +19,9 @@ LastEpisode = Annotated[
 ]
 
 
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code that the model's folder brings.")]
+
+
 def the_run(db: Any, run: str | None) -> str:
     """The run, or where none is named the newest one, which is said.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.find import existing_database, find_policy
+from cli.find import Trust, existing_database, find_policy
 from cli.output import Json, cell, interval, one_line, say, show, show_json
 from workflow.config import RunConfig
 from workflow.errors import ConfigError, ModelError
@@ -35,7 +35,6 @@ Stop = Annotated[
     list[str] | None, typer.Option("--stop", help="A text that ends a turn; repeatable [the run's].", show_default=False)
 ]
 
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code that the model's folder brings.")]
 ToolFormatName = Annotated[
     str | None,
     typer.Option("--tool-format", help="How calls are written [the run's, else as its template does].", show_default=False),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cli.find import is_stored_policy, trained_policy
+from cli.find import Trust, is_stored_policy, trained_policy
 from cli.learning import (
     Force,
     Optimizer,
@@ -75,9 +75,7 @@ def sft(
     load_in_4bit: Annotated[
         bool, typer.Option("--load-in-4bit", help="Train LoRA beside a base of 4 bits; what is made is whole.")
     ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the code that the model's folder brings.")
-    ] = False,
+    trust_remote_code: Trust = False,
     tool_format: Annotated[
         str | None,
         typer.Option(help="How calls are written [as the model's chat template writes them].", show_default=False),

@@ -71,19 +71,15 @@ def flow(stack: Stack, outputs: Path, epochs: tuple[int, int], few: tuple[str, .
     assert talked(stack, ask).strip()
 
 
-@pytest.mark.slow
-def test_a_few_samples_go_through_sft_with_a_kill_then_rl_then_a_chat(
-    short_folder: Path, small_gsm8k: Path, tmp_path: Path
-) -> None:
-    with embedded_stack(short_folder, "30") as stack:
-        stack.environment["AGENTRL_GSM8K_DIR"] = str(small_gsm8k)
-        flow(stack, tmp_path / "outputs", (1, 1), ("--max_samples", "10"), ("--max_samples", "5"))
+SIZES = {
+    "a few samples": ((1, 1), ("--max_samples", "10"), ("--max_samples", "5")),
+    "whole files": ((3, 2), (), ()),
+}
 
 
 @pytest.mark.slow
-def test_whole_files_go_through_several_epochs_of_sft_with_a_kill_then_rl_then_a_chat(
-    short_folder: Path, small_gsm8k: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_sft_with_a_kill_then_rl_then_a_chat(short_folder: Path, small_gsm8k: Path, tmp_path: Path, size: str) -> None:
     with embedded_stack(short_folder, "30") as stack:
         stack.environment["AGENTRL_GSM8K_DIR"] = str(small_gsm8k)
-        flow(stack, tmp_path / "outputs", (3, 2), (), ())
+        flow(stack, tmp_path / "outputs", *SIZES[size])

@@ -7,7 +7,7 @@ A fork run has one group: the forks of one step of one episode. It samples and s
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workers.measure import how_sampled
+from workers.measure import ONCE, how_sampled
 from workers.submit import Prepared, free_name, manifest, output_folder, stored_policy, version_number
 from workflow.config import RunConfig, build
 from workflow.envs import Env, scoring_hash
@@ -59,10 +59,8 @@ def prepare_fork(db: Database, asked: ForkRequest) -> Prepared:
     if env.resumability == "restart" and asked.step:
         raise ConfigError(f"The env {parent.env!r} cannot be rebuilt in mid-episode.", "Fork its first step: --step 0.")
     name = asked.name or free_name(db, f"{point.run['name'][:50]}-fork")
-    values: dict[str, Any] = {"name": name, "output_dir": None, "epochs": 1, "iterations": None}
-    values |= {"rollout.group_size": asked.n, "rollout.tasks_per_iteration": 1, "rollout.max_staleness": 0}
-    values["rollout.dynamic_sampling"] = 1
-    config = build(how_sampled(parent) | values)
+    values = {"name": name, "output_dir": None, "rollout.group_size": asked.n, "rollout.tasks_per_iteration": 1}
+    config = build(how_sampled(parent) | ONCE | values)
     submission = Submission(
         name=name,
         kind="fork",

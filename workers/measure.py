@@ -18,10 +18,8 @@ TRAINING = ("algorithm.", "update.", "critic.", "source.", "eval.")
 ALIKE = ("group_size", "tasks_per_iteration", "max_attempts", "max_staleness", "dynamic_sampling")
 """Keys of the section `rollout` that say how many episodes are made and when, and nothing of what is in one."""
 
-ONCE = {
-    "name": None, "output_dir": None, "epochs": 1, "iterations": None, "rollout.max_staleness": 0,
-    "rollout.dynamic_sampling": 1,
-}  # fmt: skip
+ONCE = {"epochs": 1, "iterations": None, "rollout.max_staleness": 0, "rollout.dynamic_sampling": 1}
+"""Of a run that goes over what it has once, and neither ahead nor in addition, whatever the run did whose config it takes."""
 
 
 def measuring(
@@ -35,7 +33,8 @@ def measuring(
         rollout: keys of the section `rollout` that are not the run's; None is the run's.
         env: another one than these.
     """
-    values = how_sampled(config) | ONCE | {"dataset.split": split, "dataset.max_samples": n}
+    values = how_sampled(config) | ONCE | {"name": None, "output_dir": None}
+    values |= {"dataset.split": split, "dataset.max_samples": n}
     values |= {f"rollout.{key}": value for key, value in rollout.items() if value is not None}
     if dataset is not None and dataset != config.dataset.name:
         values |= {"dataset.name": dataset, "env": None, "dataset.skip_bad_rows": False}

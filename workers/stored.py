@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workers.measure import TRAINING, how_sampled
+from workers.measure import ONCE, TRAINING, how_sampled
 from workers.submit import (
     Prepared,
     evaluation_of,
@@ -53,9 +53,7 @@ def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], p
     sources, start, first = found.sources, found.start, found.sources[0]
     name = asked.name or free_name(db, f"{first.row['name'][:50]}-stored")
     defaults = {key: value for key, value in RunConfig().flat().items() if key in KEYS}
-    # Nothing is rolled out, ahead or in addition, also where the run that made the episodes did so.
-    fixed = {"name": name, "epochs": 1, "iterations": None, "rollout.max_staleness": 0, "rollout.dynamic_sampling": 1}
-    config = settled_run(build(how_sampled(found.config) | defaults | chosen | fixed))
+    config = settled_run(build(how_sampled(found.config) | defaults | chosen | ONCE | {"name": name}))
     check_trainer(config)
     load_hooks(config.hooks)
     first_policy = PolicyRef(start.base, start.base_hash, start.path, start.sha256)

@@ -91,8 +91,9 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     if backend.at_url:
         _check_server(settings())
     ref = policy or starting_policy(config)
-    _check_code(config, ref.base)
-    folder = at_hand(ref.base)
+    folder = _at_hand(ref.base)
+    if folder is not None:
+        check_code(config.model, folder)
     config = config.model_copy(update={"model": settled(config.model, folder, policy is None or kind == "train")})
     _check_weights(backend, config, ref, kind == "train" or trained)
     if kind == "train" and folder is not None:
@@ -125,12 +126,9 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     return Prepared(submission, config, loaded.skipped, named, remarks)
 
 
-def at_hand(base: str) -> Path | None:
+def _at_hand(base: str) -> Path | None:
     """The folder of a model, also of a hub's that was fetched; None where it is not here."""
-    folder = Path(base)
-    if folder.is_dir():
-        return folder
-    return None if folder.is_absolute() else local_folder(base)
+    return local_folder(base) if Path(base).is_dir() or not Path(base).is_absolute() else None
 
 
 def _with_system(env: Env, tasks: Sequence[Task]) -> bool:
@@ -295,13 +293,6 @@ def _check_server(where: Settings) -> None:
 
     if not where.broker_url and (where.engine_url or embedded.running(where) is None):
         check_url(where)
-
-
-def _check_code(config: RunConfig, base: str) -> None:
-    """Refuses code of the model's own that nobody allowed, where the base is at hand."""
-    folder = local_folder(base) if Path(base).is_dir() or not Path(base).is_absolute() else None
-    if folder is not None:
-        check_code(config.model, folder)
 
 
 def _check_weights(backend: Backend, config: RunConfig, ref: PolicyRef, trained: bool) -> None:
