@@ -83,7 +83,7 @@ def evaluate(
     An episode counts as right where what says so in its reward is at its full value; pass@k is the chance that one of k
     episodes of a task is right, for k up to --group-size. Compare two: agentrl compare A B.
     """
-    from cli.services import start_services
+    from cli.services import start_run
     from cli.watch import follow
     from workers import submit as submission
     from workers.process import database
@@ -96,8 +96,7 @@ def evaluate(
     config, ref = evaluation_of(policy, dataset, split, n, asked, env, trust_remote_code)
     config = build(config.flat() | _spoken(tool_format, chat_template))
     prepared = _told_of(submission.prepare(existing_database(), config, kind="eval", policy=ref), policy)
-    missing = start_services(prepared.submission, required=True)
-    made = submission.submit(database(), prepared)
+    made, missing = start_run(prepared, required=True)
     if n is not None and len(prepared.submission.tasks) < n:
         say(f"{config.dataset.name} ({split}) has {len(prepared.submission.tasks)} tasks, fewer than -n {n}.")
     for line in [f"{made.name}: {len(prepared.submission.tasks)} tasks x {group_size}", *missing]:

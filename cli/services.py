@@ -10,17 +10,48 @@ from typing import TYPE_CHECKING
 from cli.asking import check_model, check_optimizer
 from cli.output import say
 from workflow.config import RunConfig
-from workflow.errors import ServiceError, WorkerError
+from workflow.errors import AgentRLError, ServiceError, WorkerError
 
 if TYPE_CHECKING:
     from workers.fit import Fitness, Question
-    from workflow.store.planning import Submission
+    from workers.submit import Prepared
+    from workflow.store.planning import Submission, Submitted
 
 UP_SECONDS = 10.0
 """How long a worker of the embedded stack may take to answer: it has perhaps just been started."""
 
 _MUTE = "has not said whether it can run this"
-RESTART = "Type `agentrl down`, and the same again; what is unfinished goes on in the new stack."
+RESTART = "Type `agentrl down`: what is unfinished goes on in the new stack"
+
+
+def start_run(prepared: "Prepared", required: bool) -> "tuple[Submitted, list[str]]":
+    """Starts what must run, writes the run and sends its first work; the run, and what a person should know of who works there.
+
+    Where nobody can run it, it is written as a run that failed before it began, with the reason: `resume` sets it going.
+
+    Args:
+        prepared: the run.
+        required: a queue that no worker serves, or a worker that cannot run it, is an error.
+
+    Raises:
+        ServiceError: the broker or the database does not answer, the stack does not come up, a required worker is missing.
+        WorkerError: a required worker lacks what the run needs.
+        ConfigError: a worker that must not do both rolls out and trains; nothing is written.
+    """
+    from workers import submit as submission
+    from workers.process import database
+
+    db = database()  # before workers that could not open it are started
+    try:
+        missing = start_services(prepared.submission, required)
+    except (ServiceError, WorkerError) as error:
+        raise to_resume(error, submission.leave_failed(db, prepared, error.message)) from error
+    return submission.submit(db, prepared), missing
+
+
+def to_resume(error: AgentRLError, run: str) -> AgentRLError:
+    """The same, of a stored run that goes on when that is mended."""
+    return type(error)(f"{run}: {error.message}", f"{error.hint.rstrip('.')}, then: agentrl resume {run}")
 
 
 def start_services(wanted: "Submission", required: bool) -> list[str]:
@@ -53,10 +84,8 @@ def ready_workers(run: str, asked: "Question", separate: bool, there: bool, fit:
         fit: a worker that lacks what the run needs is one.
     """
     from workers import broker, embedded
-    from workers.process import database
     from workflow.settings import settings
 
-    database()  # before workers that could not open it are started
     check_separate(separate)
     if settings().broker_url:
         broker.require(settings())
@@ -103,10 +132,11 @@ def _named_broker(asked: "Question", there: bool, fit: bool) -> list[str]:
     missing = presence.without_worker(queue for queue in silent if not served[queue])
     missing += presence.without_control(database())
     if there and missing:
-        raise ServiceError(_lines("Nothing was started.", missing), "Or leave it to workers to come: agentrl submit --detach")
+        hint = "Start them (`submit --detach` leaves it to workers to come)"
+        raise ServiceError(_lines("Nothing was started.", missing), hint)
     unfit = [line for worker in workers for line in _lacks(worker)]
     if fit and unfit:
-        raise WorkerError(_lines("Nothing was started.", unfit), "Start those workers anew with it, then type the same again.")
+        raise WorkerError(_lines("Nothing was started.", unfit), "Start those workers anew with it")
     mute = f"{_MUTE}: it is busy, or of another agentrl."
     told = [f"The worker of the queue {queue!r} {mute}" for queue in silent if served[queue]]
     told += [f"{worker.named} {_MUTE}: it still looks." for worker in workers if not worker.found]
@@ -126,7 +156,7 @@ def _renew_embedded(asked: "Question", separate: bool, run: str) -> None:
     _refuse_beside(run, unfit)
     mine = lacking(asked, asked.roles)
     if mine:
-        raise WorkerError(_lines("Nothing was started, for this command lacks it too.", [*unfit, *mine]), "Mend that first.")
+        raise WorkerError(_lines("Nothing was started, for this command lacks it too.", [*unfit, *mine]), "Mend that first")
     for line in unfit:
         say(line)
     say("Nothing else runs in the embedded stack: it starts anew, with this command's environment.")

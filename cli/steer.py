@@ -13,7 +13,7 @@ from cli.output import Json, say, show, show_json
 from cli.view import numbers
 from cli.watch import RunName
 from workflow.config import MOST
-from workflow.errors import ConfigError
+from workflow.errors import ConfigError, ServiceError, WorkerError
 
 
 def _more(what: str) -> Any:
@@ -27,7 +27,7 @@ def resume(
     as_json: Json = False,
 ) -> None:
     """Set a paused, failed or stranded run going again, or make it longer."""
-    from cli.services import ready_workers
+    from cli.services import ready_workers, to_resume
     from workers import broker
     from workers.control import send_missing
     from workers.fit import question
@@ -45,7 +45,10 @@ def resume(
         planning.check_resumable(row)
     asked = question(row["config"], row["weights"], row["base"], row["output_dir"], rolls_out=not row["stored"])
     separate = staleness_of(row["config"]) > 0
-    missing = ready_workers(row["name"], asked, separate, there=False, fit=True)  # before the run is running again
+    try:
+        missing = ready_workers(row["name"], asked, separate, there=False, fit=True)  # before the run is running again
+    except (ServiceError, WorkerError) as error:
+        raise to_resume(error, row["name"]) from error
     if longer:
         before = extending.extend(stored_database(), run, uuid4().hex[:8], epochs, iterations)
     else:

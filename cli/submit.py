@@ -12,7 +12,7 @@ from cli.find import existing_database, stored_start
 from cli.onward import start_of, told_of
 from cli.output import Json, cell, say, show, show_json, show_table
 from workflow.config import DESCRIPTIONS, RunConfig
-from workflow.errors import ConfigError, StartError
+from workflow.errors import ConfigError
 from workflow.resolve import weighted
 
 _DEFAULTS = RunConfig().flat()
@@ -253,28 +253,24 @@ def _from_model(asked: RunConfig, origins: dict[str, str], dry_run: bool) -> Any
 
 def send(prepared: Any, wait: bool | None, as_json: bool) -> None:
     """Starts what must run, writes the run, and follows it if asked to. Only who detaches may leave it to workers to come."""
-    from cli.services import start_services
+    from cli.services import start_run
     from cli.watch import follow_to_end
-    from workers import submit as submission
     from workers.process import database
 
-    try:
-        missing = start_services(prepared.submission, required=wait is not False)
-    except StartError as error:
-        name = submission.leave_failed(database(), prepared, error.message)
-        raise StartError(f"{name}: {error.message}", f"{error.hint}, then: agentrl resume {name}") from error
-    db = database()
-    made = submission.submit(db, prepared)
+    made, missing = start_run(prepared, required=wait is not False)
     if as_json:
         show_json({"run": made.name, "id": made.id, "created": made.created, "iterations": made.iterations})
     else:
         show(made.name)
     counted = "1 iteration" if made.iterations == 1 else f"{made.iterations} iterations"
-    say(f"{made.name}: {'submitted' if made.created else 'was submitted before'}, {counted}.")
+    before = "was submitted before" + ("" if made.status == "running" else f" and is {made.status}")
+    say(f"{made.name}: {'submitted' if made.created else before}, {counted}.")
     for line in missing:
         say(line)
     if wait:
-        follow_to_end(db, made.name)
+        follow_to_end(database(), made.name)
+    elif made.status in ("paused", "failed"):
+        say(f"Set it going: agentrl resume {made.name}")
     else:
         say(f"Follow it: agentrl watch {made.name}")
 

@@ -343,7 +343,7 @@ def test_a_broker_that_is_away_and_a_database_that_was_not_migrated_are_said_wit
     monkeypatch.setenv("AGENTRL_BROKER_URL", "redis://127.0.0.1:1/0")
     forget_process()
     assert "AGENTRL_BROKER_URL" in agentrl(capsys, *words, code=4)
-    assert json.loads(agentrl(capsys, "runs", "--json")) == []
+    assert [row["status"] for row in json.loads(agentrl(capsys, "runs", "--json"))] == ["failed"]
     monkeypatch.setenv("AGENTRL_DATABASE_URL", empty_postgres)
     forget_process()
     assert "agentrl db upgrade" in agentrl(capsys, *words, code=4)
@@ -585,7 +585,7 @@ def test_watch_ends_with_a_summary_and_1_for_a_run_that_is_not_done(run: str, ca
 
 
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
-def test_without_workers_on_a_named_broker_nothing_is_submitted_unless_detached(
+def test_without_workers_on_a_named_broker_the_run_that_is_left_says_which_to_start_and_goes_on_with_them(
     data: Database, tcp_redis: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AGENTRL_BROKER_URL", tcp_redis)
@@ -599,7 +599,35 @@ def test_without_workers_on_a_named_broker_nothing_is_submitted_unless_detached(
         for role in ("rollout", "tools", "train", "control"):
             assert sum(line.endswith(f"Start one: agentrl worker {role}") for line in lines) == 1, "a line each"
         assert "--detach" in complaint
-    assert json.loads(agentrl(capsys, "runs", "--json")) == []
+        assert "then: agentrl resume" in complaint
+    left = json.loads(agentrl(capsys, "runs", "--json"))
+    assert [run["status"] for run in left] == ["failed", "failed"]
+    assert all("Start one: agentrl worker tools" in run["reason"] for run in left)
+    assert main([*words, "--name", left[0]["run"], "--detach"]) == 0
+    again = capsys.readouterr().err
+    assert f"{left[0]['run']}: was submitted before and is failed, " in again
+    assert f"agentrl resume {left[0]['run']}" in again
+    assert "was failed" in agentrl(capsys, "resume", left[0]["run"])
+    (sent,) = [run for run in json.loads(agentrl(capsys, "runs", "--json")) if run["status"] == "running"]
+    assert (sent["run"], sent["reason"]) == (left[0]["run"], "")
+
+
+@pytest.mark.parametrize("data", ["sqlite"], indirect=True)
+def test_where_no_broker_answers_a_run_and_an_evaluation_are_left_that_say_so_and_resume_says_it_again(
+    data: Database, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AGENTRL_BROKER_URL", "redis://user:secret@127.0.0.1:1/0")
+    settings.cache_clear()
+    model = str(_small_model(tmp_path))
+    agentrl(capsys, "submit", "--dataset", "arithmetic", "--max-samples", "2", "--model", model, "--name", "lost", code=4)
+    agentrl(capsys, "eval", "--dataset", "arithmetic", "-n", "2", "--policy", model, code=4)
+    left = json.loads(agentrl(capsys, "runs", "--json"))
+    assert [(run["kind"], run["status"]) for run in left] == [("eval", "failed"), ("train", "failed")]
+    assert all("does not answer" in run["reason"] and "secret" not in run["reason"] for run in left)
+    again = agentrl(capsys, "resume", "lost", code=4)
+    assert "then: agentrl resume lost" in again
+    assert main(["watch", "lost"]) == 1
+    assert "agentrl resume lost" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)

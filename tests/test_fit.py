@@ -392,7 +392,10 @@ def test_a_stack_that_lacks_what_a_run_needs_is_left_to_the_runs_at_work_there(
         assert said in refused.stderr
     assert str(texts) not in refused.stderr, "values are nobody's business"
     assert embedded.running(stack.settings) == first
-    assert [row["run"] for row in observe.list_runs(stack.database)] == ["elsewhere"], "nothing was written"
+    left, other = observe.list_runs(stack.database)
+    assert (left["run"], left["status"], other["run"], other["status"]) == ("own", "failed", "elsewhere", "running")
+    assert "elsewhere" in left["reason"]
+    assert "then: agentrl resume own" in refused.stderr
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from workers import broker
 from workers.process import nothing_overlaps
-from workflow.errors import ConfigError, ServiceError, StartError
+from workflow.errors import ConfigError, ServiceError
 from workflow.settings import Settings, digest
 
 START_SECONDS = 20.0
@@ -76,7 +76,7 @@ def ensure(where: Settings, stay: bool = False, separate: bool = False) -> bool:
     deadline = time.monotonic() + START_SECONDS
     while not _serves(where):
         if (process is not None and process.poll()) or time.monotonic() > deadline:
-            raise StartError("The embedded stack does not come up.", "See why: agentrl logs supervisor")
+            raise ServiceError("The embedded stack does not come up.", "See why: agentrl logs supervisor")
         if running(where) is None:
             # Of several that start at once all but one end with 0.
             process = _spawn(where, separate) if process is None or process.poll() is not None else process

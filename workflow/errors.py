@@ -56,10 +56,6 @@ class ServiceError(AgentRLError):
     exit_code = 4
 
 
-class StartError(ServiceError):
-    """The embedded stack did not come up."""
-
-
 class NotFoundError(AgentRLError):
     """No run, episode, policy or plug-in of that name."""
 

@@ -6,7 +6,7 @@ publishes its policy. Publishing a message can fail or repeat; work cannot be fo
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any
@@ -86,12 +86,13 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """The run's id and name, and whether this call made it."""
+    """The run's id and name, whether this call made it, and how long and in which state it is."""
 
     id: int
     name: str
     created: bool
-    iterations: int = field(default=0)
+    iterations: int = 0
+    status: str = "running"
 
 
 @transaction
@@ -174,11 +175,11 @@ def insert_run(tx: Connection, values: Mapping[str, Any]) -> int | None:
 def _existing(tx: Connection, submission: Submission) -> Submitted:
     row = tx.execute(select(db.runs).where(db.runs.c.name == submission.name)).mappings().one()
     if row["manifest"].get("id") == submission.manifest.get("id"):  # ours: the answer of the commit was lost
-        return Submitted(row["id"], row["name"], True, row["iterations"])
+        return Submitted(row["id"], row["name"], True, row["iterations"], row["status"])
     asked = (dict(submission.config), submission.kind, submission.manifest.get("fork"), submission.policy.sha256)
     found = (row["config"], row["kind"], row["manifest"].get("fork"), _first_sha256(tx, row["id"]))
     if found == asked:
-        return Submitted(row["id"], row["name"], False, row["iterations"])
+        return Submitted(row["id"], row["name"], False, row["iterations"], row["status"])
     if (_but_for_its_length(found[0]), *found[1:]) == (_but_for_its_length(asked[0]), *asked[1:]):
         raise ConflictError(
             f"A run called {row['name']!r} exists with another length: {row['iterations']} iterations.",
