@@ -29,7 +29,7 @@ quickstart:
 test: env
 	$(PYTEST) -m 'not slow'
 
-# What takes 20 seconds or more: whole runs, kills in the middle, a fault at every point (sampled).
+# What takes some seconds or more: whole runs, kills in the middle, a fault at every point (sampled).
 test-slow: env
 	$(PYTEST) -m slow
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.find import stored_database
+from cli.find import stored_reader
 from cli.output import Json, cell, interval, say, show, show_json
 from cli.pair import OTHER, OTHER_CODE, Pair, Row, find_pair, scored_by
 from workflow.errors import ConfigError
@@ -34,11 +34,11 @@ def compare(
     The p-value says how often chance alone would make a difference at least as large, if the two were alike.
     """
     from workflow.paired import paired
-    from workflow.store import evals
+    from workflow.store import results
 
     pair = find_pair(first, second, dataset, split)
     one, other = pair.one, pair.other
-    means = [evals.task_means(stored_database(), row["id"]) for row in (one, other)]
+    means = [results.task_means(stored_reader(), row["id"]) for row in (one, other)]
     if means[0].keys() != means[1].keys():
         shared = len(means[0].keys() & means[1].keys())
         raise ConfigError(
@@ -59,12 +59,12 @@ def compare(
 
 def _shares(row: Row) -> dict[int, float]:
     """Of each task with a done episode the share of these that are right; empty where nothing tells."""
-    from workflow.store import evals
+    from workflow.store import results
 
-    right = evals.right_episodes(stored_database(), row["iteration"])
+    right = results.right_episodes(stored_reader(), row["iteration"])
     if right is None:
         return {}
-    done = evals.done_episodes(stored_database(), row["id"])
+    done = results.done_episodes(stored_reader(), row["id"])
     return {task: len(right.intersection(its)) / len(its) for task, its in done.items()}
 
 

@@ -124,24 +124,23 @@ def find_policy(policy: str) -> "tuple[RunConfig, Any]":
     Raises:
         NotFoundError: there is no such run or version, and no model can be of that name.
     """
-    from workers.submit import stored_policy, version_number
     from workflow.config import RunConfig, build
     from workflow.errors import NotFoundError
-    from workflow.store import planning
+    from workflow.store import named
     from workflow.store.epochs import Epoch
 
-    db = existing_database()
+    db = existing_reader()
     at = _checkpoint(db, policy)
     name, _, word = at.partition("@") if at else policy.partition("@")
-    version = version_number(word) if word else None
+    version = named.version_number(word) if word else None
     if db is not None:
         try:
-            run = planning.find_run(db, name)
+            run = named.find_run(db, name)
         except NotFoundError:
             if version is not None:
                 raise
         else:
-            ref = stored_policy(db, name, version)
+            ref = named.stored_policy(db, name, version)
             if isinstance(version, Epoch):
                 _link_again(db, run["id"])
             return RunConfig.model_validate(run["config"]), ref
@@ -163,12 +162,12 @@ def trained_policy(words: str, option: str) -> "tuple[RunConfig, Any, Mapping[st
         ConfigError: the words, given as that option, mean a model.
     """
     from workflow.errors import ConfigError
-    from workflow.store import planning
+    from workflow.store import named
 
     config, ref = find_policy(words)
     if ref is None:
         raise ConfigError(f"{words!r} is no policy of a run.", f"Write {option} RUN or {option} RUN@3.")
-    return config, ref, planning.find_run(stored_database(), str(config.name))["manifest"]
+    return config, ref, named.find_run(stored_reader(), str(config.name))["manifest"]
 
 
 def is_stored_policy(words: str) -> bool:
@@ -181,7 +180,7 @@ def is_stored_policy(words: str) -> bool:
 
     from workflow.settings import is_url
 
-    stored = bool(_checkpoint(existing_database(), words))
+    stored = bool(_checkpoint(existing_reader(), words))
     return stored or ("@" in words and not is_url(words) and not Path(words).expanduser().exists())
 
 
@@ -234,7 +233,7 @@ def _checkpoint(db: Any, policy: str) -> str:
     from workflow.epochs import number_of
     from workflow.errors import NotFoundError
     from workflow.settings import is_url, settings
-    from workflow.store import epochs, evals
+    from workflow.store import epochs, named
 
     if "\0" in policy or max(len(os.fsencode(part)) for part in policy.split("/")) > LONGEST_NAME:
         raise NotFoundError(f"No run and no model is called {policy!r:.80}.", "List the runs: agentrl runs")
@@ -248,7 +247,7 @@ def _checkpoint(db: Any, policy: str) -> str:
     is_checkpoint = not is_url(policy) and (folder / MANIFEST).is_file() and (folder / STATE).is_file()
     if not is_url(policy) and not is_checkpoint:
         return ""
-    found = "" if db is None else evals.policy_at(db, policy.rstrip("/") if is_url(policy) else str(folder))
+    found = "" if db is None else named.policy_at(db, policy.rstrip("/") if is_url(policy) else str(folder))
     if not found:
         raise NotFoundError(
             f"{policy!r} is a checkpoint of no run in this database, which alone knows its base model.",

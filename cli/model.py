@@ -146,13 +146,13 @@ def evaluation_of(
     What `rollout` leaves out, or gives as None, is the run's. `trust`: the model's own code may run.
     """
     from workers.measure import measuring, sized
-    from workers.submit import known_model
+    from workflow.models import known_model
 
     base, ref = _found(policy, trust)
     config = measuring(base, dataset, split, n, rollout, env)
     if ref is None:  # before the dataset, which may be far away and is not what is wrong with an unknown name
         try:
-            known_model(config)
+            known_model(config.model.path, config.dataset.name)
         except ModelError as error:
             raise ModelError(f"No run is called {policy!r}, and no model is found: {error.message}", error.hint) from error
     return sized(config), ref

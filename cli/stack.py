@@ -162,9 +162,9 @@ def _values(file: Any, assignments: list[str] | None, run: str | None) -> tuple[
     if file or assignments:
         raise ConfigError("--run shows a stored config, which --config and -s cannot change.", "Choose one.")
     from cli.find import stored_database
-    from workflow.store import planning
+    from workflow.store import named
 
-    row = planning.find_run(stored_database(), run)
+    row = named.find_run(stored_database(), run)
     values = RunConfig.model_validate(row["config"]).flat()
     return values, dict.fromkeys(values, f"run {row['name']}"), set()
 

@@ -63,9 +63,9 @@ def resume(
 
 def pause(run: RunName, as_json: Json = False) -> None:
     """Pause a run: its workers stop after what they hold."""
-    from workflow.store import planning
+    from workflow.store import named, planning
 
-    before = planning.find_run(stored_database(), run)["status"]
+    before = named.find_run(stored_database(), run)["status"]
     planning.stop(stored_database(), run, "paused", "paused by hand")
     _show(run, "paused", before, as_json)
     say(f"Go on: agentrl resume {run}")
@@ -73,9 +73,9 @@ def pause(run: RunName, as_json: Json = False) -> None:
 
 def cancel(run: RunName, as_json: Json = False) -> None:
     """End a run for good; what it has stays."""
-    from workflow.store import planning
+    from workflow.store import named, planning
 
-    before = planning.find_run(stored_database(), run)["status"]
+    before = named.find_run(stored_database(), run)["status"]
     planning.stop(stored_database(), run, "cancelled", "cancelled by hand")
     _show(run, "cancelled", before, as_json)
 

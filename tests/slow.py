@@ -6,7 +6,8 @@ agentrl chat --model MODEL --engine tests.slow:slow
 import os
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from pathlib import Path
 
 from workflow.engine import Completion, GenerateRequest
@@ -53,7 +54,8 @@ class Slow:
             if request.heard is not None and not request.heard(token):
                 break
         ended = self._chat.ended(said)
-        future.set_result(Completion(tuple(said), (-0.5,) * len(said), "stop" if ended else "length", 0.1))
+        with suppress(InvalidStateError):  # who asked has gone meanwhile
+            future.set_result(Completion(tuple(said), (-0.5,) * len(said), "stop" if ended else "length", 0.1))
 
     def _answer(self, prompt: str) -> Message:
         last = prompt[prompt.rindex("<|im_start|>user\n") :].removeprefix("<|im_start|>user\n").partition("<|im_end|>")[0]

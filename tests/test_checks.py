@@ -117,6 +117,7 @@ def loaded(folder: Path, *rows: dict[str, Any]) -> list[Task]:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.slow
 def test_the_reference_passes_all_of_its_tests_and_no_wrong_answer_does(box: None, tmp_path: Path, form: str) -> None:
     (task,) = loaded(tmp_path, FORMS[form])
     assert earned(task.reference, task) == 1.0

@@ -35,7 +35,7 @@ from workers.process import database as process_database
 from workflow.errors import ConfigError, did_you_mean
 from workflow.packed import ROUNDING, lacking
 from workflow.settings import Settings, settings
-from workflow.store import calls, claims, planning, rollout, serving, steps, training, waiting
+from workflow.store import calls, claims, named, planning, rollout, serving, steps, training, waiting
 from workflow.store.connect import Database
 from workflow.store.migrate import open_database
 from workflow.store.planning import Submission
@@ -191,6 +191,7 @@ def test_every_command_explains_each_of_its_options_on_one_page(capsys: pytest.C
 # submit
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_the_plan(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--dataset", "arithmetic", "--max-samples", "10", "--total-epochs", "2", "--samples-per-prompt", "4"]
     flags += [
@@ -217,6 +218,7 @@ def test_a_dry_run_prints_the_plan(home: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(("section", "what"), [("critic", "the policy never trains"), ("update", "the learning rate never")])
+@pytest.mark.slow
 def test_a_warm_up_that_is_as_long_as_the_run_is_remarked(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str, what: str
 ) -> None:
@@ -607,7 +609,8 @@ def test_without_workers_on_a_named_broker_the_run_that_is_left_says_which_to_st
     again = capsys.readouterr().err
     assert f"{left[0]['run']}: was submitted before and is failed, " in again
     assert f"agentrl resume {left[0]['run']}" in again
-    assert "was failed" in agentrl(capsys, "resume", left[0]["run"])
+    resumed = process(["-m", "cli", "resume", left[0]["run"]], settings().root, AGENTRL_BROKER_URL=tcp_redis)
+    assert "was failed" in resumed.stdout, resumed.stderr
     (sent,) = [run for run in json.loads(agentrl(capsys, "runs", "--json")) if run["status"] == "running"]
     assert (sent["run"], sent["reason"]) == (left[0]["run"], "")
 
@@ -631,6 +634,7 @@ def test_where_no_broker_answers_a_run_and_an_evaluation_are_left_that_say_so_an
 
 
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
+@pytest.mark.slow
 def test_who_detaches_from_a_named_broker_without_workers_is_told_what_to_start(
     run: str, tcp_redis: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -670,7 +674,7 @@ def test_ctrl_c_leaves_the_run_alone_and_says_how_to_stop_it(run: str) -> None:
 
 
 def test_watch_says_what_the_run_waits_for(run: str, data: Database) -> None:
-    waiting.wait_for(data, planning.find_run(data, run)["id"], "The engine's server does not answer.")
+    waiting.wait_for(data, named.find_run(data, run)["id"], "The engine's server does not answer.")
     watching = watch(run)
     assert watching.stderr is not None
     assert watching.stderr.readline() == f"{run} waits: The engine's server does not answer.\n"

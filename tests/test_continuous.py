@@ -193,6 +193,7 @@ def failing(calls: int, error: Exception, there: Callable[..., Any]) -> Callable
     return call
 
 
+@pytest.mark.slow
 def test_where_memory_runs_out_half_as_many_rows_go_on_and_another_failure_fails_only_those_that_were_live(
     engine: ContinuousEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +210,7 @@ def test_where_memory_runs_out_half_as_many_rows_go_on_and_another_failure_fails
     assert engine.submit(ask(policy)).result(120).token_ids
 
 
+@pytest.mark.slow
 def test_a_loop_that_cannot_begin_again_fails_the_rows_that_wait_for_it_and_is_begun_at_the_next_request(
     engine: ContinuousEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

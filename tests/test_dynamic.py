@@ -40,7 +40,7 @@ from workflow.hooks import Hook
 from workflow.resolve import resolve
 from workflow.scheduler import Dispatch, SendRollouts, SendTrain, plan
 from workflow.settings import settings
-from workflow.store import claims, ledger, mending, observe, planning, serving, training
+from workflow.store import claims, ledger, mending, named, observe, planning, serving, training
 from workflow.store.claims import IterationWork, SampledOn
 from workflow.store.connect import Database
 from workflow.trajectory import Episode, Group, SamplingKey, Task
@@ -229,7 +229,7 @@ def test_episodes_that_fail_pause_the_run_and_are_not_sampled_on_for(database: D
             fail(database, work, position)
     iteration = planning.open_iterations(database, 1)[0]
     assert asked(database, iteration) is None
-    assert planning.find_run(database, "first")["status"] == "paused"
+    assert named.find_run(database, "first")["status"] == "paused"
     planning.resume(database, "first")
     commit(database, claim_training(database, iteration))
     assert value(database, "SELECT count(*) FROM groups WHERE iteration_id = :id", id=iteration) == 2

@@ -15,14 +15,14 @@ from tests.models import tiny_random
 from tests.published import published
 from tests.stored import claim_training, play, start, submission, update_of
 from workers import train as train_job
-from workers.submit import stored_policy, version_number
 from workflow import checkpoint, mirror
 from workflow.epochs import Ends, link
 from workflow.errors import CheckpointError, ConfigError, NotFoundError
 from workflow.settings import settings
-from workflow.store import epochs, planning, training
+from workflow.store import epochs, named, planning, training
 from workflow.store.connect import Database
 from workflow.store.epochs import Epoch
+from workflow.store.named import stored_policy, version_number
 
 ALL_WEIGHTS = {"lora_r": 0}
 
@@ -60,7 +60,7 @@ def leads(out: Path) -> dict[str, str]:
 
 
 def run_id(db: Database, name: str = "first") -> int:
-    return int(planning.find_run(db, name)["id"])
+    return int(named.find_run(db, name)["id"])
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_the_last_epoch_ends_with_the_run_and_one_that_is_cut_short_does_not(job
     with job_database.engine.begin() as tx:
         tx.execute(text("UPDATE runs SET iterations = 3"))
     go_on(job_database, 1)
-    assert planning.find_run(job_database, "first")["status"] == "done"
+    assert named.find_run(job_database, "first")["status"] == "done"
     with pytest.raises(NotFoundError, match="Epoch 2 of 'first' is not over"):
         stored_policy(job_database, "first", Epoch(2))
     assert leads(tmp_path / "out").keys() == {"epoch_1"}

@@ -36,7 +36,7 @@ from tests.stored import (
 )
 from workers.measure import sampled_otherwise
 from workers.process import database as process_database
-from workers.submit import prepare, stored_policy, version_number
+from workers.submit import prepare
 from workflow import checkpoint, mirror
 from workflow.config import RunConfig, build
 from workflow.envs import Env
@@ -45,8 +45,9 @@ from workflow.evaluate import evaluate
 from workflow.models import base_hash
 from workflow.plugins import find, names
 from workflow.settings import settings
-from workflow.store import evals, keeping, observe, planning, serving, training
+from workflow.store import evals, keeping, observe, planning, results, serving, training
 from workflow.store.connect import Database
+from workflow.store.named import stored_policy, version_number
 from workflow.store.planning import Submission
 from workflow.trajectory import Episode
 
@@ -80,7 +81,7 @@ def _flat(run: Submission) -> dict[str, Any]:
 
 def train(db: Database, run: str = "first", **fields: Any) -> training.Published:
     """The run's next iteration, rolled out and trained."""
-    iteration = planning.open_iterations(db, planning.find_run(db, run)["id"])[0]
+    iteration = planning.open_iterations(db, named.find_run(db, run)["id"])[0]
     for group in planning.start_iteration(db, iteration):
         play(db, group)
     work = claim_training(db, iteration)
@@ -90,7 +91,7 @@ def train(db: Database, run: str = "first", **fields: Any) -> training.Published
 
 def measure(db: Database, run: str, *rewards: float | None) -> None:
     """Plays an evaluation: the tasks' mean rewards are halves of these; None where all of its episodes fail."""
-    (iteration,) = planning.open_iterations(db, planning.find_run(db, run)["id"])
+    (iteration,) = planning.open_iterations(db, named.find_run(db, run)["id"])
     for group, reward in zip(planning.start_iteration(db, iteration), rewards, strict=True):
         if reward is None:
             work = claim(db, group)
@@ -99,7 +100,7 @@ def measure(db: Database, run: str, *rewards: float | None) -> None:
         else:
             play(db, group, reward)
     work = claim_training(db, iteration)
-    training.finish_eval(db, work, evaluate(work.groups, evals.right_episodes(db, work.id)))
+    training.finish_eval(db, work, evaluate(work.groups, results.right_episodes(db, work.id)))
 
 
 def test_the_first_every_nth_and_the_last_version_are_measured_on_the_same_tasks(database: Database) -> None:
@@ -114,7 +115,7 @@ def test_the_first_every_nth_and_the_last_version_are_measured_on_the_same_tasks
     assert value(database, "SELECT count(*) FROM episodes e JOIN runs r ON r.id = e.run_id WHERE measures_version = 3") == 4
     named = "SELECT p.path FROM policies p JOIN runs r ON r.id = p.run_id WHERE r.name = :run AND p.version = 3"
     assert values(database, named, run="first-eval-3") == values(database, named, run="first")
-    assert planning.find_run(database, "first")["status"] == "done"
+    assert named.find_run(database, "first")["status"] == "done"
     assert [row["run"] for row in observe.list_runs(database)] == ["first"]
 
 
@@ -144,7 +145,7 @@ def test_training_goes_on_while_evaluations_lie_unplayed_and_they_are_sent_like_
     planning.submit(database, measured(every=1, epochs=2))
     train(database)
     train(database)
-    assert planning.find_run(database, "first")["status"] == "done"
+    assert named.find_run(database, "first")["status"] == "done"
     waiting = [run.name for run in serving.snapshot(database, 60).runs]
     assert waiting == ["first-eval-0", "first-eval-1", "first-eval-2"]
     assert serving.unfinished_runs(database) == 3
@@ -158,7 +159,7 @@ def test_a_database_that_was_downgraded_meanwhile_keeps_no_update_from_its_commi
     (said,) = [event for event in observe.list_events(database, "first") if event["kind"] == "not_measured"]
     assert said["subject"] == "version 1"
     assert "agentrl eval --policy first@1" in said["detail"]
-    assert planning.find_run(database, "first")["status"] == "running"
+    assert named.find_run(database, "first")["status"] == "running"
 
 
 def test_a_name_that_is_taken_keeps_no_update_from_its_commit(database: Database) -> None:
@@ -202,9 +203,9 @@ def test_the_evaluations_of_a_run_that_ends_while_it_is_paused_go_on(database: D
     work = claim_training(database, iteration)
     planning.stop(database, "first", "paused")
     published = training.commit_update(database, work, update_of(work), 3)
-    assert planning.find_run(database, "first")["status"] == "done"
+    assert named.find_run(database, "first")["status"] == "done"
     assert values(database, EXPECTED) == [f"first-eval-{version} running" for version in range(3)]
-    assert published.measured_by == tuple(planning.open_iterations(database, planning.find_run(database, "first-eval-2")["id"]))
+    assert published.measured_by == tuple(planning.open_iterations(database, named.find_run(database, "first-eval-2")["id"]))
     for version in range(3):
         measure(database, f"first-eval-{version}", 1.0, 0.0)
     assert serving.unfinished_runs(database) == 0
@@ -261,10 +262,10 @@ def test_what_is_right_is_read_from_the_heaviest_part_or_from_what_the_env_names
     for name, manifest in (("by-weight", {}), ("by-name", {"right_by": {"correct": ["format"]}})):
         wanted = submission(name, kind="eval")
         work = ready(database, replace(wanted, manifest={**wanted.manifest, **manifest}))
-        right = evals.right_episodes(database, work.id)
+        right = results.right_episodes(database, work.id)
         assert right == ({group.episodes[1].id for group in work.groups} if name == "by-weight" else set())
         training.finish_eval(database, work, evaluate(work.groups, right))
-        (found,) = evals.find_evals(database, name)
+        (found,) = results.find_evals(database, name)
         assert (found["config"]["name"], found["created_at"].tzinfo) == ("by-name" if manifest else "by-weight", UTC)
         row = observe.evaluation(database, name)
         assert (row["tasks"], row["accuracy"]) == (2, 0.5 if name == "by-weight" else 0.0)
@@ -288,7 +289,7 @@ def test_what_a_run_adds_to_the_rewards_never_says_what_is_right(
         for position in range(2):
             finish(database, work, position, parts={parts: float(position), "overlong": -1.0, "format": 0.5})
     work = claim_training(database, iteration)
-    assert evals.right_episodes(database, work.id) == {group.episodes[1].id for group in work.groups}
+    assert results.right_episodes(database, work.id) == {group.episodes[1].id for group in work.groups}
 
 
 tied = Guessing(rewards={"numeric_answer": 1.0})
@@ -313,7 +314,7 @@ def test_what_a_run_s_hook_adds_never_says_what_is_right(
             finish(database, work, position, parts=given | ({parts: 2.0 * position} if parts else {}))
     work = claim_training(database, iteration)
     right = {group.episodes[1].id for group in work.groups} if parts else None
-    assert evals.right_episodes(database, work.id) == right
+    assert results.right_episodes(database, work.id) == right
     training.finish_eval(database, work, evaluate(work.groups, right))
     assert observe.evaluation(database, work.run)["accuracy"] == (0.5 if parts else None)
 
@@ -336,7 +337,7 @@ def fill(folder: Path) -> None:
 
 def train_for_real(db: Database) -> Path:
     """As `train`, with files."""
-    run = planning.find_run(db, "first")
+    run = named.find_run(db, "first")
     version = len(values(db, "SELECT id FROM policies WHERE run_id = 1"))
     path = f"{run['output_dir']}/v{version:05d}.t1.{run['manifest']['id'][:8]}"
     train(db, path=path, sha256=mirror.write(path, fill))
@@ -451,7 +452,7 @@ def test_compare_goes_back_to_the_newest_evaluations_of_the_same_tasks_and_says_
         "  B  mean 0.25  accuracy 0.25  n 4  errors 0  other-old",
     ]
     (remark,) = remarks(capsys, "one-named", "other-named")
-    made = [cell(row["created_at"]) for name in ("one-older", "other-old") for row in evals.find_evals(here, name)]
+    made = [cell(row["created_at"]) for name in ("one-older", "other-old") for row in results.find_evals(here, name)]
     assert remark == (
         "Their newest evaluations do not have the same tasks; the newest that do are "
         f"one-older of {made[0]} and other-old of {made[1]} (UTC)."

@@ -19,7 +19,7 @@ from workflow import db as tables
 from workflow.config import MOST, build
 from workflow.errors import AgentRLError, CheckpointError, ConfigError, ConflictError, StateError
 from workflow.settings import settings
-from workflow.store import keeping, observe, planning, training
+from workflow.store import keeping, named, observe, planning, training
 from workflow.store.connect import Database
 from workflow.store.extending import extend
 from workflow.store.planning import Submission
@@ -43,20 +43,20 @@ def done(db: Database, wanted: Submission) -> None:
     planning.submit(db, wanted)
     for _ in range(wanted.iterations):
         trained(db)
-    assert planning.find_run(db, "first")["status"] == "done"
+    assert named.find_run(db, "first")["status"] == "done"
 
 
 def test_a_run_that_is_done_goes_on_with_its_newest_policy(database: Database) -> None:
     done(database, submission(tasks=3, epochs=1))
     assert extend(database, "first", "a", epochs=2)["iterations"] == 2
-    row = planning.find_run(database, "first")
+    row = named.find_run(database, "first")
     assert (row["status"], row["iterations"], row["epochs"], row["finished_at"]) == ("running", 6, 3, None)
     assert values(database, PLANNED) == ["0 0 0", "1 0 1", "2 1 2"]
     for _ in range(4):
         trained(database)
-    assert planning.find_run(database, "first")["status"] == "done"
+    assert named.find_run(database, "first")["status"] == "done"
     planned = submission(tasks=3, epochs=3)
-    assert planning.find_run(database, "first")["config"] == planned.config
+    assert named.find_run(database, "first")["config"] == planned.config
     assert observe.list_events(database, "first")[-2]["detail"] == "2 -> 6 iterations"
 
 
@@ -64,11 +64,11 @@ def test_a_run_that_goes_on_is_longer_and_has_nothing_planned_twice(database: Da
     planning.submit(database, submission(tasks=3, epochs=1))
     extend(database, "first", "a", iterations=2)
     assert values(database, PLANNED) == ["0 0 0"]
-    row = planning.find_run(database, "first")
+    row = named.find_run(database, "first")
     assert (row["epochs"], row["config"]["epochs"], row["config"]["iterations"]) == (2, 2, None)
     trained(database)
     extend(database, "first", "b", iterations=1)
-    assert planning.find_run(database, "first")["config"]["iterations"] == 5
+    assert named.find_run(database, "first")["config"]["iterations"] == 5
     assert values(database, PLANNED) == ["0 0 0", "1 0 1"]
 
 
@@ -87,7 +87,7 @@ def test_of_twenty_that_extend_a_run_at_once_each_adds_once_and_the_next_iterati
     done(database, submission())
     with ThreadPoolExecutor(20) as pool:
         list(pool.map(lambda n: extend(database, "first", f"{n // 2}", iterations=1), range(20)))
-    assert planning.find_run(database, "first")["iterations"] == 11
+    assert named.find_run(database, "first")["iterations"] == 11
     assert values(database, PLANNED) == ["0 0 0", "1 1 1"]
 
 
@@ -97,7 +97,7 @@ def test_a_run_that_is_extended_while_its_last_update_is_committed_goes_on(datab
         longer = pool.submit(extend, database, "first", "a", iterations=1)
         pool.submit(training.commit_update, database, work, update_of(work), 3).result()
         longer.result()
-    assert planning.find_run(database, "first")["status"] == "running"
+    assert named.find_run(database, "first")["status"] == "running"
     assert values(database, PLANNED) == ["0 0 0", "1 1 1"]
 
 
@@ -105,10 +105,10 @@ def test_a_paused_or_failed_run_that_is_extended_is_resumed(database: Database) 
     planning.submit(database, submission())
     planning.stop(database, "first", "paused", "by hand")
     extend(database, "first", "a", iterations=1)
-    assert planning.find_run(database, "first")["status"] == "running"
+    assert named.find_run(database, "first")["status"] == "running"
     planning.stop(database, "first", "failed", "it broke")
     extend(database, "first", "b", iterations=1)
-    row = planning.find_run(database, "first")
+    row = named.find_run(database, "first")
     assert (row["status"], row["reason"], row["iterations"]) == ("running", "", 3)
 
 
@@ -156,11 +156,11 @@ def test_a_run_that_cannot_be_longer_is_left_as_it_is(
     database: Database, made: Callable[[Database], None], error: type[AgentRLError], said: str
 ) -> None:
     made(database)
-    before = planning.find_run(database, "first")
+    before = named.find_run(database, "first")
     with pytest.raises(error, match=said) as raised:
         extend(database, "first", "a", iterations=1)
     assert raised.value.hint
-    assert planning.find_run(database, "first") == before
+    assert named.find_run(database, "first") == before
 
 
 def test_a_run_on_stored_episodes_cannot_be_longer(database: Database) -> None:
@@ -222,7 +222,7 @@ def came_to(db: Database) -> dict[str, Any]:
     files = {
         name: (last / name).read_bytes() for name in (checkpoint.weights_of(last).name, checkpoint.OPTIMIZER, checkpoint.STATE)
     }
-    row = planning.find_run(db, "first")
+    row = named.find_run(db, "first")
     of_run = {name: row[name] for name in ("epochs", "iterations")} | {"length": row["config"]["epochs"]}
     return {**facts(db), "stored": stored, "files": files, "run": of_run}
 

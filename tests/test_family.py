@@ -8,13 +8,13 @@ from sqlalchemy import update
 
 from cli.main import main
 from tests.stored import play, start, submission, values
-from workers.submit import stored_policy
 from workflow import db as tables
 from workflow.config import build
 from workflow.store import planning
 from workflow.store.connect import Database
 from workflow.store.family import family
 from workflow.store.forks import Fork
+from workflow.store.named import stored_policy
 from workflow.store.planning import Submission
 from workflow.trajectory import PolicyRef
 

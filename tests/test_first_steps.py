@@ -59,6 +59,7 @@ def test_a_command_that_only_looks_makes_nothing_in_a_fresh_folder(
         assert not more
 
 
+@pytest.mark.slow
 def test_a_look_with_a_broker_that_is_named_makes_no_database_either(fresh: Path, tcp_redis: str) -> None:
     for words, code in (("runs", 0), ("doctor", 0), ("resume x", 5), ("watch x", 5)):
         done = process(["-m", "cli", *words.split()], fresh, AGENTRL_BROKER_URL=tcp_redis)
@@ -105,6 +106,7 @@ def complaint(text: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_every_command_that_a_message_or_the_manual_says_to_type_exists_with_its_options() -> None:
     told = [(where, said, complaint(said)) for where, said in sentences() if "agentrl " in said]
     assert len(told) > 150, "they are found"

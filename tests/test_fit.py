@@ -148,6 +148,7 @@ def test_code_that_leaves_the_process_is_a_sentence_too(home: Path, tmp_path: Pa
         assert "leaving_here.py:1: SystemExit" in said
 
 
+@pytest.mark.slow
 def test_a_file_that_was_edited_since_a_process_read_it_is_named(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

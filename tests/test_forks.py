@@ -83,6 +83,7 @@ def forked(stack: Stack, *options: str) -> tuple[str, list[Episode]]:
     return name, [episode_of(stack, row["id"]) for row in rows]
 
 
+@pytest.mark.slow
 def test_forks_share_their_parents_first_steps_and_sample_the_others_anew(stack: Stack) -> None:
     parent = episode_of(stack, two_steps(stack))
     before = select(stack, "SELECT count(*) AS steps FROM steps WHERE episode_id = :id", id=parent.id)
@@ -202,6 +203,7 @@ def broken(episode: Episode) -> float:
     raise ValueError("no idea")
 
 
+@pytest.mark.slow
 def test_new_rewards_stand_beside_the_old_and_train_without_a_rollout(stack: Stack) -> None:
     old = select(stack, "SELECT id, reward FROM v_episodes WHERE run = :run ORDER BY id", run=RUN)
     said = json.loads(stack.agentrl("rescore", RUN, "--reward", "tests.test_forks:shorter=2", "--name", "short", "--json"))
@@ -325,6 +327,7 @@ def test_a_worker_refuses_a_group_whose_rewards_were_edited_since_it_read_them(
         worker._check_code(later, env)
 
 
+@pytest.mark.slow
 def test_a_reward_that_was_edited_is_not_scored_by_workers_that_hold_the_older_code(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,13 +23,13 @@ from tests.models import tiny_random
 from tests.stack import SMALL, embedded_stack
 from tests.stored import claim_training, play, start, submission, update_of, value, values
 from workers.process import database as process_database
-from workers.submit import stored_policy
 from workers.train import _tidy
 from workflow import checkpoint, mirror
 from workflow.errors import CheckpointError, NotFoundError, ServiceError
-from workflow.store import compact, keeping, observe, planning, training
+from workflow.store import compact, keeping, named, observe, planning, training
 from workflow.store.claims import IterationWork
 from workflow.store.connect import Database
+from workflow.store.named import stored_policy
 
 WEIGHTS, OPTIMIZER = 1000, 3000
 
@@ -57,7 +57,7 @@ def train(db: Database, work: IterationWork) -> Path:
 def make_run(db: Database, out: Path | str, iterations: int, trained: int, name: str = "first") -> list[Path]:
     """A run whose first `trained` iterations are done; its checkpoints, oldest first."""
     start(db, replace(submission(name, tasks=1, epochs=iterations), output_dir=str(out)))
-    run = planning.find_run(db, name)["id"]
+    run = named.find_run(db, name)["id"]
     made = []
     for _ in range(trained):
         iteration = planning.open_iterations(db, run)[0]
@@ -171,6 +171,7 @@ def test_two_runs_in_one_folder_are_kept_apart(database: Database, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("point", "left"), [("collect.before", 3), ("collect.after", 3), ("waste.removed", 2)])
+@pytest.mark.slow
 def test_killed_anywhere_it_leaves_the_truth_and_the_next_one_ends_it(
     home: Path, sqlite: Database, tmp_path: Path, point: str, left: int
 ) -> None:

@@ -158,6 +158,7 @@ OF_REFERENCES = [
 
 
 @pytest.mark.parametrize(("name", "texts"), OF_REFERENCES)
+@pytest.mark.slow
 def test_hostile_references_are_refused_by_name_or_compared(
     sandboxed: Callable[[str], Reward], name: str, texts: tuple[str, ...]
 ) -> None:

@@ -72,6 +72,7 @@ def test_a_hostile_value_is_wrong_and_those_beside_it_are_judged(name: str) -> N
 
 
 @pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.slow
 def test_a_hostile_value_on_the_other_side_is_compared_too(name: str) -> None:
     """What a dataset expects, where it is plain data at all."""
     try:

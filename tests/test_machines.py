@@ -147,6 +147,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_cut_link_is_noticed_on_both_ends_and_a_transaction_cut_off_leaves_its_rows_to_others(short_folder: Path) -> None:
     with network(["far"]) as (net, (far,)), postgres_on(net) as url:
         database = Database(url)

@@ -72,6 +72,7 @@ def held_at_its_first_calls(crew: Crew, **changes: Any) -> None:
 # --- signals, Redis ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_worker_that_is_told_to_stop_hands_back_or_finishes_and_exits_with_0(crew: Crew) -> None:
     busy = {
         "rollout": HELD,
@@ -106,6 +107,7 @@ def test_a_redis_that_dies_with_all_it_knew_costs_nothing(crew: Crew) -> None:
     assert crew.count("SELECT sum(losses) FROM groups") == 0
 
 
+@pytest.mark.slow
 def test_a_redis_that_hangs_is_said_in_one_sentence_and_the_workers_go_on_afterwards(crew: Crew) -> None:
     crew.fork_all()
     held_at_its_first_calls(crew)
@@ -133,6 +135,7 @@ def test_messages_that_come_again_while_they_are_worked_on_change_nothing(crew: 
 # --- Postgres, disks --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_postgres_that_restarts_in_the_middle_costs_nothing(short_folder: Path, forks: Nursery, model: Path) -> None:
     with own_postgres(connections=100) as server, server.database() as url:
         crew = Crew(short_folder, forks, model, None, AGENTRL_DATABASE_URL=url)

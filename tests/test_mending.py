@@ -22,7 +22,7 @@ from workers.app import make_app
 from workers.measure import measuring, sized
 from workers.models import models
 from workers.rollout import _refuse, rollout
-from workers.submit import prepare, stored_policy
+from workers.submit import prepare
 from workers.train import train
 from workflow import faults, remote
 from workflow.checkpoint import MANIFEST, MODEL, OPTIMIZER, STATE
@@ -31,10 +31,11 @@ from workflow.envs import Env
 from workflow.errors import CheckpointError, Fenced
 from workflow.scheduler import Dispatch, SendRollouts, SendTrain, plan
 from workflow.settings import settings
-from workflow.store import claims, mending, observe, planning, serving, training, waiting
+from workflow.store import claims, mending, named, observe, planning, serving, training, waiting
 from workflow.store import rollout as rollouts
 from workflow.store.connect import Database
 from workflow.store.mending import Rebuild
+from workflow.store.named import stored_policy
 from workflow.trajectory import PolicyRef
 from workflow.updates import Update
 
@@ -200,6 +201,7 @@ def flip(file: Path) -> None:
         (cut_manifest, "manifest.json cannot be read"),
     ],
 )
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_made_again_and_the_run_ends_bit_for_bit_as_without(
     worker: Database, model: Path, undamaged: dict[str, Any], damage: Callable[[Path], None], found: str
 ) -> None:
@@ -265,7 +267,7 @@ def test_another_runs_policy_that_was_put_back_is_used_without_its_optimizers_st
 
 def measured(db: Database) -> str:
     """An evaluation of the run's newest policy; its name."""
-    config = sized(measuring(RunConfig.model_validate(planning.find_run(db, RUN)["config"]), None, "train", 2, {}))
+    config = sized(measuring(RunConfig.model_validate(named.find_run(db, RUN)["config"]), None, "train", 2, {}))
     return planning.submit(db, prepare(db, config, "eval", stored_policy(db, RUN, None)).submission).name
 
 
@@ -509,7 +511,7 @@ def test_an_evaluation_waits_until_the_run_that_goes_on_has_made_its_checkpoint_
     assert following is not None
     planning.mark_groups_sent(database, planning.start_iteration(database, following))
     group, *_ = evaluated(database)
-    measure = planning.find_run(database, "measure")["id"]
+    measure = named.find_run(database, "measure")["id"]
     assert mending.mark_broken(database, measure, "out/v1", "it is gone") == following
     assert mending.mark_broken(database, measure, "out/v1", "so a second worker says") == following
     assert rollouts.claim_group(database, group, "host:1/a", 60) is None
@@ -539,7 +541,7 @@ def test_an_evaluation_of_what_no_run_makes_again_waits_for_nobody(database: Dat
     assert following is not None
     group, *_ = evaluated(database)
     planning.stop(database, "first", "paused")
-    measure = planning.find_run(database, "measure")["id"]
+    measure = named.find_run(database, "measure")["id"]
     assert mending.mark_broken(database, measure, "out/v1", "gone") is None
     resumed = "`agentrl resume first` makes it again, then type `agentrl resume measure`."
     assert mending.how_to_go_on(database, "measure", "out/v1") == resumed

@@ -16,7 +16,7 @@ from tests.typed import agentrl
 from workflow import checkpoint
 from workflow.config import ModelConfig
 from workflow.policy import Policy
-from workflow.store import serving
+from workflow.store import named
 from workflow.store.connect import Database
 from workflow.trajectory import PolicyRef
 
@@ -40,7 +40,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def sampled(db: Database, base: Path, version: int, **model: Any) -> torch.Tensor:
     """The logits of a stored policy as it samples."""
-    row = serving.find_policy(db, "first", version)
+    row = named.find_policy(db, "first", version)
     policy = Policy.load(ModelConfig.model_validate({"path": str(base), **model}), str(base), "cpu")
     policy.publish(PolicyRef(str(base), policy.base_hash, row["path"], row["sha256"], version))
     with policy.sampling() as module:
@@ -62,6 +62,7 @@ def made_older(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("age", ["new", "older"])
+@pytest.mark.slow
 def test_a_stored_policy_becomes_a_model_that_says_the_same(
     own_database: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, age: str
 ) -> None:

@@ -86,6 +86,7 @@ def process(path: str, sha256: str) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, "-c", ELSEWHERE, path, sha256], stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_what_was_written_at_a_url_is_fetched_whole_or_in_part(place: str) -> None:
     path, sha256 = written(place)
     folder = mirror.local(path, sha256)

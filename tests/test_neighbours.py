@@ -84,6 +84,7 @@ def in_the_sandbox() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("neighbours", [nobody, on_the_machine, in_the_sandbox])
+@pytest.mark.slow
 def test_eight_busy_loops_beside_eight_sessions_change_no_reward(
     box: None, neighbours: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ print(lacking(torch.bfloat16))
 """A turn of a small model in each half precision; prints why bfloat16 is not packed."""
 
 
+@pytest.mark.slow
 def test_a_turn_is_sampled_in_bfloat16(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SAMPLES, str(tiny_random(tmp_path / "base"))]
     done = subprocess.run(command, env=older_processor(), capture_output=True, text=True, timeout=240, check=False)

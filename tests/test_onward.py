@@ -20,7 +20,7 @@ from workers import submit as submission
 from workflow import checkpoint
 from workflow.epochs import link
 from workflow.settings import settings
-from workflow.store import epochs, planning
+from workflow.store import epochs, named
 from workflow.store.connect import Database
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -60,13 +60,14 @@ def apart(one: Path | str, other: Path | str) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_policy_of_another_and_names_it(
     worker: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     made = published(worker, base, tmp_path / "out", KINDS[kind], versions=2, epochs=2)
     agentrl(capsys, "submit", *SMALL, "--model", "first@1", "--name", "second")
     do_jobs()
-    row = planning.find_run(worker, "second")
+    row = named.find_run(worker, "second")
     assert (row["status"], row["base"]) == ("done", str(base))
     assert row["manifest"]["from"] == {"run": "first", "version": 1, "lora": "continue"}
     assert row["config"]["model"]["path"] == "first@1"
@@ -77,13 +78,14 @@ def test_a_run_goes_on_from_a_policy_of_another_and_names_it(
 
     agentrl(capsys, "submit", *SMALL, "--model", "second@epoch1", "--name", "third", "--eval-every", "1")
     do_jobs()
-    third = planning.find_run(worker, "third")
+    third = named.find_run(worker, "third")
     assert third["manifest"]["from"] == {"run": "second", "version": 1, "lora": "continue"}
     assert (third["status"], third["config"]["model"]["path"]) == ("done", "second@1")
     assert value(worker, f"SELECT count(*) FROM runs WHERE measures_id = {third['id']} AND status = 'done'") == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_a_new_lora_begins_on_the_merged_policy(
     worker: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
@@ -95,7 +97,7 @@ def test_a_new_lora_begins_on_the_merged_policy(
     said = agentrl(capsys, *words, "--name", "second")[1]
     assert "Merging first@1 into" in said
     do_jobs()
-    row = planning.find_run(worker, "second")
+    row = named.find_run(worker, "second")
     assert (row["status"], row["base"]) == ("done", str(settings().models_dir / "first-v1"))
     assert row["manifest"]["from"] == {"run": "first", "version": 1, "lora": "new"}
     trained = value(worker, f"SELECT path FROM policies WHERE run_id = {row['id']} AND version = 1")
@@ -103,6 +105,7 @@ def test_a_new_lora_begins_on_the_merged_policy(
     assert "Merging" not in agentrl(capsys, *words, "--name", "other")[1], "it is there already"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_named_by_its_path_too(
     worker: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,6 +117,7 @@ def test_a_checkpoint_is_named_by_its_path_too(
         assert plan["config"]["model"]["path"] == "first@1"
 
 
+@pytest.mark.slow
 def test_what_the_weights_have_already_cannot_be_chosen_again(
     worker: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,4 +167,4 @@ def test_a_policy_beside_4_bits_is_dequantised_before_a_new_lora_begins(
     said = agentrl(capsys, "submit", *SMALL, "--model", "first@1", "--lora", "new", "--name", "second")[1]
     assert "The base was dequantised" in said
     do_jobs()
-    assert planning.find_run(worker, "second")["status"] == "done"
+    assert named.find_run(worker, "second")["status"] == "done"

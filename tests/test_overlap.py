@@ -53,6 +53,7 @@ def moment(crew: Crew, query: str) -> float:
     return datetime.fromisoformat(crew.ask(query)).replace(tzinfo=UTC).timestamp()
 
 
+@pytest.mark.slow
 def test_rollouts_go_on_during_updates_and_sample_with_the_version_before(crew: Crew, undisturbed: record.Record) -> None:
     """It would come to no end otherwise: see `tests.ahead`."""
     for role in ("train", "tools", "control"):
@@ -73,6 +74,7 @@ def test_rollouts_go_on_during_updates_and_sample_with_the_version_before(crew: 
     "fault",
     ["claim_iteration.after:2:kill", "update.after:2:kill", "commit_update.after:1:kill", "commit_update.before:3:kill"],
 )
+@pytest.mark.slow
 def test_a_trainer_killed_in_the_middle_changes_nothing(crew: Crew, undisturbed: record.Record, fault: str) -> None:
     """Every episode is consumed once, and the tokens and weights are bit for bit the undisturbed run's."""
     doomed = crew.fork("train", AGENTRL_FAULT=fault)
@@ -118,6 +120,7 @@ def test_a_damaged_checkpoint_that_is_not_the_newest_but_still_sampled_with_is_m
     ]
 
 
+@pytest.mark.slow
 def test_a_worker_that_rolls_out_and_trains_refuses_such_a_run_and_says_what_to_start(crew: Crew) -> None:
     crew.fork("rollout", "train")
     crew.submit(**EXACT)

@@ -21,7 +21,7 @@ from workflow.errors import ModelError
 from workflow.models import base_hash, code_hash, own_code
 from workflow.policy import Policy
 from workflow.settings import settings
-from workflow.store import planning, serving
+from workflow.store import named, planning
 from workflow.store.connect import Database
 from workflow.trajectory import PolicyRef
 
@@ -92,7 +92,7 @@ def test_it_samples_trains_and_loads_again(
 ) -> None:
     agentrl(capsys, "submit", *SMALL, "--model", str(own), "--name", "first", "--trust-remote-code")
     do_jobs()
-    row = planning.find_run(worker, "first")
+    row = named.find_run(worker, "first")
     assert (row["status"], row["reason"]) == ("done", "")
     assert row["config"]["model"]["trust_remote_code"] is True
     assert row["manifest"]["trust_remote_code"] is True
@@ -101,7 +101,7 @@ def test_it_samples_trains_and_loads_again(
     assert value(worker, "SELECT grad_norm > 0 FROM updates")
     assert value(worker, "SELECT sampler_difference_max < 1e-4 FROM updates"), "the engine computes what the trainer does"
 
-    made = serving.find_policy(worker, "first", 1)
+    made = named.find_policy(worker, "first", 1)
     restart()
     policy = Policy.load(ModelConfig.model_validate(row["config"]["model"]), str(own), "cpu")
     policy.publish(PolicyRef(str(own), policy.base_hash, made["path"], made["sha256"], 1))
@@ -162,7 +162,7 @@ def test_a_run_whose_models_code_was_changed_does_not_go_on(
     assert base_hash(own) == before
     planning.resume(worker, "first")
     do_jobs()
-    row = planning.find_run(worker, "first")
+    row = named.find_run(worker, "first")
     assert row["status"] == "failed"
     assert "was made with code" in row["reason"]
 

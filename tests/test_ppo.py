@@ -170,6 +170,7 @@ def test_a_critic_s_options_are_refused_where_there_is_no_critic() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in names("algorithms") if name != "pass_at_k"])
+@pytest.mark.slow
 def test_with_every_algorithm_a_rewarded_set_of_tokens_becomes_likely(tmp_path: Path, name: str) -> None:
     means = bandit(tmp_path, quick(name))
     assert means[0] < 0.7, means

@@ -18,7 +18,7 @@ from cli.commands import COMMANDS
 from tests.test_cli import LOADED, data, run  # noqa: F401 - fixtures
 from workflow.errors import NotFoundError
 from workflow.settings import settings
-from workflow.store import evals, ledger, observe
+from workflow.store import ledger, observe, results
 from workflow.store.connect import Database
 from workflow.store.migrate import downgrade, head, open_database
 from workflow.store.reader import Reader, newest_revision, postgres_parts, sqlite_path
@@ -87,7 +87,7 @@ def test_a_database_of_another_revision_is_left_to_the_whole_one_which_upgrades_
 
 def test_a_query_that_the_driver_cannot_run_goes_to_the_whole_database(data: Database, run: str) -> None:  # noqa: F811
     asked = Reader(data.url.render_as_string(hide_password=False), lambda: data)
-    assert evals.measured_datasets(asked) == evals.measured_datasets(data)
+    assert results.measured_datasets(asked) == results.measured_datasets(data)
 
 
 def test_the_newest_revision_is_the_head_of_the_migrations() -> None:

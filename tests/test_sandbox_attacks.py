@@ -129,6 +129,7 @@ def test_what_only_takes_time_ends_at_the_clocks_limit(sandbox: Boxed, name: str
         *(pytest.param(name, False, id=f"{name}, without one") for name in TELLING),
     ],
 )
+@pytest.mark.slow
 def test_what_a_cell_leaves_ends_with_it_and_nothing_runs_until_the_next(
     name: str, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

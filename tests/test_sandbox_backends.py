@@ -443,6 +443,7 @@ def test_a_sessions_names_and_files_last(kept_session: Session) -> None:
 
 
 @pytest.mark.parametrize("name", DEATHS)
+@pytest.mark.slow
 def test_a_cell_that_dies_leaves_the_state_as_before_it(kept_session: Session, name: str) -> None:
     code, status = DEATHS[name]
     kept_session.run("x = 1")
@@ -455,6 +456,7 @@ OF_A_CELL = [(kind, name) for kind in KINDS for name in (TELLING if kind == "lan
 
 
 @pytest.mark.parametrize(("sandbox", "name"), OF_A_CELL, indirect=["sandbox"])
+@pytest.mark.slow
 def test_what_a_cell_leaves_ends_with_it_and_nothing_runs_until_the_next(sandbox: Sandbox, name: str) -> None:
     leaves_nothing(sandbox, name)
 

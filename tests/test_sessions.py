@@ -429,6 +429,7 @@ def replayed(stack: Stack, work: GroupWork, monkeypatch: pytest.MonkeyPatch, cap
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_killed_workers_session_goes_on_elsewhere_as_if_nothing_had_happened(stack: Stack, box: None) -> None:
     first = stack.worker("tools")
     work = real(stack, "python_session")

@@ -64,6 +64,7 @@ def ensure(stack: Stack, stay: bool = False) -> bool:
     return done.stdout == "True\n"
 
 
+@pytest.mark.slow
 def test_who_asks_while_the_idle_stack_is_stopping_gets_a_new_one(stack: Stack) -> None:
     assert ensure(stack)
     first = embedded.running(stack.settings)
@@ -78,6 +79,7 @@ def test_who_asks_while_the_idle_stack_is_stopping_gets_a_new_one(stack: Stack) 
     assert embedded.running(stack.settings) == second
 
 
+@pytest.mark.slow
 def test_up_keeps_a_stack_that_submit_started(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Supervisor, "_busy", lambda self: False)
     assert ensure(stack)

@@ -30,7 +30,7 @@ from workflow.columns import now_ms
 from workflow.dynamic import choose
 from workflow.errors import Fenced
 from workflow.scheduler import Dispatch, SendRollouts, SendTrain, headers, plan
-from workflow.store import calls, claims, planning, rollout, serving, steps, training
+from workflow.store import calls, claims, named, planning, rollout, serving, steps, training
 from workflow.store.calls import UNKNOWN_OUTCOME
 from workflow.store.claims import IterationWork, SampledOn
 from workflow.store.connect import Database
@@ -405,7 +405,7 @@ class World(RuleBasedStateMachine):
 
     @rule(run=st.sampled_from(RUNS), how=st.sampled_from(["paused", "resumed", "resumed"]))
     def pause_or_resume(self, run: str, how: str) -> None:
-        status = planning.find_run(self.db, run)["status"]
+        status = named.find_run(self.db, run)["status"]
         if how == "paused" and status in ("running", "paused"):
             planning.stop(self.db, run, "paused")
         elif how == "resumed" and status in planning.RESUMABLE:
@@ -414,7 +414,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: len(self.seen) > 60)
     @rule(really=seldom)
     def cancel_the_second_run(self, really: bool) -> None:
-        if really and planning.find_run(self.db, "two")["status"] in planning.RESUMABLE:
+        if really and named.find_run(self.db, "two")["status"] in planning.RESUMABLE:
             planning.stop(self.db, "two", "cancelled")
 
     # what goes well
@@ -443,9 +443,9 @@ class World(RuleBasedStateMachine):
     def teardown(self) -> None:
         try:
             idle, moves = 0, 0
-            while unfinished := [run for run in RUNS if planning.find_run(self.db, run)["status"] not in ("done", "cancelled")]:
+            while unfinished := [run for run in RUNS if named.find_run(self.db, run)["status"] not in ("done", "cancelled")]:
                 for run in unfinished:
-                    if planning.find_run(self.db, run)["status"] != "running":
+                    if named.find_run(self.db, run)["status"] != "running":
                         planning.resume(self.db, run)
                 idle += not self.move("control:last")
                 moves += 1

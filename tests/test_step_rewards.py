@@ -330,6 +330,7 @@ def test_a_weight_that_is_assigned_as_an_option_is_told_how_it_is_written() -> N
         resolve(assignments=("rewards.format=0.1",))
 
 
+@pytest.mark.slow
 def test_the_flag_is_repeated_and_its_plan_shows_all_weights(
     own_database: Database, asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

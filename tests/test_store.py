@@ -30,7 +30,7 @@ from workflow import db as tables
 from workflow import views
 from workflow.errors import ConflictError, Fenced, NotFoundError
 from workflow.rewards import LARGEST
-from workflow.store import observe, planning, rollout, serving, steps, training, waiting
+from workflow.store import named, observe, planning, rollout, serving, steps, training, waiting
 from workflow.store.connect import Database
 from workflow.store.iterations import task_order
 from workflow.store.planning import Submitted
@@ -45,7 +45,7 @@ def test_a_submission_writes_the_run_and_its_first_iteration_whole(database: Dat
     assert made == Submitted(1, "first", True, 6)
     assert values(database, "SELECT count(*) FROM iterations") == [1]
     assert values(database, "SELECT status FROM episodes") == ["planned"] * 4
-    assert serving.find_policy(database, "first", None)["version"] == 0
+    assert named.find_policy(database, "first", None)["version"] == 0
 
 
 def test_submitting_the_same_again_finds_the_run_and_another_config_is_a_conflict(database: Database) -> None:
@@ -102,12 +102,12 @@ def test_a_run_of_so_many_iterations_ends_in_the_middle_of_an_epoch(database: Da
     seen = values(database, "SELECT task FROM v_groups ORDER BY iteration, slot")
     orders = [task_order(0, epoch, [f"train/{number}" for number in range(5)]) for epoch in range(2)]
     assert seen == [f"train/{index}" for index in (*orders[0], *orders[1][:2])]
-    assert planning.find_run(database, "first")["status"] == "done"
+    assert named.find_run(database, "first")["status"] == "done"
 
 
 def test_an_unknown_run_is_not_found(database: Database) -> None:
     with pytest.raises(NotFoundError, match="'nobody'"):
-        planning.find_run(database, "nobody")
+        named.find_run(database, "nobody")
 
 
 # claims

@@ -30,7 +30,7 @@ from tests.stored import (
 from workflow import db as tables
 from workflow.errors import Fenced, ModelError, StateError
 from workflow.evaluate import Score, evaluate
-from workflow.store import claims, ledger, observe, planning, rollout, serving, steps, training
+from workflow.store import claims, ledger, named, observe, planning, rollout, serving, steps, training
 from workflow.store.connect import Database
 from workflow.store.rollout import MAX_LOSSES
 
@@ -213,7 +213,7 @@ def test_the_commit_publishes_the_policy_and_plans_the_next_iteration_with_it(da
 def test_a_skipped_update_publishes_an_alias_of_the_same_weights(database: Database) -> None:
     work = ready(database, submission(epochs=2))
     training.commit_update(database, work, update_of(work, path="", sha256="", skipped="every group was flat"), 3)
-    policy = serving.find_policy(database, "first", 1)
+    policy = named.find_policy(database, "first", 1)
     assert (policy["kind"], policy["path"]) == ("alias", "")
 
 
@@ -252,7 +252,7 @@ def test_with_under_half_of_the_episodes_trainable_the_run_pauses_until_it_is_re
     assert last.iteration is not None
     assert claims.claim_iteration(database, last.iteration, "trainer:1", LEASE) is None
     assert status_of_run(database) == "paused"
-    assert "only 1 of 4" in planning.find_run(database, "first")["reason"]
+    assert "only 1 of 4" in named.find_run(database, "first")["reason"]
     planning.resume(database, "first")
     claim_training(database, last.iteration)
 

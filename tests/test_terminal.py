@@ -210,6 +210,7 @@ def offered(line: str, home: Path) -> tuple[set[str], set[str]]:
         ("agentrl sql --schema v_it", "v_iterations"),
     ],
 )
+@pytest.mark.slow
 def test_completion_knows_what_a_word_may_become_and_is_quick(run: str, line: str, word: str) -> None:  # noqa: F811
     words, modules = offered(line, settings().home)
     assert word in words
@@ -252,6 +253,7 @@ def test_a_list_as_json_has_the_columns_of_its_view(
     assert json.loads(agentrl(capsys, words, "--limit", "1", "--json"))[0].keys() == asked[0].keys()
 
 
+@pytest.mark.slow
 def test_a_stack_that_does_not_come_up_leaves_a_run_that_says_why_and_what_to_type(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

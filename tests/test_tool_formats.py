@@ -98,6 +98,7 @@ def test_calls_are_written_as_the_family_writes_them(tool_format: ToolFormat) ->
 @each_format
 @hypothesis_settings(max_examples=100, deadline=None)
 @given(made=several, content=words)
+@pytest.mark.slow
 def test_what_is_written_reads_back_as_the_same_calls(tool_format: ToolFormat, made: list[ToolCall], content: str) -> None:
     text = tool_format.write(content, made, ())
     assert said(parse_text(text, tool_format)) == said(Message("assistant", content, tool_calls=tuple(made)))
@@ -215,6 +216,7 @@ hostile = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=20).m
 @each_format
 @hypothesis_settings(max_examples=150, deadline=None)
 @given(text=hostile, tail=hostile)
+@pytest.mark.slow
 def test_any_text_can_be_read_and_nothing_of_it_is_lost(tool_format: ToolFormat, text: str, tail: str) -> None:
     begun = tool_format.write("", [ToolCall("f", {"a": "zq"})], ()).partition("zq")[0]
     for whole in (text, begun + tail, text + begun + tail):
@@ -236,6 +238,7 @@ UNITS = (
 
 
 @each_format
+@pytest.mark.slow
 def test_a_long_text_is_read_in_linear_time(tool_format: ToolFormat) -> None:
     begun = tool_format.write("", [ToolCall("f", {"a": "zq"})], ()).partition("zq")[0]
     whole = [start + unit * (400_000 // len(unit)) for unit in UNITS for start in ("", begun)]

@@ -137,6 +137,7 @@ def loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield made
 
 
+@pytest.mark.slow
 def test_tools_are_listed_told_of_and_called(loopback: Server) -> None:
     with loopback.client() as client:
         names = [tool["name"] for tool in client.get("/tools").json()]
@@ -378,6 +379,7 @@ def test_a_session_that_loses_its_interpreter_is_over_and_harms_no_other(coder: 
         assert client.delete(f"/sessions/{other}").status_code == 204
 
 
+@pytest.mark.slow
 def test_sigterm_ends_all_sessions_after_the_cell_that_runs(short_folder: Path) -> None:
     boxes.machine()
     left = "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(999)'])"

@@ -160,6 +160,7 @@ def wait_for(met: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.slow
 def test_a_server_ends_with_the_process_that_used_it(listed: tuple[ServedTool, ...], number: int) -> None:
     told = next(told for told in listed if told.name == "process").model_dump()
     code = (
@@ -298,6 +299,7 @@ def test_a_servers_tool_works_from_submit_to_the_transcript(
     assert build(config.flat()) == config  # as forks are made
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_tools_and_shows_what_was_recorded(
     home: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

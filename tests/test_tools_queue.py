@@ -49,6 +49,7 @@ def stack(short_folder: Path, redis_server: Settings, monkeypatch: pytest.Monkey
     made.close()
 
 
+@pytest.mark.slow
 def test_the_calls_of_a_turn_run_side_by_side_and_share_a_server(stack: Stack, tmp_path: Path) -> None:
     if find_spec("mcp") is None:
         missing("the mcp SDK")

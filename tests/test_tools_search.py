@@ -305,6 +305,7 @@ def test_an_encoding_that_no_page_has_is_not_tried(site: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/comments", "/tags"])
+@pytest.mark.slow
 def test_a_page_that_takes_for_ever_to_read_is_given_up(site: str, path: str) -> None:
     began = time.process_time()
     with pytest.raises(ToolFailure, match="the page takes too long to read"):

@@ -107,6 +107,7 @@ LONG_WORK = {
 
 
 @pytest.mark.parametrize("query", LONG_WORK.values(), ids=LONG_WORK)
+@pytest.mark.slow
 def test_work_that_no_instruction_tells_of_is_stopped_with_its_process(monkeypatch: pytest.MonkeyPatch, query: str) -> None:
     monkeypatch.setattr(querying, "CPU_SECONDS", 1)
     before = time.process_time()

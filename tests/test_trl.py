@@ -111,6 +111,7 @@ OPTIONS = {
 
 @KINDS
 @NAMES
+@pytest.mark.slow
 def test_one_update_of_ours_and_one_of_trl_s_have_the_same_gradient(
     trl: None, folder: Path, tmp_path: Path, name: str, lora_r: int
 ) -> None:
@@ -118,6 +119,7 @@ def test_one_update_of_ours_and_one_of_trl_s_have_the_same_gradient(
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.slow
 def test_they_have_it_with_every_option_that_trl_takes(
     trl: None, folder: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -134,6 +136,7 @@ def assert_same_update(folder: Path, tmp_path: Path, run: RunConfig) -> None:
 
 
 @NAMES
+@pytest.mark.slow
 def test_in_float32_too(trl: None, folder: Path, tmp_path: Path, name: str) -> None:
     (ours, _), (theirs, _) = both(folder, tmp_path, asked(4, exact=False, algorithm__name=name))
     assert float(torch.nn.functional.cosine_similarity(ours.double(), theirs.double(), dim=0)) > 0.99999
@@ -147,6 +150,7 @@ LATER: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "more"), LATER)
+@pytest.mark.slow
 def test_later_passes_have_the_same_ratios_and_clips(
     trl: None, folder: Path, tmp_path: Path, name: str, more: dict[str, Any]
 ) -> None:
@@ -191,6 +195,7 @@ def test_what_a_tool_said_does_not_train_and_is_read(trl: None, folder: Path, tm
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adamw_8bit", marks=quantised)])
 @KINDS
+@pytest.mark.slow
 def test_going_on_from_a_checkpoint_is_going_on_bit_for_bit(
     trl: None, folder: Path, tmp_path: Path, lora_r: int, optimizer: str
 ) -> None:
@@ -239,6 +244,7 @@ def test_the_policy_comes_back_as_it_was_lent(trl: None, folder: Path, lora_r: i
 
 
 @KINDS
+@pytest.mark.slow
 def test_after_a_gradient_that_is_not_finite_the_last_checkpoint_leads_on_as_if_nothing_was(
     trl: None, folder: Path, tmp_path: Path, lora_r: int
 ) -> None:
@@ -367,6 +373,7 @@ def test_what_is_minimised_is_trl_s_word_for_it() -> None:
     assert words(algorithm__name="sapo") == ("sapo", "token", 0.0)
 
 
+@pytest.mark.slow
 def test_without_the_extra_it_is_one_sentence_and_what_to_install() -> None:
     """In a process that cannot see TRL: the check says so, and nothing else needed it."""
     program = (

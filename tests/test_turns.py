@@ -255,6 +255,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.slow
 def test_a_megabyte_of_anything_is_read_soon_and_told_in_a_few_words(text: str) -> None:
     began = time.process_time()
     message = parse_text(text)

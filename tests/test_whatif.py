@@ -18,7 +18,7 @@ from tests.stored import altered, value, values
 from tests.test_mending import a_worker, do_jobs
 from tests.test_trainer import config, gradient, groups_of, saved, trainer_of, unchanged
 from workers.stored import prepare_stored
-from workers.submit import prepare, stored_policy
+from workers.submit import prepare
 from workers.whatif import question
 from workflow import checkpoint
 from workflow import whatif as module
@@ -29,6 +29,7 @@ from workflow.policy import Policy
 from workflow.settings import settings
 from workflow.store import planning
 from workflow.store.connect import Database
+from workflow.store.named import stored_policy
 from workflow.trainer import Trainer
 
 ITERATIONS = 3

@@ -127,13 +127,13 @@ def steady(x: str) -> str:
 def test_a_process_that_stands_still_takes_none_of_a_calls_time() -> None:
     script = (
         "from tests.test_workers import Tool, run_tool, steady, work_for\n"
-        "print(run_tool(Tool(steady, timeout_seconds=1.0), work_for(steady)).content)"
+        "print(run_tool(Tool(steady, timeout_seconds=4.0), work_for(steady)).content)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGSTOP)
-        time.sleep(1.5)
+        time.sleep(5.0)
         process.send_signal(signal.SIGCONT)
         assert process.stdout.read() == "1\n"
 

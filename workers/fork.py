@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workers.measure import ONCE, how_sampled
-from workers.submit import Prepared, free_name, manifest, output_folder, stored_policy, version_number
+from workers.submit import Prepared, free_name, manifest, output_folder
 from workflow.config import RunConfig, build
 from workflow.envs import Env, scoring_hash
 from workflow.errors import ConfigError, ModelError
 from workflow.plugins import find
 from workflow.store.connect import Database
-from workflow.store.evals import Version
 from workflow.store.forks import Fork, ForkPoint, fork_point
+from workflow.store.named import Version, stored_policy, version_number
 from workflow.store.planning import Submission
 from workflow.trajectory import Message, PolicyRef
 

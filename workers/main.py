@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from workflow.errors import ConfigError
+from workflow.garbage import collect_seldom
 from workflow.settings import settings
 
 if TYPE_CHECKING:
@@ -165,5 +166,6 @@ def run_together(idle: Callable[[], bool]) -> None:
 
 
 if __name__ == "__main__":
+    collect_seldom()
     settings()
     run(sys.argv[1].split(","))

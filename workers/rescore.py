@@ -10,7 +10,7 @@ from workflow.errors import ConfigError, RewardError, StateError
 from workflow.plugins import find
 from workflow.resolve import weighted
 from workflow.rewards import Part, code_hash, score, total, whole
-from workflow.store import planning, scoring
+from workflow.store import named, scoring
 from workflow.store.connect import Database
 
 
@@ -30,7 +30,7 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
         RewardError: a reward raised; nothing was written.
         StateError: no episode of the run is done.
     """
-    row = planning.find_run(db, run)
+    row = named.find_run(db, run)
     weights = weighted(rewards)
     for reward in weights:
         find("rewards", reward)

@@ -17,16 +17,15 @@ from workers.submit import (
     output_folder,
     remark_on_rewards,
     remarks_on,
-    stored_policy,
 )
 from workflow.algorithms import Algorithm, settled_run
 from workflow.config import RunConfig, SourceConfig, build
 from workflow.errors import ConfigError, StateError
 from workflow.hooks import load_hooks
 from workflow.plugins import find
-from workflow.store import planning
 from workflow.store.connect import Database
 from workflow.store.forks import StoredRun, counted_twice, run_of_group, stored_run
+from workflow.store.named import find_run, stored_policy
 from workflow.store.planning import Submission
 from workflow.trajectory import PolicyRef
 from workflow.trl_options import check_trainer
@@ -141,7 +140,7 @@ def _refuse_ignored(chosen: Mapping[str, Any]) -> None:
 
 def _sources(db: Database, asked: SourceConfig, least: int) -> list[StoredRun]:
     """The runs to take groups from, each with those of its groups that are named; all where the run itself is."""
-    named: dict[int, list[int]] = {planning.find_run(db, run)["id"]: [] for run in asked.runs}
+    named: dict[int, list[int]] = {find_run(db, run)["id"]: [] for run in asked.runs}
     whole = set(named)
     for group in asked.groups:
         run = run_of_group(db, group)

@@ -24,16 +24,14 @@ from workflow.config import RunConfig
 from workflow.datasets import load_tasks
 from workflow.engines import Backend
 from workflow.envs import Env, gives_rewards, offered, scoring_hash, told_right_by, weights_of
-from workflow.errors import ConfigError, ConflictError, ModelError
+from workflow.errors import ConfigError, ConflictError
 from workflow.hooks import load_hooks
-from workflow.models import base_hash, check_code, check_on_hub, local_folder, lora_rank, resolve_model
+from workflow.models import check_code, local_folder, lora_rank, starting_policy
 from workflow.plugins import find
 from workflow.rewards import check_rewards, judges_of
 from workflow.settings import Settings, is_url, settings
-from workflow.store import evals, planning, serving
+from workflow.store import evals, planning
 from workflow.store.connect import Database
-from workflow.store.epochs import Epoch
-from workflow.store.evals import Version
 from workflow.store.planning import Submission, Submitted
 from workflow.templates import check_template, remark_on_tools, settled
 from workflow.trajectory import PolicyRef, Task
@@ -90,7 +88,7 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     engines.check(backend, config, trains=kind == "train", trained=trained)
     if backend.at_url:
         _check_server(settings())
-    ref = policy or starting_policy(config)
+    ref = policy or starting_policy(config.model.path, config.dataset.name)
     folder = _at_hand(ref.base)
     if folder is not None:
         check_code(config.model, folder)
@@ -230,53 +228,6 @@ def _written(db: Database, prepared: Prepared) -> Submitted:
         folder = submission.output_dir.removesuffix(submission.name) + name
         output = submission.output_dir if prepared.config.output_dir else folder
         submission = replace(submission, name=name, config={**submission.config, "name": name}, output_dir=output)
-
-
-def starting_policy(config: RunConfig) -> PolicyRef:
-    """The base as it is. A local folder's hash is taken now, a hub model's when a worker first loads it.
-
-    Raises:
-        ModelError: there is no such folder, and no such model on the hub.
-    """
-    base = known_model(config)
-    folder = Path(base)
-    return PolicyRef(base, base_hash(folder) if folder.is_dir() else "")
-
-
-def known_model(config: RunConfig) -> str:
-    """What the config's model means: a folder, or a name that the hub knows. Raises as `starting_policy`."""
-    base = resolve_model(config.model.path, config.dataset.name)
-    folder = Path(base)
-    if not folder.is_dir():
-        if folder.is_absolute() or base.startswith("."):
-            raise ModelError(f"There is no model in {base!r}.", "Pass a folder in the hub's format, a hub name, or tiny.")
-        check_on_hub(base)
-    return base
-
-
-def version_number(word: str) -> Version:
-    """The version that `3`, `v3`, `best` or `epoch3` names.
-
-    Raises:
-        ConfigError: it names none.
-    """
-    if word == "best":
-        return "best"
-    digits = word.removeprefix("epoch").removeprefix("v")
-    if not (digits.isascii() and digits.isdecimal() and len(digits) < 20) or word.startswith("epochv"):
-        raise ConfigError(f"{word!r} is no policy version.", "Write RUN@3, RUN@best or RUN@epoch3.")
-    return Epoch(int(digits)) if word.startswith("epoch") else int(digits)
-
-
-def stored_policy(db: Database, run: str, version: Version) -> PolicyRef:
-    """The policy that a run published: of that version, or the best by its evaluations, or (None) the newest.
-
-    Raises:
-        NotFoundError: no such run or version.
-        CheckpointError: its weights were collected.
-    """
-    row = serving.find_policy(db, run, version)
-    return PolicyRef(row["base"], row["base_hash"], row["path"], row["sha256"], row["version"])
 
 
 def _check_sampling(config: RunConfig, kind: str) -> None:

@@ -26,7 +26,7 @@ from workflow.faults import faultpoint
 from workflow.hooks import load_hooks
 from workflow.parameters import counted
 from workflow.settings import is_url, settings
-from workflow.store import claims, epochs, evals, keeping, mending, training
+from workflow.store import claims, epochs, keeping, mending, results, training
 from workflow.store.claims import IterationWork, SampledOn
 from workflow.store.iterations import staleness_of
 from workflow.store.mending import Rebuild
@@ -92,7 +92,7 @@ def _act(work: IterationWork, fenced: threading.Event) -> Published:
 def _conclude(work: IterationWork) -> Published:
     """Ends a run that updates nothing."""
     if work.kind == "eval":
-        training.finish_eval(database(), work, evaluate(work.groups, evals.right_episodes(database(), work.id)))
+        training.finish_eval(database(), work, evaluate(work.groups, results.right_episodes(database(), work.id)))
     else:
         training.finish_fork(database(), work)
     return Published(0, None)

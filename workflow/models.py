@@ -17,6 +17,7 @@ from workflow.config import ModelConfig
 from workflow.errors import ConflictError, ModelError
 from workflow.plugins import find
 from workflow.settings import settings
+from workflow.trajectory import PolicyRef
 
 TINY = "tiny"
 TINY_DATASET = "arithmetic"
@@ -49,6 +50,28 @@ def resolve_model(name: str, dataset: str) -> str:
     if name == TINY:
         raise _no_tiny(dataset)
     return str(Path(name).expanduser().resolve()) if Path(name).expanduser().is_dir() else name
+
+
+def starting_policy(name: str, dataset: str) -> PolicyRef:
+    """A model as it is. A local folder's hash is taken now, a hub model's when a worker first loads it.
+
+    Raises:
+        ModelError: there is no such folder, and no such model on the hub.
+    """
+    base = known_model(name, dataset)
+    folder = Path(base)
+    return PolicyRef(base, base_hash(folder) if folder.is_dir() else "")
+
+
+def known_model(name: str, dataset: str) -> str:
+    """As `resolve_model`, of a model that there is: a folder, or a name that the hub knows. Raises as `starting_policy`."""
+    base = resolve_model(name, dataset)
+    folder = Path(base)
+    if not folder.is_dir():
+        if folder.is_absolute() or base.startswith("."):
+            raise ModelError(f"There is no model in {base!r}.", "Pass a folder in the hub's format, a hub name, or tiny.")
+        check_on_hub(base)
+    return base
 
 
 def _no_tiny(dataset: str) -> ModelError:

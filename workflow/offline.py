@@ -23,6 +23,7 @@ from workflow.batch import Row, collate, rows_of, size
 from workflow.chat import Chat
 from workflow.config import ModelConfig
 from workflow.errors import ModelError
+from workflow.garbage import collect_as_usual
 from workflow.interrupted import Resumable
 from workflow.merging import merged, write_model
 from workflow.moments import optimizer_of
@@ -238,6 +239,7 @@ def train(
         CheckpointError: a checkpoint cannot be read or written.
         InfraError: memory does not suffice for one example.
     """
+    collect_as_usual()
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     device = next(module.parameters()).device
     optimizer = optimizer_of(recipe.optimizer, parameters, recipe.learning_rate, BETAS, WEIGHT_DECAY)

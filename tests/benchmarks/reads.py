@@ -21,10 +21,12 @@ from workflow.store import (
     keeping,
     ledger,
     mending,
+    named,
     observe,
     offline,
     origin,
     past,
+    results,
     rollout,
     scoring,
     serving,
@@ -33,7 +35,7 @@ from workflow.store import (
     waiting,
 )
 from workflow.store.connect import Database
-from workflow.store.planning import find_run, open_iterations
+from workflow.store.planning import open_iterations
 from workflow.trajectory import PolicyRef
 from workflow.views import VIEWS
 
@@ -92,8 +94,8 @@ def whole_database() -> dict[str, Read]:
         "service_holder": lambda database: serving.service_holder(database, "control"),
         "lost_calls": rolled_back(calls.lost_calls, 5),
         "keep sessions": rolled_back(sessions.keep, "nobody", LEASE),
-        "measured_datasets": evals.measured_datasets,
-        "policy_at": lambda database: evals.policy_at(database, "runs/none/v1"),
+        "measured_datasets": results.measured_datasets,
+        "policy_at": lambda database: named.policy_at(database, "runs/none/v1"),
         "gc: checkpoints": keeping.checkpoints,
     }
     for view in VIEWS:
@@ -126,8 +128,8 @@ def pages_of(run: Run) -> dict[str, Read]:
         "waits_for": lambda database: waiting.waits_for(database, run.id),
         "list_iterations, new": lambda database: observe.list_iterations(database, name, run.iterations - 1),
         "waiting_evals": lambda database: evals.waiting_evals(database, run.id),
-        "find_policy": lambda database: serving.find_policy(database, name, None),
-        "find_policy, best": lambda database: serving.find_policy(database, name, "best"),
+        "find_policy": lambda database: named.find_policy(database, name, None),
+        "find_policy, best": lambda database: named.find_policy(database, name, "best"),
         "open_iterations": lambda database: open_iterations(database, run.id),
         "optimizer_to_drop": lambda database: training.optimizer_to_drop(database, run.id),
         "claim a group": lambda database: _claim_group(database, run.id),
@@ -183,15 +185,15 @@ def _of_eval(name: str) -> dict[str, Read]:
     """`compare` and `eval`."""
 
     def of_run(query: Callable[[Database, int], object]) -> Read:
-        return lambda database: query(database, find_run(database, name)["id"])
+        return lambda database: query(database, named.find_run(database, name)["id"])
 
     return {
         "evaluation": lambda database: observe.evaluation(database, name),
-        "find_evals": lambda database: evals.find_evals(database, name),
-        "evals_of_policy": lambda database: evals.evals_of_policy(database, PolicyRef("tiny", "b" * 64)),
-        "task_means": of_run(evals.task_means),
-        "done_episodes": of_run(evals.done_episodes),
-        "right_episodes": lambda database: evals.right_episodes(database, evals.find_evals(database, name)[0]["iteration"]),
+        "find_evals": lambda database: results.find_evals(database, name),
+        "evals_of_policy": lambda database: results.evals_of_policy(database, PolicyRef("tiny", "b" * 64)),
+        "task_means": of_run(results.task_means),
+        "done_episodes": of_run(results.done_episodes),
+        "right_episodes": lambda database: results.right_episodes(database, results.find_evals(database, name)[0]["iteration"]),
     }
 
 

@@ -14,13 +14,14 @@ from workflow.config import MOST
 from workflow.errors import CheckpointError, ConfigError, StateError
 from workflow.store.connect import transaction
 from workflow.store.iterations import epoch_length, epochs_of, insert_iteration, staleness_of
-from workflow.store.planning import RESUMABLE, log, newest_version, resume_row, run_row
+from workflow.store.named import run_row
+from workflow.store.planning import RESUMABLE, log, newest_version, resume_row
 
 EXTENDABLE = (*RESUMABLE, "done")
 
 
 @transaction
-def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterations: int | None = None) -> dict[str, Any]:
+def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterations: int | None = None) -> Mapping[str, Any]:
     """Adds so many passes over its tasks, or so many iterations, to a run, and sets it going again as `planning.resume` does.
 
     Args:

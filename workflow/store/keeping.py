@@ -14,9 +14,9 @@ from sqlalchemy import Connection, exists, select, update
 from workflow import db
 from workflow.collect import Needs
 from workflow.store.connect import reading, transaction
-from workflow.store.evals import best_version
 from workflow.store.iterations import epoch_length, staleness_of
-from workflow.store.planning import log, run_row
+from workflow.store.named import best_version, run_row
+from workflow.store.planning import log
 from workflow.trajectory import OPEN
 
 ALIVE = ("planned", "running", "paused")

@@ -11,7 +11,7 @@ from workflow.errors import CheckpointError, NotFoundError, StateError
 from workflow.store.connect import reading
 from workflow.store.groups import load_groups
 from workflow.store.iterations import wanted_groups
-from workflow.store.planning import run_row
+from workflow.store.named import run_row
 from workflow.trajectory import Group, PolicyRef
 
 

@@ -15,10 +15,11 @@ from sqlalchemy import ColumnElement, Connection, ScalarSelect, Select, exists, 
 
 from workflow import db
 from workflow.columns import now_ms
-from workflow.errors import CheckpointError, ConflictError, NotFoundError, StateError
+from workflow.errors import CheckpointError, ConflictError, StateError
 from workflow.store.connect import insert, reading, transaction
 from workflow.store.forks import Fork, insert_fork
 from workflow.store.iterations import epochs_of, insert_iteration, per_epoch, staleness_of
+from workflow.store.named import run_row
 from workflow.store.rows import clean, clean_tree, in_parts, message_row
 from workflow.trajectory import OPEN, PolicyRef, Task
 
@@ -274,27 +275,6 @@ def start_iteration(tx: Connection, iteration: int) -> list[int]:
 
 
 @reading
-def find_run(tx: Connection, run: str) -> dict[str, Any]:
-    """The run's row, by name or id.
-
-    Raises:
-        NotFoundError: there is none.
-    """
-    return run_row(tx, run)
-
-
-def run_row(tx: Connection, run: str) -> dict[str, Any]:
-    """As find_run, inside a transaction."""
-    query = select(db.runs).where(db.runs.c.name == run)
-    row = tx.execute(query).mappings().one_or_none()
-    if row is None and run.isascii() and run.isdigit() and len(run) < 19:
-        row = tx.execute(select(db.runs).where(db.runs.c.id == int(run))).mappings().one_or_none()
-    if row is None:
-        raise NotFoundError(f"There is no run {run!r}.", "List them with `agentrl runs`.")
-    return dict(row)
-
-
-@reading
 def free_name(tx: Connection, stem: str) -> str:
     """`stem-N` with the first N that no run has."""
     return _numbered(tx, stem)
@@ -322,7 +302,7 @@ def check_resumable(row: Mapping[str, Any]) -> None:
 
 
 @transaction
-def resume(tx: Connection, run: str) -> dict[str, Any]:
+def resume(tx: Connection, run: str) -> Mapping[str, Any]:
     """Sets a paused or failed run running again, its paused evaluations too, and lets what nobody holds be sent at once.
 
     An iteration that paused the run because too few of its episodes ended well then trains with those there are.
@@ -404,7 +384,7 @@ def _unheld(table: Any) -> Any:
 
 
 @transaction
-def stop(tx: Connection, run: str, status: str, reason: str = "") -> dict[str, Any]:
+def stop(tx: Connection, run: str, status: str, reason: str = "") -> Mapping[str, Any]:
     """Pauses, cancels or fails a run: its workers finish or drop what they hold, nothing new is sent. Idempotent.
 
     The evaluations that it makes of itself are paused and cancelled with it.

@@ -7,14 +7,11 @@ from sqlalchemy import Connection, func, select, update
 
 from workflow import db
 from workflow.columns import SET_BACK, free, now_ms
-from workflow.errors import CheckpointError, NotFoundError
 from workflow.snapshot import Claim, GroupState, IterationState, RunState, Snapshot
 from workflow.store.connect import Database, insert, reading, transaction
-from workflow.store.epochs import Epoch, version_after
-from workflow.store.evals import Version, best_of
 from workflow.store.iterations import staleness_of
-from workflow.store.planning import is_broken, newest_version, run_row
-from workflow.store.rows import MAX_ID
+from workflow.store.named import run_row
+from workflow.store.planning import is_broken, newest_version
 from workflow.store.waiting import awaits_maker
 from workflow.trajectory import OPEN
 
@@ -152,33 +149,3 @@ def service_holder(tx: Connection, name: str) -> str | None:
     return tx.execute(
         select(leases.c.holder).where(leases.c.name == name, leases.c.lease_until >= now_ms())
     ).scalar_one_or_none()
-
-
-@reading
-def find_policy(tx: Connection, run: str, version: Version) -> Row:
-    """The run's policy of that version, with the run's base and its hash.
-
-    Raises:
-        NotFoundError: there is none.
-        CheckpointError: its weights were collected.
-    """
-    row = run_row(tx, run)
-    version = best_of(tx, row) if version == "best" else version
-    version = version_after(tx, row, version.number) if isinstance(version, Epoch) else version
-    query = select(db.policies).where(db.policies.c.run_id == row["id"])
-    # A version that no database takes is one that no policy has.
-    query = query.where(db.policies.c.version == min(version, MAX_ID)) if version is not None else query
-    found = tx.execute(query.order_by(db.policies.c.version.desc()).limit(1)).mappings().one_or_none()
-    if found is None:
-        raise NotFoundError(f"Run {row['name']!r} has no policy version {version}.", f"agentrl watch {row['name']}")
-    if found["collected_at"] is not None:
-        raise collected(row["name"], found)
-    return {**found, "base": row["base"], "base_hash": row["base_hash"], "config": row["config"]}
-
-
-def collected(run: str, policy: Mapping[Any, Any]) -> CheckpointError:
-    """What to say to whoever wants the weights of a policy (its row) that `agentrl gc` took."""
-    return CheckpointError(
-        f"Policy version {policy['version']} of {run!r} was collected on {policy['collected_at']:%Y-%m-%d}.",
-        f"Its episodes are still there; {run}@N takes another version, {run} the newest.",
-    )
