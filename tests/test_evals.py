@@ -1,6 +1,8 @@
 """A run measures its own policies: evaluations are planned with the versions, keep nothing waiting, and name the best one."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC
@@ -34,6 +36,7 @@ from tests.stored import (
     value,
     values,
 )
+from tests.test_cli import LOADED
 from workers.measure import sampled_otherwise
 from workers.process import database as process_database
 from workers.submit import prepare
@@ -407,6 +410,16 @@ def test_compare_pairs_by_task_and_fits_80_columns(here: Database, capsys: pytes
         "  left out: 1 tasks without a done episode on one side",
     ]
     assert max(map(len, lines)) <= 80
+
+
+def test_compare_loads_neither_sqlalchemy_nor_a_broker(here: Database) -> None:
+    for name, reward in (("before", 0.0), ("after", 1.0)):
+        evaluation(here, name, reward, reward)
+    command = [sys.executable, "-c", LOADED, "compare", "before", "after"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    said, _, modules = done.stdout.rpartition("|")
+    assert "B - A  1 " in said
+    assert not {"sqlalchemy", "celery", "redis", "torch", "numpy"} & set(modules.split())
 
 
 def test_compare_of_one_task_has_no_bounds_and_its_json_says_null(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
