@@ -56,6 +56,21 @@ def test_submitting_the_same_again_finds_the_run_and_another_config_is_a_conflic
     assert value(database, "SELECT count(*) FROM runs") == 1
 
 
+def test_a_run_of_before_an_option_there_was_is_the_same_as_one_with_its_default(database: Database) -> None:
+    made = planning.submit(database, submission())
+    older = {**submission().config, "rollout": {"group_size": 2, "tasks_per_iteration": 2}}
+    assert len(older["rollout"]) < len(submission().config["rollout"])
+    with database.engine.begin() as tx:
+        tx.execute(update(tables.runs).values(config=older))
+    assert planning.submit(database, submission()) == replace(made, created=False)
+    with pytest.raises(ConflictError, match="another config"):
+        planning.submit(database, submission(dynamic_sampling=2))
+    with database.engine.begin() as tx:
+        tx.execute(update(tables.runs).values(config=older | {"gone": 1}))
+    with pytest.raises(ConflictError, match="another config"):
+        planning.submit(database, submission())
+
+
 def test_twenty_threads_that_submit_one_name_make_one_run(database: Database) -> None:
     with ThreadPoolExecutor(20) as pool:
         made = list(pool.map(lambda _: planning.submit(database, submission()), range(20)))

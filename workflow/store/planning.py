@@ -15,6 +15,7 @@ from sqlalchemy import ColumnElement, Connection, ScalarSelect, Select, exists, 
 
 from workflow import db
 from workflow.columns import now_ms
+from workflow.config import RunConfig
 from workflow.errors import CheckpointError, ConflictError, StateError
 from workflow.store.connect import insert, reading, transaction
 from workflow.store.forks import Fork, insert_fork
@@ -177,8 +178,8 @@ def _existing(tx: Connection, submission: Submission) -> Submitted:
     row = tx.execute(select(db.runs).where(db.runs.c.name == submission.name)).mappings().one()
     if row["manifest"].get("id") == submission.manifest.get("id"):  # ours: the answer of the commit was lost
         return Submitted(row["id"], row["name"], True, row["iterations"], row["status"])
-    asked = (dict(submission.config), submission.kind, submission.manifest.get("fork"), submission.policy.sha256)
-    found = (row["config"], row["kind"], row["manifest"].get("fork"), _first_sha256(tx, row["id"]))
+    asked = (_as_now(submission.config), submission.kind, submission.manifest.get("fork"), submission.policy.sha256)
+    found = (_as_now(row["config"]), row["kind"], row["manifest"].get("fork"), _first_sha256(tx, row["id"]))
     if found == asked:
         return Submitted(row["id"], row["name"], False, row["iterations"], row["status"])
     if (_but_for_its_length(found[0]), *found[1:]) == (_but_for_its_length(asked[0]), *asked[1:]):
@@ -190,6 +191,14 @@ def _existing(tx: Connection, submission: Submission) -> Submitted:
         f"A run called {submission.name!r} exists with another config.",
         f"Choose another --name, or look at it with `agentrl config show --run {submission.name}`.",
     )
+
+
+def _as_now(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the defaults of the keys that are younger than it."""
+    try:
+        return RunConfig.model_validate(config).model_dump(mode="json")
+    except ValueError:  # of another release, which alone knows what it means
+        return dict(config)
 
 
 def _but_for_its_length(config: Mapping[str, Any]) -> dict[str, Any]:
