@@ -24,6 +24,7 @@ COPY pyproject.toml constraints.txt ./
 COPY workflow/__init__.py workflow/
 RUN mkdir workers cli migrations \
     && pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} .
+COPY LICENSE ./
 COPY workflow workflow
 COPY workers workers
 COPY cli cli
