@@ -30,7 +30,7 @@ from workflow.resolve import resolve
 from workflow.store import ledger, observe, training
 from workflow.store.connect import Database
 from workflow.store.forks import counted_twice, stored_run
-from workflow.store.planning import find_run
+from workflow.store.named import find_run
 from workflow.trajectory import Episode
 
 RUN = "origin"

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import UTC
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from alembic.script import ScriptDirectory
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import make_url
+from sqlalchemy import make_url, text
 
 import migrations
 from cli.commands import COMMANDS
@@ -65,6 +66,17 @@ def test_the_driver_alone_reads_what_the_whole_database_reads(data: Database, ru
     found = LISTS[name](reader(data))
     assert repr(found) == repr(LISTS[name](data))
     assert found or name in ("list_evals", "sampled_on", "most_frequent_failure")
+
+
+@pytest.mark.parametrize("data", ["postgres"], indirect=True)
+def test_a_moment_is_told_in_utc_wherever_the_server_stands(data: Database, run: str) -> None:  # noqa: F811
+    before = observe.describe_run(data, "by-hand")["created_at"]
+    with data.engine.begin() as tx:
+        tx.execute(text(f"ALTER DATABASE {data.url.database} SET timezone TO 'Asia/Tokyo'"))
+    data.engine.dispose()
+    for database in (data, reader(data)):
+        told = observe.describe_run(database, "by-hand")["created_at"]
+        assert (told, told.tzinfo) == (before, UTC)
 
 
 def test_what_is_not_there_is_not_found_either_way(data: Database, run: str) -> None:  # noqa: F811

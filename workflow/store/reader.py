@@ -169,11 +169,14 @@ def rows(tx: Any, query: str, /, documents: Sequence[str] = (), **parameters: An
 
         found = [dict(row) for row in tx.execute(text(query), parameters).mappings()]
         is_sqlite = tx.dialect.name == "sqlite"
-    return (
-        [*found]
-        if not is_sqlite
-        else [{name: _from_sqlite(name, value, name in documents) for name, value in row.items()} for row in found]
-    )
+    if is_sqlite:
+        return [{name: _from_sqlite(name, value, name in documents) for name, value in row.items()} for row in found]
+    return [{name: _from_postgres(value) for name, value in row.items()} for row in found]
+
+
+def _from_postgres(value: Any) -> Any:
+    """Postgres tells a moment by the clock of the session's place."""
+    return value.astimezone(UTC) if isinstance(value, datetime) else value
 
 
 def _from_sqlite(name: str, value: Any, is_document: bool) -> Any:
