@@ -23,6 +23,7 @@ from cli.learning import (
 )
 from cli.output import Json, say
 from workflow.errors import ConfigError, StateError
+from workflow.garbage import importing
 
 
 def dpo(
@@ -83,7 +84,8 @@ def _on_pairs(
     others = "; in the others all rewards are the same" if paired < groups else ""
     say(f"{stored.name}: {len(pairs)} pairs from {paired} of {groups} groups{others}")
 
-    from workflow.dpo import PASSES, dpo
+    with importing():
+        from workflow.dpo import PASSES, dpo
 
     recipe = stored.recipe(len(pairs), PASSES, asked)
     sides = [stored.episodes([pair[side] for pair in pairs]) for side in (0, 1)]

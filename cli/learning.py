@@ -187,8 +187,14 @@ def watched(target: Path, training: "Callable[..., Made]") -> "Made":
         said = f"The folder {str(target.parent)!r} cannot be made: {error.strerror}."
         raise ConfigError(said, "Pass --output-dir, or set AGENTRL_HOME.") from error
     where = settings()
-    with Progress() as progress:
-        return training(device=where.device, threads=where.threads, progress=progress)
+    from workflow.interrupted import Stopped
+
+    try:
+        with Progress() as progress:
+            return training(device=where.device, threads=where.threads, progress=progress)
+    except Stopped as stopped:
+        say(str(stopped))
+        raise
 
 
 def called(target: Path) -> str:

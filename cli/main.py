@@ -8,15 +8,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from workflow.garbage import collect_seldom
-
 STDOUT = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
-    if arguments is None:  # the process is this command's alone
-        collect_seldom()
     try:
         from cli.app import run  # takes a third of a second, in which Ctrl-C is none the less an answer
 

@@ -11,6 +11,7 @@ from cli.find import Trust, existing_database, find_policy
 from cli.output import Json, cell, interval, one_line, say, show, show_json
 from workflow.config import RunConfig
 from workflow.errors import ConfigError, ModelError
+from workflow.garbage import importing
 
 if TYPE_CHECKING:
     from cli.talk import Talk
@@ -229,7 +230,9 @@ def chat(
 
     def make() -> "Talk":
         from cli.talk import Talk
-        from workflow.opened import open_policy
+
+        with importing():
+            from workflow.opened import open_policy
 
         return Talk(open_policy(config, ref, seed), found, tools)
 

@@ -3,13 +3,14 @@
 `python -m cli.probe torch DEVICE`, `template FOLDER`, `model FOLDER|NAME CONFIG`, `optimizer NAME DEVICE`; see `cli.asking`.
 """
 
+import gc
 import json
 import platform
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from workflow.garbage import collect_seldom
+from workflow.garbage import importing
 
 
 def torch_facts(device: str) -> dict[str, Any]:
@@ -97,5 +98,6 @@ FACTS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
-    collect_seldom()
-    print(json.dumps(FACTS[sys.argv[1]](*sys.argv[2:])))
+    with importing():
+        print(json.dumps(FACTS[sys.argv[1]](*sys.argv[2:])), flush=True)
+        gc.freeze()  # nor when the process ends

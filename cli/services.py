@@ -45,13 +45,16 @@ def start_run(prepared: "Prepared", required: bool) -> "tuple[Submitted, list[st
     try:
         missing = start_services(prepared.submission, required)
     except (ServiceError, WorkerError) as error:
-        raise to_resume(error, submission.leave_failed(db, prepared, error.message)) from error
+        made = submission.leave_failed(db, prepared, error.message)
+        if made.status not in ("failed", "paused"):  # it was submitted before, and is at work or over
+            raise
+        raise to_resume(error, made.name) from error
     return submission.submit(db, prepared), missing
 
 
-def to_resume(error: AgentRLError, run: str) -> AgentRLError:
-    """The same, of a stored run that goes on when that is mended."""
-    return type(error)(f"{run}: {error.message}", f"{error.hint.rstrip('.')}, then: agentrl resume {run}")
+def to_resume(error: AgentRLError, run: str, options: str = "") -> AgentRLError:
+    """The same, of a stored run that goes on when that is mended; `options`: those of `resume` that were typed."""
+    return type(error)(f"{run}: {error.message}", f"{error.hint.rstrip('.')}, then: agentrl resume {run}{options}")
 
 
 def start_services(wanted: "Submission", required: bool) -> list[str]:

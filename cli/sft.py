@@ -32,6 +32,7 @@ from cli.onward import QUANTISED, merged_base
 from cli.output import Json, cell, say
 from workflow.config import build
 from workflow.errors import ConfigError, StateError
+from workflow.garbage import importing
 
 if TYPE_CHECKING:
     from workflow.config import ModelConfig
@@ -208,8 +209,9 @@ def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_jso
     config = settled(config, at, policy is None)
     target = place.of(made_name(config.path.replace("@", "-v") if policy else path, dataset))
 
-    from workflow.offline import Start
-    from workflow.sft import sft as fine_tune
+    with importing():
+        from workflow.offline import Start
+        from workflow.sft import sft as fine_tune
 
     start = Start(config, policy, manifest=manifest) if policy else None
     learn = partial(fine_tune, found, path, target, recipe=_recipe(path, how, config), start=start, config=config)
@@ -277,7 +279,8 @@ def _on_episodes(
     mean = sum(one.reward for one in chosen) / len(chosen)
     say(f"{stored.name}: {len(chosen)} of {len(stored.candidates)} episodes taken, mean reward {cell(mean)}")
 
-    from workflow.sft import PASSES, sft_on_episodes
+    with importing():
+        from workflow.sft import PASSES, sft_on_episodes
 
     recipe = stored.recipe(len(chosen), how.epochs or PASSES, how.asked)
     episodes = stored.episodes(chosen)

@@ -48,7 +48,8 @@ def resume(
     try:
         missing = ready_workers(row["name"], asked, separate, there=False, fit=True)  # before the run is running again
     except (ServiceError, WorkerError) as error:
-        raise to_resume(error, row["name"]) from error
+        options = f" --epochs {epochs}" if epochs else f" --iterations {iterations}" if iterations else ""
+        raise to_resume(error, row["name"], options) from error
     if longer:
         before = extending.extend(stored_database(), run, uuid4().hex[:8], epochs, iterations)
     else:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import text as sql
 
 from cli.main import main
 from cli.output import cell, clean, one_line, show_json
@@ -33,6 +34,7 @@ from workers import broker, embedded, presence
 from workers.app import QUEUES, make_app
 from workers.process import database as process_database
 from workflow.errors import ConfigError, did_you_mean
+from workflow.hooks import Hook
 from workflow.packed import ROUNDING, lacking
 from workflow.settings import Settings, settings
 from workflow.store import calls, claims, named, planning, rollout, serving, steps, training, waiting
@@ -615,22 +617,42 @@ def test_without_workers_on_a_named_broker_the_run_that_is_left_says_which_to_st
     assert (sent["run"], sent["reason"]) == (left[0]["run"], "")
 
 
+class Starting(Hook):
+    """Writes down which run began."""
+
+    def on_run_start(self, run: str, config: Mapping[str, object]) -> None:
+        """Once."""
+        Path(os.environ["STARTED"]).write_text(run)
+
+
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
 def test_where_no_broker_answers_a_run_and_an_evaluation_are_left_that_say_so_and_resume_says_it_again(
     data: Database, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("AGENTRL_BROKER_URL", "redis://user:secret@127.0.0.1:1/0")
+    monkeypatch.setenv("AGENTRL_BROKER_URL", "redis://user:secret@127.0.0.1:1/0?password=secret")
     settings.cache_clear()
-    model = str(_small_model(tmp_path))
-    agentrl(capsys, "submit", "--dataset", "arithmetic", "--max-samples", "2", "--model", model, "--name", "lost", code=4)
+    model, started = str(_small_model(tmp_path)), tmp_path / "started"
+    monkeypatch.setenv("STARTED", str(started))
+    words = ["submit", "--dataset", "arithmetic", "--max-samples", "2", "--model", model, "--name", "lost"]
+    agentrl(capsys, *words, "--eval-every", "1", "--hook", "tests.test_cli:Starting", code=4)
+    assert started.read_text() == "lost"
     agentrl(capsys, "eval", "--dataset", "arithmetic", "-n", "2", "--policy", model, code=4)
-    left = json.loads(agentrl(capsys, "runs", "--json"))
-    assert [(run["kind"], run["status"]) for run in left] == [("eval", "failed"), ("train", "failed")]
-    assert all("does not answer" in run["reason"] and "secret" not in run["reason"] for run in left)
+    rows = json.loads(agentrl(capsys, "sql", "SELECT run, kind, status, reason FROM v_runs ORDER BY id", "--json"))
+    assert [(row["kind"], row["status"]) for row in rows] == [("train", "failed"), ("eval", "paused"), ("eval", "failed")]
+    assert all("does not answer" in row["reason"] and "secret" not in row["reason"] for row in rows)
+    assert "then: agentrl resume lost --iterations 3" in agentrl(capsys, "resume", "lost", "--iterations", "3", code=4)
+    monkeypatch.setenv("AGENTRL_BROKER_URL", "redis://:pa#secret@127.0.0.1:6379/0")
+    settings.cache_clear()
     again = agentrl(capsys, "resume", "lost", code=4)
     assert "then: agentrl resume lost" in again
+    assert "secret" not in again
+    assert "pa" not in again.partition("redis://")[2].partition(" ")[0]
     assert main(["watch", "lost"]) == 1
     assert "agentrl resume lost" in "".join(capsys.readouterr())
+    with data.engine.begin() as tx:
+        tx.execute(sql("UPDATE runs SET status = 'done' WHERE name = 'lost'"))
+    hint = agentrl(capsys, *words, "--eval-every", "1", "--hook", "tests.test_cli:Starting", code=4)
+    assert "resume" not in hint
 
 
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)

@@ -36,6 +36,7 @@ from workflow.envs import Env
 from workflow.errors import InfraError, ServiceError, Unready
 from workflow.hooks import Hook
 from workflow.models import base_hash
+from workflow.patience import waiting
 from workflow.policy import Policy
 from workflow.settings import Settings, settings
 from workflow.store import calls, steps
@@ -124,10 +125,18 @@ def steady(x: str) -> str:
     return x
 
 
-def test_a_process_that_stands_still_takes_none_of_a_calls_time() -> None:
+def in_line(x: str) -> str:
+    """Waits for its turn, half a second of a process that runs."""
+    with waiting():
+        return steady(x)
+
+
+@pytest.mark.parametrize("function", [steady, in_line])
+def test_a_process_that_stands_still_takes_none_of_a_calls_time(function: Callable[..., Any]) -> None:
     script = (
-        "from tests.test_workers import Tool, run_tool, steady, work_for\n"
-        "print(run_tool(Tool(steady, timeout_seconds=4.0), work_for(steady)).content)"
+        f"from tests.test_workers import Tool, run_tool, {function.__name__} as function, work_for\n"
+        "told = run_tool(Tool(function, timeout_seconds=4.0), work_for(function))\n"
+        "print(told.content, 0 <= told.seconds < 4)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -135,7 +144,7 @@ def test_a_process_that_stands_still_takes_none_of_a_calls_time() -> None:
         process.send_signal(signal.SIGSTOP)
         time.sleep(5.0)
         process.send_signal(signal.SIGCONT)
-        assert process.stdout.read() == "1\n"
+        assert process.stdout.read() == "1 True\n"
 
 
 @pytest.mark.parametrize("env", ["no_such_module_anywhere:env", f"{__name__}:leaving_env", f"{__name__}:bare"])

@@ -154,7 +154,9 @@ def _silence(where: Settings) -> str | None:
     try:
         with client(where) as connection:
             connection.ping()
-    except (redis.RedisError, OSError, ValueError) as error:
+    except ValueError:  # which may show a part of it
+        return "it is no URL of a Redis"
+    except (redis.RedisError, OSError) as error:
         return " ".join(str(error).split())[:200]
     return None
 
@@ -174,6 +176,6 @@ def require(where: Settings) -> None:
 
 
 def _shown(url: str) -> str:
-    """The URL without its password."""
-    head, separator, rest = url.rpartition("@")
-    return f"{head.partition('://')[0]}://***@{rest}" if separator else url
+    """The URL without what may be a secret: a user and password, a query."""
+    head, separator, rest = url.partition("?")[0].rpartition("@")
+    return f"{head.partition('://')[0]}://***@{rest}" if separator else rest

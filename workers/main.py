@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from workflow.errors import ConfigError
-from workflow.garbage import collect_seldom
+from workflow.garbage import importing
 from workflow.settings import settings
 
 if TYPE_CHECKING:
@@ -120,8 +120,9 @@ def make_worker(roles: list[str], concurrency: int) -> "Worker":
     from workers.app import app
     from workers.sessions import own_queue
 
-    for name in (*roles, "fit"):
-        import_module(f"workers.{name}")  # its job, or its command, becomes known to the app
+    with importing():
+        for name in (*roles, "fit"):
+            import_module(f"workers.{name}")  # its job, or its command, becomes known to the app
     own = [own_queue()] if "tools" in roles else []
     for name in own:
         app.amqp.queues.add(Queue(name, routing_key=name))
@@ -149,8 +150,9 @@ def run_together(idle: Callable[[], bool]) -> None:
     from workers.process import stopping
 
     setup_worker_optimizations(app)
-    for role in ROLES:
-        import_module(f"workers.{role}")  # before any worker starts: each looks once for the jobs there are
+    with importing():
+        for role in ROLES:
+            import_module(f"workers.{role}")  # before any worker starts: each looks once for the jobs there are
     tools = make_worker(["tools"], CONCURRENCY["tools"])
     for name, work in (("tools", tools.start), ("control", control.run)):
         threading.Thread(target=work, name=name, daemon=True).start()
@@ -166,6 +168,5 @@ def run_together(idle: Callable[[], bool]) -> None:
 
 
 if __name__ == "__main__":
-    collect_seldom()
     settings()
     run(sys.argv[1].split(","))

@@ -190,34 +190,31 @@ def submit(db: Database, prepared: Prepared) -> Submitted:
         ServiceError: the broker does not take messages; the run is written, and starts when the control loop can send.
     """
     made = _written(db, prepared)
-    if made.created:
-        for hook in load_hooks(prepared.config.hooks):
-            hook.on_run_start(made.name, prepared.submission.config)
-        if not broker.in_memory(settings()):  # else only the stack itself can send, and its control loop does
-            from workers.dispatch import dispatch  # which loads Celery: only who sends needs it
+    if made.created and not broker.in_memory(settings()):  # else only the stack itself can send, and its control loop does
+        from workers.dispatch import dispatch  # which loads Celery: only who sends needs it
 
-            for iteration in (*planning.open_iterations(db, made.id), *evals.waiting_evals(db, made.id)):
-                dispatch(db, iteration)
+        for iteration in (*planning.open_iterations(db, made.id), *evals.waiting_evals(db, made.id)):
+            dispatch(db, iteration)
     return made
 
 
-def leave_failed(db: Database, prepared: Prepared, reason: str) -> str:
-    """Writes the run as one that failed before it began; `resume` sets it going. Returns its name.
+def leave_failed(db: Database, prepared: Prepared, reason: str) -> Submitted:
+    """Writes the run as one that failed before it began, or finds the one of this name; `resume` sets it going.
 
     Raises:
         ConflictError: the name belongs to another run.
     """
-    made = _written(db, prepared)
-    if made.created:
-        planning.stop(db, made.name, "failed", reason)
-    return made.name
+    return _written(db, prepared, reason)
 
 
-def _written(db: Database, prepared: Prepared) -> Submitted:
+def _written(db: Database, prepared: Prepared, failed: str = "") -> Submitted:
     submission = prepared.submission
     while True:
         try:
-            made = planning.submit(db, submission)
+            made = planning.submit(db, submission, failed)
+            if made.created:
+                for hook in load_hooks(prepared.config.hooks):
+                    hook.on_run_start(made.name, {**submission.config})
             if made.created or prepared.named:
                 return made
         except ConflictError:

@@ -159,11 +159,14 @@ def _awaited(answer: "Future[ToolResult]", tool: Tool, patience: Patience) -> Ba
     """
     while (left := tool.timeout_seconds - patience.own_seconds) > 0:
         wait = min(left, tool.timeout_seconds / LOOKS)
-        asked, worked = time.monotonic(), time.process_time()
-        with suppress(TimeoutError):
+        counted, worked = patience.own_seconds, time.process_time()
+        try:
             return answer.exception(wait)
-        late = time.monotonic() - asked - wait
-        patience.stood_still(max(0.0, late - (time.process_time() - worked)))
+        except TimeoutError:
+            pass
+        finally:  # of what the clock counted, less what it may count and what this process worked
+            still = patience.own_seconds - counted - wait - (time.process_time() - worked)
+            patience.stood_still(max(0.0, still))
     patience.end()
     return tool.overdue()
 

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from workflow.chat import Chat
 from workflow.config import PROJECTIONS, ModelConfig
 from workflow.errors import ModelError
+from workflow.garbage import importing
 from workflow.memory import spared
 from workflow.models import TRUST, check_code, lora_rank
 
@@ -49,7 +50,7 @@ def load(config: ModelConfig, folder: Path, device: torch.device, kind: str) -> 
     dtype = _dtype(config, device, kind)
     extra = _placement(config, dtype, device)
     # Spared, because each weight comes whole before it is quantised.
-    with _alone, _taken_for(folder, "model"), spared(config.load_in_4bit or config.load_in_8bit):
+    with _alone, importing(), _taken_for(folder, "model"), spared(config.load_in_4bit or config.load_in_8bit):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_options(config.trust_remote_code), **extra)
     return _trainable_4bit(model) if config.load_in_4bit else model
 
@@ -66,7 +67,7 @@ def check(config: ModelConfig, folder: Path) -> None:
     sizes(folder, config.trust_remote_code)
     with _taken_for(folder, "model"):
         shapes = _written_shapes(folder)
-    with _alone, _taken_for(folder, "model"), torch.device("meta"):
+    with _alone, importing(), _taken_for(folder, "model"), torch.device("meta"):
         config_of = AutoConfig.from_pretrained(folder, **_options(config.trust_remote_code))
         made = AutoModelForCausalLM.from_config(config_of, trust_remote_code=config.trust_remote_code)  # type: ignore[no-untyped-call]
     wanted = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}

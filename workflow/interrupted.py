@@ -8,10 +8,13 @@ import fcntl
 import json
 import os
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 import torch
 from safetensors import SafetensorError
@@ -30,6 +33,30 @@ SHARE = 20
 """Of the time of a training its checkpoints take one part in so many, at most, where nobody says how many steps."""
 LARGEST_STATE = 1 << 16
 """Bytes of what is read of where a training stands."""
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C, answered between two steps; its text says where the training stands."""
+
+
+@contextmanager
+def told_to_stop() -> Iterator[Callable[[], bool]]:
+    """Whether ctrl-C was pressed: once is noted, so that a step ends whole; twice ends the process at once, as ever."""
+    pressed = False
+    if threading.current_thread() is not threading.main_thread():  # only that one hears of it
+        yield lambda: False
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Resumable:
@@ -69,13 +96,20 @@ class Resumable:
         set_moments(optimizer, parameters, state)
         return stands(self._folder)[1]
 
-    def after(self, done: int, steps: int, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        """Writes a checkpoint after that step, where one is due.
+    def after(
+        self,
+        done: int,
+        steps: int,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        now: bool = False,
+    ) -> None:
+        """Writes a checkpoint after that step, where one is due or is wanted now.
 
         Raises:
             CheckpointError: the disk refused; the one before it still stands.
         """
-        if done == steps or not self._due(done):
+        if done == steps or not (now or self._due(done)):
             return
 
         def writer(folder: Path) -> None:

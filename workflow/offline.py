@@ -23,8 +23,7 @@ from workflow.batch import Row, collate, rows_of, size
 from workflow.chat import Chat
 from workflow.config import ModelConfig
 from workflow.errors import ModelError
-from workflow.garbage import collect_as_usual
-from workflow.interrupted import Resumable
+from workflow.interrupted import Resumable, Stopped, told_to_stop
 from workflow.merging import merged, write_model
 from workflow.moments import optimizer_of
 from workflow.parameters import Parameters, counted
@@ -238,8 +237,8 @@ def train(
         ModelError: the loss or the gradient is no finite number any more.
         CheckpointError: a checkpoint cannot be read or written.
         InfraError: memory does not suffice for one example.
+        Stopped: ctrl-C; what is done is kept, where there is a place for it.
     """
-    collect_as_usual()
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     device = next(module.parameters()).device
     optimizer = optimizer_of(recipe.optimizer, parameters, recipe.learning_rate, BETAS, WEIGHT_DECAY)
@@ -249,24 +248,33 @@ def train(
     metrics: Metrics = {}
     progress.begins(counted(module), recipe.steps, done)
     module.train()
-    for step, numbers in islice(enumerate(order), done, recipe.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * schedule(step, recipe.steps)
-        batch = [examples[number] for number in numbers]
-        with drawing(f"{recipe.seed}|{step}", device):
-            metrics = accumulate(module, batch, objective, pieces)
-        norm = float(nn.utils.clip_grad_norm_(parameters.values(), 1.0))
-        if not math.isfinite(metrics["loss"]) or not math.isfinite(norm):
+    with told_to_stop() as stop:
+        for step, numbers in islice(enumerate(order), done, recipe.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.learning_rate * schedule(step, recipe.steps)
+            batch = [examples[number] for number in numbers]
+            with drawing(f"{recipe.seed}|{step}", device):
+                metrics = accumulate(module, batch, objective, pieces)
+            norm = float(nn.utils.clip_grad_norm_(parameters.values(), 1.0))
+            if not math.isfinite(metrics["loss"]) or not math.isfinite(norm):
+                if kept:
+                    kept.drop()
+                said = (
+                    f"In step {step + 1} the loss is {metrics['loss']:g} and the gradient's norm {norm:g}; nothing was written."
+                )
+                raise ModelError(said, "Pass a lower --learning-rate.")
+            optimizer.step()
+            if held_out and (step + 1 == recipe.steps or (step + 1) % max(1, recipe.steps // 10) == 0):
+                metrics = {**metrics, "held_out": measure(module, held_out, objective, pieces)}
+            stopped = stop() and step + 1 < recipe.steps
             if kept:
-                kept.drop()
-            said = f"In step {step + 1} the loss is {metrics['loss']:g} and the gradient's norm {norm:g}; nothing was written."
-            raise ModelError(said, "Pass a lower --learning-rate.")
-        optimizer.step()
-        if held_out and (step + 1 == recipe.steps or (step + 1) % max(1, recipe.steps // 10) == 0):
-            metrics = {**metrics, "held_out": measure(module, held_out, objective, pieces)}
-        if kept:
-            kept.after(step + 1, recipe.steps, parameters, optimizer)
-        progress.step(step + 1, recipe.steps, sum(len(row.input_ids) for one in batch for row in objective.rows(one)), metrics)
+                kept.after(step + 1, recipe.steps, parameters, optimizer, now=stopped)
+            progress.step(
+                step + 1, recipe.steps, sum(len(row.input_ids) for one in batch for row in objective.rows(one)), metrics
+            )
+            if stopped:
+                goes_on = "the same command goes on there" if kept else "nothing was written"
+                raise Stopped(f"Stopped after step {step + 1} of {recipe.steps}; {goes_on}.")
     module.eval()
     return metrics
 

@@ -30,8 +30,7 @@ class Patience:
 
     def stood_still(self, seconds: float) -> None:
         """The whole process has done nothing for so long, and so has the call: it was stopped, or the machine had no time."""
-        if self._since is None:  # a wait counts it already
-            self._still += seconds
+        self._still += seconds
 
     @property
     def own_seconds(self) -> float:

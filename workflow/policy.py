@@ -27,7 +27,6 @@ from workflow.checkpoint import ADAPTER, MODEL, weights_of
 from workflow.config import ModelConfig
 from workflow.errors import CheckpointError, ModelError
 from workflow.forward import Forward, Pass, as_it_is, known
-from workflow.garbage import collect_as_usual
 from workflow.models import base_hash, check_code, code_hash, lora_rank, model_folder, sha256_file
 from workflow.trajectory import PolicyRef
 
@@ -98,9 +97,7 @@ class Policy:
             torch.use_deterministic_algorithms(True)
         if threads:
             torch.set_num_threads(threads)
-        policy = cls(config, model_folder(path, config.trust_remote_code), base.pick_device(device), weights)
-        collect_as_usual()
-        return policy
+        return cls(config, model_folder(path, config.trust_remote_code), base.pick_device(device), weights)
 
     @contextmanager
     def sampling(self) -> Iterator[nn.Module]:

@@ -98,8 +98,11 @@ class Submitted:
 
 
 @transaction
-def submit(tx: Connection, submission: Submission) -> Submitted:
+def submit(tx: Connection, submission: Submission, failed: str = "") -> Submitted:
     """Writes the run with its tasks, its starting policy and the iterations that sample with it, or finds the same one.
+
+    Args:
+        failed: why it cannot begin; it is written as a run that failed, with its evaluation paused.
 
     Raises:
         ConflictError: a run of that name exists and was submitted with another config, or from other weights.
@@ -110,7 +113,12 @@ def submit(tx: Connection, submission: Submission) -> Submitted:
         return _existing(tx, submission)
     if submission.evaluation:
         _insert_evaluation(tx, run_id, submission.name, submission.evaluation)
-    return Submitted(run_id, submission.name, True, submission.iterations)
+    if failed:
+        row = run_row(tx, submission.name)
+        _stop(tx, row, "failed", failed)
+        for each in _measuring(tx, run_id, OPEN):
+            _stop(tx, each, "paused", failed)
+    return Submitted(run_id, submission.name, True, submission.iterations, "failed" if failed else "running")
 
 
 def _insert_evaluation(tx: Connection, run_id: int, run: str, evaluation: Submission) -> None:
