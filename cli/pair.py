@@ -4,7 +4,7 @@ Version 0 is the same weights in every run of a base, so that a policy has evalu
 taken only where its own have no counterpart that is as much alike.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
@@ -52,7 +52,7 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
 
     Raises:
         NotFoundError: one has no evaluation.
-        ConfigError: they have none on the same split of the same dataset.
+        ConfigError: they have none on the same split of the same dataset, or only one between them.
     """
     from workers.measure import sampling
     from workflow.store import results
@@ -65,14 +65,7 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
             where = "".join(f" --{key} {value}" for key, value in asked.items())
             there = _there(others[0].row, len(tasks(others[0].row["id"]))) if others else where
             raise NotFoundError(f"{name!r} has no finished evaluation{where}.", f"agentrl eval --policy {name}{there}")
-    pairs = [(a, b) for a, b in product(*sides) if _measured_on(a.row) == _measured_on(b.row)]
-    if not pairs:
-        one, other = sides[0][0].row, sides[1][0].row
-        raise ConfigError(
-            f"{first!r} was measured on {_split(one)} and {second!r} on {_split(other)}.",
-            f"Measure it there too: agentrl eval --policy {second}{_there(one, len(tasks(one['id'])))}",
-        )
-
+    pairs = _alike(first, second, sides, tasks)
     made = {each.row["id"]: sampling(each.row["config"]) for side in sides for each in side}
 
     def unlike(pair: tuple[_Measured, _Measured]) -> tuple[bool, int, bool, int]:
@@ -82,13 +75,34 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
 
     found = min(pairs, key=unlike)  # of those alike the first, which is the newest
     newest = tuple(min(side, key=lambda each: each.foreign) for side in sides)
-    if found == newest:
+    if newest == found or newest[0].row["id"] == newest[1].row["id"]:
         return Pair(found[0].row, found[1].row)
     one, other = (each.row for each in newest)
     if tasks(one["id"]) != tasks(other["id"]):
         return Pair(found[0].row, found[1].row, "tasks")
     same_rewards = _rewards(one, other) == _rewards(found[0].row, found[1].row)
     return Pair(found[0].row, found[1].row, "limits" if same_rewards else "rewards")
+
+
+def _alike(
+    first: str, second: str, sides: Sequence[Sequence[_Measured]], tasks: Callable[[int], frozenset[int]]
+) -> list[tuple[_Measured, _Measured]]:
+    """Pairs of two evaluations on the same split of a dataset. Raises as `find_pair`."""
+    pairs = [(a, b) for a, b in product(*sides) if _measured_on(a.row) == _measured_on(b.row)]
+    one, other = sides[0][0].row, sides[1][0].row
+    if not pairs:
+        raise ConfigError(
+            f"{first!r} was measured on {_split(one)} and {second!r} on {_split(other)}.",
+            f"Measure it there too: agentrl eval --policy {second}{_there(one, len(tasks(one['id'])))}",
+        )
+    found = [(a, b) for a, b in pairs if a.row["id"] != b.row["id"]]
+    if not found:
+        row = pairs[0][0].row
+        raise ConfigError(
+            f"{first!r} and {second!r} are measured by one evaluation, {row['run']}: there is nothing to compare.",
+            f"Measure once more what are the same weights: agentrl eval --policy {second}{_there(row, len(tasks(row['id'])))}",
+        )
+    return found
 
 
 def scored_by(row: Row) -> dict[str, float | str]:

@@ -442,6 +442,21 @@ def test_compare_takes_policies_and_means_their_newest_evaluations(here: Databas
     assert "B - A  0.5 " in said(capsys, "first@0", "first")
 
 
+def test_of_the_same_weights_two_evaluations_are_compared_and_one_is_not_with_itself(
+    here: Database, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluation(here, "older", 1.0, 0.0)
+    for run in ("one", "other"):
+        planning.submit(here, replace(submission(run), policy=replace(submission(run).policy, base_hash="hash")))
+    assert main(["compare", "one", "other"]) == 2
+    assert "measured by one evaluation, older" in capsys.readouterr().err
+    evaluation(here, "newer", 1.0, 1.0)
+    assert remarks(capsys, "one", "other") == []
+    shown = said(capsys, "one", "other")
+    assert "older" in shown
+    assert "newer" in shown
+
+
 def remarks(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     """What is said beside the comparison."""
     capsys.readouterr()
