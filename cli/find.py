@@ -240,7 +240,7 @@ def _checkpoint(db: Any, policy: str) -> str:
     typed = Path(policy).expanduser()
     typed = typed if typed.exists() or not (settings().root / typed).parent.is_dir() else settings().root / typed
     folder, epoch = typed.resolve(), number_of(typed.name)
-    if db is not None and epoch is not None and not (folder / MANIFEST).is_file():  # the link is not made yet, or was removed
+    if db is not None and epoch is not None:  # the link may not be made yet, or lead to an older run's
         run = epochs.run_in(db, str(typed.parent.resolve()))
         if run:
             return f"{run}@epoch{epoch}"

@@ -138,10 +138,31 @@ def test_what_is_not_the_runs_own_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "epoch_1").symlink_to("v00001.t1.hers")
     (tmp_path / "epoch_4").symlink_to("v00004.t1.hers")
     (tmp_path / "epoch_best").symlink_to("nowhere")
-    link(Ends(str(tmp_path), "mine", {1: "v00001.t1.mine", 2: "v00002.t1.mine", 3: "v00003.t1.mine"}))
-    assert leads(tmp_path) == {"epoch_1": "v00001.t1.hers", "epoch_best": "nowhere"}
+    (tmp_path / "epoch_5").symlink_to("v00001.t1.hers")
+    (tmp_path / "epoch_6").symlink_to("epoch_2")
+    mine = Ends(str(tmp_path), "mine", {1: "v00001.t1.mine", 2: "v00002.t1.mine", 3: "v00003.t1.mine"})
+    left = {"epoch_6": "epoch_2", "epoch_best": "nowhere"}
+    link(replace(mine, newest=False))
+    assert leads(tmp_path) == {"epoch_1": "v00001.t1.hers", "epoch_5": "v00001.t1.hers", **left}
+    link(mine)
+    assert leads(tmp_path) == {"epoch_1": "v00001.t1.mine", **left}
     assert (tmp_path / "epoch_2").is_dir()
     link(Ends("s3://bucket/run", "mine", {1: "v00001.t1.mine"}))
+
+
+def test_of_several_runs_in_one_folder_the_youngest_has_the_links_and_the_paths(own_database: Database, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    older = trained(own_database, out, epochs=2, tasks=2, versions=2)
+    assert leads(out) == {"epoch_1": older[0].name, "epoch_2": older[1].name}
+    planning.submit(own_database, replace(submission("second", tasks=2, epochs=2), output_dir=str(out)))
+    assert not epochs.ends(own_database, run_id(own_database)).newest
+    with pytest.raises(NotFoundError, match="Epoch 2 of 'second' is not over"):
+        find.find_policy(str(out / "epoch_2"))
+    link(epochs.ends(own_database, run_id(own_database, "second")))
+    assert leads(out) == {}
+    link(epochs.ends(own_database, run_id(own_database)))
+    assert leads(out) == {}, "an older run has none"
+    assert find.find_policy("first@epoch2")[1].path == str(older[1])
 
 
 def test_a_version_is_a_number_the_best_or_an_epoch() -> None:

@@ -7,6 +7,7 @@ will start.
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
@@ -24,13 +25,14 @@ from workflow.config import RunConfig
 from workflow.datasets import load_tasks
 from workflow.engines import Backend
 from workflow.envs import Env, gives_rewards, offered, scoring_hash, told_right_by, weights_of
+from workflow.epochs import link
 from workflow.errors import ConfigError, ConflictError
 from workflow.hooks import load_hooks
 from workflow.models import check_code, local_folder, lora_rank, starting_policy
 from workflow.plugins import find
 from workflow.rewards import check_rewards, judges_of
 from workflow.settings import Settings, is_url, settings
-from workflow.store import evals, planning
+from workflow.store import epochs, evals, planning
 from workflow.store.connect import Database
 from workflow.store.planning import Submission, Submitted
 from workflow.templates import check_template, remark_on_tools, settled
@@ -121,6 +123,9 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     untold = remark_on_tools(config.model, folder) if folder is not None and offered(env, config) else ""
     remarks = (*(remark_on_rewards((weights, config)) if kind == "train" else ()), *remarks_on(submission))
     remarks += (untold,) if untold else ()
+    older = epochs.run_in(db, output) if db is not None and kind == "train" else ""
+    if older not in ("", name):
+        remarks += (f"{output} holds the checkpoints of {older!r} too; from now on epoch_N there leads to those of this run.",)
     return Prepared(submission, config, loaded.skipped, named, remarks)
 
 
@@ -190,6 +195,9 @@ def submit(db: Database, prepared: Prepared) -> Submitted:
         ServiceError: the broker does not take messages; the run is written, and starts when the control loop can send.
     """
     made = _written(db, prepared)
+    if made.created and prepared.submission.kind == "train":
+        with suppress(OSError):  # links only; and whoever may not write there has none
+            link(epochs.ends(db, made.id))
     if made.created and not broker.in_memory(settings()):  # else only the stack itself can send, and its control loop does
         from workers.dispatch import dispatch  # which loads Celery: only who sends needs it
 

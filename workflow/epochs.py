@@ -13,6 +13,7 @@ from pathlib import Path
 from workflow.settings import is_url
 
 NAME = re.compile(r"epoch_([1-9]\d{0,9})")
+_CHECKPOINT = re.compile(r"v\d+\.[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +23,13 @@ class Ends:
     Args:
         key: what the names of the run's checkpoints end with.
         names: of the checkpoints, by the epoch's number from 1.
+        newest: whether no younger run keeps its checkpoints there: of several the youngest has the links.
     """
 
     output_dir: str
     key: str
     names: Mapping[int, str]
+    newest: bool = True
 
 
 def number_of(name: str) -> int | None:
@@ -36,12 +39,17 @@ def number_of(name: str) -> int | None:
 
 
 def link(ends: Ends) -> None:
-    """Makes the links in the run's folder what they should be; leaves those of another run, and all else, as they are.
+    """Makes the links in the run's folder what they should be, where it is the youngest there; an older run has none.
 
     Raises:
         OSError: the folder takes none.
     """
     unlink(ends)
+    if not ends.newest:
+        return
+    for entry in () if is_url(ends.output_dir) else _links(ends):
+        if _CHECKPOINT.fullmatch(os.readlink(entry)) and not os.readlink(entry).endswith(f".{ends.key}"):
+            entry.unlink(missing_ok=True)
     for name, target in _wanted(ends).items():
         entry = Path(ends.output_dir) / name
         if not entry.is_symlink() and not entry.exists():
@@ -58,13 +66,16 @@ def unlink(ends: Ends) -> None:
         OSError: the folder does not let go of them.
     """
     wanted = _wanted(ends)
-    for entry in () if is_url(ends.output_dir) else Path(ends.output_dir).glob("epoch_*"):
-        if not entry.is_symlink() or number_of(entry.name) is None:
-            continue
+    for entry in () if is_url(ends.output_dir) else _links(ends):
         now = os.readlink(entry)
         other = now.endswith(f".{ends.key}") and now != wanted.get(entry.name)
         if other or not entry.exists():
             entry.unlink(missing_ok=True)
+
+
+def _links(ends: Ends) -> list[Path]:
+    entries = Path(ends.output_dir).glob("epoch_*")
+    return [entry for entry in entries if entry.is_symlink() and number_of(entry.name) is not None]
 
 
 def _wanted(ends: Ends) -> dict[str, str]:

@@ -45,7 +45,8 @@ def is_end(tx: Any, run_id: int, version: int) -> bool:
 @reading
 def ends(tx: Any, run_id: int) -> Ends:
     """The checkpoints that ended an epoch of the run and stand in its own folder."""
-    (run,) = rows(tx, "SELECT * FROM runs WHERE id = :id", ("config", "manifest"), id=run_id)
+    query = "SELECT id, name, iterations, output_dir, config, manifest FROM runs WHERE id = :id"
+    (run,) = rows(tx, query, ("config", "manifest"), id=run_id)
     kept = "SELECT version, path FROM policies WHERE run_id = :id AND collected_at IS NULL AND path <> ''"
     paths = {row["version"]: PurePosixPath(row["path"]) for row in rows(tx, kept, id=run_id)}
     own = PurePosixPath(run["output_dir"])
@@ -53,13 +54,17 @@ def ends(tx: Any, run_id: int) -> Ends:
     names = {
         epoch: paths[version].name for epoch, version in versions.items() if version in paths and paths[version].parent == own
     }
-    return Ends(run["output_dir"], run["manifest"].get("id", "")[:8], names)
+    return Ends(run["output_dir"], run["manifest"].get("id", "")[:8], names, _run_in(tx, run["output_dir"]) == run["name"])
 
 
 @reading
 def run_in(tx: Any, folder: str) -> str:
-    """The run that was first to keep its checkpoints in the folder; empty where none does."""
-    query = "SELECT name FROM runs WHERE output_dir = :folder AND kind = 'train' ORDER BY id LIMIT 1"
+    """The youngest run that keeps its checkpoints in the folder; empty where none does."""
+    return _run_in(tx, folder)
+
+
+def _run_in(tx: Any, folder: str) -> str:
+    query = "SELECT name FROM runs WHERE output_dir = :folder AND kind = 'train' ORDER BY id DESC LIMIT 1"
     found = rows(tx, query, folder=folder)
     return str(found[0]["name"]) if found else ""
 
