@@ -171,7 +171,7 @@ def trained_policy(words: str, option: str) -> "tuple[RunConfig, Any, Mapping[st
 
 
 def is_stored_policy(words: str) -> bool:
-    """Whether the words, which may also name a model, mean a run's policy: `RUN@N`, or a checkpoint's folder.
+    """Whether the words, which may also name a model, mean a run's policy: `RUN@N`, a checkpoint's folder, or only `RUN`.
 
     Raises:
         NotFoundError: they mean a checkpoint of no run here.
@@ -179,9 +179,14 @@ def is_stored_policy(words: str) -> bool:
     from pathlib import Path
 
     from workflow.settings import is_url
+    from workflow.store import named
 
-    stored = bool(_checkpoint(existing_reader(), words))
-    return stored or ("@" in words and not is_url(words) and not Path(words).expanduser().exists())
+    db = existing_reader()
+    if _checkpoint(db, words):
+        return True
+    if is_url(words) or Path(words).expanduser().exists():
+        return False
+    return "@" in words or (db is not None and not _may_be_a_model(words) and named.is_run(db, words))
 
 
 def stored_start(policy: str | None) -> tuple[Any, Any]:

@@ -108,6 +108,11 @@ def evaluate(
         raise typer.Exit(1)
     result = observe.evaluation(database(), made.name)
     _show_score(made.name, policy, result, as_json)
+    if not result["episodes"]:
+        failure = observe.most_frequent_failure(database(), made.name)
+        why = f": {one_line(failure['error'])[:300]}" if failure else ""
+        say(f"No episode could be scored{why}. See them: agentrl episodes {made.name}")
+        raise typer.Exit(1)
     if fail_under is not None and (result["mean_reward"] is None or result["mean_reward"] < fail_under):
         say(f"The mean reward is under {fail_under:g}.")
         raise typer.Exit(1)

@@ -79,7 +79,7 @@ def merged_base(made: RunConfig, ref: "PolicyRef", manifest: Mapping[str, Any]) 
         target.parent.mkdir(parents=True, exist_ok=True)
         from workflow.merging import merge
 
-        say(f"Merging {made.name}@{ref.version} into {str(target)!r}, where a new LoRA begins.")
+        say(f"Merging {made.name}@{ref.version} into {str(target)!r}, on which training begins anew.")
         if merge(ref, made.model, manifest, target, where.device, where.threads)["dequantised"]:
             say(QUANTISED)
     return PolicyRef(str(target), base_hash(target))

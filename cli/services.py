@@ -177,7 +177,8 @@ def _renew_embedded(asked: "Question", separate: bool, run: str) -> None:
     _refuse_beside(run, unfit)
     mine = lacking(asked, asked.roles)
     if mine:
-        raise WorkerError(_lines("Nothing was started, for this command lacks it too.", [*unfit, *mine]), "Mend that first")
+        lines = [*unfit, *(f"This command {said}" for said in mine)]
+        raise WorkerError(_lines("Nothing was started, for this command lacks it too.", lines), "Mend that first")
     for line in unfit:
         say(line)
     say("Nothing else runs in the embedded stack: it starts anew, with this command's environment.")

@@ -201,6 +201,8 @@ def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_jso
     from workflow.plugins import find
     from workflow.templates import settled
 
+    if place.name or place.output_dir:
+        place.of("")  # before anything is merged
     found: Dataset | list[Demonstration]
     found = read_demonstrations(Path(dataset), how.max_samples) if dataset.endswith(".jsonl") else find("datasets", dataset)
     config, policy, manifest = _policy_named(model, how)
@@ -220,7 +222,18 @@ def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_jso
         say(QUANTISED)
     show_made(made, f"{made.examples} demonstrations", {}, as_json)
     usual = model == "tiny" and not (place.name or place.output_dir)
-    say(f"Train it: agentrl submit --dataset {dataset} --model {'tiny' if usual else called(target)}")
+    if isinstance(found, list) and not _has_references(Path(dataset)):
+        say(f"Talk to it: agentrl chat --model {called(target)}")
+        say(f"Train it on what has answers: agentrl submit --dataset NAME --model {called(target)}")
+    else:
+        say(f"Train it: agentrl submit --dataset {dataset} --model {'tiny' if usual else called(target)}")
+
+
+def _has_references(file: Path) -> bool:
+    """Whether a run could train on the file: each of its lines has an answer."""
+    from workflow.datasets.jsonl import read_file
+
+    return not read_file(file)[1]
 
 
 def _policy_named(model: str, how: _How) -> "tuple[ModelConfig, PolicyRef | None, Mapping[str, Any]]":

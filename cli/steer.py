@@ -31,6 +31,7 @@ def resume(
     from workers import broker
     from workers.control import send_missing
     from workers.fit import question
+    from workflow.models import check_base
     from workflow.settings import settings
     from workflow.store import extending, planning, serving
     from workflow.store.iterations import staleness_of
@@ -43,6 +44,7 @@ def resume(
         extending.check_extendable(row, row["stored"])
     else:
         planning.check_resumable(row)
+    check_base(row["base"], row["base_hash"])
     asked = question(row["config"], row["weights"], row["base"], row["output_dir"], rolls_out=not row["stored"])
     separate = staleness_of(row["config"]) > 0
     try:
@@ -113,6 +115,8 @@ def _redone(status: str, now: Any) -> str:
     left = now["episodes"] - now["finished"]
     if not left:
         return f"no episode; {numbers(now)} train{'s' * (now['iteration'] == now['through'])} with those that are done"
+    if not now["running"]:
+        return f"nothing; {left} episodes of {numbers(now)} are still to be sampled"
     return (
         f"{left} episodes of {numbers(now)} are not over; {now['running']} of them "
         "go on from their last committed step. Only a turn in mid-sampling and an update without its commit are redone."

@@ -570,7 +570,7 @@ def test_pause_and_cancel_may_be_said_twice_and_say_what_is_kept(run: str, capsy
     first = agentrl(capsys, "pause", run)
     assert "was running" in first
     assert "1 of 2 iterations, policy version 1, 4 episodes done; of the open iteration 0 of 4 are over" in first
-    assert "4 episodes of iteration 2 are not over" in first
+    assert "redone: nothing; 4 episodes of iteration 2 are still to be sampled" in first
     assert "already" in agentrl(capsys, "pause", run)
     assert "was paused" in agentrl(capsys, "cancel", run)
     assert "redone: nothing" in agentrl(capsys, "cancel", run)

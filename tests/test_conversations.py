@@ -97,5 +97,7 @@ def test_a_model_is_made_of_a_file_of_conversations(home: Path, tmp_path: Path, 
     told = json.loads(out)
     assert (told["name"], told["examples"], told["steps"]) == ("tiny-talks", 16, 4)
     assert "Learned from 16 demonstrations." in err
+    assert "agentrl chat --model tiny-talks" in err
+    assert f"--dataset {file} --model" not in err, "lines without an answer are no tasks"
     assert Policy.load(ModelConfig(), str(settings().models_dir / "tiny-talks"), device="cpu").kind == "full"
     assert "malformed" in agentrl(capsys, "sft", "--dataset", str(written(tmp_path, "{")), "--name", "x", code=2)[1]

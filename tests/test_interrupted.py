@@ -21,6 +21,7 @@ from workflow.config import ModelConfig
 from workflow.datasets.arithmetic import arithmetic
 from workflow.dpo import dpo
 from workflow.errors import CheckpointError, ConflictError, ModelError
+from workflow.interrupted import Stopped, told_to_stop
 from workflow.models import RECORD, base_hash, model_folder
 from workflow.offline import Made, Recipe
 from workflow.parameters import Parameters
@@ -136,6 +137,36 @@ def test_a_checkpoint_that_is_not_as_it_was_written_is_refused_and_begun_anew_if
         learn(training, tmp_path / "made")
     learn(training, tmp_path / "made", overwrite=True, progress=told)
     assert told.done == 0
+
+
+class Pressing(Told):
+    """Presses ctrl-C during the third step."""
+
+    def step(self, done: int, steps: int, tokens: int, metrics: Mapping[str, float]) -> None:
+        """After each."""
+        super().step(done, steps, tokens, metrics)
+        if done == 2:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_ends_a_training_after_its_step_and_the_same_command_goes_on_there(tmp_path: Path) -> None:
+    training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], Told()
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(Stopped, match=r"Stopped after step 3 of 9; the same command goes on there\."):
+        learn(training, tmp_path / "made", progress=Pressing())
+    assert signal.getsignal(signal.SIGINT) is before
+    learn(training, tmp_path / "made", progress=told)
+    learn(training, tmp_path / "whole")
+    assert told.done == 3
+    assert base_hash(tmp_path / "made") == base_hash(tmp_path / "whole")
+
+
+def test_ctrl_c_twice_ends_it_at_once() -> None:
+    with told_to_stop() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_a_training_from_which_nothing_can_come_leaves_no_checkpoint(tmp_path: Path) -> None:

@@ -105,6 +105,27 @@ def test_a_new_lora_begins_on_the_merged_policy(
     assert "Merging" not in agentrl(capsys, *words, "--name", "other")[1], "it is there already"
 
 
+def test_a_base_that_was_replaced_is_noticed_before_anything_starts(
+    worker: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tiny_random(tmp_path / "own")
+    published(worker, own, tmp_path / "out", KINDS["all weights"])
+    file = own / "config.json"
+    file.write_text(file.read_text() + " ")
+    for words in (("submit", *SMALL, "--model", "first@1"), ("resume", "first", "--iterations", "1")):
+        assert "not the one any more that these weights were trained on" in agentrl(capsys, *words, code=8)[1]
+
+
+def test_a_run_is_a_model_by_its_name_alone_unless_a_model_is_called_so(
+    worker: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published(worker, base, tmp_path / "out", KINDS["all weights"], versions=2, epochs=2)
+    words = ("submit", *SMALL, "--dry-run", "--json", "--model", "first")
+    assert json.loads(agentrl(capsys, *words)[0])["from"] == "first@2"
+    tiny_random(settings().models_dir / "first")
+    assert "from" not in json.loads(agentrl(capsys, *words)[0])
+
+
 @pytest.mark.slow
 def test_a_checkpoint_is_named_by_its_path_too(
     worker: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

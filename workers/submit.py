@@ -28,7 +28,7 @@ from workflow.envs import Env, gives_rewards, offered, scoring_hash, told_right_
 from workflow.epochs import link
 from workflow.errors import ConfigError, ConflictError
 from workflow.hooks import load_hooks
-from workflow.models import check_code, local_folder, lora_rank, starting_policy
+from workflow.models import check_base, check_code, local_folder, lora_rank, starting_policy
 from workflow.plugins import find
 from workflow.rewards import check_rewards, judges_of
 from workflow.settings import Settings, is_url, settings
@@ -91,6 +91,8 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     if backend.at_url:
         _check_server(settings())
     ref = policy or starting_policy(config.model.path, config.dataset.name)
+    if policy is not None:
+        check_base(policy.base, policy.base_hash)
     folder = _at_hand(ref.base)
     if folder is not None:
         check_code(config.model, folder)

@@ -246,6 +246,17 @@ def base_hash(folder: Path) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+def check_base(base: str, known: str) -> None:
+    """Makes sure that a base in a folder here is the one that weights were trained on, by its hash (empty: not known).
+
+    Raises:
+        ModelError: it is another by now.
+    """
+    if known and Path(base).is_dir() and base_hash(Path(base)) != known:
+        said = f"The model in {base!r} is not the one any more that these weights were trained on (sha256 {known[:12]}...)"
+        raise ModelError(f"{said}.", "Put that one back, or name another policy.")
+
+
 def sha256_file(file: Path) -> str:
     """sha256 of a file's bytes, in hex."""
     with file.open("rb") as stream:

@@ -71,7 +71,8 @@ def read_tasks(path: Path, split: str = "train", skip_bad_rows: bool = False) ->
         DatasetError: another split than `train`; the file cannot be read; a line is malformed and `skip_bad_rows` is off.
     """
     if split != "train":
-        raise DatasetError(f"{str(path)!r} is one split, 'train', and {split!r} was asked.", "Name the other split's file.")
+        said = f"{str(path)!r} is one split, 'train', and {split!r} was asked."
+        raise DatasetError(said, "Pass --split train, or name the other split's file.")
     tasks: list[Task] = []
     problems: list[str] = []
     seen: dict[str, int] = {}

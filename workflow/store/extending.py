@@ -69,12 +69,16 @@ def check_extendable(row: Mapping[str, Any], stored: bool) -> None:
     if stored:
         raise StateError(f"{name!r} trains on stored episodes, each of them once.", "agentrl submit --from-episodes RUN")
     if row["status"] not in EXTENDABLE:
-        raise StateError(f"Run {name!r} is {row['status']} for good.", f"Train its policy on: agentrl submit --model {name}@N")
+        raise StateError(f"Run {name!r} is {row['status']} for good.", _train_on(row))
     if decay != "none":
         raise ConfigError(
             f"The learning rate of {name!r} falls to 0 at its end (update.decay={decay}): a longer run would have had another.",
-            f"Train its policy on, with a schedule of its own: agentrl submit --model {name}@N",
+            _train_on(row),
         )
+
+
+def _train_on(row: Mapping[str, Any]) -> str:
+    return f"Train its policy on, with a schedule of its own: agentrl submit --dataset {row['dataset']} --model {row['name']}"
 
 
 def _longer(config: Mapping[str, Any], total: int, of_an_epoch: int) -> dict[str, Any]:

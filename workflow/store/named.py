@@ -23,6 +23,12 @@ def find_run(tx: Any, run: str) -> Row:
     return run_row(tx, run)
 
 
+@reading
+def is_run(tx: Any, name: str) -> bool:
+    """Whether a run is called so."""
+    return bool(rows(tx, "SELECT id FROM runs WHERE name = :name", name=name))
+
+
 def run_row(tx: Any, run: str) -> Row:
     """As find_run, inside a transaction."""
     found = rows(tx, "SELECT * FROM runs WHERE name = :name", ("config", "manifest"), name=run)
