@@ -80,9 +80,10 @@ def follow(db: Any, run: str, live: bool, write: Any) -> View:
         with _Live() if live else _Lines(write) as screen:
             while True:
                 view = look(db, run, view)
-                if somebody_works(db):
-                    seen = time.monotonic()
-                view.warning = _stranded(run) if time.monotonic() - seen > ALONE_SECONDS else _waits(db, view.run)
+                if view.run["status"] != "done":  # else there is nobody to look for
+                    if somebody_works(db):
+                        seen = time.monotonic()
+                    view.warning = _stranded(run) if time.monotonic() - seen > ALONE_SECONDS else _waits(db, view.run)
                 screen.show(view)
                 if not view.going:
                     return view

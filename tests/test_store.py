@@ -121,8 +121,15 @@ def test_a_run_of_so_many_iterations_ends_in_the_middle_of_an_epoch(database: Da
 
 
 def test_an_unknown_run_is_not_found(database: Database) -> None:
-    with pytest.raises(NotFoundError, match="'nobody'"):
+    start(database, submission())
+    with pytest.raises(NotFoundError, match="'nobody'") as unlike:
         named.find_run(database, "nobody")
+    assert "mean" not in unlike.value.hint
+    with pytest.raises(NotFoundError, match="no run 'frist'") as close:
+        named.find_run(database, "frist")
+    assert "Did you mean 'first'?" in close.value.hint
+    with pytest.raises(NotFoundError):
+        named.find_run(database, "a" * 1_000_000)
 
 
 # claims

@@ -1,6 +1,7 @@
 """What a person's words name: a run, by its name or its number; a policy of one: `RUN`, `RUN@3`, `RUN@best`, `RUN@epoch3`."""
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from workflow.errors import CheckpointError, ConfigError, NotFoundError
@@ -11,6 +12,8 @@ from workflow.trajectory import PolicyRef
 
 Version = int | Literal["best"] | Epoch | None
 """Of a run's policy; None is the newest."""
+LONGEST = 64
+"""Characters of a run's name."""
 
 
 @reading
@@ -35,8 +38,15 @@ def run_row(tx: Any, run: str) -> Row:
     if not found and run.isascii() and run.isdigit() and len(run) < 19:
         found = rows(tx, "SELECT * FROM runs WHERE id = :id", ("config", "manifest"), id=int(run))
     if not found:
-        raise NotFoundError(f"There is no run {run!r}.", "List them with `agentrl runs`.")
+        raise NotFoundError(f"There is no run {run!r}.", f"{_close(tx, run)}List them with `agentrl runs`.")
     return found[0]
+
+
+def _close(tx: Any, run: str) -> str:
+    """The name among the newest runs that may have been meant."""
+    names = [row["name"] for row in rows(tx, "SELECT name FROM runs ORDER BY id DESC LIMIT 200")] if len(run) <= LONGEST else []
+    close = get_close_matches(run, names, n=1)
+    return f"Did you mean {close[0]!r}? " if close else ""
 
 
 def version_number(word: str) -> Version:
