@@ -27,8 +27,9 @@ HELP = (
     ("/save FILE.jsonl", "append the conversation, to learn from: agentrl sft --dataset FILE.jsonl"),
     ("/replay", "the conversation with its tokens and logprobs"),
     ("/help", "this"),
+    ("/exit", "leave, as ctrl-D does"),
     ('LINE\\ or """', "goes on in the next line; three quotation marks begin a block that three more end"),
-    ("ctrl-C", "stop the answer; ctrl-D: leave. A line that begins with a space is never a command"),
+    ("ctrl-C", "stop the answer. A line that begins with a space is no command"),
 )
 
 
@@ -224,6 +225,10 @@ def _replay(loading: Loading, given: str) -> None:
     show_lines(conversation(loading.talk().steps))
 
 
+def _exit(loading: Loading, given: str) -> None:
+    raise EOFError
+
+
 COMMANDS: dict[str, Callable[[Loading, str], None]] = {
     "/help": _help,
     "/reset": _reset,
@@ -231,6 +236,7 @@ COMMANDS: dict[str, Callable[[Loading, str], None]] = {
     "/temperature": _temperature,
     "/save": _save,
     "/replay": _replay,
+    "/exit": _exit,
 }
 
 

@@ -204,7 +204,8 @@ def test_settings_are_changed_while_one_talks(terminal: Callable[..., Terminal])
         screen.type(f"{typed}\n")
         at = screen.wait(shown, at)
         at = screen.wait("\n> $", at)
-    leave(screen)
+    screen.type("/exit\n")
+    assert screen.end() == 0
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_chat_with_its_sentence(environment: dict[str, str], tmp_path: Path) -> None:
