@@ -32,11 +32,12 @@ def is_run(tx: Any, name: str) -> bool:
     return bool(rows(tx, "SELECT id FROM runs WHERE name = :name", name=name))
 
 
-def run_row(tx: Any, run: str) -> Row:
-    """As find_run, inside a transaction."""
-    found = rows(tx, "SELECT * FROM runs WHERE name = :name", ("config", "manifest"), name=run)
+def run_row(tx: Any, run: str, columns: str = "*") -> Row:
+    """As find_run, inside a transaction; only these columns of it."""
+    documents = ("config", "manifest")
+    found = rows(tx, f"SELECT {columns} FROM runs WHERE name = :name", documents, name=run)
     if not found and run.isascii() and run.isdigit() and len(run) < 19:
-        found = rows(tx, "SELECT * FROM runs WHERE id = :id", ("config", "manifest"), id=int(run))
+        found = rows(tx, f"SELECT {columns} FROM runs WHERE id = :id", documents, id=int(run))
     if not found:
         raise NotFoundError(f"There is no run {run!r}.", f"{_close(tx, run)}List them with `agentrl runs`.")
     return found[0]
@@ -85,7 +86,7 @@ def find_policy(tx: Any, run: str, version: Version) -> Row:
     row = run_row(tx, run)
     version = _best(tx, row) if version == "best" else version
     version = version_after(tx, row, version.number) if isinstance(version, Epoch) else version
-    query, asked = "SELECT * FROM policies WHERE run_id = :run", {"run": row["id"]}
+    query, asked = "SELECT id, version, kind, path, sha256, collected_at FROM policies WHERE run_id = :run", {"run": row["id"]}
     if version is not None:
         query, asked = f"{query} AND version = :version", asked | {"version": min(version, MAX_ID)}  # more no database takes
     found = rows(tx, f"{query} ORDER BY version DESC LIMIT 1", **asked)

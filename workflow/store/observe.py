@@ -64,7 +64,7 @@ def describe_run(tx: Any, run: str) -> Row:
     Raises:
         NotFoundError: there is none.
     """
-    return run_by_id(tx, run_row(tx, run)["id"])
+    return run_by_id(tx, _run(tx, run)["id"])
 
 
 def run_by_id(tx: Any, run_id: int) -> Row:
@@ -76,14 +76,14 @@ def run_by_id(tx: Any, run_id: int) -> Row:
 def list_iterations(tx: Any, run: str, after: int = 0) -> list[Row]:
     """The run's iterations after number `after`, counted from 1, from `v_iterations`."""
     query = "SELECT * FROM v_iterations WHERE run = :run AND iteration > :after ORDER BY iteration"
-    return rows(tx, query, run=run_row(tx, run)["name"], after=after)
+    return rows(tx, query, run=_run(tx, run)["name"], after=after)
 
 
 @reading
 def list_evals(tx: Any, run: str) -> list[Row]:
     """The evaluations that the run makes of its own policies, by version, from `v_evals`."""
     mine = "SELECT id FROM runs WHERE measures_id = :id"
-    return rows(tx, f"SELECT * FROM v_evals WHERE id IN ({mine}) ORDER BY policy_version", id=run_row(tx, run)["id"])
+    return rows(tx, f"SELECT * FROM v_evals WHERE id IN ({mine}) ORDER BY policy_version", id=_run(tx, run)["id"])
 
 
 @reading
@@ -92,7 +92,7 @@ def progress(tx: Any, run: str) -> Row:
 
     From `iteration` up to `through`: one, unless the rollouts of some go on during the updates of others.
     """
-    run_id = run_row(tx, run)["id"]
+    run_id = _run(tx, run)["id"]
     query = """
         SELECT min(i.number) + 1 AS iteration, max(i.number) + 1 AS through, count(*) AS episodes,
                count(*) FILTER (WHERE e.status NOT IN ('planned', 'running')) AS finished,
@@ -115,7 +115,7 @@ def sampled_on(tx: Any, run: str) -> str:
           WHERE i.run_id = :id AND i.status IN ('planned', 'running') AND i.more_groups > 0
           AND g.status IN ('planned', 'running'))
         ORDER BY id DESC LIMIT 1"""
-    found = rows(tx, query, id=run_row(tx, run)["id"])
+    found = rows(tx, query, id=_run(tx, run)["id"])
     return str(found[0]["detail"]) if found else ""
 
 
@@ -127,7 +127,7 @@ def most_frequent_failure(tx: Any, run: str) -> Row:
         SELECT status, error, count(*) AS episodes, CAST(sum(count(*)) OVER () AS BIGINT) AS failed FROM episodes
         WHERE run_id = :id AND status IN ('failed', 'infra_error')
         GROUP BY status, error ORDER BY count(*) DESC, min(id) LIMIT 1"""
-    found = rows(tx, query, id=run_row(tx, run)["id"])
+    found = rows(tx, query, id=_run(tx, run)["id"])
     return found[0] if found else {}
 
 
@@ -158,18 +158,18 @@ def list_episodes(
     found = rows(
         tx,
         f"SELECT v.* FROM ({page}) page JOIN v_episodes v ON v.id = page.id ORDER BY page.id",
-        run_id=run_row(tx, run)["id"], limit=limit, offset=offset, **filters,
+        run_id=_run(tx, run)["id"], limit=limit, offset=offset, **filters,
     )  # fmt: skip
     if sort == "-id":
         return found
     shown = {row["id"]: row for row in found}
-    return [shown[row["id"]] for row in rows(tx, page, run_id=run_row(tx, run)["id"], limit=limit, offset=offset, **filters)]
+    return [shown[row["id"]] for row in rows(tx, page, run_id=_run(tx, run)["id"], limit=limit, offset=offset, **filters)]
 
 
 @reading
 def list_events(tx: Any, run: str) -> list[Row]:
     """What happened to the run, oldest first."""
-    return rows(tx, "SELECT * FROM events WHERE run_id = :id ORDER BY id", id=run_row(tx, run)["id"])
+    return rows(tx, "SELECT * FROM events WHERE run_id = :id ORDER BY id", id=_run(tx, run)["id"])
 
 
 @reading
@@ -179,7 +179,7 @@ def evaluation(tx: Any, run: str) -> Row:
     Raises:
         NotFoundError: the run is no evaluation, or not done.
     """
-    found = rows(tx, "SELECT * FROM evals WHERE run_id = :id", id=run_row(tx, run)["id"])
+    found = rows(tx, "SELECT * FROM evals WHERE run_id = :id", id=_run(tx, run)["id"])
     if not found:
         raise NotFoundError(f"Run {run!r} has no evaluation result.", f"agentrl watch {run}")
     return found[0]
@@ -259,3 +259,8 @@ def _with_inherited(tx: Any, query: str, episode: Row) -> list[Row]:
         return own
     (parent,) = rows(tx, "SELECT * FROM v_episodes WHERE id = :id", id=episode["parent_id"])
     return [*(row for row in _with_inherited(tx, query, parent) if row["step"] < episode["inherited_steps"]), *own]
+
+
+def _run(tx: Any, run: str) -> Row:
+    """Id and name of a run. Raises as `run_row`."""
+    return run_row(tx, run, "id, name")
