@@ -27,6 +27,9 @@ from workflow.store.reader import Reader, newest_revision, postgres_parts, sqlit
 HEAVY = {"torch", "transformers", "celery", "kombu", "redis", "alembic", "sqlalchemy", "psycopg", "rich", "numpy", "mako"}
 
 
+MAY_BE_EMPTY = {"list_evals", "sampled_on", "most_frequent_failure", "policy_at"}
+
+
 def reader(database: Database) -> Reader:
     """One that the driver must suffice for."""
 
@@ -61,11 +64,11 @@ LISTS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", LISTS)
-def test_the_driver_alone_reads_what_the_whole_database_reads(data: Database, run: str, name: str) -> None:  # noqa: F811
-    found = LISTS[name](reader(data))
-    assert repr(found) == repr(LISTS[name](data))
-    assert found or name in ("list_evals", "sampled_on", "most_frequent_failure")
+def test_the_driver_alone_reads_what_the_whole_database_reads(data: Database, run: str) -> None:  # noqa: F811
+    for name, query in LISTS.items():
+        found = query(reader(data))
+        assert repr(found) == repr(query(data)), name
+        assert found or name in MAY_BE_EMPTY, name
 
 
 @pytest.mark.parametrize("data", ["postgres"], indirect=True)
