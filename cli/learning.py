@@ -13,7 +13,7 @@ import typer
 from cli.find import stored_start
 from cli.output import console, duration, say, show, show_json
 from workflow.config import NAME_PATTERN, build
-from workflow.errors import ConfigError, did_you_mean
+from workflow.errors import ConfigError, Stopped, did_you_mean
 from workflow.models import refuse_existing
 from workflow.resolve import read_yaml
 
@@ -187,8 +187,6 @@ def watched(target: Path, training: "Callable[..., Made]") -> "Made":
         said = f"The folder {str(target.parent)!r} cannot be made: {error.strerror}."
         raise ConfigError(said, "Pass --output-dir, or set AGENTRL_HOME.") from error
     where = settings()
-    from workflow.interrupted import Stopped
-
     try:
         with Progress() as progress:
             return training(device=where.device, threads=where.threads, progress=progress)

@@ -20,8 +20,8 @@ from tests.models import tiny_random
 from workflow.config import ModelConfig
 from workflow.datasets.arithmetic import arithmetic
 from workflow.dpo import dpo
-from workflow.errors import CheckpointError, ConflictError, ModelError
-from workflow.interrupted import Stopped, told_to_stop
+from workflow.errors import CheckpointError, ConflictError, ModelError, Stopped
+from workflow.interrupted import told_to_stop
 from workflow.models import RECORD, base_hash, model_folder
 from workflow.offline import Made, Recipe
 from workflow.parameters import Parameters

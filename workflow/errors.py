@@ -147,6 +147,10 @@ class Fenced(AgentRLError):
     """Another worker holds the row now; what this one computed is discarded."""
 
 
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C, answered between two steps of a training; its text says where that stands."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The sentence that helps after an unknown name: the closest match, or the list of known ones."""
     names = sorted(known)

@@ -35,10 +35,6 @@ LARGEST_STATE = 1 << 16
 """Bytes of what is read of where a training stands."""
 
 
-class Stopped(KeyboardInterrupt):
-    """Ctrl-C, answered between two steps; its text says where the training stands."""
-
-
 @contextmanager
 def told_to_stop() -> Iterator[Callable[[], bool]]:
     """Whether ctrl-C was pressed: once is noted, so that a step ends whole; twice ends the process at once, as ever."""

@@ -22,8 +22,8 @@ from workflow import lines
 from workflow.batch import Row, collate, rows_of, size
 from workflow.chat import Chat
 from workflow.config import ModelConfig
-from workflow.errors import ModelError
-from workflow.interrupted import Resumable, Stopped, told_to_stop
+from workflow.errors import ModelError, Stopped
+from workflow.interrupted import Resumable, told_to_stop
 from workflow.merging import merged, write_model
 from workflow.moments import optimizer_of
 from workflow.parameters import Parameters, counted
