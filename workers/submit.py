@@ -224,7 +224,7 @@ def _written(db: Database, prepared: Prepared, failed: str = "") -> Submitted:
             made = planning.submit(db, submission, failed)
             if made.created:
                 for hook in load_hooks(prepared.config.hooks):
-                    hook.on_run_start(made.name, {**submission.config})
+                    hook.on_run_start(made.name, submission.config)
             if made.created or prepared.named:
                 return made
         except ConflictError:

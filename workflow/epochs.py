@@ -47,8 +47,9 @@ def link(ends: Ends) -> None:
     unlink(ends)
     if not ends.newest:
         return
-    for entry in () if is_url(ends.output_dir) else _links(ends):
-        if _CHECKPOINT.fullmatch(os.readlink(entry)) and not os.readlink(entry).endswith(f".{ends.key}"):
+    for entry in _links(ends):
+        now = os.readlink(entry)
+        if _CHECKPOINT.fullmatch(now) and not now.endswith(f".{ends.key}"):
             entry.unlink(missing_ok=True)
     for name, target in _wanted(ends).items():
         entry = Path(ends.output_dir) / name
@@ -66,7 +67,7 @@ def unlink(ends: Ends) -> None:
         OSError: the folder does not let go of them.
     """
     wanted = _wanted(ends)
-    for entry in () if is_url(ends.output_dir) else _links(ends):
+    for entry in _links(ends):
         now = os.readlink(entry)
         other = now.endswith(f".{ends.key}") and now != wanted.get(entry.name)
         if other or not entry.exists():
@@ -74,7 +75,8 @@ def unlink(ends: Ends) -> None:
 
 
 def _links(ends: Ends) -> list[Path]:
-    entries = Path(ends.output_dir).glob("epoch_*")
+    """Those to epochs in the folder, of whichever run; a URL has none."""
+    entries = () if is_url(ends.output_dir) else Path(ends.output_dir).glob("epoch_*")
     return [entry for entry in entries if entry.is_symlink() and number_of(entry.name) is not None]
 
 

@@ -27,7 +27,7 @@ from typing import Any
 from workflow.asserts import all_cases, check_names, parsed, read_asserts
 from workflow.constants import Constants
 from workflow.datasets import Dataset
-from workflow.datasets.jsonl import SKIP_HINT, malformed
+from workflow.datasets.jsonl import SKIP_HINT, check_split, malformed
 from workflow.errors import DatasetError
 from workflow.sandbox.cases import Case
 from workflow.trajectory import Message, Task
@@ -70,9 +70,7 @@ def read_tasks(path: Path, split: str = "train", skip_bad_rows: bool = False) ->
     Raises:
         DatasetError: another split than `train`; the file cannot be read; a line is malformed and `skip_bad_rows` is off.
     """
-    if split != "train":
-        said = f"{str(path)!r} is one split, 'train', and {split!r} was asked."
-        raise DatasetError(said, "Pass --split train, or name the other split's file.")
+    check_split(path, split)
     tasks: list[Task] = []
     problems: list[str] = []
     seen: dict[str, int] = {}

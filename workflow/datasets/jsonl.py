@@ -51,9 +51,7 @@ def read_tasks(path: Path, split: str = "train", skip_bad_rows: bool = False) ->
     Raises:
         DatasetError: another split than `train`; the file cannot be read; a line is malformed and `skip_bad_rows` is off.
     """
-    if split != "train":
-        said = f"{str(path)!r} is one split, 'train', and {split!r} was asked."
-        raise DatasetError(said, "Pass --split train, or name the other split's file.")
+    check_split(path, split)
     rows, problems = read_file(path)
     if problems and not skip_bad_rows:
         raise malformed(str(path), problems, SKIP_HINT)
@@ -71,6 +69,17 @@ def read_file(path: Path) -> tuple[list[Row], list[str]]:
             return read_rows(lines)
     except OSError as error:
         raise DatasetError(f"Cannot read the dataset {str(path)!r}: {error.strerror}.", "Check the path.") from error
+
+
+def check_split(path: Path, split: str) -> None:
+    """Makes sure that a file's only split is the one asked for.
+
+    Raises:
+        DatasetError: it is another.
+    """
+    if split != "train":
+        said = f"{str(path)!r} is one split, 'train', and {split!r} was asked."
+        raise DatasetError(said, "Pass --split train, or name the other split's file.")
 
 
 def malformed(source: str, problems: list[str], hint: str) -> DatasetError:
