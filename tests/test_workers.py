@@ -147,6 +147,23 @@ def test_a_process_that_stands_still_takes_none_of_a_calls_time(function: Callab
         assert process.stdout.read() == "1 True\n"
 
 
+def test_a_process_that_stands_still_before_it_has_looked_even_once_takes_none_of_a_calls_time_either() -> None:
+    script = (
+        "import os, signal\n"
+        "from workflow.patience import Patience\n"
+        "patience = Patience()\n"
+        "print('begun', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "print(patience.look(0.0) < 0.9, patience.own_seconds < 0.9)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        time.sleep(1.0)
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout.read() == "True True\n"
+
+
 @pytest.mark.parametrize("env", ["no_such_module_anywhere:env", f"{__name__}:leaving_env", f"{__name__}:bare"])
 def test_who_waits_for_a_call_whose_tool_cannot_be_loaded_is_told_why_at_once_and_the_model_nothing(
     own_database: Database, env: str

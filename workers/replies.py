@@ -40,11 +40,10 @@ class Replies:
 
     def __init__(self, where: Settings) -> None:
         self.address = f"agentrl.replies.{uuid.uuid4().hex}"
-        self._where = where
         self._waiting: dict[int, Waiter] = {}
         _here[self.address] = self
         if not in_memory(where):
-            threading.Thread(target=self._run, name="replies", daemon=True).start()
+            threading.Thread(target=self._run, args=(client(where),), name="replies", daemon=True).start()
 
     def expect(self, call: int, answered: Waiter) -> None:
         """Calls `answered` when the call's reply comes in, and before that with each reason why it cannot run."""
@@ -60,11 +59,10 @@ class Replies:
         if answered:
             answered(call, reason)
 
-    def _run(self) -> None:
+    def _run(self, connection: "redis.Redis") -> None:
         while True:
             try:
-                with client(self._where) as connection:
-                    self._read(connection)
+                self._read(connection)
             except (redis.RedisError, OSError) as error:
                 log.info("the broker is away: %s", error)
                 time.sleep(0.5)

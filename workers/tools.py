@@ -157,16 +157,13 @@ def _awaited(answer: "Future[ToolResult]", tool: Tool, patience: Patience) -> Ba
 
     Nor does any while this process stands still: it looks at the clock often enough to see how long that was.
     """
-    while (left := tool.timeout_seconds - patience.own_seconds) > 0:
+    wait = 0.0
+    while (left := tool.timeout_seconds - patience.look(wait)) > 0:
         wait = min(left, tool.timeout_seconds / LOOKS)
-        counted, worked = patience.own_seconds, time.process_time()
-        try:
-            return answer.exception(wait)
-        except TimeoutError:
-            pass
-        finally:  # of what the clock counted, less what it may count and what this process worked
-            still = patience.own_seconds - counted - wait - (time.process_time() - worked)
-            patience.stood_still(max(0.0, still))
+        with suppress(TimeoutError):
+            error = answer.exception(wait)
+            patience.look(wait)
+            return error
     patience.end()
     return tool.overdue()
 

@@ -19,6 +19,7 @@ class Patience:
         self._began = time.monotonic()
         self._before = 0.0
         self._still = 0.0
+        self._looked = 0.0, time.process_time()
         self._since: float | None = None
         self._over = False
 
@@ -28,9 +29,18 @@ class Patience:
         since = self._since
         return self._before + (0.0 if since is None else time.monotonic() - since)
 
-    def stood_still(self, seconds: float) -> None:
-        """The whole process has done nothing for so long, and so has the call: it was stopped, or the machine had no time."""
-        self._still += seconds
+    def look(self, meant: float) -> float:
+        """The call's own seconds, after counting for how long the whole process stood still since the last look.
+
+        That is what the clock counted beyond what was meant to pass and what the process worked: it was stopped, or the machine
+        had no time for it, and so the call has done nothing either.
+        """
+        before, worked = self._looked
+        now, busy = self.own_seconds, time.process_time()
+        still = max(0.0, now - before - meant - (busy - worked))
+        self._still += still
+        self._looked = now - still, busy
+        return now - still
 
     @property
     def own_seconds(self) -> float:
