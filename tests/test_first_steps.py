@@ -12,6 +12,7 @@ from typer.main import get_command
 from cli.app import app
 from cli.main import main
 from tests.conftest import forget_process
+from tests.documents import PAGES
 from tests.test_cli import process
 from tests.test_cli import tcp_redis as tcp_redis
 from workers.app import QUEUES
@@ -82,8 +83,9 @@ def sentences() -> Iterator[tuple[str, str]]:
                     yield where, "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
                     yield where, node.value
-    for number, line in enumerate((REPOSITORY / "README.md").read_text().splitlines(), start=1):
-        yield f"README.md:{number}", line
+    for page in PAGES:
+        for number, line in enumerate(page.read_text().splitlines(), start=1):
+            yield f"{page.relative_to(REPOSITORY)}:{number}", line.removeprefix("$ ")
 
 
 def complaint(text: str) -> str:

@@ -231,7 +231,7 @@ FIELDS = {
     "config show --origin": {"key", "value", "origin"},
     "sql --schema": {"view", "meaning", "columns"},
 }
-"""Command -> the fields of its document, or of the objects that it lists, that the README promises."""
+"""Command -> the fields of its document, or of the objects that it lists, that `docs/stability.md` promises."""
 
 
 @pytest.mark.parametrize("command", FIELDS)

@@ -56,7 +56,7 @@ FILTERS: tuple[dict[str, object], ...] = (
 )
 """Every filter of `list_episodes` alone, some that nothing meets, some together."""
 
-README = Path(__file__).parents[2] / "README.md"
+QUERIES = Path(__file__).parents[2] / "docs/queries.md"
 LEASE = 30.0
 
 WITHOUT_IDS = ("v_ledger", "v_tool_sessions")
@@ -217,10 +217,10 @@ def sums(run: Run) -> dict[str, Read]:
 
 
 def questions(run: str) -> dict[str, Read]:
-    """The README's five queries, over all of a run."""
-    shown = README.read_text().split("<!-- queries -->")[1].split("<!-- /queries -->")[0]
+    """The five queries of `docs/queries.md`, over all of a run."""
+    shown = QUERIES.read_text().split("<!-- queries -->")[1].split("<!-- /queries -->")[0]
     queries = re.findall(r"```sql\n(.*?)```", shown, re.DOTALL)
-    return {f"README {n}": _query(query.replace("quickstart", run)) for n, query in enumerate(queries, 1)}
+    return {f"question {n}": _query(query.replace("quickstart", run)) for n, query in enumerate(queries, 1)}
 
 
 def rolled_back(work: Any, *args: Any) -> Read:

@@ -1,4 +1,4 @@
-"""The parts' rows as tables for people, in Markdown: what stands in the README is one of these."""
+"""The parts' rows as tables for people, in Markdown: what stands in `docs/measurements.md` is one of these."""
 
 import json
 from collections.abc import Sequence
