@@ -1,10 +1,12 @@
 """What the documents say is so: links lead somewhere, commands and targets exist, tables are those of the code."""
 
 import re
+import tomllib
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cli import main
 from cli.commands import COMMANDS
@@ -111,3 +113,18 @@ def test_the_rows_and_states_of_the_design_are_those_of_the_code() -> None:
     assert sorted(name for cells in rows(tables[0]) for name in ticked(cells[0])) == sorted(db.metadata.tables)
     told = {name: set(ticked(following)) for names, following in rows("| state |" + tables[1]) for name in ticked(names)}
     assert told == {name: set(following) for name, following in TRANSITIONS.items()}
+
+
+def test_what_runs_before_a_commit_is_what_lints() -> None:
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["repo"] == "local"
+    hooks = [hook["entry"].removesuffix(" --force-exclude") for hook in repository["hooks"]]
+    recipe = re.findall(r"^\t\$\(BIN\)/(.+)$", MAKEFILE.split("\nlint: env\n")[1].split("\n\n")[0], re.MULTILINE)
+    assert hooks == [f".venv/bin/{command.removesuffix(' .')}" for command in recipe]
+
+
+def test_the_workflow_runs_what_a_change_must_pass() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
+    assert job["steps"][-1]["run"] == ".ci/run"
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    assert [step["with"]["python-version"] for step in job["steps"] if "python" in step.get("uses", "")] == [wanted]
