@@ -21,10 +21,10 @@ ENV PATH=/opt/agentrl/bin:$PATH \
 # What agentrl needs comes first, so that a change of its code does not fetch torch again.
 WORKDIR /src
 COPY pyproject.toml constraints.txt ./
-COPY workflow/__init__.py workflow/
-RUN mkdir workers cli migrations \
-    && pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} .
+COPY agentrl/__init__.py agentrl/
+RUN pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} .
 COPY LICENSE ./
+COPY agentrl agentrl
 COPY workflow workflow
 COPY workers workers
 COPY cli cli

@@ -44,7 +44,7 @@ disturbed: env
 # Every algorithm on arithmetic, 96 iterations with 3 seeds each: an hour or two, into build/learn.json, .md and .svg; what is
 # there already is not run again. `make learn only=grpo,ppo seeds=0 jobs=1` runs those.
 learn: .venv/.learn
-	$(BIN)/python -m tests.learn $(if $(only),--only $(only)) $(if $(seeds),--seeds $(seeds)) $(if $(jobs),--jobs $(jobs))
+	$(BIN)/python -m tests.learning.learn_algorithms $(if $(only),--only $(only)) $(if $(seeds),--seeds $(seeds)) $(if $(jobs),--jobs $(jobs))
 
 .venv/.learn: .venv/.stamp
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[dev,learn]'
@@ -53,7 +53,7 @@ learn: .venv/.learn
 # The tiny model learns to program, through the tools queue, the sandbox and a kill -9 of the tools worker: a warm start, 48
 # iterations, held-out tasks before and after: five to ten minutes, into build/learn_code.json.
 learn-code: env
-	$(BIN)/python -m tests.learn_code
+	$(BIN)/python -m tests.learning.learn_code
 
 # What is measured, with its spread, into build/bench.json; `make bench only=decode,update` measures those.
 bench: .venv/.bench
@@ -94,7 +94,7 @@ wheel-test: env
 	build/wheel/bin/pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) dist/*.whl
 	cd / && export AGENTRL_HOME=$(CURDIR)/build/wheel/home && $(CURDIR)/build/wheel/bin/agentrl --help >/dev/null \
 		&& $(CURDIR)/build/wheel/bin/agentrl db upgrade && $(CURDIR)/build/wheel/bin/agentrl runs \
-		&& $(CURDIR)/build/wheel/bin/python -c 'from workflow.trajectory import Episode; print(Episode.__module__)'
+		&& $(CURDIR)/build/wheel/bin/python -c 'from agentrl.workflow.trajectory import Episode; print(Episode.__module__)'
 
 # Six services, two small runs through all of them, the second with programs in the tools service's sandbox; in a project of its
 # own: another stack of this folder keeps its volumes.

@@ -1,7 +1,7 @@
-"""`python -m cli` is `agentrl`."""
+"""`python -m agentrl.cli` is `agentrl`."""
 
 import sys
 
-from cli.main import main
+from agentrl.cli.main import main
 
 sys.exit(main())

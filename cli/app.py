@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from cli.commands import Commands, hyphens
-from cli.output import say
-from workflow.errors import AgentRLError, ConfigError
+from agentrl.cli.commands import Commands, hyphens
+from agentrl.cli.output import say
+from agentrl.workflow.errors import AgentRLError, ConfigError
 
 app = typer.Typer(
     name="agentrl",
@@ -24,7 +24,7 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        from workflow import __version__
+        from agentrl import __version__
 
         print(__version__)
         raise typer.Exit
@@ -38,7 +38,7 @@ def start(
     """Reinforcement learning for language-model agents that call tools."""
     from pydantic import ValidationError
 
-    from workflow.settings import settings
+    from agentrl.workflow.settings import settings
 
     try:
         settings()

@@ -10,15 +10,15 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.history import History
-from cli.keyboard import Keyboard, readable
-from cli.output import console, one_line, say, show_lines
-from cli.transcript import conversation
-from cli.voice import Voice
-from workflow.errors import AgentRLError, ConfigError, did_you_mean
+from agentrl.cli.chat_history import History
+from agentrl.cli.keyboard import Keyboard, readable
+from agentrl.cli.output import console, one_line, say, show_lines
+from agentrl.cli.transcript import conversation
+from agentrl.cli.turn_display import Voice
+from agentrl.workflow.errors import AgentRLError, ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from cli.talk import Talk
+    from agentrl.cli.conversation import Talk
 
 HELP = (
     ("/reset", "forget the conversation"),
@@ -190,7 +190,7 @@ def _heat(given: str) -> float:
 def _save(loading: Loading, given: str) -> None:
     if not given.endswith(".jsonl"):
         raise ConfigError("A conversation is saved in a .jsonl file.", "/save demonstrations.jsonl")
-    from workflow.conversations import line_of
+    from agentrl.workflow.training.demonstrations import line_of
 
     file = Path(given).expanduser()
     try:

@@ -28,44 +28,44 @@ class Entry:
 
 GROUPS: Mapping[str, Mapping[str, Entry]] = {
     "Train": {
-        "submit": Entry("cli.submit:submit", "Start a training run; prints its name."),
-        "sft": Entry("cli.sft:sft", "Imitate demonstrations, or what stored episodes sampled."),
-        "dpo": Entry("cli.dpo:dpo", "Prefer a run's better episodes to their siblings."),
-        "merge": Entry("cli.merge:merge", "Make a plain model of a stored policy."),
-        "fork": Entry("cli.fork:fork", "Go on from a step of an episode, several times."),
-        "rescore": Entry("cli.fork:rescore", "Score a run's episodes by other rewards, beside the first."),
+        "submit": Entry("agentrl.cli.submit:submit", "Start a training run; prints its name."),
+        "sft": Entry("agentrl.cli.sft:sft", "Imitate demonstrations, or what stored episodes sampled."),
+        "dpo": Entry("agentrl.cli.dpo:dpo", "Prefer a run's better episodes to their siblings."),
+        "merge": Entry("agentrl.cli.merge:merge", "Make a plain model of a stored policy."),
+        "fork": Entry("agentrl.cli.fork:fork", "Go on from a step of an episode, several times."),
+        "rescore": Entry("agentrl.cli.fork:rescore", "Score a run's episodes by other rewards, beside the first."),
     },
     "Look": {
-        "runs": Entry("cli.look:runs", "List the newest runs."),
-        "watch": Entry("cli.watch:watch", "Follow a run to its end."),
-        "episodes": Entry("cli.look:episodes", "List a run's episodes, with filters."),
-        "replay": Entry("cli.look:replay", "Show an episode's transcript, or whether it is true."),
-        "events": Entry("cli.look:events", "List what happened to a run."),
-        "why": Entry("cli.fork:why", "Tell which update trained on an episode, or why none did."),
-        "whatif": Entry("cli.whatif:whatif", "Compare what other algorithms make of an update."),
+        "runs": Entry("agentrl.cli.browse:runs", "List the newest runs."),
+        "watch": Entry("agentrl.cli.watch:watch", "Follow a run to its end."),
+        "episodes": Entry("agentrl.cli.browse:episodes", "List a run's episodes, with filters."),
+        "replay": Entry("agentrl.cli.browse:replay", "Show an episode's transcript, or whether it is true."),
+        "events": Entry("agentrl.cli.browse:events", "List what happened to a run."),
+        "why": Entry("agentrl.cli.fork:why", "Tell which update trained on an episode, or why none did."),
+        "whatif": Entry("agentrl.cli.whatif:whatif", "Compare what other algorithms make of an update."),
     },
     "Ask": {
-        "sql": Entry("cli.ask:sql", "Ask the database: one SELECT, read-only; --schema explains it."),
-        "eval": Entry("cli.model:evaluate", "Measure a policy: mean reward, its interval, accuracy, pass@k."),
-        "compare": Entry("cli.compare:compare", "Compare two policies on the tasks of both."),
-        "chat": Entry("cli.model:chat", "Talk to a policy, its tools at hand."),
+        "sql": Entry("agentrl.cli.sql:sql", "Ask the database: one SELECT, read-only; --schema explains it."),
+        "eval": Entry("agentrl.cli.evaluate:evaluate", "Measure a policy: mean reward, its interval, accuracy, pass@k."),
+        "compare": Entry("agentrl.cli.compare:compare", "Compare two policies on the tasks of both."),
+        "chat": Entry("agentrl.cli.evaluate:chat", "Talk to a policy, its tools at hand."),
     },
     "Run": {
-        "resume": Entry("cli.steer:resume", "Set a paused, failed or stranded run going again."),
-        "pause": Entry("cli.steer:pause", "Pause a run: its workers stop after what they hold."),
-        "cancel": Entry("cli.steer:cancel", "End a run for good; what it has stays."),
+        "resume": Entry("agentrl.cli.run_control:resume", "Set a paused, failed or stranded run going again."),
+        "pause": Entry("agentrl.cli.run_control:pause", "Pause a run: its workers stop after what they hold."),
+        "cancel": Entry("agentrl.cli.run_control:cancel", "End a run for good; what it has stays."),
     },
     "Machine": {
-        "doctor": Entry("cli.doctor:doctor", "Check the machine, the services, the models."),
-        "up": Entry("cli.stack:up", "Start the embedded stack."),
-        "down": Entry("cli.stack:down", "Stop it; unfinished runs go on at the next `up`."),
-        "worker": Entry("cli.stack:worker", "Run one worker in this process until SIGTERM."),
-        "logs": Entry("cli.logs:logs", "Show what this home's workers wrote; -f follows."),
-        "gc": Entry("cli.keep:gc", "Remove what no row needs from the checkpoint folders."),
-        "vacuum": Entry("cli.keep:vacuum", "Compact the database; runs may go on meanwhile."),
-        "tools": Entry("cli.serve_tools:tools", "List what a model may call; serve it over HTTP."),
-        "config": Entry("cli.stack:config", "Show the config of a run."),
-        "db": Entry("cli.stack:db", "Show or upgrade the database's revision."),
+        "doctor": Entry("agentrl.cli.doctor:doctor", "Check the machine, the services, the models."),
+        "up": Entry("agentrl.cli.stack:up", "Start the embedded stack."),
+        "down": Entry("agentrl.cli.stack:down", "Stop it; unfinished runs go on at the next `up`."),
+        "worker": Entry("agentrl.cli.stack:worker", "Run one worker in this process until SIGTERM."),
+        "logs": Entry("agentrl.cli.logs:logs", "Show what this home's workers wrote; -f follows."),
+        "gc": Entry("agentrl.cli.maintenance:gc", "Remove what no row needs from the checkpoint folders."),
+        "vacuum": Entry("agentrl.cli.maintenance:vacuum", "Compact the database; runs may go on meanwhile."),
+        "tools": Entry("agentrl.cli.serve_tools:tools", "List what a model may call; serve it over HTTP."),
+        "config": Entry("agentrl.cli.stack:config", "Show the config of a run."),
+        "db": Entry("agentrl.cli.stack:db", "Show or upgrade the database's revision."),
     },
 }
 COMMANDS: Mapping[str, Entry] = {name: entry for group in GROUPS.values() for name, entry in group.items()}
@@ -106,7 +106,7 @@ class Imported(Mapping[str, Any]):
             info = TyperInfo(found, name=name)
             return get_group_from_info(info, pretty_exceptions_short=True, suggest_commands=True, rich_markup_mode=None)
         if COMPLETING in os.environ:
-            from cli.completion import complete
+            from agentrl.cli.completion import complete
 
             complete(found)
         settings = {"token_normalize_func": hyphens}

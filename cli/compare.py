@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.find import stored_reader
-from cli.output import Json, cell, interval, say, show, show_json
-from cli.pair import OTHER, OTHER_CODE, Pair, Row, find_pair, scored_by
-from workflow.errors import ConfigError
+from agentrl.cli.eval_pairs import OTHER, OTHER_CODE, Pair, Row, find_pair, scored_by
+from agentrl.cli.output import Json, cell, interval, say, show, show_json
+from agentrl.cli.targets import stored_reader
+from agentrl.workflow.errors import ConfigError
 
 if TYPE_CHECKING:
-    from workflow.paired import Paired
+    from agentrl.workflow.stats.paired_test import Paired
 
 MEASURES = ("difference", "low", "high", "interval_by", "p_value", "method", "won", "lost", "tied")
 
@@ -33,12 +33,12 @@ def compare(
 
     The p-value says how often chance alone would make a difference at least as large, if the two were alike.
     """
-    from workflow.paired import paired
-    from workflow.store import results
+    from agentrl.workflow.stats.paired_test import paired
+    from agentrl.workflow.store import eval_results
 
     pair = find_pair(first, second, dataset, split)
     one, other = pair.one, pair.other
-    means = [results.task_means(stored_reader(), row["id"]) for row in (one, other)]
+    means = [eval_results.task_means(stored_reader(), row["id"]) for row in (one, other)]
     if means[0].keys() != means[1].keys():
         shared = len(means[0].keys() & means[1].keys())
         raise ConfigError(
@@ -59,17 +59,17 @@ def compare(
 
 def _shares(row: Row) -> dict[int, float]:
     """Of each task with a done episode the share of these that are right; empty where nothing tells."""
-    from workflow.store import results
+    from agentrl.workflow.store import eval_results
 
-    right = results.right_episodes(stored_reader(), row["iteration"])
+    right = eval_results.right_episodes(stored_reader(), row["iteration"])
     if right is None:
         return {}
-    done = results.done_episodes(stored_reader(), row["id"])
+    done = eval_results.done_episodes(stored_reader(), row["id"])
     return {task: len(right.intersection(its)) / len(its) for task, its in done.items()}
 
 
 def _told_by(row: Row) -> list[str]:
-    """The names of what says that an episode is right: see `workflow.evaluate.is_right`."""
+    """The names of what says that an episode is right: see `stats.evaluation.is_right`."""
     told = row["manifest"].get("right_by", {})
     if told.get("correct"):
         return sorted(told["correct"])
@@ -81,7 +81,7 @@ def _told_by(row: Row) -> list[str]:
 
 def _remarks(pair: Pair, document: Mapping[str, Any]) -> Iterator[str]:
     """What a person should know of the two before a difference is taken for one of the policies."""
-    from workers.measure import sampled_otherwise
+    from agentrl.workers.requests.eval_config import sampled_otherwise
 
     one, other = pair.one, pair.other
     if pair.newest != "yes":

@@ -39,9 +39,9 @@ def _quiet(words: Callable[[str], list[Choice]]) -> Callable[[str], list[Choice]
 
 def _asked(query: Callable[[Any], list[Any]]) -> list[Any]:
     """Rows of the database as it is; none where it would have to be made or upgraded first."""
-    from workflow.settings import settings
-    from workflow.store.query import sqlite_file
-    from workflow.store.reader import Reader
+    from agentrl.workflow.settings import settings
+    from agentrl.workflow.store.driver_reader import Reader
+    from agentrl.workflow.store.user_sql import sqlite_file
 
     def leave() -> NoReturn:
         raise LookupError("the driver does not suffice")
@@ -51,7 +51,7 @@ def _asked(query: Callable[[Any], list[Any]]) -> list[Any]:
 
 
 def _runs(incomplete: str) -> list[Choice]:
-    from workflow.store.reader import rows
+    from agentrl.workflow.store.driver_reader import rows
 
     newest = "SELECT name, kind, status FROM runs WHERE name LIKE :begin ORDER BY id DESC LIMIT :most"
     begin = incomplete.replace("%", "").replace("_", "%") + "%"  # typer leaves out what begins otherwise
@@ -61,7 +61,7 @@ def _runs(incomplete: str) -> list[Choice]:
 
 
 def _episodes(incomplete: str) -> list[Choice]:
-    from workflow.store.reader import rows
+    from agentrl.workflow.store.driver_reader import rows
 
     newest = """
         SELECT e.id, r.name, e.status, e.reward FROM episodes e JOIN runs r ON r.id = e.run_id
@@ -72,7 +72,7 @@ def _episodes(incomplete: str) -> list[Choice]:
 
 def _models(incomplete: str) -> list[Choice]:
     """What `agentrl sft` made here, and what the hub's cache has."""
-    from workflow.settings import settings
+    from agentrl.workflow.settings import settings
 
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub").expanduser()
     hub = [folder.name.removeprefix("models--").replace("--", "/", 1) for folder in cache.glob("models--*")]
@@ -85,7 +85,7 @@ def _policies(incomplete: str) -> list[Choice]:
 
 def _plugins(kind: str) -> Callable[[str], list[Choice]]:
     def found(incomplete: str) -> list[Choice]:
-        spec = find_spec(f"workflow.{kind}")
+        spec = find_spec(f"agentrl.workflow.{kind}")
         places = (spec.submodule_search_locations if spec else None) or []
         return sorted(module.name for module in pkgutil.iter_modules(places))
 
@@ -98,7 +98,7 @@ def _datasets(incomplete: str) -> list[Choice]:
 
 def _assignments(incomplete: str) -> list[Choice]:
     """`key=`, and after it what the key may be where that is a plug-in or one of few words."""
-    from workflow.config import DESCRIPTIONS, KEYS
+    from agentrl.workflow.config import DESCRIPTIONS, KEYS
 
     key, given, word = incomplete.partition("=")
     if not given:
@@ -113,20 +113,20 @@ def _one_of(*words: str) -> Callable[[str], list[Choice]]:
 
 
 def _statuses(incomplete: str) -> list[Choice]:
-    from workflow.trajectory import TRANSITIONS
+    from agentrl.workflow.trajectory import TRANSITIONS
 
     return list(TRANSITIONS)
 
 
 def _stop_reasons(incomplete: str) -> list[Choice]:
-    from workflow.trajectory import StopReason
+    from agentrl.workflow.trajectory import StopReason
 
     return list(get_args(StopReason))
 
 
 def _queries(incomplete: str) -> list[Choice]:
     """The views, as `sql --schema` takes them."""
-    from workflow.meanings import VIEWS
+    from agentrl.workflow.tables.descriptions import VIEWS
 
     return list(VIEWS.items())
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from cli.asking import probed
-from cli.output import Json, show_json, show_lines
-from workflow.errors import AgentRLError
+from agentrl.cli.output import Json, show_json, show_lines
+from agentrl.cli.probe_process import probed
+from agentrl.workflow.errors import AgentRLError
 
 PACKAGES = ("transformers", "peft", "bitsandbytes", "celery", "redis", "sqlalchemy", "alembic", "psycopg", "typer", "rich")
 STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -50,7 +50,7 @@ def doctor(
 
 
 def _checks(model: str | None) -> Iterator[Check]:
-    from workflow.settings import settings
+    from agentrl.workflow.settings import settings
 
     where = settings()
     yield _python()
@@ -110,9 +110,9 @@ def _cpu(facts: dict[str, Any]) -> Check:
 
 
 def _database(where: Any) -> Check:
-    from workflow.store import migrate
-    from workflow.store.connect import Database
-    from workflow.store.query import sqlite_file
+    from agentrl.workflow.store import migrate
+    from agentrl.workflow.store.connect import Database
+    from agentrl.workflow.store.user_sql import sqlite_file
 
     try:
         file = sqlite_file(where)
@@ -128,7 +128,7 @@ def _database(where: Any) -> Check:
 
 
 def _broker(where: Any) -> Iterator[Check]:
-    from workers import broker, embedded
+    from agentrl.workers.stack import broker, embedded
 
     if not where.broker_url:
         server = broker.find_server(where)
@@ -151,8 +151,8 @@ def _broker(where: Any) -> Iterator[Check]:
 
 def _workers(coming: str) -> Iterator[Check]:
     """Who serves the queues, and who lacks; `coming` says what to do where a stack that runs starts them by itself."""
-    from cli.find import existing_database
-    from workers.presence import served_queues, without_control, without_worker
+    from agentrl.cli.targets import existing_database
+    from agentrl.workers.stack.presence import served_queues, without_control, without_worker
 
     try:
         db = existing_database()
@@ -170,18 +170,18 @@ def _workers(coming: str) -> Iterator[Check]:
 
 
 def _checkpoints(where: Any) -> Check:
-    from workflow import remote
+    from agentrl.workflow.checkpoints import object_store
 
     try:
-        remote.checked_place(where.checkpoint_root)
+        object_store.checked_place(where.checkpoint_root)
     except AgentRLError as error:
         return Check("store", "fail", error.message, error.hint)
     return Check("store", "ok", where.checkpoint_root)
 
 
 def _engine(where: Any) -> Check:
-    from workflow.answers import Cards
-    from workflow.connection import Connection
+    from agentrl.workflow.inference.http import Connection
+    from agentrl.workflow.inference.responses import Cards
 
     try:
         with closing(Connection(where)) as connection:
@@ -192,8 +192,8 @@ def _engine(where: Any) -> Check:
 
 
 def _sandbox(where: Any) -> Check:
-    from workflow.errors import SandboxUnavailable
-    from workflow.sandbox.find import INSTALL, attempts
+    from agentrl.workflow.errors import SandboxUnavailable
+    from agentrl.workflow.sandbox.find import INSTALL, attempts
 
     if where.sandbox == "none-unsafe":
         return Check("sandbox", "warn", "none: model-written code runs with your rights", "Unset AGENTRL_SANDBOX.")
@@ -213,7 +213,7 @@ def _sandbox(where: Any) -> Check:
 
 def _held(sandbox: Any) -> str:
     """What runs inside, and how its memory is held."""
-    from workflow.sandbox.cgroups import parents
+    from agentrl.workflow.sandbox.cgroups import parents
 
     asked = "import sys; print(sys.executable, '.'.join(map(str, sys.version_info[:3])))"
     runs = f"runs {sandbox.run(asked).output.strip()}"
@@ -246,7 +246,7 @@ def _models(where: Any) -> Check:
 
 
 def _template(model: str) -> Check:
-    from workflow.models import model_folder, resolve_model
+    from agentrl.workflow.models.lookup import model_folder, resolve_model
 
     try:
         folder = model_folder(resolve_model(model, "arithmetic"))

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cli.learning import (
+from agentrl.cli.offline_options import (
     Force,
     Optimizer,
     OutputDir,
@@ -21,9 +21,9 @@ from cli.learning import (
     show_made,
     watched,
 )
-from cli.output import Json, say
-from workflow.errors import ConfigError, StateError
-from workflow.garbage import importing
+from agentrl.cli.output import Json, say
+from agentrl.workflow.errors import ConfigError, StateError
+from agentrl.workflow.runtime.gc_pause import importing
 
 
 def dpo(
@@ -70,10 +70,10 @@ def _on_pairs(
     place: Place,
     as_json: bool,
 ) -> None:
-    from workflow import harvest
+    from agentrl.workflow.stats import selection
 
     target = place.of(f"{stored.name}-dpo")
-    pairs = harvest.pairs(stored.candidates, most)
+    pairs = selection.pairs(stored.candidates, most)
     groups = len({one.group for one in stored.candidates})
     if not pairs:
         raise StateError(
@@ -85,7 +85,7 @@ def _on_pairs(
     say(f"{stored.name}: {len(pairs)} pairs from {paired} of {groups} groups{others}")
 
     with importing():
-        from workflow.dpo import PASSES, dpo
+        from agentrl.workflow.training.preference import PASSES, dpo
 
     recipe = stored.recipe(len(pairs), PASSES, asked)
     sides = [stored.episodes([pair[side] for pair in pairs]) for side in (0, 1)]

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cli.find import LastEpisode, stored_database, stored_reader, the_episode
-from cli.output import Json, Line, cell, one_line, say, show, show_json, show_lines, show_rows
-from cli.watch import RunName
+from agentrl.cli.output import Json, Line, cell, one_line, say, show, show_json, show_lines, show_rows
+from agentrl.cli.targets import LastEpisode, stored_database, stored_reader, the_episode
+from agentrl.cli.watch import RunName
 
 EpisodeNumber = Annotated[int, typer.Argument(metavar="EPISODE", help="Number of the episode.", show_default=False)]
 
@@ -30,8 +30,8 @@ def fork(
     as_json: Json = False,
 ) -> None:
     """Go on with an episode from one of its steps, several times; prints the fork run's name."""
-    from cli.submit import send
-    from workers.fork import ForkRequest, prepare_fork
+    from agentrl.cli.submit import send
+    from agentrl.workers.requests.fork_request import ForkRequest, prepare_fork
 
     asked = ForkRequest(episode, step, n, edit_message, policy, with_parent, name)
     prepared = prepare_fork(stored_database(), asked)
@@ -53,7 +53,7 @@ def rescore(
     as_json: Json = False,
 ) -> None:
     """Score a run's episodes by other rewards; the scores they have stay as they are."""
-    from workers.rescore import rescore as score_again
+    from agentrl.workers.requests.rescoring import rescore as score_again
 
     made = score_again(stored_database(), run, reward, name)
     if as_json:
@@ -68,7 +68,7 @@ def rescore(
 
 def why(episode: LastEpisode = None, as_json: Json = False) -> None:
     """Tell what became of an episode: the update that trained on it, or why none did."""
-    from workflow.store import ledger
+    from agentrl.workflow.store import ledger
 
     db = stored_reader()
     found = ledger.why(db, the_episode(db, episode))

@@ -6,8 +6,8 @@ A line that ends in a backslash goes on in the next one; three quotation marks b
 from collections.abc import Callable
 from typing import Any
 
-from cli.history import History
-from workflow.errors import ConfigError
+from agentrl.cli.chat_history import History
+from agentrl.workflow.errors import ConfigError
 
 BLOCK = '"""'
 LONGEST = 1_000_000

@@ -9,8 +9,8 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from cli.output import clean, say, show
-from workflow.errors import NotFoundError, did_you_mean
+from agentrl.cli.output import clean, say, show
+from agentrl.workflow.errors import NotFoundError, did_you_mean
 
 PAUSE_SECONDS = 0.3
 MOST_LINES = 10_000
@@ -29,7 +29,7 @@ def logs(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Show also what is written from now on.")] = False,
 ) -> None:
     """Show what the workers of this home's embedded stack wrote; `agentrl worker` writes to its own terminal."""
-    from workflow.settings import settings
+    from agentrl.workflow.settings import settings
 
     files = _chosen(settings().stack_dir, role)
     places = {name: _show_end(name, file, lines, len(files) > 1) for name, file in files.items()}

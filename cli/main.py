@@ -14,7 +14,7 @@ STDOUT = 1
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
     try:
-        from cli.app import run  # takes a third of a second, in which Ctrl-C is none the less an answer
+        from agentrl.cli.app import run  # takes a third of a second, in which Ctrl-C is none the less an answer
 
         code = run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()

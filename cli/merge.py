@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from cli.find import trained_policy
-from cli.onward import QUANTISED
-from cli.output import Json, say, show, show_json
+from agentrl.cli.continued_policy import QUANTISED
+from agentrl.cli.output import Json, say, show, show_json
+from agentrl.cli.targets import trained_policy
 
 
 def merge(
@@ -21,9 +21,9 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Make a plain model of a stored policy, LoRA merged into its base; prints its folder."""
-    from workflow.errors import ConfigError
-    from workflow.models import refuse_existing
-    from workflow.settings import settings
+    from agentrl.workflow.errors import ConfigError
+    from agentrl.workflow.models.lookup import refuse_existing
+    from agentrl.workflow.settings import settings
 
     config, ref, manifest = trained_policy(policy, "agentrl merge")
     target = out.expanduser().absolute()
@@ -35,7 +35,7 @@ def merge(
             f"The folder {str(target.parent)!r} cannot be made: {error.strerror}.", "Name another --out."
         ) from error
 
-    from workflow.merging import merge as make
+    from agentrl.workflow.training.merging import merge as make
 
     where = settings()
     record = make(ref, config.model, manifest, target, where.device, where.threads)

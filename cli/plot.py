@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from cli.output import decimals
+from agentrl.cli.output import decimals
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 

@@ -1,6 +1,7 @@
 """What `agentrl doctor` asks a process of its own, so that torch and transformers stay out of the command: facts as JSON.
 
-`python -m cli.probe torch DEVICE`, `template FOLDER`, `model FOLDER|NAME CONFIG`, `optimizer NAME DEVICE`; see `cli.asking`.
+`python -m agentrl.cli.probe torch DEVICE`, `template FOLDER`, `model FOLDER|NAME CONFIG`, `optimizer NAME DEVICE`;
+see `cli.probe_process`.
 """
 
 import gc
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from workflow.garbage import importing
+from agentrl.workflow.runtime.gc_pause import importing
 
 
 def torch_facts(device: str) -> dict[str, Any]:
@@ -20,7 +21,7 @@ def torch_facts(device: str) -> dict[str, Any]:
     """
     import torch
 
-    from workflow.packed import ROUNDING, lacking
+    from agentrl.workflow.models.packed_weights import ROUNDING, lacking
 
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
@@ -47,10 +48,10 @@ def template_facts(folder: str) -> dict[str, Any]:
     """Whether the model's chat template can be continued after a tool result, how it writes calls, and its padding token."""
     from transformers import AutoTokenizer
 
-    from workflow.chat import Chat
-    from workflow.errors import ModelError
-    from workflow.tool_formats import AUTO
-    from workflow.trajectory import Message
+    from agentrl.workflow.chat.rendering import Chat
+    from agentrl.workflow.errors import ModelError
+    from agentrl.workflow.tool_formats import AUTO
+    from agentrl.workflow.trajectory import Message
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -63,10 +64,10 @@ def template_facts(folder: str) -> dict[str, Any]:
 
 def model_facts(path: str, config: str) -> dict[str, Any]:
     """Why the model cannot be loaded as the config (JSON) says; nothing where it can, or is a hub's and not here."""
-    from workflow.base import check
-    from workflow.config import ModelConfig
-    from workflow.errors import AgentRLError
-    from workflow.models import local_folder
+    from agentrl.workflow.config import ModelConfig
+    from agentrl.workflow.errors import AgentRLError
+    from agentrl.workflow.models.loading import check
+    from agentrl.workflow.models.lookup import local_folder
 
     try:
         folder = local_folder(path)
@@ -79,9 +80,9 @@ def model_facts(path: str, config: str) -> dict[str, Any]:
 
 def optimizer_facts(name: str, device: str) -> dict[str, Any]:
     """Why that optimizer cannot run here; nothing where it can."""
-    from workflow.base import pick_device
-    from workflow.errors import AgentRLError
-    from workflow.moments import require
+    from agentrl.workflow.errors import AgentRLError
+    from agentrl.workflow.models.loading import pick_device
+    from agentrl.workflow.training.optimizer import require
 
     try:
         require(name, pick_device(device))

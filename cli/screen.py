@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from textwrap import wrap
 
-from cli.output import cell, clean, decimals, duration, interval
-from cli.plot import plot, sparkline
-from cli.view import GOING, Row, View, numbers, own_seconds
+from agentrl.cli.output import cell, clean, decimals, duration, interval
+from agentrl.cli.plot import plot, sparkline
+from agentrl.cli.run_view import GOING, Row, View, numbers, own_seconds
 
 LABEL, VALUES, BAR = 14, 24, 40
 LOWEST = 6

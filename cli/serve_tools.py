@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.output import Json, say, show, show_json, show_table
+from agentrl.cli.output import Json, say, show, show_json, show_table
 
 if TYPE_CHECKING:
     import socket
 
-    from workflow.tools import Tool
+    from agentrl.workflow.tools import Tool
 
 HOST = "127.0.0.1"
 PORT = 8750
@@ -30,7 +30,7 @@ def listed(ctx: typer.Context, as_json: Json = False) -> None:
         if as_json:
             raise typer.BadParameter("--json goes with the list alone.")
         return
-    from workflow.plugins import find, names
+    from agentrl.workflow.plugins import find, names
 
     envs = {name: find("envs", name).toolset() for name in names("envs")}
     rows = [{"tool": name, **_row(find("tools", name), envs)} for name in names("tools")]
@@ -49,7 +49,7 @@ def _row(tool: "Tool", envs: "Mapping[str, Mapping[str, Tool]]") -> dict[str, An
     """`works_in`: the envs that bring a tool of that name of their own, which works here."""
     from dataclasses import asdict
 
-    from workers.offer import Description
+    from agentrl.workers.requests.tool_selection import Description
 
     own = {name: tools[tool.name] for name, tools in envs.items() if tools.get(tool.name, tool) is not tool}
     works_in = [name for name, brought in own.items() if _lack(brought) is None]
@@ -57,7 +57,7 @@ def _row(tool: "Tool", envs: "Mapping[str, Mapping[str, Tool]]") -> dict[str, An
 
 
 def _lack(tool: "Tool") -> str | None:
-    from workflow.errors import AgentRLError
+    from agentrl.workflow.errors import AgentRLError
 
     try:
         tool.check()
@@ -92,35 +92,35 @@ def serve(
     token is AGENTRL_TOOLS_TOKEN, or one that is made up and printed. POST /sessions opens a session, in which the names of
     python_session last: POST /sessions/SESSION/tools/NAME/call, until DELETE /sessions/SESSION. /openapi.json describes it all.
     """
-    from workflow.errors import ConfigError
+    from agentrl.workflow.errors import ConfigError
 
     try:
-        from workers import server
+        from agentrl.workers.serving import tool_server
     except ModuleNotFoundError as error:
         raise ConfigError(f"The tool server needs FastAPI and uvicorn: {error}.", "pip install 'agentrl[server]'") from error
-    from workers.main import set_up_logging
-    from workers.offer import chosen
+    from agentrl.workers.requests.tool_selection import chosen
+    from agentrl.workers.stack.worker import set_up_logging
 
     token, own = _token()
     if path is not None and (host, port) != (HOST, PORT):
         raise ConfigError("--socket and --host or --port exclude each other.", "Choose one.")
     offer = chosen(env, [name for words in named or () for name in _names(words)])
     where: AbstractContextManager[socket.socket]
-    where = server.at_path(path.expanduser().absolute()) if path is not None else server.at_address(host, port, own)
+    where = tool_server.at_path(path.expanduser().absolute()) if path is not None else tool_server.at_address(host, port, own)
     with where as listener:
         show(f"{', '.join(offer)} at {_address(listener)}")
         if not own:
             show(f"token {token}")
         set_up_logging()
-        server.serve(offer, listener, token)
+        tool_server.serve(offer, listener, token)
 
 
 def _token() -> tuple[str, bool]:
     """The token, and whether a person chose it."""
     from secrets import token_urlsafe
 
-    from workflow.errors import ConfigError
-    from workflow.settings import settings
+    from agentrl.workflow.errors import ConfigError
+    from agentrl.workflow.settings import settings
 
     given = settings().tools_token
     if given and not TOKEN_CHARACTERS.fullmatch(given):

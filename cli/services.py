@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from cli.asking import check_model, check_optimizer
-from cli.output import say
-from workflow.config import RunConfig
-from workflow.errors import AgentRLError, ServiceError, WorkerError
+from agentrl.cli.output import say
+from agentrl.cli.probe_process import check_model, check_optimizer
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.errors import AgentRLError, ServiceError, WorkerError
 
 if TYPE_CHECKING:
-    from workers.fit import Fitness, Question
-    from workers.submit import Prepared
-    from workflow.store.planning import Submission, Submitted
+    from agentrl.workers.requests.requirements import Fitness, Question
+    from agentrl.workers.requests.submission import Prepared
+    from agentrl.workflow.store.planning import Submission, Submitted
 
 UP_SECONDS = 10.0
 """How long a worker of the embedded stack may take to answer: it has perhaps just been started."""
@@ -38,8 +38,8 @@ def start_run(prepared: "Prepared", required: bool) -> "tuple[Submitted, list[st
         WorkerError: a required worker lacks what the run needs.
         ConfigError: a worker that must not do both rolls out and trains; nothing is written.
     """
-    from workers import submit as submission
-    from workers.process import database
+    from agentrl.workers.requests import submission as submission
+    from agentrl.workers.stack.process import database
 
     db = database()  # before workers that could not open it are started
     try:
@@ -69,8 +69,8 @@ def start_services(wanted: "Submission", required: bool) -> list[str]:
         WorkerError: a required worker lacks what the run needs.
         ConfigError: a worker that must not do both rolls out and trains.
     """
-    from workers.fit import question
-    from workflow.store.iterations import staleness_of
+    from agentrl.workers.requests.requirements import question
+    from agentrl.workflow.store.iterations import staleness_of
 
     asked = question(wanted.config, wanted.weights, wanted.policy.base, wanted.output_dir, rolls_out=not wanted.groups)
     return ready_workers(wanted.name, asked, staleness_of(wanted.config) > 0, required, required)
@@ -86,8 +86,8 @@ def ready_workers(run: str, asked: "Question", separate: bool, there: bool, fit:
         there: a queue that no worker serves is an error.
         fit: a worker that lacks what the run needs is one.
     """
-    from workers import broker, embedded
-    from workflow.settings import settings
+    from agentrl.workers.stack import broker, embedded
+    from agentrl.workflow.settings import settings
 
     check_separate(separate)
     if settings().broker_url:
@@ -112,8 +112,8 @@ def _started(asked: "Question", separate: bool) -> bool:
         ModelError, ConfigError: a worker here could not load the model, or not learn by that optimizer. The stack ends as any
             that has nothing to do.
     """
-    from workers import embedded
-    from workflow.settings import settings
+    from agentrl.workers.stack import embedded
+    from agentrl.workflow.settings import settings
 
     config = RunConfig.model_validate(asked.config)
     with ThreadPoolExecutor(2) as beside:
@@ -131,8 +131,8 @@ def check_separate(separate: bool) -> None:
     Raises:
         ConfigError: saying what to type.
     """
-    from workers import broker, embedded, presence, process
-    from workflow.settings import settings
+    from agentrl.workers.stack import broker, embedded, presence, process
+    from agentrl.workflow.settings import settings
 
     if not settings().broker_url:
         embedded.check_separate(settings(), separate)
@@ -141,9 +141,9 @@ def check_separate(separate: bool) -> None:
 
 
 def _named_broker(asked: "Question", there: bool, fit: bool) -> list[str]:
-    from workers import presence
-    from workers.fit import ask
-    from workers.process import database
+    from agentrl.workers.requests.requirements import ask
+    from agentrl.workers.stack import presence
+    from agentrl.workers.stack.process import database
 
     with ThreadPoolExecutor(1) as beside:  # both take as long as a worker may take to answer
         counting = beside.submit(presence.served_queues)
@@ -166,9 +166,9 @@ def _named_broker(asked: "Question", there: bool, fit: bool) -> list[str]:
 
 def _renew_embedded(asked: "Question", separate: bool, run: str) -> None:
     """Starts the stack anew with this command's environment where its workers lack what the run needs, or have another."""
-    from workers import embedded
-    from workers.fit import lacking
-    from workflow.settings import settings
+    from agentrl.workers.requests.requirements import lacking
+    from agentrl.workers.stack import embedded
+    from agentrl.workflow.settings import settings
 
     where = settings()
     unfit = list(_unfit_embedded(asked))
@@ -188,18 +188,18 @@ def _renew_embedded(asked: "Question", separate: bool, run: str) -> None:
 
 def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
     """Leaves the stack to the runs that are at work there."""
-    from workers.process import database
-    from workflow.store import serving
+    from agentrl.workers.stack.process import database
+    from agentrl.workflow.store import control_reads
 
-    others = serving.running_beside(database(), run)
+    others = control_reads.running_beside(database(), run)
     if others:
         raise WorkerError(_lines(f"Nothing was started: {', '.join(others)} at work in the embedded stack.", unfit), RESTART)
 
 
 def _unfit_embedded(asked: "Question") -> Iterator[str]:
     """What the running stack lacks or has another than this command, a sentence each."""
-    from workers import broker, embedded
-    from workflow.settings import settings
+    from agentrl.workers.stack import broker, embedded
+    from agentrl.workflow.settings import settings
 
     other = embedded.other_environment(settings(), [*asked.variables, *(embedded.PATHS if asked.own else ())])
     if other:
@@ -215,12 +215,13 @@ def _unfit_embedded(asked: "Question") -> Iterator[str]:
 
 def _asked_embedded(asked: "Question") -> "list[Fitness]":
     """The answers of the embedded stack's workers; of one that has just been started, when it is up."""
-    from workers import embedded, fit
-    from workflow.settings import settings
+    from agentrl.workers.requests import requirements
+    from agentrl.workers.stack import embedded
+    from agentrl.workflow.settings import settings
 
     deadline = time.monotonic() + UP_SECONDS
     while True:
-        workers = fit.ask(asked, workers=len(embedded.queues(settings())))
+        workers = requirements.ask(asked, workers=len(embedded.queues(settings())))
         silent = set(asked.roles) - {role for worker in workers for role in worker.roles}
         if not silent:
             return workers

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cli.find import Trust, is_stored_policy, trained_policy
-from cli.learning import (
+from agentrl.cli.continued_policy import QUANTISED, merged_base
+from agentrl.cli.offline_options import (
     Force,
     Optimizer,
     OptionsFile,
@@ -28,16 +28,16 @@ from cli.learning import (
     show_made,
     watched,
 )
-from cli.onward import QUANTISED, merged_base
-from cli.output import Json, cell, say
-from workflow.config import build
-from workflow.errors import ConfigError, StateError
-from workflow.garbage import importing
+from agentrl.cli.output import Json, cell, say
+from agentrl.cli.targets import Trust, is_stored_policy, trained_policy
+from agentrl.workflow.config import build
+from agentrl.workflow.errors import ConfigError, StateError
+from agentrl.workflow.runtime.gc_pause import importing
 
 if TYPE_CHECKING:
-    from workflow.config import ModelConfig
-    from workflow.offline import Recipe
-    from workflow.trajectory import PolicyRef
+    from agentrl.workflow.config import ModelConfig
+    from agentrl.workflow.training.offline_training import Recipe
+    from agentrl.workflow.trajectory import PolicyRef
 
 
 def sft(
@@ -195,11 +195,11 @@ def _share(held_out: float) -> float:
 
 
 def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_json: bool) -> None:
-    from workflow.conversations import Demonstration, read_demonstrations
-    from workflow.datasets import Dataset
-    from workflow.models import made_name, model_folder, resolve_model
-    from workflow.plugins import find
-    from workflow.templates import settled
+    from agentrl.workflow.chat.templates import settled
+    from agentrl.workflow.datasets import Dataset
+    from agentrl.workflow.models.lookup import made_name, model_folder, resolve_model
+    from agentrl.workflow.plugins import find
+    from agentrl.workflow.training.demonstrations import Demonstration, read_demonstrations
 
     if place.name or place.output_dir:
         place.of("")  # before anything is merged
@@ -212,8 +212,8 @@ def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_jso
     target = place.of(made_name(config.path.replace("@", "-v") if policy else path, dataset))
 
     with importing():
-        from workflow.offline import Start
-        from workflow.sft import sft as fine_tune
+        from agentrl.workflow.training.offline_training import Start
+        from agentrl.workflow.training.supervised import sft as fine_tune
 
     start = Start(config, policy, manifest=manifest) if policy else None
     learn = partial(fine_tune, found, path, target, recipe=_recipe(path, how, config), start=start, config=config)
@@ -231,7 +231,7 @@ def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_jso
 
 def _has_references(file: Path) -> bool:
     """Whether a run could train on the file: each of its lines has an answer."""
-    from workflow.datasets.jsonl import read_file
+    from agentrl.workflow.datasets.jsonl import read_file
 
     return not read_file(file)[1]
 
@@ -261,8 +261,8 @@ def _policy_named(model: str, how: _How) -> "tuple[ModelConfig, PolicyRef | None
 
 
 def _recipe(model: str, how: _How, config: "ModelConfig") -> "Recipe":
-    from workflow.models import lora_rank, model_folder
-    from workflow.sft import default_recipe
+    from agentrl.workflow.models.lookup import lora_rank, model_folder
+    from agentrl.workflow.training.supervised import default_recipe
 
     full = model == "tiny" or lora_rank(config, model_folder(model, config.trust_remote_code)) == 0
     if full:
@@ -279,10 +279,10 @@ def _on_episodes(
     place: Place,
     as_json: bool,
 ) -> None:
-    from workflow import harvest
+    from agentrl.workflow.stats import selection
 
     target = place.of(f"{stored.name}-sft")
-    chosen = harvest.best(stored.candidates, min_reward, best)
+    chosen = selection.best(stored.candidates, min_reward, best)
     if not chosen:
         top = cell(max((one.reward for one in stored.candidates), default=None))
         raise StateError(
@@ -293,7 +293,7 @@ def _on_episodes(
     say(f"{stored.name}: {len(chosen)} of {len(stored.candidates)} episodes taken, mean reward {cell(mean)}")
 
     with importing():
-        from workflow.sft import PASSES, sft_on_episodes
+        from agentrl.workflow.training.supervised import PASSES, sft_on_episodes
 
     recipe = stored.recipe(len(chosen), how.epochs or PASSES, how.asked)
     episodes = stored.episodes(chosen)

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from cli.output import Json, say, show, show_json, show_table
-from cli.submit import Assignments, ConfigFile
+from agentrl.cli.output import Json, say, show, show_json, show_table
+from agentrl.cli.submit import Assignments, ConfigFile
 
 db = typer.Typer(help="The database's revision.", no_args_is_help=True, rich_markup_mode=None)
 config = typer.Typer(help="The config of a run.", no_args_is_help=True, rich_markup_mode=None)
@@ -24,9 +24,9 @@ def up(
 
     A private Redis (where AGENTRL_BROKER_URL names none), a rollout+train worker, a tools worker, a control loop.
     """
-    from workers import embedded, supervisor
-    from workers.process import database
-    from workflow.settings import settings
+    from agentrl.workers.stack import embedded, supervisor
+    from agentrl.workers.stack.process import database
+    from agentrl.workflow.settings import settings
 
     where = settings()
     database()
@@ -46,17 +46,17 @@ def up(
 
 def down() -> None:
     """Stop the embedded stack; unfinished runs go on at the next `up`."""
-    from cli.find import existing_database
-    from workers import embedded
-    from workflow.settings import settings
-    from workflow.store import serving
+    from agentrl.cli.targets import existing_database
+    from agentrl.workers.stack import embedded
+    from agentrl.workflow.settings import settings
+    from agentrl.workflow.store import control_reads
 
     if not embedded.stop(settings()):
         show("No stack runs.")
         return
     show("The stack is stopped.")
     db = existing_database()
-    if db is not None and (waiting := serving.unfinished_runs(db)):
+    if db is not None and (waiting := control_reads.unfinished_runs(db)):
         say(f"{'A run stands' if waiting == 1 else f'{waiting} runs stand'} still until `agentrl up`.")
 
 
@@ -67,15 +67,15 @@ def worker(
     ] = None,
 ) -> None:
     """Run one worker in this process until SIGTERM."""
-    from workers import broker, main
-    from workflow.settings import settings
+    from agentrl.workers.stack import broker, worker
+    from agentrl.workflow.settings import settings
 
     roles = [word.strip() for word in role.split(",") if word.strip()]
     # A broker that somebody named may come up later; the embedded one comes with a stack, or not at all.
-    known = set(roles) <= main.SHARED or (len(roles) == 1 and roles[0] in main.ROLES)
+    known = set(roles) <= worker.SHARED or (len(roles) == 1 and roles[0] in worker.ROLES)
     if known and not settings().broker_url:
         broker.require(settings())
-    main.run(roles, concurrency)
+    worker.run(roles, concurrency)
 
 
 @db.command("upgrade")
@@ -84,9 +84,9 @@ def upgrade() -> None:
 
     On Postgres it also makes the role that `agentrl sql` reads as, with the password in AGENTRL_READER_PASSWORD.
     """
-    from workflow.settings import settings
-    from workflow.store import migrate
-    from workflow.store.connect import Database
+    from agentrl.workflow.settings import settings
+    from agentrl.workflow.store import migrate
+    from agentrl.workflow.store.connect import Database
 
     with closing(Database(settings().database)) as database:
         before = migrate.current(database)
@@ -97,10 +97,10 @@ def upgrade() -> None:
 @db.command("current")
 def current(as_json: Json = False) -> None:
     """Show the database's revision; exit 4 if it is another."""
-    from workflow.settings import settings
-    from workflow.store import migrate
-    from workflow.store.connect import Database
-    from workflow.store.query import sqlite_file
+    from agentrl.workflow.settings import settings
+    from agentrl.workflow.store import migrate
+    from agentrl.workflow.store.connect import Database
+    from agentrl.workflow.store.user_sql import sqlite_file
 
     file = sqlite_file(settings())
     found = None
@@ -146,11 +146,11 @@ def _values(file: Any, assignments: list[str] | None, run: str | None) -> tuple[
     Raises:
         ConfigError: the config is one that `submit` refuses, or both a stored one and changes to it were asked for.
     """
-    from workflow.algorithms import settled_run
-    from workflow.config import RunConfig
-    from workflow.errors import ConfigError
-    from workflow.resolve import resolve
-    from workflow.trl_options import check_trainer
+    from agentrl.workflow.algorithms import settled_run
+    from agentrl.workflow.config import RunConfig
+    from agentrl.workflow.errors import ConfigError
+    from agentrl.workflow.resolve import resolve
+    from agentrl.workflow.training.trl_options import check_trainer
 
     if run is None:
         asked, origins = resolve(file, {}, tuple(assignments or ()), os.environ)
@@ -161,10 +161,10 @@ def _values(file: Any, assignments: list[str] | None, run: str | None) -> tuple[
         return values, origins | dict.fromkeys(settled, asked.algorithm.name), settled
     if file or assignments:
         raise ConfigError("--run shows a stored config, which --config and -s cannot change.", "Choose one.")
-    from cli.find import stored_database
-    from workflow.store import named
+    from agentrl.cli.targets import stored_database
+    from agentrl.workflow.store import run_names
 
-    row = named.find_run(stored_database(), run)
+    row = run_names.find_run(stored_database(), run)
     values = RunConfig.model_validate(row["config"]).flat()
     return values, dict.fromkeys(values, f"run {row['name']}"), set()
 

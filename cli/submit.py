@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from cli.asking import check_model, check_optimizer
-from cli.find import existing_database, stored_start
-from cli.onward import start_of, told_of
-from cli.output import Json, cell, say, show, show_json, show_table
-from workflow.config import DESCRIPTIONS, RunConfig
-from workflow.errors import ConfigError
-from workflow.resolve import weighted
+from agentrl.cli.continued_policy import start_of, told_of
+from agentrl.cli.output import Json, cell, say, show, show_json, show_table
+from agentrl.cli.probe_process import check_model, check_optimizer
+from agentrl.cli.targets import existing_database, stored_start
+from agentrl.workflow.config import DESCRIPTIONS, RunConfig
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.resolve import weighted
 
 _DEFAULTS = RunConfig().flat()
 FLAGS = {
@@ -185,8 +185,8 @@ def submit(
     as_json: Json = False,
 ) -> None:
     """Start a training run; prints its name."""
-    from cli.services import check_separate
-    from workflow.resolve import resolve
+    from agentrl.cli.services import check_separate
+    from agentrl.workflow.resolve import resolve
 
     flags = {FLAGS[parameter]: value for parameter, value in ctx.params.items() if parameter in FLAGS}
     flags["tools"] = tools or None
@@ -213,8 +213,8 @@ def submit(
 
 def _trains(prepared: Any) -> Iterator[str]:
     """What trains, of a model that is here; of another the worker's log says it."""
-    from workflow.models import local_folder
-    from workflow.parameters import of_files
+    from agentrl.workflow.models.lookup import local_folder
+    from agentrl.workflow.models.parameters import of_files
 
     folder = local_folder(prepared.submission.policy.base)
     parameters = of_files(prepared.config.model, folder) if folder else None
@@ -234,7 +234,7 @@ def _source(groups: list[str], runs: list[str], reward_set: str | None) -> dict[
 
 
 def _from_stored(asked: RunConfig, origins: dict[str, str], policy: str | None) -> Any:
-    from workers.stored import prepare_stored
+    from agentrl.workers.requests.stored_groups import prepare_stored
 
     db, start = stored_start(policy)
     prepared = prepare_stored(db, asked, origins, start)
@@ -242,7 +242,7 @@ def _from_stored(asked: RunConfig, origins: dict[str, str], policy: str | None) 
 
 
 def _from_model(asked: RunConfig, origins: dict[str, str], dry_run: bool) -> Any:
-    from workers import submit as submission
+    from agentrl.workers.requests import submission as submission
 
     config, start = start_of(asked, origins)
     prepared = submission.prepare(existing_database(), config, policy=start)
@@ -253,9 +253,9 @@ def _from_model(asked: RunConfig, origins: dict[str, str], dry_run: bool) -> Any
 
 def send(prepared: Any, wait: bool | None, as_json: bool) -> None:
     """Starts what must run, writes the run, and follows it if asked to. Only who detaches may leave it to workers to come."""
-    from cli.services import start_run
-    from cli.watch import follow_to_end
-    from workers.process import database
+    from agentrl.cli.services import start_run
+    from agentrl.cli.watch import follow_to_end
+    from agentrl.workers.stack.process import database
 
     made, missing = start_run(prepared, required=wait is not False)
     if as_json:
@@ -293,8 +293,8 @@ def _told(evaluation: Any, every: int) -> str:
 
 def _update_of(config: RunConfig) -> dict[str, Any]:
     """What an update is, as far as it is not the ordinary one."""
-    from workflow.algorithms import Algorithm
-    from workflow.plugins import find
+    from agentrl.workflow.algorithms import Algorithm
+    from agentrl.workflow.plugins import find
 
     algorithm: Algorithm = find("algorithms", config.algorithm.name)
     warmup = f", alone in the first {config.critic.warmup} iterations" if config.critic.warmup else ""

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, zip_longest
 from typing import Any
 
-from cli.output import Line, cell, one_line
-from workflow.trajectory import Step, ToolCall, ToolResult
+from agentrl.cli.output import Line, cell, one_line
+from agentrl.workflow.trajectory import Step, ToolCall, ToolResult
 
 STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue"}
 

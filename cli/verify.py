@@ -5,15 +5,15 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from cli.find import stored_database
-from cli.output import Line, cell, one_line, say, show_json, show_lines
-from workflow.errors import CheckpointError, ConfigError, did_you_mean
-from workflow.trajectory import Episode, Message, ToolResult
+from agentrl.cli.output import Line, cell, one_line, say, show_json, show_lines
+from agentrl.cli.targets import stored_database
+from agentrl.workflow.errors import CheckpointError, ConfigError, did_you_mean
+from agentrl.workflow.trajectory import Episode, Message, ToolResult
 
 if TYPE_CHECKING:
-    from workflow.compare import TokenDifference
-    from workflow.replay import RewardsReport, TokensReport, ToolsReport
-    from workflow.store.origin import Origin
+    from agentrl.workflow.analysis.episode_diff import TokenDifference
+    from agentrl.workflow.analysis.verify_episode import RewardsReport, TokensReport, ToolsReport
+    from agentrl.workflow.store.provenance import Origin
 
 TOOLS, TOKENS, REWARDS = "tools", "tokens", "rewards"
 WHAT = (TOOLS, TOKENS, REWARDS, "all")
@@ -32,7 +32,7 @@ def verify(episode: int, what: str, as_json: bool) -> int:
         CheckpointError: tokens alone were asked for, and the weights that sampled them are gone.
         ModelError: the base here is another than the run's.
     """
-    from workflow.store.origin import find_origin
+    from agentrl.workflow.store.provenance import find_origin
 
     if what not in WHAT:
         raise ConfigError(f"--verify does not know {what!r}.", did_you_mean(what, WHAT))
@@ -73,14 +73,14 @@ def _document(found: Any) -> Any:
 
 
 def _check_tools(origin: "Origin") -> "ToolsReport":
-    from workers.tools import run_tool
-    from workflow.config import RunConfig
-    from workflow.envs import offered
-    from workflow.plugins import find
-    from workflow.replay import check_tools
-    from workflow.store.calls import CallWork
-    from workflow.store.rows import clean, message_row, message_value
-    from workflow.tools.python import Notebook, keeps_session
+    from agentrl.workers.jobs.tools_job import run_tool
+    from agentrl.workflow.analysis.verify_episode import check_tools
+    from agentrl.workflow.config import RunConfig
+    from agentrl.workflow.envs import offered
+    from agentrl.workflow.plugins import find
+    from agentrl.workflow.store.rows import clean, message_row, message_value
+    from agentrl.workflow.store.tool_calls import CallWork
+    from agentrl.workflow.tools.python import Notebook, keeps_session
 
     name = str(origin.config["env"])
     env = find("envs", name)
@@ -116,26 +116,27 @@ def _check_tools(origin: "Origin") -> "ToolsReport":
 
 
 def _check_tokens(origin: "Origin") -> "TokensReport":
-    from workflow.config import RunConfig
-    from workflow.envs import offered
-    from workflow.plugins import find
-    from workflow.replay import gone
-    from workflow.rescoring import check_tokens, open_policy
-    from workflow.settings import settings
+    from agentrl.workflow.analysis.verify_episode import gone
+    from agentrl.workflow.analysis.verify_tokens import check_tokens
+    from agentrl.workflow.config import RunConfig
+    from agentrl.workflow.envs import offered
+    from agentrl.workflow.models.policy import open_recorded
+    from agentrl.workflow.plugins import find
+    from agentrl.workflow.settings import settings
 
     config = RunConfig.model_validate(origin.config)
     where = settings()
-    policy = open_policy(config.model, origin.base, origin.base_hash, origin.manifest, where.device, where.threads)
+    policy = open_recorded(config.model, origin.base, origin.base_hash, origin.manifest, where.device, where.threads)
     schemas = [tool.schema for tool in offered(find("envs", str(config.env)), config).values()]
     lost = gone(origin.policies, origin.collected)
     return check_tokens(origin.record.episode, origin.policies, lost, policy, schemas, origin.key.bits, config.rollout)
 
 
 def _check_rewards(origin: "Origin") -> "list[RewardsReport]":
-    from workflow.config import RunConfig
-    from workflow.envs import Env
-    from workflow.plugins import find
-    from workflow.replay import check_rewards
+    from agentrl.workflow.analysis.verify_episode import check_rewards
+    from agentrl.workflow.config import RunConfig
+    from agentrl.workflow.envs import Env
+    from agentrl.workflow.plugins import find
 
     env: Env = find("envs", str(origin.config["env"]))
     sets = {"default": env}

@@ -11,11 +11,24 @@ from typing import Annotated, Any, Self
 
 import typer
 
-from cli.find import NewestRun, stored_reader, the_run
-from cli.output import Json, Line, cell, console, decimals, duration, interval, one_line, say, show, show_json, show_lines
-from cli.plot import plot
-from cli.screen import live_lines
-from cli.view import GOING, Row, View, held_out, own_seconds
+from agentrl.cli.output import (
+    Json,
+    Line,
+    cell,
+    console,
+    decimals,
+    duration,
+    interval,
+    one_line,
+    say,
+    show,
+    show_json,
+    show_lines,
+)
+from agentrl.cli.plot import plot
+from agentrl.cli.run_view import GOING, Row, View, held_out, own_seconds
+from agentrl.cli.screen import live_lines
+from agentrl.cli.targets import NewestRun, stored_reader, the_run
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name or number of the run.", show_default=False)]
 POLL_SECONDS = 0.5
@@ -62,15 +75,15 @@ def follow_to_end(db: Any, run: str) -> None:
 
 def look(db: Any, run: str, before: View | None = None) -> View:
     """The run now; of its iterations only those that `before` does not have are read."""
-    from workflow.store import observe
+    from agentrl.workflow.store import listings
 
     known = [] if before is None else before.iterations
-    evals = observe.list_evals(db, run)  # before the row, which names the best of them
-    row = observe.describe_run(db, run)
+    evals = listings.list_evals(db, run)  # before the row, which names the best of them
+    row = listings.describe_run(db, run)
     after = known[-1]["iteration"] if known else 0
-    fresh = [item for item in observe.list_iterations(db, run, after) if item["status"] in ENDED]
-    failure = {} if row["status"] in GOING else observe.most_frequent_failure(db, run)
-    return View(row, [*known, *fresh], observe.progress(db, run), failure, observe.sampled_on(db, run), evals=evals)
+    fresh = [item for item in listings.list_iterations(db, run, after) if item["status"] in ENDED]
+    failure = {} if row["status"] in GOING else listings.most_frequent_failure(db, run)
+    return View(row, [*known, *fresh], listings.progress(db, run), failure, listings.sampled_on(db, run), evals=evals)
 
 
 def follow(db: Any, run: str, live: bool, write: Any) -> View:
@@ -237,23 +250,25 @@ def _rewards(rewards: Sequence[float]) -> str:
 
 def somebody_works(db: Any) -> bool:
     """Whether a control loop runs, or a supervisor that starts one: on a slow machine that takes a while."""
-    from workers import embedded
-    from workflow.settings import settings
-    from workflow.store import serving
+    from agentrl.workers.stack import embedded
+    from agentrl.workflow.settings import settings
+    from agentrl.workflow.store import control_reads
 
     where = settings()
-    return serving.service_holder(db, "control") is not None or (not where.broker_url and embedded.running(where) is not None)
+    return control_reads.service_holder(db, "control") is not None or (
+        not where.broker_url and embedded.running(where) is not None
+    )
 
 
 def _waits(db: Any, run: Row) -> str:
-    from workflow.store import waiting
+    from agentrl.workflow.store import waiting_runs
 
-    waited = waiting.waits_for(db, run["id"])
+    waited = waiting_runs.waits_for(db, run["id"])
     return f"{run['run']} waits: {waited}" if waited else ""
 
 
 def _stranded(run: str) -> str:
-    from workflow.settings import settings
+    from agentrl.workflow.settings import settings
 
     start = "agentrl worker control" if settings().broker_url else f"agentrl resume {run}"
     return f"No control loop runs, so nothing may be working on {run}. Start one: {start}"

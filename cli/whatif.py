@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cli.find import stored_database
-from cli.look import GREATEST
-from cli.output import Json, Line, say, show_json, show_lines
-from cli.watch import RunName
+from agentrl.cli.browse import GREATEST
+from agentrl.cli.output import Json, Line, say, show_json, show_lines
+from agentrl.cli.targets import stored_database
+from agentrl.cli.watch import RunName
 
 if TYPE_CHECKING:
-    from workers.whatif import Question
-    from workflow.store.past import Past
-    from workflow.whatif import Finding
+    from agentrl.workers.requests.whatif_request import Question
+    from agentrl.workflow.analysis.counterfactual import Finding
+    from agentrl.workflow.store.update_inputs import Past
 
 WIDTH = 80
 NAMES = 13
@@ -54,7 +54,7 @@ def whatif(
     On the stored episodes of the iteration, from the policy that its update started from. The run, its checkpoints and the
     database stay as they are.
     """
-    from workers.whatif import question
+    from agentrl.workers.requests.whatif_request import question
 
     names = [name.strip() for name in algorithm.split(",")]
     asked = question(stored_database(), run, iteration, names, convention, assignments or [])
@@ -68,20 +68,20 @@ def whatif(
 
 
 def _look(asked: "Question") -> "list[Finding]":
-    from workflow.dynamic import choose
-    from workflow.rescoring import open_policy
-    from workflow.settings import settings
-    from workflow.whatif import whatif as look
+    from agentrl.workflow.analysis.counterfactual import whatif as look
+    from agentrl.workflow.models.policy import open_recorded
+    from agentrl.workflow.settings import settings
+    from agentrl.workflow.stats.group_variance import choose
 
     past, where = asked.past, settings()
     groups = choose(past.groups, past.wanted)[0] if past.wanted else past.groups
     model, run = asked.configs[0].model, past.run
-    policy = open_policy(model, run["base"], run["base_hash"], run["manifest"], where.device, where.threads)
+    policy = open_recorded(model, run["base"], run["base_hash"], run["manifest"], where.device, where.threads)
     return list(look(policy, asked.configs, past.policy, past.borrowed, groups, past.number, run["iterations"]))
 
 
 def _as_recorded(asked: "Question", own: "Finding") -> bool:
-    from workflow.algorithms import credits_alike
+    from agentrl.workflow.algorithms import credits_alike
 
     return not asked.past.advantages or credits_alike(own.options, own.advantages, asked.past.advantages)
 

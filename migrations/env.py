@@ -1,11 +1,11 @@
-"""Alembic's entrance: runs the migrations on the connection that `workflow.store.migrate` hands in."""
+"""Alembic's entrance: runs the migrations on the connection that `store.migrate` hands in."""
 
 from typing import Any, Literal
 
 from alembic import context
 
-from workflow.columns import Utc
-from workflow.db import metadata
+from agentrl.workflow.tables.columns import Utc
+from agentrl.workflow.tables.schema import metadata
 
 
 def render_item(kind: str, item: Any, autogen_context: Any) -> str | Literal[False]:

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 from sqlalchemy import Engine, create_engine, make_url, text
 
-from workers import broker, process
-from workflow.settings import Settings, settings
-from workflow.store.connect import Database
-from workflow.store.migrate import open_database, upgrade
-from workflow.tools.python import sandbox
+from agentrl.workers.stack import broker, process
+from agentrl.workflow.settings import Settings, settings
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.migrate import open_database, upgrade
+from agentrl.workflow.tools.python import sandbox
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: tests and their workers run side by side
 

@@ -2,7 +2,8 @@
 
 import os
 
-__version__ = "0.1.0"
+if __name__ != "agentrl.workflow":
+    raise ImportError("Import agentrl.workflow: each module has one name.")
 
 # Read when torch is loaded: threads that wait give their core away instead of spinning. With several processes on few cores
 # (a sampler, tools, a database) spinning made an optimizer step three times slower.

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workflow.config import RolloutConfig
-from workflow.envs import Env
-from workflow.tools import Tool
-from workflow.trajectory import UNCLOSED, UNFINISHED, Episode, Message, Step, StopReason, ToolCall, ToolResult
+from agentrl.workflow.config import RolloutConfig
+from agentrl.workflow.envs import Env
+from agentrl.workflow.tools import Tool
+from agentrl.workflow.trajectory import UNCLOSED, UNFINISHED, Episode, Message, Step, StopReason, ToolCall, ToolResult
 
 MAX_ARGUMENT_CHARACTERS = 65536
 """Longer arguments are not sent to a tool; the model is told."""

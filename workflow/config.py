@@ -1,4 +1,4 @@
-"""RunConfig: the whole experiment, frozen; unknown keys are refused. `workflow.resolve` makes it from what is typed."""
+"""RunConfig: the whole experiment, frozen; unknown keys are refused. `resolve` makes it from what is typed."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, get_args
@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from workflow.errors import ConfigError
+from agentrl.workflow.errors import ConfigError
 
 MOST = 2**31 - 1
 """Of what is counted; the rows, the arrays and the servers have no room for more."""
@@ -41,7 +41,7 @@ Weights = dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(stric
 Aggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-sum-norm-trl"
 ]
-"""See `workflow.losses.aggregate`."""
+"""See `training.losses.aggregate`."""
 
 
 class Section(BaseModel):
@@ -154,7 +154,7 @@ class RolloutConfig(Section):
 
 class AlgorithmConfig(Section):
     """How tokens are credited and what is minimised. An option that is unset is the algorithm's own; one that it does not read
-    is refused (`workflow.algorithms.settled`).
+    is refused (`algorithms.settled`).
 
     `importance_cap` does nothing where max_staleness is 0: there sampler and trainer hold the same weights, and how far
     rounding parts them is measured (`sampler_difference_mean`, `_max`) and not corrected.

@@ -1,7 +1,7 @@
 """One error class per boundary. A message says what was asked, what was found and what to type next.
 
 Every class carries the exit code that the command line returns for it. The model's own mistakes are never errors: they
-become observations or a `stop_reason` (see `workflow.agent`).
+become observations or a `stop_reason` (see `agent`).
 """
 
 import re
@@ -118,7 +118,7 @@ class ToolTimeout(ToolFailure):
 
 
 class CodeFailure(ToolFailure):
-    """Model-written code did not end well; `status` is how it ended (see `workflow.sandbox.Status`)."""
+    """Model-written code did not end well; `status` is how it ended (see `sandbox.Status`)."""
 
     def __init__(self, message: str, status: str) -> None:
         super().__init__(message)

@@ -5,9 +5,9 @@ Hooks run inside the workers, in the order given. A hook that raises fails its e
 
 from collections.abc import Mapping, Sequence
 
-from workflow.errors import ConfigError
-from workflow.plugins import find
-from workflow.trajectory import Episode
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.plugins import find
+from agentrl.workflow.trajectory import Episode
 
 
 class Hook:
@@ -48,7 +48,9 @@ def load_hooks(paths: Sequence[str]) -> tuple[Hook, ...]:
 def _made(path: str) -> Hook:
     found = find("hooks", path)
     if not (isinstance(found, type) and issubclass(found, Hook)):
-        raise ConfigError(f"{path!r} (hooks) is no class derived from Hook.", "Derive it: class Mine(workflow.hooks.Hook).")
+        raise ConfigError(
+            f"{path!r} (hooks) is no class derived from Hook.", "Derive it: class Mine(agentrl.workflow.hooks.Hook)."
+        )
     try:
         return found()
     except Exception as error:

@@ -16,13 +16,15 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from workflow.errors import ConfigError, did_you_mean
+from agentrl.old_names import spelled_before
+from agentrl.workflow.errors import ConfigError, did_you_mean
 
 KINDS = ("datasets", "tools", "rewards", "envs", "engines", "algorithms", "tool_formats")
 _CLASSES = {
     "datasets": "Dataset", "tools": "Tool", "envs": "Env", "engines": "Backend", "algorithms": "Algorithm",
     "tool_formats": "ToolFormat",
 }  # fmt: skip
+PACKAGE = "agentrl.workflow"
 _sources: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
 _looking = Lock()
 """Two threads that invalidate the import system's caches at once delete an entry twice: KeyError."""
@@ -30,7 +32,7 @@ _looking = Lock()
 
 def names(kind: str) -> list[str]:
     """The names that `find(kind, ...)` knows, sorted."""
-    package = importlib.import_module(f"workflow.{kind}")
+    package = importlib.import_module(f"{PACKAGE}.{kind}")
     return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
 
 
@@ -58,7 +60,7 @@ def code_of(kind: str, name: str) -> str:
         OSError: the file is gone, or there never was one.
     """
     find(kind, name)
-    return source_of(name.partition(":")[0] if ":" in name else f"workflow.{kind}.{name}")
+    return source_of(name.partition(":")[0] if ":" in name else f"{PACKAGE}.{kind}.{name}")
 
 
 def source_of(module: str, anew: bool = False) -> str:
@@ -78,11 +80,21 @@ def source_of(module: str, anew: bool = False) -> str:
     return _sources[loaded]
 
 
+def hashed_source(module: str, anew: bool = False) -> str:
+    """`source_of` as it is hashed: what is imported is hashed by its first name, so that a move is no change.
+
+    Raises:
+        OSError: its file is gone.
+    """
+    source = source_of(module, anew)
+    return spelled_before(source) if sys.modules[module].__name__.startswith("agentrl.") else source
+
+
 def _own_object(kind: str, name: str) -> Any:
     # What is loaded already is asked for with each episode; to list the folder takes ten times as long.
-    if f"workflow.{kind}.{name}" not in sys.modules and name not in (known := names(kind)):
+    if f"{PACKAGE}.{kind}.{name}" not in sys.modules and name not in (known := names(kind)):
         raise ConfigError(f"No {kind.removesuffix('s').replace('_', ' ')} is called {name!r}.", did_you_mean(name, known))
-    module = _imported(kind, name, f"workflow.{kind}.{name}")
+    module = _imported(kind, name, f"{PACKAGE}.{kind}.{name}")
     if name not in vars(module):
         raise ConfigError(f"{name!r} ({kind}): {module.__file__} defines no {name!r}.", "Name the object after its file.")
     return vars(module)[name]
@@ -144,6 +156,6 @@ def _check(kind: str, name: str, found: Any) -> None:
         fits, wanted = callable(found), "nothing that can be called"
     else:
         wanted = f"no {_CLASSES[kind]}"
-        fits = isinstance(found, getattr(importlib.import_module(f"workflow.{kind}"), _CLASSES[kind]))
+        fits = isinstance(found, getattr(importlib.import_module(f"{PACKAGE}.{kind}"), _CLASSES[kind]))
     if not fits:
         raise ConfigError(f"{name!r} ({kind}) is {wanted} but of type {type(found).__name__}.", "Name another.")

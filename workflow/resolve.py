@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from workflow.config import KEYS, RunConfig, build, flattened
-from workflow.errors import ConfigError, did_you_mean
+from agentrl.workflow.config import KEYS, RunConfig, build, flattened
+from agentrl.workflow.errors import ConfigError, did_you_mean
 
 ENV_PREFIX = "AGENTRL_RUN_"
 MISSPELT = 0.85

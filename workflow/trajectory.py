@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from workflow.config import RolloutConfig
+    from agentrl.workflow.config import RolloutConfig
 
 Role = Literal["system", "user", "assistant", "tool"]
 Status = Literal["planned", "running", "done", "failed", "infra_error", "cancelled"]
@@ -57,7 +57,7 @@ class Exit:
 
     Args:
         sandbox: its kind: bwrap, landlock, docker, unsafe.
-        status: see `workflow.sandbox.Status`.
+        status: see `sandbox.Status`.
         code: the exit code, negative for a signal; None where it was killed from outside.
     """
 

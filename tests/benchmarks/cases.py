@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from workflow.errors import SandboxUnavailable
+from agentrl.workflow.errors import SandboxUnavailable
 
 LONGEST = 200
 """Characters of an error that a row shows."""

@@ -73,15 +73,15 @@ def put_on(clock: Clock) -> None:
     """Puts the clock around all that counts as the model's work; before anything else is imported."""
     import torch
 
-    import workflow.sampling
-    from workflow import scoring
-    from workflow.forward import Forward
+    import agentrl.workflow.inference.sampling
+    from agentrl.workflow.models import logprobs
+    from agentrl.workflow.models.fast_forward import Forward
 
     modules: Any = torch.nn.Module
     modules.__call__ = clock.measured("forward", modules.__call__)
     Forward.__call__ = clock.measured("forward", Forward.__call__)  # type: ignore[method-assign]
-    workflow.sampling.sample = clock.measured("draw", workflow.sampling.sample)
-    scoring.token_logprobs = clock.measured("logprobs", scoring.token_logprobs)
+    agentrl.workflow.inference.sampling.sample = clock.measured("draw", agentrl.workflow.inference.sampling.sample)
+    logprobs.token_logprobs = clock.measured("logprobs", logprobs.token_logprobs)
     torch.autograd.backward = clock.measured("backward", torch.autograd.backward)
     torch.nn.utils.clip_grad_norm_ = clock.measured("optimizer", torch.nn.utils.clip_grad_norm_)
     torch.optim.AdamW.step = clock.measured("optimizer", torch.optim.AdamW.step)  # type: ignore[method-assign]
@@ -89,7 +89,7 @@ def put_on(clock: Clock) -> None:
 
 def main(roles: str, file: str) -> None:
     """Serves the roles until SIGTERM, then writes the file."""
-    from workers.main import run
+    from agentrl.workers.stack.worker import run
 
     clock = Clock()
     put_on(clock)

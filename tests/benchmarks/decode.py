@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from agentrl.workflow.config import ModelConfig
+from agentrl.workflow.models.policy import Policy
 from tests.benchmarks import samplers
 from tests.benchmarks.cases import Cases
 from tests.benchmarks.models import ModelName, saved
 from tests.benchmarks.report import Comparison, Measured, Table, load
 from tests.benchmarks.samplers import Sampler, Work
 from tests.benchmarks.timing import alternate
-from workflow.config import ModelConfig
-from workflow.policy import Policy
 
 PROMPT_TOKENS = 16
 SHORTEST, LONGEST = 16, 256

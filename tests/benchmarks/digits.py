@@ -3,9 +3,9 @@
 import random
 from collections.abc import Iterator, Sequence
 
-from workflow.datasets import Dataset
-from workflow.envs import Env
-from workflow.trajectory import Episode, Message, Task
+from agentrl.workflow.datasets import Dataset
+from agentrl.workflow.envs import Env
+from agentrl.workflow.trajectory import Episode, Message, Task
 
 PROMPTS, GROUP_SIZE = 8, 8
 DIGITS = 58

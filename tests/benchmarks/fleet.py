@@ -13,9 +13,9 @@ from typing import Any
 
 from sqlalchemy import text
 
-from tests.stack import Stack
-from workers import broker
-from workflow.settings import Settings
+from agentrl.workers.stack import broker
+from agentrl.workflow.settings import Settings
+from tests.support.real_stack import Stack
 
 PATIENCE_SECONDS = 3600.0
 """A test gives up long before; what is measured here takes its time."""

@@ -8,13 +8,13 @@ from statistics import median
 
 from sqlalchemy import text
 
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.rollout_claims import Fence
 from tests.benchmarks import reads, synthetic, writes
 from tests.benchmarks.cases import Cases
 from tests.benchmarks.databases import analyse, analysed, both, processor
 from tests.benchmarks.report import Comparison, Measured, Table, load
 from tests.benchmarks.timing import alternate, p95
-from workflow.store.connect import Database
-from workflow.store.rollout import Fence
 
 LIMIT_MS, LIMIT_OF_SUMS_MS = 150, 1000
 REPETITIONS, OF_SUMS = 9, 3

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_template
 
-from workflow.config import PROJECTIONS
+from agentrl.workflow.config import PROJECTIONS
 
 
 def trainer(

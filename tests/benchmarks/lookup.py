@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache
 
-from workflow.datasets import Dataset
-from workflow.envs import Env
-from workflow.tools import Tool
-from workflow.trajectory import Episode, Message, Task
+from agentrl.workflow.datasets import Dataset
+from agentrl.workflow.envs import Env
+from agentrl.workflow.tools import Tool
+from agentrl.workflow.trajectory import Episode, Message, Task
 
 TASKS, TURNS = 16, 3
 SHORTEST, LONGEST = 24, 64

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from agentrl.workflow.training.batch import microbatches, rows_of, size
 from tests.benchmarks import memory_ours
 from tests.benchmarks.cases import Cases
 from tests.benchmarks.memory_ours import CAP_MIB, GROUP_SIZE, GROUPS, PROMPT_TOKENS, RANK, SAMPLED_TOKENS
@@ -19,7 +20,6 @@ from tests.benchmarks.memory_parts import FLOAT, Parts, Shape, always, while_sam
 from tests.benchmarks.models import HALF_BILLION, half_billion
 from tests.benchmarks.processes import Ran, Side, run
 from tests.benchmarks.report import Comparison, Measured, Table, load
-from workflow.batch import microbatches, rows_of, size
 
 MIB = 2**20
 ROWS = GROUPS * GROUP_SIZE

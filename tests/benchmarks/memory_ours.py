@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from agentrl.workflow.config import RunConfig, build
+from agentrl.workflow.engines import Completion, GenerateRequest
+from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.training.trainer import Trainer
+from agentrl.workflow.trajectory import Episode, Group, Message, PolicyRef, Step, Task
 from tests.benchmarks.processes import measured, resident
-from workflow.config import RunConfig, build
-from workflow.engine import Completion, GenerateRequest
-from workflow.policy import Policy
-from workflow.rolling import RollingEngine
-from workflow.trainer import Trainer
-from workflow.trajectory import Episode, Group, Message, PolicyRef, Step, Task
 
 GROUPS, GROUP_SIZE = 4, 4
 PROMPT_TOKENS, SAMPLED_TOKENS = 128, 256

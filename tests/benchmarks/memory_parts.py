@@ -9,8 +9,8 @@ from functools import cached_property
 
 from transformers import Qwen2Config
 
-from workflow.lm_head import CHUNK
-from workflow.slots import LENGTH_STEP
+from agentrl.workflow.inference.kv_cache import LENGTH_STEP
+from agentrl.workflow.models.lm_head import CHUNK
 
 FLOAT = 4
 

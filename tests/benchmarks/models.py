@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from workflow.datasets.arithmetic import arithmetic
-from workflow.sft import demonstrations, texts_of
-from workflow.tiny import save_tiny, tiny_model, tiny_tokenizer
+from agentrl.workflow.datasets.arithmetic import arithmetic
+from agentrl.workflow.models.tiny import save_tiny, tiny_model, tiny_tokenizer
+from agentrl.workflow.training.supervised import demonstrations, texts_of
 
 ModelName = Literal["tiny", "bench"]
 DEMONSTRATIONS = 200

@@ -14,7 +14,7 @@ from tests.benchmarks.cases import Cases
 from tests.benchmarks.fleet import Fleet, fleet, seconds
 from tests.benchmarks.models import saved
 from tests.benchmarks.report import Measured, Table, load
-from tests.models import tiny_calling
+from tests.support.small_models import tiny_calling
 
 ITERATIONS = 10
 COLUMNS = (
@@ -31,7 +31,7 @@ COLUMNS = (
 """`overhead` is 1 - model s / s per iteration; `to claim s` is from an update's commit to the next first claim."""
 
 TRAINED: dict[str, Any] = {
-    "hooks": ["tests.lucky:Lucky"],
+    "hooks": ["tests.support.parity_hook:Lucky"],
     "epochs": 1,
     "rollout.tasks_per_iteration": 16,
     "rollout.group_size": 8,

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
+from agentrl.workflow.datasets.arithmetic import arithmetic
+from agentrl.workflow.models.tiny import END, TEMPLATE, save_tiny, tiny_tokenizer
+from agentrl.workflow.training.supervised import demonstrations, texts_of
 from tests.benchmarks import lookup
 from tests.benchmarks.models import CONTEXT, DEMONSTRATIONS, VOCABULARY, WIDTH, ModelName, bench_model, saved
-from workflow.datasets.arithmetic import arithmetic
-from workflow.sft import demonstrations, texts_of
-from workflow.tiny import END, TEMPLATE, save_tiny, tiny_tokenizer
 
 GENERATION = "<|im_start|>assistant\n"
 CUED = TEMPLATE.replace(GENERATION + "{% endif", GENERATION + "{{ messages[-1].content.split() | last }}{% endif")

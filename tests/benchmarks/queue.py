@@ -11,12 +11,12 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
+from agentrl.workflow.store import steps
+from agentrl.workflow.store.rollout_claims import GroupWork
 from tests.benchmarks.cases import Cases
 from tests.benchmarks.fleet import Fleet, fleet
 from tests.benchmarks.report import Comparison, Measured, Table, load
-from tests.stored import CALL, claim, sampled, start, submission
-from workflow.store import steps
-from workflow.store.rollout import GroupWork
+from tests.support.played_runs import CALL, claim, sampled, start, submission
 
 IN_FLIGHT = (1, 16)
 ROUNDS = 40
@@ -64,8 +64,8 @@ class Caller:
     """The rollout's side: one group whose episodes ask for tools, step after step."""
 
     def __init__(self, crew: Fleet) -> None:
-        from workers.replies import Replies  # not above: its settings are the crew's
-        from workflow.settings import settings
+        from agentrl.workers.stack.replies import Replies  # not above: its settings are the crew's
+        from agentrl.workflow.settings import settings
 
         settings.cache_clear()
         self._db = crew.database
@@ -81,7 +81,7 @@ class Caller:
 
     def waits(self, calls: Sequence[int]) -> list[float]:
         """Sends the calls; seconds until each one's result was read."""
-        from workers.dispatch import send_call
+        from agentrl.workers.stack.dispatch import send_call
 
         answered: SimpleQueue[int] = SimpleQueue()
         began = time.perf_counter()

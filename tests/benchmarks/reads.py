@@ -11,33 +11,33 @@ from typing import Any
 
 from sqlalchemy import select, text
 
-from tests.benchmarks.synthetic import PER_ITERATION, TASKS_PER_ITERATION, Run
-from workflow import db
-from workflow.store import (
-    calls,
+from agentrl.workflow.store import (
+    control_reads,
+    eval_results,
     evals,
     forks,
     groups,
-    keeping,
     ledger,
-    mending,
-    named,
-    observe,
-    offline,
-    origin,
-    past,
-    results,
-    rollout,
-    scoring,
-    serving,
-    sessions,
-    training,
-    waiting,
+    listings,
+    offline_data,
+    provenance,
+    repair,
+    retention,
+    reward_sets,
+    rollout_claims,
+    run_names,
+    tool_calls,
+    tool_sessions,
+    train_commits,
+    update_inputs,
+    waiting_runs,
 )
-from workflow.store.connect import Database
-from workflow.store.planning import open_iterations
-from workflow.trajectory import PolicyRef
-from workflow.views import VIEWS
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.planning import open_iterations
+from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.views import VIEWS
+from agentrl.workflow.trajectory import PolicyRef
+from tests.benchmarks.synthetic import PER_ITERATION, TASKS_PER_ITERATION, Run
 
 Read = Callable[[Database], object]
 FILTERS: tuple[dict[str, object], ...] = (
@@ -87,16 +87,16 @@ def reads(runs: list[Run], episodes: int) -> dict[str, Read]:
 def whole_database() -> dict[str, Read]:
     """Name -> what is read of all runs, or of none."""
     found: dict[str, Read] = {
-        "list_runs": observe.list_runs,
-        "snapshot": lambda database: serving.snapshot(database, LEASE),
-        "unfinished_runs": serving.unfinished_runs,
-        "some_run_overlaps": serving.some_run_overlaps,
-        "service_holder": lambda database: serving.service_holder(database, "control"),
-        "lost_calls": rolled_back(calls.lost_calls, 5),
-        "keep sessions": rolled_back(sessions.keep, "nobody", LEASE),
-        "measured_datasets": results.measured_datasets,
-        "policy_at": lambda database: named.policy_at(database, "runs/none/v1"),
-        "gc: checkpoints": keeping.checkpoints,
+        "list_runs": listings.list_runs,
+        "snapshot": lambda database: control_reads.snapshot(database, LEASE),
+        "unfinished_runs": control_reads.unfinished_runs,
+        "some_run_overlaps": control_reads.some_run_overlaps,
+        "service_holder": lambda database: control_reads.service_holder(database, "control"),
+        "lost_calls": rolled_back(tool_calls.lost_calls, 5),
+        "keep sessions": rolled_back(tool_sessions.keep, "nobody", LEASE),
+        "measured_datasets": eval_results.measured_datasets,
+        "policy_at": lambda database: run_names.policy_at(database, "runs/none/v1"),
+        "gc: checkpoints": retention.checkpoints,
     }
     for view in VIEWS:
         found[f"of no run: {view}"] = _query(f"SELECT * FROM {view} LIMIT 50")
@@ -108,11 +108,11 @@ def whole_database() -> dict[str, Read]:
 def pages(episode: int) -> dict[str, Read]:
     """Name -> what is read of an episode: `replay`, `replay --verify`, `fork`, the views that know episodes."""
     found: dict[str, Read] = {
-        f"episode {episode}: find_episode": lambda database: observe.find_episode(database, episode),
-        f"episode {episode}: find_origin": lambda database: origin.find_origin(database, episode),
+        f"episode {episode}: find_episode": lambda database: listings.find_episode(database, episode),
+        f"episode {episode}: find_origin": lambda database: provenance.find_origin(database, episode),
         f"episode {episode}: fork_point": lambda database: forks.fork_point(database, episode, 1),
-        f"episode {episode}: chosen": lambda database: offline.chosen(database, [episode]),
-        f"episode {episode}: call": lambda database: calls.find_call(database, 3 * episode),
+        f"episode {episode}: chosen": lambda database: offline_data.chosen(database, [episode]),
+        f"episode {episode}: call": lambda database: tool_calls.find_call(database, 3 * episode),
     }
     for view in OF_EPISODE:
         found[f"episode {episode}: {view}"] = _query(f"SELECT * FROM {view} WHERE episode_id = {episode}")
@@ -123,15 +123,15 @@ def pages_of(run: Run) -> dict[str, Read]:
     """Name -> what is read of a run by people, its workers and the control loop, a page or an iteration at a time."""
     name = run.name
     found: dict[str, Read] = {
-        "progress": lambda database: observe.progress(database, name),
-        "sampled_on": lambda database: observe.sampled_on(database, name),
-        "waits_for": lambda database: waiting.waits_for(database, run.id),
-        "list_iterations, new": lambda database: observe.list_iterations(database, name, run.iterations - 1),
+        "progress": lambda database: listings.progress(database, name),
+        "sampled_on": lambda database: listings.sampled_on(database, name),
+        "waits_for": lambda database: waiting_runs.waits_for(database, run.id),
+        "list_iterations, new": lambda database: listings.list_iterations(database, name, run.iterations - 1),
         "waiting_evals": lambda database: evals.waiting_evals(database, run.id),
-        "find_policy": lambda database: named.find_policy(database, name, None),
-        "find_policy, best": lambda database: named.find_policy(database, name, "best"),
+        "find_policy": lambda database: run_names.find_policy(database, name, None),
+        "find_policy, best": lambda database: run_names.find_policy(database, name, "best"),
         "open_iterations": lambda database: open_iterations(database, run.id),
-        "optimizer_to_drop": lambda database: training.optimizer_to_drop(database, run.id),
+        "optimizer_to_drop": lambda database: train_commits.optimizer_to_drop(database, run.id),
         "claim a group": lambda database: _claim_group(database, run.id),
         **_of_eval(f"{name}-eval-0"),
     }
@@ -146,8 +146,8 @@ def loads(run: Run) -> dict[str, Read]:
     """Name -> what loads an iteration's episodes, or 500, with every step and token."""
     return {
         f"{run.name}: what an update reads": lambda database: _load(database, run.id),
-        f"{run.name}: whatif": lambda database: past.past_update(database, run.name, None),
-        f"{run.name}: rescore, 500 episodes": lambda database: next(scoring.done_episodes(database, run.id)),
+        f"{run.name}: whatif": lambda database: update_inputs.past_update(database, run.name, None),
+        f"{run.name}: rescore, 500 episodes": lambda database: next(reward_sets.done_episodes(database, run.id)),
     }
 
 
@@ -155,12 +155,12 @@ def lists(run: Run) -> dict[str, Read]:
     """Name -> what passes over the run's iterations, its versions, or the episodes that do not meet a filter."""
     name, last = run.name, run.iterations * PER_ITERATION - 51
     found: dict[str, Read] = {
-        "describe_run": lambda database: observe.describe_run(database, name),
-        "list_iterations": lambda database: observe.list_iterations(database, name),
-        "list_evals": lambda database: observe.list_evals(database, name),
-        "list_events": lambda database: observe.list_events(database, name),
-        "list_episodes, last page": lambda database: observe.list_episodes(database, name, {}, 51, last),
-        "versions_before": lambda database: mending.versions_before(database, run.id, run.published),
+        "describe_run": lambda database: listings.describe_run(database, name),
+        "list_iterations": lambda database: listings.list_iterations(database, name),
+        "list_evals": lambda database: listings.list_evals(database, name),
+        "list_events": lambda database: listings.list_events(database, name),
+        "list_episodes, last page": lambda database: listings.list_episodes(database, name, {}, 51, last),
+        "versions_before": lambda database: repair.versions_before(database, run.id, run.published),
     }
     found |= {_shown(filters): _page(name, filters) for filters in FILTERS}
     for view in LISTED:
@@ -185,15 +185,17 @@ def _of_eval(name: str) -> dict[str, Read]:
     """`compare` and `eval`."""
 
     def of_run(query: Callable[[Database, int], object]) -> Read:
-        return lambda database: query(database, named.find_run(database, name)["id"])
+        return lambda database: query(database, run_names.find_run(database, name)["id"])
 
     return {
-        "evaluation": lambda database: observe.evaluation(database, name),
-        "find_evals": lambda database: results.find_evals(database, name),
-        "evals_of_policy": lambda database: results.evals_of_policy(database, PolicyRef("tiny", "b" * 64)),
-        "task_means": of_run(results.task_means),
-        "done_episodes": of_run(results.done_episodes),
-        "right_episodes": lambda database: results.right_episodes(database, results.find_evals(database, name)[0]["iteration"]),
+        "evaluation": lambda database: listings.evaluation(database, name),
+        "find_evals": lambda database: eval_results.find_evals(database, name),
+        "evals_of_policy": lambda database: eval_results.evals_of_policy(database, PolicyRef("tiny", "b" * 64)),
+        "task_means": of_run(eval_results.task_means),
+        "done_episodes": of_run(eval_results.done_episodes),
+        "right_episodes": lambda database: eval_results.right_episodes(
+            database, eval_results.find_evals(database, name)[0]["iteration"]
+        ),
     }
 
 
@@ -202,12 +204,12 @@ def sums(run: Run) -> dict[str, Read]:
     episode = max(1, run.iterations * PER_ITERATION // 2)
     found: dict[str, Read] = {
         "why": lambda database: ledger.why(database, episode),
-        "most_frequent_failure": lambda database: observe.most_frequent_failure(database, run.name),
-        "gc: needs": lambda database: keeping.needs(database, run.id, {f"v{n}" for n in range(run.published)}, None),
+        "most_frequent_failure": lambda database: listings.most_frequent_failure(database, run.name),
+        "gc: needs": lambda database: retention.needs(database, run.id, {f"v{n}" for n in range(run.published)}, None),
         "stored_run": lambda database: forks.stored_run(database, run.id, (), "default", 2),
         "stored_run, rescored": lambda database: forks.stored_run(database, run.id, (), _newest_set(database, run.id), 2),
         "counted_twice": lambda database: forks.counted_twice(database, range(1, run.iterations * TASKS_PER_ITERATION)),
-        "candidates": lambda database: offline.candidates(database, run.id, range(1, 100), "default"),
+        "candidates": lambda database: offline_data.candidates(database, run.id, range(1, 100), "default"),
     }
     for view in VIEWS:
         found[f"count {view}"] = _query(f"SELECT count(*) FROM {view} WHERE {OF_RUN.get(view, 'run')} = '{run.name}'")
@@ -238,26 +240,31 @@ def rolled_back(work: Any, *args: Any) -> Read:
 def _claim_group(database: Database, run_id: int) -> object:
     """The run's newest group, free or not."""
     with database.read() as tx:
-        newest = select(db.groups.c.id).where(db.groups.c.run_id == run_id).order_by(db.groups.c.id.desc()).limit(1)
+        newest = select(schema.groups.c.id).where(schema.groups.c.run_id == run_id).order_by(schema.groups.c.id.desc()).limit(1)
         group = tx.execute(newest).scalar_one()
-    return rolled_back(rollout.claim_group, group, "host:2/claim", LEASE)(database)
+    return rolled_back(rollout_claims.claim_group, group, "host:2/claim", LEASE)(database)
 
 
 def _load(database: Database, run_id: int) -> object:
     """An iteration's episodes with all their tokens, as the train job loads them."""
     with database.read() as tx:
-        first = select(db.iterations.c.id).where(db.iterations.c.run_id == run_id).order_by(db.iterations.c.number).limit(1)
+        first = (
+            select(schema.iterations.c.id)
+            .where(schema.iterations.c.run_id == run_id)
+            .order_by(schema.iterations.c.number)
+            .limit(1)
+        )
         return groups.load_groups(tx, tx.execute(first).scalar_one(), "default")
 
 
 def _newest_set(database: Database, run_id: int) -> str:
     with database.read() as tx:
-        mine = select(db.reward_sets.c.name).where(db.reward_sets.c.run_id == run_id)
-        return str(tx.execute(mine.order_by(db.reward_sets.c.id.desc()).limit(1)).scalar_one())
+        mine = select(schema.reward_sets.c.name).where(schema.reward_sets.c.run_id == run_id)
+        return str(tx.execute(mine.order_by(schema.reward_sets.c.id.desc()).limit(1)).scalar_one())
 
 
 def _page(run: str, filters: Mapping[str, object]) -> Read:
-    return lambda database: observe.list_episodes(database, run, filters, 51)
+    return lambda database: listings.list_episodes(database, run, filters, 51)
 
 
 def _query(query: str) -> Read:

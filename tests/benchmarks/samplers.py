@@ -12,11 +12,11 @@ import torch
 from torch.nn import functional
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
-from workflow.config import PROJECTIONS
-from workflow.engine import GenerateRequest
-from workflow.policy import Policy
-from workflow.rolling import RollingEngine
-from workflow.trajectory import PolicyRef
+from agentrl.workflow.config import PROJECTIONS
+from agentrl.workflow.engines import GenerateRequest
+from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.trajectory import PolicyRef
 
 DRAWN: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "pad_token_id": 0}
 

@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
+from agentrl.workflow.sandbox import Result
+from agentrl.workflow.sandbox.boxed import Boxed
+from agentrl.workflow.sandbox.find import find_bwrap
+from agentrl.workflow.sandbox.trial import interpreters
+from agentrl.workflow.settings import Settings
 from tests.benchmarks.report import Comparison, Measured, Table, load
-from workflow.sandbox import Result
-from workflow.sandbox.boxed import Boxed
-from workflow.sandbox.find import find_bwrap, interpreters
-from workflow.settings import Settings
 
 CODE = "print(1)"
 ROUNDS, CALLS = 7, 15

@@ -1,10 +1,9 @@
 """An engine that only sleeps: it answers each turn with a few tokens, some seconds later, so many at once."""
 
-from tests.scripted import ScriptedEngine
-from workflow.engine import GenerateRequest
-from workflow.engines import Backend
-from workflow.policy import Policy
-from workflow.settings import Settings
+from agentrl.workflow.engines import Backend, GenerateRequest
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.settings import Settings
+from tests.support.scripted_engine import ScriptedEngine
 
 SECONDS = 0.5
 SLOTS = 8
@@ -22,7 +21,7 @@ sleeper = Backend(
 
 
 def start(policy: Policy, settings: Settings) -> ScriptedEngine:
-    """The engine, as `workflow.engines` starts one."""
+    """The engine, as `engines` starts one."""
     end = min(policy.chat.end_ids)
 
     def answer(request: GenerateRequest) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Databases as they look after a long life, written by the database itself: one long run, or many short ones.
 
-Every table and column that a run fills is filled (`tests/test_growth.py` compares with one that was played): most groups of
-a long run have no variance, as users' have. Runs follow each other in time, so that a run's rows lie together; the last of a
+Every table and column that a run fills is filled (`tests/store/test_growth.py` compares with one that was played): most groups
+of a long run have no variance, as users' have. Runs follow each other in time, so that a run's rows lie together; the last of a
 shape is running, its last iteration half done. Each measures every tenth version. The first is forked, trained on once more
 as a stored one, and rescored. Nothing is analysed: whoever measures says when (`databases.analyse`).
 """
@@ -30,9 +30,9 @@ from sqlalchemy import (
     values,
 )
 
-from workflow import db
-from workflow.columns import Utc
-from workflow.trajectory import OPEN, WHOLE
+from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.columns import Utc
+from agentrl.workflow.trajectory import OPEN, WHOLE
 
 EVAL_EVERY = 10
 GROUP_SIZE = 8
@@ -101,7 +101,7 @@ def _tasks(tx: Connection) -> None:
         {"content_hash": f"{n:032x}", "key": f"train/{n}", "messages": PROMPT, "reference": str(n), "metadata": {"n": n}}
         for n in range(TASKS)
     ]
-    tx.execute(db.tasks.insert(), rows)
+    tx.execute(schema.tasks.insert(), rows)
 
 
 def _run(tx: Connection, name: str, kind: str, iterations: int, status: str, **more: Any) -> int:
@@ -111,9 +111,9 @@ def _run(tx: Connection, name: str, kind: str, iterations: int, status: str, **m
     asked = {"seed": 7, "epochs": 1, "iterations": iterations, "output_dir": f"runs/{name}"}
     config = {"env": "math", "rollout": {"group_size": GROUP_SIZE}, "dataset": {"name": "synthetic", "split": "train"}}
     row = {**shown, **moments, **asked, "config": config, "manifest": {"id": f"{name:0>32}"}, **more}
-    made: int = tx.execute(db.runs.insert().values(row).returning(db.runs.c.id)).scalar_one()
-    _copy(tx, db.run_tasks, {"run_id": literal(made), "task_id": db.tasks.c.id}, select(), db.tasks.c.id)
-    tx.execute(db.reward_sets.insert().values(run_id=made, name="default", code_hash="c" * 32, weights=WEIGHTS))
+    made: int = tx.execute(schema.runs.insert().values(row).returning(schema.runs.c.id)).scalar_one()
+    _copy(tx, schema.run_tasks, {"run_id": literal(made), "task_id": schema.tasks.c.id}, select(), schema.tasks.c.id)
+    tx.execute(schema.reward_sets.insert().values(run_id=made, name="default", code_hash="c" * 32, weights=WEIGHTS))
     return made
 
 
@@ -125,12 +125,12 @@ def _checkpoint(run: str, version: int) -> dict[str, Any]:
 
 def _iterations(tx: Connection, run: Run) -> None:
     versions = [{"path": "", "sha256": "", **_checkpoint(run.name, n), "run_id": run.id} for n in range(run.published)]
-    tx.execute(db.policies.insert(), versions)
-    mine = select(db.policies.c.id).where(db.policies.c.run_id == run.id).order_by(db.policies.c.version)
+    tx.execute(schema.policies.insert(), versions)
+    mine = select(schema.policies.c.id).where(schema.policies.c.run_id == run.id).order_by(schema.policies.c.version)
     policies = tx.execute(mine.limit(run.iterations)).scalars()
     open_one = run.iterations - 1 if run.running else None
     tx.execute(
-        db.iterations.insert(),
+        schema.iterations.insert(),
         [_iteration(run.id, number, policy, number != open_one) for number, policy in enumerate(policies)],
     )
 
@@ -164,7 +164,7 @@ def _evals(tx: Connection, run: Run) -> None:
         _one_iteration(tx, made, PER_ITERATION, run.name, version)
         score = {"episodes": PER_ITERATION, "errors": 0, "tasks": PER_ITERATION, "mean_reward": 0.5, "low": 0.4, "high": 0.6}
         told = {"policy": f"tiny@{version}", "dataset": "synthetic", "split": "test", "accuracy": 0.5, "pass_at": {"1": 0.5}}
-        tx.execute(db.evals.insert().values(run_id=made, **score, **told))
+        tx.execute(schema.evals.insert().values(run_id=made, **score, **told))
 
 
 def _fork(tx: Connection, run: Run) -> None:
@@ -173,20 +173,20 @@ def _fork(tx: Connection, run: Run) -> None:
 
 def _one_iteration(tx: Connection, run_id: int, episodes: int, maker: str, version: int) -> None:
     policy = {**_checkpoint(maker, version), "run_id": run_id}
-    policy_id = tx.execute(db.policies.insert().values(policy).returning(db.policies.c.id)).scalar_one()
-    tx.execute(db.iterations.insert().values(_iteration(run_id, 0, policy_id, True, episodes)))
+    policy_id = tx.execute(schema.policies.insert().values(policy).returning(schema.policies.c.id)).scalar_one()
+    tx.execute(schema.iterations.insert().values(_iteration(run_id, 0, policy_id, True, episodes)))
 
 
 def _groups(tx: Connection) -> None:
     """Half of those of an open iteration are not done; their episodes say later what they came to."""
-    iterations, slot = db.iterations.c, _numbers("slot", TASKS_PER_ITERATION)
+    iterations, slot = schema.iterations.c, _numbers("slot", TASKS_PER_ITERATION)
     closed = (iterations.status == "done") | (slot.c.n < TASKS_PER_ITERATION // 2)
     rows = {
         "run_id": iterations.run_id,
         "iteration_id": iterations.id,
         "task_id": (iterations.number * TASKS_PER_ITERATION + slot.c.n) % TASKS + 1,
         "slot": slot.c.n,
-        "kind": db.runs.c.kind,
+        "kind": schema.runs.c.kind,
         "status": case((closed, "done"), else_="running"),
         "attempt": literal(1),
         "sent_ms": literal(1_767_225_600_000),
@@ -196,12 +196,12 @@ def _groups(tx: Connection) -> None:
         "started_at": _at(STARTED),
         "finished_at": case((closed, _at(FINISHED))),
     }
-    joined = select().join_from(db.iterations, db.runs, db.runs.c.id == iterations.run_id).join(slot, literal(True))
-    _copy(tx, db.groups, rows, joined.where((db.runs.c.kind != "fork") | (slot.c.n == 0)), iterations.id, slot.c.n)
+    joined = select().join_from(schema.iterations, schema.runs, schema.runs.c.id == iterations.run_id).join(slot, literal(True))
+    _copy(tx, schema.groups, rows, joined.where((schema.runs.c.kind != "fork") | (slot.c.n == 0)), iterations.id, slot.c.n)
 
 
 def _episodes(tx: Connection) -> None:
-    groups, sample = db.groups.c, _numbers("sample", GROUP_SIZE)
+    groups, sample = schema.groups.c, _numbers("sample", GROUP_SIZE)
     key = groups.id * 7919 + sample.c.n * 104729
     ended = groups.status == "done"
     failed = ended & (key % 97 == 0)
@@ -234,29 +234,29 @@ def _episodes(tx: Connection) -> None:
         "started_at": _at(STARTED),
         "finished_at": case((ended, _at(FINISHED))),
     }
-    _copy(tx, db.episodes, rows, select().select_from(db.groups.join(sample, literal(True))), groups.id, sample.c.n)
+    _copy(tx, schema.episodes, rows, select().select_from(schema.groups.join(sample, literal(True))), groups.id, sample.c.n)
     _score_groups(tx)
 
 
 def _score_groups(tx: Connection) -> None:
     """The mean and spread of each group's done episodes; `std_reward` is right where it is 0, which is what is asked of it."""
-    reward = db.episodes.c.reward
-    mine = (db.episodes.c.group_id == db.groups.c.id) & (db.episodes.c.status == "done")
+    reward = schema.episodes.c.reward
+    mine = (schema.episodes.c.group_id == schema.groups.c.id) & (schema.episodes.c.status == "done")
     mean = select(func.avg(reward)).where(mine).scalar_subquery()
     spread = select((func.max(reward) - func.min(reward)) / 2).where(mine).scalar_subquery()
-    done = update(db.groups).where(db.groups.c.status == "done")
+    done = update(schema.groups).where(schema.groups.c.status == "done")
     tx.execute(done.values(mean_reward=mean, std_reward=spread))
 
 
 def _steps(tx: Connection) -> None:
-    episodes, turn = db.episodes.c, _numbers("turn", TURNS)
+    episodes, turn = schema.episodes.c, _numbers("turn", TURNS)
     rows = {
-        "run": db.runs.c.name,
+        "run": schema.runs.c.name,
         "episode_id": episodes.id,
         "attempt": episodes.attempt,
         "number": turn.c.n,
-        "policy_id": db.iterations.c.policy_id,
-        "prompt": literal(PROMPT, db.steps.c.prompt.type),
+        "policy_id": schema.iterations.c.policy_id,
+        "prompt": literal(PROMPT, schema.steps.c.prompt.type),
         "text": literal(TEXT),
         "content": literal(TEXT),
         "finish_reason": literal("stop"),
@@ -267,20 +267,20 @@ def _steps(tx: Connection) -> None:
         "sampled_at": _at(STARTED),
         "observed_at": _at(FINISHED),
     }
-    joined = select().join_from(db.episodes, db.iterations, db.iterations.c.id == episodes.iteration_id)
-    joined = joined.join(db.runs, db.runs.c.id == episodes.run_id).join(turn, turn.c.n >= episodes.inherited_steps)
-    _copy(tx, db.steps, rows, joined, episodes.id, turn.c.n)
+    joined = select().join_from(schema.episodes, schema.iterations, schema.iterations.c.id == episodes.iteration_id)
+    joined = joined.join(schema.runs, schema.runs.c.id == episodes.run_id).join(turn, turn.c.n >= episodes.inherited_steps)
+    _copy(tx, schema.steps, rows, joined, episodes.id, turn.c.n)
     blobs = {
-        "step_id": db.steps.c.id,
+        "step_id": schema.steps.c.id,
         "prompt_ids": literal(bytes(4 * PROMPT_TOKENS)),
         "sampled_ids": literal(bytes(4 * SAMPLED_TOKENS)),
         "behavior_logprobs": literal(bytes(4 * SAMPLED_TOKENS)),
     }
-    _copy(tx, db.step_tokens, blobs, select().select_from(db.steps), db.steps.c.id)
+    _copy(tx, schema.step_tokens, blobs, select().select_from(schema.steps), schema.steps.c.id)
 
 
 def _calls(tx: Connection) -> None:
-    steps = db.steps.c
+    steps = schema.steps.c
     failed = steps.id % 29 == 0
     rows = {
         "run": steps.run,
@@ -290,7 +290,7 @@ def _calls(tx: Connection) -> None:
         "step": steps.number,
         "call": literal(0),
         "tool": literal("calculator"),
-        "arguments": literal({"expression": "6*7"}, db.tool_calls.c.arguments.type),
+        "arguments": literal({"expression": "6*7"}, schema.tool_calls.c.arguments.type),
         "status": literal("done"),
         "result": literal("42"),
         "error_class": case((failed, "division_by_zero"), else_=null()),
@@ -302,27 +302,27 @@ def _calls(tx: Connection) -> None:
         "started_at": _at(STARTED),
         "finished_at": _at(FINISHED),
     }
-    _copy(tx, db.tool_calls, rows, select().where(steps.number < TURNS // 2), steps.id)
+    _copy(tx, schema.tool_calls, rows, select().where(steps.number < TURNS // 2), steps.id)
 
 
 def _sessions(tx: Connection) -> None:
-    episodes = db.episodes.c
+    episodes = schema.episodes.c
     rows = {"episode_id": episodes.id, "attempt": episodes.attempt, "tool": literal("python"), "owner": literal("")}
-    _copy(tx, db.tool_sessions, rows, select().select_from(db.episodes), episodes.id)
+    _copy(tx, schema.tool_sessions, rows, select().select_from(schema.episodes), episodes.id)
 
 
 def _rewards(tx: Connection) -> None:
     """Two parts; of every fourth run the second is given step by step."""
-    by_step, turn = db.episodes.c.run_id % 4 == 3, _numbers("turn", TURNS)
+    by_step, turn = schema.episodes.c.run_id % 4 == 3, _numbers("turn", TURNS)
     _reward(tx, "default", "numeric_answer", literal(WHOLE), select())
     _reward(tx, "default", "format", literal(WHOLE), select().where(~by_step))
-    _reward(tx, "default", "format", turn.c.n, select().join_from(turn, db.episodes, by_step))
+    _reward(tx, "default", "format", turn.c.n, select().join_from(turn, schema.episodes, by_step))
 
 
 def _reward(tx: Connection, set_name: str, part: str, step: Any, among: Select[Any]) -> None:
-    episodes, sets = db.episodes.c, db.reward_sets.c
+    episodes, sets = schema.episodes.c, schema.reward_sets.c
     rows = {
-        "run": db.runs.c.name,
+        "run": schema.runs.c.name,
         "reward_set_id": sets.id,
         "episode_id": episodes.id,
         "part": literal(part),
@@ -331,13 +331,13 @@ def _reward(tx: Connection, set_name: str, part: str, step: Any, among: Select[A
         "weight": literal(WEIGHTS.get(part, 1.0)),
     }
     scored = among.where(episodes.status == "done", sets.run_id == episodes.run_id, sets.name == set_name)
-    _copy(tx, db.rewards, rows, scored.where(db.runs.c.id == episodes.run_id), episodes.id, step)
+    _copy(tx, schema.rewards, rows, scored.where(schema.runs.c.id == episodes.run_id), episodes.id, step)
 
 
 def _updates(tx: Connection) -> None:
-    iterations, episodes, minibatch = db.iterations.c, db.episodes.c, _numbers("minibatch", MINIBATCHES)
-    of_training = and_(db.runs.c.id == iterations.run_id, db.runs.c.kind == "train", iterations.status == "done")
-    metrics = {name: literal(0.01) for name in db.UPDATE_METRICS if name not in ("value_loss", "explained_variance")}
+    iterations, episodes, minibatch = schema.iterations.c, schema.episodes.c, _numbers("minibatch", MINIBATCHES)
+    of_training = and_(schema.runs.c.id == iterations.run_id, schema.runs.c.kind == "train", iterations.status == "done")
+    metrics = {name: literal(0.01) for name in schema.UPDATE_METRICS if name not in ("value_loss", "explained_variance")}
     updated = {
         "run_id": iterations.run_id,
         "iteration_id": iterations.id,
@@ -346,42 +346,42 @@ def _updates(tx: Connection) -> None:
         "tokens": literal(PER_ITERATION * TURNS * SAMPLED_TOKENS // MINIBATCHES),
         **metrics,
     }
-    joined = select().join_from(db.iterations, db.runs, of_training)
-    _copy(tx, db.updates, updated, joined.join(minibatch, literal(True)), iterations.id, minibatch.c.n)
-    own = joined.join(db.episodes, episodes.iteration_id == iterations.id)
-    _consume(tx, own.join(db.groups, db.groups.c.id == episodes.group_id), iterations)
+    joined = select().join_from(schema.iterations, schema.runs, of_training)
+    _copy(tx, schema.updates, updated, joined.join(minibatch, literal(True)), iterations.id, minibatch.c.n)
+    own = joined.join(schema.episodes, episodes.iteration_id == iterations.id)
+    _consume(tx, own.join(schema.groups, schema.groups.c.id == episodes.group_id), iterations)
 
 
 def _consume(tx: Connection, members: Select[Any], iterations: Any) -> None:
     """What trained has its distance from the group's mean as advantage: 0 in a group without variance."""
-    episodes, groups = db.episodes.c, db.groups.c
+    episodes, groups = schema.episodes.c, schema.groups.c
     consumed = {
         "run_id": iterations.run_id,
         "iteration_id": iterations.id,
         "episode_id": episodes.id,
         "advantage": case((groups.std_reward == 0, 0.0), else_=episodes.reward - groups.mean_reward),
     }
-    _copy(tx, db.consumptions, consumed, members.where(episodes.status == "done", ~episodes.tainted), episodes.id)
+    _copy(tx, schema.consumptions, consumed, members.where(episodes.status == "done", ~episodes.tainted), episodes.id)
 
 
 def _again(tx: Connection, run: Run) -> None:
     """A run that trains on the groups of the first two iterations of another."""
     made = _run(tx, "again", "train", 2, "done")
-    tx.execute(db.policies.insert().values({**_checkpoint(run.name, 0), "run_id": made}))
-    policy_id = tx.execute(select(db.policies.c.id).where(db.policies.c.run_id == made)).scalar_one()
-    tx.execute(db.iterations.insert(), [_iteration(made, number, policy_id, True) for number in range(2)])
-    groups, theirs, ours = db.groups.c, db.iterations.alias("theirs"), db.iterations.c
-    lent = select().join_from(db.groups, theirs, theirs.c.id == groups.iteration_id)
-    lent = lent.join(db.iterations, (ours.number == theirs.c.number) & (ours.run_id == made))
+    tx.execute(schema.policies.insert().values({**_checkpoint(run.name, 0), "run_id": made}))
+    policy_id = tx.execute(select(schema.policies.c.id).where(schema.policies.c.run_id == made)).scalar_one()
+    tx.execute(schema.iterations.insert(), [_iteration(made, number, policy_id, True) for number in range(2)])
+    groups, theirs, ours = schema.groups.c, schema.iterations.alias("theirs"), schema.iterations.c
+    lent = select().join_from(schema.groups, theirs, theirs.c.id == groups.iteration_id)
+    lent = lent.join(schema.iterations, (ours.number == theirs.c.number) & (ours.run_id == made))
     lent = lent.where(theirs.c.run_id == run.id, groups.status == "done")
-    _copy(tx, db.run_groups, {"run_id": ours.run_id, "group_id": groups.id}, lent, groups.id)
+    _copy(tx, schema.run_groups, {"run_id": ours.run_id, "group_id": groups.id}, lent, groups.id)
     slots = {"iteration_id": ours.id, "slot": groups.slot, "group_id": groups.id}
-    _copy(tx, db.iteration_groups, slots, lent, groups.id)
-    stored = select().join_from(db.iterations, db.iteration_groups, db.iteration_groups.c.iteration_id == ours.id)
-    stored = stored.join(db.groups, groups.id == db.iteration_groups.c.group_id)
-    _consume(tx, stored.join(db.episodes, db.episodes.c.group_id == groups.id).where(ours.run_id == made), ours)
+    _copy(tx, schema.iteration_groups, slots, lent, groups.id)
+    stored = select().join_from(schema.iterations, schema.iteration_groups, schema.iteration_groups.c.iteration_id == ours.id)
+    stored = stored.join(schema.groups, groups.id == schema.iteration_groups.c.group_id)
+    _consume(tx, stored.join(schema.episodes, schema.episodes.c.group_id == groups.id).where(ours.run_id == made), ours)
     tx.execute(
-        db.updates.insert(), [_step_taken(made, row.id) for row in tx.execute(select(ours.id).where(ours.run_id == made))]
+        schema.updates.insert(), [_step_taken(made, row.id) for row in tx.execute(select(ours.id).where(ours.run_id == made))]
     )
 
 
@@ -392,24 +392,24 @@ def _step_taken(run_id: int, iteration_id: int) -> dict[str, Any]:
 def _rescored(tx: Connection, run: Run) -> None:
     """A second reward set of the run, beside the one that it trained with."""
     brevity = {"run_id": run.id, "name": "brevity", "code_hash": "d" * 32, "weights": {"brevity": 1.0}}
-    tx.execute(db.reward_sets.insert().values(brevity))
+    tx.execute(schema.reward_sets.insert().values(brevity))
     _reward(tx, "brevity", "brevity", literal(WHOLE), select())
 
 
 def _events(tx: Connection) -> None:
-    groups, runs = db.groups.c, db.runs.c
+    groups, runs = schema.groups.c, schema.runs.c
     told = {"run_id": runs.id, "kind": literal("submitted"), "detail": literal("2 iterations")}
-    _copy(tx, db.events, told, select().select_from(db.runs), runs.id)
+    _copy(tx, schema.events, told, select().select_from(schema.runs), runs.id)
     failed = {
         "run_id": groups.run_id,
         "kind": literal("group_failed"),
         "subject": literal("group 1"),
         "detail": literal("ServiceError: away"),
     }
-    _copy(tx, db.events, failed, select().where(groups.id % 50 == 0), groups.id)
+    _copy(tx, schema.events, failed, select().where(groups.id % 50 == 0), groups.id)
     _copy(
         tx,
-        db.events,
+        schema.events,
         told | {"kind": literal("done"), "detail": literal("")},
         select().where(runs.status.not_in(OPEN)),
         runs.id,

@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from workflow.hooks import Hook
-from workflow.settings import settings
+from agentrl.workflow.hooks import Hook
+from agentrl.workflow.settings import settings
 
 PAUSE_SECONDS = 0.005
 OPEN = "open"

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from agentrl.workflow.config import build
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.training.trainer import Trainer
+from agentrl.workflow.trajectory import Episode, Group, Message, Step, Task
 from tests.benchmarks.recorded import GROUP_SIZE, LEARNING_RATE, Recorded, recorded
-from workflow.config import build
-from workflow.policy import Policy
-from workflow.trainer import Trainer
-from workflow.trajectory import Episode, Group, Message, Step, Task
 
 
 def prepare(path: str, rank: int, options: Mapping[str, Any]) -> Callable[[], dict[str, float]]:

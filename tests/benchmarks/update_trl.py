@@ -18,8 +18,8 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from agentrl.workflow.config import PROJECTIONS
 from tests.benchmarks.recorded import GROUP_SIZE, GROUPS, LEARNING_RATE, SAMPLED_TOKENS, recorded
-from workflow.config import PROJECTIONS
 
 
 class Clock(TrainerCallback):

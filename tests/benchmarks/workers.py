@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from agentrl.workers.stack.worker import CONCURRENCY
 from tests.benchmarks.cases import Cases
 from tests.benchmarks.databases import both
 from tests.benchmarks.fleet import Fleet, fleet, seconds
 from tests.benchmarks.report import Comparison, Measured, Table, load
 from tests.benchmarks.sleeper import SECONDS, SLOTS
-from tests.models import tiny_random
-from tests.nursery import nursery
-from workers.main import CONCURRENCY
+from tests.faults.fork_server import nursery
+from tests.support.small_models import tiny_random
 
 COUNTS = (1, 2, 4, 8)
 GROUPS, EPISODES = 2 * CONCURRENCY["rollout"], 4
@@ -84,7 +84,7 @@ def _rollouts(crew: Fleet, count: int) -> Iterator[None]:
     (crew.home / "nursery").mkdir()
     with nursery(crew.home / "nursery") as forks:
         own = {name: value for name, value in crew.environment.items() if name.startswith("AGENTRL_")}
-        children = [forks.start("tests.nursery:serve", ["rollout"], environment=own) for _ in range(count)]
+        children = [forks.start("tests.faults.fork_server:serve", ["rollout"], environment=own) for _ in range(count)]
         yield
         for child in children:
             child.kill(15)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from workflow.store import calls, steps
-from workflow.store.connect import Database
-from workflow.store.rollout import Fence
-from workflow.store.steps import CallRecord, Sampled
-from workflow.trajectory import Message, Step, ToolCall, ToolResult
+from agentrl.workflow.store import steps, tool_calls
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.rollout_claims import Fence
+from agentrl.workflow.store.steps import CallRecord, Sampled
+from agentrl.workflow.trajectory import Message, Step, ToolCall, ToolResult
 
 TOKENS = 220
 STEPS = 50
@@ -60,7 +60,7 @@ def through_store(database: Database, with_call: bool) -> Write:
         step = replace(STEP, index=next(target.numbers))
         ids = steps.commit_sampled(database, target.fence, [Sampled(target.episode, step, target.policy_id, TEXT, made)])
         if with_call:
-            calls.record_result(database, ids[0][0], RESULT, datetime.now(UTC), "host:1")
+            tool_calls.record_result(database, ids[0][0], RESULT, datetime.now(UTC), "host:1")
             steps.commit_observed(database, target.fence, [(target.episode, replace(step, results=(RESULT,)))])
 
     return write

@@ -119,9 +119,9 @@ def played(lab: Laboratory, mode: str, iterations: int, seed: int | None) -> Row
 
 
 def _play(model: Path, folder: Path, mode: str, iterations: int, seed: int | None, answer: Path) -> None:
+    from agentrl.workflow.settings import settings
+    from agentrl.workflow.store.migrate import open_database
     from tests.faults.long import config
-    from workflow.settings import settings
-    from workflow.store.migrate import open_database
 
     numerics, _, name = mode.partition("-")
     places.prepare(folder, folder.parent / "migrated.db")

@@ -62,8 +62,8 @@ class Experiment:
         """Plays it to its end; returns the seconds from the submission to the run's end."""
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # not without the processes and the Redis
         self._prepare()
-        from workers import broker
-        from workflow.settings import settings
+        from agentrl.workers.stack import broker
+        from agentrl.workflow.settings import settings
 
         redis = broker.start_server(settings())
         try:
@@ -100,17 +100,15 @@ class Experiment:
         }
         # Who loses its parent becomes ours, and is found.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-        import workers.main
-        import workers.submit  # noqa: F401 - here, and not before: Celery's app reads the environment
 
     def _start(self, roles: Sequence[str]) -> None:
         work = self._submit if roles == ["submit"] else lambda: _work(list(roles))
         self._processes[forked(work, self.folder / f"{'-'.join(roles)}.log")] = roles
 
     def _submit(self) -> None:
-        from workers.submit import prepare, submit
-        from workflow.settings import settings
-        from workflow.store.migrate import open_database
+        from agentrl.workers.requests.submission import prepare, submit
+        from agentrl.workflow.settings import settings
+        from agentrl.workflow.store.migrate import open_database
 
         database = open_database(settings().database)
         submit(database, prepare(database, world.config(self.model, self.seed, self.env)))
@@ -223,7 +221,7 @@ def forked(work: Callable[[], object], log: Path) -> int:
 
 
 def _work(roles: list[str]) -> None:
-    from workers.main import run
+    from agentrl.workers.stack.worker import run
 
     run(roles)
 

@@ -15,15 +15,15 @@ from datetime import UTC, datetime
 import redis
 from sqlalchemy import func, select
 
+from agentrl.workers.stack import broker
+from agentrl.workflow.errors import ServiceError
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import control_reads
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.tables import schema
 from tests.faults import world
 from tests.faults.long import at_work_folder
 from tests.faults.places import Place
-from workers import broker
-from workflow import db
-from workflow.errors import ServiceError
-from workflow.settings import settings
-from workflow.store import serving
-from workflow.store.connect import Database
 
 PAUSE_SECONDS = (2.0, 10.0)
 READY_SECONDS = 5.0
@@ -94,7 +94,7 @@ def ready_pids(database: Database) -> set[int]:
     try:
         with broker.client(settings()) as connection:
             members = connection.smembers(_PIDBOX)
-        holder = serving.service_holder(database, "control")
+        holder = control_reads.service_holder(database, "control")
     except (redis.RedisError, OSError, ServiceError):
         return set()
     tools = [re.match(rb"tools-(\d+)@", member.rpartition(b"\x16")[2]) for member in members]
@@ -106,7 +106,9 @@ def status_of(database: Database) -> str:
     """The run's status; `away` while the database does not answer."""
     try:
         return str(
-            database.ask(lambda tx: tx.execute(select(db.runs.c.status).where(db.runs.c.name == world.RUN)).scalar_one())
+            database.ask(
+                lambda tx: tx.execute(select(schema.runs.c.status).where(schema.runs.c.name == world.RUN)).scalar_one()
+            )
         )
     except ServiceError:
         return "away"
@@ -114,7 +116,7 @@ def status_of(database: Database) -> str:
 
 def calls_run(database: Database) -> int:
     """Tool calls that a tools worker began, each counted once."""
-    begun = select(func.count()).where(db.tool_calls.c.starts > 0)
+    begun = select(func.count()).where(schema.tool_calls.c.starts > 0)
     return int(database.ask(lambda tx: tx.execute(begun).scalar_one()))
 
 
@@ -124,7 +126,11 @@ def recoveries(blows: Sequence[Blow], database: Database) -> list[tuple[str, flo
     Progress is a step sampled, a call answered, or an iteration trained, by the time in its row. A control loop, a service
     and a supervisor do neither: of them the first sampled step after it counts. Blows after which nothing came are left out.
     """
-    columns = {"rollout": db.steps.c.sampled_at, "tools": db.tool_calls.c.finished_at, "train": db.iterations.c.finished_at}
+    columns = {
+        "rollout": schema.steps.c.sampled_at,
+        "tools": schema.tool_calls.c.finished_at,
+        "train": schema.iterations.c.finished_at,
+    }
     moments = {
         role: sorted(database.ask(lambda tx, column=column: list(tx.execute(select(column)).scalars())))
         for role, column in columns.items()

@@ -5,12 +5,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from agentrl.workflow.config import RunConfig, build
+from agentrl.workflow.envs import Env
+from agentrl.workflow.hooks import Hook
+from agentrl.workflow.tools import Tool
+from agentrl.workflow.trajectory import Episode
 from tests.faults import world
-from workflow.config import RunConfig, build
-from workflow.envs import Env
-from workflow.hooks import Hook
-from workflow.tools import Tool
-from workflow.trajectory import Episode
 
 CALL_SECONDS = 0.3
 LIMIT_SECONDS = 3.0

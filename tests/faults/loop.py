@@ -56,13 +56,13 @@ _PRELOADED = (
     "celery.worker.strategy",
     "kombu.transport.redis",
     "sqlalchemy.dialects.sqlite",
-    "workflow.sft",
-    "workflow.trainer",
-    "workflow.rolling",
-    "workflow.store.migrate",
-    "workflow.store.observe",
-    "workflow.store.claims",
-    "workflow.store.training",
+    "agentrl.workflow.training.supervised",
+    "agentrl.workflow.training.trainer",
+    "agentrl.workflow.inference.rolling_engine",
+    "agentrl.workflow.store.migrate",
+    "agentrl.workflow.store.listings",
+    "agentrl.workflow.store.train_claims",
+    "agentrl.workflow.store.train_commits",
     "tests.faults.world",
 )
 """What the workers import, but for the workers themselves: their app reads the environment when it is imported."""
@@ -134,8 +134,8 @@ def laboratory() -> Iterator[Laboratory]:
 
 
 def _furnish(folder: Path) -> None:
+    from agentrl.workflow.store.migrate import open_database
     from tests.faults.world import make_model
-    from workflow.store.migrate import open_database
 
     open_database(f"sqlite:///{folder / 'migrated.db'}").close()
     make_model(folder / "model")
@@ -202,8 +202,8 @@ def of_trainer(critic: Recording, actions: Sequence[str]) -> list[Case]:
 
 
 def _look_for_sandbox() -> None:
-    from workflow.sandbox.find import find_sandbox
-    from workflow.settings import Settings
+    from agentrl.workflow.sandbox.find import find_sandbox
+    from agentrl.workflow.settings import Settings
 
     find_sandbox(Settings()).close()
 

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import yaml
 
+from agentrl.workflow.config import RunConfig
 from tests.faults.experiment import forked
-from tests.machines import free_port
-from tests.stack import Stack
-from workflow.config import RunConfig
+from tests.support.network_machines import free_port
+from tests.support.real_stack import Stack
 
 if TYPE_CHECKING:
-    from workflow.store.connect import Database
+    from agentrl.workflow.store.connect import Database
 
 LEASE_SECONDS = 2.0
 TICK_SECONDS = 0.5
@@ -85,7 +85,7 @@ class Embedded:
         self._stack.close()
 
     def _supervisor(self) -> int | None:
-        from workers import embedded
+        from agentrl.workers.stack import embedded
 
         return embedded.running(self._stack.settings)
 
@@ -109,7 +109,7 @@ class Embedded:
 
 
 def _role(command: list[str]) -> str:
-    return command[-1] if "workers.main" in command else "redis"
+    return command[-1] if "agentrl.workers.stack.worker" in command else "redis"
 
 
 def _text(path: str) -> str:
@@ -123,9 +123,9 @@ class Served:
     """A Postgres, a Redis that keeps nothing on disk, four workers by URL, and a keeper that starts again who died."""
 
     def __init__(self, folder: Path) -> None:
+        from agentrl.workers.stack import broker
+        from agentrl.workflow.settings import Settings
         from tests.conftest import missing
-        from workers import broker
-        from workflow.settings import Settings
 
         found = broker.find_server(Settings(home=folder))
         if found is None:
@@ -202,11 +202,11 @@ class Served:
 
 
 def _submit(config: RunConfig) -> None:
-    from workers.submit import prepare as checked
-    from workers.submit import submit
-    from workflow.settings import settings
-    from workflow.store.connect import Database
-    from workflow.store.migrate import upgrade
+    from agentrl.workers.requests.submission import prepare as checked
+    from agentrl.workers.requests.submission import submit
+    from agentrl.workflow.settings import settings
+    from agentrl.workflow.store.connect import Database
+    from agentrl.workflow.store.migrate import upgrade
 
     with closing(Database(settings().database)) as database:
         upgrade(database)
@@ -235,7 +235,7 @@ def _keep(folder: Path) -> None:
 
 
 def _work(role: str) -> None:
-    from workers.main import run
+    from agentrl.workers.stack.worker import run
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     run([role])
@@ -246,8 +246,8 @@ PLACES: Mapping[str, Callable[[Path], Place]] = {"sqlite": Embedded, "postgres":
 
 def copy_rows(database: "Database", file: Path) -> None:
     """Copies all rows of a database to an empty SQLite one, for whoever reads no other."""
-    from workflow.db import metadata
-    from workflow.store.connect import Database
+    from agentrl.workflow.store.connect import Database
+    from agentrl.workflow.tables.schema import metadata
 
     with closing(Database(f"sqlite:///{file}")) as copy:
         for table in metadata.sorted_tables:

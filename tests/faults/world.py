@@ -15,15 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from workflow.config import RunConfig, build
-from workflow.datasets import Dataset
-from workflow.envs import Env
-from workflow.hooks import Hook
-from workflow.rewards import Judge
-from workflow.settings import settings
-from workflow.tools import Tool
-from workflow.tools.python import python
-from workflow.trajectory import Episode, Message, Task, ToolCall
+from agentrl.workflow.config import RunConfig, build
+from agentrl.workflow.datasets import Dataset
+from agentrl.workflow.envs import Env
+from agentrl.workflow.hooks import Hook
+from agentrl.workflow.rewards import Judge
+from agentrl.workflow.settings import settings
+from agentrl.workflow.tools import Tool
+from agentrl.workflow.tools.python import python
+from agentrl.workflow.trajectory import Episode, Message, Task, ToolCall
 
 RUN = "faults"
 ITERATIONS, GROUPS, EPISODES, TURNS = 3, 2, 2, 2
@@ -104,11 +104,11 @@ def make_model(folder: Path) -> None:
     """A model of some 100,000 parameters that has learned to make both calls."""
     import torch
 
-    from workflow.chat import Chat
-    from workflow.offline import Recipe, train
-    from workflow.sft import demonstrations as shown_in
-    from workflow.sft import likelihood, row_of, segments_of, texts_of
-    from workflow.tiny import save_tiny, tiny_model, tiny_tokenizer
+    from agentrl.workflow.chat.rendering import Chat
+    from agentrl.workflow.models.tiny import save_tiny, tiny_model, tiny_tokenizer
+    from agentrl.workflow.training.offline_training import Recipe, train
+    from agentrl.workflow.training.supervised import demonstrations as shown_in
+    from agentrl.workflow.training.supervised import likelihood, row_of, segments_of, texts_of
 
     torch.set_num_threads(1)
     shown = [one for one in shown_in(tasks, 16 * WARM_UP_STEPS, 0) if one]

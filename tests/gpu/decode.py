@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from agentrl.workflow.config import ModelConfig
+from agentrl.workflow.models.policy import Policy
 from tests.benchmarks import samplers
 from tests.benchmarks.models import half_billion, saved
 from tests.benchmarks.samplers import Sampler, Work
 from tests.benchmarks.timing import alternate
 from tests.gpu.kept import Part, Row
-from workflow.config import ModelConfig
-from workflow.policy import Policy
 
 PROMPT_TOKENS = 16
 ROWS, FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (1, 4)

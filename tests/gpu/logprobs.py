@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 
+from agentrl.workflow.analysis.verify_tokens import check_tokens
+from agentrl.workflow.checkpoints.sealed_folder import WEIGHTS, sha256_file
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.training.trainer import Trainer
+from agentrl.workflow.trajectory import Group, PolicyRef
 from tests.benchmarks.memory_ours import config_of, groups_of, sampled
 from tests.benchmarks.models import ModelName, half_billion, saved
 from tests.gpu.kept import Part, Row
-from workflow.checkpoint import WEIGHTS
-from workflow.config import RunConfig
-from workflow.models import sha256_file
-from workflow.policy import Policy
-from workflow.rescoring import check_tokens
-from workflow.trainer import Trainer
-from workflow.trajectory import Group, PolicyRef
 
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "all weights, float32": {"model.lora_r": 0, "model.dtype": "float32"},

@@ -15,8 +15,17 @@ from typing import Any
 
 from tests.gpu.kept import Part
 
-FILES = ("policy", "trainer", "engine", "checkpoint", "sampling", "forward", "scoring", "continuous")
-"""Each test_NAME.py; the first alone without a GPU."""
+FILES = {
+    "policy": "models/test_policy.py",
+    "trainer": "training/test_trainer.py",
+    "engine": "inference/test_engine.py",
+    "checkpoint": "checkpoints/test_sealed_folder.py",
+    "sampling": "inference/test_sampling.py",
+    "forward": "models/test_fast_forward.py",
+    "logprobs": "models/test_logprobs.py",
+    "continuous": "inference/test_continuous_engine.py",
+}
+"""By name, below tests/; the first alone without a GPU."""
 
 AT_ONCE = 4
 CORES_EACH = 2
@@ -24,7 +33,7 @@ CORES_EACH = 2
 
 def measure(part: Part) -> None:
     """A row for each file, as it ends, and one for each test that failed."""
-    files = [file for file in (FILES if part.gpu else FILES[:1]) if _fits(part, file)]
+    files = [file for file in (FILES if part.gpu else list(FILES)[:1]) if _fits(part, file)]
     at_once = max(1, min(AT_ONCE, (os.cpu_count() or 1) // CORES_EACH))
     with ThreadPoolExecutor(at_once) as pool:
         ran = [(file, pool.submit(_run, file, part)) for file in files]
@@ -38,7 +47,7 @@ def _fits(part: Part, file: str) -> bool:
     here, ours = (part.machine["versions"]["transformers"][side].split(".")[:2] for side in ("here", "ours"))
     if file != "continuous" or here == ours:
         return True
-    part.miss(f"test_{file}.py", f"transformers {'.'.join(here)} has another continuous batching than {'.'.join(ours)}")
+    part.miss(FILES[file], f"transformers {'.'.join(here)} has another continuous batching than {'.'.join(ours)}")
     return False
 
 
@@ -51,7 +60,7 @@ def _run(file: str, part: Part) -> tuple[list[dict[str, Any]], str]:
         asked = {"TEST_DEVICE": device, "TEST_PRECISION": part.name, "TEST_ROWS": str(rows)}
         options = ["--noconftest", "-p", "tests.gpu.watch", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow", "-q"]
         settings = ["-o", "addopts=", "-o", "filterwarnings=default", "-o", "timeout=100", "--basetemp", f"{folder}/tmp"]
-        command = [sys.executable, "-m", "pytest", *options, *settings, f"tests/test_{file}.py"]
+        command = [sys.executable, "-m", "pytest", *options, *settings, f"tests/{FILES[file]}"]
         said, ended = "", ""
         try:
             done = subprocess.run(

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from workflow.config import ALGORITHM_OPTIONS, AlgorithmConfig, CriticConfig, RunConfig
-from workflow.errors import ConfigError
-from workflow.plugins import find
+from agentrl.workflow.config import ALGORITHM_OPTIONS, AlgorithmConfig, CriticConfig, RunConfig
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.plugins import find
 
 ROUNDING = 1e-6
 """Advantages that are made of rewards alone differ by less between two machines."""
@@ -21,11 +21,11 @@ class Algorithm:
 
     Args:
         name: the file's name.
-        credit: `module:function` of what the tokens of an update earned -> their advantages (`workflow.advantages.Credit`).
-        surrogate: `module:function` of a microbatch's tokens -> each token's loss (`workflow.losses.Surrogate`).
+        credit: `module:function` of what the tokens of an update earned -> their advantages (`training.advantages.Credit`).
+        surrogate: `module:function` of a microbatch's tokens -> each token's loss (`training.losses.Surrogate`).
         needs_group: whether an episode is compared with the others of its group, so that a group of one teaches nothing.
         critic: whether a value head is trained beside the policy.
-        options: those those of `workflow.config.ALGORITHM_OPTIONS` that it reads, and their values where a run names none.
+        options: those those of `config.ALGORITHM_OPTIONS` that it reads, and their values where a run names none.
         trl: of these, what is another value in TRL's convention; None: not read there.
         trl_surrogate: in TRL's convention, where it is another.
     """
@@ -44,7 +44,7 @@ class Algorithm:
         return self.trl_surrogate if self.trl_surrogate and config.convention == "trl" else self.surrogate
 
     def options_in(self, convention: str) -> dict[str, Any]:
-        """What it reads of `workflow.config.ALGORITHM_OPTIONS` in the convention, and their values where a run names none."""
+        """What it reads of `config.ALGORITHM_OPTIONS` in the convention, and their values where a run names none."""
         own = {**self.options, **(self.trl if convention == "trl" else {})}
         return {name: value for name, value in own.items() if value is not None}
 

@@ -5,12 +5,12 @@ convention clip_high is the weight's absolute cap, 5 where none is named, and th
 the bounds mean the same as everywhere else here.
 """
 
-from workflow.algorithms import Algorithm
+from agentrl.workflow.algorithms import Algorithm
 
 cispo = Algorithm(
     name="cispo",
-    credit="workflow.advantages:relative_to_group",
-    surrogate="workflow.losses:clipped_weight",
+    credit="agentrl.workflow.training.advantages:relative_to_group",
+    surrogate="agentrl.workflow.training.losses:clipped_weight",
     needs_group=True,
     options={"clip_low": 0.2, "clip_high": 0.28, "scale": "group", "aggregation": "token-mean"},
     trl={"clip_high": 5.0, "clip_low": None},

@@ -5,12 +5,12 @@ other two parts of the paper are the run's: sampling on until enough groups have
 the soft punishment of answers that are nearly too long is the reward `overlong`; configs/dapo.yaml has all four.
 """
 
-from workflow.algorithms import Algorithm
+from agentrl.workflow.algorithms import Algorithm
 
 dapo = Algorithm(
     name="dapo",
-    credit="workflow.advantages:relative_to_group",
-    surrogate="workflow.losses:clipped",
+    credit="agentrl.workflow.training.advantages:relative_to_group",
+    surrogate="agentrl.workflow.training.losses:clipped",
     needs_group=True,
     options={"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "scale": "group", "aggregation": "token-mean"},
     trl={"dual_clip": 0.0},

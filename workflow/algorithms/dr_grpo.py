@@ -6,12 +6,12 @@ verl sums them, which multiplies the gradient by their number. Here the paper's 
 conventions, since max_grad_norm would cut a sum at once.
 """
 
-from workflow.algorithms import Algorithm
+from agentrl.workflow.algorithms import Algorithm
 
 dr_grpo = Algorithm(
     name="dr_grpo",
-    credit="workflow.advantages:relative_to_group",
-    surrogate="workflow.losses:clipped",
+    credit="agentrl.workflow.training.advantages:relative_to_group",
+    surrogate="agentrl.workflow.training.losses:clipped",
     needs_group=True,
     options={
         **{"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "scale": "none"},

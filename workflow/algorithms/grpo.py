@@ -6,12 +6,12 @@ alike; the paper's mean of sequence means (TRL's `grpo`) makes a wrong answer ch
 agents, whose turns differ much in length.
 """
 
-from workflow.algorithms import Algorithm
+from agentrl.workflow.algorithms import Algorithm
 
 grpo = Algorithm(
     name="grpo",
-    credit="workflow.advantages:relative_to_group",
-    surrogate="workflow.losses:clipped",
+    credit="agentrl.workflow.training.advantages:relative_to_group",
+    surrogate="agentrl.workflow.training.losses:clipped",
     needs_group=True,
     options={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "scale": "group", "aggregation": "token-mean"},
     trl={"dual_clip": 0.0, "aggregation": "seq-mean-token-mean"},

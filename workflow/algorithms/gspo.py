@@ -4,12 +4,12 @@ Source: arXiv 2507.18071, equations 5 and 7. A reward belongs to an answer, and 
 however long the answer is, so that the clip is narrow: the paper's 3e-4 and 4e-4. Each row of an episode has its own.
 """
 
-from workflow.algorithms import Algorithm
+from agentrl.workflow.algorithms import Algorithm
 
 gspo = Algorithm(
     name="gspo",
-    credit="workflow.advantages:relative_to_group",
-    surrogate="workflow.losses:clipped_sequence_mean",
+    credit="agentrl.workflow.training.advantages:relative_to_group",
+    surrogate="agentrl.workflow.training.losses:clipped_sequence_mean",
     needs_group=True,
     options={
         **{"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 0.0, "scale": "group"},

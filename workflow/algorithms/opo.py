@@ -4,12 +4,12 @@ Source: arXiv 2505.23585: the baseline of least variance, where a gradient's siz
 steps. Several steps per iteration are off-policy here, for there is no ratio.
 """
 
-from workflow.algorithms import Algorithm
+from agentrl.workflow.algorithms import Algorithm
 
 opo = Algorithm(
     name="opo",
-    credit="workflow.advantages:optimal_baseline",
-    surrogate="workflow.losses:policy_gradient",
+    credit="agentrl.workflow.training.advantages:optimal_baseline",
+    surrogate="agentrl.workflow.training.losses:policy_gradient",
     needs_group=True,
     options={"aggregation": "token-mean"},
 )

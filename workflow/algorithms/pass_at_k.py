@@ -6,12 +6,12 @@ rewarded for any right answer, so that on easy tasks with a single answer the me
 arithmetic: 0.50 to 0.70 where GRPO comes to 0.96).
 """
 
-from workflow.algorithms import Algorithm
+from agentrl.workflow.algorithms import Algorithm
 
 pass_at_k = Algorithm(
     name="pass_at_k",
-    credit="workflow.advantages:best_of_group",
-    surrogate="workflow.losses:clipped",
+    credit="agentrl.workflow.training.advantages:best_of_group",
+    surrogate="agentrl.workflow.training.losses:clipped",
     needs_group=True,
     options={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "aggregation": "token-mean"},
     trl={"dual_clip": 0.0},

@@ -5,12 +5,12 @@ discount 1 and lambda 1 where none is named: an episode has one reward, at its e
 else blur it.
 """
 
-from workflow.algorithms import Algorithm
+from agentrl.workflow.algorithms import Algorithm
 
 ppo = Algorithm(
     name="ppo",
-    credit="workflow.advantages:gae",
-    surrogate="workflow.losses:clipped",
+    credit="agentrl.workflow.training.advantages:gae",
+    surrogate="agentrl.workflow.training.losses:clipped",
     critic=True,
     options={
         **{"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},

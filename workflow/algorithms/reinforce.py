@@ -5,11 +5,11 @@ measured against: its gradient is unbiased and noisy, and where every reward is 
 better ones more. Several steps per iteration are off-policy here, for there is no ratio.
 """
 
-from workflow.algorithms import Algorithm
+from agentrl.workflow.algorithms import Algorithm
 
 reinforce = Algorithm(
     name="reinforce",
-    credit="workflow.advantages:returns_to_go",
-    surrogate="workflow.losses:policy_gradient",
+    credit="agentrl.workflow.training.advantages:returns_to_go",
+    surrogate="agentrl.workflow.training.losses:policy_gradient",
     options={"discount": 1.0, "aggregation": "token-mean"},
 )

@@ -1,15 +1,15 @@
 """REINFORCE++: returns to go, whitened over all tokens of the update, and PPO's clip.
 
 Source: arXiv 2501.03262. It needs no group and no critic: the baseline is the mean of the whole minibatch, so tasks of unequal
-difficulty blur it. verl cuts the return at tool text; here it is carried over it, see `workflow.advantages`.
+difficulty blur it. verl cuts the return at tool text; here it is carried over it, see `training.advantages`.
 """
 
-from workflow.algorithms import Algorithm
+from agentrl.workflow.algorithms import Algorithm
 
 reinforce_plus_plus = Algorithm(
     name="reinforce_plus_plus",
-    credit="workflow.advantages:returns_whitened",
-    surrogate="workflow.losses:clipped",
+    credit="agentrl.workflow.training.advantages:returns_whitened",
+    surrogate="agentrl.workflow.training.losses:clipped",
     options={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "discount": 1.0, "aggregation": "token-mean"},
     trl={"dual_clip": 0.0},
 )

@@ -4,12 +4,12 @@ Source: arXiv 2501.03262, equation 9. As GRPO, but one deviation for the whole m
 differ is not blown up.
 """
 
-from workflow.algorithms import Algorithm
+from agentrl.workflow.algorithms import Algorithm
 
 reinforce_plus_plus_baseline = Algorithm(
     name="reinforce_plus_plus_baseline",
-    credit="workflow.advantages:group_baseline_whitened",
-    surrogate="workflow.losses:clipped",
+    credit="agentrl.workflow.training.advantages:group_baseline_whitened",
+    surrogate="agentrl.workflow.training.losses:clipped",
     needs_group=True,
     options={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "aggregation": "token-mean"},
     trl={"dual_clip": 0.0},

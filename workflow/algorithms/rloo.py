@@ -5,14 +5,14 @@ product of its tokens', and averages over answers. The default is verl's: a prod
 once when an iteration has several steps; with one step both have the paper's gradient, where the ratio is 1.
 """
 
-from workflow.algorithms import Algorithm
+from agentrl.workflow.algorithms import Algorithm
 
 rloo = Algorithm(
     name="rloo",
-    credit="workflow.advantages:leave_one_out",
-    surrogate="workflow.losses:clipped",
+    credit="agentrl.workflow.training.advantages:leave_one_out",
+    surrogate="agentrl.workflow.training.losses:clipped",
     needs_group=True,
     options={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "aggregation": "token-mean"},
     trl={"dual_clip": 0.0, "aggregation": "seq-mean-token-mean"},
-    trl_surrogate="workflow.losses:clipped_sequence",
+    trl_surrogate="agentrl.workflow.training.losses:clipped_sequence",
 )

@@ -3,12 +3,12 @@
 Source: arXiv 2511.20347, equations 5 and 6; mean of the rows' means, as in the paper.
 """
 
-from workflow.algorithms import Algorithm
+from agentrl.workflow.algorithms import Algorithm
 
 sapo = Algorithm(
     name="sapo",
-    credit="workflow.advantages:relative_to_group",
-    surrogate="workflow.losses:soft_gate",
+    credit="agentrl.workflow.training.advantages:relative_to_group",
+    surrogate="agentrl.workflow.training.losses:soft_gate",
     needs_group=True,
     options={"tau_positive": 1.0, "tau_negative": 1.05, "scale": "group", "aggregation": "seq-mean-token-mean"},
 )

@@ -4,12 +4,12 @@ Source: VAGEN, arXiv 2510.16907, Bi-Level GAE. For agents whose steps earn somet
 that a long turn does not move a reward further away.
 """
 
-from workflow.algorithms import Algorithm
+from agentrl.workflow.algorithms import Algorithm
 
 turn_ppo = Algorithm(
     name="turn_ppo",
-    credit="workflow.advantages:turn_gae",
-    surrogate="workflow.losses:clipped",
+    credit="agentrl.workflow.training.advantages:turn_gae",
+    surrogate="agentrl.workflow.training.losses:clipped",
     critic=True,
     options={
         **{"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from workflow.config import DatasetConfig
-from workflow.errors import AgentRLError, ConfigError, DatasetError
-from workflow.plugins import find
-from workflow.trajectory import Message, Task
+from agentrl.workflow.config import DatasetConfig
+from agentrl.workflow.errors import AgentRLError, ConfigError, DatasetError
+from agentrl.workflow.plugins import find
+from agentrl.workflow.trajectory import Message, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def _taken(config: DatasetConfig, found: Callable[[], Iterable[Task]]) -> tuple[
 
 def _read(config: DatasetConfig) -> tuple[Callable[[], Iterable[Task]], str, list[str]]:
     if config.name.endswith(".jsonl"):
-        from workflow.datasets import code, jsonl  # they import this file
+        from agentrl.workflow.datasets import code, jsonl  # they import this file
 
         path = Path(config.name)
         form: tuple[_Reader, str] = (code.read_tasks, code.ENV) if code.is_code(path) else (jsonl.read_tasks, jsonl.ENV)

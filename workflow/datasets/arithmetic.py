@@ -10,9 +10,9 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from workflow.datasets import Dataset
-from workflow.errors import DatasetError
-from workflow.trajectory import Message, Task, ToolCall
+from agentrl.workflow.datasets import Dataset
+from agentrl.workflow.errors import DatasetError
+from agentrl.workflow.trajectory import Message, Task, ToolCall
 
 OPERATORS = {"plus": "+", "minus": "-", "times": "*"}
 SPLITS = {"test": 256, "train": 512, "warmup": 16_384}

@@ -6,7 +6,7 @@ HumanEval (Chen et al. 2021, arXiv:2107.03374): `task_id, prompt, entry_point, c
 All of a row's tests are judged, or it is refused by its name. Tests that constants say (`assert f(1, 2) == 3 * 19`) are read
 here and never run: their arguments go into the sandbox, and what comes out is compared elsewhere. Where one says more than that
 (a loop, a helper, what another call gave), the row's tests are run as the program that they are, in a process that runs nothing
-of a model's, and each call of the function is relayed to where the answer is (`workflow.sandbox.checks`).
+of a model's, and each call of the function is relayed to where the answer is (`sandbox.checks`).
 
 A task's key is its row's `task_id`: `HumanEval/0` as it is, `mbpp/11` for a number in mbpp.jsonl, `mbpp/line-11` for a line
 that has none.
@@ -24,13 +24,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from workflow.asserts import all_cases, check_names, parsed, read_asserts
-from workflow.constants import Constants
-from workflow.datasets import Dataset
-from workflow.datasets.jsonl import SKIP_HINT, check_split, malformed
-from workflow.errors import DatasetError
-from workflow.sandbox.cases import Case
-from workflow.trajectory import Message, Task
+from agentrl.workflow.datasets import Dataset
+from agentrl.workflow.datasets.jsonl import SKIP_HINT, check_split, malformed
+from agentrl.workflow.errors import DatasetError
+from agentrl.workflow.judging.assertions import all_cases, check_names, parsed, read_asserts
+from agentrl.workflow.judging.constants import Constants
+from agentrl.workflow.sandbox.cases import Case
+from agentrl.workflow.trajectory import Message, Task
 
 ENV = "code"
 MAX_KEY = 200

@@ -12,11 +12,11 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import islice, product
 
-from workflow.datasets import Dataset
-from workflow.datasets.code import code_metadata
-from workflow.errors import DatasetError
-from workflow.sandbox.cases import Case
-from workflow.trajectory import Message, Task, ToolCall
+from agentrl.workflow.datasets import Dataset
+from agentrl.workflow.datasets.code import code_metadata
+from agentrl.workflow.errors import DatasetError
+from agentrl.workflow.sandbox.cases import Case
+from agentrl.workflow.trajectory import Message, Task, ToolCall
 
 OPERATORS = {"plus": "+", "minus": "-", "times": "*"}
 SPLITS = {"test": 128, "train": 256, "warmup": 8_192}

@@ -3,9 +3,9 @@
 import random
 from collections.abc import Iterator, Sequence
 
-from workflow.datasets import Dataset
-from workflow.errors import DatasetError
-from workflow.trajectory import Message, Task, ToolCall
+from agentrl.workflow.datasets import Dataset
+from agentrl.workflow.errors import DatasetError
+from agentrl.workflow.trajectory import Message, Task, ToolCall
 
 TASKS = 64
 HELD_OUT = 4

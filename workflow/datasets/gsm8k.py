@@ -16,13 +16,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from workflow import hub
-from workflow.datasets import Dataset
-from workflow.datasets.jsonl import Row, malformed, read_file, read_rows
-from workflow.errors import DatasetError, ToolFailure, did_you_mean
-from workflow.plugins import find
-from workflow.settings import settings
-from workflow.trajectory import Message, Task, ToolCall
+from agentrl.workflow.datasets import Dataset
+from agentrl.workflow.datasets.jsonl import Row, malformed, read_file, read_rows
+from agentrl.workflow.errors import DatasetError, ToolFailure, did_you_mean
+from agentrl.workflow.plugins import find
+from agentrl.workflow.runtime import hub
+from agentrl.workflow.settings import settings
+from agentrl.workflow.trajectory import Message, Task, ToolCall
 
 Calculate = Callable[[Mapping[str, Any]], str]
 SPLITS = ("train", "test")

@@ -18,9 +18,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from workflow.datasets import Dataset
-from workflow.errors import DatasetError
-from workflow.trajectory import Message, Task
+from agentrl.workflow.datasets import Dataset
+from agentrl.workflow.errors import DatasetError
+from agentrl.workflow.trajectory import Message, Task
 
 ENV = "math"
 MAX_PROMPT_BYTES = 1_000_000

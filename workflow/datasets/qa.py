@@ -6,9 +6,9 @@ Opposites, letters, days, the alphabet, and who owns what: nothing that has to b
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-from workflow.datasets import Dataset
-from workflow.errors import DatasetError
-from workflow.trajectory import Message, Task
+from agentrl.workflow.datasets import Dataset
+from agentrl.workflow.errors import DatasetError
+from agentrl.workflow.trajectory import Message, Task
 
 TASKS = 96
 HELD_OUT = 4

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from workflow.datasets import Dataset
-from workflow.errors import DatasetError
-from workflow.trajectory import Message, Task, ToolCall
+from agentrl.workflow.datasets import Dataset
+from agentrl.workflow.errors import DatasetError
+from agentrl.workflow.trajectory import Message, Task, ToolCall
 
 VILLAGES = 36
 HELD_OUT = 5
@@ -88,7 +88,7 @@ def load(split: str) -> Iterator[Task]:
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
     """For each task its searches, what they really find, and the answer; `seed` is not used."""
-    from workflow.plugins import find  # the env imports this file
+    from agentrl.workflow.plugins import find  # the env imports this file
 
     search = find("envs", "search_qa").toolset()["search"]
     for task in tasks:

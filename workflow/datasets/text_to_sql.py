@@ -8,9 +8,9 @@ postgresql:// URL.
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from workflow.datasets import Dataset
-from workflow.errors import DatasetError
-from workflow.trajectory import Message, Task
+from agentrl.workflow.datasets import Dataset
+from agentrl.workflow.errors import DatasetError
+from agentrl.workflow.trajectory import Message, Task
 
 FOLDER = Path(__file__).parent
 DATABASE = "bookshop.sql"

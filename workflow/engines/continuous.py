@@ -1,10 +1,10 @@
-"""transformers' continuous batching over a paged cache, meant for GPUs: see `workflow.continuous`."""
+"""transformers' continuous batching over a paged cache, meant for GPUs: see `inference.continuous_engine`."""
 
-from workflow.engines import Backend
+from agentrl.workflow.engines import Backend
 
 continuous = Backend(
     name="continuous",
-    start="workflow.continuous:start",
+    start="agentrl.workflow.inference.continuous_engine:start",
     keyed=False,
     logprobs=True,
     weights=frozenset({"lora", "full"}),

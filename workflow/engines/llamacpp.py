@@ -1,10 +1,10 @@
-"""A llama.cpp server, for eval and chat with a base as it is: see `workflow.llamacpp`."""
+"""A llama.cpp server, for eval and chat with a base as it is: see `inference.llamacpp_engine`."""
 
-from workflow.engines import Backend
+from agentrl.workflow.engines import Backend
 
 llamacpp = Backend(
     name="llamacpp",
-    start="workflow.llamacpp:start",
+    start="agentrl.workflow.inference.llamacpp_engine:start",
     keyed=False,
     logprobs=True,
     weights=frozenset(),

@@ -1,10 +1,10 @@
-"""An OpenAI-compatible server that returns token ids and logprobs, such as vLLM: see `workflow.openai`."""
+"""An OpenAI-compatible server that returns token ids and logprobs, such as vLLM: see `inference.openai_engine`."""
 
-from workflow.engines import Backend
+from agentrl.workflow.engines import Backend
 
 openai = Backend(
     name="openai",
-    start="workflow.openai:start",
+    start="agentrl.workflow.inference.openai_engine:start",
     keyed=False,
     logprobs=True,
     weights=frozenset({"lora"}),

@@ -1,10 +1,10 @@
-"""Our own engine, for every transformers model: see `workflow.rolling`."""
+"""Our own engine, for every transformers model: see `inference.rolling_engine`."""
 
-from workflow.engines import Backend
+from agentrl.workflow.engines import Backend
 
 rolling = Backend(
     name="rolling",
-    start="workflow.rolling:start",
+    start="agentrl.workflow.inference.rolling_engine:start",
     keyed=True,
     logprobs=True,
     weights=frozenset({"lora", "full"}),

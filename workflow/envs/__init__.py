@@ -7,8 +7,8 @@ ask again. A guessing game, in a file `guess.py` of your own, is named with `--e
 
     import re
 
-    from workflow.envs import Env
-    from workflow.trajectory import Message
+    from agentrl.workflow.envs import Env
+    from agentrl.workflow.trajectory import Message
 
 
     class Guess(Env):
@@ -42,14 +42,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from workflow import mcp
-from workflow.config import RunConfig
-from workflow.errors import ConfigError, InfraError, RewardError
-from workflow.plugins import find, source_of
-from workflow.rewards import Part, Value, checked, code_hash, numbers, score
-from workflow.tools import Tool
-from workflow.tools.python import CodeTool, keeps_session
-from workflow.trajectory import Episode, Message, Task
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.errors import ConfigError, InfraError, RewardError
+from agentrl.workflow.mcp import mcp_tool
+from agentrl.workflow.plugins import find, hashed_source
+from agentrl.workflow.rewards import Part, Value, checked, code_hash, numbers, score
+from agentrl.workflow.tools import Tool
+from agentrl.workflow.tools.python import CodeTool, keeps_session
+from agentrl.workflow.trajectory import Episode, Message, Task
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Env:
         tools: what it offers: names of tools, or tools as they are, made for this env (`search_in(folder)`).
         rewards: reward name -> weight; the scalar reward is the weighted sum.
         correct: names of the parts at whose full value, 1, an episode is right (`agentrl eval`: accuracy, pass@k); unset: the
-            heaviest of the env's own, see `workflow.evaluate.is_right`. What a run adds to the rewards never says so; where
+            heaviest of the env's own, see `stats.evaluation.is_right`. What a run adds to the rewards never says so; where
             its hooks may have added what an env gives itself, nothing does.
         resumability: after a lost worker, `replay` goes on from the record, `restart` begins the episode again.
     """
@@ -96,7 +96,7 @@ class Env:
         """Named parts of the reward that the env gives itself for an episode that is over, beside `rewards`; each has weight 1.
 
         A part is one number, or a list with one for each step of the episode, in order, where the steps earn it. It runs in the
-        rollout worker: code that the model wrote is run by a `workflow.rewards.Judge`, named in `rewards`.
+        rollout worker: code that the model wrote is run by a `rewards.Judge`, named in `rewards`.
         """
         return {}
 
@@ -104,7 +104,7 @@ class Env:
 def scored(
     env: Env, episode: Episode, weights: Mapping[str, float], judged: Mapping[str, Value] = MappingProxyType({})
 ) -> dict[str, Part]:
-    """The named parts of a finished episode's reward: by reward files, see `workflow.rewards.score`, and by the env itself.
+    """The named parts of a finished episode's reward: by reward files, see `rewards.score`, and by the env itself.
 
     Raises:
         RewardError: a reward or the env raised, or gave what is no finite number; both name a part the same.
@@ -139,16 +139,16 @@ def scoring_hash(env: Env, weights: Mapping[str, float], anew: bool = False) -> 
     """Hash of all code that scores in this env: the rewards', and the env's own file where it gives rewards itself.
 
     Args:
-        anew: see `workflow.rewards.code_hash`.
+        anew: see `rewards.code_hash`.
     """
     if not gives_rewards(env):
         return code_hash(weights, anew)
-    text = f"{code_hash(weights, anew)}\0{source_of(type(env).__module__, anew)}"
+    text = f"{code_hash(weights, anew)}\0{hashed_source(type(env).__module__, anew)}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def told_right_by(env: Env, config: RunConfig) -> dict[str, Any]:
-    """What `workflow.evaluate.is_right` needs to know of the env; a run's manifest keeps it.
+    """What `stats.evaluation.is_right` needs to know of the env; a run's manifest keeps it.
 
     A run's hooks add parts of weight 1, as an env does that gives rewards itself: whose a stored part is, nothing tells. Where
     those could be the heaviest, nothing says what is right, unless the env names it.
@@ -172,16 +172,16 @@ def offered(env: Env, config: RunConfig) -> dict[str, Tool]:
     Raises:
         ConfigError: no such tool, or two of one name, or one whose calls would not be found again.
     """
-    own = [_found(name) for name in config.tools if not mcp.is_server(name)]
+    own = [_found(name) for name in config.tools if not mcp_tool.is_server(name)]
     kept = {tool.name for tool in own if keeps_session(tool)}
     # The same tool that keeps a session is another way to offer it, and no second one.
     mine = (tool for tool in env.toolset().values() if tool.name not in kept or not isinstance(tool, CodeTool))
-    served = (mcp.McpTool.of(tool) for tool in config.served_tools if tool.server in config.tools)
+    served = (mcp_tool.McpTool.of(tool) for tool in config.served_tools if tool.server in config.tools)
     return _named((*mine, *own, *served))
 
 
 def _found(name: str) -> Tool:
-    if mcp.is_server(name):
+    if mcp_tool.is_server(name):
         raise ConfigError(
             f"An env cannot name the server {name!r}: what it offers is asked for with the run.", f"--tools '{name}'"
         )

@@ -1,5 +1,5 @@
 """arithmetic: a calculator, and a reward for the right final number."""
 
-from workflow.envs import Env
+from agentrl.workflow.envs import Env
 
 arithmetic = Env(tools=("calculator",), rewards={"numeric_answer": 1.0}, correct=("numeric_answer",))

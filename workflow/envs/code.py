@@ -5,7 +5,7 @@ programs gained that were tried out: each step earns by how much it raises the s
 turns are well formed is recorded too, with weight 0.
 """
 
-from workflow.envs import Env
+from agentrl.workflow.envs import Env
 
 code = Env(
     system_prompt=(

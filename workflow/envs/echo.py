@@ -1,6 +1,6 @@
 """echo: a text goes through the tool and is said again; half of the reward is for the call, half for the answer."""
 
-from workflow.envs import Env
+from agentrl.workflow.envs import Env
 
 echo = Env(
     system_prompt="Call the tool echo with the text, then answer with what it returned and nothing else.",

@@ -3,7 +3,7 @@
 The reward is on the final answer alone; whether the turns are well formed is recorded beside it, with weight 0.
 """
 
-from workflow.envs import Env
+from agentrl.workflow.envs import Env
 
 math = Env(
     system_prompt=(

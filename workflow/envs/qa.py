@@ -1,6 +1,6 @@
 """qa: a question, no tool, one short answer. For tasks of your own: `--dataset FILE.jsonl --env qa`."""
 
-from workflow.envs import Env
+from agentrl.workflow.envs import Env
 
 qa = Env(
     system_prompt="Answer the question with one word or number and nothing else.",

@@ -4,9 +4,9 @@ For a collection of your own write an env like this one, `tools=(search_in("/dat
 `--env qa --tools search` with AGENTRL_SEARCH set.
 """
 
-from workflow.datasets.search_qa import texts
-from workflow.envs import Env
-from workflow.tools.search import Passage, search_in
+from agentrl.workflow.datasets.search_qa import texts
+from agentrl.workflow.envs import Env
+from agentrl.workflow.tools.search import Passage, search_in
 
 search_qa = Env(
     system_prompt=(

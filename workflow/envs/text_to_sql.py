@@ -3,9 +3,9 @@
 The reward compares what the query gives with what the reference gives, in whatever order unless the reference has one.
 """
 
-from workflow.datasets.text_to_sql import DATABASE, FOLDER
-from workflow.envs import Env
-from workflow.tools.sql import sql_over
+from agentrl.workflow.datasets.text_to_sql import DATABASE, FOLDER
+from agentrl.workflow.envs import Env
+from agentrl.workflow.tools.sql import sql_over
 
 
 def _tables() -> str:

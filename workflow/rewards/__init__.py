@@ -18,10 +18,11 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, SupportsFloat
 
-from workflow.errors import AgentRLError, ConfigError, InfraError, RewardError, SandboxUnavailable
-from workflow.plugins import find, source_of
-from workflow.tools import Tool
-from workflow.trajectory import Episode, Task, ToolResult
+from agentrl.old_names import now
+from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, RewardError, SandboxUnavailable
+from agentrl.workflow.plugins import find, hashed_source
+from agentrl.workflow.tools import Tool
+from agentrl.workflow.trajectory import Episode, Task, ToolResult
 
 Value = float | Sequence[float]
 """What a reward gives: a finite number for the episode, or a list of as many as it has steps, of which it is the sum."""
@@ -273,7 +274,7 @@ def code_hash(weights: Mapping[str, float], anew: bool = False) -> str:
     Args:
         anew: as the files are now; else as they were when this process first hashed them, which is what it has loaded.
     """
-    files = {name: "".join(source_of(module, anew) for module in _modules(name)) for name in weights}
+    files = {name: "".join(hashed_source(module, anew) for module in _modules(name)) for name in weights}
     text = "\0".join(f"{name}={weight}\0{files[name]}" for name, weight in sorted(weights.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -282,4 +283,5 @@ def _modules(name: str) -> tuple[str, ...]:
     """Where its code is, and where a user's file may have made it of that (`brief = within(400, 100)`)."""
     reward = find("rewards", name)
     code: Callable[..., Any] = reward.function if isinstance(reward, Judge) else reward
-    return tuple(dict.fromkeys((code.__module__, name.partition(":")[0]) if ":" in name else (code.__module__,)))
+    places = (code.__module__, name.partition(":")[0]) if ":" in name else (code.__module__,)
+    return tuple(dict.fromkeys(now(place) for place in places))

@@ -1,6 +1,6 @@
 """echoed: 1.0 where a tool returned the reference, as it is, else 0.0."""
 
-from workflow.trajectory import Episode
+from agentrl.workflow.trajectory import Episode
 
 
 def echoed(episode: Episode) -> float:

@@ -14,7 +14,7 @@ An episode without a turn scores 0.0.
 
 import re
 
-from workflow.trajectory import Episode, Step
+from agentrl.workflow.trajectory import Episode, Step
 
 LEFT_OVER = re.compile(r"</?(?:think|tool_call)>")
 ANSWER = re.compile(r"(?:(?:.*\n)?[ \t]*####[ \t]*)?[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?%?", re.DOTALL)

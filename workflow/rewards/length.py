@@ -5,7 +5,7 @@ The weight is how much of a right answer the whole length is worth: `--reward le
 punishment that begins near the limit see `overlong`.
 """
 
-from workflow.trajectory import Episode
+from agentrl.workflow.trajectory import Episode
 
 
 def length(episode: Episode) -> tuple[float, ...]:

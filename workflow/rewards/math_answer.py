@@ -18,15 +18,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from workflow import judging
-from workflow.errors import ConfigError, SandboxUnavailable, ToolFailure
-from workflow.once import Once
-from workflow.rewards import Judge
-from workflow.rewards.tests_passed import JUDGE_SECONDS, told, writable
-from workflow.sandbox import Limits, Session, plain
-from workflow.tools.python import SANDBOX, sandbox
-from workflow.trajectory import Episode, ToolResult
-from workflow.warm import Warm
+from agentrl.workflow.errors import ConfigError, SandboxUnavailable, ToolFailure
+from agentrl.workflow.judging import code_judge
+from agentrl.workflow.rewards import Judge
+from agentrl.workflow.rewards.tests_passed import JUDGE_SECONDS, told, writable
+from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.runtime.warm_processes import Warm
+from agentrl.workflow.sandbox import Limits, Session, exact_json
+from agentrl.workflow.tools.python import SANDBOX, sandbox
+from agentrl.workflow.trajectory import Episode, ToolResult
 
 PACKAGES = ("math_verify", "latex2sympy2_extended", "sympy", "mpmath", "antlr4")
 ASKED_FOR = "antlr4-python3-runtime"
@@ -96,7 +96,7 @@ def _judged(reference: str, answer: str) -> Once[tuple[float | None, float]]:
     """The verdict (None: there is nothing to compare with), and the processor time; of an answer once."""
 
     def judge() -> tuple[float | None, float]:
-        result = judging.asked("judge", plain.encode([reference, answer]), _warm, LIMITS)
+        result = code_judge.asked("judge", exact_json.encode([reference, answer]), _warm, LIMITS)
         return (VERDICTS.get(result.value, 0.0) if result.status == "ok" else 0.0), result.cpu_seconds
 
     return Once(judge)

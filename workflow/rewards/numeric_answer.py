@@ -28,7 +28,7 @@ Numbers are compared exactly, however long; every step is linear in the length o
 import re
 from decimal import Decimal
 
-from workflow.trajectory import Episode
+from agentrl.workflow.trajectory import Episode
 
 BOX = "\\boxed{"
 

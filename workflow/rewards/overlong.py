@@ -9,15 +9,15 @@ A turn of n tokens, of the most that it may have and with the last `cache` of th
 The limit is the run's `rollout.max_new_tokens`, and the zone its last fifth, which is DAPO's (4,096 of 20,480). There the
 response is one turn; here each turn is cut for itself, and is punished for itself. Limits of one's own, in a file `mine.py`:
 
-    from workflow.rewards.overlong import within
+    from agentrl.workflow.rewards.overlong import within
 
     brief = within(max_tokens=400, cache=100)
 
 and `--reward mine:brief=0.5`, or `--reward overlong=0.5` for the run's.
 """
 
-from workflow.rewards import Reward
-from workflow.trajectory import Episode, Step
+from agentrl.workflow.rewards import Reward
+from agentrl.workflow.trajectory import Episode, Step
 
 CACHE_SHARE = 0.2
 

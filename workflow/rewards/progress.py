@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import Any
 
-from workflow.rewards import Judge, Value
-from workflow.rewards.tests_passed import JUDGE_SECONDS, WHOLE_CPU_SECONDS, Budget, opened, share, told, writable
-from workflow.tools.python import SANDBOX, sandbox
-from workflow.trajectory import Episode, Step, ToolResult
+from agentrl.workflow.rewards import Judge, Value
+from agentrl.workflow.rewards.tests_passed import JUDGE_SECONDS, WHOLE_CPU_SECONDS, Budget, opened, share, told, writable
+from agentrl.workflow.tools.python import SANDBOX, sandbox
+from agentrl.workflow.trajectory import Episode, Step, ToolResult
 
 TOOL = "python"
 MOST_TRIED = 8

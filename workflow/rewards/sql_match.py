@@ -12,11 +12,11 @@ from collections import Counter
 from decimal import Decimal
 from typing import Any
 
-from workflow.datasets.text_to_sql import FOLDER
-from workflow.errors import AccessDenied, ConfigError
-from workflow.querying import MAX_ROWS, read
-from workflow.settings import is_url
-from workflow.trajectory import Episode
+from agentrl.workflow.datasets.text_to_sql import FOLDER
+from agentrl.workflow.errors import AccessDenied, ConfigError
+from agentrl.workflow.settings import is_url
+from agentrl.workflow.sql.query_process import MAX_ROWS, read
+from agentrl.workflow.trajectory import Episode
 
 BLOCK = re.compile(r"```(?:sql)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 QUOTED = re.compile(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*")

@@ -2,7 +2,7 @@
 
 The answer is the last ```python block of the final turn, else all of it. A `Judge`: its code runs where the tools run, in a
 session of the sandbox; each test is a call there, and the value that comes out is compared as plain data in another, which
-never ran anything of a model's (`workflow.judging`). What runs inside knows neither the expected values nor how many tests
+never ran anything of a model's (`judging.code_judge`). What runs inside knows neither the expected values nor how many tests
 there are, and nothing that it prints, patches or exits with is a verdict.
 
 A function that fails a test by its time or memory fails that test; once an answer has used up its processor time for all of
@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from workflow import judging
-from workflow.errors import DatasetError, InfraError
-from workflow.once import Once
-from workflow.rewards import Judge
-from workflow.sandbox import Limits, Result, Session, plain
-from workflow.sandbox.cases import args_of
-from workflow.tools.python import SANDBOX, sandbox, system_failed
-from workflow.trajectory import Episode, Exit, Task, ToolResult
+from agentrl.workflow.errors import DatasetError, InfraError
+from agentrl.workflow.judging import code_judge
+from agentrl.workflow.rewards import Judge
+from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.sandbox import Limits, Result, Session, exact_json
+from agentrl.workflow.sandbox.cases import args_of
+from agentrl.workflow.tools.python import SANDBOX, sandbox, system_failed
+from agentrl.workflow.trajectory import Episode, Exit, Task, ToolResult
 
 LIMITS = Limits(cpu_seconds=3.0)
 WHOLE_CPU_SECONDS = 12.0
@@ -36,7 +36,7 @@ WHOLE_IDLE_SECONDS = 20.0
 SERVED_SECONDS = 0.1
 """On the clock: what it may take this process to see the end of a call."""
 
-MOST_TOLD = 4 * plain.MAX_CHARACTERS
+MOST_TOLD = 4 * exact_json.MAX_CHARACTERS
 """Characters of all values that a function gives for its tests; the calls after that have failed."""
 
 MOST_LATE = 2
@@ -138,7 +138,7 @@ def _judged(
             if not test:
                 return share(session, (setup, answer), function, hidden, budget), budget.used
             calls = Calls(session, function, budget)
-            passed = judging.relayed(reference, test, function, calls) if calls.begun((setup, answer)) else []
+            passed = code_judge.relayed(reference, test, function, calls) if calls.begun((setup, answer)) else []
             return sum(passed) / max(1, len(passed)), budget.used
 
     return Once(judge)
@@ -231,7 +231,7 @@ def share(session: Session, cells: Sequence[str], function: str, cases: Sequence
     if not calls.begun(cells):
         return 0.0
     given = [(case, value) for case in cases if (value := calls(args_of(case))) is not None]
-    return sum(judging.passed(given)) / len(cases)
+    return sum(code_judge.passed(given)) / len(cases)
 
 
 def _ended(result: Result) -> Result:

@@ -8,7 +8,7 @@ that called a tool, or was cut off by a limit, did not answer.
 import re
 import unicodedata
 
-from workflow.trajectory import Episode
+from agentrl.workflow.trajectory import Episode
 
 MOST_CHARACTERS = 10_000
 """Of a reference, and of an answer, which is wrong beyond: to put accents in order takes time by the square of their number."""

@@ -4,7 +4,7 @@ A call worked if its tool answered it: one that could not be read, was refused, 
 with it, did not.
 """
 
-from workflow.trajectory import Episode
+from agentrl.workflow.trajectory import Episode
 
 
 def tool_use(episode: Episode) -> float:

@@ -1,6 +1,6 @@
 """Run model-written code and survive it: what may be asked of a sandbox, and what it answers.
 
-`find_sandbox(settings)` of `workflow.sandbox.find` gives the one this machine has. `run` starts from nothing each time; a
+`find_sandbox(settings)` of `sandbox.find` gives the one this machine has. `run` starts from nothing each time; a
 `session` keeps the names that its cells define, and `call` calls one of them. What comes back is what was seen from outside:
 a result never says "passed", it carries text, an exit code and plain data that whoever asked compares itself.
 
@@ -81,7 +81,7 @@ class Result:
             outside.
         cpu_seconds, wall_seconds: what it used.
         kind: of the sandbox: bwrap, landlock, docker, unsafe.
-        value: of a call that returned: its value as JSON text (see `workflow.sandbox.plain`), or what the code inside would
+        value: of a call that returned: its value as JSON text (see `sandbox.exact_json`), or what the code inside would
             have one take for it: at most `plain.MAX_CHARACTERS`, and not looked into; else "".
         left: processes and threads that a cell left running, which were ended with it.
         waited_seconds: how long it waited for a core, of its seconds on the clock, as far as was seen.

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from logging import getLogger
 
-from workflow.errors import InfraError
-from workflow.sandbox import DEFAULTS, Limits, Result, spawn
-from workflow.sandbox.boxed_session import opened
-from workflow.sandbox.launch import Launch
-from workflow.sandbox.programs import Program, Zygote, cold
-from workflow.sandbox.session import CellSession
-from workflow.sandbox.turns import Turns
+from agentrl.workflow.errors import InfraError
+from agentrl.workflow.sandbox import DEFAULTS, Limits, Result, spawn
+from agentrl.workflow.sandbox.boxed_session import opened
+from agentrl.workflow.sandbox.fair_semaphore import Turns
+from agentrl.workflow.sandbox.launch import Launch
+from agentrl.workflow.sandbox.programs import Program, Zygote, cold
+from agentrl.workflow.sandbox.session import CellSession
 
 log = getLogger("agentrl.sandbox")
 

@@ -5,14 +5,14 @@ import socket
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 
-from workflow.errors import InfraError
-from workflow.sandbox import Limits, freeze, spawn
-from workflow.sandbox.cgroups import SPARE_PROCESSES, Events
-from workflow.sandbox.launch import Inside, Launch
-from workflow.sandbox.programs import ADDRESS_BYTES, whole_seconds
-from workflow.sandbox.session import ANSWER_SECONDS, Broken, CellSession
-from workflow.sandbox.turns import Turns
-from workflow.sandbox.watch import Use, drained, explained, spent, watch
+from agentrl.workflow.errors import InfraError
+from agentrl.workflow.sandbox import Limits, freeze, spawn
+from agentrl.workflow.sandbox.cgroups import SPARE_PROCESSES, Events
+from agentrl.workflow.sandbox.fair_semaphore import Turns
+from agentrl.workflow.sandbox.launch import Inside, Launch
+from agentrl.workflow.sandbox.limits_watch import Use, drained, explained, spent, watch
+from agentrl.workflow.sandbox.programs import ADDRESS_BYTES, whole_seconds
+from agentrl.workflow.sandbox.session import ANSWER_SECONDS, Broken, CellSession
 
 CREDENTIALS = 12  # a struct ucred: process, user, group
 CHUNK = 1 << 16
@@ -31,7 +31,7 @@ class BoxedLine:
         self._printed, output = os.pipe()
         os.set_blocking(self._printed, False)
         numbers = (whole_seconds(limits), ADDRESS_BYTES, limits.processes + SPARE_PROCESSES)
-        scripts = ("runner", "plain", "cells")
+        scripts = ("runner", "exact_json", "cells")
         try:
             with open(os.devnull, "rb") as nothing, theirs:
                 inside = Inside(scripts, (theirs.fileno(),), numbers, nothing.fileno(), output, True, reads=tuple(reads))

@@ -27,7 +27,7 @@ import struct
 from contextlib import suppress
 from typing import NoReturn, TypedDict
 
-from workflow.sandbox import freeze, proc
+from agentrl.workflow.sandbox import freeze, proc
 
 SOURCES, CODE, CONTROL, READY = 10, 11, 12, 13
 """The descriptors that the program finds, fixed so that the host can name them on its command line."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from workflow.sandbox.payload import ENVIRONMENT
+from agentrl.workflow.sandbox.payload import ENVIRONMENT
 
 JOIN = 'while [ "$1" != -- ]; do echo 0 > "$1" || exit 125; shift; done; shift; exec "$@"'
 LINKS = ("bin", "sbin", "lib", "lib32", "lib64")

@@ -1,7 +1,7 @@
 """A test of a function as data, and whether a value passes it.
 
 What a model's function returned is decoded and compared here, in a session that runs nothing but this file and may be killed
-(`workflow.judging`): a set of a few thousand chosen numbers takes minutes to build. This file runs inside, and imports only
+(`judging.code_judge`): a set of a few thousand chosen numbers takes minutes to build. This file runs inside, and imports only
 the standard library and plain data.
 """
 
@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from workflow.sandbox import plain
+from agentrl.workflow.sandbox import exact_json
 
 TOLERANCE_SLACK = 1e-12
 Rule = Literal["exact", "equal", "near", "true", "false"]
@@ -51,7 +51,7 @@ class Case:
     @property
     def text(self) -> str:
         """The case as a task's metadata hold it."""
-        return plain.encode([self.args, self.value, self.rule, self.tolerance])
+        return exact_json.encode([self.args, self.value, self.rule, self.tolerance])
 
     @classmethod
     def of(cls, text: str) -> "Case":
@@ -60,7 +60,7 @@ class Case:
         Raises:
             ValueError: it is none.
         """
-        args, value, rule, tolerance = plain.decode(text)
+        args, value, rule, tolerance = exact_json.decode(text)
         return cls(tuple(args), value, rule, tolerance)
 
 
@@ -81,7 +81,7 @@ def verdicts(pairs: list[list[str]]) -> list[bool]:
 
 def _verdict(case: Case, value: str) -> bool:
     try:
-        found = plain.decode(value)
+        found = exact_json.decode(value)
         return case.passes(found)
     except (ValueError, MemoryError):
         return False
@@ -89,4 +89,4 @@ def _verdict(case: Case, value: str) -> bool:
 
 def _canonical(value: Any) -> str:
     """Text that is the same for the same plain data: a dict has no order, 1, 1.0 and True are three things."""
-    return json.dumps(json.loads(plain.encode(value)), sort_keys=True)
+    return json.dumps(json.loads(exact_json.encode(value)), sort_keys=True)

@@ -34,7 +34,7 @@ from signal import ITIMER_PROF, ITIMER_REAL, ITIMER_VIRTUAL, pause, setitimer
 from time import process_time
 from typing import Any, NoReturn
 
-from workflow.sandbox import plain, runner
+from agentrl.workflow.sandbox import exact_json, runner
 
 NOBODY = -1
 LEFT_BEHIND: list[object] = []
@@ -186,9 +186,9 @@ def _run(cells: types.ModuleType, source: str, file: str) -> None:
 def _called(cells: types.ModuleType, function: str, args: str) -> str:
     if function not in cells.__dict__:
         raise NameError(f"name {function!r} is not defined")
-    value = plain.encode(cells.__dict__[function](*plain.decode(args)))
-    if len(value) > plain.MAX_CHARACTERS:
-        raise ValueError(f"the value has {len(value)} characters; at most {plain.MAX_CHARACTERS} are handed out")
+    value = exact_json.encode(cells.__dict__[function](*exact_json.decode(args)))
+    if len(value) > exact_json.MAX_CHARACTERS:
+        raise ValueError(f"the value has {len(value)} characters; at most {exact_json.MAX_CHARACTERS} are handed out")
     return value
 
 

@@ -1,6 +1,6 @@
 """Tests that are a program: they run here, in a session that runs nothing of a model's, and the answer's function is elsewhere.
 
-A call of the function is *relayed*: whoever asks (`workflow.judging`) is told its arguments, calls the function where the
+A call of the function is *relayed*: whoever asks (`judging.code_judge`) is told its arguments, calls the function where the
 answer is, and asks again with what came of it. What is not known yet is taken from the reference, so that all calls are found
 at once; only where arguments depend on what came before are there more rounds. Each run is the same as the last one up to what
 it is told.
@@ -21,7 +21,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from workflow.sandbox import plain
+from agentrl.workflow.sandbox import exact_json
 
 FILE, MODULE = "<tests>", "tests"
 CHECK = "check"
@@ -86,13 +86,13 @@ class Relay:
             self.known += 1
             if value is None:
                 raise Failed
-            return plain.decode(value)
+            return exact_json.decode(value)
         if self._final:
             raise Failed
         if len(self.asked) >= MOST_CALLS:
             raise Unjudged(f"they call the function more than {MOST_CALLS} times")
         self.asked.append(text)
-        return self._plainly(self._right(*plain.decode(text)))
+        return self._plainly(self._right(*exact_json.decode(text)))
 
     def _text(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         if kwargs:
@@ -102,14 +102,14 @@ class Relay:
         if kwargs:
             raise Unjudged("they pass an argument that has no place, only a name")
         try:
-            return plain.encode(list(args))
+            return exact_json.encode(list(args))
         except (TypeError, ValueError) as error:
             raise Unjudged(f"they pass what is no plain data: {error}") from error
 
     @staticmethod
     def _plainly(value: Any) -> Any:
         try:
-            return plain.decode(plain.encode(value))
+            return exact_json.decode(exact_json.encode(value))
         except (TypeError, ValueError) as error:
             raise Unjudged(f"the reference gives what is no plain data: {error}") from error
 

@@ -15,12 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from tempfile import TemporaryFile
 
-from workflow.errors import InfraError
-from workflow.sandbox import Limits, bridge, payload, seccomp
-from workflow.sandbox.bridge import FRAME
-from workflow.sandbox.cgroups import SPARE_PROCESSES, Events
-from workflow.sandbox.keeper import ENTRIES
-from workflow.sandbox.watch import Clock, Overrun, Use
+from agentrl.workflow.errors import InfraError
+from agentrl.workflow.sandbox import Limits, bridge, payload, seccomp
+from agentrl.workflow.sandbox.bridge import FRAME
+from agentrl.workflow.sandbox.cgroups import SPARE_PROCESSES, Events
+from agentrl.workflow.sandbox.keeper import ENTRIES
+from agentrl.workflow.sandbox.limits_watch import Clock, Overrun, Use
 
 KIND = "docker"
 START_SECONDS = 60.0

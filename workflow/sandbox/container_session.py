@@ -8,14 +8,14 @@ import json
 import time
 from collections.abc import Callable, Set
 
-from workflow.errors import InfraError
-from workflow.sandbox import Limits
-from workflow.sandbox.cgroups import Events
-from workflow.sandbox.container import KIND, LOOK_SECONDS, START_SECONDS, Container
-from workflow.sandbox.freeze import Unsettled
-from workflow.sandbox.session import ANSWER_SECONDS, Broken, CellSession
-from workflow.sandbox.turns import Turns
-from workflow.sandbox.watch import Use
+from agentrl.workflow.errors import InfraError
+from agentrl.workflow.sandbox import Limits
+from agentrl.workflow.sandbox.cgroups import Events
+from agentrl.workflow.sandbox.container import KIND, LOOK_SECONDS, START_SECONDS, Container
+from agentrl.workflow.sandbox.fair_semaphore import Turns
+from agentrl.workflow.sandbox.freeze import Unsettled
+from agentrl.workflow.sandbox.limits_watch import Use
+from agentrl.workflow.sandbox.session import ANSWER_SECONDS, Broken, CellSession
 
 PROCESS_BYTES = 4
 

@@ -16,16 +16,16 @@ import subprocess
 import threading
 from collections.abc import Sequence
 
-from workflow.errors import ConfigError, InfraError, SandboxUnavailable
-from workflow.sandbox import DEFAULTS, Limits, Result, bridge, seats
-from workflow.sandbox.container import KIND, START_SECONDS, Container
-from workflow.sandbox.container_session import opened
-from workflow.sandbox.find import ANSWER, PROBE, PROBE_LIMITS
-from workflow.sandbox.programs import ADDRESS_BYTES, whole_seconds
-from workflow.sandbox.session import CellSession
-from workflow.sandbox.turns import Turns
-from workflow.sandbox.watch import status, text
-from workflow.settings import Settings
+from agentrl.workflow.errors import ConfigError, InfraError, SandboxUnavailable
+from agentrl.workflow.sandbox import DEFAULTS, Limits, Result, bridge, uid_pool
+from agentrl.workflow.sandbox.container import KIND, START_SECONDS, Container
+from agentrl.workflow.sandbox.container_session import opened
+from agentrl.workflow.sandbox.fair_semaphore import Turns
+from agentrl.workflow.sandbox.limits_watch import status, text
+from agentrl.workflow.sandbox.programs import ADDRESS_BYTES, whole_seconds
+from agentrl.workflow.sandbox.session import CellSession
+from agentrl.workflow.sandbox.trial import holds
+from agentrl.workflow.settings import Settings
 
 UNCOUNTED = 1 << 20
 """Processes as rlimits count them, by user and so across containers: docker's own limit is the container's."""
@@ -66,7 +66,7 @@ class Docker:
         if reads:
             raise ConfigError(f"A container shows nothing of this host, and not {reads[0]!r}.", "Put it into the image.")
         numbers = (bridge.CONTROL, whole_seconds(limits), ADDRESS_BYTES, UNCOUNTED)
-        scripts = ("runner", "plain", "cells")
+        scripts = ("runner", "exact_json", "cells")
         container = Container(self.command, self.image, self.user, limits, scripts, numbers)
         session = opened(container, limits, self._turns)
         with self._lock:
@@ -89,10 +89,9 @@ def find(settings: Settings) -> Docker:
         SandboxUnavailable: docker or the image is not there, or no program runs in it.
     """
     check(settings.sandbox_image)
-    sandbox = Docker(settings.sandbox_image, seats.uid_range(settings.sandbox_uids)[-1])
-    result = sandbox.run(PROBE, limits=PROBE_LIMITS)
-    if result.output != ANSWER:
-        said = " ".join(result.output.split())[:300]
+    sandbox = Docker(settings.sandbox_image, uid_pool.uid_range(settings.sandbox_uids)[-1])
+    runs, said = holds(sandbox)
+    if not runs:
         raise SandboxUnavailable(f"No program runs in a container of {settings.sandbox_image}: {said}", "Look for its python3.")
     return sandbox
 

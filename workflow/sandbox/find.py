@@ -5,24 +5,19 @@ none of them holds, whoever wanted to run code is told what to install; there is
 """
 
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
-from workflow.errors import SandboxUnavailable
-from workflow.sandbox import Limits, Sandbox, cgroups, seats, spawn, unsafe
-from workflow.sandbox.boxed import Boxed
-from workflow.sandbox.bwrap import Profile
-from workflow.settings import Settings
+from agentrl.workflow.errors import SandboxUnavailable
+from agentrl.workflow.sandbox import Sandbox, cgroups, docker, landlock, spawn, uid_pool, unsafe
+from agentrl.workflow.sandbox.boxed import Boxed
+from agentrl.workflow.sandbox.bwrap import Profile
+from agentrl.workflow.sandbox.trial import holds, interpreters
+from agentrl.workflow.settings import Settings
 
 PREFERRED = ("bwrap", "landlock")
-PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3", sys.executable)
-PROBE = "print(6 * 7)"
-ANSWER = "42\n"
-PROBE_LIMITS = Limits(wall_seconds=60.0)
 INSTALL = "apt-get install bubblewrap libseccomp2, or set AGENTRL_SANDBOX."
 
 
@@ -50,7 +45,7 @@ def attempts(settings: Settings) -> Iterator[tuple[str, Sandbox | SandboxUnavail
     Raises:
         ConfigError: a setting that cannot be used.
     """
-    kinds = {"bwrap": find_bwrap, "landlock": find_landlock, "docker": find_docker, "none-unsafe": find_unsafe}
+    kinds = {"bwrap": find_bwrap, "landlock": landlock.find, "docker": docker.find, "none-unsafe": find_unsafe}
     for kind in PREFERRED if settings.sandbox == "auto" else (settings.sandbox,):
         try:
             found = kinds[kind](settings)
@@ -71,30 +66,16 @@ def find_bwrap(settings: Settings) -> Sandbox:
     if program is None:
         raise SandboxUnavailable("The bwrap sandbox needs bubblewrap, and bubblewrap is not installed.", INSTALL)
     cgroups.sweep()
-    uids = seats.uid_range(settings.sandbox_uids)
+    uids = uid_pool.uid_range(settings.sandbox_uids)
     said = "no interpreter was found"
     # Without a /proc of its own the sandbox still holds; without bwrap's own ban the filter forbids user namespaces.
     for (python, folders), (proc, disable) in product(interpreters(settings), ((True, True), (True, False), (False, False))):
         profile = Profile(program, python, folders, proc, disable)
-        holds, said = tried(profile, uids)
-        if holds:
+        comes_up, said = tried(profile, uids)
+        if comes_up:
             warm = replace(profile, nests=True)
             return Boxed(spawn.launch(warm if proc and tried(warm, uids)[0] else profile, uids))
     raise SandboxUnavailable(f"bubblewrap is installed, and no sandbox of it comes up here: {said}", INSTALL)
-
-
-def find_landlock(settings: Settings) -> Sandbox:
-    """Landlock and a system call filter, for machines without user namespaces."""
-    from workflow.sandbox import landlock  # itself looks for an interpreter here
-
-    return landlock.find(settings)
-
-
-def find_docker(settings: Settings) -> Sandbox:
-    """A container per program or session."""
-    from workflow.sandbox import docker  # itself looks for an interpreter here
-
-    return docker.find(settings)
 
 
 def find_unsafe(settings: Settings) -> Sandbox:
@@ -103,21 +84,10 @@ def find_unsafe(settings: Settings) -> Sandbox:
     return Boxed(unsafe.launch(python))
 
 
-def interpreters(settings: Settings) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Interpreters to try: path, and the folders that each needs beside /usr."""
-    for python in (settings.sandbox_python,) if settings.sandbox_python else PYTHONS:
-        if Path(python).exists():
-            asked = [python, "-I", "-c", "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"]
-            answer = subprocess.run(asked, capture_output=True, text=True, check=False)
-            prefixes = sorted({path for path in answer.stdout.splitlines() if path and not f"{path}/".startswith("/usr/")})
-            yield python, tuple(prefixes)
-
-
 def tried(profile: Profile, uids: range) -> tuple[bool, str]:
     """Whether a program runs in it, and what was said instead."""
     sandbox = Boxed(spawn.launch(profile, uids))
     try:
-        result = sandbox.run(PROBE, limits=PROBE_LIMITS)
+        return holds(sandbox)
     finally:
         sandbox.close()
-    return result.output == ANSWER, " ".join(result.output.split())[:300]

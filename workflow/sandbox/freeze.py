@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Set
 from contextlib import suppress
 
-from workflow.sandbox import proc
+from agentrl.workflow.sandbox import proc
 
 PAUSE_SECONDS = 0.002
 """Before what does not yet stand still is looked at again."""

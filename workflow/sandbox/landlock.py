@@ -33,14 +33,14 @@ from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from workflow.errors import SandboxUnavailable
-from workflow.sandbox import Limits, cgroups, keeper, payload, seats, seccomp, spawn
-from workflow.sandbox.boxed import Boxed
-from workflow.sandbox.cgroups import Cgroup, Events
-from workflow.sandbox.find import ANSWER, PROBE, PROBE_LIMITS, interpreters
-from workflow.sandbox.launch import Inside, Launch
-from workflow.sandbox.seats import Seat
-from workflow.settings import Settings
+from agentrl.workflow.errors import SandboxUnavailable
+from agentrl.workflow.sandbox import Limits, cgroups, keeper, payload, seccomp, spawn, uid_pool
+from agentrl.workflow.sandbox.boxed import Boxed
+from agentrl.workflow.sandbox.cgroups import Cgroup, Events
+from agentrl.workflow.sandbox.launch import Inside, Launch
+from agentrl.workflow.sandbox.trial import holds, interpreters
+from agentrl.workflow.sandbox.uid_pool import Seat
+from agentrl.workflow.settings import Settings
 
 NEEDED_ABI = 6
 LANDLOCK_CREATE_RULESET_VERSION = 1
@@ -243,13 +243,12 @@ def find(settings: Settings) -> Boxed:
         ConfigError: the range of user ids cannot be used.
     """
     check()
-    uids, said = seats.uid_range(settings.sandbox_uids), "no interpreter was found"
+    uids, said = uid_pool.uid_range(settings.sandbox_uids), "no interpreter was found"
     for python, folders in interpreters(settings):
         sandbox = Boxed(launch(python, folders, uids))
-        result = sandbox.run(PROBE, limits=PROBE_LIMITS)
-        if result.output == ANSWER:
+        runs, said = holds(sandbox)
+        if runs:
             return sandbox
-        said = " ".join(result.output.split())[:300]
     raise SandboxUnavailable(f"The kernel has Landlock, and no sandbox of it comes up here: {said}", "See `agentrl doctor`.")
 
 
@@ -260,7 +259,7 @@ def start(python: str, folders: tuple[str, ...], uids: range, limits: Limits, in
         InfraError: it did not come up.
     """
     with ExitStack() as undone, ExitStack() as passed_on:
-        seat = seats.take(uids)
+        seat = uid_pool.take(uids)
         undone.callback(seat.leave)
         cgroup = cgroups.make()
         undone.callback(cgroup.remove)

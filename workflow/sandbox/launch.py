@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from workflow.sandbox import Limits
-from workflow.sandbox.cgroups import Events
+from agentrl.workflow.sandbox import Limits
+from agentrl.workflow.sandbox.cgroups import Events
 
 
 @dataclass(frozen=True)

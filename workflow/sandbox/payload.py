@@ -10,13 +10,13 @@ from pathlib import Path
 BOOT = """\
 import sys, types
 sys.path[:] = [path for path in sys.path if path]
-for name in ("workflow", "workflow.sandbox"):
+for name in ("agentrl", "agentrl.workflow", "agentrl.workflow.sandbox"):
     sys.modules[name] = types.ModuleType(name)
 for part in {parts}.split("\\0"):
     short, _, text = part.partition("\\n")
-    name = "workflow.sandbox." + short
+    name = "agentrl.workflow.sandbox." + short
     module = sys.modules[name] = types.ModuleType(name)
-    setattr(sys.modules["workflow.sandbox"], short, module)
+    setattr(sys.modules["agentrl.workflow.sandbox"], short, module)
     exec(compile(text, "<" + short + ">", "exec"), module.__dict__)
 module.main({arguments})
 """

@@ -13,12 +13,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from workflow.errors import InfraError
-from workflow.faults import faultpoint
-from workflow.sandbox import Limits, Result, spawn
-from workflow.sandbox.cgroups import SPARE_PROCESSES, Events
-from workflow.sandbox.launch import Inside, Launch
-from workflow.sandbox.watch import Use, explained, spent, status, text, watch
+from agentrl.workflow.errors import InfraError
+from agentrl.workflow.runtime.faults import faultpoint
+from agentrl.workflow.sandbox import Limits, Result, spawn
+from agentrl.workflow.sandbox.cgroups import SPARE_PROCESSES, Events
+from agentrl.workflow.sandbox.launch import Inside, Launch
+from agentrl.workflow.sandbox.limits_watch import Use, explained, spent, status, text, watch
 
 ADDRESS_BYTES = 4 << 30
 """Of each process: far more than it may really use, since threads reserve much that they never touch."""

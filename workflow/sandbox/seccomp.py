@@ -9,7 +9,7 @@ import errno
 from functools import lru_cache
 from tempfile import TemporaryFile
 
-from workflow.errors import SandboxUnavailable
+from agentrl.workflow.errors import SandboxUnavailable
 
 DENIED = (
     *("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "kcmp", "process_madvise"),

@@ -16,15 +16,15 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any, Protocol, TypeGuard
 
-from workflow.errors import ConfigError, InfraError
-from workflow.sandbox import Limits, Result, Status, plain
-from workflow.sandbox.cgroups import Events
-from workflow.sandbox.freeze import Unsettled
-from workflow.sandbox.programs import whole_seconds
-from workflow.sandbox.turns import Turns
-from workflow.sandbox.watch import Use, status, text
+from agentrl.workflow.errors import ConfigError, InfraError
+from agentrl.workflow.sandbox import Limits, Result, Status, exact_json
+from agentrl.workflow.sandbox.cgroups import Events
+from agentrl.workflow.sandbox.fair_semaphore import Turns
+from agentrl.workflow.sandbox.freeze import Unsettled
+from agentrl.workflow.sandbox.limits_watch import Use, status, text
+from agentrl.workflow.sandbox.programs import whole_seconds
 
-MAX_LINE_BYTES = 2 * plain.MAX_CHARACTERS + 4096
+MAX_LINE_BYTES = 2 * exact_json.MAX_CHARACTERS + 4096
 """A value is ASCII, and a line writes its quotation marks and backslashes as two."""
 ANSWER_SECONDS = 10.0
 """For a state to fork, to say that its child was killed, for a line that has begun, and for what is killed to end."""
@@ -112,7 +112,7 @@ class CellSession:
 
     def call(self, function: str, args: Sequence[object] | str, limits: Limits | None = None, *, keeps: bool = True) -> Result:
         """See `Session.call`."""
-        told = args if isinstance(args, str) else plain.encode(list(args))
+        told = args if isinstance(args, str) else exact_json.encode(list(args))
         result = self._ask({"call": function, "args": told}, limits or self._limits, keeps)
         return result if result.status == "ok" else replace(result, value="")
 
@@ -259,7 +259,7 @@ def is_end(done: object) -> TypeGuard[dict[str, Any]]:
     if not isinstance(done, dict) or not is_exit(done.get("code")):
         return False
     value = done.get("value")
-    return type(value) is str and len(value) <= plain.MAX_CHARACTERS
+    return type(value) is str and len(value) <= exact_json.MAX_CHARACTERS
 
 
 def is_exit(code: object) -> TypeGuard[int]:

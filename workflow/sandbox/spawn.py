@@ -17,11 +17,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from workflow.errors import InfraError
-from workflow.sandbox import Limits, bwrap, cgroups, keeper, payload, proc, seats, seccomp
-from workflow.sandbox.cgroups import Cgroup
-from workflow.sandbox.launch import Inside, Launch
-from workflow.sandbox.seats import Seat
+from agentrl.workflow.errors import InfraError
+from agentrl.workflow.sandbox import Limits, bwrap, cgroups, keeper, payload, proc, seccomp, uid_pool
+from agentrl.workflow.sandbox.cgroups import Cgroup
+from agentrl.workflow.sandbox.launch import Inside, Launch
+from agentrl.workflow.sandbox.uid_pool import Seat
 
 BWRAP_SECONDS = 5.0
 """In which bwrap ends by itself once the first process is gone, with that one's exit code."""
@@ -141,7 +141,7 @@ def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -
         if orders and theirs:
             undone.callback(orders.close)
             files.callback(theirs.close)
-        seat = seats.take(uids)
+        seat = uid_pool.take(uids)
         undone.callback(seat.leave)
         cgroup = cgroups.make()
         undone.callback(cgroup.remove)

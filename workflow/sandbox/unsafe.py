@@ -9,9 +9,9 @@ import signal
 import subprocess
 from contextlib import suppress
 
-from workflow.sandbox import Limits, payload, spawn
-from workflow.sandbox.cgroups import Cgroup
-from workflow.sandbox.launch import Inside, Launch
+from agentrl.workflow.sandbox import Limits, payload, spawn
+from agentrl.workflow.sandbox.cgroups import Cgroup
+from agentrl.workflow.sandbox.launch import Inside, Launch
 
 
 class Bare:

@@ -17,7 +17,7 @@ import socket
 import sys
 from importlib import import_module
 
-from workflow.sandbox import runner
+from agentrl.workflow.sandbox import runner
 
 NEWNS, NEWIPC, NEWUSER, NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 NOSUID, NODEV, NOEXEC = 2, 4, 8
@@ -123,7 +123,7 @@ def _program(asked: dict[str, int], files: list[int], rules: bytes) -> None:
     runner.budget(asked["cpu"], asked["cpu"])
     _libc.prctl(SET_DUMPABLE, 1, 0, 0, 0)
     _filter(rules)
-    for name in [name for name in sys.modules if name.startswith("workflow")]:
+    for name in [name for name in sys.modules if name.startswith("agentrl")]:
         del sys.modules[name]
     os._exit(runner.execute(source))
 

@@ -18,13 +18,13 @@ from sqlalchemy import URL, Connection, Engine, ExceptionContext, Table, create_
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from workflow.errors import ConfigError, ServiceError
-from workflow.faults import faultpoint
+from agentrl.workflow.errors import ConfigError, ServiceError
+from agentrl.workflow.runtime.faults import faultpoint
 
 if TYPE_CHECKING:
     from sqlalchemy.dialects import postgresql, sqlite
 
-    from workflow.store.reader import Reader
+    from agentrl.workflow.store.driver_reader import Reader
 
 P = ParamSpec("P")
 T = TypeVar("T")

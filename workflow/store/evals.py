@@ -11,11 +11,11 @@ from uuid import uuid4
 
 from sqlalchemy import Connection, insert, literal, select
 
-from workflow import db
-from workflow.store.connect import reading
-from workflow.store.iterations import insert_iteration
-from workflow.store.planning import eval_name, insert_run, log
-from workflow.trajectory import OPEN
+from agentrl.workflow.store.connect import reading
+from agentrl.workflow.store.iterations import insert_iteration
+from agentrl.workflow.store.planning import eval_name, insert_run, log
+from agentrl.workflow.tables import schema
+from agentrl.workflow.trajectory import OPEN
 
 Row = Mapping[str, Any]
 
@@ -30,7 +30,7 @@ def plan_eval(tx: Connection, run: Mapping[Any, Any], version: int) -> None:
     every = run["config"].get("eval", {}).get("every")
     if not every or (version % every and version < run["iterations"]):
         return
-    first = select(db.runs).where(db.runs.c.measures_id == run["id"]).order_by(db.runs.c.measures_version).limit(1)
+    first = select(schema.runs).where(schema.runs.c.measures_id == run["id"]).order_by(schema.runs.c.measures_version).limit(1)
     model = tx.execute(first).mappings().one_or_none()
     if model is None:
         told = f"no earlier evaluation tells its tasks: agentrl eval --policy {run['name']}@{version}"
@@ -44,8 +44,8 @@ def plan_eval(tx: Connection, run: Mapping[Any, Any], version: int) -> None:
     while made is None:  # unless somebody takes the name in between
         name = eval_name(tx, run["name"], version)
         made = insert_run(tx, {**values, "name": name, "config": model["config"] | {"name": name}})
-    _copy(tx, model["id"], made, ("task_id",), db.run_tasks)
-    _copy(tx, model["id"], made, ("name", "code_hash", "weights"), db.reward_sets)
+    _copy(tx, model["id"], made, ("task_id",), schema.run_tasks)
+    _copy(tx, model["id"], made, ("name", "code_hash", "weights"), schema.reward_sets)
     insert_iteration(tx, made, 0, _insert_policy(tx, run["id"], version, made))
 
 
@@ -56,19 +56,19 @@ def _copy(tx: Connection, model: int, made: int, names: tuple[str, ...], table: 
 
 
 def _insert_policy(tx: Connection, run: int, version: int, made: int) -> int:
-    published = db.policies.c
+    published = schema.policies.c
     row = tx.execute(
         select(published.path, published.sha256).where(published.run_id == run, published.version == version)
     ).one()
     values = {"run_id": made, "version": version, "path": row.path, "sha256": row.sha256}
-    statement = db.policies.insert().values(**values, kind="trained" if row.path else "base").returning(published.id)
+    statement = schema.policies.insert().values(**values, kind="trained" if row.path else "base").returning(published.id)
     return int(tx.execute(statement).scalar_one())
 
 
 def open_evals(tx: Connection, run: int, version: int | None = None) -> list[int]:
     """The iterations to send of the run's evaluations (of that version only) that are running."""
-    iterations, runs = db.iterations.c, db.runs.c
-    mine = select(iterations.id).join(db.runs, runs.id == iterations.run_id).where(runs.measures_id == run)
+    iterations, runs = schema.iterations.c, schema.runs.c
+    mine = select(iterations.id).join(schema.runs, runs.id == iterations.run_id).where(runs.measures_id == run)
     mine = mine.where(iterations.status.in_(OPEN), runs.status == "running").order_by(iterations.id)
     return list(tx.execute(mine.where(runs.measures_version == version) if version is not None else mine).scalars())
 

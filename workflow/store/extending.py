@@ -9,13 +9,13 @@ from typing import Any
 
 from sqlalchemy import Connection, func, select, update
 
-from workflow import db
-from workflow.config import MOST
-from workflow.errors import CheckpointError, ConfigError, StateError
-from workflow.store.connect import transaction
-from workflow.store.iterations import epoch_length, epochs_of, insert_iteration, staleness_of
-from workflow.store.named import run_row
-from workflow.store.planning import RESUMABLE, log, newest_version, resume_row
+from agentrl.workflow.config import MOST
+from agentrl.workflow.errors import CheckpointError, ConfigError, StateError
+from agentrl.workflow.store.connect import transaction
+from agentrl.workflow.store.iterations import epoch_length, epochs_of, insert_iteration, staleness_of
+from agentrl.workflow.store.planning import RESUMABLE, log, newest_version, resume_row
+from agentrl.workflow.store.run_names import run_row
+from agentrl.workflow.tables import schema
 
 EXTENDABLE = (*RESUMABLE, "done")
 
@@ -35,13 +35,13 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
         CheckpointError: the weights that the next iteration samples with were collected.
     """
     # Locked: two that extend it at once, or an update that publishes meanwhile, come one after the other.
-    tx.execute(select(db.runs.c.id).where(db.runs.c.id == run_row(tx, run)["id"]).with_for_update()).one()
+    tx.execute(select(schema.runs.c.id).where(schema.runs.c.id == run_row(tx, run)["id"]).with_for_update()).one()
     row = run_row(tx, run)
-    events = db.events.c
+    events = schema.events.c
     said = select(events.id).where(events.run_id == row["id"], events.kind == "extended", events.subject == key)
     if tx.execute(said).first():
         return row
-    stored = select(db.run_groups.c.group_id).where(db.run_groups.c.run_id == row["id"]).limit(1)
+    stored = select(schema.run_groups.c.group_id).where(schema.run_groups.c.run_id == row["id"]).limit(1)
     check_extendable(row, tx.execute(stored).first() is not None)
     of_an_epoch = epoch_length(tx, row)
     total = row["iterations"] + (iterations or 0) + (epochs or 0) * of_an_epoch
@@ -50,7 +50,7 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
     going = {"status": "running", "reason": "", "bad_updates": 0, "finished_at": None} if row["status"] == "done" else {}
     length = {"iterations": total, "epochs": epochs_of(total, of_an_epoch)}
     config = _longer(row["config"], total, of_an_epoch)
-    tx.execute(update(db.runs).where(db.runs.c.id == row["id"]).values(**length, config=config, **going))
+    tx.execute(update(schema.runs).where(schema.runs.c.id == row["id"]).values(**length, config=config, **going))
     log(tx, row["id"], "extended", key, f"{row['iterations']} -> {total} iterations")
     _plan(tx, row, total)
     resume_row(tx, {**row, **going})
@@ -90,11 +90,13 @@ def _longer(config: Mapping[str, Any], total: int, of_an_epoch: int) -> dict[str
 
 def _plan(tx: Connection, row: Mapping[str, Any], total: int) -> None:
     """The iterations whose policy is published, as far as they are not planned yet: of a run that goes on mostly none."""
-    planned = tx.execute(select(func.max(db.iterations.c.number)).where(db.iterations.c.run_id == row["id"])).scalar_one()
+    planned = tx.execute(
+        select(func.max(schema.iterations.c.number)).where(schema.iterations.c.run_id == row["id"])
+    ).scalar_one()
     newest, ahead = tx.execute(select(newest_version(row["id"]))).scalar_one(), staleness_of(row["config"])
-    policies = db.policies.c
+    policies = schema.policies.c
     for number in range(planned + 1, min(total, newest + ahead + 1)):
-        of_run = select(db.policies).where(policies.run_id == row["id"], policies.version == max(0, number - ahead))
+        of_run = select(schema.policies).where(policies.run_id == row["id"], policies.version == max(0, number - ahead))
         policy = tx.execute(of_run).one()
         if policy.collected_at is not None:
             raise CheckpointError(

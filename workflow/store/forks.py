@@ -10,11 +10,11 @@ from typing import Any
 
 from sqlalchemy import Connection, func, select
 
-from workflow import db
-from workflow.errors import NotFoundError, StateError
-from workflow.store.connect import reading
-from workflow.store.rows import MAX_ID, episode_row, in_parts, load_episodes, message_row, task_value
-from workflow.trajectory import OPEN, Episode, Message
+from agentrl.workflow.errors import NotFoundError, StateError
+from agentrl.workflow.store.connect import reading
+from agentrl.workflow.store.rows import MAX_ID, episode_row, in_parts, load_episodes, message_row, task_value
+from agentrl.workflow.tables import schema
+from agentrl.workflow.trajectory import OPEN, Episode, Message
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ def fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
     row = episode_row(tx, episode)
     if row["status"] in OPEN:
         raise StateError(f"Episode {episode} is not over: it is {row['status']}.", "Fork it when it is; `agentrl pause RUN`.")
-    task = tx.execute(select(db.tasks).where(db.tasks.c.id == row["task_id"])).mappings().one()
-    (value,) = load_episodes(tx, db.episodes.c.id == episode, {task["id"]: task_value(task)})
+    task = tx.execute(select(schema.tasks).where(schema.tasks.c.id == row["task_id"])).mappings().one()
+    (value,) = load_episodes(tx, schema.episodes.c.id == episode, {task["id"]: task_value(task)})
     if not 0 <= step < len(value.steps):
         raise NotFoundError(
             f"Episode {episode} has {len(value.steps)} steps, counted from 0, and no step {step}.", f"agentrl replay {episode}"
@@ -66,14 +66,14 @@ def fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
     owner = row
     while step < owner["inherited_steps"]:
         owner = episode_row(tx, owner["parent_id"])
-    steps, policies = db.steps.c, db.policies
+    steps, policies = schema.steps.c, schema.policies
     sampler = tx.execute(
-        select(policies.c.version, db.runs.c.name)
-        .join(db.steps, steps.policy_id == policies.c.id)
-        .join(db.runs, db.runs.c.id == policies.c.run_id)
+        select(policies.c.version, schema.runs.c.name)
+        .join(schema.steps, steps.policy_id == policies.c.id)
+        .join(schema.runs, schema.runs.c.id == policies.c.run_id)
         .where(steps.episode_id == owner["id"], steps.attempt == owner["attempt"], steps.number == step)
     ).one()
-    run = tx.execute(select(db.runs).where(db.runs.c.id == row["run_id"])).mappings().one()
+    run = tx.execute(select(schema.runs).where(schema.runs.c.id == row["run_id"])).mappings().one()
     rewards = reward_set(tx, run["id"], "default")
     return ForkPoint(value, dict(run), sampler.name, sampler.version, rewards["weights"], rewards["code_hash"])
 
@@ -84,8 +84,8 @@ def reward_set(tx: Connection, run_id: int, name: str) -> Mapping[Any, Any]:
     Raises:
         NotFoundError: it has none.
     """
-    sets = db.reward_sets.c
-    found = tx.execute(select(db.reward_sets).where(sets.run_id == run_id)).mappings().all()
+    sets = schema.reward_sets.c
+    found = tx.execute(select(schema.reward_sets).where(sets.run_id == run_id)).mappings().all()
     for row in found:
         if row["name"] == name:
             return row
@@ -97,17 +97,17 @@ def insert_fork(tx: Connection, run_id: int, policy_id: int, size: int, fork: Fo
     """The fork run's one iteration with its one group and `size` episodes, planned, and the parent beside them if asked."""
     parent = episode_row(tx, fork.parent, locked=True)  # so that two forks at once do not count their samples alike
     iteration_id: int = tx.execute(
-        db.iterations.insert()
+        schema.iterations.insert()
         .values(run_id=run_id, number=0, epoch=0, policy_id=policy_id, episodes=size + fork.with_parent)
-        .returning(db.iterations.c.id)
+        .returning(schema.iterations.c.id)
     ).scalar_one()
     task_id = parent["task_id"]
-    tx.execute(db.run_tasks.insert().values(run_id=run_id, task_id=task_id))
+    tx.execute(schema.run_tasks.insert().values(run_id=run_id, task_id=task_id))
     opening = [message_row(message) for message in fork.opening] if fork.opening else None
     group_id: int = tx.execute(
-        db.groups.insert()
+        schema.groups.insert()
         .values(run_id=run_id, iteration_id=iteration_id, task_id=task_id, slot=0, kind="fork", opening=opening)
-        .returning(db.groups.c.id)
+        .returning(schema.groups.c.id)
     ).scalar_one()
     first = _next_sample(tx, fork)
     shared = {
@@ -119,26 +119,26 @@ def insert_fork(tx: Connection, run_id: int, policy_id: int, size: int, fork: Fo
         "fork_step": fork.step,
     }
     rows = [{**shared, "sample": first + index, "inherited_steps": fork.step} for index in range(size)]
-    tx.execute(db.episodes.insert(), rows)
+    tx.execute(schema.episodes.insert(), rows)
     if fork.with_parent:
         _insert_stand_in(tx, {**shared, "sample": first + size}, parent)
 
 
 def _next_sample(tx: Connection, fork: Fork) -> int:
     """Samples count on over all forks of one step, so that a second fork draws other tokens."""
-    siblings = (db.episodes.c.parent_id == fork.parent) & (db.episodes.c.fork_step == fork.step)
-    return int(tx.execute(select(func.coalesce(func.max(db.episodes.c.sample) + 1, 0)).where(siblings)).scalar_one())
+    siblings = (schema.episodes.c.parent_id == fork.parent) & (schema.episodes.c.fork_step == fork.step)
+    return int(tx.execute(select(func.coalesce(func.max(schema.episodes.c.sample) + 1, 0)).where(siblings)).scalar_one())
 
 
 def _insert_stand_in(tx: Connection, shared: Mapping[str, Any], parent: Mapping[Any, Any]) -> None:
     kept = ("status", "stop_reason", "reward", "final_answer", "error_class", "error", "tainted", "started_at", "finished_at")
     whole = parent["inherited_steps"] + parent["steps"]
     stand_in: int = tx.execute(
-        db.episodes.insert()
+        schema.episodes.insert()
         .values(**shared, inherited_steps=whole, **{name: parent[name] for name in kept})
-        .returning(db.episodes.c.id)
+        .returning(schema.episodes.c.id)
     ).scalar_one()
-    rewards = db.rewards.c
+    rewards = schema.rewards.c
     its = reward_set(tx, parent["run_id"], "default")["id"]
     parts = select(rewards.part, rewards.step, rewards.value, rewards.weight).where(
         rewards.episode_id == parent["id"], rewards.reward_set_id == its
@@ -147,8 +147,8 @@ def _insert_stand_in(tx: Connection, shared: Mapping[str, Any], parent: Mapping[
     rows = tx.execute(parts.order_by(rewards.id)).mappings()
     copies = [{"reward_set_id": mine, "episode_id": stand_in, **row} for row in rows]
     if copies:
-        name = select(db.runs.c.name).where(db.runs.c.id == shared["run_id"]).scalar_subquery()
-        tx.execute(db.rewards.insert().values(run=name), copies)
+        name = select(schema.runs.c.name).where(schema.runs.c.id == shared["run_id"]).scalar_subquery()
+        tx.execute(schema.rewards.insert().values(run=name), copies)
 
 
 @dataclass(frozen=True)
@@ -170,19 +170,19 @@ def stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str, leas
     Raises:
         NotFoundError: it has no such reward set.
     """
-    row = tx.execute(select(db.runs).where(db.runs.c.id == run_id)).mappings().one()
-    groups, episodes = db.groups.c, db.episodes.c
+    row = tx.execute(select(schema.runs).where(schema.runs.c.id == run_id)).mappings().one()
+    groups, episodes = schema.groups.c, schema.episodes.c
     wanted = set(only)
     rewards = reward_set(tx, run_id, name)
     done = select(episodes.group_id).where(episodes.run_id == run_id, episodes.status == "done")
     if name != "default":
-        scored = select(db.rewards.c.episode_id).where(db.rewards.c.reward_set_id == rewards["id"])
+        scored = select(schema.rewards.c.episode_id).where(schema.rewards.c.reward_set_id == rewards["id"])
         done = done.where(episodes.id.in_(scored))
     done = done.group_by(episodes.group_id).having(func.count() >= least)
     mine = groups.run_id == run_id
     finished = select(groups.id).where(mine, groups.status == "done", groups.id.in_(done)).order_by(groups.id)
-    planned = select(func.count()).select_from(db.groups).where(mine)
-    first = select(func.min(db.policies.c.version)).where(db.policies.c.run_id == run_id)
+    planned = select(func.count()).select_from(schema.groups).where(mine)
+    first = select(func.min(schema.policies.c.version)).where(schema.policies.c.run_id == run_id)
     return StoredRun(
         dict(row),
         tx.execute(first).scalar_one(),
@@ -196,7 +196,7 @@ def stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str, leas
 @reading
 def counted_twice(tx: Connection, groups: Sequence[int]) -> int | None:
     """An episode in one of the groups for which a sibling of a fork stands in in another of them; None where there is none."""
-    parents, forks = db.episodes.alias(), db.episodes
+    parents, forks = schema.episodes.alias(), schema.episodes
     stood_in = forks.c.inherited_steps > forks.c.fork_step  # a fork has just those before it
     query = select(parents.c.id, parents.c.group_id).join(forks, forks.c.parent_id == parents.c.id).where(stood_in)
     both = set(groups)
@@ -214,7 +214,7 @@ def run_of_group(tx: Connection, group: int) -> int:
     Raises:
         NotFoundError: there is no such group.
     """
-    query = select(db.groups.c.run_id).where(db.groups.c.id == group)
+    query = select(schema.groups.c.run_id).where(schema.groups.c.id == group)
     found = tx.execute(query).scalar_one_or_none() if abs(group) <= MAX_ID else None
     if found is None:
         raise NotFoundError(f"There is no group {group}.", 'agentrl sql "SELECT id, run, task FROM v_groups LIMIT 20"')

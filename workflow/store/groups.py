@@ -5,18 +5,18 @@ from dataclasses import replace
 
 from sqlalchemy import Connection, Select, func, select, union_all
 
-from workflow import db
-from workflow.store.rows import in_parts, load_episodes, members_of, task_value
-from workflow.trajectory import WHOLE, Episode, Group
+from agentrl.workflow.store.rows import in_parts, load_episodes, members_of, task_value
+from agentrl.workflow.tables import schema
+from agentrl.workflow.trajectory import WHOLE, Episode, Group
 
 
 def _slots(tx: Connection, iteration: int) -> dict[int, tuple[int, int]]:
     """Group -> its slot and task: the iteration's own groups, or the stored ones that it trains on."""
-    groups, stored = db.groups.c, db.iteration_groups.c
+    groups, stored = schema.groups.c, schema.iteration_groups.c
     own = select(groups.id, groups.slot, groups.task_id).where(groups.iteration_id == iteration)
     lent = (
         select(groups.id, stored.slot, groups.task_id)
-        .join(db.iteration_groups, stored.group_id == groups.id)
+        .join(schema.iteration_groups, stored.group_id == groups.id)
         .where(stored.iteration_id == iteration)
     )
     rows = tx.execute(union_all(own, lent)).all()
@@ -26,10 +26,10 @@ def _slots(tx: Connection, iteration: int) -> dict[int, tuple[int, int]]:
 def load_groups(tx: Connection, iteration: int, reward_set: str) -> tuple[Group, ...]:
     """What the iteration trains on, with the rewards of that set."""
     slots = _slots(tx, iteration)
-    rows = tx.execute(select(db.tasks).where(db.tasks.c.id.in_({task for _, task in slots.values()}))).mappings()
+    rows = tx.execute(select(schema.tasks).where(schema.tasks.c.id.in_({task for _, task in slots.values()}))).mappings()
     tasks = {row["id"]: task_value(row) for row in rows}
     members: dict[int, list[Episode]] = {group: [] for group in slots}
-    of_group = select(db.episodes.c.id, db.episodes.c.group_id).where(members_of(iteration))
+    of_group = select(schema.episodes.c.id, schema.episodes.c.group_id).where(members_of(iteration))
     groups = {row.id: row.group_id for row in tx.execute(of_group)}
     for episode in _rewarded(tx, iteration, load_episodes(tx, members_of(iteration), tasks), reward_set):
         members[groups[episode.id]].append(episode)
@@ -38,25 +38,25 @@ def load_groups(tx: Connection, iteration: int, reward_set: str) -> tuple[Group,
 
 def _rewarded(tx: Connection, iteration: int, episodes: Sequence[Episode], reward_set: str) -> list[Episode]:
     """The episodes with their reward in that set of their own run, and their steps'; one that has none there cannot train."""
-    sets = db.reward_sets.c
-    runs = select(db.episodes.c.run_id).where(members_of(iteration))
+    sets = schema.reward_sets.c
+    runs = select(schema.episodes.c.run_id).where(members_of(iteration))
     named = tx.execute(select(sets.id).where(sets.name == reward_set, sets.run_id.in_(runs))).scalars().all()
     ids = [episode.id for episode in episodes]
     found: dict[int, dict[int, float]] = {}
     for some in in_parts(ids):
         # By set and episode, which one index finds: never all that a set has.
-        query = _earned(reward_set).where(db.rewards.c.reward_set_id.in_(named))
-        for row in tx.execute(query.where(db.rewards.c.episode_id.in_(some))):
+        query = _earned(reward_set).where(schema.rewards.c.reward_set_id.in_(named))
+        for row in tx.execute(query.where(schema.rewards.c.episode_id.in_(some))):
             found.setdefault(row.episode_id, {})[row.step] = row.earned
     return [_with_rewards(episode, found.get(episode.id, {}), reward_set == "default") for episode in episodes]
 
 
 def _earned(reward_set: str) -> Select[tuple[int, int, float]]:
-    sets, rewards = db.reward_sets.c, db.rewards.c
+    sets, rewards = schema.reward_sets.c, schema.rewards.c
     query = (
         select(rewards.episode_id, rewards.step, func.sum(rewards.value * rewards.weight).label("earned"))
-        .join(db.reward_sets, sets.id == rewards.reward_set_id)
-        .join(db.episodes, (db.episodes.c.id == rewards.episode_id) & (db.episodes.c.run_id == sets.run_id))
+        .join(schema.reward_sets, sets.id == rewards.reward_set_id)
+        .join(schema.episodes, (schema.episodes.c.id == rewards.episode_id) & (schema.episodes.c.run_id == sets.run_id))
         .group_by(rewards.episode_id, rewards.step)
         .order_by(rewards.episode_id, rewards.step)
     )

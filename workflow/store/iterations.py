@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, func, select, update
 
-from workflow import db
-from workflow.columns import now_ms
+from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.columns import now_ms
 
 
 class _Slot(NamedTuple):
@@ -36,7 +36,7 @@ def per_epoch(tasks: int, tasks_per_iteration: int) -> int:
 
 def epoch_length(tx: Connection, run: Mapping[Any, Any]) -> int:
     """Iterations of an epoch of the run (its row); 0 where it trains on stored groups."""
-    tasks = tx.execute(select(func.count()).where(db.run_tasks.c.run_id == run["id"])).scalar_one()
+    tasks = tx.execute(select(func.count()).where(schema.run_tasks.c.run_id == run["id"])).scalar_one()
     return per_epoch(tasks, run["config"]["rollout"]["tasks_per_iteration"])
 
 
@@ -59,8 +59,10 @@ def wanted_groups(tx: Connection, iteration: int, config: Mapping[str, Any]) -> 
     """With dynamic sampling how many groups the iteration was planned with at first: so many train at most. Without it 0."""
     if dynamic_sampling_of(config) == 1:
         return 0
-    planned = select(func.count()).where(db.groups.c.iteration_id == iteration).scalar_subquery()
-    return int(tx.execute(select(planned - db.iterations.c.more_groups).where(db.iterations.c.id == iteration)).scalar_one())
+    planned = select(func.count()).where(schema.groups.c.iteration_id == iteration).scalar_subquery()
+    return int(
+        tx.execute(select(planned - schema.iterations.c.more_groups).where(schema.iterations.c.id == iteration)).scalar_one()
+    )
 
 
 def insert_iteration(tx: Connection, run_id: int, number: int, policy_id: int) -> int:
@@ -68,19 +70,19 @@ def insert_iteration(tx: Connection, run_id: int, number: int, policy_id: int) -
 
     A run that trains on stored groups gets the next of those instead, and nothing to roll out.
     """
-    run = tx.execute(select(db.runs).where(db.runs.c.id == run_id)).mappings().one()
-    stored = tx.execute(select(db.run_groups.c.group_id).where(db.run_groups.c.run_id == run_id)).scalars().all()
+    run = tx.execute(select(schema.runs).where(schema.runs.c.id == run_id)).mappings().one()
+    stored = tx.execute(select(schema.run_groups.c.group_id).where(schema.run_groups.c.run_id == run_id)).scalars().all()
     epoch, chosen = _stored(run, number, stored) if stored else _tasks(tx, run, number)
     size = run["config"]["rollout"]["group_size"]
     planned = _size_of(tx, chosen) if stored else len(chosen) * size
     iteration_id: int = tx.execute(
-        db.iterations.insert()
+        schema.iterations.insert()
         .values(run_id=run_id, number=number, epoch=epoch, policy_id=policy_id, episodes=planned)
-        .returning(db.iterations.c.id)
+        .returning(schema.iterations.c.id)
     ).scalar_one()
     if stored:
         lent = [{"iteration_id": iteration_id, "slot": slot, "group_id": group} for slot, group in enumerate(chosen)]
-        tx.execute(db.iteration_groups.insert(), lent)
+        tx.execute(schema.iteration_groups.insert(), lent)
     else:
         slots = [_Slot(number, task, 0) for number, task in enumerate(chosen)]
         _insert_groups(tx, run, iteration_id, slots)
@@ -101,9 +103,9 @@ def insert_more(tx: Connection, run: Mapping[Any, Any], iteration: Mapping[str, 
     numbers = range(planned, planned + count)
     slots = [_Slot(slot, order[slot % len(order)], slot // len(order) * size) for slot in numbers]
     _insert_groups(tx, run, iteration["id"], slots)
-    iterations = db.iterations.c
+    iterations = schema.iterations.c
     tx.execute(
-        update(db.iterations)
+        update(schema.iterations)
         .where(iterations.id == iteration["id"])
         .values(
             episodes=iterations.episodes + count * size,
@@ -126,8 +128,8 @@ def _tasks(tx: Connection, run: Mapping[Any, Any], number: int) -> tuple[int, li
 
 
 def _all_tasks(tx: Connection, run: Mapping[Any, Any]) -> tuple[list[int], list[str]]:
-    mine = select(db.tasks.c.id, db.tasks.c.key).join(db.run_tasks).where(db.run_tasks.c.run_id == run["id"])
-    tasks = tx.execute(mine.order_by(db.tasks.c.id)).all()
+    mine = select(schema.tasks.c.id, schema.tasks.c.key).join(schema.run_tasks).where(schema.run_tasks.c.run_id == run["id"])
+    tasks = tx.execute(mine.order_by(schema.tasks.c.id)).all()
     return [task.id for task in tasks], [task.key for task in tasks]
 
 
@@ -140,20 +142,20 @@ def _chosen(run: Mapping[Any, Any], number: int, ids: Sequence[int], keys: Seque
 
 
 def _size_of(tx: Connection, groups: Sequence[int]) -> int:
-    return tx.execute(select(func.count()).where(db.episodes.c.group_id.in_(groups))).scalar_one()
+    return tx.execute(select(func.count()).where(schema.episodes.c.group_id.in_(groups))).scalar_one()
 
 
 def _insert_groups(tx: Connection, run: Mapping[Any, Any], iteration_id: int, slots: Sequence[_Slot]) -> None:
     of_iteration = {"run_id": run["id"], "iteration_id": iteration_id}
     tx.execute(
-        db.groups.insert(),
+        schema.groups.insert(),
         [{**of_iteration, "task_id": slot.task, "slot": slot.number, "kind": run["kind"]} for slot in slots],
     )
-    groups = db.groups.c
+    groups = schema.groups.c
     made = select(groups.slot, groups.id).where(groups.iteration_id == iteration_id, groups.slot >= slots[0].number)
     ids = {row.slot: row.id for row in tx.execute(made)}
     tx.execute(
-        db.episodes.insert(),
+        schema.episodes.insert(),
         [
             {**of_iteration, "group_id": ids[slot.number], "task_id": slot.task, "sample": slot.sample + sample}
             for slot in slots

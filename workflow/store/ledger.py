@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from workflow.store.reader import reading, rows
-from workflow.store.values import MAX_ID, no_episode
+from agentrl.workflow.store.driver_reader import reading, rows
+from agentrl.workflow.store.row_values import MAX_ID, no_episode
 
 FATES = (
     "trained", "no_variance", "strayed", "too_few", "surplus", "skipped", "tainted", "no_reward", "failed", "infra_error",

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, text
 
-import migrations
-from workflow import db, views
-from workflow.errors import ServiceError
-from workflow.settings import settings
-from workflow.store.connect import Database
-from workflow.store.reader import newest_revision
+from agentrl import migrations
+from agentrl.workflow.errors import ServiceError
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.driver_reader import newest_revision
+from agentrl.workflow.tables import schema, views
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -117,7 +117,7 @@ def _grant_reader(tx: Connection) -> None:
     """The role that `agentrl sql` reads as: SELECT on named tables and views, nothing else."""
     if not _has_role(tx, READER, "that `agentrl sql` reads as"):
         return
-    names = ", ".join([*db.TABLES_FOR_READERS, *views.VIEWS])
+    names = ", ".join([*schema.TABLES_FOR_READERS, *views.VIEWS])
     tx.execute(text(f"GRANT USAGE ON SCHEMA public TO {READER}"))
     tx.execute(text(f"GRANT SELECT ON {names} TO {READER}"))
     for function in views.FUNCTIONS:
@@ -130,7 +130,7 @@ def _grant_tools(tx: Connection) -> None:
     if not _has_role(tx, TOOLS, "for tools workers"):
         return
     tx.execute(text(f"GRANT USAGE ON SCHEMA public TO {TOOLS}"))
-    for table, rights in db.RIGHTS_OF_TOOLS.items():
+    for table, rights in schema.RIGHTS_OF_TOOLS.items():
         tx.execute(text(f"GRANT {', '.join(rights)} ON {table} TO {TOOLS}"))
     _set_password(tx, TOOLS, settings().tools_password, "AGENTRL_TOOLS_PASSWORD")
 

@@ -13,16 +13,16 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, ScalarSelect, Select, exists, func, select, update
 
-from workflow import db
-from workflow.columns import now_ms
-from workflow.config import RunConfig
-from workflow.errors import CheckpointError, ConflictError, StateError
-from workflow.store.connect import insert, reading, transaction
-from workflow.store.forks import Fork, insert_fork
-from workflow.store.iterations import epochs_of, insert_iteration, per_epoch, staleness_of
-from workflow.store.named import run_row
-from workflow.store.rows import clean, clean_tree, in_parts, message_row
-from workflow.trajectory import OPEN, PolicyRef, Task
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.errors import CheckpointError, ConflictError, StateError
+from agentrl.workflow.store.connect import insert, reading, transaction
+from agentrl.workflow.store.forks import Fork, insert_fork
+from agentrl.workflow.store.iterations import epochs_of, insert_iteration, per_epoch, staleness_of
+from agentrl.workflow.store.rows import clean, clean_tree, in_parts, message_row
+from agentrl.workflow.store.run_names import run_row
+from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.columns import now_ms
+from agentrl.workflow.trajectory import OPEN, PolicyRef, Task
 
 RESUMABLE = ("paused", "failed", "running")
 
@@ -138,17 +138,17 @@ def _insert_whole(tx: Connection, submission: Submission, more: Mapping[str, Any
     ref = submission.policy
     _check_kept(tx, ref)
     policy_id = tx.execute(
-        db.policies.insert()
+        schema.policies.insert()
         .values(run_id=run_id, version=ref.version, kind="trained" if ref.path else "base", path=ref.path, sha256=ref.sha256)
-        .returning(db.policies.c.id)
+        .returning(schema.policies.c.id)
     ).scalar_one()
     tx.execute(
-        db.reward_sets.insert().values(
+        schema.reward_sets.insert().values(
             run_id=run_id, name="default", code_hash=submission.code_hash, weights=dict(submission.weights)
         )
     )
     if submission.groups:
-        tx.execute(db.run_groups.insert(), [{"run_id": run_id, "group_id": group} for group in submission.groups])
+        tx.execute(schema.run_groups.insert(), [{"run_id": run_id, "group_id": group} for group in submission.groups])
     if submission.fork:
         insert_fork(tx, run_id, policy_id, submission.group_size, submission.fork)
     else:
@@ -160,7 +160,7 @@ def _insert_whole(tx: Connection, submission: Submission, more: Mapping[str, Any
 
 def _check_kept(tx: Connection, ref: PolicyRef) -> None:
     """Refuses weights that were collected since they were looked up."""
-    gone = select(db.policies.c.id).where(db.policies.c.path == ref.path, db.policies.c.collected_at.is_not(None))
+    gone = select(schema.policies.c.id).where(schema.policies.c.path == ref.path, schema.policies.c.collected_at.is_not(None))
     if ref.path and tx.execute(gone.limit(1)).first():
         raise CheckpointError(f"The weights in {ref.path!r} have just been collected.", "Choose another policy version.")
 
@@ -177,13 +177,13 @@ def _row_of(submission: Submission) -> dict[str, Any]:
 
 def insert_run(tx: Connection, values: Mapping[str, Any]) -> int | None:
     """A run's row; its id, or None where its name is taken."""
-    statement = insert(tx, db.runs).values(created_at=datetime.now(UTC), **values)
-    made = statement.on_conflict_do_nothing(index_elements=["name"]).returning(db.runs.c.id)
+    statement = insert(tx, schema.runs).values(created_at=datetime.now(UTC), **values)
+    made = statement.on_conflict_do_nothing(index_elements=["name"]).returning(schema.runs.c.id)
     return tx.execute(made).scalar_one_or_none()
 
 
 def _existing(tx: Connection, submission: Submission) -> Submitted:
-    row = tx.execute(select(db.runs).where(db.runs.c.name == submission.name)).mappings().one()
+    row = tx.execute(select(schema.runs).where(schema.runs.c.name == submission.name)).mappings().one()
     if row["manifest"].get("id") == submission.manifest.get("id"):  # ours: the answer of the commit was lost
         return Submitted(row["id"], row["name"], True, row["iterations"], row["status"])
     asked = (_as_now(submission.config), submission.kind, submission.manifest.get("fork"), submission.policy.sha256)
@@ -215,7 +215,9 @@ def _but_for_its_length(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _first_sha256(tx: Connection, run_id: int) -> str:
     """Of the weights that the run started from; empty for a base as it is."""
-    first = select(db.policies.c.sha256).where(db.policies.c.run_id == run_id).order_by(db.policies.c.version).limit(1)
+    first = (
+        select(schema.policies.c.sha256).where(schema.policies.c.run_id == run_id).order_by(schema.policies.c.version).limit(1)
+    )
     return str(tx.execute(first).scalar_one())
 
 
@@ -232,18 +234,18 @@ def _insert_tasks(tx: Connection, run_id: int, tasks: Sequence[Task]) -> None:
         }
         for task in tasks
     ]
-    tx.execute(insert(tx, db.tasks).on_conflict_do_nothing(index_elements=["content_hash"]), rows)
+    tx.execute(insert(tx, schema.tasks).on_conflict_do_nothing(index_elements=["content_hash"]), rows)
     hashes = [task.content_hash for task in tasks]
     ids: dict[str, int] = {}
     for some in in_parts(hashes):
-        found = tx.execute(select(db.tasks.c.content_hash, db.tasks.c.id).where(db.tasks.c.content_hash.in_(some)))
+        found = tx.execute(select(schema.tasks.c.content_hash, schema.tasks.c.id).where(schema.tasks.c.content_hash.in_(some)))
         ids |= {row.content_hash: row.id for row in found}
-    tx.execute(db.run_tasks.insert(), [{"run_id": run_id, "task_id": ids[content_hash]} for content_hash in hashes])
+    tx.execute(schema.run_tasks.insert(), [{"run_id": run_id, "task_id": ids[content_hash]} for content_hash in hashes])
 
 
 def log(tx: Connection, run_id: int | None, kind: str, subject: str = "", detail: str = "") -> None:
     """Adds to the run's event log."""
-    tx.execute(db.events.insert().values(run_id=run_id, kind=kind, subject=subject, detail=clean(detail)))
+    tx.execute(schema.events.insert().values(run_id=run_id, kind=kind, subject=subject, detail=clean(detail)))
 
 
 @reading
@@ -260,17 +262,17 @@ def mark_groups_sent(tx: Connection, groups: Sequence[int], sent_ms: int | None 
         sent_ms: the `moment` before; unset: now. A worker may have taken the message, and be lost, before it is marked; marked
             as sent later than that, it would be waited for as if it lay in a queue.
     """
-    marks = {"sent_ms": now_ms() if sent_ms is None else sent_ms, "sends": db.groups.c.sends + 1}
-    tx.execute(update(db.groups).where(db.groups.c.id.in_(groups)).values(marks))
+    marks = {"sent_ms": now_ms() if sent_ms is None else sent_ms, "sends": schema.groups.c.sends + 1}
+    tx.execute(update(schema.groups).where(schema.groups.c.id.in_(groups)).values(marks))
 
 
 @transaction
 def mark_train_sent(tx: Connection, iteration: int, sent_ms: int | None = None) -> None:
     """Remembers how often the iteration's train job was sent, and when last: see `mark_groups_sent`."""
     tx.execute(
-        update(db.iterations)
-        .where(db.iterations.c.id == iteration)
-        .values(train_sent_ms=now_ms() if sent_ms is None else sent_ms, train_sends=db.iterations.c.train_sends + 1)
+        update(schema.iterations)
+        .where(schema.iterations.c.id == iteration)
+        .values(train_sent_ms=now_ms() if sent_ms is None else sent_ms, train_sends=schema.iterations.c.train_sends + 1)
     )
 
 
@@ -278,17 +280,19 @@ def mark_train_sent(tx: Connection, iteration: int, sent_ms: int | None = None) 
 def start_iteration(tx: Connection, iteration: int) -> list[int]:
     """Marks the iteration running; returns its groups that are not terminal, in slot order."""
     started = tx.execute(
-        update(db.iterations)
-        .where(db.iterations.c.id == iteration, db.iterations.c.status == "planned")
+        update(schema.iterations)
+        .where(schema.iterations.c.id == iteration, schema.iterations.c.status == "planned")
         .values(status="running", started_at=datetime.now(UTC))
-        .returning(db.iterations.c.run_id)
+        .returning(schema.iterations.c.run_id)
     ).scalar_one_or_none()
     if started is not None:
         tx.execute(
-            update(db.runs).where(db.runs.c.id == started, db.runs.c.started_at.is_(None)).values(started_at=datetime.now(UTC))
+            update(schema.runs)
+            .where(schema.runs.c.id == started, schema.runs.c.started_at.is_(None))
+            .values(started_at=datetime.now(UTC))
         )
-    mine = select(db.groups.c.id).where(db.groups.c.iteration_id == iteration, db.groups.c.status.in_(OPEN))
-    return list(tx.execute(mine.order_by(db.groups.c.slot)).scalars())
+    mine = select(schema.groups.c.id).where(schema.groups.c.iteration_id == iteration, schema.groups.c.status.in_(OPEN))
+    return list(tx.execute(mine.order_by(schema.groups.c.slot)).scalars())
 
 
 @reading
@@ -300,12 +304,14 @@ def free_name(tx: Connection, stem: str) -> str:
 def eval_name(tx: Connection, run: str, version: int) -> str:
     """What the run's evaluation of that version is called; with a number behind it where another run is called so."""
     name = f"{run[:48]}-eval-{version}"
-    taken = tx.execute(select(db.runs.c.id).where(db.runs.c.name == name)).first()
+    taken = tx.execute(select(schema.runs.c.id).where(schema.runs.c.name == name)).first()
     return _numbered(tx, name) if taken else name
 
 
 def _numbered(tx: Connection, stem: str) -> str:
-    taken = set(tx.execute(select(db.runs.c.name).where(db.runs.c.name.startswith(f"{stem}-", autoescape=True))).scalars())
+    taken = set(
+        tx.execute(select(schema.runs.c.name).where(schema.runs.c.name.startswith(f"{stem}-", autoescape=True))).scalars()
+    )
     number = 1
     while f"{stem}-{number}" in taken:
         number += 1
@@ -348,52 +354,57 @@ def resume_evals(tx: Connection, run_id: int) -> None:
 def _resume(tx: Connection, row: Mapping[str, Any]) -> None:
     if row["status"] != "running":
         tx.execute(
-            update(db.runs)
-            .where(db.runs.c.id == row["id"])
+            update(schema.runs)
+            .where(schema.runs.c.id == row["id"])
             .values(status="running", reason="", bad_updates=0, finished_at=None)
         )
         log(tx, row["id"], "resumed")
     # A message sent before the pause may be gone: what is not held is sent again at once, and its losses are forgiven.
     fresh = {"losses": 0, "worker": ""}
-    for table, sent in ((db.groups, {"sent_ms": None, "sends": 0}), (db.iterations, {"train_sent_ms": None, "train_sends": 0})):
+    for table, sent in (
+        (schema.groups, {"sent_ms": None, "sends": 0}),
+        (schema.iterations, {"train_sent_ms": None, "train_sends": 0}),
+    ):
         mine = (table.c.run_id == row["id"], table.c.status.in_(OPEN), _unheld(table))
         tx.execute(update(table).where(*mine).values({**sent, **fresh}))
     tx.execute(
-        update(db.iterations)
-        .where(db.iterations.c.run_id == row["id"], db.iterations.c.too_few == "paused")
+        update(schema.iterations)
+        .where(schema.iterations.c.run_id == row["id"], schema.iterations.c.too_few == "paused")
         .values(too_few="accepted")
     )
-    open_ones = select(func.count()).where(db.iterations.c.run_id == row["id"], db.iterations.c.status.in_(OPEN))
+    open_ones = select(func.count()).where(schema.iterations.c.run_id == row["id"], schema.iterations.c.status.in_(OPEN))
     if not tx.execute(open_ones).scalar_one():
-        tx.execute(update(db.runs).where(db.runs.c.id == row["id"]).values(status="done", finished_at=datetime.now(UTC)))
+        tx.execute(
+            update(schema.runs).where(schema.runs.c.id == row["id"]).values(status="done", finished_at=datetime.now(UTC))
+        )
 
 
 def _measuring(tx: Connection, run_id: int, statuses: Sequence[str]) -> Sequence[Mapping[str, Any]]:
     """The rows of the run's evaluations of its own policies that have such a status."""
-    mine = select(db.runs).where(db.runs.c.measures_id == run_id, db.runs.c.status.in_(statuses))
-    return [dict(row) for row in tx.execute(mine.order_by(db.runs.c.id)).mappings()]
+    mine = select(schema.runs).where(schema.runs.c.measures_id == run_id, schema.runs.c.status.in_(statuses))
+    return [dict(row) for row in tx.execute(mine.order_by(schema.runs.c.id)).mappings()]
 
 
 def newest_version(run_id: Any) -> ScalarSelect[int]:
     """The version that the run published last: its update number that starts from there."""
-    return select(func.max(db.policies.c.version)).where(db.policies.c.run_id == run_id).scalar_subquery()
+    return select(func.max(schema.policies.c.version)).where(schema.policies.c.run_id == run_id).scalar_subquery()
 
 
 def still_sampled(run_id: Any) -> Select[tuple[int]]:
     """The ids of the policies that unfinished groups of the run sample with."""
-    iterations, groups = db.iterations.c, db.groups.c
-    waiting = select(iterations.policy_id).join(db.groups, groups.iteration_id == iterations.id)
+    iterations, groups = schema.iterations.c, schema.groups.c
+    waiting = select(iterations.policy_id).join(schema.groups, groups.iteration_id == iterations.id)
     return waiting.where(groups.run_id == run_id, groups.status.in_(OPEN))
 
 
 def still_read(run_id: Any) -> Select[tuple[str]]:
     """Their checkpoints, each of which several versions may name: a skipped update's is that of the version before it."""
-    return select(db.policies.c.path).where(db.policies.c.id.in_(still_sampled(run_id)))
+    return select(schema.policies.c.path).where(schema.policies.c.id.in_(still_sampled(run_id)))
 
 
 def is_broken(run_id: Any) -> ColumnElement[bool]:
     """Whether one of the run's checkpoints was found broken and waits to be made again."""
-    return exists().where(db.policies.c.run_id == run_id, db.policies.c.broken != "")
+    return exists().where(schema.policies.c.run_id == run_id, schema.policies.c.broken != "")
 
 
 def _unheld(table: Any) -> Any:
@@ -423,9 +434,9 @@ def stop(tx: Connection, run: str, status: str, reason: str = "") -> Mapping[str
 
 def _stop(tx: Connection, row: Mapping[str, Any], status: str, reason: str) -> None:
     over = datetime.now(UTC) if status in ("cancelled", "failed") else None
-    tx.execute(update(db.runs).where(db.runs.c.id == row["id"]).values(status=status, reason=reason, finished_at=over))
+    tx.execute(update(schema.runs).where(schema.runs.c.id == row["id"]).values(status=status, reason=reason, finished_at=over))
     if status == "cancelled":
-        for table in (db.episodes, db.groups, db.iterations):
+        for table in (schema.episodes, schema.groups, schema.iterations):
             tx.execute(update(table).where(table.c.run_id == row["id"], table.c.status.in_(OPEN)).values(status="cancelled"))
     log(tx, row["id"], status, detail=reason)
 
@@ -433,5 +444,5 @@ def _stop(tx: Connection, row: Mapping[str, Any], status: str, reason: str) -> N
 @reading
 def open_iterations(tx: Connection, run_id: int) -> list[int]:
     """The run's iterations that are not over, in their order."""
-    query = select(db.iterations.c.id).where(db.iterations.c.run_id == run_id, db.iterations.c.status.in_(OPEN))
-    return list(tx.execute(query.order_by(db.iterations.c.number)).scalars())
+    query = select(schema.iterations.c.id).where(schema.iterations.c.run_id == run_id, schema.iterations.c.status.in_(OPEN))
+    return list(tx.execute(query.order_by(schema.iterations.c.number)).scalars())

@@ -5,8 +5,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, select
 
-from workflow import db
-from workflow.store.values import (
+from agentrl.workflow.store.row_values import (
     MAX_ID,
     clean,
     clean_tree,
@@ -21,7 +20,8 @@ from workflow.store.values import (
     task_value,
     unpack,
 )
-from workflow.trajectory import Episode, Step, Task
+from agentrl.workflow.tables import schema
+from agentrl.workflow.trajectory import Episode, Step, Task
 
 __all__ = [
     "MAX_ID", "clean", "clean_tree", "episode_row", "in_parts", "load_episodes", "members_of", "message_row", "message_value",
@@ -45,7 +45,7 @@ def episode_row(tx: Connection, episode: int, locked: bool = False) -> Mapping[A
     Raises:
         NotFoundError: there is none.
     """
-    query = select(db.episodes).where(db.episodes.c.id == episode)
+    query = select(schema.episodes).where(schema.episodes.c.id == episode)
     query = query.with_for_update() if locked else query
     row = tx.execute(query).mappings().one_or_none() if abs(episode) <= MAX_ID else None
     if row is None:
@@ -58,8 +58,8 @@ def load_episodes(tx: Connection, condition: Any, tasks: Mapping[int, Task]) -> 
 
     A fork's first steps are read through its parent, whose task is the same.
     """
-    order = (db.episodes.c.group_id, db.episodes.c.sample)
-    rows = tx.execute(select(db.episodes).where(condition).order_by(*order)).mappings().all()
+    order = (schema.episodes.c.group_id, schema.episodes.c.sample)
+    rows = tx.execute(select(schema.episodes).where(condition).order_by(*order)).mappings().all()
     steps = _load_steps(tx, condition) if any(row["steps"] for row in rows) else {}
     inherited = _inherited(tx, rows, tasks)
     return tuple(
@@ -69,22 +69,27 @@ def load_episodes(tx: Connection, condition: Any, tasks: Mapping[int, Task]) -> 
 
 def _inherited(tx: Connection, rows: Sequence[Mapping[Any, Any]], tasks: Mapping[int, Task]) -> dict[int, tuple[Step, ...]]:
     ids = {row["parent_id"] for row in rows if row["parent_id"] is not None}
-    parents = {parent.id: parent for parent in load_episodes(tx, db.episodes.c.id.in_(ids), tasks)} if ids else {}
+    parents = {parent.id: parent for parent in load_episodes(tx, schema.episodes.c.id.in_(ids), tasks)} if ids else {}
     return {
         row["id"]: parents[row["parent_id"]].steps[: row["inherited_steps"]] for row in rows if row["parent_id"] is not None
     }
 
 
 def _load_steps(tx: Connection, condition: Any) -> dict[int, list[Step]]:
-    of_attempt = (db.episodes.c.id == db.steps.c.episode_id) & (db.episodes.c.attempt == db.steps.c.attempt)
+    of_attempt = (schema.episodes.c.id == schema.steps.c.episode_id) & (schema.episodes.c.attempt == schema.steps.c.attempt)
     rows = tx.execute(
-        select(db.steps, db.step_tokens.c.prompt_ids, db.step_tokens.c.sampled_ids, db.step_tokens.c.behavior_logprobs)
-        .add_columns(db.policies.c.version)
-        .join(db.episodes, of_attempt)
-        .join(db.step_tokens, db.step_tokens.c.step_id == db.steps.c.id)
-        .join(db.policies, db.policies.c.id == db.steps.c.policy_id)
+        select(
+            schema.steps,
+            schema.step_tokens.c.prompt_ids,
+            schema.step_tokens.c.sampled_ids,
+            schema.step_tokens.c.behavior_logprobs,
+        )
+        .add_columns(schema.policies.c.version)
+        .join(schema.episodes, of_attempt)
+        .join(schema.step_tokens, schema.step_tokens.c.step_id == schema.steps.c.id)
+        .join(schema.policies, schema.policies.c.id == schema.steps.c.policy_id)
         .where(condition)
-        .order_by(db.steps.c.episode_id, db.steps.c.number)
+        .order_by(schema.steps.c.episode_id, schema.steps.c.number)
     ).mappings()
     calls = _load_calls(tx, condition)
     found: dict[int, list[Step]] = {}
@@ -96,10 +101,10 @@ def _load_steps(tx: Connection, condition: Any) -> dict[int, list[Step]]:
 
 def _load_calls(tx: Connection, condition: Any) -> dict[int, list[Any]]:
     rows = tx.execute(
-        select(db.tool_calls)
-        .join(db.episodes, db.episodes.c.id == db.tool_calls.c.episode_id)
-        .where(condition, db.tool_calls.c.kind != "grade")  # with = Postgres expects few calls, and reads all of them first
-        .order_by(db.tool_calls.c.step_id, db.tool_calls.c.call)
+        select(schema.tool_calls)
+        .join(schema.episodes, schema.episodes.c.id == schema.tool_calls.c.episode_id)
+        .where(condition, schema.tool_calls.c.kind != "grade")  # with = Postgres expects few calls, and reads all of them first
+        .order_by(schema.tool_calls.c.step_id, schema.tool_calls.c.call)
     ).mappings()
     found: dict[int, list[Any]] = {}
     for row in rows:
@@ -110,6 +115,6 @@ def _load_calls(tx: Connection, condition: Any) -> dict[int, list[Any]]:
 def members_of(iteration: int) -> ColumnElement[bool]:
     """The condition on `episodes`: those of the iteration, its own or those of the stored groups that it trains on."""
     # One condition for both: with an OR of two Postgres would read every episode.
-    own = select(db.groups.c.id).where(db.groups.c.iteration_id == iteration)
-    stored = select(db.iteration_groups.c.group_id).where(db.iteration_groups.c.iteration_id == iteration)
-    return db.episodes.c.group_id.in_(own.union_all(stored))
+    own = select(schema.groups.c.id).where(schema.groups.c.iteration_id == iteration)
+    stored = select(schema.iteration_groups.c.group_id).where(schema.iteration_groups.c.iteration_id == iteration)
+    return schema.episodes.c.group_id.in_(own.union_all(stored))

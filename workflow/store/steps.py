@@ -11,13 +11,13 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, select, update
 
-from workflow import db
-from workflow.columns import Utc
-from workflow.store.connect import reading, transaction
-from workflow.store.prepared import Prepared
-from workflow.store.rollout import Fence, Held, check
-from workflow.store.rows import clean, clean_tree, message_row, pack
-from workflow.trajectory import Step, ToolCall, ToolResult
+from agentrl.workflow.store.connect import reading, transaction
+from agentrl.workflow.store.prepared_statements import Prepared
+from agentrl.workflow.store.rollout_claims import Fence, Held, check
+from agentrl.workflow.store.rows import clean, clean_tree, message_row, pack
+from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.columns import Utc
+from agentrl.workflow.trajectory import Step, ToolCall, ToolResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +49,18 @@ class Asked:
     questions: Mapping[str, Mapping[str, Any]]
 
 
-_EPISODES, _STEPS, _CALLS = db.episodes.c, db.steps.c, db.tool_calls.c
+_EPISODES, _STEPS, _CALLS = schema.episodes.c, schema.steps.c, schema.tool_calls.c
 _THE_STEP = (
     (_STEPS.episode_id == bindparam("of_episode"))
     & (_STEPS.attempt == bindparam("of_attempt"))
     & (_STEPS.number == bindparam("of_number"))
 )
 _STEP_ID = select(_STEPS.id).where(_THE_STEP).scalar_subquery()
-_NEW_STEP = Prepared(db.steps.insert().inline())
-_NEW_TOKENS = Prepared(db.step_tokens.insert().values(step_id=_STEP_ID).inline())
-_NEW_CALL = Prepared(db.tool_calls.insert().values(step_id=_STEP_ID).inline())
+_NEW_STEP = Prepared(schema.steps.insert().inline())
+_NEW_TOKENS = Prepared(schema.step_tokens.insert().values(step_id=_STEP_ID).inline())
+_NEW_CALL = Prepared(schema.tool_calls.insert().values(step_id=_STEP_ID).inline())
 _COUNT_STEP = Prepared(
-    update(db.episodes)
+    update(schema.episodes)
     .where(_EPISODES.id == bindparam("episode"))
     .values(
         status="running",
@@ -74,7 +74,7 @@ _COUNT_STEP = Prepared(
 )
 _CALLS_OF_GROUP = Prepared(
     select(_CALLS.id, _CALLS.episode_id, _CALLS.step)
-    .join(db.episodes, (_EPISODES.id == _CALLS.episode_id) & (_EPISODES.attempt == _CALLS.attempt))
+    .join(schema.episodes, (_EPISODES.id == _CALLS.episode_id) & (_EPISODES.attempt == _CALLS.attempt))
     .where(_EPISODES.group_id == bindparam("group"), _CALLS.step.between(bindparam("first"), bindparam("last")))
     .where(_CALLS.kind == "call")
     .order_by(_CALLS.call)
@@ -199,15 +199,15 @@ def results_of(tx: Connection, calls: Sequence[int]) -> dict[int, ToolResult]:
 @reading
 def calls_of(tx: Connection, episode: int, step: int) -> list[int]:
     """Ids of the calls of the episode's step, in order."""
-    calls = db.tool_calls.c
-    attempt = select(db.episodes.c.attempt).where(db.episodes.c.id == episode).scalar_subquery()
+    calls = schema.tool_calls.c
+    attempt = select(schema.episodes.c.attempt).where(schema.episodes.c.id == episode).scalar_subquery()
     query = select(calls.id).where(calls.episode_id == episode, calls.attempt == attempt, calls.step == step)
     return list(tx.execute(query.where(calls.kind == "call").order_by(calls.call)).scalars())
 
 
-_OBSERVED = Prepared(update(db.steps).where(_THE_STEP, _STEPS.observed_at.is_(None)))
+_OBSERVED = Prepared(update(schema.steps).where(_THE_STEP, _STEPS.observed_at.is_(None)))
 _COUNT_RESULTS = Prepared(
-    update(db.episodes)
+    update(schema.episodes)
     .where(_EPISODES.id == bindparam("episode"))
     .values(tool_errors=_EPISODES.tool_errors + bindparam("errors"), tool_seconds=_EPISODES.tool_seconds + bindparam("seconds"))
 )
@@ -277,7 +277,7 @@ def restart_episode(tx: Connection, fence: Fence, episode: int) -> None:
     check(tx, fence)
     fresh = dict.fromkeys(("steps", "prompt_tokens", "sampled_tokens", "tool_calls", "tool_errors"), 0)
     tx.execute(
-        update(db.episodes)
-        .where(db.episodes.c.id == episode)
-        .values(attempt=db.episodes.c.attempt + 1, generate_seconds=0, tool_seconds=0, **fresh)
+        update(schema.episodes)
+        .where(schema.episodes.c.id == episode)
+        .values(attempt=schema.episodes.c.attempt + 1, generate_seconds=0, tool_seconds=0, **fresh)
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workflow.trajectory import ToolCall
+from agentrl.workflow.trajectory import ToolCall
 
 Schema = Mapping[str, Any]
 """A tool as chat templates take it: `{"type": "function", "function": {...}}`."""
@@ -31,7 +31,7 @@ class ToolFormat:
         name: the file's name.
         begins: where calls may begin in a turn, its thought left out.
         read: the text, where calls begin in it and the tools that were offered -> the calls that stand there and where their
-            text ends; raises Unreadable (`workflow.calls`), also where only one of several is wrong: then none is made.
+            text ends; raises Unreadable (`call_json`), also where only one of several is wrong: then none is made.
         write: what the turn says beside its calls, the calls, the tools -> the turn as such a model writes it.
         marks: texts that a template in whose source all of them stand was made for; only asked where it writes no calls itself.
         ends: special tokens that end a turn with calls, beside the template's own.

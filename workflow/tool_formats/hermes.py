@@ -6,9 +6,9 @@ A call at the end of a turn without its closing tag is one if its object is comp
 import re
 from collections.abc import Sequence
 
-from workflow.calls import Unreadable, decoded, read_arguments, spelled
-from workflow.tool_formats import Schema, ToolFormat, after
-from workflow.trajectory import UNCLOSED, ToolCall
+from agentrl.workflow.call_json import Unreadable, decoded, read_arguments, spelled
+from agentrl.workflow.tool_formats import Schema, ToolFormat, after
+from agentrl.workflow.trajectory import UNCLOSED, ToolCall
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 

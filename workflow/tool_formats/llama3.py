@@ -7,9 +7,9 @@
 import re
 from collections.abc import Sequence
 
-from workflow.calls import Unreadable, made, scanned, spelled
-from workflow.tool_formats import Schema, ToolFormat, nothing_after
-from workflow.trajectory import UNFINISHED, ToolCall
+from agentrl.workflow.call_json import Unreadable, made, scanned, spelled
+from agentrl.workflow.tool_formats import Schema, ToolFormat, nothing_after
+from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
 MARK = "<|python_tag|>"
 _HOW = f'after {MARK} stands {{"name": ..., "parameters": {{...}}}}'

@@ -6,9 +6,9 @@ What else an object holds, an "id" above all, is passed over. The newer form is 
 import re
 from collections.abc import Sequence
 
-from workflow.calls import Unreadable, made, scanned, spelled
-from workflow.tool_formats import Schema, ToolFormat, after, nothing_after
-from workflow.trajectory import UNFINISHED, ToolCall
+from agentrl.workflow.call_json import Unreadable, made, scanned, spelled
+from agentrl.workflow.tool_formats import Schema, ToolFormat, after, nothing_after
+from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
 MARK = "[TOOL_CALLS]"
 _LIST = re.compile(r"\s*+(?=\[)")

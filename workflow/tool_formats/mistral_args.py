@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from html import unescape
 
-from workflow.calls import Unreadable, made, scanned, spelled
-from workflow.tool_formats import Schema, ToolFormat, after
-from workflow.trajectory import UNFINISHED, ToolCall
+from agentrl.workflow.call_json import Unreadable, made, scanned, spelled
+from agentrl.workflow.tool_formats import Schema, ToolFormat, after
+from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
 MARK, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 _NAME = re.compile(r"\s*+([^\s\[]++)(?:\[CALL_ID\][A-Za-z0-9]*+)?\[ARGS\]\s*+")

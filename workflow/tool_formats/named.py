@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from html import escape, unescape
 
-from workflow.calls import Unreadable, decoded, made, spelled
-from workflow.tool_formats import Schema, ToolFormat, after
-from workflow.trajectory import UNFINISHED, ToolCall
+from agentrl.workflow.call_json import Unreadable, decoded, made, spelled
+from agentrl.workflow.tool_formats import Schema, ToolFormat, after
+from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
 CALL, END_CALL = "<tool_call name=", "</tool_call>"
 _OPENS = re.compile(f'{CALL}"([^"<>]*+)"\\s*+>')

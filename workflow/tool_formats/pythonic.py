@@ -9,9 +9,19 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from workflow.calls import MAX_CHARACTERS, MAX_NESTING, TOO_LONG, Unreadable, made, spelled, stands_twice, unfit, whole
-from workflow.tool_formats import Schema, ToolFormat, nothing_after
-from workflow.trajectory import UNFINISHED, ToolCall
+from agentrl.workflow.call_json import (
+    MAX_CHARACTERS,
+    MAX_NESTING,
+    TOO_LONG,
+    Unreadable,
+    made,
+    spelled,
+    stands_twice,
+    unfit,
+    whole,
+)
+from agentrl.workflow.tool_formats import Schema, ToolFormat, nothing_after
+from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
 START, END = "<|python_start|>", "<|python_end|>"
 _MARK = re.compile(r"<\|(?:python|tool_call)_start\|>")

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from html import escape, unescape
 from typing import Any
 
-from workflow.calls import MAX_CHARACTERS, TOO_LONG, Unreadable, decoded, made, spelled, stands_twice, unfit
-from workflow.tool_formats import Schema, ToolFormat, after, nothing_after, past
-from workflow.trajectory import UNFINISHED, ToolCall
+from agentrl.workflow.call_json import MAX_CHARACTERS, TOO_LONG, Unreadable, decoded, made, spelled, stands_twice, unfit
+from agentrl.workflow.tool_formats import Schema, ToolFormat, after, nothing_after, past
+from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"

@@ -1,6 +1,6 @@
 """Tools: a file here is a callable tool, a typed function with a docstring. See `Tool`.
 
-What a call costs to set up (an index, a connection) is made once per process: keep it in a `workflow.once.Once` that the
+What a call costs to set up (an index, a connection) is made once per process: keep it in a `runtime.lazy.Once` that the
 function asks, and name that as what the tool `opens`. A tool that needs to be told something (a folder, a database) is made
 by a function of its file, `search_in(folder)`, and put into an env as it is; under its plain name it takes what the machine's
 settings say.
@@ -17,8 +17,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
-from workflow.errors import AgentRLError, ConfigError, ToolFailure, ToolTimeout
-from workflow.trajectory import ToolResult
+from agentrl.workflow.errors import AgentRLError, ConfigError, ToolFailure, ToolTimeout
+from agentrl.workflow.trajectory import ToolResult
 
 Effects = Literal["none", "repeatable", "once"]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from decimal import Context, Decimal
 from fractions import Fraction
 
-from workflow.errors import ToolFailure
-from workflow.tools import Tool
+from agentrl.workflow.errors import ToolFailure
+from agentrl.workflow.tools import Tool
 
 MAX_CHARACTERS = 500
 MAX_DEPTH = 300  # a sum of n terms nests n deep

@@ -1,6 +1,6 @@
 """echo: gives back what it was given. The smallest tool there is: for trying out an env, a template, a stack of workers."""
 
-from workflow.tools import Tool
+from agentrl.workflow.tools import Tool
 
 
 @Tool

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 
 import httpx2
 
-from workflow.errors import ConfigError, ToolFailure
-from workflow.settings import settings
-from workflow.tools import Tool
-from workflow.webpage import TooMuch, text_of
-from workflow.within import within
+from agentrl.workflow.errors import ConfigError, ToolFailure
+from agentrl.workflow.runtime.html_text import TooMuch, text_of
+from agentrl.workflow.runtime.time_limit import within
+from agentrl.workflow.settings import settings
+from agentrl.workflow.tools import Tool
 
 SECONDS = 10.0
 MAX_BYTES = 1_000_000

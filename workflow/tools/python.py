@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
-from workflow.errors import AgentRLError, CodeFailure, ConfigError, InfraError, ToolFailure
-from workflow.once import Once
-from workflow.sandbox import MIB, Limits, Result, Sandbox, Session
-from workflow.sandbox.find import find_sandbox
-from workflow.settings import settings
-from workflow.tools import Tool, clip, failure
-from workflow.trajectory import Exit, ToolResult
+from agentrl.workflow.errors import AgentRLError, CodeFailure, ConfigError, InfraError, ToolFailure
+from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.sandbox import MIB, Limits, Result, Sandbox, Session
+from agentrl.workflow.sandbox.find import find_sandbox
+from agentrl.workflow.settings import settings
+from agentrl.workflow.tools import Tool, clip, failure
+from agentrl.workflow.trajectory import Exit, ToolResult
 
 CPU_SECONDS = 5.0
 MEMORY_MB = 512

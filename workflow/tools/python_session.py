@@ -9,7 +9,7 @@ model is told so, and the episode is tainted: no update trains on it.
 
 from dataclasses import replace
 
-from workflow.tools.python import python
+from agentrl.workflow.tools.python import python
 
 
 def _cell(code: str) -> str:

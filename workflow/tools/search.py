@@ -20,11 +20,11 @@ from typing import Annotated, Any
 import httpx2
 from pydantic import Field
 
-from workflow.errors import ConfigError, ServiceError, ToolFailure
-from workflow.once import Once
-from workflow.settings import is_url, settings
-from workflow.tools import Tool
-from workflow.within import within
+from agentrl.workflow.errors import ConfigError, ServiceError, ToolFailure
+from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.runtime.time_limit import within
+from agentrl.workflow.settings import is_url, settings
+from agentrl.workflow.tools import Tool
 
 SUFFIXES = {".txt", ".md", ".markdown", ".rst"}
 PASSAGE = 1000

@@ -1,7 +1,7 @@
 """sql: one SELECT on a database that the model can read and nothing else; an empty query tells what tables there are.
 
 By its plain name the tool reads what AGENTRL_SQL_DATABASE names; `sql_over(...)` makes one for an env's own: see
-`workflow.databases` for what may be named.
+`sql.databases` for what may be named.
 """
 
 import re
@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from workflow.databases import check
-from workflow.errors import AccessDenied, ConfigError, ToolFailure
-from workflow.querying import read
-from workflow.readonly import Table
-from workflow.settings import settings
-from workflow.tools import Tool
+from agentrl.workflow.errors import AccessDenied, ConfigError, ToolFailure
+from agentrl.workflow.settings import settings
+from agentrl.workflow.sql.databases import check
+from agentrl.workflow.sql.query_process import read
+from agentrl.workflow.sql.readonly import Table
+from agentrl.workflow.tools import Tool
 
 MAX_ROWS = 50
 MAX_CELL = 200

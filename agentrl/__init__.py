@@ -1,0 +1,11 @@
+"""agentrl: reinforcement learning for tool-calling language models, over a trajectory database that forgets nothing.
+
+Its packages lie at the top of the checkout and are linked here, so that each has one name wherever it is installed:
+`agentrl.workflow` (the library), `agentrl.workers` (the processes), `agentrl.cli` (the commands), `agentrl.migrations`.
+"""
+
+from agentrl import old_names
+
+__version__ = "0.1.0"
+
+old_names.install()

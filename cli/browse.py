@@ -1,0 +1,210 @@
+"""`agentrl runs`, `episodes`, `replay`, `events`: what is in the database, as lists and as transcripts."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, get_args
+
+import typer
+
+from agentrl.cli.output import Json, cell, one_line, say, show, show_json, show_lines, show_rows
+from agentrl.cli.replay_diff import diff as compared
+from agentrl.cli.run_tree import show_tree
+from agentrl.cli.targets import (
+    LastEpisode,
+    NewestRun,
+    existing_database,
+    existing_reader,
+    first_run,
+    stored_reader,
+    the_episode,
+    the_run,
+)
+from agentrl.cli.transcript import as_document, transcript
+from agentrl.cli.verify import verify as verified
+from agentrl.cli.watch import trained_on
+from agentrl.workflow.errors import ConfigError
+
+RUN_COLUMNS = (
+    "id", "run", "kind", "status", "dataset", "model", "done=iterations", "episodes_done=episodes", "last_reward=reward",
+    "best", "seconds",
+)  # fmt: skip
+RUN_LEAST = ("best", "kind", "seconds", "dataset", "model", "episodes_done")
+"""What a narrow terminal may have no room for, the more important first."""
+EPISODE_COLUMNS = (
+    "id", "iteration", "task", "sample", "status", "stop_reason", "reward", "advantage", "steps", "tool_calls=calls",
+    "tool_errors=errors", "sampled_tokens=tokens", "seconds", "final_answer=answer",
+)  # fmt: skip
+EPISODE_LEAST = (
+    "iteration", "final_answer", "tool_calls", "tool_errors", "sampled_tokens", "steps", "seconds", "sample", "advantage",
+)  # fmt: skip
+ANSWER = 18
+"""Characters of an answer that a list shows, at most; `replay` shows it whole."""
+
+
+GREATEST = 2**63 - 1
+"""No database takes a greater number."""
+
+
+def _filter(text: str) -> Any:
+    return typer.Option(help=text, show_default=False)
+
+
+def _whole_filter(text: str, least: int | None = None) -> Any:
+    return typer.Option(help=text, show_default=False, min=least, max=GREATEST)
+
+
+Limit = Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")]
+
+
+def _sort(default: str) -> Any:
+    text = f"By which column, the greatest first; -COLUMN: the least [{default}]."
+    return typer.Option(metavar="COLUMN", help=text, show_default=False)
+
+
+def _check_sort(sort: str, known: Mapping[str, str]) -> None:
+    from agentrl.workflow.errors import did_you_mean
+
+    if sort.removeprefix("-") not in known:
+        raise ConfigError(f"--sort does not know {sort!r:.60}.", did_you_mean(sort.removeprefix("-"), known))
+
+
+def runs(
+    limit: Limit = 50,
+    sort: Annotated[str, _sort("id")] = "id",
+    tree: Annotated[bool, typer.Option("--tree", help="Show which run comes from which.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List the newest runs; best: the highest mean on the held-out split, and whose version it is (RUN@best)."""
+    from agentrl.workflow.store import listings
+
+    _check_sort(sort, listings.RUN_ORDERS)
+    if tree and (whole := existing_database()):
+        show_tree(whole, limit, as_json)
+        return
+    db = existing_reader()
+    rows = listings.list_runs(db, limit, sort) if db else []
+    if as_json:
+        show_json(rows)
+    elif rows:
+        show_rows([_short(row) for row in rows], RUN_COLUMNS, RUN_LEAST, below=("reason",))
+    else:
+        say(f"There is no run yet. {first_run()}")
+
+
+def _short(run: Any) -> dict[str, Any]:
+    done = f"{run['iterations_done']}/{run['iterations']}"
+    best = None if run["best_version"] is None else f"{cell(run['best_reward'])} @{run['best_version']}"
+    return {**run, "model": run["model"].rstrip("/").rpartition("/")[2], "done": done, "best": best}
+
+
+def episodes(
+    run: NewestRun = None,
+    iteration: Annotated[int | None, _whole_filter("Only of this iteration (from 1).", least=1)] = None,
+    status: Annotated[str | None, _filter("Only planned, running, done, failed, infra_error or cancelled ones.")] = None,
+    stop_reason: Annotated[
+        str | None, _filter("Only answered, max_steps, max_tokens, parse_error, tool_error or timeout.")
+    ] = None,
+    task: Annotated[str | None, _filter("Only of the task of this key.")] = None,
+    min_reward: Annotated[float | None, _filter("Only with at least this reward.")] = None,
+    max_reward: Annotated[float | None, _filter("Only with at most this reward.")] = None,
+    tool_errors: Annotated[int | None, _whole_filter("Only with at least so many failed tool calls.")] = None,
+    sort: Annotated[str, _sort("-id")] = "-id",
+    limit: Limit = 50,
+    offset: Annotated[int, typer.Option(min=0, max=GREATEST, help="Pass over so many.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """List a run's episodes."""
+    from agentrl.workflow.store import listings
+
+    asked = {
+        "iteration": iteration, "status": status, "stop_reason": stop_reason, "task": task,
+        "min_reward": min_reward, "max_reward": max_reward, "tool_errors": tool_errors,
+    }  # fmt: skip
+    _check_words(status, stop_reason)
+    _check_sort(sort, listings.EPISODE_ORDERS)
+    db = stored_reader()
+    run = the_run(db, run)
+    filters = {name: value for name, value in asked.items() if value is not None}
+    rows = listings.list_episodes(db, run, filters, limit + 1, offset, sort)
+    if as_json:
+        show_json(rows[:limit])
+    elif rows:
+        short = [{**row, "final_answer": one_line(row["final_answer"] or "", ANSWER)} for row in rows[:limit]]
+        show_rows(short, EPISODE_COLUMNS, EPISODE_LEAST, below=("error",))
+        say(f"Transcript: agentrl replay {rows[0]['id']}")
+    else:
+        say("No episode is like that.")
+        if not filters and listings.describe_run(db, run)["iterations_done"]:
+            say(f"It learned from stored ones: {trained_on(run)}")
+    if len(rows) > limit:
+        say(f"There are more: --offset {offset + limit}")
+
+
+def _check_words(status: str | None, stop_reason: str | None) -> None:
+    from agentrl.workflow.errors import did_you_mean
+    from agentrl.workflow.trajectory import TRANSITIONS, StopReason
+
+    for word, known, option in ((status, TRANSITIONS, "--status"), (stop_reason, get_args(StopReason), "--stop-reason")):
+        if word is not None and word not in known:
+            raise ConfigError(f"{option} does not know {word!r}.", did_you_mean(word, known))
+
+
+def replay(
+    episode: LastEpisode = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Only this step.", show_default=False)] = None,
+    verify: Annotated[
+        str | None,
+        typer.Option(
+            metavar="tools|tokens|rewards|all",
+            help="Do it again, tools in this process; exit 1 if it differs.",
+            show_default=False,
+        ),
+    ] = None,
+    diff: Annotated[
+        int | None,
+        typer.Option(metavar="OTHER", help="Compare with another episode; exit 1 if they differ.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show an episode's transcript, or whether it is true.
+
+    Messages, thoughts, tool calls with results and times, reward parts, logprobs, policy version. With --verify the tools
+    run again in this process, with its files and network (none that must run once), what the model read is compared with
+    the results, the tokens are scored and drawn again under the stored weights, the rewards computed again, and the first
+    difference is named.
+    """
+    if sum(option is not None for option in (step, verify, diff)) > 1:
+        raise ConfigError("--step, --verify and --diff are three different questions.", "Ask one at a time.")
+    db = stored_reader()
+    episode = the_episode(db, episode)
+    if verify is not None:
+        raise typer.Exit(verified(episode, verify, as_json))
+    if diff is not None:
+        raise typer.Exit(compared(episode, diff, as_json))
+
+    from agentrl.workflow.errors import NotFoundError
+    from agentrl.workflow.store import listings
+
+    record = listings.find_episode(db, episode)
+    if step is not None and step >= len(record.steps):
+        raise NotFoundError(f"Episode {episode} has {len(record.steps)} steps, counted from 0, and no step {step}.")
+    if as_json:
+        show_json(as_document(record, step))
+    else:
+        show_lines(transcript(record, step))
+
+
+def events(
+    run: NewestRun = None,
+    limit: Annotated[int | None, typer.Option(min=1, max=GREATEST, help="Only the newest so many.", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """List what happened to a run, oldest first."""
+    from agentrl.workflow.store import listings
+
+    db = stored_reader()
+    rows = listings.list_events(db, the_run(db, run))[-limit if limit else 0 :]
+    if as_json:
+        show_json(rows)
+    else:
+        for row in rows:
+            show("  ".join(part for part in (cell(row["created_at"]), row["kind"], row["subject"], row["detail"]) if part))

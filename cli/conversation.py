@@ -1,0 +1,193 @@
+"""A conversation with a policy in this process: the same chat template, sampler, parser and tools as an episode has.
+
+What was sampled is kept as token ids, so that the next turn continues it exactly.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+from agentrl.cli.output import Line
+from agentrl.cli.turn_display import Voice, said
+from agentrl.workflow.agent import refusal
+from agentrl.workflow.chat.parsing import THINK
+from agentrl.workflow.envs import Env
+from agentrl.workflow.errors import StateError
+from agentrl.workflow.inference.open_policy import OpenPolicy
+from agentrl.workflow.tools import Tool, failure
+from agentrl.workflow.tools.python import Notebook, keeps_session
+from agentrl.workflow.training.demonstrations import Demonstration
+from agentrl.workflow.trajectory import Episode, Message, Step, Task, ToolCall, ToolResult
+
+MakesVoice = Callable[[bool, Sequence[str]], Voice]
+OTHER_TOOLS = "other tools are offered from here on"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a conversation stood before a question."""
+
+    steps: tuple[Step, ...]
+    row: tuple[Step, ...]
+    unheard: tuple[Message, ...]
+
+
+class Talk:
+    """A conversation: `answer` takes the user's words and gives what the policy and its tools say, line by line.
+
+    Attributes:
+        steps: its turns, each with the messages that were new to it.
+        off: names of tools that are not offered.
+    """
+
+    def __init__(self, policy: OpenPolicy, env: Env, tools: Mapping[str, Tool] | None = None) -> None:
+        """`tools`: unset, the env's own."""
+        self.policy = policy
+        self.env = env
+        self.tools = env.toolset() if tools is None else tools
+        self.off: frozenset[str] = frozenset()
+        self.steps: tuple[Step, ...] = ()
+        self._row: tuple[Step, ...] = ()
+        self._unheard: tuple[Message, ...] = ()
+        self._before = _Place((), (), ())
+        self._draws = 0
+        self._notebook = Notebook()
+
+    def close(self) -> None:
+        """Ends the sampler and what keeps a tool's names."""
+        self.policy.close()
+        self._notebook.close()
+
+    @property
+    def offered(self) -> dict[str, Tool]:
+        """The tools that the policy is told of."""
+        return {name: tool for name, tool in self.tools.items() if name not in self.off}
+
+    def offer(self, off: frozenset[str]) -> None:
+        """All tools but these from now on; what was said before is read again, as the template tells of tools first."""
+        self.off = off
+        self._row = ()
+        self._draws += 1
+
+    def reset(self) -> None:
+        """Begins anew."""
+        self.steps = self._row = self._unheard = ()
+        self._draws += 1
+        self._forget_names()
+
+    def take_back(self) -> None:
+        """Forgets the last question and what was answered; asked again, it draws another answer."""
+        self.steps, self._row, self._unheard = self._before.steps, self._before.row, self._before.unheard
+        self._draws += 1
+
+    def answer(self, words: str, voice: MakesVoice | None = None) -> Generator[Line, None, None]:
+        """The policy's turns until it calls no tool, at most `max_steps`.
+
+        Args:
+            words: the user's.
+            voice: makes what shows a turn while it is sampled (told whether the turn begins inside of a thought, and what a
+                call begins with); the lines are then the rest.
+        """
+        self._before = _Place(self.steps, self._row, self._unheard)
+        asked = Message("user", words)
+        system = (Message("system", self.env.system_prompt),) if self.env.system_prompt and not self.steps else ()
+        new = (*system, *self._unheard, asked)
+        episode = Episode(Task("chat", (asked,), ""))
+        for _ in range(self.policy.limits.max_steps):
+            step = yield from self._turn(new, voice)
+            cut = self._cut(step)
+            if cut:
+                yield f"(cut at {cut})", "yellow"
+            if not step.message.tool_calls or cut:
+                self._unheard = ()
+                return
+            step = replace(step, results=(yield from self._results(step.message.tool_calls)))
+            self.steps, self._row = (*self.steps[:-1], step), (*self._row[:-1], replace(self._row[-1], results=step.results))
+            episode = episode.with_step(replace(step, index=len(episode.steps)))
+            self._unheard = new = tuple(self.env.step(episode))
+            if not new:
+                return
+        yield f"(stopped after {self.policy.limits.max_steps} turns)", "yellow"
+
+    def demonstration(self) -> Demonstration:
+        """The conversation as one to imitate.
+
+        Raises:
+            StateError: nothing was answered yet, or an answer was cut.
+        """
+        if not self.steps:
+            raise StateError("Nothing was answered yet, and so nothing can be saved.", "Ask something first.")
+        if any(step.finish_reason == "length" for step in self.steps):
+            raise StateError("An answer was cut, and nobody should learn to stop there.", "Begin anew: /reset")
+        messages = tuple(message for step in self.steps for message in (*step.prompt, step.message))
+        return Demonstration(messages, tuple(tool.schema for tool in self.offered.values()))
+
+    def _turn(self, new: tuple[Message, ...], voice: MakesVoice | None) -> Generator[Line, None, Step]:
+        """Samples the next turn, and shows it."""
+        again = bool(self.steps) and not self._row
+        heard = (*(message for step in self.steps for message in (*step.prompt, step.message)), *new) if again else new
+        stream = self.policy.stream(heard, tuple(self.offered.values()), before=self._row, sample=self._draws)
+        try:
+            opens = self.policy.chat.manner.tool_format.opens
+            shown = voice(self._thinks_first(stream.context), opens) if voice else None
+            for piece in stream if shown else ():
+                shown.take(piece)  # type: ignore[union-attr]
+            step = stream.result()
+        finally:
+            stream.stop()
+        self._row = (*self._row, step)
+        told = replace(step, index=len(self.steps), prompt=new, new_row=OTHER_TOOLS if again else step.new_row)
+        self.steps = (*self.steps, told)
+        yield from shown.rest(step.message) if shown else said(step.message)
+        return told
+
+    def _thinks_first(self, context: tuple[int, ...]) -> bool:
+        """Whether the template opens the policy's thought for it."""
+        return self.policy.chat.decode(context[-8:]).rstrip().endswith(THINK)
+
+    def _results(self, calls: tuple[ToolCall, ...]) -> Generator[Line, None, tuple[ToolResult, ...]]:
+        results = []
+        for index, call in enumerate(calls):
+            results.append(self._call(index, call))
+            yield f"  -> {results[-1].content}", "red" if results[-1].error_class else "blue"
+        return tuple(results)
+
+    def _cut(self, step: Step) -> str:
+        """What cut a turn short; empty if it came to its end."""
+        if step.finish_reason == "stop":
+            return ""
+        sampled = len(step.sampled_ids)
+        if sampled >= self.policy.limits.max_new_tokens:
+            return "--max-new-tokens"
+        window = self.policy.policy.max_context
+        whole = len(Episode(Task("chat", (), ""), steps=self._row).context_ids) >= window
+        return f"the model's window of {window} tokens" if whole else "the server's window"
+
+    def _call(self, index: int, call: ToolCall) -> ToolResult:
+        refused = refusal(call, index, self.offered, self.policy.limits)
+        if refused is not None:
+            return refused
+        tool, answer, began = self.tools[call.name], Future[ToolResult](), time.monotonic()
+        # A thread of its own, so that one that never ends keeps nobody.
+        threading.Thread(target=_run, args=(self._notebook, tool, call, answer), daemon=True).start()
+        try:
+            told = answer.result(None if keeps_session(tool) else tool.timeout_seconds)
+        except KeyboardInterrupt:
+            self._forget_names()
+            raise
+        except Exception as error:  # noqa: BLE001 - a tool is anybody's code; its fault is shown to the model and the user
+            told = failure(tool, error if answer.done() else tool.overdue())
+        return replace(told, seconds=time.monotonic() - began)
+
+    def _forget_names(self) -> None:
+        self._notebook.close()
+        self._notebook = Notebook()
+
+
+def _run(notebook: Notebook, tool: Tool, call: ToolCall, answer: "Future[ToolResult]") -> None:
+    try:
+        answer.set_result(notebook.run(tool, call.arguments))
+    except BaseException as error:  # noqa: BLE001 - it goes to whoever waits
+        answer.set_exception(error)

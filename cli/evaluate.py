@@ -1,0 +1,307 @@
+"""`agentrl eval`, `chat`: measure a model, talk to it."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentrl.cli.output import Json, cell, interval, one_line, say, show, show_json
+from agentrl.cli.targets import Trust, existing_database, find_policy
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.errors import ConfigError, ModelError
+from agentrl.workflow.runtime.gc_pause import importing
+
+if TYPE_CHECKING:
+    from agentrl.cli.conversation import Talk
+    from agentrl.workers.requests.submission import Prepared
+
+PolicyName = Annotated[
+    str,
+    typer.Option(
+        *("--policy", "--model", "--model-path"),
+        metavar="RUN[@VERSION|@best|@epochN]|PATH|MODEL",
+        help="A run's policy (newest version), a checkpoint or a model.",
+    ),
+]
+TopK = Annotated[int | None, typer.Option("--top-k", help="Draw from the K likeliest tokens [the run's].", show_default=False)]
+TopP = Annotated[
+    float | None, typer.Option("--top-p", help="Draw from the likeliest that reach this [the run's].", show_default=False)
+]
+MinP = Annotated[
+    float | None, typer.Option("--min-p", help="Draw from this share of the likeliest on [the run's].", show_default=False)
+]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", help="A text that ends a turn; repeatable [the run's].", show_default=False)
+]
+
+ToolFormatName = Annotated[
+    str | None,
+    typer.Option("--tool-format", help="How calls are written [the run's, else as its template does].", show_default=False),
+]
+TemplateFile = Annotated[
+    str | None,
+    typer.Option("--chat-template", metavar="FILE", help="A Jinja file in place of the model's template.", show_default=False),
+]
+
+SHOWN = ("tasks", "episodes", "errors", "mean_reward", "low", "high", "interval_by", "accuracy", "pass_at", "dataset", "split")
+"""What `eval --json` says of an evaluation."""
+
+
+def evaluate(
+    policy: PolicyName,
+    dataset: Annotated[str | None, typer.Option(help="Dataset [the run's, else gsm8k].", show_default=False)] = None,
+    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "test",
+    n: Annotated[int | None, typer.Option("-n", min=1, max=4096, help="Only the first N tasks.", show_default=False)] = None,
+    group_size: Annotated[int, typer.Option(min=1, help="Episodes per task.")] = 1,
+    env: Annotated[str | None, typer.Option(help="Env [the run's, else the dataset's own].", show_default=False)] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Sampled tokens per turn [the run's, else 256].", show_default=False)
+    ] = None,
+    max_steps: Annotated[
+        int | None, typer.Option(min=1, help="Turns per episode [the run's, else 4].", show_default=False)
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature [the run's, else 1].", show_default=False)
+    ] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token each time, instead of drawing.")] = False,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    stop: Stop = None,
+    engine: Annotated[str | None, typer.Option(help="What samples [the run's, else rolling].", show_default=False)] = None,
+    trust_remote_code: Trust = False,
+    tool_format: ToolFormatName = None,
+    chat_template: TemplateFile = None,
+    fail_under: Annotated[float | None, typer.Option(help="Exit 1 if the mean reward is lower.", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a policy: n, mean reward with its 95% interval, accuracy, pass@k, errors apart.
+
+    The interval is Wilson's where every reward is 0 or 1, so that their mean is a share, else Student's.
+
+    An episode counts as right where what says so in its reward is at its full value; pass@k is the chance that one of k
+    episodes of a task is right, for k up to --group-size. Compare two: agentrl compare A B.
+    """
+    from agentrl.cli.services import start_run
+    from agentrl.cli.watch import follow
+    from agentrl.workers.requests import submission as submission
+    from agentrl.workers.stack.process import database
+    from agentrl.workflow.config import build
+    from agentrl.workflow.store import listings
+
+    drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "max_steps": max_steps, "engine": engine}
+    asked |= {"group_size": group_size, "stop": stop or None, **(_greedily(drawn, group_size) if greedy else drawn)}
+    config, ref = evaluation_of(policy, dataset, split, n, asked, env, trust_remote_code)
+    config = build(config.flat() | _spoken(tool_format, chat_template))
+    prepared = _told_of(submission.prepare(existing_database(), config, kind="eval", policy=ref), policy)
+    made, missing = start_run(prepared, required=True)
+    if n is not None and len(prepared.submission.tasks) < n:
+        say(f"{config.dataset.name} ({split}) has {len(prepared.submission.tasks)} tasks, fewer than -n {n}.")
+    for line in [f"{made.name}: {len(prepared.submission.tasks)} tasks x {group_size}", *missing]:
+        say(line)
+    view = follow(database(), made.name, sys.stderr.isatty(), say)
+    if view.run["status"] != "done":
+        say(f"{made.name}: {view.run['status']} {view.run['reason']}")
+        raise typer.Exit(1)
+    result = listings.evaluation(database(), made.name)
+    _show_score(made.name, policy, result, as_json)
+    if not result["episodes"]:
+        failure = listings.most_frequent_failure(database(), made.name)
+        why = f": {one_line(failure['error'])[:300]}" if failure else ""
+        say(f"No episode could be scored{why}. See them: agentrl episodes {made.name}")
+        raise typer.Exit(1)
+    if fail_under is not None and (result["mean_reward"] is None or result["mean_reward"] < fail_under):
+        say(f"The mean reward is under {fail_under:g}.")
+        raise typer.Exit(1)
+
+
+def _told_of(prepared: "Prepared", policy: str) -> "Prepared":
+    """The evaluation's manifest tells of which run (empty: none) the policy was named, as several may have the same weights."""
+    manifest = {**prepared.submission.manifest, "of": find_policy(policy)[0].name or ""}
+    return replace(prepared, submission=replace(prepared.submission, manifest=manifest))
+
+
+def _greedily(drawn: Mapping[str, Any], group_size: int) -> dict[str, Any]:
+    """How the likeliest token is taken: alike for each policy, whatever its run drew from.
+
+    Raises:
+        ConfigError: something else was asked for as well.
+    """
+    also = [f"--{name.replace('_', '-')}" for name, value in drawn.items() if value is not None]
+    if also:
+        raise ConfigError(f"--greedy takes the likeliest token, and {also[0]} says how to draw one.", "Leave one out.")
+    if group_size > 1:
+        raise ConfigError(f"--greedy makes {group_size} times the same episode of a task.", "Leave --group-size out.")
+    return {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
+
+
+def evaluation_of(
+    policy: str,
+    dataset: str | None,
+    split: str,
+    n: int | None,
+    rollout: Mapping[str, Any],
+    env: str | None = None,
+    trust: bool = False,
+) -> tuple[RunConfig, Any]:
+    """The config of an eval run (one iteration with all tasks) and the policy to measure, None for a model as it is.
+
+    What `rollout` leaves out, or gives as None, is the run's. `trust`: the model's own code may run.
+    """
+    from agentrl.workers.requests.eval_config import measuring, sized
+    from agentrl.workflow.models.lookup import known_model
+
+    base, ref = _found(policy, trust)
+    config = measuring(base, dataset, split, n, rollout, env)
+    if ref is None:  # before the dataset, which may be far away and is not what is wrong with an unknown name
+        try:
+            known_model(config.model.path, config.dataset.name)
+        except ModelError as error:
+            raise ModelError(f"No run is called {policy!r}, and no model is found: {error.message}", error.hint) from error
+    return sized(config), ref
+
+
+def _found(policy: str, trust: bool) -> tuple[RunConfig, Any]:
+    """What `find_policy` finds, whose own code may run if a person says so here, or said so when the run was submitted."""
+    config, ref = find_policy(policy)
+    trusted = config.model.trust_remote_code or trust
+    return config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": trusted})}), ref
+
+
+def _given(rollout: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"rollout.{key}": value for key, value in rollout.items() if value is not None}
+
+
+def _spoken(tool_format: str | None, chat_template: str | None) -> dict[str, Any]:
+    """The keys of the config that say how a model is spoken to, as far as a person did."""
+    given = {"model.tool_format": tool_format, "model.chat_template": chat_template}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _show_score(run: str, policy: str, result: Any, as_json: bool) -> None:
+    if as_json:
+        show_json({"run": run, "policy": policy, **{key: result[key] for key in SHOWN}})
+        return
+    show(f"{policy} on {result['dataset']} ({result['split']})")
+    show(f"  n {result['episodes']}  mean {cell(result['mean_reward'])}  {interval(result)}  errors {result['errors']}")
+    if result["accuracy"] is not None:
+        chances = "".join(f"  pass@{k} {cell(chance)}" for k, chance in result["pass_at"].items())
+        show(f"  accuracy {cell(result['accuracy'])}{chances}")
+    show(f"  run {run}")
+
+
+def chat(
+    policy: PolicyName,
+    env: Annotated[
+        str | None, typer.Option(help="Env whose tools and prompt it gets [the run's, else math].", show_default=False)
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature, above 0 and at most 10.")] = 1.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    stop: Stop = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per turn.")] = 256,
+    engine: Annotated[str | None, typer.Option(help="What samples [the run's, else rolling].", show_default=False)] = None,
+    tool_format: ToolFormatName = None,
+    chat_template: TemplateFile = None,
+    seed: Annotated[int, typer.Option(min=0, help="Keys every random draw.")] = 0,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Talk to a policy, its tools at hand; everything runs in this process.
+
+    At a terminal: /help says what else one can do, ctrl-C stops an answer, ctrl-D ends it. In a pipe one line of input is one
+    message, and an empty line ends it.
+    """
+    from contextlib import closing
+
+    from agentrl.cli.chat import Loading, at_a_terminal, in_a_pipe
+    from agentrl.workflow import engines
+    from agentrl.workflow.config import build
+    from agentrl.workflow.plugins import find
+    from agentrl.workflow.settings import settings
+
+    config, ref = _found(policy, trust_remote_code)
+    found, tools = _env_at_hand(config, env)
+
+    asked: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "engine": engine}
+    asked |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
+    config = build(config.flat() | _given(asked) | _spoken(tool_format, chat_template))
+    engines.check_options(find("engines", config.rollout.engine), config.rollout)
+    if ref is None:
+        _check_model(config.model.path, trust_remote_code)
+
+    def make() -> "Talk":
+        from agentrl.cli.conversation import Talk
+
+        with importing():
+            from agentrl.workflow.inference.open_policy import open_policy
+
+        return Talk(open_policy(config, ref, seed), found, tools)
+
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        with closing(make()) as talk:
+            in_a_pipe(talk)
+        return
+    with closing(Loading(make, policy)) as loading:
+        at_a_terminal(loading, _greeting(policy, tools), settings().root)
+
+
+def _check_model(name: str, trusted: bool) -> None:
+    """Makes sure, before a person types, that a model of this machine is there.
+
+    Raises:
+        ModelError: it is not.
+    """
+    from pathlib import Path
+
+    from agentrl.workflow.models.lookup import TINY_DATASET, model_folder, resolve_model
+
+    base = resolve_model(name, TINY_DATASET)
+    if Path(base).is_absolute() or base.startswith("."):
+        model_folder(base, trusted)
+
+
+def _greeting(policy: str, tools: Mapping[str, Any]) -> str:
+    offered = f"tools: {', '.join(tools)}" if tools else "no tools"
+    return f"{one_line(policy)}, {offered}. /help says what you can type; ctrl-D ends it."
+
+
+def _env_at_hand(config: RunConfig, named: str | None) -> tuple[Any, Mapping[str, Any]]:
+    """The env to talk in, and its tools: those named, else the run's; what of the run's is not to be had here is done without.
+
+    Raises:
+        ConfigError: the env that a person named is not here.
+    """
+    from agentrl.workflow.envs import Env, offered
+    from agentrl.workflow.plugins import find
+
+    if named:
+        env: Env = find("envs", named)
+        return env, env.toolset()
+    default = "arithmetic" if config.model.path.startswith("tiny") else "math"
+    try:
+        env = find("envs", config.env or default)
+    except ConfigError as error:
+        say(f"It talks without the run's env: {error}")
+        env = Env()
+    own = config.model_copy(update={"tools": tuple(name for name in config.tools if _is_here(name))})
+    try:
+        return env, offered(env, own)
+    except ConfigError as error:
+        say(f"It talks without tools: {error}")
+        return env, {}
+
+
+def _is_here(tool: str) -> bool:
+    from agentrl.workflow.mcp import mcp_tool
+    from agentrl.workflow.plugins import find
+
+    try:
+        mcp_tool.is_server(tool) or find("tools", tool)
+    except ConfigError as error:
+        say(f"It talks without a tool: {error}")
+        return False
+    return True

@@ -1,0 +1,84 @@
+"""`agentrl gc`, `agentrl vacuum`: what no row needs leaves the disk, and the database gives back what it does not use."""
+
+from typing import Annotated, Any
+
+import typer
+
+from agentrl.cli.output import Json, say, show, show_json, show_table
+from agentrl.cli.targets import existing_database, stored_database
+
+
+def gc(
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN]...", help="Only of these runs.", show_default=False)
+    ] = None,
+    keep_last: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Of runs that are over keep only the newest N adapters, also where episodes name others.",
+            metavar="N",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove what no row needs from the checkpoint folders.
+
+    Leftovers of killed trainers, optimizer state of all but the last two checkpoints, adapters that no episode names.
+    """  # fmt: skip
+    from agentrl.workflow.checkpoints.checkpoint_gc import KINDS
+    from agentrl.workflow.store import retention
+
+    db = stored_database() if runs else existing_database()
+    places = retention.checkpoints(db, tuple(runs or ())) if db else []
+    freed = {place.run: _collect(db, place, keep_last, dry_run) for place in places}
+    totals = {kind: sum(run[kind] for run in freed.values()) for kind in KINDS}
+    if as_json:
+        show_json(
+            {"dry_run": dry_run, "bytes": totals, "runs": {run: part for run, part in freed.items() if any(part.values())}}
+        )
+        return
+    rows = [(run, *(_size(part[kind]) for kind in KINDS)) for run, part in freed.items() if any(part.values())]
+    if rows:
+        show_table(("run", *KINDS), [*rows, ("all", *(_size(totals[kind]) for kind in KINDS))])
+    show(f"{_size(sum(totals.values()))} {'would be' if dry_run else 'were'} freed.")
+
+
+def _collect(db: Any, place: Any, keep_last: int | None, dry_run: bool) -> dict[str, int]:
+    """One run; bytes by kind."""
+    from agentrl.workflow.checkpoints import checkpoint_gc
+    from agentrl.workflow.checkpoints.epoch_links import unlink
+    from agentrl.workflow.store import epoch_ends, retention
+
+    folders = checkpoint_gc.listed(place.output_dir, place.key)
+    present = {folder.name for folder in folders}
+    decide = retention.needs if dry_run else retention.collect
+    waste = checkpoint_gc.waste(folders, decide(db, place.run_id, present, keep_last), place.key)
+    if not dry_run:
+        unlink(epoch_ends.ends(db, place.run_id))  # none leads to what goes now
+    for item in () if dry_run else waste:
+        checkpoint_gc.remove(place.output_dir, item)
+    return {kind: sum(item.bytes for item in waste if item.kind == kind) for kind in checkpoint_gc.KINDS}
+
+
+def vacuum(as_json: Json = False) -> None:
+    """Compact the database; runs may go on meanwhile."""
+    from agentrl.workflow.store import vacuum
+
+    done = vacuum.vacuum(stored_database())
+    if as_json:
+        show_json({"before": done.before, "after": done.after})
+    else:
+        show(f"{_size(done.before)} -> {_size(done.after)}")
+    if done.left:
+        say("Somebody reads an older state: the log beside the file shrinks at the next vacuum.")
+
+
+def _size(count: int) -> str:
+    """Bytes in the unit that keeps the number short."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 1 << power:
+            return f"{count / (1 << power):.1f} {unit}"
+    return f"{count} bytes"

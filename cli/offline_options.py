@@ -1,0 +1,259 @@
+"""What `agentrl sft` and `dpo` share: where the model goes, which stored episodes it learns from, and how far it is."""
+
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentrl.cli.output import console, duration, say, show, show_json
+from agentrl.cli.targets import stored_start
+from agentrl.workflow.config import NAME_PATTERN, build
+from agentrl.workflow.errors import ConfigError, Stopped, did_you_mean
+from agentrl.workflow.models.lookup import refuse_existing
+from agentrl.workflow.resolve import read_yaml
+
+if TYPE_CHECKING:
+    from agentrl.workers.requests.stored_groups import Material
+    from agentrl.workflow.stats.selection import Candidate
+    from agentrl.workflow.store.connect import Database
+    from agentrl.workflow.training.offline_training import Made, Recipe, Start
+    from agentrl.workflow.trajectory import Episode
+
+RewardSet = Annotated[
+    str | None, typer.Option(help="Whose rewards choose among stored episodes [default].", show_default=False)
+]
+StartPolicy = Annotated[
+    str | None,
+    typer.Option("--policy", metavar="RUN[@V]", help="With stored episodes: start from this [theirs].", show_default=False),
+]
+
+
+def _from_file(ctx: typer.Context, file: Path | None) -> Path | None:
+    """Takes the options of a YAML file, whose keys are their names, as what is not typed."""
+    if file is None:
+        return None
+    options = {spelling.lstrip("-").replace("-", "_"): option.name for option in ctx.command.params for spelling in option.opts}
+    values: dict[str, Any] = {}
+    for key, value in read_yaml(file).items():
+        name = options.get(key.replace("-", "_"))
+        if name is None or name == "config":
+            raise ConfigError(f"{str(file)!r} has an unknown option {key!r}.", did_you_mean(key, sorted(options)))
+        values[name] = value
+    ctx.default_map = values
+    return file
+
+
+OptionsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", callback=_from_file, is_eager=True, help="A YAML file of these options.", show_default=False
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace a model of that name, or another's interrupted training.")]
+Optimizer = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="adamw, or adamw_8bit: its moments in 8 bits [adamw].", show_default=False),
+]
+SaveEvery = Annotated[
+    int | None,
+    typer.Option(
+        metavar="STEPS", min=1, help="Steps between checkpoints; the same command goes on there [a minute].", show_default=False
+    ),
+]
+OutputDir = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Make the model here [among the models in AGENTRL_HOME].", show_default=False),
+]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the model is to be made, as it was asked for, and how often on the way it is kept."""
+
+    name: str | None
+    output_dir: Path | None
+    force: bool
+    save_every: int | None
+
+    @property
+    def writing(self) -> dict[str, Any]:
+        """What a training is told of it, beside the folder."""
+        return {"overwrite": self.force, "save_every": self.save_every}
+
+    def of(self, made: str) -> Path:
+        """The folder; `made` is its name where none was given."""
+        if self.output_dir and self.name:
+            raise ConfigError("--name and --output-dir both say where the model goes.", "Leave one out.")
+        target = self.output_dir.expanduser() if self.output_dir else _named_folder(self.name, made)
+        refuse_existing(target, self.force)
+        return target
+
+
+def _named_folder(asked: str | None, made: str) -> Path:
+    """The folder of a model of that name among agentrl's own."""
+    from agentrl.workflow.settings import settings
+
+    if asked is not None and not re.match(NAME_PATTERN, asked):
+        raise ConfigError(f"--name {asked!r} is no name.", "Use a-z, 0-9, '.', '_' and '-', at most 64.")
+    name = asked or made
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ConfigError(f"No name can be made of {name!r}.", "Pass --name.")
+    return settings().models_dir / name
+
+
+def recipe_options(
+    steps: int | None, batch_size: int | None, learning_rate: float | None, seed: int, pieces: int, optimizer: str | None
+) -> dict[str, Any]:
+    """What was asked of the recipe."""
+    if learning_rate is not None and not 0 < learning_rate < float("inf"):
+        raise ConfigError(f"--learning-rate must be above 0, not {learning_rate:g}.")
+    wanted: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
+    wanted["gradient_accumulation_steps"] = pieces
+    wanted["optimizer"] = build({} if optimizer is None else {"update.optimizer": optimizer}).update.optimizer
+    return {key: value for key, value in wanted.items() if value is not None}
+
+
+def refuse(options: Mapping[str, Any], why: str, hint: str) -> None:
+    """Raises ConfigError naming those of the options that were given."""
+    given = [option for option, value in options.items() if value is not None]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: {why}", hint)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Stored episodes to choose from, and what learns from them."""
+
+    db: "Database"
+    found: "Material"
+    candidates: "list[Candidate]"
+
+    @property
+    def name(self) -> str:
+        """The first run's."""
+        return str(self.found.sources[0].row["name"])
+
+    @property
+    def start(self) -> "Start":
+        """What learns."""
+        from agentrl.workflow.training.offline_training import Start
+
+        made = self.found.config
+        manifest = self.found.sources[0].row["manifest"]
+        return Start(made.model, self.found.start, made.rollout.temperature, manifest)
+
+    def recipe(self, examples: int, passes: int, asked: Mapping[str, Any]) -> "Recipe":
+        """So many passes, at the run's learning rate unless another was asked for."""
+        from agentrl.workflow.training.offline_training import recipe_for
+
+        rate = self.found.config.update.learning_rate
+        return replace(recipe_for(examples, passes, rate, asked.get("batch_size")), **asked)
+
+    def episodes(self, chosen: "list[Candidate]") -> "list[Episode]":
+        """The chosen ones with their tokens."""
+        from agentrl.workflow.store import offline_data
+
+        return offline_data.chosen(self.db, [one.id for one in chosen])
+
+
+def find_stored(runs: list[str], reward_set: str | None, policy: str | None, least: int) -> Stored:
+    """What these runs have stored; `least` done episodes make a group of use."""
+    from agentrl.workers.requests.stored_groups import material
+    from agentrl.workflow.store import offline_data
+
+    db, start = stored_start(policy)
+    source = build({"source.runs": runs, "source.reward_set": reward_set or "default"}).source
+    found = material(db, source, least, start)
+    for remark in found.remarks:
+        say(remark)
+    candidates = [
+        one for each in found.sources for one in offline_data.candidates(db, each.row["id"], each.groups, source.reward_set)
+    ]
+    return Stored(db, found, candidates)
+
+
+def watched(target: Path, training: "Callable[..., Made]") -> "Made":
+    """Trains as this machine is set up to, and shows how far it is; first of all there is a place for what it makes."""
+    from agentrl.workflow.settings import settings
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        said = f"The folder {str(target.parent)!r} cannot be made: {error.strerror}."
+        raise ConfigError(said, "Pass --output-dir, or set AGENTRL_HOME.") from error
+    where = settings()
+    try:
+        with Progress() as progress:
+            return training(device=where.device, threads=where.threads, progress=progress)
+    except Stopped as stopped:
+        say(str(stopped))
+        raise
+
+
+def called(target: Path) -> str:
+    """How a command names the model made: by its folder where that is not among agentrl's own."""
+    from agentrl.workflow.settings import settings
+
+    return target.name if target.parent == settings().models_dir else str(target)
+
+
+def say_next(stored: Stored, target: Path) -> None:
+    """What one does with the model made."""
+    dataset = stored.found.config.dataset.name
+    say(f"Measure it: agentrl eval --policy {called(target)} --dataset {dataset}")
+    say(f"Train it: agentrl submit --dataset {dataset} --model {called(target)}")
+
+
+def show_made(made: "Made", learned: str, more: Mapping[str, Any], as_json: bool) -> None:
+    """What was made, of what."""
+    left_out = "".join(f"; left out {count}: {why}" for why, count in made.left_out.items())
+    say(f"Learned from {learned}{left_out}.")
+    if not as_json:
+        show(str(made.folder))
+        return
+    told = {"model": made.folder, "name": made.folder.name, "steps": made.recipe.steps, **made.metrics}
+    show_json({**told, "examples": made.examples, "left_out": dict(made.left_out), **more})
+
+
+class Progress:
+    """What trains; then a bar on a terminal, else a line for every tenth; with the speed and the time left."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._began, self._tokens, self._before = time.monotonic(), 0, 0
+
+    def __enter__(self) -> "Progress":
+        if sys.stderr.isatty():
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(console=console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("reading", total=None)
+        return self
+
+    def __exit__(self, *ending: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def begins(self, parameters: object, steps: int, done: int) -> None:
+        """Says what trains, and where it goes on; from here the time counts."""
+        self._began, self._before = time.monotonic(), done
+        say(str(parameters))
+        if done:
+            say(f"goes on at step {done} of {steps}")
+
+    def step(self, done: int, steps: int, tokens: int, metrics: Mapping[str, float]) -> None:
+        """Shows how far it is."""
+        self._tokens += tokens
+        seconds = time.monotonic() - self._began
+        said = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in metrics.items())
+        pace = f"{self._tokens / seconds:,.0f} tokens/s  {duration(seconds * (steps - done) / (done - self._before))} left"
+        if self._bar is not None:
+            self._bar.update(self._task, total=steps, completed=done, description=f"{said}  {pace}")
+        elif done == steps or done % max(1, steps // 10) == 0:
+            say(f"step {done}/{steps}  {said}  {pace}")

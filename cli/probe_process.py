@@ -1,0 +1,47 @@
+"""What the command line asks a process of its own, `cli.probe`, so that torch and transformers stay out of it."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from agentrl.workflow.config import ModelConfig
+from agentrl.workflow.errors import ConfigError, ModelError
+from agentrl.workflow.settings import settings
+
+PROBE_SECONDS = 120
+
+
+def probed(*arguments: str) -> dict[str, Any]:
+    """Facts from `cli.probe`; `error` where it has none."""
+    command = [sys.executable, "-P", "-m", "agentrl.cli.probe", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"did not answer within {PROBE_SECONDS} s"}
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["died without a word"])[-1]}
+    facts: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return facts
+
+
+def check_model(config: ModelConfig, base: str) -> None:
+    """Makes sure that the files of a model make one, as a worker finds when it loads them; of a hub model only if it is here.
+
+    Raises:
+        ModelError: they do not, or not as the config wants it.
+    """
+    facts = probed("model", base, config.model_dump_json())
+    if "error" in facts:
+        raise ModelError(facts["error"], facts.get("hint", ""))
+
+
+def check_optimizer(name: str) -> None:
+    """Makes sure that an optimizer other than torch's own works on this machine.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    facts = probed("optimizer", name, settings().device) if name != "adamw" else {}
+    if "error" in facts:
+        raise ConfigError(facts["error"], facts.get("hint", ""))

@@ -1,0 +1,77 @@
+"""`agentrl replay EPISODE --diff OTHER`: two episodes side by side, the first token at which they part."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.cli.output import Line, cell, show_json, show_lines
+from agentrl.cli.targets import stored_database
+from agentrl.cli.verify import colour, number, parting, quoted
+from agentrl.workflow.trajectory import Episode
+
+if TYPE_CHECKING:
+    from agentrl.workflow.analysis.episode_diff import Comparison, TokenDifference
+    from agentrl.workflow.store.provenance import Origin
+
+
+def diff(episode: int, other: int, as_json: bool) -> int:
+    """Prints where the two part and in what else they differ; 0 where in nothing, else 1."""
+    from agentrl.workflow.analysis.episode_diff import compare
+    from agentrl.workflow.store.provenance import find_origin
+
+    sides = (find_origin(stored_database(), episode), find_origin(stored_database(), other))
+    found = compare(*map(_scored, sides))
+    if found.token is not None:
+        found = replace(found, token=_spelled(found.token, sides))
+    if as_json:
+        show_json({"left": episode, "right": other, "same": found.same, **asdict(found)})
+    else:
+        show_lines(_report(found, (episode, other)))
+    return 0 if found.same else 1
+
+
+def _scored(origin: "Origin") -> Episode:
+    """With the parts of its own reward set, which a record keeps apart."""
+    from agentrl.workflow.rewards import whole
+
+    parts = origin.reward_sets["default"].parts
+    return replace(origin.record.episode, rewards={name: whole(part) for name, part in parts.items()})
+
+
+def _spelled(token: "TokenDifference", sides: "tuple[Origin, Origin]") -> "TokenDifference":
+    left, right = (_text(origin.base, number) for origin, number in zip(sides, token.ids, strict=True))
+    return replace(token, texts=(left, right))
+
+
+def _text(base: str, token: int | None) -> str:
+    """What the id spells for that base, if its tokenizer is on this machine; without transformers, which take a second."""
+    from huggingface_hub import try_to_load_from_cache
+    from tokenizers import Tokenizer
+
+    file = Path(base) / "tokenizer.json"
+    cached = None if Path(base).is_absolute() else try_to_load_from_cache(base, "tokenizer.json")
+    file = Path(cached) if isinstance(cached, str) else file
+    if token is None or not file.is_file():
+        return ""
+    return str(Tokenizer.from_file(str(file)).decode([token], skip_special_tokens=False))
+
+
+def _report(found: "Comparison", ids: tuple[int, int]) -> Iterator[Line]:
+    left, right = (f"episode {number}:" for number in ids)
+    if found.tasks is not None:
+        yield f"They answer different tasks: {found.tasks[0]} and {found.tasks[1]}.", "yellow"
+    yield f"tokens   {found.common} of {found.tokens[0]} and {found.tokens[1]} in common", colour(found.token is None)
+    if found.token is not None:
+        yield from parting(found.token, left, right)
+    yield f"results  {len(found.results) or 'none'} differ", colour(not found.results)
+    for result in found.results:
+        yield f"  step {result.step}, call {result.call}", "red"
+        for name, text in ((left, result.left), (right, result.right)):
+            yield f"    {name} {'(none)' if text is None else quoted(text)}", ""
+    yield f"rewards  {len(found.rewards) or 'none'} differ", colour(not found.rewards)
+    for part, one, other in found.rewards:
+        yield f"  {part}: {number(one)} and {number(other)}", "red"
+    if found.stop_reasons is not None:
+        yield f"ended    {cell(found.stop_reasons[0])} and {cell(found.stop_reasons[1])}", "red"
+    yield ("the same", "green") if found.same else ("NOT the same", "bold red")

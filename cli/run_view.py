@@ -1,0 +1,84 @@
+"""What is known of a run while it is watched, and what its parts are called."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.cli.output import decimals
+
+GOING = ("planned", "running")
+
+Row = Any
+
+
+@dataclass
+class View:
+    """What is known of a run: its row, its finished iterations, the counts of its open ones, its failures, a warning, and the
+    evaluations that it makes of its own policies."""
+
+    run: Row
+    iterations: list[Row] = field(default_factory=list)
+    progress: Row = field(default_factory=dict)
+    failure: Row = field(default_factory=dict)
+    sampled_on: str = ""
+    warning: str = ""
+    evals: list[Row] = field(default_factory=list)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Mean reward of each finished iteration that has one."""
+        return [row["mean_reward"] for row in self.iterations if row["mean_reward"] is not None]
+
+    @property
+    def going(self) -> bool:
+        """Whether something of it goes on: the run itself, or the evaluations of one that is done."""
+        left = self.run["status"] == "done" and any(row["status"] in GOING for row in self.evals)
+        return left or self.run["status"] in GOING
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is an episode to look at: one with a turn, or one that ended."""
+        open_ones = self.progress and (self.progress["finished"] or self.progress["sampled_tokens"])
+        return bool(self.rewards or self.failure or open_ones or self.run["episodes_done"])
+
+    @property
+    def scores(self) -> list[float]:
+        """Mean reward on the held-out tasks of each version that was measured."""
+        return [row["mean_reward"] for row in self.evals if row["mean_reward"] is not None]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of the newest five finished iterations."""
+        seconds = sum(own_seconds(self.iterations)[-5:])
+        return sum(row["tokens"] for row in self.iterations[-5:]) / seconds if seconds else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the pace of the newest ten finished iterations."""
+        newest = [seconds for seconds in own_seconds(self.iterations)[-10:] if seconds]
+        left = self.run["iterations"] - self.run["iterations_done"]
+        return left * sum(newest) / len(newest) if newest else None
+
+
+def own_seconds(rows: Sequence[Row]) -> list[float]:
+    """Of each iteration the seconds after the end of the one before: rollouts that go on during updates count once."""
+    found, ended = [], None
+    for row in rows:
+        shared = (ended - row["started_at"]).total_seconds() if ended and row["started_at"] else 0.0
+        found.append(max(0.0, (row["seconds"] or 0.0) - max(0.0, shared)))
+        ended = row["finished_at"] or ended
+    return found
+
+
+def held_out(view: View) -> str:
+    """How the held-out scores went, in one line."""
+    run, scores = view.run, view.scores
+    went = decimals(scores[0]) if len(scores) == 1 else f"{decimals(scores[0])} -> {decimals(scores[-1])}"
+    best = "" if run["best_version"] is None else f", best {decimals(run['best_reward'])}: {run['run']}@{run['best_version']}"
+    return f"held out {went}{best}"
+
+
+def numbers(now: Row) -> str:
+    """`iteration 3`, or `iterations 3 to 4` where rollouts go on during updates: the open ones."""
+    start, end = now["iteration"], now["through"]
+    return f"iteration {start}" if start == end else f"iterations {start} to {end}"

@@ -1,0 +1,96 @@
+"""`agentrl sql`: a researcher's own SELECT, read-only, with a deadline; `--schema` says what there is to ask for."""
+
+from typing import Annotated, Any
+
+import typer
+
+from agentrl.cli.output import Json, say, show, show_csv, show_json, show_table
+from agentrl.cli.targets import stored_database
+
+LIMIT = 10_000
+
+
+def sql(
+    query: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SELECT", help="One SELECT over the tables and views; with --schema a view.", show_default=False
+        ),
+    ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Explain the views, or one: agentrl sql --schema v_episodes.")
+    ] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Ask the database: read-only, 5 s, 10,000 rows.
+
+    The views begin with v_; --schema says what they and their columns mean. rl_i4(blob) and rl_f4(blob) give the token ids
+    and logprobs of step_tokens as JSON.
+    """
+    from agentrl.workflow.errors import ConfigError
+    from agentrl.workflow.settings import settings
+    from agentrl.workflow.store import user_sql as store
+
+    if as_csv and as_json:
+        raise ConfigError("--csv and --json exclude each other.", "Choose one.")
+    if query is None and not schema:
+        raise ConfigError("Nothing was asked.", 'For example: agentrl sql "SELECT * FROM v_runs"; agentrl sql --schema')
+    file = store.sqlite_file(settings())
+    if file is not None and not file.exists():
+        stored_database()  # says so
+    if schema or query is None:
+        _explain(query, as_csv, as_json)
+        return
+    columns, rows = store.query(settings(), query, LIMIT)
+    if as_json:
+        show_json([dict(zip(columns, row, strict=True)) for row in rows])
+    elif as_csv:
+        show_csv(columns, rows)
+    else:
+        show_table(columns, rows)
+    if len(rows) == LIMIT:
+        say(f"Stopped at {LIMIT} rows; there may be more.")
+
+
+def _explain(view: str | None, as_csv: bool, as_json: bool) -> None:
+    """The columns of a view with what they mean, or the views with their columns.
+
+    Raises:
+        NotFoundError: there is no view of that name.
+    """
+    from agentrl.workflow.errors import NotFoundError, did_you_mean
+    from agentrl.workflow.settings import settings
+    from agentrl.workflow.store.user_sql import columns_of
+    from agentrl.workflow.tables import descriptions
+
+    if view is not None and view not in descriptions.VIEWS:
+        raise NotFoundError(f"There is no view {view!r:.100}.", did_you_mean(view[:100], descriptions.VIEWS))
+    found: list[dict[str, Any]] = [
+        {
+            "view": name,
+            "meaning": descriptions.VIEWS[name],
+            "columns": [{"column": each, "meaning": descriptions.meaning(name, each)} for each in columns_of(settings(), name)],
+        }
+        for name in ([view] if view else descriptions.VIEWS)
+    ]
+    lines = [(each["view"], column["column"], column["meaning"]) for each in found for column in each["columns"]]
+    if as_json:
+        show_json(found)
+    elif as_csv:
+        show_csv(("view", "column", "meaning"), lines)
+    elif view:
+        show(f"{view}: {descriptions.VIEWS[view]}\n")
+        show_table(("column", "meaning"), [line[1:] for line in lines])
+    else:
+        for each in found:
+            _show_view(each)
+        say("What the columns mean: agentrl sql --schema VIEW")
+
+
+def _show_view(found: dict[str, Any]) -> None:
+    from textwrap import fill
+
+    show(f"{found['view']}: {found['meaning']}")
+    names = ", ".join(column["column"] for column in found["columns"])
+    show(fill(names, 78, initial_indent="    ", subsequent_indent="    ") + "\n")

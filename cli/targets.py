@@ -1,0 +1,261 @@
+"""What a person's words mean: the database if there is one yet, and which policy a name is."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from agentrl.cli.output import say
+
+if TYPE_CHECKING:
+    from agentrl.workflow.config import RunConfig
+    from agentrl.workflow.store.driver_reader import Reader
+
+NewestRun = Annotated[
+    str | None, typer.Argument(metavar="RUN", help="Name or number of the run [the newest].", show_default=False)
+]
+LastEpisode = Annotated[
+    int | None, typer.Argument(metavar="EPISODE", help="Number of the episode [the last one done].", show_default=False)
+]
+
+
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code that the model's folder brings.")]
+
+
+def the_run(db: Any, run: str | None) -> str:
+    """The run, or where none is named the newest one, which is said.
+
+    Raises:
+        NotFoundError: there is none yet.
+    """
+    from agentrl.workflow.errors import NotFoundError
+    from agentrl.workflow.store import listings
+
+    found = run or listings.newest_run(db)
+    if not found:
+        raise NotFoundError("There is no run yet.", first_run())
+    if not run:
+        say(f"The newest run: {found}")
+    return found
+
+
+def the_episode(db: Any, episode: int | None) -> int:
+    """The episode, or where none is named the last one that is done, which is said.
+
+    Raises:
+        NotFoundError: none is done yet.
+    """
+    from agentrl.workflow.errors import NotFoundError
+    from agentrl.workflow.store import listings
+
+    found = listings.last_episode(db) if episode is None else episode
+    if found is None:
+        raise NotFoundError("No episode is done yet.", "Follow the newest run: agentrl watch")
+    if episode is None:
+        say(f"The last episode: {found}")
+    return found
+
+
+def existing_database() -> Any:
+    """The database, or None where it would have to be made: a request is checked before anything is written."""
+    from agentrl.workers.stack.process import database
+    from agentrl.workflow.settings import settings
+    from agentrl.workflow.store.user_sql import sqlite_file
+
+    file = sqlite_file(settings())
+    return None if file is not None and not file.exists() else database()
+
+
+def existing_reader() -> "Reader | None":
+    """The database to read from, quickly; None where it would have to be made."""
+    from agentrl.workflow.settings import settings
+    from agentrl.workflow.store.driver_reader import Reader
+    from agentrl.workflow.store.user_sql import sqlite_file
+
+    file = sqlite_file(settings())
+    return None if file is not None and not file.exists() else Reader(settings().database, _whole)
+
+
+def _whole() -> Any:
+    from agentrl.workers.stack.process import database
+
+    return database()
+
+
+def stored_reader() -> "Reader":
+    """The database to read from, for a command that tells of what is stored.
+
+    Raises:
+        NotFoundError: there is none yet.
+    """
+    return existing_reader() or _nothing_stored()
+
+
+def stored_database() -> Any:
+    """The database, for a command that tells of what is stored, or changes it: none makes one.
+
+    Raises:
+        NotFoundError: there is none yet.
+    """
+    return existing_database() or _nothing_stored()
+
+
+def _nothing_stored() -> NoReturn:
+    from agentrl.workflow.errors import NotFoundError
+    from agentrl.workflow.settings import settings
+
+    raise NotFoundError(f"Nothing is stored in {str(settings().root)!r} yet.", first_run())
+
+
+def first_run() -> str:
+    """What to type where there is no run yet, with what can be had everywhere."""
+    from agentrl.workflow.settings import settings
+
+    made = (settings().models_dir / "tiny-arithmetic" / "config.json").is_file()
+    model = "" if made else "agentrl sft --dataset arithmetic --model tiny, then "
+    return f"Make a first one: {model}agentrl submit --dataset arithmetic --model tiny"
+
+
+def find_policy(policy: str) -> "tuple[RunConfig, Any]":
+    """`RUN[@VERSION|@best|@epochN]`, or a checkpoint folder of a run: the run's config and that policy.
+
+    Else a model: the default config with it, and None.
+
+    Raises:
+        NotFoundError: there is no such run or version, and no model can be of that name.
+    """
+    from agentrl.workflow.config import RunConfig, build
+    from agentrl.workflow.errors import NotFoundError
+    from agentrl.workflow.store import run_names
+    from agentrl.workflow.store.epoch_ends import Epoch
+
+    db = existing_reader()
+    at = _checkpoint(db, policy)
+    name, _, word = at.partition("@") if at else policy.partition("@")
+    version = run_names.version_number(word) if word else None
+    if db is not None:
+        try:
+            run = run_names.find_run(db, name)
+        except NotFoundError:
+            if version is not None:
+                raise
+        else:
+            ref = run_names.stored_policy(db, name, version)
+            if isinstance(version, Epoch):
+                _link_again(db, run["id"])
+            return RunConfig.model_validate(run["config"]), ref
+    if version is not None:
+        raise NotFoundError(f"There is no run {name!r}.", "List them with `agentrl runs`.")
+    if not _may_be_a_model(policy):
+        raise NotFoundError(
+            f"There is no run and no model folder {policy!r}; a model of the hub has a '/' in its name.",
+            "List the runs: agentrl runs",
+        )
+    return build({"model.path": policy}), None
+
+
+def trained_policy(words: str, option: str) -> "tuple[RunConfig, Any, Mapping[str, Any]]":
+    """The policy of a run that the words mean, with the run's config and manifest.
+
+    Raises:
+        NotFoundError: there is no such run or version.
+        ConfigError: the words, given as that option, mean a model.
+    """
+    from agentrl.workflow.errors import ConfigError
+    from agentrl.workflow.store import run_names
+
+    config, ref = find_policy(words)
+    if ref is None:
+        raise ConfigError(f"{words!r} is no policy of a run.", f"Write {option} RUN or {option} RUN@3.")
+    return config, ref, run_names.find_run(stored_reader(), str(config.name))["manifest"]
+
+
+def is_stored_policy(words: str) -> bool:
+    """Whether the words, which may also name a model, mean a run's policy: `RUN@N`, a checkpoint's folder, or only `RUN`.
+
+    Raises:
+        NotFoundError: they mean a checkpoint of no run here.
+    """
+    from pathlib import Path
+
+    from agentrl.workflow.settings import is_url
+    from agentrl.workflow.store import run_names
+
+    db = existing_reader()
+    if _checkpoint(db, words):
+        return True
+    if is_url(words) or Path(words).expanduser().exists():
+        return False
+    return "@" in words or (db is not None and not _may_be_a_model(words) and run_names.is_run(db, words))
+
+
+def stored_start(policy: str | None) -> tuple[Any, Any]:
+    """The database that stored episodes are in, and the policy of a run to start from; None for theirs.
+
+    Raises:
+        NotFoundError: there is no database yet, or no such run.
+        ConfigError: the policy is no run's.
+    """
+    from agentrl.workflow.errors import NotFoundError
+
+    db = existing_database()
+    if db is None:
+        raise NotFoundError("There is no run yet, and so no stored episode.", first_run())
+    return db, trained_policy(policy, "--policy")[1] if policy else None
+
+
+def _may_be_a_model(name: str) -> bool:
+    """Whether there is a folder of that name, or may be a model on the hub."""
+    from pathlib import Path
+
+    from agentrl.workflow.models.lookup import TINY
+    from agentrl.workflow.settings import settings
+
+    return name == TINY or "/" in name or (settings().models_dir / name).is_dir() or Path(name).expanduser().is_dir()
+
+
+def _link_again(db: Any, run_id: int) -> None:
+    """Makes the links to the run's epochs, where one is missing."""
+    from contextlib import suppress
+
+    from agentrl.workflow.checkpoints.epoch_links import link
+    from agentrl.workflow.store import epoch_ends
+
+    with suppress(OSError):  # whoever may not write there needs none
+        link(epoch_ends.ends(db, run_id))
+
+
+def _checkpoint(db: Any, policy: str) -> str:
+    """`RUN@VERSION` of the checkpoint that the words are the path of; empty where they are no path of a checkpoint.
+
+    Raises:
+        NotFoundError: it is one of no run here, or no file is called so.
+    """
+    import os
+    from pathlib import Path
+
+    from agentrl.workflow.checkpoints.epoch_links import number_of
+    from agentrl.workflow.checkpoints.sealed_folder import LONGEST_NAME, MANIFEST, STATE
+    from agentrl.workflow.errors import NotFoundError
+    from agentrl.workflow.settings import is_url, settings
+    from agentrl.workflow.store import epoch_ends, run_names
+
+    if "\0" in policy or max(len(os.fsencode(part)) for part in policy.split("/")) > LONGEST_NAME:
+        raise NotFoundError(f"No run and no model is called {policy!r:.80}.", "List the runs: agentrl runs")
+    typed = Path(policy).expanduser()
+    typed = typed if typed.exists() or not (settings().root / typed).parent.is_dir() else settings().root / typed
+    folder, epoch = typed.resolve(), number_of(typed.name)
+    if db is not None and epoch is not None:  # the link may not be made yet, or lead to an older run's
+        run = epoch_ends.run_in(db, str(typed.parent.resolve()))
+        if run:
+            return f"{run}@epoch{epoch}"
+    is_checkpoint = not is_url(policy) and (folder / MANIFEST).is_file() and (folder / STATE).is_file()
+    if not is_url(policy) and not is_checkpoint:
+        return ""
+    found = "" if db is None else run_names.policy_at(db, policy.rstrip("/") if is_url(policy) else str(folder))
+    if not found:
+        raise NotFoundError(
+            f"{policy!r} is a checkpoint of no run in this database, which alone knows its base model.",
+            "Name RUN@VERSION where its run is, or a model's folder.",
+        )
+    return found

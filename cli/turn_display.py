@@ -1,0 +1,118 @@
+"""What a person sees of a turn while it is sampled: words as they come, the thought dimly, calls once they are whole."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from agentrl.cli.output import Line, clean
+from agentrl.workflow.chat.parsing import END_THINK, THINK
+from agentrl.workflow.trajectory import Message
+
+PLAIN, DIM = "", "italic dim"
+
+
+class Voice:
+    """Takes a turn's text in pieces and writes what of it is for people.
+
+    Args:
+        write: told what to show, and rich's name of its style.
+        thinks: whether the turn begins inside of a thought.
+        opens: what a call begins with, as the model's family writes it; a call that begins with nothing is shown as it comes.
+    """
+
+    def __init__(self, write: Callable[[str, str], None], thinks: bool, opens: Sequence[str]) -> None:
+        self._write = write
+        self._marks = (THINK, END_THINK, *opens)
+        self._mark = re.compile("|".join(map(re.escape, self._marks)))
+        self._thinks = thinks
+        self._calls = False
+        self._held = ""
+        self._space = ""
+        self._shown = ""
+        self._thought = ""
+        self._wrote = False
+        self._begun = thinks
+
+    def take(self, piece: str) -> None:
+        """Shows what came; what may be the beginning of a mark waits for the rest of it."""
+        self._held += piece.replace("\0", "\ufffd")
+        while not self._calls and (mark := self._mark.search(self._held)):
+            self._say(self._held[: mark.start()])
+            self._held = self._held[mark.end() :]
+            self._turn(mark.group())
+        if not self._calls:
+            kept = _unfinished(self._held, self._marks)
+            self._say(self._held[: len(self._held) - kept])
+            self._held = self._held[len(self._held) - kept :]
+
+    def rest(self, message: Message) -> Iterator[Line]:
+        """The lines that say what the whole turn has beside what was shown."""
+        if not self._calls:
+            self._say(self._held)
+        self._end_line()
+        if message.thought and not self._thought:
+            yield f"(thinks) {message.thought}", DIM
+        left = message.content.removeprefix(self._shown).lstrip("\n")
+        if left:
+            yield left, PLAIN
+        yield from called(message)
+
+    def _say(self, text: str) -> None:
+        """Writes it without the white space at either end, as the turn that is read has none either."""
+        text = self._space + text
+        if not (self._thought if self._thinks else self._shown):
+            text = text.lstrip()
+        words = text.rstrip()
+        self._space = text[len(words) :]
+        if not words:
+            return
+        if self._thinks and not self._thought:
+            self._write("(thinks) ", DIM)
+        self._write(clean(words), DIM if self._thinks else PLAIN)
+        self._wrote = True
+        if self._thinks:
+            self._thought += words
+        else:
+            self._shown += words
+
+    def _turn(self, mark: str) -> None:
+        """A thought begins before all else, and ends once; any other mark of one is text."""
+        if mark not in (THINK, END_THINK):
+            self._calls = True
+        elif mark == THINK and not (self._begun or self._shown):
+            self._begun = self._thinks = True
+        elif mark == END_THINK and (self._thinks or not self._begun):
+            if not self._thinks:  # the template had opened it
+                self._thought, self._shown = self._shown, ""
+            self._begun, self._thinks, self._space = True, False, ""
+            self._end_line()
+        else:
+            self._say(mark)
+
+    def _end_line(self) -> None:
+        if self._wrote:
+            self._write("\n", PLAIN)
+        self._wrote = False
+
+
+def said(message: Message) -> Iterator[Line]:
+    """A whole turn."""
+    if message.thought:
+        yield f"(thinks) {message.thought}", DIM
+    if message.content:
+        yield message.content, PLAIN
+    yield from called(message)
+
+
+def called(message: Message) -> Iterator[Line]:
+    """The calls of a turn."""
+    for call in message.tool_calls:
+        shown: Any = call.error if call.error else json.dumps(dict(call.arguments), ensure_ascii=False)
+        yield f"  {call.name or '(unreadable call)'} {shown}", "bold blue"
+
+
+def _unfinished(text: str, marks: Sequence[str]) -> int:
+    """How many characters at its end may be the beginning of a mark."""
+    longest = max(map(len, marks)) - 1
+    return next((size for size in range(min(longest, len(text)), 0, -1) if any(m.startswith(text[-size:]) for m in marks)), 0)

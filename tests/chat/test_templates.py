@@ -1,0 +1,306 @@
+"""templates: each family's is spoken to in its own way, and one through which nothing can be trained is refused at once."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from agentrl.workers.requests.eval_config import sampled_otherwise
+from agentrl.workers.requests.requirements import question
+from agentrl.workers.requests.submission import prepare
+from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.chat.template_probe import NAME
+from agentrl.workflow.chat.templates import (
+    MOST_BYTES,
+    check_template,
+    read_template,
+    remark_on_tools,
+    renderer,
+    settled,
+    source_of,
+)
+from agentrl.workflow.config import ModelConfig, RunConfig, build
+from agentrl.workflow.errors import ConfigError, ModelError
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.models.tiny import TEMPLATE, tiny_tokenizer
+from agentrl.workflow.tool_formats import AUTO
+from agentrl.workflow.trajectory import Message, ToolCall
+from tests.chat.test_rendering import QUESTION, RESULT, SCHEMA, plain
+from tests.support.chat_families import FAMILIES, PLAIN, family_model, family_tokenizer
+from tests.support.small_models import tiny_random, tokenizer
+
+CALL = ToolCall("calculator", {"expression": "12+7"})
+each_family = pytest.mark.parametrize("name", FAMILIES)
+calls = st.builds(ToolCall, st.just("calculator"), st.fixed_dictionaries({"expression": plain, "b": plain | st.integers()}))
+
+
+def section(**values: Any) -> ModelConfig:
+    """The config's section with a format of the template's own."""
+    return ModelConfig.model_validate({"tool_format": AUTO, **values})
+
+
+@each_family
+def test_the_format_is_the_one_that_the_template_writes(name: str) -> None:
+    manner = Chat(family_tokenizer(name), AUTO).manner
+    assert (manner.tool_format.name, manner.native, manner.ids) == (name, True, name.startswith("mistral"))
+    assert manner.many == (name != "llama3")
+
+
+@each_family
+def test_a_template_that_drops_calls_is_known_by_its_marks(name: str) -> None:
+    marks = {"named": '<tool_call name=""></tool_call>', "pythonic": "<|python_start|>", "mistral_args": "[TOOL_CALLS] [ARGS]"}
+    marks |= {"hermes": "<tool_call>", "qwen_coder": "<tool_call> <function=f>", "llama3": "<|python_tag|>"}
+    source = PLAIN + "{# " + marks.get(name, "[TOOL_CALLS]") + " #}"
+    made = Chat(_with_template(source), AUTO).manner
+    assert (made.tool_format.name, made.native) == (name, False)
+
+
+def _with_template(source: str) -> Any:
+    made = tiny_tokenizer([])
+    made.chat_template = source
+    return made
+
+
+def test_a_template_that_tells_nothing_means_hermes_and_its_calls_are_not_dropped() -> None:
+    chat = Chat(_with_template(PLAIN), AUTO)
+    assert (chat.manner.tool_format.name, chat.manner.native) == ("hermes", False)
+    assert CALL.arguments["expression"] in chat.decode(chat.opening([QUESTION, Message("assistant", "so", tool_calls=(CALL,))]))
+    before = Chat(_with_template(PLAIN))
+    assert CALL.arguments["expression"] not in before.decode(
+        before.opening([QUESTION, Message("assistant", "", tool_calls=(CALL,))])
+    )
+
+
+@each_family
+@hypothesis_settings(max_examples=40, deadline=None)
+@given(content=plain, made=st.lists(calls, max_size=2))
+def test_what_a_family_is_shown_is_read_as_the_same_turn(name: str, content: str, made: list[ToolCall]) -> None:
+    chat = Chat(family_tokenizer(name), AUTO)
+    turn = Message("assistant", content, tool_calls=tuple(made))
+    ids = chat.turn(turn, [SCHEMA])
+    assert chat.ended(ids)
+    assert chat.parse(ids, [SCHEMA]) == turn
+
+
+@each_family
+def test_an_episode_is_one_growing_row_that_reads_as_the_template_renders_it(name: str) -> None:
+    chat = Chat(family_tokenizer(name), AUTO)
+    turn = Message("assistant", "", tool_calls=(CALL,))
+    ids, reason = chat.continuation([RESULT], [SCHEMA])
+    assert ids is not None, reason
+    row = chat.decode(chat.opening([QUESTION], [SCHEMA]) + chat.turn(turn, [SCHEMA]) + ids)
+    assert row == chat.decode(chat.opening([QUESTION, turn, RESULT], [SCHEMA]))
+    assert row.count("19") == 1
+
+
+def test_llama_may_end_a_call_with_a_token_of_its_own() -> None:
+    chat = Chat(family_tokenizer("llama3"), AUTO)
+    eom = chat.tokenizer.convert_tokens_to_ids("<|eom_id|>")
+    assert eom in chat.end_ids
+    assert eom not in Chat(family_tokenizer("llama3")).end_ids  # as in runs of before there was a choice
+    ids = (*chat.turn(Message("assistant", "", tool_calls=(CALL,)))[:-1], eom)
+    assert chat.parse(ids).tool_calls == (CALL,)
+
+
+@each_family
+def test_a_format_that_a_person_chose_is_written_into_what_the_turn_says(name: str) -> None:
+    chat = Chat(tokenizer(), name)
+    turn = Message("assistant", "so", tool_calls=(CALL, CALL))
+    assert chat.manner.native == (name == "hermes")
+    assert chat.parse(chat.turn(turn), [SCHEMA]) == turn
+    assert chat.manner.tool_format.write("so", turn.tool_calls, ()) in chat.decode(chat.opening([QUESTION, turn, RESULT]))
+
+
+def test_hermes_is_rendered_as_ever_whether_it_was_chosen_or_found_or_came_from_a_run_of_before() -> None:
+    turn = Message("assistant", "Let me see.", thought="hm", tool_calls=(CALL, CALL))
+    told = [QUESTION, turn, RESULT, RESULT]
+    ways = [Chat(tokenizer(), way) for way in (None, AUTO, "hermes")]
+    assert len({chat.opening(told, [SCHEMA]) for chat in ways}) == 1
+    assert len({chat.turn(turn) for chat in ways}) == 1
+    assert len({chat.end_ids for chat in ways}) == 1
+
+
+def test_a_call_whose_text_closes_its_tag_is_shown_so_that_it_reads_back() -> None:
+    turn = Message("assistant", "", tool_calls=(ToolCall("f", {"a": "x</tool_call>y"}),))
+    assert Chat(tokenizer(), AUTO).parse(Chat(tokenizer(), AUTO).turn(turn)) == turn
+
+
+# --- before a model is loaded -------------------------------------------------------------------------------------------------
+
+
+@each_family
+def test_a_folder_tells_its_format_without_transformers(name: str, tmp_path: Path) -> None:
+    folder = family_model(tmp_path / name, name)
+    assert settled(section(), folder).tool_format == name
+    assert settled(ModelConfig(), folder).tool_format == name
+    assert settled(ModelConfig(), folder, new=False).tool_format is None
+    check_template(settled(section(), folder), folder, system=name != "llama3", tools=True)
+    assert remark_on_tools(section(), folder) == ""
+
+
+@each_family
+def test_a_template_renders_here_as_in_transformers(name: str, tmp_path: Path) -> None:
+    folder = family_model(tmp_path / name, name)
+    found = source_of(folder)
+    assert found
+    chat = Chat(family_tokenizer(name), AUTO)
+    told = list(chat.manner.plain([QUESTION, Message("assistant", "", tool_calls=(CALL,)), RESULT], [SCHEMA]))
+    theirs: Any = chat.tokenizer.apply_chat_template(told, tools=[SCHEMA], add_generation_prompt=True, tokenize=False)
+    assert renderer(*found)(told, [SCHEMA], True) == theirs
+
+
+def test_the_template_of_a_person_is_taken_by_its_content_and_decides_the_format(tmp_path: Path) -> None:
+    folder, file = tiny_random(tmp_path / "model"), tmp_path / "mine.jinja"
+    file.write_text(FAMILIES["named"][0])
+    found = settled(section(chat_template=str(file)), folder)
+    assert (found.chat_template, found.tool_format) == (FAMILIES["named"][0], "named")
+    file.write_text("changed")
+    assert settled(found, folder) == found
+    policy = Policy.load(found, str(folder), "cpu", weights=False)
+    assert policy.chat.manner.tool_format.name == "named"
+    policy.tokenizer.save_pretrained(tmp_path / "saved")
+    assert source_of(tmp_path / "saved") == (FAMILIES["named"][0], source_of(folder)[1])  # type: ignore[index]
+    assert settled(section(), tmp_path / "saved").tool_format == "named"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"{% if %}", "no Jinja, line 1: Expected an expression"), (b"\xff\xfe{{", "no UTF-8"), (b"{{ x }" * 10, "no Jinja"),
+        (b"{{ a }}" * MOST_BYTES, "more than 131072 bytes"), (b"{% nonsense %}", "unknown tag 'nonsense'"),
+        (b"{{ " + b"(" * 5000 + b" }}", "no Jinja"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_template_is_one_sentence(tmp_path: Path, text: bytes, why: str) -> None:
+    file = tmp_path / "bad.jinja"
+    file.write_bytes(text)
+    with pytest.raises(ConfigError, match=why) as caught:
+        read_template(str(file))
+    assert len(caught.value.message) < 400
+    with pytest.raises(ConfigError, match="Cannot read the chat template"):
+        read_template(str(tmp_path / "gone.jinja"))
+
+
+TROUBLES = {
+    "system": (FAMILIES["hermes"][0].replace("{{ messages[0].content }}", ""), "drops the system message"),
+    "user": (
+        TEMPLATE.replace("{{ message.content }}\n{%- for call", "{{ 'hello' }}\n{%- for call"),
+        "drops the user's words and",
+    ),
+    "result": (
+        PLAIN.replace("{% for message in messages -%}", "{% for message in messages if message.role != 'tool' -%}"),
+        "results",
+    ),
+    "arguments": (
+        PLAIN.replace("message.content }}", "message.content | replace('zqvalue', '') }}"),
+        "drops a call's arguments",
+    ),
+    "refuses": (PLAIN + "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endfor %}", "no tools"),
+    "breaks": (PLAIN + "{{ messages[0].content + 1 }}", "cannot render"),
+    "rewrites": (
+        PLAIN.replace("message.content }}", "message.content if loop.last else message.content ~ ' (said before)' }}"),
+        "rewrites",
+    ),
+    "opens": ("<|im_start|>{{ messages | length }}\n" + PLAIN, "rewrites earlier turns before a tool's result"),
+}
+
+
+@pytest.mark.parametrize("case", TROUBLES)
+def test_a_template_through_which_nothing_can_be_trained_is_refused(tmp_path: Path, case: str) -> None:
+    source, why = TROUBLES[case]
+    folder = tiny_random(tmp_path / "model")
+    config = settled(section(chat_template=source), folder)
+    with pytest.raises(ModelError, match=why) as caught:
+        check_template(config, folder, system=True, tools=True)
+    assert "--chat-template" in caught.value.hint
+
+
+def test_what_a_conversation_does_not_have_may_be_dropped(tmp_path: Path) -> None:
+    folder = tiny_random(tmp_path / "model")
+    for case in ("result", "refuses", "rewrites", "opens", "arguments"):
+        check_template(settled(section(chat_template=TROUBLES[case][0]), folder), folder, True, tools=False)
+    check_template(settled(section(chat_template=TROUBLES["system"][0]), folder), folder, system=False, tools=True)
+
+
+def test_a_template_that_tells_of_no_tools_is_remarked_on(tmp_path: Path) -> None:
+    folder = tiny_random(tmp_path / "model")
+    said = remark_on_tools(section(chat_template=PLAIN, tool_format="pythonic"), folder)
+    assert "renders no `tools`" in said
+    assert "pythonic" in said
+    assert NAME not in said
+
+
+def test_a_folder_without_a_template_is_left_to_who_loads_it(tmp_path: Path) -> None:
+    assert settled(section(), tmp_path).tool_format == AUTO
+    assert settled(section(), None).tool_format == AUTO
+    check_template(section(), tmp_path, True, True)
+    for broken in ("{", "[]", '{"chat_template": 7}', '{"chat_template": [{"name": "default"}]}'):
+        (tmp_path / "tokenizer_config.json").write_text(broken)
+        assert source_of(tmp_path) is None
+    several = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": TEMPLATE}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several, "eos_token": {"content": "x"}}))
+    assert source_of(tmp_path) == (TEMPLATE, {"eos_token": "x"})
+
+
+def test_a_format_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"No tool format is called 'herms'. Did you mean 'hermes'"):
+        settled(section(tool_format="herms"), None)
+
+
+# --- submitting ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_its_template_would_spoil_is_refused_when_it_is_submitted(tmp_path: Path, home: Path) -> None:
+    folder, file = tiny_random(tmp_path / "model"), tmp_path / "bad.jinja"
+    asked = {"model.path": str(folder), "dataset.name": "arithmetic", "model.chat_template": str(file)}
+    for case in ("result", "user", "opens", "refuses"):
+        file.write_text(TROUBLES[case][0])
+        with pytest.raises(ModelError, match=TROUBLES[case][1]):
+            prepare(None, build(asked))
+    file.write_text(TROUBLES["system"][0])  # the env says nothing before the question
+    assert prepare(None, build(asked)).config.model.chat_template == TROUBLES["system"][0]
+    with pytest.raises(ModelError, match="drops the system message"):
+        prepare(None, build(asked | {"env": "math"}))
+
+
+def test_a_run_stores_the_format_and_the_text_of_its_template(tmp_path: Path, home: Path) -> None:
+    folder, file = family_model(tmp_path / "model", "llama3"), tmp_path / "plain.jinja"
+    asked = {"model.path": str(folder), "dataset.name": "arithmetic"}
+    assert prepare(None, build(asked)).submission.config["model"]["tool_format"] == "llama3"
+    assert prepare(None, build(asked | {"model.tool_format": "hermes"})).submission.config["model"]["tool_format"] == "hermes"
+    file.write_text(PLAIN)
+    prepared = prepare(None, build(asked | {"model.chat_template": str(file), "model.tool_format": "pythonic"}))
+    assert prepared.submission.config["model"]["chat_template"] == PLAIN
+    assert any("renders no `tools`" in remark for remark in prepared.remarks)
+    assert prepare(None, prepared.config).config == prepared.config
+
+
+def test_a_run_of_before_there_was_a_choice_means_what_it_meant(tmp_path: Path) -> None:
+    stored = build({"model.path": str(family_model(tmp_path / "model", "llama3"))}).model_dump(mode="json")
+    del stored["model"]["tool_format"], stored["model"]["chat_template"]
+    model = RunConfig.model_validate(stored).model
+    chat = Policy.load(settled(model, tmp_path / "model", new=False), str(tmp_path / "model"), "cpu", weights=False).chat
+    before = Chat(family_tokenizer("llama3"))
+    assert (chat.manner, chat.end_ids, chat.opening([QUESTION], [SCHEMA])) == (
+        before.manner, before.end_ids, before.opening([QUESTION], [SCHEMA]),
+    )  # fmt: skip
+    assert chat.manner.tool_format.name == "hermes"
+    assert build(RunConfig.model_validate(stored).flat()).model.tool_format is None
+
+
+def test_two_measurements_by_other_words_are_said_to_be_made_otherwise() -> None:
+    before, now, other = (build({"model.tool_format": way}).model_dump() for way in (None, "hermes", "llama3"))
+    assert sampled_otherwise(before, now) == {}
+    assert sampled_otherwise(before, other) == {"model.tool_format": ("hermes", "llama3")}
+    assert "model.chat_template" in sampled_otherwise(now, build({"model.chat_template": PLAIN}).model_dump())
+
+
+def test_a_workers_copy_of_a_format_of_ones_own_is_compared() -> None:
+    config = build({"model.tool_format": "tests.support.own_format:shouted", "env": "arithmetic"}).model_dump(mode="json")
+    asked = question(config, {}, "base", "out", rolls_out=True)
+    assert asked.own
+    assert "tool_formats tests.support.own_format:shouted" in asked.code

@@ -1,0 +1,192 @@
+"""`RUN@epoch3` and `runs/NAME/epoch_3` are the checkpoint that ended that epoch, and no link leads nowhere."""
+
+import json
+import os
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from agentrl.cli import targets
+from agentrl.cli.main import main
+from agentrl.workers.jobs import train_job as train_job
+from agentrl.workflow.checkpoints import checkpoint_cache, sealed_folder
+from agentrl.workflow.checkpoints.epoch_links import Ends, link
+from agentrl.workflow.errors import CheckpointError, ConfigError, NotFoundError
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import epoch_ends, planning, run_names, train_commits
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.epoch_ends import Epoch
+from agentrl.workflow.store.run_names import stored_policy, version_number
+from tests.support.played_runs import claim_training, play, start, submission, update_of
+from tests.support.published import published
+from tests.support.small_models import tiny_random
+
+ALL_WEIGHTS = {"lora_r": 0}
+
+
+def fill(folder: Path) -> None:
+    (folder / sealed_folder.WEIGHTS).write_bytes(bytes(10))
+    (folder / sealed_folder.STATE).write_text("{}")
+
+
+def trained(db: Database, out: Path, epochs: int, tasks: int, versions: int, links: bool = True) -> list[Path]:
+    """A run of two tasks an iteration, up to that version; after each commit the links are made as the train job does."""
+    start(db, replace(submission("first", tasks=tasks, epochs=epochs), output_dir=str(out)))
+    return go_on(db, versions, links)
+
+
+def go_on(db: Database, versions: int, links: bool = True) -> list[Path]:
+    """So many more versions of the run."""
+    made = []
+    for _ in range(versions):
+        iteration = planning.open_iterations(db, run_id(db))[0]
+        for group in planning.start_iteration(db, iteration):
+            play(db, group)
+        work = claim_training(db, iteration)
+        folder = Path(work.output_dir) / f"v{work.number + 1:05d}.t{work.token}.{work.key}"
+        train_commits.commit_update(
+            db, work, update_of(work, path=str(folder), sha256=checkpoint_cache.write(str(folder), fill)), 3
+        )
+        if links:
+            train_job._link(work, work.number + 1)
+        made.append(folder)
+    return made
+
+
+def leads(out: Path) -> dict[str, str]:
+    """Where the folder's links lead."""
+    return {entry.name: os.readlink(entry) for entry in out.iterdir() if entry.is_symlink()}
+
+
+def run_id(db: Database, name: str = "first") -> int:
+    return int(run_names.find_run(db, name)["id"])
+
+
+@pytest.fixture
+def job_database(database: Database, monkeypatch: pytest.MonkeyPatch) -> Database:
+    """Each database in turn, as that of the train job."""
+    monkeypatch.setattr(train_job, "database", lambda: database)
+    return database
+
+
+def test_each_epoch_names_the_version_after_its_last_iteration(job_database: Database, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    made = trained(job_database, out, epochs=3, tasks=3, versions=5)  # two iterations an epoch
+    assert stored_policy(job_database, "first", Epoch(1)).path == str(made[1])
+    assert stored_policy(job_database, "first", Epoch(2)).version == 4
+    for epoch in (3, 4, 0, 10**19):
+        with pytest.raises(NotFoundError, match=f"Epoch {epoch} of 'first' is not over"):
+            stored_policy(job_database, "first", Epoch(epoch))
+    assert leads(out) == {"epoch_1": made[1].name, "epoch_2": made[3].name}
+    assert (out / "epoch_2" / sealed_folder.WEIGHTS).is_file()
+
+
+def test_the_last_epoch_ends_with_the_run_and_one_that_is_cut_short_does_not(job_database: Database, tmp_path: Path) -> None:
+    trained(job_database, tmp_path / "out", epochs=2, tasks=3, versions=2)
+    with job_database.engine.begin() as tx:
+        tx.execute(text("UPDATE runs SET iterations = 3"))
+    go_on(job_database, 1)
+    assert run_names.find_run(job_database, "first")["status"] == "done"
+    with pytest.raises(NotFoundError, match="Epoch 2 of 'first' is not over"):
+        stored_policy(job_database, "first", Epoch(2))
+    assert leads(tmp_path / "out").keys() == {"epoch_1"}
+
+
+def test_a_death_before_the_link_is_made_up_for_by_whoever_names_the_epoch(own_database: Database, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    made = trained(own_database, out, epochs=2, tasks=2, versions=2, links=False)
+    assert leads(out) == {}
+    config, ref = targets.find_policy(str(out / "epoch_1"))
+    assert (config.name, ref.path) == ("first", str(made[0]))
+    assert leads(out) == {"epoch_1": made[0].name, "epoch_2": made[1].name}
+    assert targets.find_policy("first@epoch2")[1].path == str(made[1])
+    assert targets.find_policy(str(out / "epoch_2") + "/")[1].version == 2
+
+
+def test_a_link_is_found_below_the_data_folder_too(own_database: Database) -> None:
+    made = trained(own_database, settings().root / "runs" / "first", epochs=1, tasks=2, versions=1)
+    assert targets.find_policy("runs/first/epoch_1")[1].path == str(made[0])
+
+
+def test_gc_removes_a_link_before_what_it_leads_to(own_database: Database, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    made = trained(own_database, out, epochs=3, tasks=2, versions=3)
+    assert main(["gc", "--keep-last", "1", "--dry-run"]) == 0
+    assert len(leads(out)) == 3
+    assert main(["gc", "--keep-last", "1"]) == 0
+    assert {entry.name for entry in out.iterdir()} == {made[2].name, "epoch_3"}
+    with pytest.raises(CheckpointError, match="was collected"):
+        targets.find_policy(str(out / "epoch_1"))
+    assert leads(out) == {"epoch_3": made[2].name}
+
+
+def test_a_checkpoint_that_is_made_again_has_the_link(job_database: Database, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (made,) = trained(job_database, out, epochs=1, tasks=2, versions=1)
+    again = made.with_name(made.name.replace(".t", ".r"))
+    made.rename(again)
+    with job_database.engine.begin() as tx:
+        tx.execute(text("UPDATE policies SET path = :path WHERE version = 1"), {"path": str(again)})
+    link(epoch_ends.ends(job_database, run_id(job_database)))
+    assert leads(out) == {"epoch_1": again.name}
+
+
+def test_what_is_not_the_runs_own_is_left_as_it_is(tmp_path: Path) -> None:
+    for name in ("v00001.t1.mine", "v00002.t1.mine", "v00001.t1.hers", "epoch_2"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "epoch_1").symlink_to("v00001.t1.hers")
+    (tmp_path / "epoch_4").symlink_to("v00004.t1.hers")
+    (tmp_path / "epoch_best").symlink_to("nowhere")
+    (tmp_path / "epoch_5").symlink_to("v00001.t1.hers")
+    (tmp_path / "epoch_6").symlink_to("epoch_2")
+    mine = Ends(str(tmp_path), "mine", {1: "v00001.t1.mine", 2: "v00002.t1.mine", 3: "v00003.t1.mine"})
+    left = {"epoch_6": "epoch_2", "epoch_best": "nowhere"}
+    link(replace(mine, newest=False))
+    assert leads(tmp_path) == {"epoch_1": "v00001.t1.hers", "epoch_5": "v00001.t1.hers", **left}
+    link(mine)
+    assert leads(tmp_path) == {"epoch_1": "v00001.t1.mine", **left}
+    assert (tmp_path / "epoch_2").is_dir()
+    link(Ends("s3://bucket/run", "mine", {1: "v00001.t1.mine"}))
+
+
+def test_of_several_runs_in_one_folder_the_youngest_has_the_links_and_the_paths(own_database: Database, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    older = trained(own_database, out, epochs=2, tasks=2, versions=2)
+    assert leads(out) == {"epoch_1": older[0].name, "epoch_2": older[1].name}
+    planning.submit(own_database, replace(submission("second", tasks=2, epochs=2), output_dir=str(out)))
+    assert not epoch_ends.ends(own_database, run_id(own_database)).newest
+    with pytest.raises(NotFoundError, match="Epoch 2 of 'second' is not over"):
+        targets.find_policy(str(out / "epoch_2"))
+    link(epoch_ends.ends(own_database, run_id(own_database, "second")))
+    assert leads(out) == {}
+    link(epoch_ends.ends(own_database, run_id(own_database)))
+    assert leads(out) == {}, "an older run has none"
+    assert targets.find_policy("first@epoch2")[1].path == str(older[1])
+
+
+def test_a_version_is_a_number_the_best_or_an_epoch() -> None:
+    assert [version_number(word) for word in ("3", "v3", "best", "epoch3")] == [3, 3, "best", Epoch(3)]
+    for word in ("", "x", "epoch", "epoch-1", "epochv1", "epoch3x", "vepoch3", "1" * 30, "epoch" + "1" * 30):
+        with pytest.raises(ConfigError, match="is no policy version"):
+            version_number(word)
+
+
+def test_an_epoch_is_evaluated_merged_and_talked_to_by_its_path(
+    own_database: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from agentrl.cli import evaluate
+
+    base = tiny_random(tmp_path / "base")
+    out = settings().root / "runs" / "first"
+    made = published(own_database, base, out, ALL_WEIGHTS, versions=2, epochs=2)
+    link(epoch_ends.ends(own_database, run_id(own_database)))
+    place = os.path.relpath(out / "epoch_2")
+    assert main(["merge", place, "--out", str(tmp_path / "plain"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["version"] == 2
+    words = ("arithmetic", "test", 4, {})
+    assert [evaluate.evaluation_of(name, *words)[1].path for name in (place, "first@epoch1")] == [str(made[1]), str(made[0])]
+    monkeypatch.setattr("sys.stdin", StringIO())  # nobody says a word
+    assert main(["chat", "--model-path", "runs/first/epoch_2"]) == 0

@@ -1,0 +1,92 @@
+"""SFT, RL and a chat, one after the other, typed as people who come from smaller frameworks type them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from tests.data.test_datasets import published_gsm8k as published_gsm8k
+from tests.support.real_stack import Stack, embedded_stack
+
+ROWS = {"train": 20, "test": 4}
+
+
+@pytest.fixture
+def small_gsm8k(published_gsm8k: Path, tmp_path: Path) -> Path:
+    """The first rows of the published files."""
+    folder = tmp_path / "gsm8k"
+    folder.mkdir()
+    for split, most in ROWS.items():
+        with (published_gsm8k / f"{split}.jsonl").open() as file:
+            (folder / f"{split}.jsonl").write_text("".join(islice(file, most)))
+    return folder
+
+
+def struck(stack: Stack, words: list[str], after: str) -> None:
+    """Ends the command with kill -9 once it has said that."""
+    command = [sys.executable, "-m", "agentrl.cli", *words]
+    process = subprocess.Popen(command, env=stack.environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert any(line.startswith(after) for line in process.stderr)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+
+
+def talked(stack: Stack, words: list[str]) -> str:
+    """What a chat in a pipe answers to one question."""
+    command = [sys.executable, "-m", "agentrl.cli", *words]
+    told = subprocess.run(
+        command, env=stack.environment, input="What is 2 plus 2?\n", capture_output=True, text=True, timeout=120, check=False
+    )
+    assert told.returncode == 0, told.stderr
+    return told.stdout
+
+
+def flow(stack: Stack, outputs: Path, epochs: tuple[int, int], few: tuple[str, ...], fewer: tuple[str, ...]) -> None:
+    """The three commands; SFT is killed once on the way, and typed again."""
+    learn = [
+        *("sft", "--model_path", "tiny", "--dataset", "gsm8k", "--num_epochs", str(epochs[0]), *few),
+        *("--batch_size", "2", "--gradient_accumulation_steps", "2", "--save_every", "2", "--output_dir", str(outputs / "sft")),
+    ]
+    struck(stack, learn, "step 3/")
+    assert not (outputs / "sft").exists()
+    assert stack.agentrl(*learn) == f"{outputs / 'sft'}\n"
+    reinforce = [
+        *("submit", "--model_path", str(outputs / "sft"), "--dataset", "gsm8k", "--samples_per_prompt", "2", *fewer),
+        *("--max_new_tokens", "24", "--max_steps", "2", "--total_epochs", str(epochs[1]), "--batch_size", "8"),
+        *(
+            "--gradient_accumulation_steps",
+            "2",
+            "--output_dir",
+            str(outputs / "rl"),
+            "--hook",
+            "tests.support.parity_hook:Lucky",
+        ),
+    ]
+    run = stack.agentrl(*reinforce, "--wait").strip()
+    last = outputs / "rl" / f"epoch_{epochs[1]}"
+    assert last.is_dir()
+    (listed,) = json.loads(stack.agentrl("runs", "--json"))
+    assert (listed["run"], listed["status"]) == (run, "done")
+    ask = ["chat", "--model_path", str(last), "--max_new_tokens", "12", "--temperature", "0.7"]
+    assert talked(stack, ask).strip()
+
+
+SIZES = {
+    "a few samples": ((1, 1), ("--max_samples", "10"), ("--max_samples", "5")),
+    "whole files": ((3, 2), (), ()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_sft_with_a_kill_then_rl_then_a_chat(short_folder: Path, small_gsm8k: Path, tmp_path: Path, size: str) -> None:
+    with embedded_stack(short_folder, "30") as stack:
+        stack.environment["AGENTRL_GSM8K_DIR"] = str(small_gsm8k)
+        flow(stack, tmp_path / "outputs", *SIZES[size])

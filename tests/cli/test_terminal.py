@@ -1,0 +1,270 @@
+"""What a person meets first at the keyboard: help in groups, lists that fit, names that need not be typed, completion."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli.commands import COMMANDS, GROUPS
+from agentrl.cli.main import main
+from agentrl.cli.output import CELL
+from agentrl.workers.stack.process import database as process_database
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import planning
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.tables import descriptions
+from agentrl.workflow.tables.views import VIEWS
+from tests.cli.test_cli import agentrl, data, run  # noqa: F401 - fixtures
+from tests.conftest import forget_process
+from tests.support.small_models import tiny_random
+
+
+def test_help_has_every_command_in_a_group_with_a_whole_line_each_and_three_examples(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = agentrl(capsys, "--help").splitlines()
+    assert max(map(len, lines)) <= 80
+    places = [lines.index(f"{title}:") for title in ("Examples", *GROUPS)]
+    assert places == sorted(places)
+    assert len([line for line in lines[places[0] : places[1]] if line.startswith("  agentrl ")]) == 3
+    for name, entry in COMMANDS.items():
+        assert [line for line in lines if line.split() == [name, *entry.line.split()]]
+
+
+def test_the_options_of_submit_are_in_groups_hooks_included(capsys: pytest.CaptureFixture[str]) -> None:
+    text = agentrl(capsys, "submit", "--help")
+    heads = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert heads == ["What it learns from:", "Learning:", "The model:", "Sampling:", "The run:", "Stored episodes:", "Options:"]
+    assert text.index("--hook") > text.index("The run:")
+
+
+def test_submit_with_nothing_to_train_on_shows_three_examples_and_starts_nothing(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["submit"], ["submit", "--epochs", "2", "--model", "tiny"], ["submit", "--dry-run"]):
+        assert agentrl(capsys, *words, code=2).count("agentrl submit") == 3
+    assert not home.exists()
+
+
+def test_lists_fit_a_terminal_of_80_columns_and_name_what_they_leave_out(
+    run: str,  # noqa: F811
+    data: Database,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    planning.stop(data, run, "paused", "too many of its episodes failed: " + 200 * "why ")
+    whole = agentrl(capsys, "runs").splitlines()[0].split()
+    for words, width in ((["runs"], 60), (["runs"], 80), (["episodes", run], 80)):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(words) == 0
+        output = capsys.readouterr()
+        assert max(map(len, output.out.splitlines())) <= width
+        if words == ["runs"]:
+            assert "    reason: too many of its episodes" in output.out
+            named = output.err.partition("columns: ")[2].partition(".")[0].split(", ")
+            assert {*output.out.splitlines()[0].split(), *filter(None, named)} == set(whole)
+            assert any(named) or width == 80
+
+
+def test_lists_are_sorted_the_greatest_first_or_with_a_minus_the_least(
+    run: str,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def rewards(sort: str) -> list[float | None]:
+        return [row["reward"] for row in json.loads(agentrl(capsys, "episodes", "--sort", sort, "--json"))]
+
+    assert rewards("reward") == [1, 1, 0, 0, None, None, None, None]
+    assert rewards("-reward") == [0, 0, 1, 1, None, None, None, None]
+    assert json.loads(agentrl(capsys, "runs", "--sort", "best", "--limit", "1", "--json"))[0]["run"] == run
+    assert "reward" in agentrl(capsys, "episodes", "--sort", "rewards", code=2)
+    assert "seconds" in agentrl(capsys, "runs", "--sort", "second; DROP TABLE runs", code=2)
+
+
+def test_without_a_name_the_newest_run_or_the_last_episode_is_meant_and_said(
+    run: str,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words, said in (
+        (["episodes"], "The newest run: by-hand"),
+        (["events"], "The newest run: by-hand"),
+        (["watch", "--json"], "The newest run: by-hand"),
+        (["replay"], "The last episode: 4"),
+        (["why"], "The last episode: 4"),
+    ):
+        assert main(words) == 0
+        assert said in capsys.readouterr().err
+
+
+def test_without_a_name_and_without_a_run_the_first_one_is_shown_how_to_make(
+    data: Database,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "agentrl submit" in agentrl(capsys, "episodes", code=5)
+    assert "agentrl watch" in agentrl(capsys, "replay", code=5)
+
+
+def test_every_column_of_every_view_has_a_meaning_that_the_schema_tells(
+    run: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = {each["view"]: each["columns"] for each in json.loads(agentrl(capsys, "sql", "--schema", "--json"))}
+    assert told.keys() == VIEWS.keys() == descriptions.VIEWS.keys()
+    assert not [(view, each["column"]) for view, columns in told.items() for each in columns if not each["meaning"]]
+    assert {each["column"] for columns in told.values() for each in columns} == descriptions.COLUMNS.keys()
+    assert max(len(each["meaning"]) for columns in told.values() for each in columns) <= CELL
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in (["--schema"], *(["--schema", view] for view in VIEWS)):
+        assert max(map(len, agentrl(capsys, "sql", *words).splitlines())) <= 80
+
+
+def test_a_wrong_view_or_column_names_the_nearest(run: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    assert "v_episodes" in agentrl(capsys, "sql", "--schema", "v_episode", code=5)
+    assert "mean_reward" in agentrl(capsys, "sql", "SELECT mean_rewrd FROM v_iterations", code=2)
+    assert "v_iterations" in agentrl(capsys, "sql", "SELECT mean_reward FROM v_iteration", code=2)
+    assert "--schema" in agentrl(capsys, "sql", code=2)
+
+
+@pytest.fixture
+def written(home: Path) -> Path:
+    """Logs as an embedded stack leaves them."""
+    folder = home / "stack"
+    folder.mkdir(parents=True)
+    (folder / "supervisor.log").write_text("it began\n")
+    (folder / "tools.log").write_bytes(
+        b"".join(b"line %d\n" % n for n in range(100)) + b"\x1b[2J\x1b]0;owned\x07evil \xff\x9b31m\r!\n"
+    )
+    (folder / "rollout-train.log").write_text("long " + 5000 * "x" + "\n")
+    return folder
+
+
+def test_logs_shows_the_last_lines_of_a_role_and_no_mark_of_a_terminal(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = agentrl(capsys, "logs", "tools", "-n", "3").splitlines()
+    assert lines[:2] == ["line 98", "line 99"]
+    assert "evil" in lines[2]
+    assert "owned" not in lines[2]
+    assert "it began" in agentrl(capsys, "logs")
+    assert len(agentrl(capsys, "logs", "train")) < 2100
+    assert agentrl(capsys, "logs", "rollout,train") == agentrl(capsys, "logs", "rollout")
+    assert "tools" in agentrl(capsys, "logs", "tool", code=5)
+
+
+def test_logs_of_a_home_without_a_stack_says_how_to_start_one(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "agentrl up" in agentrl(capsys, "logs", code=5)
+    assert not home.exists()
+
+
+def test_logs_follows_what_is_written_and_ends_with_ctrl_c(written: Path) -> None:
+    command = [sys.executable, "-m", "agentrl.cli", "logs", "supervisor", "-f"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "AGENTRL_HOME": str(written.parent)}) as shown:
+        assert shown.stdout is not None
+        assert shown.stdout.readline() == b"it began\n"
+        with (written / "supervisor.log").open("a") as log:
+            log.write("half a ")
+            log.flush()
+            log.write("line\nanother\n")
+        assert shown.stdout.readline() == b"half a line\n"
+        (written / "supervisor.log").write_text("anew\n")
+        assert shown.stdout.readline() == b"another\n"
+        assert shown.stdout.readline() == b"anew\n"
+        shown.send_signal(signal.SIGINT)
+        assert shown.wait(20) == 130
+
+
+def offered(line: str, home: Path) -> tuple[set[str], set[str]]:
+    """What bash is told that the last word of a line may become, and what was imported for it."""
+    words = line.split(" ")
+    environment = {
+        **os.environ, "AGENTRL_HOME": str(home), "_AGENTRL_COMPLETE": "complete_bash", "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+    }  # fmt: skip
+    code = "import atexit, sys; atexit.register(lambda: print('|', *sys.modules)); from agentrl.cli.main import main; main([])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    said, _, modules = done.stdout.rpartition("|")
+    assert not done.stderr
+    return set(said.split()), set(modules.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("agentrl ep", "episodes"),
+        ("agentrl watch ", "by-hand"),
+        ("agentrl replay ", "4"),
+        ("agentrl eval --policy by", "by-hand"),
+        ("agentrl submit --dataset ari", "arithmetic"),
+        ("agentrl submit --algorithm dr", "dr_grpo"),
+        ("agentrl submit --env cod", "code_tiny"),
+        ("agentrl submit --tools calc", "calculator"),
+        ("agentrl submit --model ti", "tiny"),
+        ("agentrl submit -s rollout.gr", "rollout.group_size="),
+        ("agentrl submit --gr", "--group-size"),
+        ("agentrl sql --schema v_it", "v_iterations"),
+    ],
+)
+@pytest.mark.slow
+def test_completion_knows_what_a_word_may_become_and_is_quick(run: str, line: str, word: str) -> None:  # noqa: F811
+    words, modules = offered(line, settings().home)
+    assert word in words
+    assert not {"torch", "transformers", "celery", "alembic", "datasets"} & modules
+    assert "sqlalchemy" not in modules or settings().database_url
+
+
+def test_completion_without_a_database_offers_nothing_and_makes_none(tmp_path: Path) -> None:
+    assert offered("agentrl watch ", tmp_path / "home")[0] == set()
+    assert not (tmp_path / "home").exists()
+
+
+FIELDS = {
+    "events by-hand": {"id", "run_id", "kind", "subject", "detail", "created_at"},
+    "watch by-hand": {"run", "iterations", "progress", "evals"},
+    "replay 1": {"episode", "rewards", "grades", "steps"},
+    "doctor": {"name", "state", "found", "todo"},
+    "config show --origin": {"key", "value", "origin"},
+    "sql --schema": {"view", "meaning", "columns"},
+}
+"""Command -> the fields of its document, or of the objects that it lists, that `docs/stability.md` promises."""
+
+
+@pytest.mark.parametrize("command", FIELDS)
+def test_the_fields_of_json_stay(run: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    capsys.readouterr()
+    main([*command.split(), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert {*(found[0] if isinstance(found, list) else found)} >= FIELDS[command]
+
+
+@pytest.mark.parametrize(("words", "view"), [("runs", "v_runs"), ("episodes", "v_episodes")])
+def test_a_list_as_json_has_the_columns_of_its_view(
+    run: str,  # noqa: F811
+    words: str,
+    view: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = json.loads(agentrl(capsys, "sql", f"SELECT * FROM {view} LIMIT 1", "--json"))
+    assert json.loads(agentrl(capsys, words, "--limit", "1", "--json"))[0].keys() == asked[0].keys()
+
+
+@pytest.mark.slow
+def test_a_stack_that_does_not_come_up_leaves_a_run_that_says_why_and_what_to_type(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AGENTRL_REDIS_SERVER", "/bin/false")
+    forget_process()
+    model = tiny_random(tmp_path / "model")
+    told = agentrl(capsys, "submit", "--dataset", "arithmetic", "--model", str(model), "--name", "stuck", code=4)
+    assert "agentrl logs supervisor, then: agentrl resume stuck" in told
+    (run,) = json.loads(agentrl(capsys, "runs", "--json"))  # noqa: F811
+    assert (run["run"], run["status"], run["reason"]) == ("stuck", "failed", "The embedded stack does not come up.")
+    assert main(["logs", "supervisor"]) == 0
+    assert "/bin/false does not come up" in capsys.readouterr().out
+    process_database().close()
+    forget_process()

@@ -1,0 +1,111 @@
+"""What a person sees of a run that goes on: all of it on one screen, more on a larger one."""
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+
+from agentrl.cli.main import main
+from agentrl.cli.run_view import View
+from agentrl.cli.screen import live_lines
+from agentrl.cli.watch import look
+from agentrl.workflow.store import planning, steps, tool_calls, train_commits
+from agentrl.workflow.store.connect import Database
+from tests.store.test_evals import measure, measured
+from tests.support.played_runs import (
+    CALL,
+    answered,
+    claim,
+    claim_training,
+    finish,
+    play,
+    sampled,
+    start,
+    submission,
+    update_of,
+    values,
+)
+
+
+def going(db: Database, iterations: int) -> View:
+    """A run that measures itself, after so many iterations, in the middle of the next."""
+    planning.submit(db, measured(every=4, epochs=iterations + 10))
+    for number in range(iterations):
+        iteration = planning.open_iterations(db, 1)[0]
+        for group in planning.start_iteration(db, iteration):
+            _play_with_calls(db, group)
+        work = claim_training(db, iteration)
+        metrics = [{"loss": 0.5, "kl": 0.01, "policy_kl": 2e-5 * number, "entropy": 0.75, "grad_norm": 0.25}]
+        metrics = [{**step, "rows": 4, "tokens": 8} for step in metrics]
+        train_commits.commit_update(db, work, update_of(work, metrics=metrics, path=f"out/v{number + 1}"), 3)
+    measure(db, "first-eval-0", 1.0, 0.0)
+    planning.start_iteration(db, planning.open_iterations(db, 1)[0])
+    return look(db, "first")
+
+
+def _play_with_calls(db: Database, group: int) -> None:
+    """Each episode makes a call, every second of which fails."""
+    work = claim(db, group)
+    made = steps.commit_sampled(db, work.fence, [sampled(work, position, calls=(CALL,)) for position in range(2)])
+    for (call,), error in zip(made, (None, "tool_error"), strict=True):
+        tool_calls.record_result(db, call, answered("42", error), datetime.now(UTC), "tools:1")
+    for position in range(2):
+        episode = work.episodes[position]
+        turn = replace(
+            sampled(work, position, calls=(CALL,)).step, results=(answered("42", "tool_error" if position else None),)
+        )
+        steps.commit_observed(db, work.fence, [(episode.id or 0, turn)])
+        finish(db, work, position, float(position))
+
+
+def test_one_screen_of_80_by_24_shows_how_everything_went(sqlite: Database) -> None:
+    lines = live_lines(going(sqlite, 12), 80, 24)
+    assert len(lines) == 23
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "first  running  epoch 12 of 22"
+    assert lines[2].startswith("iteration 13: 0/2 episodes")
+    curves = {line[:14].strip(): line.split()[-3:] for line in lines if "->" in line}
+    assert curves["reward"] == ["0.500", "->", "0.500"]
+    assert curves["KL to base"] == ["0.010", "->", "0.010"]
+    assert curves["KL of update"] == ["0.000", "->", "0.00022"]
+    assert curves["entropy"] == ["0.750", "->", "0.750"]
+    assert curves["tokens/episode"] == ["2.000", "->", "2.000"]
+    assert curves["tool errors"] == ["0.500", "->", "0.500"]
+    assert any(line.startswith("held out") and line.endswith("0.250") for line in lines)
+    assert any("version 0: 95%" in line and "best 0.250 @0, 3 to come" in line for line in lines)
+    assert lines[-1].split()[:2] == ["12", "0.5"], "the newest iteration"
+
+
+def test_a_larger_screen_shows_more_and_a_smaller_one_what_matters_most(sqlite: Database) -> None:
+    view = going(sqlite, 12)
+    large = live_lines(view, 120, 50)
+    assert sum(line.split()[:2] == [str(number), "0.5"] for number in range(1, 13) for line in large) == 12
+    assert any(line.startswith("gradient") for line in large)
+    assert any("|***" in line for line in large), "the reward as a plot"
+    for height in range(1, 60):
+        lines = live_lines(view, 30, height)
+        assert len(lines) < max(height, 2)
+        assert max(map(len, lines), default=0) <= 30
+
+
+def test_what_a_run_waits_for_is_told_in_few_whole_lines(sqlite: Database) -> None:
+    view = going(sqlite, 2)
+    view.warning = "first waits: \x1b[2Jthe server " + "is away " * 100
+    lines = live_lines(view, 80, 24)
+    assert len(lines) <= 23
+    assert [line[:12] for line in lines[-3:]] == ["first waits:", lines[-2][:12], lines[-1][:12]]
+    assert "\x1b" not in "".join(lines)
+    assert all("away" in line for line in lines[-3:])
+
+
+def test_without_a_name_the_newest_run_is_watched(own_database: Database, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", "--json"]) == 5
+    assert "There is no run yet." in capsys.readouterr().err
+    for name in ("first", "second"):
+        for group in start(own_database, submission(name)):
+            play(own_database, group)
+    assert main(["watch", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["run"]["run"], told["progress"]["iteration"]) == ("second", 1)
+    assert values(own_database, "SELECT iteration FROM v_iterations") == [1, 1]

@@ -1,0 +1,340 @@
+"""Datasets: what is read, what is refused, and that every gold answer is worth 1.0."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from agentrl.workflow.config import DatasetConfig
+from agentrl.workflow.datasets import Dataset, load_tasks
+from agentrl.workflow.datasets.jsonl import read_rows, read_tasks
+from agentrl.workflow.errors import ConfigError, DatasetError
+from agentrl.workflow.plugins import find
+from agentrl.workflow.rewards import score, total
+from agentrl.workflow.settings import settings
+from agentrl.workflow.trajectory import Episode, Message, Step, Task, ToolResult
+
+REPOSITORY = Path(__file__).parents[2]
+without_deadline = hypothesis_settings(deadline=None)
+GOOD = {"question": "1+1?", "answer": "2"}
+GSM8K_ROW = {"question": "Half of 48?", "answer": "It is 48/2 = <<48/2=24>>24.\nWith 1,000: <<1000+24=1024>>1,024\n#### 1,024"}
+
+
+@pytest.fixture
+def gsm8k_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder that AGENTRL_GSM8K_DIR names."""
+    yield from _named(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def published_gsm8k(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The published files; where they are missing: skip at home, fail in CI."""
+    folder = Path(os.environ.get("AGENTRL_GSM8K_DIR", REPOSITORY / "../shared/data/gsm8k")).resolve()
+    if not (folder / "train.jsonl").is_file():
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("set AGENTRL_GSM8K_DIR to gsm8k's folder")
+    yield from _named(folder, monkeypatch)
+
+
+def _named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("AGENTRL_GSM8K_DIR", str(folder))
+    settings.cache_clear()
+    yield folder
+    settings.cache_clear()
+
+
+def write(path: Path, *rows: object) -> Path:
+    """A file with one line per row: bytes as they are, values as JSON."""
+    path.write_bytes(b"\n".join(row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows) + b"\n")
+    return path
+
+
+def problems_of(*rows: object) -> list[str]:
+    """What is wrong with these rows."""
+    return read_rows(row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)[1]
+
+
+def episode_of(task: Task, conversation: Sequence[Message]) -> Episode:
+    """The episode of a policy that says what the conversation says."""
+    episode = Episode(task)
+    turns = conversation[len(task.messages) :]
+    for position, message in enumerate(turns):
+        if message.role == "assistant":
+            answers = turns[position + 1 : position + 1 + len(message.tool_calls)]
+            results = tuple(ToolResult(answer.content) for answer in answers) if message.tool_calls else None
+            step = Step(len(episode.steps), (), (), (), (), "stop", message, 0, results=results)
+            episode = episode.with_step(step)
+    return replace(episode, status="done", stop_reason="answered")
+
+
+def reward_of(dataset: Dataset, episode: Episode) -> float:
+    """The scalar reward under the dataset's own env."""
+    weights = find("envs", dataset.env).rewards
+    return total(score(episode, weights), weights)
+
+
+def test_every_published_gold_answer_scores_one_under_its_own_reward(published_gsm8k: Path) -> None:
+    gsm8k = find("datasets", "gsm8k")
+    tasks = [task for split in ("train", "test") for task in gsm8k.load(split)]
+    assert len(tasks) == 8792
+    poor = [
+        task.key
+        for task, conversation in zip(tasks, gsm8k.demonstrations(tasks, 0), strict=True)
+        if reward_of(gsm8k, episode_of(task, conversation)) != 1.0
+    ]
+    assert poor == []
+
+
+def test_every_published_demonstration_is_well_formed_and_calls_the_calculator_where_it_can(published_gsm8k: Path) -> None:
+    gsm8k = find("datasets", "gsm8k")
+    tasks = list(gsm8k.load("test"))
+    for task, conversation in zip(tasks, gsm8k.demonstrations(tasks, 0), strict=True):
+        calls = sum(len(message.tool_calls) for message in conversation)
+        assert calls == task.metadata["annotations"]
+        assert "<<" not in "".join(message.content for message in conversation[1:])
+        assert score(episode_of(task, conversation), {"format": 1.0}) == {"format": 1.0}
+
+
+def test_a_gsm8k_solution_becomes_calculator_calls_with_their_real_results(gsm8k_folder: Path) -> None:
+    write(gsm8k_folder / "train.jsonl", GSM8K_ROW)
+    gsm8k = find("datasets", "gsm8k")
+    [task] = gsm8k.load("train")
+    assert (task.key, task.reference, dict(task.metadata)) == ("gsm8k/train/1", "1024", {"annotations": 2})
+    [conversation] = gsm8k.demonstrations([task], 0)
+    said = [(m.role, m.content, [dict(call.arguments) for call in m.tool_calls]) for m in conversation]
+    assert said == [
+        ("user", "Half of 48?", []),
+        ("assistant", "It is 48/2 =", [{"expression": "48/2"}]),
+        ("tool", "24", []),
+        ("assistant", "24.\nWith 1,000:", [{"expression": "1000+24"}]),
+        ("tool", "1024", []),
+        ("assistant", "1,024\n#### 1024", []),
+    ]
+
+
+def test_a_gsm8k_solution_without_computations_answers_directly(gsm8k_folder: Path) -> None:
+    write(gsm8k_folder / "test.jsonl", {"question": "How many?", "answer": "Seven.\n#### 7"})
+    gsm8k = find("datasets", "gsm8k")
+    [conversation] = gsm8k.demonstrations(list(gsm8k.load("test")), 0)
+    assert [message.content for message in conversation] == ["How many?", "Seven.\n#### 7"]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "computes"),
+    [
+        ("<<1/3=0.33>>", True),
+        ("<<2*1,000=2,000>>", True),
+        ("<<5-5=0>>", True),
+        ("<<40*.5=$20>>", True),
+        ("<<48/2=25>>", False),
+        ("<<5-5=1>>", False),
+        ("<<3*x=12>>", False),
+        ("<<1/0=0>>", False),
+        ("<<48/2=half>>", False),
+        ("<<1+1=2>> and <<2+2=5>>", False),
+    ],
+)
+def test_a_gsm8k_row_whose_annotations_do_not_compute_has_no_demonstration(
+    gsm8k_folder: Path, annotation: str, computes: bool
+) -> None:
+    write(gsm8k_folder / "train.jsonl", {"question": "?", "answer": f"So {annotation} it is\n#### 7"}, GSM8K_ROW)
+    gsm8k = find("datasets", "gsm8k")
+    first, second = gsm8k.demonstrations(list(gsm8k.load("train")), 0)
+    assert (first is not None) is computes
+    assert second is not None
+
+
+def test_gsm8k_rows_pass_the_same_checks_as_any_other_file(gsm8k_folder: Path) -> None:
+    write(gsm8k_folder / "train.jsonl", GSM8K_ROW, {"question": "?", "answer": "no mark"}, {"question": ""}, GSM8K_ROW)
+    with pytest.raises(DatasetError) as caught:
+        find("datasets", "gsm8k").load("train")
+    assert "3 malformed rows" in str(caught.value)
+    assert "line 2: no '#### ANSWER'" in str(caught.value)
+
+
+def test_a_gsm8k_file_that_is_missing_is_named(gsm8k_folder: Path) -> None:
+    with pytest.raises(DatasetError, match=r"Cannot read the dataset .*train\.jsonl"):
+        find("datasets", "gsm8k").load("train")
+
+
+def test_gsm8k_without_the_hub_says_in_one_sentence_what_to_set(tmp_path: Path) -> None:
+    # A process of its own, because the hub's client reads its environment when it is imported.
+    code = "from agentrl.workflow.datasets.gsm8k import load\nload('train')"
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY)}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    last = ran.stderr.strip().splitlines()[-1]
+    assert last.startswith("agentrl.workflow.errors.DatasetError: gsm8k cannot be loaded from the hub")
+    assert "AGENTRL_GSM8K_DIR" in last
+
+
+def test_arithmetic_answers_score_one_too() -> None:
+    arithmetic = find("datasets", "arithmetic")
+    for task in load_tasks(DatasetConfig(name="arithmetic", max_samples=64)).tasks:
+        episode = episode_of(task, (*task.messages, Message("assistant", task.reference)))
+        assert reward_of(arithmetic, episode) == 1.0
+
+
+def test_a_file_of_json_lines_is_a_dataset(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "mine.jsonl",
+        {"question": "1+1?", "answer": "2", "source": "me"},
+        b"",
+        {"prompt": "a\tb\n?", "reference": 0.5},
+        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3?"}], "answer": 3},
+    )
+    loaded = load_tasks(DatasetConfig(name=str(path)))
+    assert [(task.key, task.reference) for task in loaded.tasks] == [("mine/1", "2"), ("mine/3", "0.5"), ("mine/4", "3")]
+    assert dict(loaded.tasks[0].metadata) == {"source": "me"}
+    assert [message.role for message in loaded.tasks[2].messages] == ["system", "user"]
+    assert (loaded.env, loaded.skipped) == ("math", ())
+
+
+def test_windows_line_ends_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps({**GOOD, "answer": str(n)}).encode() for n in (1, 2)) + b"\r\n")
+    assert [task.reference for task in load_tasks(DatasetConfig(name=str(path))).tasks] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (b'{"question": "\xff", "answer": "1"}', r"not UTF-8 \(byte 15\)"),
+        (b'{"question": ', "not JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"[1]", "must be an object, not a list"),
+        (b'{"question": "a", "answer": NaN}', "NaN is not a number"),
+        (b'{"question": "a", "answer": "1", "weight": -Infinity}', "-Infinity is not a number"),
+        (b'{"question": "a", "answer": 1e999}', "too large"),
+        ({"answer": "1"}, "'question', 'prompt', 'messages'; found none"),
+        ({"question": "a"}, "'answer', 'reference'; found none"),
+        ({"question": "a", "prompt": "b", "answer": "1"}, "found 'question' and 'prompt'"),
+        ({"question": " ", "answer": "1"}, "'question' is empty"),
+        ({"question": "a", "answer": ""}, "'answer' is empty"),
+        ({"question": 5, "answer": "1"}, "'question' must be text, not a number"),
+        ({"question": "a", "answer": None}, "'answer' must be text, not null"),
+        ({"question": "a", "answer": True}, "'answer' must be text, not a boolean"),
+        ({"question": "a\x1b[2J", "answer": "1"}, r"control character U\+001B in 'question' \(character 2\)"),
+        ({"question": "a\x00", "answer": "1"}, r"U\+0000"),
+        (b'{"question": "\\ud800", "answer": "1"}', r"U\+D800"),
+        ({"question": "a", "answer": "1", "note": "\x00"}, "NUL"),
+        (b'{"question": "a", "answer": "1", "note": "\\udc00"}', "surrogate"),
+        ({"question": "a" * 10_000_000, "answer": "1"}, "the prompt has 10.0 MB; at most 1 MB"),
+        ({"messages": [], "answer": "1"}, "'messages' is an empty list"),
+        ({"messages": {}, "answer": "1"}, "'messages' must be a list, not an object"),
+        (b'{"question": "?", "answer": ' + b"1" * 5000 + b"}", "a number of 5000 digits is too large"),
+        ({"messages": [{"role": "user"}], "answer": "1"}, r"messages\[0\] must hold 'role' and 'content'"),
+        ({"messages": [{"role": "tool", "content": "x"}], "answer": "1"}, r"messages\[0\].role must be one of"),
+        ({"messages": [{"role": "assistant", "content": "x"}], "answer": "1"}, "the last message must be the user's"),
+        ({"messages": [{"role": "user", "content": "a" * 600_000}] * 2, "answer": "1"}, "the prompt has 1.2 MB"),
+    ],
+)
+def test_a_malformed_row_is_named_with_its_line_and_its_fault(row: object, why: str) -> None:
+    [problem] = problems_of(GOOD, row)
+    assert problem.startswith("line 2: ")
+    assert re.search(why, problem)
+
+
+def test_an_escaped_backslash_before_u0000_is_text() -> None:
+    assert problems_of({"question": "a", "answer": "1", "note": "\\u0000"}) == []
+
+
+def test_the_same_question_and_answer_twice_is_a_fault_and_the_same_question_alone_is_not() -> None:
+    assert problems_of(GOOD, {**GOOD, "answer": "3"}, {**GOOD, "id": 7}) == ["line 3: the same question and answer as line 1"]
+
+
+def test_the_first_twenty_faults_are_shown_and_the_others_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "bad.jsonl", GOOD, *[b"{"] * 25)
+    with pytest.raises(DatasetError) as caught:
+        load_tasks(DatasetConfig(name=str(path)))
+    text = str(caught.value)
+    assert "has 25 malformed rows" in text
+    assert "line 21:" in text
+    assert "line 22:" not in text
+    assert "and 5 more" in text
+    assert "skip_bad_rows" in caught.value.hint
+
+
+def test_bad_rows_are_left_out_where_asked_and_each_is_reported(tmp_path: Path) -> None:
+    path = write(tmp_path / "bad.jsonl", b"{", GOOD, {"question": "a"})
+    loaded = load_tasks(DatasetConfig(name=str(path), skip_bad_rows=True))
+    assert [task.key for task in loaded.tasks] == ["bad/2"]
+    assert [problem.partition(":")[0] for problem in loaded.skipped] == ["line 1", "line 3"]
+
+
+@without_deadline
+@given(st.lists(st.binary(max_size=40)))
+def test_every_line_of_any_bytes_is_read_or_reported_unless_it_is_blank(lines: list[bytes]) -> None:
+    rows, problems = read_rows(lines)
+    texts = [line.removeprefix(b"\xef\xbb\xbf") if index == 0 else line for index, line in enumerate(lines)]
+    assert len(rows) + len(problems) == sum(bool(text.strip()) for text in texts)
+
+
+@without_deadline
+@given(st.text(), st.integers(), st.dictionaries(st.text(), st.text()))
+def test_a_row_that_is_accepted_can_be_hashed_and_stored(question: str, answer: int, metadata: dict[str, str]) -> None:
+    rows, problems = read_rows([json.dumps({**metadata, "question": question, "answer": answer}).encode()])
+    assert len(rows) + len(problems) == 1
+    for row in rows:
+        json.dumps([row.messages[0].content, row.reference, row.metadata], ensure_ascii=False).encode()
+        assert Task("k", row.messages, row.reference, row.metadata).content_hash
+
+
+def test_max_samples_takes_the_first_tasks(tmp_path: Path) -> None:
+    path = write(tmp_path / "many.jsonl", *({**GOOD, "answer": str(n)} for n in range(5)))
+    assert [task.key for task in load_tasks(DatasetConfig(name=str(path), max_samples=2)).tasks] == ["many/1", "many/2"]
+
+
+def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="No such file"):
+        load_tasks(DatasetConfig(name=str(tmp_path / "absent.jsonl")))
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(DatasetError, match="Is a directory"):
+        load_tasks(DatasetConfig(name=str(tmp_path / "folder.jsonl")))
+    with pytest.raises(DatasetError, match=r"holds no task\. Write one JSON object per line"):
+        load_tasks(DatasetConfig(name=str(write(tmp_path / "empty.jsonl", b""))))
+    with pytest.raises(DatasetError, match="one split, 'train'"):
+        read_tasks(write(tmp_path / "one.jsonl", GOOD), "test")
+
+
+def test_names_splits_and_options_that_a_dataset_does_not_know_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'gsm8k'"):
+        load_tasks(DatasetConfig(name="gsm8"))
+    with pytest.raises(ConfigError, match="No dataset is called"):
+        load_tasks(DatasetConfig(name="../../etc/passwd\x1b"))
+    with pytest.raises(DatasetError, match=r"jsonl is a format.*--dataset FILE\.jsonl"):
+        load_tasks(DatasetConfig(name="jsonl"))
+    with pytest.raises(DatasetError, match=r"no split 'trian'\. Did you mean 'train'"):
+        load_tasks(DatasetConfig(name="gsm8k", split="trian"))
+    with pytest.raises(ConfigError, match=r"skip_bad_rows is for \.jsonl files"):
+        load_tasks(DatasetConfig(name="gsm8k", skip_bad_rows=True))
+
+
+def test_a_loader_that_raises_or_yields_no_task_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "from agentrl.workflow.datasets import Dataset\n"
+    module += "raising = Dataset(load=lambda split: (1 / 0 for _ in 'a'), env='math')\n"
+    module += "strange = Dataset(load=lambda split: iter(['2 + 2']), env='math')\n"
+    (tmp_path / "users_loaders.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DatasetError, match=r"'users_loaders:raising' cannot be loaded: ZeroDivisionError: division by zero"):
+        load_tasks(DatasetConfig(name="users_loaders:raising"))
+    with pytest.raises(DatasetError, match="'users_loaders:strange' yields a str, no Task"):
+        load_tasks(DatasetConfig(name="users_loaders:strange"))
+
+
+def test_two_tasks_of_one_key_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "from agentrl.workflow.datasets import Dataset\nfrom agentrl.workflow.trajectory import Task\n"
+    module += "twins = Dataset(load=lambda split: iter([Task('same', (), '1'), Task('same', (), '2')]), env='math')\n"
+    (tmp_path / "users_twins.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DatasetError, match="2 tasks of 'users_twins:twins' have the key 'same'"):
+        load_tasks(DatasetConfig(name="users_twins:twins"))

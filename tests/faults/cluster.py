@@ -1,0 +1,224 @@
+"""A run's whole surroundings, quick to set up and easy to break: a Redis that keeps nothing, a database, forked workers."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from agentrl.workers.stack import broker
+from agentrl.workers.stack.celery_app import QUEUES
+from agentrl.workflow.settings import Settings
+from tests.conftest import forbidden, missing
+from tests.faults import record, world
+from tests.faults.fork_server import DEADLINE_SECONDS, Child, Nursery, nursery
+from tests.support.real_stack import Stack
+
+ROLES = ("rollout", "train", "tools", "control")
+
+
+class Crew(Stack):
+    """A data folder with a database, a Redis of its own, and workers that are forked; the run is that of `fault_plugins`.
+
+    Args:
+        folder: an empty one, of a short path: a socket lies in it.
+        nursery, model: who forks, and what is trained.
+        migrated: a SQLite file to copy; None where the environment names another database.
+    """
+
+    def __init__(self, folder: Path, nursery: Nursery, model: Path, migrated: Path | None, **environment: str) -> None:
+        self.folder, self.nursery, self.model = folder, nursery, model
+        self.socket = folder / "redis.sock"
+        for name in ("home", "tmp", "hits"):
+            (folder / name).mkdir(exist_ok=True)
+        known = {"AGENTRL_LEASE_SECONDS": "2", "AGENTRL_TICK_SECONDS": "0.2", **environment}
+        known["AGENTRL_BROKER_URL"] = f"{broker.SOCKET_SCHEME}{self.socket}?virtual_host=0"
+        super().__init__(folder / "home", **known)
+        self.forked = known | {"AGENTRL_HOME": str(self.home), "AGENTRL_FAULT_DIR": str(folder / "hits")}
+        self.forked["TMPDIR"] = str(folder / "tmp")
+        self.children: list[Child] = []
+        if migrated:
+            shutil.copy(migrated, self.home / "agentrl.db")
+        self.redis = self.start_redis()
+
+    def start_redis(self) -> "subprocess.Popen[bytes]":
+        """A Redis that writes nothing to the disk."""
+        binary = broker.find_server(Settings())
+        if binary is None:
+            missing("a Redis server")
+        command = [str(binary), "--port", "0", "--unixsocket", str(self.socket), "--save", "", "--appendonly", "no"]
+        with (self.folder / "redis.log").open("ab") as log:
+            process = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        self.wait(lambda: broker.answers(self.settings), "a Redis")
+        return process
+
+    def start(self, target: str, *arguments: Any, name: str = "other", **environment: str) -> Child:
+        """A forked process of this crew."""
+        child = self.nursery.start(target, *arguments, log=self.folder / f"{name}.log", environment=self.forked | environment)
+        self.children.append(child)
+        return child
+
+    def fork(self, *roles: str, **environment: str) -> Child:
+        """A worker."""
+        return self.start("tests.faults.fork_server:serve", list(roles), name="-".join(roles), **environment)
+
+    def fork_all(self, **environment: str) -> dict[str, Child]:
+        """A worker of each kind."""
+        return {role: self.fork(role, **environment) for role in ROLES}
+
+    def asleep(self) -> Child | None:
+        """The child that a fault has stopped, until `wake`."""
+        return next((child for child in self.children if _state(child.pid) == "T"), None)
+
+    def wake(self, child: Child) -> None:
+        """Ends the sleep of a stopped child's own alarm clock."""
+        (clock,) = _children(child.pid)
+        for sleep in _children(clock):
+            os.kill(sleep, signal.SIGTERM)
+
+    def submit(self, **changes: Any) -> None:
+        """Sends the run; `a__b=1` changes `a.b`."""
+        wanted = {name.replace("__", "."): value for name, value in changes.items()}
+        child = self.start("tests.faults.fault_plugins:submit", str(self.model), wanted, name="submit")
+        assert child.end() == 0, self.logs()
+
+    def count(self, query: str) -> int:
+        """One number from the rows."""
+        return int(self.ask(query) or 0)
+
+    def ask(self, query: str) -> Any:
+        """One value from the rows."""
+        with self.database.read() as tx:
+            return tx.execute(text(query)).scalar_one()
+
+    def rows(self, query: str) -> set[tuple[Any, ...]]:
+        """All rows."""
+        with self.database.read() as tx:
+            return {tuple(row) for row in tx.execute(text(query))}
+
+    def waiting(self) -> int:
+        """How many messages nobody took yet."""
+        with broker.client(self.settings) as connection:
+            return sum(connection.llen(f"agentrl.{queue}") for queue in QUEUES)
+
+    def refused(self, *words: str, code: int) -> str:
+        """What a command says that exits with `code`."""
+        done = self.command(*words)
+        assert done.returncode == code, done.stderr + self.logs()
+        return done.stderr
+
+    def command(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        """Runs a command to its end."""
+        command = [sys.executable, "-m", "agentrl.cli", *words]
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+
+    def reason(self) -> str:
+        """Why the run stopped."""
+        return str(self.ask("SELECT reason FROM runs"))
+
+    def wait_for(self, run: str = world.RUN, status: str = "done") -> None:
+        """Waits until the run has the status."""
+        query = f"SELECT status FROM runs WHERE name = '{run}'"
+        self.wait(lambda: self.ask(query) == status, f"{run} {status}", DEADLINE_SECONDS)
+
+    def assert_whole(self) -> None:
+        """The run in SQLite is done and violates none of the fault loop's invariants."""
+        self.wait_for()
+        self.stop()
+        found = record.read(self.home)
+        assert found["wrong"] == [], found["wrong"]
+        assert [kind for kind, *_ in found["policies"].values()] == ["base", *["trained"] * world.ITERATIONS]
+
+    def stop(self) -> None:
+        """Every worker is told to stop, and does."""
+        living = [child for child in self.children if child.exit_code() is None]
+        for child in living:
+            child.kill(signal.SIGTERM)
+        assert [child.end() for child in living] == [0] * len(living), self.logs()
+
+    def logs(self) -> str:
+        """The ends of all logs, for a failing test."""
+        files = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
+
+    def close(self) -> None:
+        """Kills what is left."""
+        for child in self.children:
+            if child.exit_code() is None:
+                child.kill()
+                child.end()
+        self.redis.send_signal(signal.SIGCONT)
+        self.redis.kill()
+        self.redis.wait()
+        super().close()
+
+
+def _state(pid: int) -> str:
+    """One letter, as Linux has it; empty where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def _children(pid: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
+    return [int(child) for child in found.stdout.split()]
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of that size at the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, check=False)
+    if done.returncode:
+        forbidden("the right to mount a file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """A file that takes all the room that is left."""
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        for size in (65536, 4096, 1):
+            try:
+                while file.write(b"x" * size):
+                    pass
+            except OSError:
+                continue
+    return ballast
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Nursery]:
+    """Who forks all workers of this file."""
+    with tempfile.TemporaryDirectory(prefix="arl-", dir="/tmp") as folder, nursery(Path(folder)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model(forks: Nursery) -> Path:
+    """The model of `tests.faults.world`: it has learned to make both calls."""
+    folder = forks.folder / "model"
+    made = forks.start("tests.faults.world:make_model", str(folder))
+    assert made.end() == 0, made.log.read_text()
+    return folder
+
+
+@pytest.fixture
+def crew(short_folder: Path, forks: Nursery, model: Path, migrated_file: Path) -> Iterator[Crew]:
+    """A Redis and a SQLite database; nobody works yet."""
+    made = Crew(short_folder, forks, model, migrated_file)
+    yield made
+    made.close()

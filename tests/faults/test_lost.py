@@ -1,0 +1,129 @@
+"""Workers that are killed, or cut off: the events of the runs that they worked for name them, and say what goes on."""
+
+import signal
+import socket
+import subprocess
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from agentrl.workers.stack import supervisor
+from agentrl.workers.stack.supervisor import Child, Supervisor
+from agentrl.workflow.settings import Settings
+from agentrl.workflow.store import rollout_claims, steps, train_claims, waiting_runs
+from agentrl.workflow.store.connect import Database
+from tests.support.played_runs import CALL, EXPIRED, claim, play, sampled, start, submission, values
+
+
+def killed(role: str, number: int) -> Child:
+    """A worker's process that a signal has ended."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        process.send_signal(number)
+        process.wait()
+    return Child(role, process, started=time.monotonic())
+
+
+def lost_events(db: Database) -> list[tuple[str, str]]:
+    """Who was lost, and what is told of it."""
+    with db.read() as tx:
+        found = tx.execute(text("SELECT subject, detail FROM events WHERE kind = 'worker_lost' ORDER BY id")).all()
+    return [(row.subject, row.detail) for row in found]
+
+
+def test_a_worker_that_was_killed_is_named_with_its_signal_and_what_it_held(tmp_path: Path, own_database: Database) -> None:
+    groups = start(own_database, submission())
+    died = {role: killed(role, signal.SIGKILL) for role in ("rollout,train", "tools", "control")}
+    here = {role: f"{socket.gethostname()}:{child.process.pid}" for role, child in died.items()}
+    for group in groups:
+        work = rollout_claims.claim_group(own_database, group, f"{here['rollout,train']}/{group}", 60)
+        assert work is not None
+    steps.commit_sampled(own_database, work.fence, [sampled(work, calls=(CALL,))])
+    watching = Supervisor(Settings(home=tmp_path))
+    for child in died.values():
+        watching._revive(child)
+    watching.news.join()
+    told = "the worker {} was killed by SIGKILL, and is started again; it held {}"
+    assert lost_events(own_database) == [
+        (here["rollout,train"], told.format("rollout,train", f"{len(groups)} groups")),
+        (here["tools"], told.format("tools", "1 tool call")),
+        (here["control"], told.format("control", "nothing")),
+    ]
+    for _ in range(3):  # it does not come up
+        again = killed("control", signal.SIGKILL)
+        watching._revive(again)
+    watching.news.join()
+    assert len(lost_events(own_database)) == 3
+
+
+def test_a_database_that_does_not_answer_keeps_no_process_from_being_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watching, answers, order = Supervisor(Settings(home=tmp_path)), threading.Event(), list[str]()
+    new = killed("control", signal.SIGKILL)
+
+    def away(*said: object) -> None:
+        answers.wait(10)
+        order.append("told")
+
+    monkeypatch.setattr(supervisor, "record_loss", away)
+    monkeypatch.setattr(watching, "_start", lambda role: (order.append("started"), new.process)[1])
+    died = replace(killed("control", signal.SIGKILL), started=-1e9)  # it lived long
+    watching._revive(died)
+    answers.set()
+    watching.news.join()
+    assert order == ["started", "told"]
+
+
+def test_a_worker_that_is_lost_again_under_its_old_name_is_told_of_again(own_database: Database) -> None:
+    group, *_ = start(own_database, submission())
+    for claimant in ("far:7/1", "near:8/2"):
+        rollout_claims.claim_group(own_database, group, claimant, EXPIRED)
+    own_database.write(lambda tx: tx.execute(text("UPDATE events SET created_at = '2001-01-01 00:00:00'")))
+    for claimant in ("far:7/3", "near:8/4"):
+        rollout_claims.claim_group(own_database, group, claimant, EXPIRED)
+    assert [who for who, _ in lost_events(own_database)] == ["far:7", "near:8", "far:7"]
+
+
+def test_a_worker_elsewhere_whose_lease_ran_out_is_named_once_by_who_goes_on(own_database: Database) -> None:
+    groups = start(own_database, submission())
+    for group in groups:
+        rollout_claims.claim_group(own_database, group, f"far:7/{group}", EXPIRED)
+    for group in groups:
+        assert rollout_claims.claim_group(own_database, group, f"near:8/{group}", 60) is not None
+    ((who, told),) = lost_events(own_database)
+    assert who == "far:7"
+    assert f"group {groups[0]}" in told
+    assert "near:8 goes on" in told
+
+
+def test_who_hands_a_claim_back_is_not_lost(own_database: Database) -> None:
+    group, *_ = start(own_database, submission())
+    work = claim(own_database, group)
+    rollout_claims.hand_back(own_database, work.fence)
+    claim(own_database, group)
+    assert lost_events(own_database) == []
+
+
+def test_a_trainer_whose_lease_ran_out_is_named_by_who_goes_on(own_database: Database) -> None:
+    for group in start(own_database, submission()):
+        play(own_database, group)
+    (iteration,) = values(own_database, "SELECT id FROM iterations")
+    assert train_claims.claim_iteration(own_database, iteration, "far:7/1", EXPIRED) is not None
+    assert train_claims.claim_iteration(own_database, iteration, "near:8/2", 60) is not None
+    ((who, told),) = lost_events(own_database)
+    assert (who, "iteration 1" in told, "near:8 goes on" in told) == ("far:7", True, True)
+
+
+def test_a_run_that_waits_still_does_after_a_worker_was_lost(own_database: Database) -> None:
+    group, *_ = start(own_database, submission())
+    run = values(own_database, "SELECT id FROM runs")[0]
+    waiting_runs.wait_for(own_database, run, "The server is away.")
+    rollout_claims.claim_group(own_database, group, "far:7/1", EXPIRED)
+    rollout_claims.claim_group(own_database, group, "near:8/2", 60)
+    assert waiting_runs.waits_for(own_database, run) == "The server is away."
+    waiting_runs.wait_for(own_database, run, "The server is away.")
+    assert values(own_database, "SELECT count(*) FROM events WHERE kind = 'waiting'") == [1]

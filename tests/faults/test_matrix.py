@@ -1,0 +1,340 @@
+"""The fault matrix: what may happen to a run from outside, and the tests that show that it is survived.
+
+Tests of this file and of test_matrix_parts.py (`parts`) are named by their first words, others with their file.
+
+| row | fault | tests |
+|---|---|---|
+| 1 | kill -9 of a rollout worker | test_faults: every point; test_run: a rollout worker killed in the middle; test_resume |
+| 2 | kill -9 of a trainer | test_faults: every point; test_store_training: a second trainer fences the first out |
+| 3 | kill -9 of a tools worker | test_faults: every point; test_store_steps: a call with effects is started once |
+| 4 | SIGTERM | every worker that is told to stop; test_run: a worker that is told to stop |
+| 5 | Redis lost with all it knew | a redis that dies |
+| 6 | Redis hangs or refuses | a redis that hangs; test_cli: a broker that is away; test_stack: a dead result store |
+| 7 | delivered twice, visibility timeout | messages that come again; test_resume: a message that comes twice / again |
+| 8 | Postgres restarts at once | a postgres that restarts; test_connect: a connection that postgres closed |
+| 9 | no connections, locks | parts: more threads / a postgres without / a lock that / a thread that gets no connection |
+| 10 | the database's disk is full | a full disk under the database; test_connect: when sqlite undoes everything |
+| 11 | the checkpoints' disk is full | a full disk under the checkpoints; test_checkpoint: a full disk leaves |
+| 12 | a checkpoint cut short | test_mending; test_checkpoint: a truncated file; test_mirror: what is broken in the store |
+| 13 | one flipped bit | test_mending; test_checkpoint: an altered file; test_policy: a flipped bit |
+| 15 | NaN | updates that are no numbers; a model that says nan; test_trainer: a nan in; test_workers: a hooks reward |
+| 17 | a tool hangs | a tool that hangs; test_workers: calls that never end take no place from others |
+| 18 | malformed tool calls | parts: every malformed call / whatever json; test_chat: a call that cannot be read; test_agent |
+| 22 | 20 submits of one name | twenty who submit; test_store: twenty threads that submit |
+| 23 | two trainers | a trainer that wakes up; test_faults: every point (`sleep`); test_store_training: a second trainer |
+| 24 | the clock jumps | parts: a workers clock; test_state_machine: no order of faults |
+| 31 | pickle on the broker | what anybody can write to the broker |
+| 32 | a forged job | what anybody can write to the broker |
+| 33 | a malicious checkpoint | parts: a checkpoint that was made / a model whose; test_policy: weights of another shape |
+| 35 | out-of-memory killer | parts: a worker that the kernel kills / the counter; killed it is as in rows 1 and 2 |
+| 36 | GPU out of memory | where the gpu is full; test_trainer: where memory runs out; test_engine: where memory runs out |
+| 37 | another model or tokenizer | a model that is not the runs; test_store_training: the hash; test_policy: a base is |
+
+Rows 16, 19 to 21, 25 to 30 and 39 belong to the rooms that they happen in.
+"""
+
+import pickle
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from agentrl.workers.stack import broker
+from agentrl.workers.stack.celery_app import QUEUES, make_app
+from agentrl.workflow.checkpoints import sealed_folder
+from agentrl.workflow.errors import ServiceError
+from agentrl.workflow.store import planning
+from tests.faults import world
+from tests.faults.cluster import ROLES, Crew, fill, small_disk
+from tests.faults.cluster import crew as crew
+from tests.faults.cluster import forks as forks
+from tests.faults.cluster import model as model
+from tests.faults.fault_plugins import Harmful
+from tests.faults.fork_server import Nursery
+from tests.support.gate import at_gate, open_gate
+from tests.support.own_postgres import own_postgres
+
+HELD = "SELECT count(*) FROM groups WHERE status = 'running' AND worker <> ''"
+
+
+def held_at_its_first_calls(crew: Crew, **changes: Any) -> None:
+    """A run whose rollouts are at work and stay so until the tools' gate is open."""
+    crew.submit(env="tests.faults.fault_plugins:held", **changes)
+    asked = "SELECT count(*) FROM tool_calls WHERE result IS NULL"
+    crew.wait(lambda: crew.count(HELD) == world.GROUPS and crew.count(asked) > 0, "the rollouts at work")
+
+
+# --- signals, Redis ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_every_worker_that_is_told_to_stop_hands_back_or_finishes_and_exits_with_0(crew: Crew) -> None:
+    busy = {
+        "rollout": HELD,
+        "tools": "SELECT count(*) FROM tool_calls WHERE result IS NULL",
+        "train": "SELECT count(*) FROM iterations WHERE status = 'running' AND worker <> ''",
+        "control": "SELECT count(*) FROM service_leases",
+    }
+    workers = crew.fork_all()
+    crew.submit(env="tests.faults.fault_plugins:held", algorithm__name="tests.support.gate:held_update")
+    for role in ("control", "rollout", "tools", "train"):
+        if role == "train":
+            open_gate(crew.home, "tool")
+        crew.wait(lambda role=role: crew.count(busy[role]) > 0, f"{role} at work")  # type: ignore[misc]
+        workers[role].kill(signal.SIGTERM)
+        assert workers[role].end() == 0, crew.logs()
+        crew.fork(role)
+    open_gate(crew.home, "update")
+    crew.assert_whole()
+    lost = "SELECT max(losses) FROM (SELECT losses FROM groups UNION SELECT losses FROM iterations) x"
+    assert crew.count(lost) == 0
+
+
+def test_a_redis_that_dies_with_all_it_knew_costs_nothing(crew: Crew) -> None:
+    crew.fork_all()
+    held_at_its_first_calls(crew)
+    crew.redis.kill()
+    crew.redis.wait()
+    open_gate(crew.home, "tool")
+    crew.wait(lambda: crew.count(HELD) == 0, "the rollouts given up")
+    crew.redis = crew.start_redis()
+    crew.assert_whole()
+    assert crew.count("SELECT sum(losses) FROM groups") == 0
+
+
+@pytest.mark.slow
+def test_a_redis_that_hangs_is_said_in_one_sentence_and_the_workers_go_on_afterwards(crew: Crew) -> None:
+    crew.fork_all()
+    held_at_its_first_calls(crew)
+    crew.redis.send_signal(signal.SIGSTOP)
+    said = crew.refused("resume", world.RUN, code=4)
+    assert "does not answer: Timeout reading from" in said
+    assert "Check AGENTRL_BROKER_URL" in said
+    crew.redis.send_signal(signal.SIGCONT)
+    open_gate(crew.home, "tool")
+    crew.assert_whole()
+
+
+def test_messages_that_come_again_while_they_are_worked_on_change_nothing(crew: Crew) -> None:
+    """The control loop, which sends again too, has long leases to wait for."""
+    patient = {"AGENTRL_LEASE_SECONDS": "60"}
+    for role in ROLES:
+        crew.start("tests.faults.fault_plugins:impatient", [role], name=role, **patient)
+    crew.submit(env="tests.faults.fault_plugins:again")
+    crew.assert_whole()
+    claims = (crew.folder / "hits" / "claim_group.before").stat().st_size
+    assert claims > world.ITERATIONS * world.GROUPS, "no message came again"
+    assert crew.count("SELECT max(attempt) FROM groups") == 1
+
+
+# --- Postgres, disks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_postgres_that_restarts_in_the_middle_costs_nothing(short_folder: Path, forks: Nursery, model: Path) -> None:
+    with own_postgres(connections=100) as server, server.database() as url:
+        crew = Crew(short_folder, forks, model, None, AGENTRL_DATABASE_URL=url)
+        try:
+            workers = crew.fork_all()
+            held_at_its_first_calls(crew)
+            server.restart()
+            open_gate(crew.home, "tool")
+            crew.wait_for()
+            assert [worker.exit_code() for worker in workers.values()] == [None] * 4
+            planned = world.ITERATIONS * world.GROUPS * world.EPISODES
+            assert crew.count("SELECT count(*) FROM episodes WHERE status = 'done'") == planned
+            assert crew.count("SELECT count(*) FROM consumptions") == planned
+            assert crew.count("SELECT count(*) FROM policies WHERE kind = 'trained'") == world.ITERATIONS
+            assert crew.count("SELECT sum(losses) FROM groups") == 0
+            crew.stop()
+        finally:
+            crew.close()
+
+
+def test_a_full_disk_under_the_database_holds_the_run_up_until_there_is_room(crew: Crew, tmp_path: Path) -> None:
+    with small_disk(crew.folder / "disk", "3m") as disk:
+        shutil.move(crew.home / "agentrl.db", disk / "agentrl.db")
+        (crew.home / "agentrl.db").symlink_to(disk / "agentrl.db")
+        workers = crew.fork_all()
+        crew.submit(hooks=("tests.faults.world:Chance", "tests.support.gate:AtSecondTurn"))
+        crew.wait(lambda: at_gate(crew.home, "rollout"), "the first results")
+        ballast = fill(disk)
+        kept = crew.rows("SELECT step_id, sampled_ids FROM step_tokens")
+        with pytest.raises(ServiceError, match=r"The disk of the database '.*agentrl\.db' is full"):
+            crew.database.write(lambda tx: planning.log(tx, None, "x" * 32, detail="x" * 10**7))
+        open_gate(crew.home, "rollout")
+        crew.wait(lambda: "is full" in (crew.folder / "rollout.log").read_text(), "a rollout without room")
+        assert [worker.exit_code() for worker in workers.values()] == [None] * 4
+        ballast.unlink()
+        crew.assert_whole()
+        assert kept <= crew.rows("SELECT step_id, sampled_ids FROM step_tokens")
+        crew.database.close()
+
+
+def test_a_full_disk_under_the_checkpoints_fails_the_run_with_the_reason_and_it_can_be_resumed(crew: Crew) -> None:
+    with small_disk(crew.home / "runs", "2m") as disk:  # room for one checkpoint
+        crew.fork_all()
+        crew.submit()
+        crew.wait_for(status="failed")
+        assert "No space left on device" in crew.reason()
+        assert "Free disk space, then `agentrl resume`." in crew.reason()
+        (only,) = [folder for folder in (disk / world.RUN).iterdir() if not folder.is_symlink()]
+        sealed_folder.verify(only)
+        assert only.name.startswith("v00001.")
+        subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+        planning.resume(crew.database, world.RUN)
+        crew.assert_whole()
+
+
+# --- numbers, memory, models ------------------------------------------------------------------------------------------------
+
+
+def test_updates_that_are_no_numbers_are_counted_and_the_last_ones_fail_the_run_too(crew: Crew) -> None:
+    crew.fork_all()
+    crew.submit(algorithm__name="tests.faults.fault_plugins:nan_loss", update__max_bad_updates=world.ITERATIONS)
+    crew.wait_for(status="failed")
+    assert crew.reason() == "3 updates in a row were skipped: the loss is nan and the gradient's norm is nan"
+    assert crew.count("SELECT count(*) FROM policies WHERE kind = 'alias'") == world.ITERATIONS
+    assert crew.count("SELECT count(*) FROM iterations WHERE skipped <> ''") == world.ITERATIONS
+    planning.resume(crew.database, world.RUN)
+    assert crew.ask("SELECT status FROM runs") == "done"  # nothing is left to do
+
+
+def test_a_model_that_says_nan_is_no_reward_of_0_but_stops_the_run(crew: Crew, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(crew.model, tmp_path / "nan"))
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    crew.fork_all()
+    crew.submit(model__path=str(broken))
+    crew.wait_for(status="failed")
+    assert crew.reason() == "The model returned NaN instead of logits."
+    assert crew.count("SELECT count(*) FROM episodes WHERE reward IS NOT NULL") == 0
+
+
+def test_a_tool_that_hangs_is_told_to_the_model_and_keeps_nobody_from_stopping(crew: Crew) -> None:
+    crew.fork_all()
+    crew.submit(env="tests.faults.fault_plugins:hanging")
+    crew.assert_whole()
+    heard = crew.rows("SELECT DISTINCT result, error_class FROM tool_calls WHERE tool = 'plus'")
+    assert ("plus took longer than 0.5 s", "timeout") in heard
+    assert {error for _, error in heard} <= {"timeout", "tool_error"}  # the model may forget an argument
+
+
+def test_a_trainer_that_wakes_up_after_its_lease_writes_nothing(crew: Crew) -> None:
+    asleep = {"AGENTRL_FAULT": "update.after:1:sleep", "AGENTRL_FAULT_SLEEP": "600"}
+    for role in ("rollout", "tools", "control"):
+        crew.fork(role)
+    for number in "12":
+        crew.start("tests.faults.fork_server:serve", ["train"], name=f"train{number}", **asleep)
+    crew.submit()
+    crew.wait(lambda: crew.asleep() is not None, "a trainer falling asleep")
+    zombie = crew.asleep()
+    assert zombie
+    crew.wait(lambda: crew.count("SELECT max(train_token) FROM iterations") == 2, "the other one taking over")
+    crew.wake(zombie)
+    crew.wait(lambda: "was taken over" in crew.logs() or "is no longer held" in crew.logs(), "the zombie's end")
+    crew.assert_whole()
+    assert crew.rows("SELECT number, losses, train_token FROM iterations") == {(0, 1, 2), (1, 0, 1), (2, 0, 1)}
+
+
+def test_where_the_gpu_is_full_smaller_microbatches_go_on_and_else_the_run_says_what_to_lower(crew: Crew) -> None:
+    crew.fork_all()
+    crew.submit(algorithm__name="tests.faults.fault_plugins:full_loss", name="nothing")
+    crew.wait_for("nothing", "failed")
+    assert "InfraError: Memory does not suffice for one row of" in crew.reason()
+    assert "Set update.gradient_checkpointing=true or model.load_in_4bit=true," in crew.reason()
+    assert crew.count("SELECT count(*) FROM events WHERE kind = 'update_failed'") == 3
+    crew.submit(algorithm__name="tests.faults.fault_plugins:greedy_loss", name="little")
+    crew.wait_for("little")
+    taught = crew.count("SELECT count(*) FROM consumptions WHERE advantage <> 0")  # an episode here is a row
+    assert len((crew.home / "rows").read_text()) == taught > 0
+
+
+def test_a_model_that_is_not_the_runs_is_refused_and_the_run_goes_on_once_it_is_back(crew: Crew, tmp_path: Path) -> None:
+    mine, other = Path(shutil.copytree(crew.model, tmp_path / "mine")), tmp_path / "other"
+    shutil.copytree(mine, other)
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text() + "\n")
+    crew.fork_all()
+    held_at_its_first_calls(crew, model__path=str(mine))  # sampled with the right model; no trainer has read it yet
+    mine.rename(tmp_path / "kept")
+    other.rename(mine)
+    open_gate(crew.home, "tool")
+    crew.wait_for(status="failed")
+    assert "Bring the same model here" in crew.reason()
+    mine.rename(other)
+    (tmp_path / "kept").rename(mine)
+    planning.resume(crew.database, world.RUN)
+    crew.assert_whole()
+
+
+# --- at the door ------------------------------------------------------------------------------------------------------------
+
+
+def test_twenty_who_submit_one_name_at_once_make_one_run(crew: Crew) -> None:
+    asked = [
+        crew.start("tests.faults.fault_plugins:submit", str(crew.model), {}, name=f"submit{number}") for number in range(20)
+    ]
+    assert [child.end() for child in asked] == [0] * 20, crew.logs()
+    assert crew.rows("SELECT name FROM runs") == {(world.RUN,)}
+    assert crew.count("SELECT count(*) FROM iterations") == 1
+    assert crew.count("SELECT count(*) FROM episodes") == world.GROUPS * world.EPISODES
+
+
+FORGED = (
+    ("os.system", ["true"]),
+    ("celery.backend_cleanup", []),
+    ("agentrl.call", []),
+    ("agentrl.call", ["1; DROP TABLE runs", "agentrl.replies"]),
+    ("agentrl.call", [2**80, "agentrl.replies"]),
+    ("agentrl.call", [{"id": [[[1]]]}, {"$ne": 1}]),
+    ("agentrl.call", [7, "agentrl.tools"]),
+    ("agentrl.rollout", ["abc"]),
+    ("agentrl.rollout", [[-1, 2**63]]),
+    ("agentrl.rollout", [[[[]]]]),
+    ("agentrl.rollout", [[999_999]]),
+    ("agentrl.train", [None]),
+    ("agentrl.train", [True]),
+    ("agentrl.train", [1e300]),
+    ("agentrl.train", [999_999]),
+)
+
+
+def forge(crew: Crew, fired: Path) -> None:
+    """Pickles, no JSON, no message at all, jobs that do not exist, arguments that do not fit; into every queue."""
+    app = make_app(crew.settings)
+    app.conf.task_routes = ()
+    pickled = pickle.dumps(([Harmful(fired)], {}, {}))
+    with app.connection_for_write() as connection, broker.client(crew.settings) as redis:
+        producer = app.amqp.Producer(connection)
+        for queue, job in zip(QUEUES, ("agentrl.rollout", "agentrl.call", "agentrl.train"), strict=True):
+            headers = {"task": job, "id": str(uuid4()), "lang": "py"}
+            for content_type, body in (("application/x-python-serialize", pickled), ("text/plain", b"\xff")):
+                kind = {"content_type": content_type, "content_encoding": "binary", "headers": headers}
+                producer.publish(body, exchange="", routing_key=queue, **kind)
+            for name, arguments in FORGED:
+                app.send_task(name, args=arguments, queue=queue, connection=connection, ignore_result=True)
+            redis.lpush(f"agentrl.{queue}", b"no message at all", b"5", b"{}", b"[]", b"null", b"\xff")
+
+
+def test_what_anybody_can_write_to_the_broker_does_nothing_and_the_workers_live_on(crew: Crew) -> None:
+    workers, fired = crew.fork_all(), crew.folder / "fired"
+    forge(crew, fired)
+    crew.wait(lambda: not crew.waiting(), "empty queues")
+    assert [worker.exit_code() for worker in workers.values()] == [None] * 4
+    assert crew.rows("SELECT kind FROM events") == crew.rows("SELECT name FROM runs") == set()
+    crew.submit()
+    crew.assert_whole()
+    assert not fired.exists()
+    said = {role: (crew.folder / f"{role}.log").read_text() for role in QUEUES}
+    for role in QUEUES:
+        assert "Refusing to deserialize" in said[role]
+        assert "Received unregistered task" in said[role]
+        assert "where a row's id belongs" in said[role]
+        assert "is no message, or could not be taken" in said[role]

@@ -1,0 +1,600 @@
+"""A broken checkpoint is made again from the one before it: the run ends as planned, bit for bit where numerics are exact."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from celery.exceptions import Ignore
+from sqlalchemy import text
+
+from agentrl.workers.jobs import broken_checkpoints
+from agentrl.workers.jobs.model_slot import models
+from agentrl.workers.jobs.rollout_job import _refuse, rollout
+from agentrl.workers.jobs.train_job import train
+from agentrl.workers.requests.eval_config import measuring, sized
+from agentrl.workers.requests.submission import prepare
+from agentrl.workers.stack import control_loop, dispatch, process
+from agentrl.workers.stack.celery_app import make_app
+from agentrl.workflow.checkpoints import object_store
+from agentrl.workflow.checkpoints.sealed_folder import MANIFEST, MODEL, OPTIMIZER, STATE
+from agentrl.workflow.config import RunConfig, build
+from agentrl.workflow.control.scheduler import Dispatch, SendRollouts, SendTrain, plan
+from agentrl.workflow.envs import Env
+from agentrl.workflow.errors import CheckpointError, Fenced
+from agentrl.workflow.runtime import faults
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import (
+    control_reads,
+    listings,
+    planning,
+    repair,
+    run_names,
+    train_claims,
+    train_commits,
+    waiting_runs,
+)
+from agentrl.workflow.store import rollout_claims as rollouts
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.repair import Rebuild
+from agentrl.workflow.store.run_names import stored_policy
+from agentrl.workflow.training.reports import Update
+from agentrl.workflow.trajectory import PolicyRef
+from tests.conftest import forget_process
+from tests.support.gate import at_gate, open_gate
+from tests.support.played_runs import claim_training, play, ready, start, submission, update_of, value, values
+from tests.support.real_stack import SMALL, embedded_stack
+from tests.support.small_models import tiny_random
+
+bare = Env(rewards={"numeric_answer": 1.0})
+ITERATIONS = 4
+JOBS = {"rollout": rollout, "train": train}
+RUN = "damaged"
+
+
+@contextmanager
+def a_worker(home: Path) -> Iterator[Database]:
+    """The database of this process, which does the jobs of a broker of its own."""
+    with pytest.MonkeyPatch.context() as here:
+        here.setenv("AGENTRL_HOME", str(home))
+        here.setenv("AGENTRL_REDIS_SERVER", "none")
+        for name in ("AGENTRL_DATABASE_URL", "AGENTRL_BROKER_URL"):
+            here.delenv(name, raising=False)
+        forget_process()
+        here.setattr(dispatch, "app", make_app(settings()))
+        for name in JOBS:  # in memory means in this process: what other tests sent is still there
+            with dispatch.app.connection_for_read() as connection, connection.SimpleQueue(name) as queue:
+                queue.clear()
+        with closing(process.database()) as database:
+            yield database
+        restart()
+    torch.use_deterministic_algorithms(False)
+    forget_process()
+
+
+def restart() -> None:
+    """What is in memory is gone, as with its process."""
+    if models._loaded is not None:
+        models._loaded.engine.close()
+    models._loaded, models._key = None, ""
+    process._confirm.cache_clear()
+
+
+def do_jobs(until: Callable[[], bool] = lambda: False) -> None:
+    """Takes messages and does their jobs, as workers and a control loop would, until nothing is left to send."""
+    while not until():
+        done = [_do(name) for name in JOBS]
+        if not any(done) and not control_loop.send_missing():
+            return
+
+
+def _do(name: str) -> bool:
+    with dispatch.app.connection_for_read() as connection, connection.SimpleQueue(name) as queue:
+        if not queue.qsize():
+            return False
+        message = queue.get_nowait()
+        message.ack()
+    with suppress(Ignore):  # a group is not finished: that counts for chords alone
+        JOBS[name](*message.decode()[0])
+    return True
+
+
+def submitted(db: Database, model: Path, out: Path) -> None:
+    """The run of these tests."""
+    config = build(
+        {
+            "name": RUN, "env": f"{__name__}:bare", "epochs": 1, "output_dir": str(out),
+            "hooks": ("tests.support.parity_hook:Lucky",),
+            "dataset.name": "arithmetic", "dataset.max_samples": 2 * ITERATIONS, "model.path": str(model),
+            "model.numerics": "exact", "rollout.tasks_per_iteration": 2, "rollout.group_size": 4,
+            "rollout.max_new_tokens": 6, "rollout.max_steps": 1,
+        }
+    )  # fmt: skip
+    planning.submit(db, prepare(db, config).submission)
+
+
+def paused_at(db: Database, model: Path, newest: int) -> list[Path]:
+    """The run when it has published that version, paused, its worker gone; its checkpoints, oldest first."""
+    submitted(db, model, settings().root / "out")
+    do_jobs(until=lambda: value(db, "SELECT max(version) FROM policies") == newest)
+    planning.stop(db, RUN, "paused")
+    restart()
+    return [Path(path) for path in values(db, "SELECT path FROM policies WHERE version > 0 ORDER BY version")]
+
+
+def facts(db: Database) -> dict[str, Any]:
+    """What runs that are the same have in common."""
+    queries = {
+        "tokens": "SELECT s.episode_id, t.sampled_ids FROM step_tokens t JOIN steps s ON s.id = t.step_id ORDER BY 1, s.number",
+        "trained": "SELECT iteration_id, episode_id, advantage FROM consumptions ORDER BY 2",
+        "published": "SELECT version, kind, sha256 FROM policies ORDER BY 1",
+        "iterations": "SELECT number, status, trainable, mean_reward FROM iterations ORDER BY 1",
+    }
+    with db.read() as tx:
+        return {name: [tuple(row) for row in tx.execute(text(query))] for name, query in queries.items()}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_random(tmp_path_factory.mktemp("model") / "random", width=16)
+
+
+@pytest.fixture(scope="module")
+def undamaged(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the run makes without a fault."""
+    with a_worker(tmp_path_factory.mktemp("undamaged")) as db:
+        submitted(db, model, settings().root / "out")
+        do_jobs()
+        assert listings.describe_run(db, RUN)["status"] == "done"
+        assert value(db, "SELECT count(*) FROM policies WHERE kind = 'trained'") == ITERATIONS
+        return facts(db)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Database]:
+    with a_worker(tmp_path / "home") as db:
+        yield db
+
+
+def events(db: Database, kind: str) -> list[str]:
+    found = [event for event in listings.list_events(db, RUN) if event["kind"] == kind]
+    return [f"{event['subject']}: {event['detail']}" for event in found]
+
+
+def truncate(folder: Path) -> None:
+    (folder / MODEL).write_bytes((folder / MODEL).read_bytes()[:1000])
+
+
+def zero(folder: Path) -> None:
+    (folder / MODEL).write_bytes(bytes((folder / MODEL).stat().st_size))
+
+
+def lose_optimizer(folder: Path) -> None:
+    (folder / OPTIMIZER).unlink()
+
+
+def cut_manifest(folder: Path) -> None:
+    (folder / MANIFEST).write_bytes((folder / MANIFEST).read_bytes()[:20])
+
+
+def flip_weights(folder: Path) -> None:
+    flip(folder / MODEL)
+
+
+def flip_optimizer(folder: Path) -> None:
+    flip(folder / OPTIMIZER)
+
+
+def flip_state(folder: Path) -> None:
+    flip(folder / STATE)
+
+
+def flip(file: Path) -> None:
+    """One bit, in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (truncate, "another sha256 than the record"),
+        (zero, "another sha256 than the record"),
+        (flip_weights, "another sha256 than the record"),
+        (shutil.rmtree, "is missing"),
+        (flip_optimizer, "optimizer.safetensors was altered"),
+        (lose_optimizer, "optimizer.safetensors is missing"),
+        (flip_state, "state.json was altered"),
+        (cut_manifest, "manifest.json cannot be read"),
+    ],
+)
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_made_again_and_the_run_ends_bit_for_bit_as_without(
+    worker: Database, model: Path, undamaged: dict[str, Any], damage: Callable[[Path], None], found: str
+) -> None:
+    *_, newest = paused_at(worker, model, 2)
+    damage(newest)
+    planning.resume(worker, RUN)
+    do_jobs()
+    assert listings.describe_run(worker, RUN)["status"] == "done"
+    assert facts(worker) == undamaged
+    (said,) = events(worker, "checkpoint_broken")
+    assert said.startswith("version 2: ")
+    assert found in said
+    assert [text.partition(": ")[0] for text in events(worker, "checkpoint_rebuilt")] == ["version 2"]
+    assert "bit for bit" in events(worker, "checkpoint_rebuilt")[0]
+    assert value(worker, "SELECT max(losses) FROM iterations") == value(worker, "SELECT max(losses) FROM groups") == 0
+
+
+@pytest.mark.parametrize("point", ["checkpoint.sealed", "commit_rebuild.before", "commit_rebuild.after"])
+def test_a_trainer_lost_while_it_makes_a_checkpoint_again_changes_nothing(
+    worker: Database, model: Path, undamaged: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    *_, newest = paused_at(worker, model, 2)
+    flip_weights(newest)
+    monkeypatch.setenv("AGENTRL_FAULT_DIR", str(tmp_path))
+    monkeypatch.setenv("AGENTRL_FAULT", f"{point}:1:raise")
+    faults._plan.cache_clear()
+    planning.resume(worker, RUN)
+    do_jobs()
+    faults._plan.cache_clear()
+    assert facts(worker) == undamaged
+    assert len(events(worker, "checkpoint_rebuilt")) == 1
+    # After the commit the claim is over, so that nothing of it has failed.
+    assert len(events(worker, "update_failed")) == (point != "commit_rebuild.after")
+
+
+def test_files_that_were_put_back_are_used_as_they_are(worker: Database, model: Path, undamaged: dict[str, Any]) -> None:
+    first, second = paused_at(worker, model, 2)
+    for folder in (first, second):
+        folder.rename(folder.with_name(f"{folder.name}.away"))
+    planning.resume(worker, RUN)
+    do_jobs()
+    assert listings.describe_run(worker, RUN)["status"] == "failed"
+    for folder in (first, second):
+        folder.with_name(f"{folder.name}.away").rename(folder)
+    planning.resume(worker, RUN)
+    do_jobs()
+    assert facts(worker) == undamaged
+    assert events(worker, "checkpoint_rebuilt") == ["version 2: the folder is whole again"]
+
+
+def test_another_runs_policy_that_was_put_back_is_used_without_its_optimizers_state(worker: Database, model: Path) -> None:
+    *_, newest = paused_at(worker, model, 1)
+    theirs = newest.rename(newest.with_name("v00001.t1.theirs"))
+    (theirs / OPTIMIZER).unlink()
+    with worker.engine.begin() as tx:  # as `submit --policy` writes it
+        tx.execute(text("UPDATE policies SET path = :path WHERE version = 1"), {"path": str(theirs)})
+    repair.mark_broken(worker, value(worker, "SELECT id FROM runs"), str(theirs), "it was away")
+    planning.resume(worker, RUN)
+    do_jobs(until=lambda: bool(events(worker, "checkpoint_rebuilt")))
+    assert events(worker, "checkpoint_rebuilt") == ["version 1: the folder is whole again"]
+    assert listings.describe_run(worker, RUN)["status"] == "running"
+
+
+def measured(db: Database) -> str:
+    """An evaluation of the run's newest policy; its name."""
+    config = sized(measuring(RunConfig.model_validate(run_names.find_run(db, RUN)["config"]), None, "train", 2, {}))
+    return planning.submit(db, prepare(db, config, "eval", stored_policy(db, RUN, None)).submission).name
+
+
+def test_an_evaluation_of_a_damaged_checkpoint_ends_well_once_its_run_has_made_it_again(worker: Database, model: Path) -> None:
+    *_, newest = paused_at(worker, model, 2)
+    flip_weights(newest)
+    measure = measured(worker)
+    planning.resume(worker, RUN)
+    planning.stop(worker, measure, "paused")
+    do_jobs(until=lambda: bool(events(worker, "checkpoint_broken")))
+    planning.resume(worker, measure)
+    do_jobs()
+    assert {run["run"]: (run["status"], run["reason"]) for run in listings.list_runs(worker)} == {
+        RUN: ("done", ""),
+        measure: ("done", ""),
+    }
+    assert "bit for bit" in events(worker, "checkpoint_rebuilt")[0]
+
+
+def test_an_evaluation_of_a_damaged_checkpoint_says_who_makes_it_again(worker: Database, model: Path) -> None:
+    *_, newest = paused_at(worker, model, 2)
+    truncate(newest)
+    measure = measured(worker)
+    do_jobs()
+    failed = listings.describe_run(worker, measure)
+    assert failed["status"] == "failed"
+    assert failed["reason"].startswith(f"'{newest}/{MODEL}' has sha256 ")
+    told = f"was altered. `agentrl resume {RUN}` makes it again, then type `agentrl resume {measure}`."
+    assert failed["reason"].endswith(told)
+    planning.resume(worker, RUN)
+    do_jobs(until=lambda: bool(events(worker, "checkpoint_rebuilt")))
+    planning.resume(worker, measure)
+    do_jobs()
+    assert listings.describe_run(worker, measure)["status"] == "done"
+
+
+def test_what_cannot_be_tidied_up_ends_no_job(worker: Database, model: Path) -> None:
+    first, _ = paused_at(worker, model, 2)
+    (first / OPTIMIZER).unlink()
+    (first / OPTIMIZER).mkdir()  # which no unlink removes
+    planning.resume(worker, RUN)
+    do_jobs()
+    assert listings.describe_run(worker, RUN)["status"] == "done"
+    assert (first / OPTIMIZER).is_dir()
+
+
+def test_groups_are_handed_back_though_the_store_is_away(
+    worker: Database, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused_at(worker, model, 1)
+    monkeypatch.setattr(object_store, "RETRY_SECONDS", 0.0)
+    planning.resume(worker, RUN)
+    with worker.engine.begin() as tx:
+        tx.execute(text("UPDATE policies SET path = 'http://127.0.0.1:1/run/v1' WHERE version = 1"))
+    group, *_ = values(worker, "SELECT id FROM groups WHERE status <> 'done'")
+    work = rollouts.claim_group(worker, group, "host:1/a", 60)
+    assert work is not None
+    _refuse([work], CheckpointError("Some reader found it not whole."))
+    assert value(worker, "SELECT worker FROM groups WHERE id = :id", id=group) == ""
+    assert listings.describe_run(worker, RUN)["status"] == "running"
+
+
+def test_with_both_last_checkpoints_broken_the_run_fails_and_says_what_is_whole(worker: Database, model: Path) -> None:
+    whole, first, second = paused_at(worker, model, 3)
+    flip_weights(first)
+    truncate(second)
+    planning.resume(worker, RUN)
+    do_jobs()
+    run = listings.describe_run(worker, RUN)
+    assert run["status"] == "failed"
+    assert "Version 3 of 'damaged' is broken and cannot be made again" in run["reason"]
+    assert f"The checkpoint '{first}' is not whole: model.safetensors was altered" in run["reason"]
+    assert "the last whole version is 1." in run["reason"]
+    assert "agentrl submit --from-episodes damaged --policy damaged@1." in run["reason"]
+    assert events(worker, "checkpoint_rebuilt") == []
+    assert value(worker, "SELECT count(*) FROM episodes WHERE status = 'planned'") == 8
+    assert whole.exists()
+
+
+def test_a_checkpoint_after_a_skipped_update_is_made_again_for_both_versions(worker: Database, model: Path) -> None:
+    *_, newest = paused_at(worker, model, 2)
+    with worker.engine.begin() as tx:  # as if iteration 1 had been skipped: version 2 is version 1
+        tx.execute(text("UPDATE policies SET kind = 'alias', path = (SELECT path FROM policies WHERE version = 1),"
+                        " sha256 = (SELECT sha256 FROM policies WHERE version = 1) WHERE version = 2"))  # fmt: skip
+    (path,) = set(values(worker, "SELECT path FROM policies WHERE version > 0"))
+    zero(Path(path))
+    planning.resume(worker, RUN)
+    do_jobs(until=lambda: bool(events(worker, "checkpoint_rebuilt")))
+    assert len(set(values(worker, "SELECT path FROM policies WHERE version IN (1, 2)"))) == 1
+    assert values(worker, "SELECT broken FROM policies WHERE broken <> ''") == []
+    assert newest.exists()
+
+
+def test_weights_that_another_run_made_are_not_made_again(worker: Database, model: Path) -> None:
+    *_, newest = paused_at(worker, model, 1)
+    with worker.engine.begin() as tx:  # as `submit --policy` writes it
+        tx.execute(text("UPDATE policies SET path = :path WHERE version = 0"), {"path": str(newest)})
+        tx.execute(text("UPDATE iterations SET number = -1 WHERE status = 'done'"))
+        tx.execute(text("UPDATE iterations SET number = 0, policy_id = 1 WHERE status <> 'done'"))
+    truncate(newest)
+    with worker.engine.begin() as tx:
+        tx.execute(text("DELETE FROM policies WHERE version = 1"))
+    planning.resume(worker, RUN)
+    do_jobs()
+    assert "cannot be made again (it came from another run); no version before it is whole." in value(
+        worker, "SELECT reason FROM runs"
+    )
+
+
+# by hand
+
+
+def broken(db: Database) -> train_claims.IterationWork:
+    """A run whose version 1 is marked as broken, claimed to make it again."""
+    work = ready(db, submission(epochs=2))
+    train_commits.commit_update(db, work, update_of(work), 3)
+    waiting = repair.mark_broken(db, work.run_id, "out/v1", "it is gone")
+    assert waiting == planning.open_iterations(db, work.run_id)[0]
+    assert waiting is not None
+    return claim_training(db, waiting)
+
+
+def test_a_broken_checkpoint_keeps_rollouts_from_being_sent_until_it_is_whole(database: Database) -> None:
+    work = ready(database, submission(epochs=2))
+    following = train_commits.commit_update(database, work, update_of(work), 3).next_iteration
+    assert [type(action) for action in plan(control_reads.snapshot(database, 60))] == [Dispatch]
+    repair.mark_broken(database, work.run_id, "out/v1", "it is gone")
+    assert plan(control_reads.snapshot(database, 60)) == [SendTrain(following)]
+    planning.mark_train_sent(database, following)
+    assert plan(control_reads.snapshot(database, 60)) == []
+    claimed = claim_training(database, following)
+    assert (claimed.rebuilds, claimed.groups) == (True, ())
+    (made,) = values(database, "SELECT id FROM policies WHERE version = 1")
+    rebuild = repair.rebuild_of(database, claimed)
+    assert (rebuild.broken.version, rebuild.start.version, rebuild.groups) == (1, 0, work.groups)
+    repair.commit_rebuild(database, claimed, rebuild.broken, "out/v1.again", "abc")
+    repair.commit_rebuild(database, claimed, rebuild.broken, "out/v1.again", "abc")  # the commit's answer was lost
+    assert values(database, "SELECT path FROM policies WHERE id = :id", id=made) == ["out/v1.again"]
+    assert [event["kind"] for event in listings.list_events(database, "first")].count("checkpoint_rebuilt") == 1
+    assert [type(action) for action in plan(control_reads.snapshot(database, 60))] == [SendRollouts]
+
+
+def test_of_two_trainers_one_makes_the_checkpoint_again(database: Database) -> None:
+    work = broken(database)
+    assert train_claims.claim_iteration(database, work.id, "another", 60) is None
+    train_claims.hand_back_iteration(database, work.id, work.token)
+    heir = claim_training(database, work.id)
+    rebuild = repair.rebuild_of(database, work)
+    with pytest.raises(Fenced):
+        repair.commit_rebuild(database, work, rebuild.broken, "out/mine", "abc")
+    repair.commit_rebuild(database, heir, rebuild.broken, "out/theirs", "abc")
+    assert value(database, "SELECT path FROM policies WHERE version = 1") == "out/theirs"
+
+
+def test_advantages_are_the_recorded_ones_as_far_as_they_are_made_of_rewards(database: Database) -> None:
+    """A critic's values, and a KL in the reward, are rounded otherwise on another machine."""
+    work = ready(database, submission())
+    broken = replace(work.policy, path="out/v1", version=1)
+    credit = {episode.id: 0.5 for group in work.groups for episode in group.episodes if episode.id is not None}
+
+    def check(apart: float, without: int = 0, **algorithm: Any) -> None:
+        config = {**work.config, "algorithm": {**work.config["algorithm"], **algorithm}}
+        found = {episode: value + apart for episode, value in list(credit.items())[without:]}
+        rebuild = Rebuild(broken, work.policy, work.groups, credit)
+        broken_checkpoints.check_repeated(replace(work, config=config), rebuild, Update(advantages=found))
+
+    of_the_model: list[dict[str, Any]] = [{"name": "ppo"}, {"name": "rloo", "kl_coef": 0.1, "kl_in": "reward"}]
+    for algorithm in of_the_model:
+        check(1e-3, **algorithm)
+        with pytest.raises(CheckpointError, match="the advantages are not the recorded ones"):
+            check(0.0, without=1, **algorithm)
+    check(1e-7)
+    with pytest.raises(CheckpointError, match="the advantages are not the recorded ones"):
+        check(1e-5)
+
+
+def test_a_late_report_of_what_is_whole_again_changes_nothing(database: Database) -> None:
+    work = broken(database)
+    repair.commit_rebuild(database, work, repair.rebuild_of(database, work).broken, "out/again", "other")
+    repair.mark_broken(database, work.run_id, "out/v1", "a slow worker saw it")
+    assert values(database, "SELECT broken FROM policies WHERE broken <> ''") == []
+    assert "differ in rounding" in listings.list_events(database, "first")[-1]["detail"]
+
+
+def test_a_rebuild_whose_answer_was_lost_is_recognised_after_another_claim(database: Database) -> None:
+    work = broken(database)
+    rebuild = repair.rebuild_of(database, work)
+    assert not repair.is_named(database, "out/again")
+    repair.commit_rebuild(database, work, rebuild.broken, "out/again", "abc")
+    train_commits.fail_run(database, work.run_id, "thought lost")
+    planning.resume(database, "first")
+    for group in values(database, "SELECT id FROM groups WHERE status = 'planned'"):
+        play(database, group)
+    heir = claim_training(database, work.id)
+    assert heir.token != work.token
+    repair.commit_rebuild(database, work, rebuild.broken, "out/again", "abc")
+    assert repair.is_named(database, "out/again")
+    with pytest.raises(Fenced):
+        repair.commit_rebuild(database, work, rebuild.broken, "out/another", "abc")
+
+
+def test_only_the_newest_version_is_marked_and_a_newer_one_clears_the_mark(database: Database) -> None:
+    work = ready(database, submission(epochs=3))
+    following = train_commits.commit_update(database, work, update_of(work), 3).next_iteration
+    assert following is not None
+    for group in planning.start_iteration(database, following):
+        play(database, group)
+    second = claim_training(database, following)
+    assert repair.mark_broken(database, work.run_id, "out/v1", "gone while it was trained on") == following
+    train_commits.commit_update(database, second, update_of(second, path="out/v2", sha256="def"), 3)
+    assert values(database, "SELECT broken FROM policies WHERE broken <> ''") == []
+    # It still names an iteration: else the slow worker would end the run.
+    assert repair.mark_broken(database, work.run_id, "out/v1", "a slow worker saw it") is not None
+    assert values(database, "SELECT broken FROM policies WHERE broken <> ''") == []
+    assert repair.mark_broken(database, work.run_id, "out/v2", "it is gone") is not None
+
+
+def test_no_group_is_claimed_while_a_checkpoint_is_broken(database: Database) -> None:
+    work = ready(database, submission(epochs=2))
+    following = train_commits.commit_update(database, work, update_of(work), 3).next_iteration
+    assert following is not None
+    group, *_ = groups = planning.start_iteration(database, following)
+    planning.mark_groups_sent(database, groups)
+    repair.mark_broken(database, work.run_id, "out/v1", "it is gone")
+    assert rollouts.claim_group(database, group, "host:1/a", 60) is None
+    again = claim_training(database, following)
+    repair.commit_rebuild(database, again, repair.rebuild_of(database, again).broken, "out/again", "abc")
+    assert [type(action) for action in plan(control_reads.snapshot(database, 60))] == [
+        SendRollouts
+    ]  # their messages were refused
+    assert rollouts.claim_group(database, group, "host:1/a", 60) is not None
+
+
+def evaluated(db: Database, version: int = 1) -> list[int]:
+    """The groups of an evaluation of the policy out/vN."""
+    policy = PolicyRef("tiny", "hash", f"out/v{version}", "abc", version)
+    return start(db, replace(submission("measure", kind="eval"), policy=policy))
+
+
+def test_an_evaluation_waits_until_the_run_that_goes_on_has_made_its_checkpoint_again(database: Database) -> None:
+    work = ready(database, submission(epochs=2))
+    following = train_commits.commit_update(database, work, update_of(work), 3).next_iteration
+    assert following is not None
+    planning.mark_groups_sent(database, planning.start_iteration(database, following))
+    group, *_ = evaluated(database)
+    measure = run_names.find_run(database, "measure")["id"]
+    assert repair.mark_broken(database, measure, "out/v1", "it is gone") == following
+    assert repair.mark_broken(database, measure, "out/v1", "so a second worker says") == following
+    assert rollouts.claim_group(database, group, "host:1/a", 60) is None
+    assert waiting_runs.waits_for(database, measure) == "first makes its checkpoint again (it is gone)."
+    assert waiting_runs.waits_for(database, work.run_id) == ""
+    assert plan(control_reads.snapshot(database, 60)) == [SendTrain(following)]
+    again = claim_training(database, following)
+    repair.commit_rebuild(database, again, repair.rebuild_of(database, again).broken, "out/again", "abc")
+    assert waiting_runs.waits_for(database, measure) == ""
+    assert repair.how_to_go_on(database, "measure", "out/v1") == (
+        "It was made again in another folder: type `agentrl resume measure`."
+    )
+    assert [type(action) for action in plan(control_reads.snapshot(database, 60))] == [SendRollouts, SendRollouts]
+    claimed = rollouts.claim_group(database, group, "host:1/a", 60)
+    assert claimed is not None
+    assert claimed.policy.path == "out/again"
+    assert (
+        repair.mark_broken(database, measure, "out/v1", "a slow worker saw it")
+        == planning.open_iterations(database, measure)[0]
+    )
+    assert values(database, "SELECT broken FROM policies WHERE broken <> ''") == []
+
+
+def test_an_evaluation_of_what_no_run_makes_again_waits_for_nobody(database: Database) -> None:
+    work = ready(database, submission(epochs=3))
+    following = train_commits.commit_update(database, work, update_of(work), 3).next_iteration
+    assert following is not None
+    group, *_ = evaluated(database)
+    planning.stop(database, "first", "paused")
+    measure = run_names.find_run(database, "measure")["id"]
+    assert repair.mark_broken(database, measure, "out/v1", "gone") is None
+    resumed = "`agentrl resume first` makes it again, then type `agentrl resume measure`."
+    assert repair.how_to_go_on(database, "measure", "out/v1") == resumed
+    planning.resume(database, "first")
+    assert repair.mark_broken(database, measure, "out/v1", "gone") == following
+    for kept in ("measure", "first"):
+        assert waiting_runs.waits_for(database, measure) == "first makes its checkpoint again (gone)."
+        planning.stop(database, kept, "paused")
+        assert waiting_runs.waits_for(database, measure) == ""
+        planning.resume(database, kept)
+    planning.stop(database, "first", "paused")  # then nobody makes it again, and the evaluation's workers find that out
+    assert rollouts.claim_group(database, group, "host:1/a", 60) is not None
+    planning.resume(database, "first")
+    again = claim_training(database, following)
+    repair.commit_rebuild(database, again, repair.rebuild_of(database, again).broken, "out/v1", "abc")
+    for open_group in planning.start_iteration(database, following):
+        play(database, open_group)
+    second = claim_training(database, following)
+    train_commits.commit_update(database, second, update_of(second, path="out/v2", sha256="def"), 3)
+    assert repair.mark_broken(database, measure, "out/v1", "gone, and left behind") is None
+    assert repair.how_to_go_on(database, "measure", "out/v1") == "Put the files back and type `agentrl resume measure`."
+    assert values(database, "SELECT broken FROM policies WHERE broken <> ''") == []
+
+
+@pytest.mark.slow
+def test_through_real_workers_a_run_whose_newest_checkpoint_is_cut_short_goes_on(short_folder: Path, model: Path) -> None:
+    with embedded_stack(short_folder, idle_seconds="3600") as stack:
+        (short_folder / "hits").mkdir()  # and the trainer is killed when it has made it again but for the commit
+        stack.environment |= {"AGENTRL_FAULT_DIR": str(short_folder / "hits"), "AGENTRL_FAULT": "commit_rebuild.before:1:kill"}
+        asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "16", *SMALL[:-1])
+        held = "hooks=[tests.support.parity_hook:Lucky,tests.support.gate:AfterSecondUpdate]"
+        run = stack.agentrl("submit", *asked, held, "--name", "cut").strip()
+        stack.wait(lambda: at_gate(stack.home, "update"), "two updates")
+        planning.stop(stack.database, run, "paused")
+        open_gate(stack.home, "update")
+        stack.agentrl("down")
+        truncate(Path(stored_policy(stack.database, run, None).path))
+        stack.agentrl("resume", run)
+        stack.wait_for(run)
+        assert (short_folder / "hits" / "commit_rebuild.before").stat().st_size == 2
+        assert "checkpoint_rebuilt" in stack.agentrl("events", run)
+        assert value(stack.database, "SELECT count(*) FROM iterations WHERE status = 'done'") == 4

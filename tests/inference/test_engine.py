@@ -1,0 +1,596 @@
+"""The sampler: the draw itself, and that an episode's tokens depend on its request alone."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig
+
+from agentrl.workflow.checkpoints import sealed_folder
+from agentrl.workflow.config import ModelConfig
+from agentrl.workflow.engines import Completion, GenerateRequest
+from agentrl.workflow.errors import CheckpointError, InfraError, ModelError
+from agentrl.workflow.inference.kv_cache import Kept, Slots
+from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.inference.sampling import sample, uniforms
+from agentrl.workflow.models.logprobs import token_logprobs
+from agentrl.workflow.models.policy import Policy, Slot
+from agentrl.workflow.trajectory import PolicyRef
+from tests.support.numerics import DEVICE, asked, same_turn, tolerance
+from tests.support.reference_sampler import alone
+from tests.support.small_models import first_layer, tiny_random, tokenizer
+
+BITS = st.integers(0, 2**64 - 1)
+LOGITS = st.lists(st.one_of(st.floats(-80, 80), st.just(-math.inf)), min_size=1, max_size=40).filter(
+    lambda row: max(row) > -math.inf
+)
+PINNED_UNIFORMS = [0.6524484863740322, 0.1663964394676608, 0.23928447285727472]
+UNIT = st.floats(0, 1, exclude_max=True)
+
+
+# --- the draw ---------------------------------------------------------------------------------------------------------------
+
+
+def numbers(keys: list[int], positions: list[int]) -> list[float]:
+    return [float(value) for value in uniforms(np.array(keys, dtype=np.uint64), np.array(positions, dtype=np.uint64))]
+
+
+@given(st.lists(st.tuples(BITS, st.integers(0, 2**40)), min_size=1, max_size=20))
+def test_a_uniform_number_is_below_one_and_depends_on_its_key_and_position_alone(pairs: list[tuple[int, int]]) -> None:
+    keys, positions = [key for key, _ in pairs], [position for _, position in pairs]
+    together = numbers(keys, positions)
+    assert all(0 <= value < 1 for value in together)
+    assert together == [numbers([key], [position])[0] for key, position in pairs]
+
+
+def test_uniform_numbers_stay_the_same_for_ever() -> None:
+    assert numbers([0, 1, 2**64 - 1], [0, 0, 7]) == PINNED_UNIFORMS
+
+
+def test_uniform_numbers_are_uniform_along_positions_and_along_keys() -> None:
+    for draws in (numbers([12345] * 100_000, list(range(100_000))), numbers(list(range(100_000)), [3] * 100_000)):
+        counts, _ = np.histogram(draws, bins=100, range=(0, 1))
+        assert ((counts - 1000) ** 2 / 1000).sum() < 160  # chi-squared, 99 degrees of freedom: p = 1e-4
+        assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.02
+
+
+@given(LOGITS, UNIT, st.floats(0.1, 5))
+def test_a_draw_is_never_of_probability_zero_and_comes_with_its_logprob(row: list[float], u: float, temperature: float) -> None:
+    ids, logprobs = sample(torch.tensor([row]), torch.tensor([u], dtype=torch.float64), temperature)
+    expected = torch.log_softmax(torch.tensor(row) / temperature, dim=-1)
+    assert expected.exp()[ids[0]] > 0
+    assert logprobs.dtype == torch.float32
+    assert torch.isclose(logprobs[0], expected[ids[0]], atol=1e-6)
+
+
+@given(LOGITS, UNIT, UNIT)
+def test_a_larger_uniform_number_draws_no_earlier_token(row: list[float], first: float, second: float) -> None:
+    ids, _ = sample(torch.tensor([row, row]), torch.tensor(sorted([first, second]), dtype=torch.float64), 1.0)
+    assert ids[0] <= ids[1]
+
+
+@given(st.lists(LOGITS.map(lambda row: (row * 40)[:40]), min_size=2, max_size=6), UNIT)
+def test_a_draw_does_not_depend_on_the_other_rows(rows: list[list[float]], u: float) -> None:
+    draws = torch.full((len(rows),), u, dtype=torch.float64)
+    ids, logprobs = sample(torch.tensor(rows, dtype=torch.float64), draws, torch.linspace(0.5, 2, len(rows)))
+    alone = sample(torch.tensor(rows[:1], dtype=torch.float64), draws[:1], 0.5)
+    assert (ids[0], logprobs[0]) == (alone[0][0], alone[1][0])
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0])
+    u = torch.from_numpy(uniforms(np.full(50_000, 9, dtype=np.uint64), np.arange(50_000, dtype=np.uint64)))
+    ids, _ = sample(logits.expand(50_000, -1), u, 0.7)
+    frequencies = torch.bincount(ids, minlength=4) / 50_000
+    assert torch.allclose(frequencies, torch.softmax(logits / 0.7, -1), atol=0.01)
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_random(tmp_path_factory.mktemp("base"))
+
+
+def sharpened(policy: Policy, folder: Path, scale: float, version: int) -> PolicyRef:
+    """A checkpoint whose distributions are far from uniform and depend on every token before."""
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            if parameter.ndim == 2:
+                parameter.mul_(scale)
+    sha256 = sealed_folder.write(folder, lambda beside: policy.save_weights(beside / sealed_folder.WEIGHTS))
+    policy.load_weights(None)
+    return PolicyRef(str(policy.folder), policy.base_hash, str(folder), sha256, version)
+
+
+@pytest.fixture(scope="module")
+def exact(folder: Path) -> Iterator[Policy]:
+    yield Policy.load(ModelConfig.model_validate(asked({"numerics": "exact"})), str(folder), DEVICE)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def ref(exact: Policy, tmp_path_factory: pytest.TempPathFactory) -> PolicyRef:
+    return sharpened(exact, tmp_path_factory.mktemp("v1") / "v1", 4.0, 1)
+
+
+@pytest.fixture
+def engine(exact: Policy) -> Iterator[RollingEngine]:
+    engine = RollingEngine(exact)
+    yield engine
+    engine.close()
+
+
+def requests_of(ref: PolicyRef, count: int, new: int = 24) -> list[GenerateRequest]:
+    """Prompts of many lengths, some shared by siblings, at several temperatures."""
+    generator = np.random.default_rng(5)
+    prompts = [tuple(generator.integers(3, 60, size=length).tolist()) for length in (1, 2, 5, 17, 40, 70)]
+    return [
+        GenerateRequest(prompts[i % 6], ref, 1000 + i, 3 * (i % 4), 1 + (new * (1 + i % 5)) // 5, (1.0, 0.8)[i % 2])
+        for i in range(count)
+    ]
+
+
+def all_same(
+    policy: Policy, requests: Iterable[GenerateRequest], first: Iterable[Completion], second: Iterable[Completion]
+) -> bool:
+    """Whether each request was answered alike both times."""
+    return all(same_turn(policy, *turn, 1e-9) for turn in zip(requests, first, second, strict=True))
+
+
+def test_an_episode_is_the_same_alone_and_in_any_crowd(exact: Policy, ref: PolicyRef, engine: RollingEngine) -> None:
+    requests = requests_of(ref, 36)
+    alone = [engine.submit(request).result(60) for request in requests]
+    crowd = [future.result(60) for future in [engine.submit(request) for request in requests]]
+    backwards = [future.result(60) for future in [engine.submit(request) for request in reversed(requests)]][::-1]
+    narrow = RollingEngine(exact, slots=5)
+    waiting = [future.result(60) for future in [narrow.submit(request) for request in requests]]
+    narrow.close()
+    for other in (crowd, backwards, waiting):
+        assert all_same(exact, requests, alone, other)
+    assert len({completion.token_ids for completion in alone}) > 30
+
+
+def test_a_request_may_join_while_others_are_sampled(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
+    long = GenerateRequest((5, 6, 7), ref, 1, 0, 150)
+    late = GenerateRequest((5, 6, 7), ref, 2, 0, 10)
+    alone = [engine.submit(request).result(60) for request in (long, late)]
+    first = engine.submit(long)
+    joined = []
+    while not first.done():
+        joined.append(engine.submit(late).result(60))
+    assert same_turn(exact, long, first.result(), alone[0], 1e-9)
+    assert len(joined) > 1
+    assert all(same_turn(exact, late, completion, alone[1], 1e-9) for completion in joined)
+
+
+def test_an_interrupted_turn_goes_on_as_if_it_had_not_been(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
+    whole = engine.submit(GenerateRequest((9, 8, 7), ref, 77, 0, 20)).result(60)
+    assert len(whole.token_ids) > 8
+    kept = whole.token_ids[:8]
+    going_on = GenerateRequest((9, 8, 7, *kept), ref, 77, 8, 12)
+    rest = Completion(whole.token_ids[8:], whole.logprobs[8:], whole.finish_reason, 0.0)
+    assert same_turn(exact, going_on, engine.submit(going_on).result(60), rest, 1e-9)
+
+
+def teacher_forced(policy: Policy, request: GenerateRequest, completion: Completion) -> list[float]:
+    ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]], device=policy.device)
+    with policy.sampling() as model, torch.no_grad():
+        logprobs, _ = token_logprobs(model, ids, torch.ones_like(ids), request.temperature)
+    return logprobs[0, len(request.prompt_ids) - 1 :].tolist()
+
+
+@pytest.mark.parametrize("lora_r", [0, 4], ids=["full weights", "LoRA"])
+def test_float32_logprobs_are_those_of_the_whole_row_read_at_once(folder: Path, tmp_path: Path, lora_r: int) -> None:
+    policy = Policy.load(ModelConfig.model_validate(asked({"lora_r": lora_r})), str(folder), DEVICE)
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            parameter.add_(0.05)
+    ref = sharpened(policy, tmp_path / "v1", 2.0, 1)
+    engine = RollingEngine(policy)
+    requests = requests_of(ref, 24)
+    completions = [future.result(60) for future in [engine.submit(request) for request in requests]]
+    engine.close()
+    for request, completion in zip(requests, completions, strict=True):
+        assert np.allclose(completion.logprobs, teacher_forced(policy, request, completion), rtol=0, atol=tolerance(1e-5))
+
+
+def test_a_turn_ends_with_its_end_token_or_at_the_limit(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
+    futures = [engine.submit(GenerateRequest((4, 5), ref, key, 0, 200, 2.0)) for key in range(20)]
+    completions = [future.result(60) for future in futures]
+    ends = exact.chat.end_ids
+    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+    for completion in completions:
+        assert not ends & set(completion.token_ids[:-1])
+        assert (completion.token_ids[-1] in ends) == (completion.finish_reason == "stop")
+        assert len(completion.logprobs) == len(completion.token_ids) <= 200
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == 200
+
+
+def test_sampling_stops_at_the_end_of_the_context(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
+    room = [(3,) * (exact.max_context - 2), (3,) * exact.max_context, (3,) * (exact.max_context + 1)]
+    completions = [engine.submit(GenerateRequest(prompt, ref, 1, 0, 10, 0.01)).result(60) for prompt in room]
+    assert [len(completion.token_ids) for completion in completions] == [2, 0, 0]
+    assert {completion.finish_reason for completion in completions} == {"length"}
+
+
+def test_rows_of_different_weights_never_mix_and_those_of_the_same_weights_go_together(
+    engine: RollingEngine, exact: Policy, ref: PolicyRef, tmp_path: Path
+) -> None:
+    other = sharpened(exact, tmp_path / "v2", 3.0, 2)
+    base = PolicyRef(str(exact.folder), exact.base_hash)
+    wanted = [GenerateRequest((5, 6), (ref, other, base)[i % 3], 50, 0, 8) for i in range(12)]
+    ended: list[int] = []
+    futures = [engine.submit(request) for request in wanted]
+    for future in futures:
+        future.add_done_callback(lambda done: ended.append(futures.index(done)))
+    together = [future.result(60) for future in futures]
+    alone = [engine.submit(request).result(60) for request in wanted]
+    assert ended == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11], "the first in line says whose turn it is"
+    assert all_same(exact, wanted, together, alone)
+    assert len({completion.token_ids for completion in together}) == 3
+
+
+def test_an_alias_of_the_same_weights_joins_the_batch(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
+    request = GenerateRequest((5, 6), ref, 50, 0, 8)
+    alias = replace(request, policy=replace(ref, version=9))
+    assert same_turn(exact, request, engine.submit(request).result(60), engine.submit(alias).result(60), 0)
+
+
+def test_weights_that_are_missing_fail_their_own_rows_only(
+    engine: RollingEngine, exact: Policy, ref: PolicyRef, tmp_path: Path
+) -> None:
+    missing = replace(ref, path=str(tmp_path / "gone"), sha256="0" * 64)
+    good = GenerateRequest((5, 6), ref, 1, 0, 4)
+    futures = [engine.submit(request) for request in (good, replace(good, policy=missing), good)]
+    assert same_turn(exact, good, futures[0].result(60), futures[2].result(60), 1e-9)
+    with pytest.raises(CheckpointError, match="missing"):
+        futures[1].result(60)
+
+
+def test_a_turn_whose_request_is_at_fault_fails_alone_among_those_that_join_with_it(
+    engine: RollingEngine, exact: Policy, ref: PolicyRef
+) -> None:
+    good = GenerateRequest((5, 6, 7), ref, 1, 0, 4)
+    expected = engine.submit(good).result(60)
+    with exact.lock:  # whoever is first waits for it while it joins, the others wait for that one and join together
+        first = engine.submit(good)
+        others = [engine.submit(replace(good, top_k=top_k)) for top_k in (0, 0, 10**24, 0, 0)]
+    with pytest.raises(InfraError, match="OverflowError"):
+        others.pop(2).result(60)
+    assert all(same_turn(exact, good, turn.result(60), expected, 1e-9) for turn in (first, *others))
+
+
+@pytest.mark.parametrize("prompt", [(), (-1,), (10**6,)], ids=["empty", "negative", "beyond the vocabulary"])
+def test_a_prompt_beyond_the_vocabulary_is_refused(engine: RollingEngine, ref: PolicyRef, prompt: tuple[int, ...]) -> None:
+    with pytest.raises(ModelError, match="A prompt needs ids between 0 and"):
+        engine.submit(GenerateRequest(prompt, ref, 1, 0, 4)).result(60)
+
+
+def test_nan_from_the_model_fails_the_row_and_the_thread_lives_on(
+    engine: RollingEngine, exact: Policy, ref: PolicyRef, tmp_path: Path
+) -> None:
+    with torch.no_grad():
+        next(iter(exact.trainable().values())).fill_(math.nan)
+    broken = sharpened(exact, tmp_path / "nan", 1.0, 3)
+    with pytest.raises(ModelError, match="NaN"):
+        engine.submit(GenerateRequest((5, 6), broken, 1, 0, 4)).result(60)
+    assert engine.submit(GenerateRequest((5, 6), ref, 1, 0, 4)).result(60).token_ids
+
+
+def test_where_memory_runs_out_fewer_rows_go_on_with_the_same_tokens(
+    engine: RollingEngine, exact: Policy, ref: PolicyRef
+) -> None:
+    requests = requests_of(ref, 24)
+    expected = [future.result(60) for future in [engine.submit(request) for request in requests]]
+    calls: list[int] = []
+
+    def small_card(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        calls.append(len(args[0]))
+        if calls[-1] > 3 and len(calls) > 6:
+            raise torch.OutOfMemoryError("as if")
+
+    with exact.sampling() as model:
+        hook = first_layer(model).register_forward_pre_hook(small_card)
+    try:
+        completions = [future.result(60) for future in [engine.submit(request) for request in requests]]
+    finally:
+        hook.remove()
+    assert max(calls) > 3
+    assert all_same(exact, requests, completions, expected)
+
+
+def test_an_error_of_the_model_fails_the_live_rows_and_the_thread_lives_on(
+    engine: RollingEngine, exact: Policy, ref: PolicyRef
+) -> None:
+    def broken(module: torch.nn.Module, args: object) -> None:
+        raise torch.OutOfMemoryError("as if")
+
+    with exact.sampling() as model:
+        hook = first_layer(model).register_forward_pre_hook(broken)
+    try:
+        with pytest.raises(InfraError, match="Sampling failed: OutOfMemoryError: as if"):
+            engine.submit(GenerateRequest((5, 6), ref, 1, 0, 4)).result(60)
+    finally:
+        hook.remove()
+    assert engine.submit(GenerateRequest((5, 6), ref, 1, 0, 4)).result(60).token_ids
+
+
+@pytest.mark.filterwarnings("ignore:Exception in thread sampler")
+def test_a_sampler_that_ends_leaves_nobody_waiting(exact: Policy, ref: PolicyRef) -> None:
+    def leave(module: torch.nn.Module, args: object) -> None:
+        raise SystemExit
+
+    engine = RollingEngine(exact, slots=2)
+    with exact.sampling() as model:
+        futures = [engine.submit(GenerateRequest((5, 6), ref, key, 0, 4)) for key in range(5)]
+        hook = first_layer(model).register_forward_pre_hook(leave)
+    try:
+        for future in futures:
+            with pytest.raises(InfraError, match="closed"):
+                future.result(60)
+    finally:
+        hook.remove()
+    with pytest.raises(InfraError, match="closed"):
+        engine.submit(GenerateRequest((5, 6), ref, 9, 0, 4)).result(60)
+    engine.close()
+
+
+def test_a_cancelled_request_is_not_sampled(exact: Policy, ref: PolicyRef) -> None:
+    engine = RollingEngine(exact, slots=1)
+    with exact.lock:  # so that the first cannot end, and the second has to wait
+        first, second = (engine.submit(GenerateRequest((5, 6), ref, key, 0, 4)) for key in (1, 2))
+        assert second.cancel()
+    assert first.result(60).token_ids
+    assert engine.submit(GenerateRequest((5, 6), ref, 3, 0, 4)).result(60).token_ids
+    engine.close()
+
+
+def test_whoever_asks_for_the_policy_gets_it_between_tokens(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
+    sampling = engine.submit(GenerateRequest((5, 6), ref, 4, 0, 200, 0.5))
+    turns = 0
+    while not sampling.done():
+        with exact.lock:
+            turns += 1
+    assert turns > 1
+
+
+def test_a_closed_engine_fails_what_is_left_and_what_comes(exact: Policy, ref: PolicyRef) -> None:
+    engine = RollingEngine(exact, slots=1)
+    futures = [engine.submit(GenerateRequest((5, 6), ref, key, 0, 200)) for key in range(20)]
+    engine.close()
+    futures.append(engine.submit(GenerateRequest((5, 6), ref, 1, 0, 4)))
+    for future in futures[-2:]:
+        with pytest.raises(InfraError, match="closed"):
+            future.result(60)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12), BITS), min_size=1, max_size=20), st.integers(1, 4))
+def test_any_mix_of_prompts_limits_and_slots_gives_each_request_its_own_tokens(
+    exact: Policy, ref: PolicyRef, mix: list[tuple[int, int, int]], slots: int
+) -> None:
+    prompts = [(7,), (7, 8), (7, 8, 9), (3,) * 30, (4,) * 65, (7, 8, 9, 10)]
+    requests = [GenerateRequest(prompts[prompt], ref, key, 0, new) for prompt, new, key in mix]
+    narrow, wide = RollingEngine(exact, slots=slots), RollingEngine(exact)
+    few = [future.result(60) for future in [narrow.submit(request) for request in requests]]
+    many = [future.result(60) for future in [wide.submit(request) for request in requests]]
+    narrow.close()
+    wide.close()
+    assert all_same(exact, requests, few, many)
+
+
+# --- keys and values that are kept ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def tokens_read(policy: Policy) -> Iterator[list[int]]:
+    """How many tokens each call of the model reads, padding counted."""
+    read: list[int] = []
+
+    def count(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        read.append(args[0].numel())
+
+    with policy.sampling() as model:
+        hook = first_layer(model).register_forward_pre_hook(count)
+    try:
+        yield read
+    finally:
+        hook.remove()
+
+
+def ended_turn(engine: RollingEngine, ref: PolicyRef, prompt: tuple[int, ...]) -> tuple[GenerateRequest, tuple[int, ...]]:
+    """A request whose turn ended with an end token, and prompt and turn together."""
+    for key in range(100):
+        request = GenerateRequest(prompt, ref, key, 0, 100, 2.0)
+        completion = engine.submit(request).result(60)
+        if completion.finish_reason == "stop":
+            return request, prompt + completion.token_ids
+    raise AssertionError("no turn ended")
+
+
+def next_turn(request: GenerateRequest, context: tuple[int, ...], new: int = 6) -> GenerateRequest:
+    """What its episode asks for after it was told something."""
+    said = (9, 10, 11)
+    return replace(request, prompt_ids=context + said, position=len(context) - len(request.prompt_ids), max_new_tokens=new)
+
+
+def test_an_episodes_next_turn_reads_only_what_came_since(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
+    request, context = ended_turn(engine, ref, (5, 6) * 40)
+    following = next_turn(request, context)
+    with tokens_read(exact) as read:
+        kept = engine.submit(following).result(60)
+    assert read == [3] + [1] * len(kept.token_ids), "the end token and two of the three that it was told; then one at a time"
+    with tokens_read(exact) as read:
+        again = engine.submit(following).result(60)
+    assert read[0] == len(following.prompt_ids) - 1
+    assert same_turn(exact, following, kept, again, 1e-9)
+
+
+def test_what_is_kept_is_given_back_when_the_episode_is_over_or_memory_is_asked_for(
+    engine: RollingEngine, exact: Policy, ref: PolicyRef
+) -> None:
+    request, context = ended_turn(engine, ref, (5, 6) * 40)
+    for key in (request.key, None):
+        engine.submit(request).result(60)
+        engine.release(key)
+        with tokens_read(exact) as read:
+            engine.submit(next_turn(request, context)).result(60)
+        assert read[0] == len(context) + 2
+
+
+def test_what_is_kept_is_not_used_for_other_tokens_or_other_weights(
+    engine: RollingEngine, exact: Policy, ref: PolicyRef, tmp_path: Path
+) -> None:
+    request, context = ended_turn(engine, ref, (5, 6) * 40)
+    following = next_turn(request, context)
+    edited = replace(following, prompt_ids=(7, *following.prompt_ids[1:]))
+    other = replace(following, policy=sharpened(exact, tmp_path / "v2", 3.0, 2))
+    for changed in (edited, other):
+        engine.submit(request).result(60)
+        with tokens_read(exact) as read:
+            engine.submit(changed).result(60)
+        assert read[0] == len(changed.prompt_ids) - 1
+
+
+def test_the_oldest_that_is_kept_goes_when_the_slots_would_not_hold_it(exact: Policy, ref: PolicyRef) -> None:
+    engine = RollingEngine(exact, slots=1)
+    request, context = ended_turn(engine, ref, (5, 6) * 10)
+    for start in range(12, 20):  # their turns are kept too: more tokens than one slot has
+        ended_turn(engine, ref, (start, 6) * 10)
+    with tokens_read(exact) as read:
+        engine.submit(next_turn(request, context)).result(60)
+    engine.close()
+    assert read[0] == len(context) + 2
+
+
+def test_episodes_of_several_turns_are_the_same_in_any_crowd(exact: Policy, ref: PolicyRef) -> None:
+    """Turns of many lengths come back while others are in the middle of theirs, with twice as many episodes as slots."""
+    crowd, alone = RollingEngine(exact, slots=4), RollingEngine(exact, slots=1)
+    requests = [GenerateRequest(((5, 6), (7, 8, 9) * 9)[key % 2], ref, 300 + key, 0, 60, 2.0) for key in range(8)]
+    for _ in range(3):
+        together = [future.result(60) for future in [crowd.submit(request) for request in requests]]
+        for request, completion in zip(requests, together, strict=True):
+            alone.release()
+            assert same_turn(exact, request, completion, alone.submit(request).result(60), 1e-9)
+        contexts = [r.prompt_ids + c.token_ids for r, c in zip(requests, together, strict=True)]
+        requests = [
+            replace(r, prompt_ids=context + (9,) * (1 + r.key % 5), position=r.position + len(c.token_ids))
+            for r, c, context in zip(requests, together, contexts, strict=True)
+        ]
+    crowd.close()
+    alone.close()
+
+
+def test_out_of_memory_costs_what_is_kept_before_it_costs_slots(exact: Policy, ref: PolicyRef) -> None:
+    engine = RollingEngine(exact, slots=2)
+    request, context = ended_turn(engine, ref, (5, 6) * 40)
+    broken = [True]
+
+    def run_out(module: torch.nn.Module, args: object) -> None:
+        if broken:
+            broken.clear()
+            raise torch.OutOfMemoryError("as if")
+
+    with exact.sampling() as model:
+        hook = first_layer(model).register_forward_pre_hook(run_out)
+    try:
+        pair = [engine.submit(GenerateRequest((8,), ref, key, 0, 30)) for key in (901, 902)]
+        assert all(future.result(60).token_ids for future in pair)
+    finally:
+        hook.remove()
+    assert engine._limit == 2
+    with tokens_read(exact) as read:
+        engine.submit(next_turn(request, context)).result(60)
+    engine.close()
+    assert read[0] == len(context) + 2
+
+
+def test_a_turn_ends_even_if_there_is_no_memory_to_keep_anything_of_it(
+    engine: RollingEngine, exact: Policy, ref: PolicyRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, context = ended_turn(engine, ref, (5, 6) * 40)
+
+    def run_out(slots: Slots, slot: int, length: int) -> Kept:
+        raise torch.OutOfMemoryError("as if")
+
+    monkeypatch.setattr(Slots, "take", run_out)
+    pair = [engine.submit(replace(request, prompt_ids=request.prompt_ids)) for _ in range(2)]
+    assert [request.prompt_ids + future.result(60).token_ids for future in pair] == [context, context]
+    monkeypatch.undo()
+    assert engine.submit(next_turn(request, context)).result(60).token_ids
+
+
+def test_what_a_row_with_a_nan_leaves_harms_nobody_who_has_its_slot_next(exact: Policy, ref: PolicyRef) -> None:
+    spoilt = [True]
+
+    def spoil(module: torch.nn.Module, args: object, states: torch.Tensor) -> torch.Tensor:
+        return states * math.nan if spoilt else states
+
+    engine = RollingEngine(exact, slots=2)
+    with exact.sampling() as model:
+        hook = first_layer(model).register_forward_hook(spoil)
+    with pytest.raises(ModelError, match="NaN"):
+        engine.submit(GenerateRequest((5, 6) * 30, ref, 1, 0, 4)).result(60)
+    spoilt.clear()
+    pair = [GenerateRequest(prompt, ref, 2, 0, 8) for prompt in ((7,), (8, 9) * 31)]
+    together = [future.result(60) for future in [engine.submit(request) for request in pair]]
+    hook.remove()
+    assert all_same(exact, pair, together, [engine.submit(request).result(60) for request in pair])
+    engine.close()
+
+
+def test_weights_that_broke_off_while_they_were_published_are_published_again(
+    exact: Policy, ref: PolicyRef, engine: RollingEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = sharpened(exact, tmp_path / "v2", 3.0, 2)
+    request = GenerateRequest((5, 6), ref, 1, 0, 8)
+    expected = engine.submit(request).result(60)
+
+    fill = Policy._fill
+
+    def run_out(policy: Policy, slot: Slot, weights: Mapping[str, torch.Tensor]) -> None:
+        fill(policy, slot, weights)
+        raise InfraError("as if")
+
+    monkeypatch.setattr(Policy, "_fill", run_out)
+    with pytest.raises(InfraError, match="as if"):
+        engine.submit(replace(request, policy=other)).result(60)
+    monkeypatch.undo()
+    assert same_turn(exact, request, engine.submit(request).result(60), expected, 1e-9)
+
+
+ARCHITECTURES = {
+    "eager attention": GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=96),
+    "a table of positions": GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=96),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_short_and_long_rows_of_other_architectures_are_sampled_as_if_each_were_alone(name: str, tmp_path: Path) -> None:
+    config = ARCHITECTURES[name]
+    config.vocab_size = len(tokenizer())
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
+    tokenizer().save_pretrained(tmp_path)
+    policy = Policy.load(ModelConfig.model_validate(asked({"lora_r": 0})), str(tmp_path), DEVICE)
+    base = PolicyRef(str(tmp_path), policy.base_hash)
+    engine = RollingEngine(policy, slots=4)
+    requests = [GenerateRequest((9,) * length, base, 40 + length, 0, 12, 2.0) for length in (2, 30, 60, 71)]
+    for _ in range(2):
+        completions = [future.result(60) for future in [engine.submit(request) for request in requests]]
+        for request, completion in zip(requests, completions, strict=True):
+            assert same_turn(policy, request, completion, alone(policy, request), 1e-4)
+        requests = [
+            replace(r, prompt_ids=r.prompt_ids + c.token_ids + (8,) * (1 + index % 3), position=99, max_new_tokens=4)
+            for index, (r, c) in enumerate(zip(requests, completions, strict=True))
+        ]
+    engine.close()

@@ -1,0 +1,650 @@
+"""Engines over a server: what it sampled is what is recorded, and what it cannot do is said. The server runs our own engine."""
+
+import fcntl
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from agentrl.cli import doctor
+from agentrl.workflow import engines
+from agentrl.workflow.checkpoints import checkpoint_cache, sealed_folder
+from agentrl.workflow.checkpoints.sealed_folder import ADAPTER
+from agentrl.workflow.config import ModelConfig, build
+from agentrl.workflow.engines import Backend, Completion, GenerateRequest
+from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, InfraError, ModelError, ServiceError
+from agentrl.workflow.inference import exported_adapters, http, openai_engine, responses
+from agentrl.workflow.inference.http import Connection
+from agentrl.workflow.inference.openai_engine import OpenAIServer
+from agentrl.workflow.inference.remote_engine import ServedEngine
+from agentrl.workflow.inference.responses import Answer, Cards, Completions, LlamaTurn, Tokens
+from agentrl.workflow.models.logprobs import token_logprobs
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.plugins import find
+from agentrl.workflow.settings import Settings
+from agentrl.workflow.trajectory import PolicyRef
+from tests.support.model_server import Routes, kept_port, served
+from tests.support.small_models import tiny_random, tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+PROMPT = tuple(range(10, 24))
+VOCABULARY = len(tokenizer())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_random(tmp_path_factory.mktemp("base") / "small")
+
+
+@pytest.fixture(scope="module")
+def trainer(folder: Path) -> Policy:
+    """The policy of a process that trains."""
+    return Policy.load(ModelConfig(lora_r=4), str(folder), "cpu", 1)
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[tuple[Routes, str]]:
+    with served(folder) as made:
+        yield made
+
+
+@pytest.fixture
+def client(folder: Path, home: Path) -> Iterator[Callable[..., ServedEngine]]:
+    """Makes engines over a server, for the same base."""
+    with ExitStack() as opened:
+
+        def make(url: str, name: str = "openai", key: str = "", base: Path = folder, lora_r: int = 4) -> ServedEngine:
+            policy = Policy.load(ModelConfig(path=str(base), lora_r=lora_r), str(base), "cpu", 1, weights=False)
+            engine = engines.start(backend(name), policy, Settings(engine_url=url, engine_key=key, slots=8))
+            assert isinstance(engine, ServedEngine)
+            opened.callback(engine.close)
+            return engine
+
+        yield make
+
+
+def backend(name: str) -> Backend:
+    found: Backend = find("engines", name)
+    return found
+
+
+def ask(**changes: Any) -> GenerateRequest:
+    return replace(GenerateRequest(PROMPT, PolicyRef("small", ""), key=2**64 - 5, position=3, max_new_tokens=12), **changes)
+
+
+def refusal(engine: ServedEngine, kind: type[AgentRLError], **changes: Any) -> str:
+    with pytest.raises(kind) as raised:
+        engine.submit(ask(**changes)).result(60)
+    return str(raised.value)
+
+
+def trained(policy: Policy, folder: Path, scale: float) -> PolicyRef:
+    """A checkpoint whose adapter is far from nothing."""
+    with torch.no_grad():
+        for name, parameter in policy.trainable().items():
+            parameter.fill_(scale) if "lora_B" in name else parameter.mul_(1.0)
+    sha256 = sealed_folder.write(folder, lambda beside: policy.save_weights(beside / sealed_folder.WEIGHTS))
+    policy.load_weights(None)
+    return PolicyRef(str(policy.folder), policy.base_hash, str(folder), sha256, 1)
+
+
+def expected(policy: Policy, ref: PolicyRef, done: Completion, temperature: float = 1.0) -> torch.Tensor:
+    """The logprobs of what was sampled, as a trainer computes them."""
+    policy.publish(ref)
+    ids = torch.tensor([[*PROMPT, *done.token_ids]])
+    with policy.sampling() as model, torch.no_grad():
+        return token_logprobs(model, ids, torch.ones_like(ids), temperature)[0][0, len(PROMPT) - 1 :]
+
+
+# --- what was sampled -------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_server_sampled_comes_back_with_the_logprobs_that_a_trainer_computes(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine], trainer: Policy
+) -> None:
+    routes, url = server
+    engine = client(url)
+    turns = [engine.submit(ask(key=key)) for key in range(6)]
+    done = [turn.result(60) for turn in turns]
+    assert {(turn.token_ids, turn.logprobs) for turn in done} == {(each.ids, each.logprobs) for each in routes.sampled}
+    assert len({turn.token_ids for turn in done}) == 6
+    for turn in done:
+        assert torch.allclose(expected(trainer, ask().policy, turn), torch.tensor(turn.logprobs), atol=1e-4)
+        assert turn.finish_reason == ("stop" if turn.token_ids[-1] in trainer.chat.end_ids else "length")
+
+
+def test_everything_that_decides_a_draw_is_named(server: tuple[Routes, str], client: Callable[..., ServedEngine]) -> None:
+    routes, url = server
+    routes.raw = True
+    engine = client(url + "/v1/")
+    engine.submit(ask(top_k=5, top_p=0.9, min_p=0.1, stop=("</tool_call>",))).result(60)
+    body = routes.bodies[-1]
+    assert (body["top_k"], body["top_p"], body["min_p"], body["stop"]) == (5, 0.9, 0.1, ["</tool_call>"])
+    assert body["include_stop_str_in_output"] is True
+    assert body["skip_special_tokens"] is False
+    assert body["stop_token_ids"] == sorted(routes.policy.chat.end_ids)
+    assert 0 <= body["seed"] < 2**63
+
+
+def test_a_trained_policy_is_published_under_its_hash_and_sampled_from(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine], trainer: Policy, tmp_path: Path
+) -> None:
+    routes, url = server
+    ref = trained(trainer, tmp_path / "v1", 0.3)
+    engine = client(url)
+    done = [engine.submit(ask(policy=ref, key=key)) for key in range(4)]
+    base = engine.submit(ask(max_new_tokens=2)).result(60)
+    for turn in done:
+        assert turn.exception(60) is None
+    assert routes.loads == [ref.sha256]
+    assert [each.model for each in routes.sampled].count(ref.sha256) == 4
+    for turn in done:
+        assert torch.allclose(expected(trainer, ref, turn.result(60)), torch.tensor(turn.result(60).logprobs), atol=1e-4)
+    assert torch.allclose(expected(trainer, ask().policy, base), torch.tensor(base.logprobs), atol=1e-4)
+    assert not torch.allclose(expected(trainer, ref, base), torch.tensor(base.logprobs), atol=1e-2)
+
+
+def test_peft_itself_loads_a_published_folder(folder: Path, home: Path, trainer: Policy, tmp_path: Path) -> None:
+    ref = trained(trainer, tmp_path / "v1", 0.3)
+    made = exported_adapters.folder(trainer, ref)
+    assert json.loads((made / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
+    (made / ADAPTER).write_bytes(b"cut off")
+    assert exported_adapters.folder(trainer, ref) == made
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(made))
+    ids = torch.tensor([PROMPT])
+    trainer.publish(ref)
+    with trainer.sampling() as ours, torch.no_grad():
+        assert torch.allclose(model(input_ids=ids).logits, ours(input_ids=ids).logits, atol=1e-5)
+
+
+def test_a_folder_is_made_by_one_process_at_a_time_and_only_what_is_broken_is_made_again(
+    home: Path, trainer: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = trained(trainer, tmp_path / "v1", 0.3)
+    looks = exported_adapters._sound
+
+    def held_by_us(made: Path, sha256: str) -> bool:
+        with (made.parent / ".lock").open("w") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return looks(made, sha256)
+
+    monkeypatch.setattr(exported_adapters, "_sound", held_by_us)
+    made = exported_adapters.folder(trainer, ref).stat().st_ino
+    assert exported_adapters.folder(trainer, ref).stat().st_ino == made
+
+
+def test_adapters_that_are_no_longer_needed_are_unloaded_and_lost_ones_are_published_again(
+    server: tuple[Routes, str],
+    client: Callable[..., ServedEngine],
+    trainer: Policy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    routes, url = server
+    monkeypatch.setattr(openai_engine, "KEEP", 2)
+    engine = client(url)
+    refs = [trained(trainer, tmp_path / f"v{number}", 0.1 * number) for number in range(1, 5)]
+    for ref in refs:
+        engine.submit(ask(policy=ref, max_new_tokens=1)).result(60)
+    assert list(routes.adapters) == [ref.sha256 for ref in refs[-2:]]
+    routes.adapters.clear()
+    engine.submit(ask(policy=refs[-1], max_new_tokens=1)).result(60)
+    assert list(routes.adapters) == [refs[-1].sha256]
+    other = client(url)
+    other.submit(ask(policy=refs[-1], max_new_tokens=1)).result(60)
+    assert len(routes.loads) == 5
+
+
+@pytest.mark.parametrize("status", [503, 500])
+def test_an_adapter_that_cannot_be_unloaded_costs_no_turn_and_is_unloaded_after_a_later_one(
+    server: tuple[Routes, str],
+    client: Callable[..., ServedEngine],
+    trainer: Policy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+) -> None:
+    routes, url = server
+    monkeypatch.setattr(openai_engine, "KEEP", 1)
+    routes.instead["/v1/unload_lora_adapter"] = (status, "not now")
+    engine = client(url)
+    refs = [trained(trainer, tmp_path / f"v{number}", 0.1 * number) for number in range(1, 4)]
+    for ref in refs:
+        assert engine.submit(ask(policy=ref, max_new_tokens=1)).result(60).token_ids
+    assert list(routes.adapters) == [ref.sha256 for ref in refs]
+    routes.instead.clear()
+    assert engine.submit(ask(policy=refs[2], max_new_tokens=1)).result(60).token_ids
+    assert list(routes.adapters) == [refs[2].sha256]
+
+
+def test_as_many_adapters_stay_with_the_server_as_overlapping_iterations_can_want() -> None:
+    with pytest.raises(ConfigError, match="max_staleness"):
+        build({"rollout.max_staleness": min(openai_engine.KEEP, checkpoint_cache.KEEP) - 1})
+
+
+def test_a_process_whose_sampler_is_a_server_never_reads_the_weights(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine], tmp_path: Path
+) -> None:
+    base = tiny_random(tmp_path / "small")
+    engine = client(server[1], base=base)
+    (base / "model.safetensors").unlink()
+    assert engine.submit(ask()).result(60).token_ids
+    late = Policy.load(ModelConfig(lora_r=4), str(tiny_random(tmp_path / "other")), "cpu", 1, weights=False)
+    (tmp_path / "other" / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="make no model"):
+        late.trainable()
+
+
+# --- the window -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_turn_ends_at_the_servers_window_and_a_prompt_that_fills_it_samples_nothing(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine]
+) -> None:
+    routes, url = server
+    routes.window = len(PROMPT) + 2
+    routes.policy.chat.end_ids = frozenset()
+    engine = client(url)
+    assert len(engine.submit(ask()).result(60).token_ids) == 2
+    full = engine.submit(ask(prompt_ids=(*PROMPT, 5, 6))).result(60)
+    assert (full.token_ids, full.finish_reason) == ((), "length")
+    assert len(routes.sampled) == 1
+
+
+# --- a server that is away --------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_not_there_is_a_service_that_does_not_answer(client: Callable[..., ServedEngine]) -> None:
+    assert "AGENTRL_ENGINE_URL" in refusal(client("http://127.0.0.1:9"), ServiceError)
+    for url in ("", "nowhere"):
+        with pytest.raises(ConfigError, match="AGENTRL_ENGINE_URL"):
+            client(url)
+
+
+def test_a_server_that_dies_in_the_middle_and_comes_back_empty_goes_on_where_it_was_asked(
+    folder: Path, client: Callable[..., ServedEngine], trainer: Policy, tmp_path: Path
+) -> None:
+    ref = trained(trainer, tmp_path / "v1", 0.2)
+    with kept_port() as port:
+        with served(folder, port) as (routes, url):
+            engine = client(url)
+            engine.submit(ask(policy=ref)).result(60)
+
+            def die(reply: Any) -> Any:
+                raise ConnectionAbortedError
+
+            routes.spoil = die
+            refusal(engine, ServiceError, policy=ref)
+        refusal(engine, ServiceError, policy=ref)
+        with served(folder, port) as (routes, _):
+            done = engine.submit(ask(policy=ref)).result(60)
+            assert routes.loads == [ref.sha256]
+    assert torch.allclose(expected(trainer, ref, done), torch.tensor(done.logprobs), atol=1e-4)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(503, ServiceError), (429, ServiceError), (500, InfraError), (422, ModelError)])
+def test_what_a_server_answers_instead_is_an_error_of_its_kind(
+    server: tuple[Routes, str],
+    client: Callable[..., ServedEngine],
+    status: int,
+    kind: type[AgentRLError],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    routes, url = server
+    monkeypatch.setattr(routes, "_complete", lambda body: (status, {"error": "as it says"}))
+    assert "as it says" in refusal(client(url), kind)
+
+
+def test_a_closed_engine_samples_no_more_and_waits_for_nobody(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine]
+) -> None:
+    routes, url = server
+    asked, ended = threading.Semaphore(0), threading.Event()
+
+    def hang(reply: Any) -> Any:
+        asked.release()
+        ended.wait(60)
+        return reply
+
+    before = set(threading.enumerate())
+    engine = client(url)
+    assert engine.submit(ask()).result(60).token_ids
+    routes.spoil = hang
+    turns = [engine.submit(ask(key=key)) for key in range(12)]
+    for _ in range(8):
+        assert asked.acquire(timeout=60)
+    engine.close()
+    closed = [turn for turn in turns if turn.done()]
+    assert closed
+    assert all(isinstance(turn.exception(), AgentRLError) for turn in closed)
+    assert all(thread.daemon for thread in set(threading.enumerate()) - before)
+    assert isinstance(engine.submit(ask()).exception(60), InfraError)
+    ended.set()
+
+
+def meanwhile(act: Callable[[], Any]) -> threading.Thread:
+    """Another thread comes in between: as far as it gets."""
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(0.3)
+    return thread
+
+
+def test_two_threads_that_ask_at_once_start_a_thread_each(client: Callable[..., ServedEngine]) -> None:
+    engine = client("http://127.0.0.1:9")
+    others = list[threading.Thread]()
+
+    class Interrupted(list[threading.Thread]):
+        def append(self, thread: threading.Thread) -> None:
+            super().append(thread)
+            if not others:
+                others.append(threading.current_thread())
+                others.append(meanwhile(lambda: engine.submit(ask())))
+
+    engine._threads = Interrupted()
+    assert isinstance(engine.submit(ask()).exception(60), ServiceError)
+    others[1].join(60)
+    assert len(engine._threads) == 2
+
+
+def test_a_turn_that_is_asked_for_while_the_engine_closes_comes_to_an_end(client: Callable[..., ServedEngine]) -> None:
+    engine = client("http://127.0.0.1:9")
+    for _ in range(8):  # all the threads that it starts
+        assert isinstance(engine.submit(ask()).exception(60), ServiceError)
+    waiting, closing = engine._waiting, list[threading.Thread]()
+
+    class Interrupted:
+        def put(self, turn: Any) -> None:
+            if not closing:
+                closing.append(threading.current_thread())
+                closing.append(meanwhile(engine.close))
+            waiting.put(turn)
+
+        def get(self) -> Any:
+            return waiting.get()
+
+        def get_nowait(self) -> Any:
+            return waiting.get_nowait()
+
+    engine._waiting = Interrupted()  # type: ignore[assignment]
+    assert isinstance(engine.submit(ask()).exception(60), AgentRLError)
+    closing[1].join(60)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------------
+
+
+def spoilt(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """An answer whose only choice is changed."""
+    return lambda reply: {**reply, "choices": [{**reply["choices"][0], **changes}]}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda reply: {**reply, "model": "another"}, "was asked for 'small'; 'another' answered"),
+        (spoilt(token_ids=None), "engine without token ids"),
+        (spoilt(logprobs=None), "no logprobs"),
+        (spoilt(token_ids=[1, 2], logprobs={"token_logprobs": [-1.0, None]}), "NaN instead of logits"),
+        (spoilt(token_ids=[1, 2], logprobs={"token_logprobs": [-1.0, math.nan]}), "NaN instead of logits"),
+        (spoilt(token_ids=[1], logprobs={"token_logprobs": [-1e300]}), "NaN instead of logits"),
+        (spoilt(token_ids=[-1], logprobs={"token_logprobs": [-1.0]}), "sampled the token -1, and the model has those below"),
+        (spoilt(token_ids=[VOCABULARY], logprobs={"token_logprobs": [-1.0]}), f"sampled the token {VOCABULARY}, and"),
+        (spoilt(token_ids=[10**400], logprobs={"token_logprobs": [-1.0]}), "sampled the token"),
+        (spoilt(token_ids=[1, 2], logprobs={"token_logprobs": [-1.0]}), "2 ids and 1 logprobs"),
+        (spoilt(token_ids=[], logprobs={"token_logprobs": []}), "0 ids"),
+        (spoilt(token_ids=[1] * 13, logprobs={"token_logprobs": [-1.0] * 13}), "up to 12 tokens"),
+        (spoilt(prompt_token_ids=[1, *PROMPT]), "another prompt"),
+        (lambda reply: [reply], "no object"),
+    ],
+)
+def test_an_answer_that_cannot_be_recorded_as_it_is_ends_the_run(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine], spoil: Callable[[Any], Any], said: str
+) -> None:
+    server[0].spoil = spoil
+    assert said in refusal(client(server[1]), ModelError)
+
+
+NONSENSE = "with what this engine cannot read: "
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ("/v1/models", {"data": None}),
+        ("/v1/models", {"data": ["x"]}),
+        ("/v1/models", {"data": [{"root": "small"}]}),
+        ("/v1/models", {}),
+        *(("/v1/models", {"data": [{"id": "small", "max_model_len": n}]}) for n in ("abc", math.inf, 0, -1, True, 1.5)),
+        ("/v1/completions", {"model": "small", "choices": {}}),
+        ("/v1/completions", {"model": "small", "choices": []}),
+        ("/v1/completions", {"model": "small", "choices": [None]}),
+        ("/props", {"default_generation_settings": []}),
+        ("/props", {"default_generation_settings": {"n_ctx": 0}}),
+        ("/tokenize", {"tokens": 5}),
+        ("/completion", {"tokens": [1], "completion_probabilities": [1]}),
+        ("/completion", {"tokens": [True]}),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence_that_names_the_server_and_the_route(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine], path: str, answer: Any
+) -> None:
+    routes, url = server
+    routes.instead[path] = (200, answer)
+    said = refusal(client(url, name="openai" if path.startswith("/v1") else "llamacpp"), InfraError)
+    assert f"{url} answered {path} {NONSENSE}" in said
+
+
+WRONG_IN_MANY_PLACES: dict[str, tuple[type[Answer], Any]] = {
+    "choices": (Completions, {"choices": [1] * 1_000_000}),
+    "token ids": (Completions, {"choices": [{"token_ids": ["x"] * 1_000_000}]}),
+    "the likeliest": (Completions, {"choices": [{"logprobs": {"top_logprobs": [dict.fromkeys(map(str, range(1_000_000)))]}}]}),
+    "models": (Cards, {"data": [1] * 1_000_000}),
+    "tokens": (Tokens, {"tokens": ["x"] * 1_000_000}),
+    "a turn": (LlamaTurn, {"tokens": ["x"] * 1_000_000}),
+    "probabilities": (LlamaTurn, {"completion_probabilities": [1] * 1_000_000}),
+    "a large value": (Tokens, {"tokens": {number: [number] for number in range(1_000_000)}}),
+}
+
+
+@pytest.mark.parametrize(("shape", "found"), WRONG_IN_MANY_PLACES.values(), ids=WRONG_IN_MANY_PLACES)
+def test_of_an_answer_that_is_wrong_in_many_places_one_is_looked_for(shape: type[Answer], found: Any) -> None:
+    before = time.process_time()
+    with pytest.raises(InfraError, match=NONSENSE) as told:
+        responses.read(shape, found, "http://host", "/path")
+    assert time.process_time() - before < 0.5
+    assert len(told.value.message) < 300
+
+
+def test_an_answer_that_is_too_long_is_read_no_further(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "MAX_BYTES", 100_000)
+    routes, url = server
+    routes.instead["/v1/models"] = (200, {"data": [], "more": "x" * 100_000})
+    assert "with more than 100000 bytes" in refusal(client(url), InfraError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"finish_reason": []}, NONSENSE),
+        ({"prompt_token_ids": 5}, NONSENSE),
+        ({"token_ids": [True]}, NONSENSE),
+        ({"token_ids": ["a"]}, NONSENSE),
+        ({"logprobs": [1]}, NONSENSE),
+        ({"logprobs": "text"}, NONSENSE),
+        ({"logprobs": {"token_logprobs": "text"}}, NONSENSE),
+        ({"logprobs": {"token_logprobs": [10**400]}}, NONSENSE),
+        ({"logprobs": {"token_logprobs": [0.01]}}, "gave a token the logprob 0.01, and none is above 0"),
+        ({"logprobs": {"token_logprobs": [math.inf]}}, "gave a token the logprob inf"),
+    ],
+)
+def test_a_turn_that_cannot_be_read_or_believed_is_a_failure_of_the_system_and_the_next_one_is_sampled(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine], changes: Any, said: str
+) -> None:
+    routes, url = server
+    engine = client(url)
+    routes.spoil = spoilt(**{"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}, **changes})
+    assert said in refusal(engine, InfraError)
+    routes.spoil = spoilt(token_ids=[VOCABULARY - 1], logprobs={"token_logprobs": [9e-4]})  # as much as rounding may do
+    assert engine.submit(ask()).result(60).logprobs == (9e-4,)
+
+
+@pytest.mark.parametrize("likeliest", [[], [None], [{}], [{"x": math.nan}], [{"x": 1.0}], [["x"]]])
+def test_a_server_that_does_not_say_which_logprobs_it_gives_is_asked_for_no_turn(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine], likeliest: Any
+) -> None:
+    routes, url = server
+    routes.spoil = spoilt(logprobs={"token_logprobs": [-1.0], "top_logprobs": likeliest})
+    assert url in refusal(client(url), AgentRLError, temperature=0.5)
+    assert len(routes.sampled) == 1
+
+
+def test_a_turn_that_the_server_gave_up_is_a_failure_of_the_system(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine]
+) -> None:
+    server[0].spoil = spoilt(finish_reason="abort")
+    assert "'abort'" in refusal(client(server[1]), InfraError)
+
+
+def test_a_server_of_another_base_or_key_is_refused(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine], tmp_path: Path
+) -> None:
+    routes, url = server
+    assert "serves small, and not" in refusal(client(url, base=tiny_random(tmp_path / "another")), ModelError)
+    routes.key = "secret"
+    assert "AGENTRL_ENGINE_KEY" in refusal(client(url), ConfigError)
+    assert client(url, key="secret").submit(ask()).result(60).token_ids
+
+
+def test_of_several_models_that_a_server_has_the_one_that_was_asked_for_answers_within_its_own_window(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine]
+) -> None:
+    routes, url = server
+    routes.foreign = ({"id": "another", "root": "/models/another", "max_model_len": 100_000},)
+    routes.window = len(PROMPT) + 2
+    routes.policy.chat.end_ids = frozenset()
+    assert len(client(url).submit(ask()).result(60).token_ids) == 2
+    assert {each.model for each in routes.sampled} == {"small"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "hint"),
+    [
+        (True, {"temperature": 0.5}, "processed_logprobs"),
+        (False, {"top_p": 0.9}, "raw_logprobs"),
+        (False, {"top_k": 3}, "raw_logprobs"),
+        (True, {"min_p": 0.1}, ""),
+        (False, {"temperature": 0.5}, ""),
+    ],
+)
+def test_logprobs_of_another_distribution_than_the_trainers_are_refused(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine], trainer: Policy, raw: bool, changes: Any, hint: str
+) -> None:
+    routes, url = server
+    routes.raw = raw
+    if hint:
+        assert hint in refusal(client(url), ConfigError, **changes)
+        return
+    done = client(url).submit(ask(**changes)).result(60)
+    wanted = expected(trainer, ask().policy, done, changes.get("temperature", 1.0))
+    assert torch.allclose(wanted, torch.tensor(done.logprobs), atol=1e-4)
+
+
+def test_a_server_that_is_greeted_again_in_the_middle_of_a_turn_gives_the_logprobs_that_it_gave(
+    server: tuple[Routes, str], trainer: Policy
+) -> None:
+    routes, url = server
+    routes.raw = True
+    asked = OpenAIServer(trainer, Connection(Settings(engine_url=url, slots=8)))
+
+    class Interrupted(float):
+        """A temperature at whose comparison another thread, as it were, greets the server."""
+
+        def __ne__(self, other: object) -> bool:
+            asked.greet()
+            return float(self) != other
+
+    asked.greet()
+    try:
+        assert asked.sample(ask(temperature=Interrupted(1.0), top_k=3), 4).token_ids
+    finally:
+        asked.close()
+
+
+def test_a_failure_of_the_server_while_it_takes_an_adapter_passes(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine], trainer: Policy, tmp_path: Path
+) -> None:
+    routes, url = server
+    engine = client(url)
+    ref = trained(trainer, tmp_path / "v1", 0.2)
+    routes.instead["/v1/load_lora_adapter"] = (500, "Internal Server Error")
+    assert "Internal Server Error" in refusal(engine, InfraError, policy=ref)
+    routes.instead.clear()
+    assert engine.submit(ask(policy=ref)).result(60).token_ids
+
+
+def test_an_adapter_that_cannot_be_published_is_refused(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine], trainer: Policy, tmp_path: Path
+) -> None:
+    routes, url = server
+    ref = trained(trainer, tmp_path / "v1", 0.2)
+    assert "another base" in refusal(client(url), CheckpointError, policy=replace(ref, base_hash="x"))
+    assert "altered" in refusal(client(url), CheckpointError, policy=replace(ref, sha256="0" * 64))
+    routes.runtime_lora = False
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in refusal(client(url), ConfigError, policy=ref)
+    routes.runtime_lora = True
+    wide = Policy.load(ModelConfig(lora_r=8), str(trainer.folder), "cpu", 1)
+    other = trained(wide, tmp_path / "v2", 0.2)
+    assert "--max-lora-rank" in refusal(client(url, lora_r=8), ConfigError, policy=other)
+
+
+# --- llama.cpp --------------------------------------------------------------------------------------------------------------
+
+
+def test_llama_cpp_samples_the_base_for_eval_and_chat(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine], trainer: Policy, tmp_path: Path
+) -> None:
+    routes, url = server
+    engine = client(url, name="llamacpp")
+    done = engine.submit(ask()).result(60)
+    assert (done.token_ids, done.logprobs) == (routes.sampled[0].ids, routes.sampled[0].logprobs)
+    assert "temperature 1" in refusal(engine, ConfigError, temperature=0.5)
+    assert "base as it is" in refusal(engine, ConfigError, policy=trained(trainer, tmp_path / "v1", 0.2))
+    routes.spoil = lambda reply: {**reply, "tokens": [VOCABULARY]}
+    assert "the model has those below" in refusal(engine, ModelError)
+    routes.spoil = lambda reply: {**reply, "completion_probabilities": [{"logprob": 1.0}]}
+    assert "none is above 0" in refusal(engine, InfraError)
+    routes.spoil = lambda reply: {**reply, "tokens": []}
+    assert "engine without token ids" in refusal(engine, ModelError)
+
+
+def test_llama_cpp_with_another_vocabulary_is_refused(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server[0].policy.tokenizer, "encode", lambda text, **options: [1, 2, 3])
+    assert "splits text otherwise" in refusal(client(server[1], name="llamacpp"), ModelError)
+
+
+def test_doctor_says_what_the_server_serves_or_that_it_is_away(server: tuple[Routes, str], home: Path) -> None:
+    def found(url: str) -> tuple[str, str]:
+        check = doctor._engine(Settings(engine_url=url))
+        return check.state, check.found
+
+    assert found(server[1]) == ("ok", f"{server[1]} serves {server[0].name}")
+    with kept_port() as port:
+        state, said = found(f"http://127.0.0.1:{port}")
+    assert state == "fail"
+    assert "does not answer" in said

@@ -1,0 +1,118 @@
+"""Whole runs whose sampler is a server: real workers, a real queue, real adapters; the server is in this process."""
+
+import json
+import threading
+from array import array
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from agentrl.workflow.store import listings
+from tests.support.model_server import kept_port, served
+from tests.support.real_stack import SMALL, Stack
+from tests.support.real_stack import stack as stack
+from tests.support.small_models import tiny_random
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+SAMPLED = """
+SELECT p.path, p.sha256, t.sampled_ids, t.behavior_logprobs
+FROM steps s JOIN step_tokens t ON t.step_id = s.id JOIN policies p ON p.id = s.policy_id
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_random(tmp_path_factory.mktemp("model") / "small")
+
+
+def rows(stack: Stack, query: str) -> list[Any]:
+    with stack.database.read() as tx:
+        return list(tx.execute(text(query)))
+
+
+def recorded(stack: Stack, base: str) -> set[tuple[str, tuple[int, ...], tuple[float, ...]]]:
+    """Model, ids and logprobs of every step in the rows."""
+    return {
+        (row.sha256 if row.path else base, tuple(array("i", row.sampled_ids)), tuple(array("f", row.behavior_logprobs)))
+        for row in rows(stack, SAMPLED)
+    }
+
+
+def float32(values: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(array("f", values))
+
+
+def submit(stack: Stack, model: Path, *more: str, code: int = 0) -> str:
+    asked = ("--dataset", "arithmetic", "--model", str(model), "--engine", "openai", "-s", "model.lora_r=4", *SMALL, *more)
+    return stack.agentrl("submit", *asked, code=code).strip()
+
+
+@pytest.mark.slow
+def test_a_run_over_a_server_trains_on_what_the_server_sampled_and_publishes_every_version(stack: Stack, model: Path) -> None:
+    with served(model) as (routes, url):
+        stack.environment["AGENTRL_ENGINE_URL"] = url
+        run = submit(stack, model, "--max-samples", "12", "--wait")
+        assert listings.describe_run(stack.database, run)["status"] == "done"
+        said = {(each.model, each.ids, float32(each.logprobs)) for each in routes.sampled}
+        found = recorded(stack, routes.name)
+        assert found <= said
+        assert len(found) >= 48
+        versions = [row.sha256 for row in rows(stack, "SELECT sha256 FROM policies WHERE version < 3 ORDER BY version")]
+        trained = list(dict.fromkeys(sha256 for sha256 in versions if sha256))
+        assert trained
+        assert routes.loads == trained
+        assert {model for model, *_ in found} == {routes.name, *trained}
+        episode = rows(stack, "SELECT min(episode_id) AS id FROM steps")[0].id
+        assert "0 drawn again" in stack.agentrl("replay", str(episode), "--verify", "tokens")
+        away = rows(stack, "SELECT max(sampler_difference_max) AS most FROM updates")[0].most
+        assert 0 < away < 1e-3
+
+
+@pytest.mark.slow
+def test_a_server_that_is_away_or_dies_in_the_middle_costs_no_episode(stack: Stack, model: Path) -> None:
+    with kept_port() as port:
+        stack.environment["AGENTRL_ENGINE_URL"] = f"http://127.0.0.1:{port}"
+        run = submit(stack, model, "--max-samples", "8")
+        stack.wait(lambda: "does not answer" in stack.agentrl("events", run), "the server being missed, for all to see")
+        held = threading.Event()
+
+        def answered(reply: dict[str, Any]) -> dict[str, Any]:
+            if len(routes.sampled) > 6:
+                held.wait()
+            return reply
+
+        with served(model, port) as (routes, _):
+            routes.spoil = answered
+            stack.wait(lambda: len(routes.sampled) > 6, "the first turns, whose last is never answered")
+        held.set()
+        with served(model, port) as (routes, _):
+            stack.wait_for(run)
+            assert routes.sampled
+    ended = rows(stack, "SELECT status, count(*) AS n FROM episodes GROUP BY 1")
+    assert [(row.status, row.n) for row in ended] == [("done", 32)]
+    assert rows(stack, "SELECT max(losses) AS n FROM groups")[0].n == 0
+    events = [(event["kind"], event["detail"]) for event in listings.list_events(stack.database, run)]
+    told = [event for event in events if event[0] in ("waiting", "going_on")]
+    assert told[0][0] == "waiting"
+    assert told[-1][0] == "going_on"
+    assert all(one != other for one, other in pairwise(told))
+
+
+@pytest.mark.slow
+def test_what_a_server_cannot_serve_ends_its_run_and_says_so_and_an_evaluation_comes_through(stack: Stack, model: Path) -> None:
+    with served(model) as (routes, url):
+        stack.environment["AGENTRL_ENGINE_URL"] = url
+        routes.spoil = lambda reply: {**reply, "model": "another"}
+        renamed = submit(stack, model, "--max-samples", "4")
+        stack.wait_for(renamed, "failed")
+        assert "'another' answered" in str(listings.describe_run(stack.database, renamed)["reason"])
+        assert rows(stack, "SELECT count(*) AS n FROM steps")[0].n == 0
+        routes.spoil = lambda reply: reply  # not before: groups that the first run had claimed may come late
+        asked = ("--policy", str(model), "--dataset", "arithmetic", "-n", "4", "--engine", "llamacpp", "--json")
+        measured = json.loads(stack.agentrl("eval", *asked))
+        assert (measured["episodes"], measured["errors"]) == (4, 0)
+        assert recorded(stack, routes.name) <= {(routes.name, each.ids, float32(each.logprobs)) for each in routes.sampled}

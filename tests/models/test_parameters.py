@@ -1,0 +1,134 @@
+"""What trains, said before anything is loaded: the numbers that PEFT gives; which optimizers and layers are refused."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from agentrl.workflow.checkpoints.sealed_folder import RECORD
+from agentrl.workflow.config import ModelConfig, build
+from agentrl.workflow.errors import ConfigError, ModelError
+from agentrl.workflow.models.loading import lora_config
+from agentrl.workflow.models.lookup import base_hash
+from agentrl.workflow.models.parameters import counted, of_files
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.training.optimizer import require
+from tests.support.small_models import quantised, tiny_random, tokenizer
+from tests.training.test_tune import agentrl
+
+SHAPE = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def llama(folder: Path, tied: bool) -> Path:
+    """A small Llama in several files."""
+    config = LlamaConfig(**SHAPE, num_key_value_heads=2, tie_word_embeddings=tied)  # type: ignore[arg-type]
+    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="30KB")
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def by_peft(config: ModelConfig, folder: Path, rank: int) -> tuple[int, int]:
+    made = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora_config(config, rank))
+    trainable, whole = made.get_nb_trainable_parameters()
+    return trainable, whole
+
+
+@pytest.mark.parametrize("kind", ["Qwen2", "tied", "untied"])
+@pytest.mark.parametrize("targets", [{}, {"lora_targets": ["q_proj", "v_proj"]}], ids=["all", "two"])
+def test_the_files_of_a_model_say_what_peft_counts(kind: str, targets: dict[str, Any], tmp_path: Path) -> None:
+    folder = tiny_random(tmp_path / "base") if kind == "Qwen2" else llama(tmp_path / "base", kind == "tied")
+    config = ModelConfig.model_validate({"path": str(folder), "lora_r": 4, **targets})
+    found = of_files(config, folder)
+    assert found is not None
+    assert (found.trainable, found.all) == by_peft(config, folder, 4)
+    with Policy.load(config, str(folder), device="cpu").training() as module:
+        assert counted(module) == found
+    whole = of_files(ModelConfig(path=str(folder), lora_r=0), folder)
+    assert whole is not None
+    assert whole.trainable == whole.all == found.all - found.trainable
+
+
+@quantised
+def test_what_is_quantised_when_it_is_loaded_counts_as_the_files_say(tmp_path: Path) -> None:
+    folder = tiny_random(tmp_path / "base")
+    config = ModelConfig.model_validate({"path": str(folder), "lora_r": 4, "load_in_4bit": True, "dtype": "float32"})
+    with Policy.load(config, str(folder), device="cpu").training() as module:
+        assert counted(module) == of_files(config, folder)
+
+
+def test_files_that_do_not_say_it_are_left_to_whoever_loads_them(tmp_path: Path) -> None:
+    folder = tiny_random(tmp_path / "base")
+    config = ModelConfig(path=str(folder), lora_r=4)
+    told = json.loads((folder / "config.json").read_text())
+    for text in (json.dumps(told | {"quantization_config": {}}), "[]", "{", "[" * 100_000):
+        (folder / "config.json").write_text(text)
+        assert of_files(config, folder) is None
+    (folder / "config.json").write_text(json.dumps(told))
+    (folder / "model.safetensors").write_bytes(b"no header")
+    assert of_files(config, folder) is None
+    assert of_files(config, tmp_path) is None
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.slow
+def test_submit_says_first_what_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tiny_random(tmp_path / "base")
+    asked = ("-s", "model.lora_targets=[q_proj,v_proj]", "-s", "model.lora_alpha=8", "-s", "update.optimizer=adamw_8bit")
+    options = ("--dataset", "arithmetic", "--model", str(folder), "--lora-r", "4", *asked, "--dry-run", "--json")
+    out, said = agentrl(capsys, "submit", *options)
+    config = json.loads(out)["config"]
+    assert said.splitlines()[0] == str(of_files(ModelConfig.model_validate(config["model"]), folder))
+    assert (config["model"]["lora_targets"], config["update"]["optimizer"]) == (["q_proj", "v_proj"], "adamw_8bit")
+
+
+def test_a_run_of_before_has_the_optimizer_and_the_layers_of_before() -> None:
+    config = build({})
+    stored = config.model_dump(mode="json")
+    del stored["update"]["optimizer"], stored["model"]["lora_targets"]
+    assert type(config).model_validate(stored) == config
+
+
+# what is asked for and is not there
+
+
+def test_layers_that_the_model_has_not_are_named_with_those_that_it_has(tmp_path: Path) -> None:
+    folder = tiny_random(tmp_path / "base")
+    for wrong in ("query", "lm_head", "embed_tokens", "norm"):
+        config = ModelConfig.model_validate({"path": str(folder), "lora_r": 4, "lora_targets": ["q_proj", wrong]})
+        with pytest.raises(ModelError, match=f"LoRA is to train {wrong}, which are no linear layers .* it has down_proj, "):
+            Policy.load(config, str(folder), device="cpu")
+    with pytest.raises(ConfigError, match=r"model\.lora_targets"):
+        build({"model.lora_targets": []})
+
+
+def test_an_optimizer_that_is_not_to_be_had_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    require("adamw", "cpu")
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
+    with pytest.raises(ConfigError, match=r"adamw_8bit does not work here on cpu: .*bitsandbytes.* Take adamw"):
+        require("adamw_8bit", "cpu")
+    with pytest.raises(ConfigError, match=r"update\.optimizer: Input should be 'adamw' or 'adamw_8bit'"):
+        build({"update.optimizer": "sgd"})
+
+
+@quantised
+@pytest.mark.usefixtures("home")
+def test_sft_trains_what_its_options_say_and_by_that_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, made = tiny_random(tmp_path / "base"), tmp_path / "made"
+    lora = ("--lora-r", "4", "--lora-targets", "q_proj,v_proj", "--lora_alpha", "8", "--lora-dropout", "0.1")
+    common = ("sft", "--dataset", "arithmetic", "--model", str(folder), "--steps", "3", "--batch-size", "4")
+    said = agentrl(capsys, *common, *lora, "--optimizer", "adamw_8bit", "--output-dir", str(made))[1]
+    file = tmp_path / "sft.yaml"
+    file.write_text("{lora_r: 4, lora-targets: [q_proj, v_proj], lora_alpha: 8, lora_dropout: 0.1, optimizer: adamw_8bit}")
+    agentrl(capsys, *common, "--config", str(file), "--output-dir", str(tmp_path / "by file"))
+    assert base_hash(tmp_path / "by file") == base_hash(made)
+    config = ModelConfig.model_validate({"path": str(folder), "lora_r": 4, "lora_targets": ["q_proj", "v_proj"]})
+    assert str(of_files(config, folder)) in said
+    assert json.loads((made / RECORD).read_text())["recipe"]["optimizer"] == "adamw_8bit"
+    refused = agentrl(capsys, *common, "--lora-alpha", "8", "--output-dir", str(tmp_path / "none"), code=2)[1]
+    assert "--lora-alpha: of no use where all weights train.\n  Pass --lora-r 8, too." in refused
+    assert "update.optimizer" in agentrl(capsys, *common, "--optimizer", "sgd", code=2)[1]
+    assert "lora_dropout" in agentrl(capsys, *common, "--lora-r", "4", "--lora-dropout", "1", code=2)[1]

@@ -1,0 +1,77 @@
+"""The command line starts at once and a tools worker stays small: neither loads a model library, not even by a plug-in."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.__main__ import PARTS
+from tests.gpu.suites import FILES
+
+HEAVY = {"torch", "transformers", "peft", "bitsandbytes", "datasets", "huggingface_hub"}
+PLUGINS = """
+from agentrl.workflow.plugins import find, names
+for kind in ("datasets", "tools", "rewards", "envs"):
+    for name in names(kind):
+        find(kind, name)
+"""
+
+
+def loaded_by(code: str) -> set[str]:
+    """The top-level modules that a fresh interpreter has after the code."""
+    report = "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "agentrl.cli.main",
+        "agentrl.workers.stack.control_loop",
+        "agentrl.workers.stack.worker",
+        "agentrl.workers.serving.tool_server",
+        "agentrl.workers.requests.submission",
+        "agentrl.workers.stack.supervisor",
+    ],
+)
+def test_what_starts_fast_loads_no_model_library(module: str) -> None:
+    assert not loaded_by(f"import {module}") & HEAVY
+
+
+def test_a_tools_worker_with_every_plugin_loads_no_model_library() -> None:
+    assert not loaded_by(f"import agentrl.workers.jobs.tools_job{PLUGINS}") & HEAVY
+
+
+def imports_of(module: str) -> set[str]:
+    """The modules that it needs to be imported, by its source: its own packages, and what stands outside of functions."""
+    file = Path(*module.split("."))
+    source = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+    found, left = set(), [ast.parse(source.read_text())] if source.exists() else []
+    while left:
+        for node in ast.iter_child_nodes(left.pop()):
+            if isinstance(node, ast.Import):
+                found |= {name.name for name in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found |= {str(node.module), *(f"{node.module}.{name.name}" for name in node.names)}
+            elif not isinstance(node, ast.FunctionDef) and "TYPE_CHECKING" not in ast.unparse(getattr(node, "test", [])):
+                left.append(node)
+    packages = [name.rpartition(".")[0] for name in (module, *found)]
+    return found | set(filter(None, packages))
+
+
+def test_what_the_check_for_a_gpu_runs_needs_neither_queue_nor_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU has torch and its kin; what we would have to carry there besides is kept small."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    needed: set[str] = set()
+    left = {
+        *(f"tests.test_{file}" for file in FILES),
+        *(f"tests.gpu.{part}" for part in (*PARTS.values(), "__main__", "watch")),
+    }
+    while left:
+        needed |= left
+        left = {name for module in left for name in imports_of(module)} - needed
+    assert {"torch", "agentrl.workflow.training.trainer", "tests.gpu.kept"} <= needed
+    assert not {name.partition(".")[0] for name in needed} & {"alembic", "celery", "kombu", "redis", "sqlalchemy", "workers"}

@@ -1,0 +1,255 @@
+"""Rewards: which text is which answer, which turn is well formed, and that a broken reward is never a 0."""
+
+import linecache
+import sys
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.workflow.config import RolloutConfig
+from agentrl.workflow.errors import RewardError
+from agentrl.workflow.plugins import find
+from agentrl.workflow.rewards import code_hash, earned, score, total, whole
+from agentrl.workflow.rewards.numeric_answer import read_answer
+from agentrl.workflow.rewards.overlong import within
+from agentrl.workflow.trajectory import Episode, FinishReason, Message, Step, StopReason, Task, ToolCall, ToolResult
+
+CALL = ToolCall("calculator", {"expression": "1+1"})
+UNREADABLE = ToolCall("", {}, error="not JSON")
+
+
+def turn(content: str, *calls: ToolCall, thought: str = "", finish: FinishReason = "stop") -> Step:
+    """One policy turn."""
+    return Step(0, (), (), (), (), finish, Message("assistant", content, thought, calls), 0)
+
+
+def episode(*turns: Step, reference: str = "72", stop: StopReason = "answered") -> Episode:
+    """A finished episode of these turns."""
+    steps = tuple(replace(step, index=index) for index, step in enumerate(turns))
+    return Episode(Task("t", (Message("user", "?"),), reference), steps=steps, status="done", stop_reason=stop)
+
+
+def numeric(answer: str, reference: str = "72") -> float:
+    """numeric_answer of one final turn."""
+    return score(episode(turn(answer), reference=reference), {"numeric_answer": 1.0})["numeric_answer"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#### 72", "####72", "#### 72.", "#### $72.00", "#### \\$72", "#### 72%", "#### **72**", "#### 72 clips", "#### +72",
+        "Not 5 but\n#### 71\n#### 72", "#### 72 - and no more", "\\boxed{72}", "\\boxed{5} or \\boxed{72\\text{ clips}}",
+        "72", "It is 72.", "48 + 24 = 72", "**Answer**: $72", "100-72", "(1)72",
+    ],
+)  # fmt: skip
+def test_these_say_72(text: str) -> None:
+    assert numeric(text) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "no idea", "#### ", "72 #### none", "#### 7.2", "#### 720", "#### -72", "#### 72/1", "#### 72*1", "#### 72 + 0",
+        "#### 72-5", "#### 72=72", "#### 72 x 1", "#### 72,5", "#### 72.0.1", "#### 72000000", "72 or 73",
+        "#### seventy-two 72", "\\boxed{}72", "\\boxed{71}72", "#### " + "7" * 5000, "7" * 100_000, "#### \u0667\u0662",
+    ],
+)  # fmt: skip
+def test_these_do_not_say_72(text: str) -> None:
+    assert numeric(text) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "reference"),
+    [("#### 1,200", "1200"), ("1200", "1,200"), ("#### -$5", "-5"), ("#### $-5", "-5"), ("#### \u22125", "-5"),
+     ("#### .5", "0.50"), ("0.1", "$0.10"), ("#### 1,234,567.25", "1234567.25"), ("24", "48/2 = <<48/2=24>>24\n#### 24")],
+)  # fmt: skip
+def test_numbers_are_compared_exactly_however_they_are_written(text: str, reference: str) -> None:
+    assert numeric(text, reference) == 1.0
+
+
+@settings(deadline=None)
+@given(
+    st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{:,}", "#### {}", "#### {:,}.", "so \\boxed{{{}}}", "It is {:,}."])
+)
+def test_any_whole_number_is_read_back(number: int, shape: str) -> None:
+    assert read_answer(shape.format(number)) == Fraction(number)
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_no_text_of_the_model_breaks_the_reward(text: str) -> None:
+    assert numeric(text) in (0.0, 1.0)
+
+
+def test_only_a_last_turn_that_ended_by_itself_and_called_nothing_is_an_answer() -> None:
+    numeric_answer = find("rewards", "numeric_answer")
+    assert numeric_answer(episode(turn("", CALL), turn("#### 72"))) == 1.0
+    assert numeric_answer(episode(turn("#### 72", CALL))) == 0.0
+    assert numeric_answer(episode(turn("#### 72"), turn("#### 71"))) == 0.0
+    assert numeric_answer(episode(turn("#### 72", finish="length"), stop="max_tokens")) == 0.0
+    assert numeric_answer(episode()) == 0.0
+
+
+def test_a_reference_without_a_number_fails_the_episode_loudly() -> None:
+    with pytest.raises(RewardError, match="holds no number"):
+        numeric("#### 1", reference="Paris")
+
+
+@pytest.mark.parametrize("text", ["#### 72", "so\n\n#### 1,200", "72", "-7.5", "$5", "50%", "  ####   $1,000.50 "])
+def test_a_final_turn_in_the_asked_form_is_well_formed(text: str) -> None:
+    assert find("rewards", "format")(episode(turn(text))) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "It is 72.", "#### 72 clips", "#### 72\nBye", "so #### 72", "####", "#### 1,00", "<think>5 #### 72", "</think>72"],
+)
+def test_a_final_turn_in_another_form_is_not(text: str) -> None:
+    assert find("rewards", "format")(episode(turn(text))) == 0.0
+
+
+def test_format_is_the_share_of_well_formed_turns() -> None:
+    form = find("rewards", "format")
+    assert form(episode()) == 0.0
+    assert form(episode(turn("a", CALL), turn("#### 72"))) == 1.0
+    assert form(episode(turn("a", CALL), turn("no number"))) == 0.5
+    assert form(episode(turn("", CALL, UNREADABLE), turn("#### 72"))) == 0.5
+    assert form(episode(turn("", CALL, finish="length"), turn("", CALL, thought="<think>"), turn("", CALL), turn("1"))) == 0.5
+
+
+@settings(deadline=None)
+@given(st.lists(st.builds(turn, st.text(), finish=st.sampled_from(["stop", "length"])), max_size=4))
+def test_format_is_always_a_share(turns: list[Step]) -> None:
+    assert 0.0 <= find("rewards", "format")(episode(*turns)) <= 1.0
+
+
+def test_the_scalar_is_the_weighted_sum_and_a_hooks_part_counts_one() -> None:
+    assert total({"numeric_answer": 1.0, "format": 0.5, "bonus": 0.25}, {"numeric_answer": 1.0, "format": 0.0}) == 1.25
+
+
+def test_the_math_env_rewards_the_final_answer_alone_and_records_the_form() -> None:
+    weights = find("envs", "math").rewards
+    parts = score(episode(turn("a", CALL), turn("It must be 72")), weights)
+    assert parts == {"numeric_answer": 1.0, "format": 0.5}
+    assert total(parts, weights) == 1.0
+
+
+@pytest.fixture
+def user_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's own file of rewards, importable as `user_rewards`."""
+    path = tmp_path / "user_rewards.py"
+    path.write_text(
+        "def broken(episode): return 1 / 0\ndef endless(episode): return float('nan')\ndef half(episode): return 0.5\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return path
+
+
+def test_a_reward_that_raises_or_is_no_number_fails_the_episode(user_rewards: Path) -> None:
+    with pytest.raises(RewardError, match="'user_rewards:broken' raised ZeroDivisionError"):
+        score(episode(), {"user_rewards:broken": 1.0})
+    with pytest.raises(RewardError, match="returned nan"):
+        score(episode(), {"user_rewards:endless": 1.0})
+    assert score(episode(), {"user_rewards:half": 1.0}) == {"user_rewards:half": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ([0.5], "returned 1 numbers, and the episode has 2 steps"),
+        ([0.5, float("nan")], "returned nan at step 1"),
+        ((9e29, 9e29), "whose sum is 1.8e[+]30; the largest that can be trained on is 1e[+]30"),
+        ([0.5, None], "raised TypeError: a reward is a number, not 'NoneType'"),
+        ("0.5", "raised TypeError: a reward is a number, not 'str'"),
+        (-1e200, "returned -1e[+]200; the largest"),
+    ],
+)
+def test_a_reward_by_step_has_a_finite_number_for_each_or_fails_the_episode(
+    given: Any, why: str, user_rewards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("user_rewards.half", lambda episode: given)
+    with pytest.raises(RewardError, match=f"'user_rewards:half' .*{why}"):
+        score(episode(turn("", CALL), turn("1")), {"user_rewards:half": 1.0})
+
+
+def test_parts_whose_weighted_sum_is_too_large_fail_the_episode() -> None:
+    with pytest.raises(RewardError, match=r"the weighted sum of the reward parts is 2e\+30; the largest"):
+        total({"numeric_answer": 1.0}, {"numeric_answer": 2e30})
+
+
+def test_a_reward_by_step_is_its_sum_and_each_step_earns_its_own() -> None:
+    parts = {"whole": 2.0, "steps": (0.25, 0.5), "others": (1.0, 0.0)}
+    weights = {"steps": 2.0, "others": 0.0}
+    told = earned(episode(turn("", CALL), turn("1")), parts, weights)
+    assert [step.reward for step in told.steps] == [0.5, 1.0]
+    assert (told.rewards, told.reward) == ({"whole": 2.0, "steps": 0.75, "others": 1.0}, 3.5)
+
+
+def test_a_reward_by_step_of_an_episode_without_a_step_is_nothing() -> None:
+    assert score(replace(episode(), limits=RolloutConfig()), {"length": 1.0}) == {"length": 0.0}
+
+
+def tokens(*counts: int, cut: bool = False) -> Episode:
+    """Turns of so many tokens, the last one cut off by the limit or not, in a run of 100 tokens a turn and 4 turns."""
+    made = episode(*(replace(turn(""), sampled_ids=(7,) * count) for count in counts))
+    last = replace(made.steps[-1], finish_reason="length" if cut else "stop")
+    return replace(made, steps=(*made.steps[:-1], last), limits=RolloutConfig(max_new_tokens=100, max_steps=4))
+
+
+def test_a_turn_is_punished_as_dapo_does_in_the_last_fifth_of_what_it_may_have() -> None:
+    overlong = find("rewards", "overlong")
+    assert overlong(tokens(0, 80, 81, 90, 99, 100)) == pytest.approx((0.0, 0.0, -0.05, -0.5, -0.95, -1.0))
+    assert overlong(tokens(100, 30, cut=True)) == (-1.0, -1.0)  # no matter what cut it
+
+
+def test_overlong_within_limits_of_ones_own_needs_no_run() -> None:
+    punished = within(max_tokens=10, cache=4)
+    assert punished(replace(tokens(6, 7, 8, 10, 11), limits=None)) == (0.0, -0.25, -0.5, -1.0, -1.0)
+    for most, cache in ((10, 0), (10, 11)):
+        with pytest.raises(ValueError, match="does not lie within"):
+            within(most, cache)
+
+
+def test_length_costs_each_step_its_share_of_all_that_the_run_allows() -> None:
+    assert score(tokens(100, 40, 0), {"length": 0.1}) == {"length": (-0.25, -0.1, 0.0)}
+    assert whole(score(tokens(100, 100, 100, 100), {"length": 0.1})["length"]) == -1.0
+
+
+@pytest.mark.parametrize("name", ["length", "overlong"])
+def test_what_a_runs_limits_decide_fails_loudly_where_there_is_no_run(name: str) -> None:
+    with pytest.raises(RewardError, match="has no run"):
+        score(episode(turn("72")), {name: 1.0})
+
+
+def test_tool_use_is_the_share_of_calls_that_their_tools_answered() -> None:
+    tool_use = find("rewards", "tool_use")
+    good, bad = ToolResult("2"), ToolResult("no", "tool_error")
+    assert tool_use(episode(turn("72"))) == 0.0
+    both = replace(turn("", CALL, CALL), results=(good, bad))
+    assert tool_use(episode(both, turn("72"))) == 0.5
+    assert tool_use(episode(both, replace(turn("", CALL), results=(good,)), turn("72"))) == pytest.approx(2 / 3)
+    assert tool_use(episode(both, turn("", UNREADABLE), stop="parse_error")) == pytest.approx(1 / 3)  # it was never run
+
+
+def test_what_a_users_file_makes_of_a_shipped_reward_is_hashed_with_that_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    hashes = set()
+    for most in (10, 200):
+        (tmp_path / "mine.py").write_text(f"from agentrl.workflow.rewards.overlong import within\nbrief = within({most}, 5)\n")
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
+        linecache.clearcache()
+        hashes.add(code_hash({"mine:brief": 1.0}))
+    assert len(hashes) == 2
+
+
+def test_the_code_hash_changes_with_the_weights_and_the_code() -> None:
+    first = code_hash({"numeric_answer": 1.0})
+    assert first == code_hash({"numeric_answer": 1.0})
+    assert len({first, code_hash({"numeric_answer": 0.5}), code_hash({"format": 1.0})}) == 3

@@ -1,0 +1,753 @@
+"""The sandbox as its users see it: programs from nothing, sessions with checkpoints, calls whose value cannot be forged."""
+
+import math
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.workflow.errors import ConfigError, InfraError, SandboxUnavailable
+from agentrl.workflow.sandbox import Limits, Result, Session, cgroups, exact_json, limits_watch, proc, spawn, uid_pool
+from agentrl.workflow.sandbox.boxed import Boxed
+from agentrl.workflow.sandbox.bwrap import Profile
+from agentrl.workflow.sandbox.cgroups import Events
+from agentrl.workflow.sandbox.find import find_sandbox
+from agentrl.workflow.sandbox.limits_watch import CROWD_PER_CORE
+from agentrl.workflow.sandbox.session import CALLS_OF_A_STATE
+from agentrl.workflow.settings import Settings
+from agentrl.workflow.tools.python import python
+from tests.conftest import forbidden
+from tests.support.sandbox_fixtures import MODES, SETTINGS, UIDS, alive, boxed, machine
+
+
+@pytest.fixture(params=MODES)
+def sandbox(request: pytest.FixtureRequest) -> Iterator[Boxed]:
+    with boxed(request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    with boxed("cold") as made:
+        opened = made.session()
+        yield opened
+        opened.close()
+
+
+# Programs from nothing.
+
+
+def test_a_program_is_run_as_an_interpreter_would_run_it(sandbox: Boxed) -> None:
+    code = "import sys, threading, atexit\natexit.register(print, 'last')\n"
+    code += "threading.Timer(0.05, print, ['thread']).start()\nprint(input(), __name__)\nprint('err', file=sys.stderr)"
+    result = sandbox.run(code, "typed\n")
+    assert (result.status, result.exit_code, result.output) == ("ok", 0, "typed __main__\nerr\nthread\nlast\n")
+    assert result.kind == "bwrap"
+    assert result.cpu_seconds > 0
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit()", 0), ("sys.exit(3)", 3), ("sys.exit('no')", 1), ("raise KeyError", 1)])
+def test_a_program_ends_with_its_own_exit_code(sandbox: Boxed, end: str, code: int) -> None:
+    result = sandbox.run(f"import sys\n{end}")
+    assert (result.exit_code, result.status) == (code, "error" if code else "ok")
+
+
+def test_an_error_shows_the_programs_lines_and_none_of_ours(sandbox: Boxed) -> None:
+    said = sandbox.run("def f():\n    return 1 / 0\nf()").output
+    assert "return 1 / 0" in said
+    assert "ZeroDivisionError" in said
+    assert said.count("File") == 2
+    assert 'File "<code>", line 1\n' in sandbox.run("def f(:").output
+
+
+def test_nothing_of_a_program_is_left_for_the_next(sandbox: Boxed) -> None:
+    sandbox.run("import builtins, math\nbuiltins.left = math.pi = 3\nopen('/tmp/left', 'w').close()\nx = 1")
+    said = sandbox.run("import os, math\nprint(os.listdir('/tmp'), 'left' in dir(__builtins__), 'x' in globals(), math.pi > 3)")
+    assert said.output == "[] False False True\n"
+
+
+def test_the_limits_of_one_program_are_not_those_of_the_next(sandbox: Boxed) -> None:
+    full = "n = 0\ntry:\n  f = open('/tmp/x', 'wb', 0)\n  while True: n += f.write(b'x' * 4096)\nexcept OSError: print(n)"
+    sizes = [int(sandbox.run(full, limits=Limits(tmp_bytes=size)).output) for size in (1 << 20, 3 << 20)]
+    assert sizes[0] < sizes[1]
+
+
+def test_a_program_that_forks_ends_with_its_first_process(sandbox: Boxed) -> None:
+    forks = "import os\npid = os.fork()\nif pid: os.waitpid(pid, 0)\nprint('parent' if pid else 'child')\n"
+    result = sandbox.run(f"{forks}raise SystemExit(3 if pid else 4)")
+    assert (result.output, result.exit_code) == ("child\nparent\n", 3)
+
+
+def test_a_set_prints_the_same_each_time(sandbox: Boxed) -> None:
+    assert len({sandbox.run("print({'a', 'b', 'c', 'd', 'e'})").output for _ in range(3)}) == 1
+
+
+def test_many_threads_ask_at_once(sandbox: Boxed) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        said = [result.output for result in pool.map(lambda number: sandbox.run(f"print({number})"), range(24))]
+    assert said == [f"{number}\n" for number in range(24)]
+
+
+def test_close_ends_idle_and_open_ones_and_may_be_said_twice() -> None:
+    with boxed("warm") as sandbox:
+        sandbox.run("print(1)")
+        session = sandbox.session()
+        sandbox.close()
+        sandbox.close()
+        assert alive() == []
+        assert session.run("1").status == "killed"
+
+
+# The clock.
+
+
+def test_the_clocks_limit_grows_with_those_who_want_the_cores() -> None:
+    cores = os.cpu_count() or 1
+    assert Limits(cpu_seconds=10).wall(1) == 45
+    assert Limits(cpu_seconds=10).wall(8 * cores) == 105
+    assert Limits(cpu_seconds=10).wall(2 * cores) == 45
+    assert Limits(cpu_seconds=10, wall_seconds=2).wall(4 * cores) == 2
+
+
+def test_a_program_that_sleeps_ends_before_its_call_is_given_up_however_busy_the_machine_is() -> None:
+    """Else it would be the system's failure, tried again and again, and not the program's."""
+    crowd = CROWD_PER_CORE * (os.cpu_count() or 1)
+    assert python.limits.wall(crowd) <= python.timeout_seconds - 5
+
+
+def test_neighbours_that_compute_change_no_status() -> None:
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        with boxed("warm") as sandbox, ThreadPoolExecutor(4) as pool:
+            code = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nprint('done')"
+            results = list(pool.map(lambda _: sandbox.run(code, limits=Limits(cpu_seconds=1)), range(4)))
+        assert [result.status for result in results] == ["ok"] * 4
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+SLEEPS = "import time\nwhile time.process_time() < {}: pass\ntime.sleep(999)"
+
+
+@pytest.mark.parametrize("burnt", [0, 0.3])
+def test_a_program_that_sleeps_is_ended_for_it_and_not_for_the_system_whatever_it_did_before(burnt: float) -> None:
+    limits = Limits(cpu_seconds=1, wall_seconds=99, asleep_seconds=0.5)
+    with boxed("warm") as sandbox:
+        assert sandbox.run(SLEEPS.format(burnt), limits=limits).status == "timeout_wall"
+        session = sandbox.session(limits)
+        assert session.run(SLEEPS.format(burnt)).status == "timeout_wall"
+        assert session.run("1").output == "1\n"
+
+
+def test_a_program_that_is_kept_from_its_core_is_starved() -> None:
+    spin = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(spin, start_new_session=True) for _ in range(8 * (os.cpu_count() or 1))]
+    try:
+        with boxed("cold") as sandbox:
+            result = sandbox.run("while True: pass", limits=Limits(cpu_seconds=5, wall_seconds=1.5))
+        assert result.status == "starved"
+        assert result.waited_seconds >= 0.75
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def test_what_threads_of_a_program_wait_for_one_another_is_not_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter([{"a": 1, "b": 2}, {"a": 3, "b": 3, "c": 1}, {"c": 1}, {"c": 2}])
+    monkeypatch.setattr(proc, "_waits", lambda process: ((name, int(wait * 1e9)) for name, wait in next(seen).items()))
+    waits = proc.Waits()
+    assert [waits.look([1]) for _ in range(4)] == [2, 4, 4, 5]
+
+
+def test_a_status_is_what_the_kernel_counted() -> None:
+    limits, nothing = Limits(cpu_seconds=1), Events()
+    assert limits_watch.status(limits, None, 0, 0.1, nothing) == "ok"
+    assert limits_watch.status(limits, None, 1, 0.1, nothing) == "error"
+    assert limits_watch.status(limits, None, -11, 0.1, nothing) == "killed"
+    assert limits_watch.status(limits, None, -9, 1.1, nothing) == "timeout_cpu"
+    assert limits_watch.status(limits, None, -9, 0.1, Events(oom=1)) == "oom"
+    assert limits_watch.status(limits, None, 1, 0.1, Events(pids=1)) == "pids"
+    assert limits_watch.status(limits, None, 0, 0.1, Events(pids=1)) == "ok"
+    assert limits_watch.status(limits, "timeout_wall", None, 0.1, nothing) == "timeout_wall"
+    assert limits_watch.status(limits, "starved", None, 0.1, nothing) == "starved"
+    assert limits_watch.status(limits, "timeout_wall", None, 1.1, nothing) == "timeout_cpu"
+
+
+# Sessions.
+
+
+def test_a_sessions_names_last_and_its_last_line_is_printed(session: Session) -> None:
+    assert session.run("import math\nx = [1]").output == ""
+    assert session.run("x.append(2)\nx").output == "[1, 2]\n"
+    assert session.run("print(x)\nmath.floor(2.5)").output == "[1, 2]\n2\n"
+    assert session.run("open('/tmp/kept', 'w').write('k')\nNone").output == ""
+    assert session.run("open('/tmp/kept').read()").output == "'k'\n"
+
+
+def test_what_cannot_be_compiled_shows_none_of_our_lines(session: Session) -> None:
+    said = session.run("x = (").output
+    assert "<cell 1>" in said
+    assert "SyntaxError" in said
+    assert "Traceback" not in said
+
+
+def test_an_error_in_an_earlier_cell_s_function_shows_where(session: Session) -> None:
+    session.run("def half(x): return 1 / x")
+    said = session.run("half(0)").output
+    assert said.index("<cell 2>") < said.index('"<cell 1>", line 1, in half')
+
+
+def test_a_cell_that_takes_its_own_output_away_is_no_error_of_the_next(session: Session) -> None:
+    assert session.run("import sys; sys.stdout = None; x = 1").status == "ok"
+    assert session.run("sys.stdout = sys.__stdout__; x").output == "1\n"
+
+
+def test_an_exception_ends_the_cell_and_keeps_what_it_did(session: Session) -> None:
+    result = session.run("x = 1\nraise ValueError('no')")
+    assert (result.status, result.exit_code) == ("error", 1)
+    assert 'File "<cell 1>", line 2' in result.output
+    assert session.run("x").output == "1\n"
+    assert session.run("def f(:").status == "error"
+    assert session.run("import sys; sys.exit(4)").exit_code == 4
+    assert session.run("x").output == "1\n"
+
+
+def test_the_same_cells_draw_the_same_in_another_session() -> None:
+    cells = ["import random\nrandom.random()", "random.random()", "import os; os.abort()", "random.random()", "{'a', 'b', 'c'}"]
+    with boxed("cold") as sandbox:
+        said, again = [[session.run(cell).output for cell in cells] for session in (sandbox.session(), sandbox.session())]
+    assert said[0] != said[1] != said[3]
+    assert said == again
+
+
+def test_programs_draw_differently(sandbox: Boxed) -> None:
+    assert len({sandbox.run("import random\nprint(random.random())").output for _ in range(3)}) == 3
+
+
+DEATHS = {
+    "abort": ("import os; x = 2; os.abort()", "killed"),
+    "exit": ("import os; x = 2; os._exit(0)", "killed"),
+    "segmentation fault": ("import ctypes; x = 2; ctypes.string_at(0)", "killed"),
+    "spin": ("x = 2\nwhile True: pass", "timeout_cpu"),
+    "spin, signals ignored": ("import signal\nsignal.signal(24, signal.SIG_IGN)\nx = 2\nwhile True: pass", "timeout_cpu"),
+    "endless output": ("x = 2\nwhile True: print('y' * 99)", "output_cap"),
+    "children": ("import subprocess, time\nx = 2\nsubprocess.Popen(['sleep', '999'])\nwhile True: pass", "timeout_cpu"),
+}
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_a_cell_that_dies_leaves_the_state_as_before_it(session: Session, name: str) -> None:
+    code, status = DEATHS[name]
+    session.run("x = 1")
+    assert session.run(code, Limits(cpu_seconds=1)).status == status
+    assert session.run("x").output == "1\n"
+    assert "sleep" not in alive()
+
+
+WITHOUT_ITS_FIRST_THREAD = """
+import ctypes, os, threading, time
+def say():
+    time.sleep(0.2)
+    for fd in range(3, 64):
+        try: os.write(fd, b'{"done": {"code": 0, "value": ""}}\\n')
+        except OSError: pass
+    while True: time.sleep(999)
+threading.Thread(target=say).start()
+ctypes.CDLL(None).syscall(60, 0)
+"""
+
+
+def test_a_speaker_whose_first_thread_has_ended_is_known_at_once_to_be_no_state(session: Session) -> None:
+    before = time.process_time()
+    assert session.run(WITHOUT_ITS_FIRST_THREAD).status == "killed"
+    assert time.process_time() - before < 1
+    assert not session.alive
+    assert alive() == []
+
+
+def keeps_nothing_of_what_passed_its_limit(session: Session) -> None:
+    """Also where the cell ends by itself as it is killed."""
+    session.run("x = 1")
+    for more in range(1, 60):
+        result = session.run(f"x = 2\nprint('y' * {1000 + more}, end='')", Limits(output_bytes=1000))
+        assert (result.status, len(result.output)) == ("output_cap", 1000)
+        assert session.run("x").output == "1\n"
+    assert session.run("x = 3\nprint('y' * 1000, end='')", Limits(output_bytes=1000)).status == "ok"
+    assert session.run("x").output == "3\n"
+
+
+def test_a_cell_that_ends_as_it_passes_its_limit_leaves_the_state_as_before_it(session: Session) -> None:
+    keeps_nothing_of_what_passed_its_limit(session)
+
+
+def test_a_cell_that_sleeps_ends_at_the_clocks_limit(session: Session) -> None:
+    session.run("x = 1")
+    assert session.run("x = 2\nimport time; time.sleep(99)", Limits(wall_seconds=0.5)).status == "timeout_wall"
+    assert session.run("x").output == "1\n"
+
+
+def test_a_sessions_budget_is_each_cells(session: Session) -> None:
+    spin = "import time\nend = time.process_time() + 0.6\nwhile time.process_time() < end: pass"
+    for _ in range(4):
+        assert session.run(spin, Limits(cpu_seconds=1)).status == "ok"
+
+
+def test_a_cells_budget_cannot_be_raised_above_its_sessions(session: Session) -> None:
+    raises = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, ({0}, {0}))"
+    most = "resource.getrlimit(resource.RLIMIT_CPU)[1]"
+    for _ in range(2):
+        assert session.run(f"import resource\n{most}").output == "11\n"
+        assert "ValueError" in session.run(raises.format(12)).output
+    with pytest.raises(ConfigError, match="cpu_seconds"):
+        session.run("1", Limits(cpu_seconds=10.5))
+
+
+def test_a_state_that_has_little_time_left_hands_on_to_one_whose_time_begins_anew() -> None:
+    spin = "import time\nend = time.process_time() + 0.8\nwhile time.process_time() < end: pass"
+    with boxed("cold") as sandbox:
+        session = sandbox.session(Limits(cpu_seconds=1))
+        session.run("import time\ndef used(): return time.process_time()")
+        assert session.run(spin).status == "ok"
+        assert exact_json.decode(session.call("used", []).value) < 0.5
+        for _ in range(2 * CALLS_OF_A_STATE):
+            assert session.call("used", [], keeps=False).status == "ok"
+
+
+def test_output_of_what_a_cell_left_is_not_the_next_cells(session: Session) -> None:
+    prints = "def prints():\n  while True: print('left')"
+    for _ in range(5):
+        session.run(f"import threading\n{prints}\nthreading.Thread(target=prints, daemon=True).start()")
+        assert session.run("print('mine')").output == "mine\n"
+
+
+EVERY = "import os\nfor fd in range(3, 64):\n  try: os.write(fd, {})\n  except OSError: pass"
+EVERYBODY = "import os, signal; os.kill(-1, signal.SIGKILL)"
+KILLS = {
+    "the waiting state": "import os, signal; os.kill(os.getppid(), signal.SIGKILL); os._exit(0)",
+    "a broken line": EVERY.format("b'{broken\\n'"),
+    "a line without end": "def all():\n  " + EVERY.format("b'x' * 4096").replace("\n", "\n  ") + "\nwhile True: all()",
+    "deep nesting": EVERY.format("b'[' * 100000 + b'\\n'"),
+    "an exit code of its own": EVERY.format("""b'{"done": {"code": 1' + b'0' * 99 + b', "value": ""}}\\n'"""),
+    "a wrong end": EVERY.format("""b'{"done": {"code": "0"}}\\n'"""),
+}
+
+
+FORKS = """
+import os
+n = 0
+pid = os.fork()
+n += 1
+if pid: os.waitpid(pid, 0)
+print("parent" if pid else "child", n)
+"""
+FORK_ENDS = """
+import os
+for end in (lambda: os.sys.exit(3), lambda: 1 / 0, lambda: None):
+    if os.fork() == 0: end(); break
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def forks_once(session: Session) -> None:
+    """Programs that a cell, or a call, forks are no second session."""
+    result = session.run(FORKS)
+    assert (result.status, result.output) == ("ok", "child 1\nparent 1\n")
+    assert session.run("n, pid > 0").output == "(1, True)\n"
+    said = session.run(FORK_ENDS).output
+    assert [line for line in said.splitlines() if line.isdigit()] == ["3", "1", "0"]
+    assert said.count("ZeroDivisionError") == 1
+    for number in range(5):
+        session.run(f"if os.fork() == 0: n = -1\nelse: n = {number}")
+        assert session.run("n").output == f"{number}\n"
+    session.run("import os\ndef forks(): return os.fork() > 0")
+    for _ in range(3):
+        assert session.call("forks", []).value == "true"
+
+
+def test_a_cell_that_forks_ends_once(session: Session) -> None:
+    forks_once(session)
+
+
+def test_what_a_cell_forked_ends_with_a_cell_that_dies(session: Session) -> None:
+    session.run("import os, time\nn = 1")
+    assert session.run("if os.fork(): os.abort()\ntime.sleep(999)").status == "killed"
+    assert session.run("n").output == "1\n"
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_a_session_that_destroys_itself_ends_as_killed(session: Session, name: str) -> None:
+    assert session.run(KILLS[name], Limits(cpu_seconds=2, wall_seconds=20)).status == "killed"
+    after = session.run("1")
+    assert (after.status, after.value) == ("killed", "")
+
+
+def test_a_cell_that_kills_everybody_else_goes_on_alone(session: Session) -> None:
+    for number in range(3):
+        assert session.run(f"x = {number}\n{EVERYBODY}").status == "ok"
+        assert session.run("x").output == f"{number}\n"
+
+
+# Calls.
+
+
+def test_a_call_takes_and_gives_plain_data(session: Session) -> None:
+    session.run("def both(a, b):\n    return (a, [b, {'k': {1, 2}}], float('nan'), 10 ** 400)")
+    result = session.call("both", [1, (2, None)])
+    assert result.status == "ok"
+    value = exact_json.decode(result.value)
+    assert value[:2] == (1, [(2, None), {"k": {1, 2}}])
+    assert math.isnan(value[2])
+    assert value[3] == 10**400
+
+
+def test_a_call_that_is_wrong_is_an_error_with_its_reason(session: Session) -> None:
+    session.run("def f(a): return a / 0")
+    wrong = {"f": ([1], "ZeroDivisionError"), "g": ([], "'g' is not defined"), "print": (["x"], "'print' is not defined")}
+    for function, (args, said) in wrong.items():
+        result = session.call(function, args)
+        assert (result.status, result.value) == ("error", "")
+        assert said in result.output
+
+
+def test_a_value_too_large_is_an_error_and_the_session_lives(session: Session) -> None:
+    session.run("def f(n): return 'x' * n")
+    assert session.call("f", [2 << 20]).status == "error"
+    assert len(session.call("f", [1 << 19]).value) == (1 << 19) + 2
+
+
+def test_a_cell_cannot_change_what_is_the_whole_sessions(session: Session) -> None:
+    with pytest.raises(ConfigError, match="memory_bytes"):
+        session.run("1", Limits(memory_bytes=1))
+
+
+PASSED = '{"done": {"code": 0, "value": "42"}}'
+NO_PLAIN_DATA = {
+    "an object that equals everything": "class A:\n  def __eq__(self, o): return True\ndef f(): return A()",
+    "a number that equals everything": "class A(int):\n  def __eq__(self, o): return True\ndef f(): return A(1)",
+    "a string of another kind": "class A(str): pass\ndef f(): return A('42')",
+    "a generator": "def f(): yield 42",
+    "itself": "a = []\na.append(a)\ndef f(): return a",
+    "sys.exit": "import sys\ndef f(): sys.exit(0)",
+    "an exit from a thread of code": "def f(): raise SystemExit",
+    "an exception with a message": f"def f(): raise ValueError('{PASSED}')",
+}
+DIES = {
+    "os._exit": "import os\ndef f(): os._exit(0)",
+    "os.abort": "import os\ndef f(): os.abort()",
+}
+
+
+@pytest.mark.parametrize("name", NO_PLAIN_DATA | DIES)
+def test_what_returns_no_plain_data_has_no_value(session: Session, name: str) -> None:
+    session.run((NO_PLAIN_DATA | DIES)[name])
+    result = session.call("f", [])
+    assert (result.status, result.value) == ("error" if name in NO_PLAIN_DATA else "killed", "")
+    assert session.run("1 + 1").output == "2\n"
+
+
+FORGERIES = {
+    "a printed frame": f"def f():\n  print('{PASSED}')\n  return 0",
+    "a frame on every descriptor, and out": f"""
+import os
+def f():
+    for fd in range(3, 64):
+        try: os.write(fd, b'{PASSED}' + bytes([10]))
+        except OSError: pass
+    os._exit(0)
+""",
+    "values from the frames of callers": """
+import sys
+def f():
+    frame, seen = sys._getframe(), []
+    while frame is not None:
+        seen += [str(value) for value in frame.f_locals.values()]
+        frame = frame.f_back
+    return 'expected' in ' '.join(seen)
+""",
+    "a json of its own": """
+import json, sys
+json.dumps = lambda *a, **k: '"anything"'
+json.encoder.encode_basestring_ascii = json.encoder.c_make_encoder = None
+def f(): return 0
+""",
+    "an encoder of its own": """
+import sys
+def f():
+    frame = sys._getframe().f_back
+    frame.f_globals['plain'].encode = lambda value: '{"$nonsense": 1}'
+    return 0
+""",
+}
+
+
+def claimed(result: Result) -> Any:
+    """What a call handed out, as who judges it reads it; None where that is nothing."""
+    try:
+        return exact_json.decode(result.value) if result.status == "ok" else None
+    except ValueError:
+        return None
+
+
+TOO_LONG = {
+    "a value of more than may be handed out": 'b\'{"done": {"code": 0, "value": "\' + b"x" * (1 << 20) + b\'y"}}\'',
+    "a line without an end": 'b"[" * (3 << 20)',
+    "nested ever deeper": 'b"[" * (1 << 20)',
+    "a number of a million digits": 'b\'{"done": {"code": \' + b"9" * (1 << 20) + b"}}"',
+    "no end but a claim of one": 'b\'{"done": {"code": 0}}\'',
+    "no text": "bytes(range(256))",
+}
+
+
+def hands_out_no_more_than_it_may(session: Session, name: str) -> None:
+    """What a process inside says on each of its descriptors is refused out here, and costs little."""
+    session.run(
+        "import os\ndef f():\n    os.set_blocking(1, True)\n"
+        f"    said = {TOO_LONG[name]} + bytes([10])\n"
+        "    for fd in range(3, 64):\n"
+        "        try:\n            left = said\n            while left: left = left[os.write(fd, left):]\n"
+        "        except OSError: pass\n"
+        "    os._exit(0)"
+    )
+    began = time.process_time()
+    result = session.call("f", [])
+    assert (result.status, result.value) == ("killed", "")
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("name", TOO_LONG)
+def test_what_is_more_than_a_value_may_be_is_refused_outside(session: Session, name: str) -> None:
+    hands_out_no_more_than_it_may(session, name)
+
+
+BEGINS_TO_END = """
+import os, stat
+for line in range(3, 256):
+    try:
+        if stat.S_ISSOCK(os.fstat(line).st_mode): os.write(line, b'{"done": {"code": 0, ')
+    except OSError: pass
+for _ in range(3): os.fork()
+while True: pass
+"""
+
+
+def uses_no_more_than_its_time(session: Session) -> None:
+    """A cell that begins to say that it has ended, and works on, is ended as any other that works for too long."""
+    session.run("x = 1")
+    result = session.run(f"x = 2\n{BEGINS_TO_END}", Limits(cpu_seconds=1.0))
+    assert result.status == "timeout_cpu", result
+    assert session.run("x").output == "1\n"
+
+
+def test_a_cell_that_only_begins_to_say_that_it_has_ended_uses_no_more_than_its_time(session: Session) -> None:
+    uses_no_more_than_its_time(session)
+
+
+def test_a_value_is_not_looked_into_where_it_is_handed_out(session: Session) -> None:
+    """To build this set takes half a minute: 40,000 numbers of one hash."""
+    session.run(f"def f(): return [n * {2**61 - 1} for n in range(40_000)]")
+    session.run("import json, sys\nplain = sys.modules['agentrl.workflow.sandbox.exact_json']")
+    session.run("plain.encode = lambda value: '{\"$set\": ' + json.dumps(value) + '}'")
+    began = time.process_time()
+    result = session.call("f", [])
+    assert (result.status, result.value[:9]) == ("ok", '{"$set": ')
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forged_answer_is_never_more_than_data(session: Session, name: str) -> None:
+    """Who compares outside with an expected value that was never inside finds what the function could as well have returned."""
+    session.run(FORGERIES[name])
+    expected = "a value of which nothing inside has heard"
+    result = session.call("f", [])
+    assert result.status in ("ok", "error", "killed")
+    value = claimed(result)
+    assert type(value) in (int, str, bool, type(None))
+    assert value != expected
+    assert value is not True
+
+
+# Plain data.
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+keys = st.integers() | st.text() | st.tuples(st.integers())
+data = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.just("$tuple"), inner)
+        | st.dictionaries(keys, inner)
+        | st.sets(keys)
+        | st.frozensets(keys)
+    ),
+    max_leaves=20,
+)
+
+
+def types(value: Any) -> Any:
+    """The shape of data in types, so that 1, 1.0 and True differ."""
+    if isinstance(value, dict):
+        return dict, sorted((repr(key), types(key), types(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), [types(item) for item in value]
+    return type(value)
+
+
+@given(data)
+def test_plain_data_come_back_as_they_were(value: Any) -> None:
+    back = exact_json.decode(exact_json.encode(value))
+    assert back == value
+    assert str(types(back)) == str(types(value))
+
+
+NO_TEXT = (
+    *("", "{", "NaN", "Infinity", '{"$no": 1}', '{"$tuple": 1}', '{"$set": [[]]}', '{"$dict": 3}', '{"$int": 5}'),
+    *('{"$float": "1"}', '{"$tuple": [], "$set": []}', "[" * 100_000, "9" * 5000, '{"$bytes": "x"}', '{"$dict": [[{}, 1]]}'),
+    *('{"$set": {"a": 1}}', '{"$tuple": "ab"}', '{"$dict": [1]}', '{"$int": "x"}'),
+)
+
+
+@pytest.mark.parametrize("text", NO_TEXT)
+def test_text_that_is_no_plain_data_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        exact_json.decode(text)
+
+
+# Finding one.
+
+
+def test_auto_finds_a_sandbox_that_holds() -> None:
+    assert machine().kind == "bwrap"
+    found = find_sandbox(SETTINGS)
+    assert found.kind == "bwrap"
+    found.close()
+
+
+def test_nothing_is_run_unconfined_unless_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxUnavailable, match="bubblewrap is not installed") as caught:
+        find_sandbox(Settings(sandbox="bwrap"))
+    assert "install" in caught.value.hint
+    assert caught.value.exit_code == 10
+
+
+def test_who_says_unsafe_gets_no_sandbox_and_is_told_in_each_result() -> None:
+    found = find_sandbox(Settings(sandbox="none-unsafe"))
+    result = found.run("import os; print(os.getuid())")
+    assert (result.kind, result.output) == ("unsafe", f"{os.getuid()}\n")
+    session = found.session()
+    session.run("x = 1")
+    assert session.run("x = 2\nwhile True: pass", Limits(cpu_seconds=1)).status == "timeout_cpu"
+    for code in (  # nobody counts here: each process is looked at
+        "import signal\nsignal.signal(24, signal.SIG_IGN)\nwhile True: pass",
+        "import os\nos.fork(), os.fork()\nwhile True: pass",
+    ):
+        assert found.run(code, limits=Limits(cpu_seconds=1)).status == "timeout_cpu"
+    assert session.run("x").output == "1\n"
+    found.close()
+
+
+def test_an_interpreter_that_is_not_there_is_no_sandbox() -> None:
+    machine()
+    with pytest.raises(SandboxUnavailable):
+        find_sandbox(Settings(sandbox="bwrap", sandbox_python="/nowhere/python3"))
+
+
+def test_a_sandbox_that_does_not_come_up_is_the_systems_fault() -> None:
+    machine()
+    profile = Profile(shutil.which("bwrap") or "", "/nowhere/python3")
+    for nests in (False, True):
+        broken = Boxed(spawn.launch(replace(profile, nests=nests), UIDS))
+        result = broken.run("print(1)")
+        assert result.status == "sandbox_fault"
+        assert "/nowhere/python3" in result.output
+        with pytest.raises(InfraError):
+            broken.session()
+        broken.close()
+    assert alive() == []
+
+
+def test_what_fails_on_our_side_is_no_fault_of_the_program(sandbox: Boxed) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        result = sandbox.run("print(1)")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert (result.status, "Too many open files" in result.output) == ("sandbox_fault", True)
+    assert sandbox.run("print(1)").output == "1\n"
+
+
+@pytest.mark.parametrize("text", ["", "5", "0-9", "9-5", "a-b", "1-2-3"])
+def test_a_range_of_users_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="AGENTRL_SANDBOX_UIDS"):
+        uid_pool.uid_range(text)
+
+
+def test_when_all_users_are_taken_that_is_said() -> None:
+    if os.geteuid() != 0:
+        assert uid_pool.take(range(0)).uid is None
+        return
+    one = range(232999, 233000)
+    seat = uid_pool.take(one)
+    with pytest.raises(InfraError, match="in use"):
+        uid_pool.take(one)
+    seat.leave()
+    uid_pool.take(one).leave()
+
+
+# Control groups, where the kernel has the second version.
+
+
+def test_the_nearest_group_that_hands_its_controllers_on_is_taken(tmp_path: Path) -> None:
+    leaf = tmp_path / "user" / "app" / "terminal"
+    leaf.mkdir(parents=True)
+    for folder, handed in ((leaf, ""), (leaf.parent, "cpu memory pids\n"), (leaf.parent.parent, "memory pids\n")):
+        (folder / "cgroup.subtree_control").write_text(handed)
+        (folder / "cgroup.procs").touch()
+    (tmp_path / "self").write_text("0::/user/app/terminal\n")
+    assert set(cgroups.parents(tmp_path, tmp_path / "self").values()) == {leaf.parent}
+    (tmp_path / "self").write_text("0::/\n")
+    assert cgroups.parents(tmp_path, tmp_path / "self") == {}
+
+
+def test_the_second_versions_files_are_read_and_written(tmp_path: Path) -> None:
+    for name in ("memory.max", "memory.swap.max", "pids.max"):
+        (tmp_path / name).touch()
+    (tmp_path / "memory.events").write_text("low 0\nmax 7\noom 2\noom_kill 1\n")
+    (tmp_path / "pids.events").write_text("max 3\n")
+    (tmp_path / "cpu.stat").write_text("usage_usec 1500000\nuser_usec 1\n")
+    group = cgroups.Cgroup(dict.fromkeys(cgroups.CONTROLLERS, tmp_path))
+    group.bound(64, 10)
+    assert (tmp_path / "memory.max").read_text() == "64"
+    assert (tmp_path / "memory.swap.max").read_text() == "0"
+    assert (tmp_path / "pids.max").read_text() == str(10 + cgroups.SPARE_PROCESSES)
+    assert group.events() == Events(oom=1, pids=3)
+    assert group.cpu_seconds() == 1.5
+    assert group.joins == [str(tmp_path / "cgroup.procs")]
+
+
+def test_groups_of_processes_that_are_gone_are_swept() -> None:
+    if not (places := set(cgroups.parents().values())):
+        forbidden("a control group")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    left = [place / f"{cgroups.PREFIX}{gone.pid}-0" for place in places]
+    for folder in left:
+        folder.mkdir()
+    cgroups.sweep()
+    assert not any(folder.exists() for folder in left)

@@ -1,0 +1,82 @@
+"""paired: the mean difference over shared tasks, and a sign-flip test that is what counting all worlds by hand gives."""
+
+import math
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.workflow.stats import paired_test as module
+from agentrl.workflow.stats.paired_test import paired, sign_flip
+
+quarters = st.integers(-4, 4).map(lambda count: count / 4)
+
+
+def counted(differences: list[float]) -> float:
+    """Every world, one by one."""
+    seen = abs(sum(differences)) - 1e-7
+    worlds = [
+        abs(sum(sign * d for sign, d in zip(signs, differences, strict=True)))
+        for signs in product((1, -1), repeat=len(differences))
+    ]
+    return sum(total >= seen for total in worlds) / len(worlds)
+
+
+@given(st.lists(quarters | st.floats(-1, 1), min_size=1, max_size=8))
+def test_the_p_value_is_the_share_of_worlds_that_are_at_least_as_far_from_none(differences: list[float]) -> None:
+    p_value, method = sign_flip(differences)
+    assert (p_value, method) == (pytest.approx(counted(differences)), "exact")
+
+
+def test_ten_tasks_won_and_none_lost_is_the_sign_test() -> None:
+    found = paired(dict.fromkeys(range(30), 0.0), {task: float(task < 10) for task in range(30)})
+    assert (found.won, found.lost, found.tied) == (10, 0, 20)
+    assert found.p_value == pytest.approx(2 / 2**10)
+    assert (found.first, found.second, found.difference) == (0.0, pytest.approx(1 / 3), pytest.approx(1 / 3))
+    margin = 2.0452296 * math.sqrt((10 / 30) * (20 / 30) / 29)
+    assert (found.low, found.high) == (pytest.approx(1 / 3 - margin), pytest.approx(1 / 3 + margin))
+
+
+def test_of_few_tasks_interval_and_p_value_agree_that_it_may_be_chance() -> None:
+    found = paired(dict.fromkeys(range(5), 0.0), dict(enumerate([0.0, 0.25, 0.25, 0.3125, 0.75])))
+    assert (found.difference, found.p_value) == (0.3125, 0.125)
+    assert found.low < 0.0 < found.high
+
+
+def test_the_difference_of_one_task_is_in_no_bounds() -> None:
+    found = paired({1: 0.0}, {1: 1.0})
+    assert (found.low, found.difference, found.high, found.p_value) == (-math.inf, 1.0, math.inf, 1.0)
+
+
+def test_a_thousand_tasks_of_zeros_and_ones_are_counted_and_not_drawn() -> None:
+    p_value, method = sign_flip([1.0] * 560 + [-1.0] * 440)
+    assert method == "exact"
+    assert p_value == pytest.approx(2 * sum(math.comb(1000, k) for k in range(560, 1001)) / 2**1000)
+
+
+def test_drawn_worlds_give_what_counted_ones_give_and_the_seed_repeats_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    differences = [(i % 7 - 2.5) / 5 for i in range(60)]
+    exact, counted_all = sign_flip(differences)
+    monkeypatch.setattr(module, "MOST_STEPS", 0)
+    drawn, method = sign_flip(differences, seed=3)
+    assert (counted_all, method) == ("exact", "drawn")
+    assert drawn == pytest.approx(exact, abs=0.02)
+    assert sign_flip(differences, seed=3)[0] == drawn
+    assert sign_flip(differences, seed=4)[0] != drawn
+
+
+@given(st.lists(st.tuples(quarters, quarters), min_size=1, max_size=12))
+def test_exchanging_the_two_changes_the_sign_and_nothing_else(pairs: list[tuple[float, float]]) -> None:
+    a, b = (dict(enumerate(side)) for side in zip(*pairs, strict=True))
+    forth, back = paired(a, b), paired(b, a)
+    assert forth.difference == pytest.approx(-back.difference)
+    assert forth.p_value == pytest.approx(back.p_value)
+    assert (forth.won, forth.lost, forth.tied) == (back.lost, back.won, back.tied)
+    assert forth.low <= forth.difference <= forth.high
+
+
+def test_tasks_of_one_side_only_are_left_out_and_none_at_all_has_no_p_value() -> None:
+    found = paired({1: 1.0, 2: 0.0}, {2: 0.0, 3: 1.0})
+    assert (found.tasks, found.tied, found.p_value) == (1, 1, 1.0)
+    assert math.isnan(paired({1: 1.0}, {3: 1.0}).p_value)

@@ -1,0 +1,176 @@
+"""What only looks: a listing by the driver alone says what the whole database says, and loads nothing else."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic.script import ScriptDirectory
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import make_url, text
+
+from agentrl import migrations
+from agentrl.cli.commands import COMMANDS
+from agentrl.workflow.errors import NotFoundError
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import epoch_ends, eval_results, ledger, listings, planning, run_names
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.driver_reader import Reader, newest_revision, postgres_parts, sqlite_path
+from agentrl.workflow.store.migrate import downgrade, head, open_database
+from tests.cli.test_cli import LOADED, data, run  # noqa: F401 - fixtures
+
+HEAVY = {"torch", "transformers", "celery", "kombu", "redis", "alembic", "sqlalchemy", "psycopg", "rich", "numpy", "mako"}
+
+
+MAY_BE_EMPTY = {"list_evals", "sampled_on", "most_frequent_failure", "policy_at"}
+
+
+def reader(database: Database) -> Reader:
+    """One that the driver must suffice for."""
+
+    def refuse() -> Database:
+        raise AssertionError("the whole database was opened")
+
+    return Reader(database.url.render_as_string(hide_password=False), refuse)
+
+
+LISTS: dict[str, Callable[[Any], object]] = {
+    "list_runs": listings.list_runs,
+    "describe_run": lambda db: listings.describe_run(db, "by-hand"),
+    "by number": lambda db: listings.describe_run(db, "1"),
+    "list_iterations": lambda db: listings.list_iterations(db, "by-hand"),
+    "list_evals": lambda db: listings.list_evals(db, "by-hand"),
+    "progress": lambda db: listings.progress(db, "by-hand"),
+    "sampled_on": lambda db: listings.sampled_on(db, "by-hand"),
+    "most_frequent_failure": lambda db: listings.most_frequent_failure(db, "by-hand"),
+    "list_episodes": lambda db: listings.list_episodes(db, "by-hand", {"min_reward": 1.0, "task": "train/1"}, 7, 0),
+    "list_events": lambda db: listings.list_events(db, "by-hand"),
+    "find_episode": lambda db: listings.find_episode(db, 1),
+    "why": lambda db: ledger.why(db, 1),
+    "find_run": lambda db: run_names.find_run(db, "by-hand"),
+    "newest policy": lambda db: run_names.find_policy(db, "by-hand", None),
+    "policy by epoch": lambda db: run_names.stored_policy(db, "1", epoch_ends.Epoch(1)),
+    "policy_at": lambda db: run_names.policy_at(db, run_names.find_policy(db, "by-hand", None)["path"]),
+    "ends": lambda db: epoch_ends.ends(db, 1),
+    "measured_tasks": lambda db: eval_results.measured_tasks(db, 1),
+    "task_means": lambda db: eval_results.task_means(db, 1),
+    "done_episodes": lambda db: eval_results.done_episodes(db, 1),
+    "right_episodes": lambda db: eval_results.right_episodes(db, 1),
+}
+
+
+def test_the_driver_alone_reads_what_the_whole_database_reads(data: Database, run: str) -> None:  # noqa: F811
+    for name, query in LISTS.items():
+        found = query(reader(data))
+        assert repr(found) == repr(query(data)), name
+        assert found or name in MAY_BE_EMPTY, name
+
+
+@pytest.mark.parametrize("data", ["postgres"], indirect=True)
+def test_a_moment_is_told_in_utc_wherever_the_server_stands(data: Database, run: str) -> None:  # noqa: F811
+    before = listings.describe_run(data, "by-hand")["created_at"]
+    with data.engine.begin() as tx:
+        tx.execute(text(f"ALTER DATABASE {data.url.database} SET timezone TO 'Asia/Tokyo'"))
+    data.engine.dispose()
+    for database in (data, reader(data)):
+        told = listings.describe_run(database, "by-hand")["created_at"]
+        assert (told, told.tzinfo) == (before, UTC)
+
+
+def test_what_is_not_there_is_not_found_either_way(data: Database, run: str) -> None:  # noqa: F811
+    for database in (data, reader(data)):
+        with pytest.raises(NotFoundError, match="no run 'nobody'"):
+            listings.describe_run(database, "nobody")
+        with pytest.raises(NotFoundError, match="no episode 99"):
+            listings.find_episode(database, 99)
+
+
+def test_a_database_of_another_revision_is_left_to_the_whole_one_which_upgrades_it(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'old.db'}"
+    old = open_database(url)
+    downgrade(old, "0005")
+    old.close()
+    opened: list[Database] = []
+
+    def whole() -> Database:
+        opened.append(open_database(url))
+        return opened[0]
+
+    asked = Reader(url, whole)
+    assert listings.list_runs(asked) == []
+    assert listings.list_runs(asked) == []
+    assert len(opened) == 1
+    opened[0].close()
+    assert listings.list_runs(Reader(url, lambda: pytest.fail("it is upgraded"))) == []
+
+
+def test_a_query_that_the_driver_cannot_run_goes_to_the_whole_database(data: Database, run: str) -> None:  # noqa: F811
+    asked = Reader(data.url.render_as_string(hide_password=False), lambda: data)
+    assert planning.free_name(asked, "by") == planning.free_name(data, "by") == "by-1"
+
+
+def test_the_newest_revision_is_the_head_of_the_migrations() -> None:
+    script = ScriptDirectory(str(Path(str(migrations.__file__)).parent))
+    assert newest_revision() == head() == script.get_current_head()
+
+
+NAMES = st.text(alphabet="abcXYZ019_-./%20 @:?#&=[]é", min_size=1, max_size=12)
+
+
+@given(NAMES)
+def test_a_url_of_sqlite_that_is_read_here_means_what_sqlalchemy_reads(path: str) -> None:
+    url = f"sqlite:///{path}"
+    found = sqlite_path(url)
+    assert found is None or str(found) == str(Path(str(make_url(url).database)))
+
+
+@given(NAMES, NAMES, NAMES, st.sampled_from(["", "?host=/tmp/pg", "?host=%2Ftmp%2Fpg&port=7", "?sslmode=require"]))
+def test_a_url_of_postgres_that_is_read_here_means_what_sqlalchemy_reads(user: str, word: str, host: str, more: str) -> None:
+    for url in (f"postgresql://{user}:{word}@{host}:5432/some{more}", f"postgresql+psycopg://{user}@{host}/some{more}"):
+        parts = postgres_parts(url)
+        if parts:
+            known = make_url(url)
+            wanted = {**known.translate_connect_args(username="user", database="dbname"), **known.query}
+            assert parts == {key: str(value) for key, value in wanted.items() if value not in ("", None)} or "host" in more
+
+
+def _loaded(words: list[str], **environment: str) -> tuple[set[str], str]:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, *words],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    said, _, modules = done.stdout.rpartition("|")
+    return set(modules.split()), said or done.stderr
+
+
+READING = [
+    "runs", "runs --json", "episodes by-hand", "replay 1", "why 1", "events by-hand", "sql SELECT(1)", "config show", "tools",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", READING)
+def test_a_command_that_looks_loads_neither_sqlalchemy_nor_a_broker(run: str, command: str) -> None:  # noqa: F811
+    modules, said = _loaded(command.split())
+    postgres = "postgresql" in settings().database
+    assert not HEAVY & modules - ({"psycopg", "sqlalchemy"} if postgres or command == "tools" else set())
+    assert said.strip()
+
+
+def test_the_contract_on_what_the_command_line_imports_names_every_command() -> None:
+    contract = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert not [entry.where for entry in COMMANDS.values() if f'"{entry.where.partition(":")[0]}"' not in contract]
+
+
+@pytest.mark.parametrize("words", ["--help", "submit --help", "--version"])
+def test_help_loads_no_module_of_another_command(tmp_path: Path, words: str) -> None:
+    modules, _ = _loaded(words.split(), AGENTRL_HOME=str(tmp_path / "home"))
+    assert not HEAVY & modules
+    own = {entry.where.partition(":")[0] for name, entry in COMMANDS.items() if name in words}
+    others = {entry.where.partition(":")[0] for entry in COMMANDS.values()} - own
+    assert not others & modules
+    assert "submit" in words or "pydantic" not in modules

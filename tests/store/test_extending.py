@@ -1,0 +1,270 @@
+"""A run is made longer, once for each request, and comes to what the run comes to that was planned so long."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text, update
+
+from agentrl.workers.requests.submission import prepare
+from agentrl.workflow.checkpoints import sealed_folder
+from agentrl.workflow.config import MOST, build
+from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, ConflictError, StateError
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import listings, planning, retention, run_names, train_commits
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.extending import extend
+from agentrl.workflow.store.planning import Submission
+from agentrl.workflow.tables import schema as tables
+from tests.faults.test_mending import a_worker, do_jobs, facts, restart
+from tests.support.played_runs import claim_training, play, ready, submission, update_of, value, values
+from tests.support.small_models import tiny_random
+
+PLANNED = """
+    SELECT i.number || ' ' || i.epoch || ' ' || p.version FROM iterations i JOIN policies p ON p.id = i.policy_id
+    ORDER BY i.id"""
+
+
+def trained(db: Database) -> train_commits.Published:
+    """The run's next iteration, rolled out and trained."""
+    iteration = planning.open_iterations(db, 1)[0]
+    for group in planning.start_iteration(db, iteration):
+        play(db, group)
+    work = claim_training(db, iteration)
+    return train_commits.commit_update(db, work, update_of(work, path=f"out/v{work.number + 1}"), 3)
+
+
+def done(db: Database, wanted: Submission) -> None:
+    """The run, trained to its end."""
+    planning.submit(db, wanted)
+    for _ in range(wanted.iterations):
+        trained(db)
+    assert run_names.find_run(db, "first")["status"] == "done"
+
+
+def test_a_run_that_is_done_goes_on_with_its_newest_policy(database: Database) -> None:
+    done(database, submission(tasks=3, epochs=1))
+    assert extend(database, "first", "a", epochs=2)["iterations"] == 2
+    row = run_names.find_run(database, "first")
+    assert (row["status"], row["iterations"], row["epochs"], row["finished_at"]) == ("running", 6, 3, None)
+    assert values(database, PLANNED) == ["0 0 0", "1 0 1", "2 1 2"]
+    for _ in range(4):
+        trained(database)
+    assert run_names.find_run(database, "first")["status"] == "done"
+    planned = submission(tasks=3, epochs=3)
+    assert run_names.find_run(database, "first")["config"] == planned.config
+    assert listings.list_events(database, "first")[-2]["detail"] == "2 -> 6 iterations"
+
+
+def test_a_run_that_goes_on_is_longer_and_has_nothing_planned_twice(database: Database) -> None:
+    planning.submit(database, submission(tasks=3, epochs=1))
+    extend(database, "first", "a", iterations=2)
+    assert values(database, PLANNED) == ["0 0 0"]
+    row = run_names.find_run(database, "first")
+    assert (row["epochs"], row["config"]["epochs"], row["config"]["iterations"]) == (2, 2, None)
+    trained(database)
+    extend(database, "first", "b", iterations=1)
+    assert run_names.find_run(database, "first")["config"]["iterations"] == 5
+    assert values(database, PLANNED) == ["0 0 0", "1 0 1"]
+
+
+@pytest.mark.parametrize(("committed", "planned"), [(0, ["0 0 0", "1 1 0"]), (2, ["0 0 0", "1 1 0", "2 2 1", "3 3 2"])])
+def test_what_is_sampled_ahead_is_planned_with_the_version_that_it_would_have_had(
+    database: Database, committed: int, planned: list[str]
+) -> None:
+    planning.submit(database, submission(tasks=1, epochs=2, max_staleness=1))
+    for _ in range(committed):
+        trained(database)
+    extend(database, "first", "a", iterations=3)
+    assert values(database, PLANNED) == planned
+
+
+def test_of_twenty_that_extend_a_run_at_once_each_adds_once_and_the_next_iteration_is_planned_once(database: Database) -> None:
+    done(database, submission())
+    with ThreadPoolExecutor(20) as pool:
+        list(pool.map(lambda n: extend(database, "first", f"{n // 2}", iterations=1), range(20)))
+    assert run_names.find_run(database, "first")["iterations"] == 11
+    assert values(database, PLANNED) == ["0 0 0", "1 1 1"]
+
+
+def test_a_run_that_is_extended_while_its_last_update_is_committed_goes_on(database: Database) -> None:
+    work = ready(database, submission())
+    with ThreadPoolExecutor(2) as pool:
+        longer = pool.submit(extend, database, "first", "a", iterations=1)
+        pool.submit(train_commits.commit_update, database, work, update_of(work), 3).result()
+        longer.result()
+    assert run_names.find_run(database, "first")["status"] == "running"
+    assert values(database, PLANNED) == ["0 0 0", "1 1 1"]
+
+
+def test_a_paused_or_failed_run_that_is_extended_is_resumed(database: Database) -> None:
+    planning.submit(database, submission())
+    planning.stop(database, "first", "paused", "by hand")
+    extend(database, "first", "a", iterations=1)
+    assert run_names.find_run(database, "first")["status"] == "running"
+    planning.stop(database, "first", "failed", "it broke")
+    extend(database, "first", "b", iterations=1)
+    row = run_names.find_run(database, "first")
+    assert (row["status"], row["reason"], row["iterations"]) == ("running", "", 3)
+
+
+def test_a_run_that_is_done_leaves_that_status_only_to_be_longer(database: Database) -> None:
+    done(database, submission())
+    with pytest.raises(Exception, match="keeps its status"), database.engine.begin() as tx:
+        tx.execute(text("UPDATE runs SET status = 'running'"))
+    with pytest.raises(Exception, match="keeps its status"), database.engine.begin() as tx:
+        tx.execute(text("UPDATE runs SET status = 'failed', iterations = iterations + 1"))
+
+
+def _decaying(db: Database) -> None:
+    config = submission().config
+    planning.submit(db, replace(submission(), config={**config, "update": {**config["update"], "decay": "linear"}}))
+
+
+def _cancelled(db: Database) -> None:
+    planning.submit(db, submission())
+    planning.stop(db, "first", "cancelled")
+
+
+def _long(db: Database) -> None:
+    planning.submit(db, submission())
+    with db.engine.begin() as tx:
+        tx.execute(update(tables.runs).values(iterations=MOST))
+
+
+def _collected(db: Database) -> None:
+    done(db, submission())
+    with db.engine.begin() as tx:
+        tx.execute(update(tables.policies).where(tables.policies.c.version == 1).values(collected_at=datetime.now(UTC)))
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "said"),
+    [
+        (_decaying, ConfigError, r"falls to 0 at its end \(update.decay=linear\)"),
+        (_cancelled, StateError, "cancelled for good"),
+        (_long, ConfigError, "no run has more than"),
+        (_collected, CheckpointError, "Policy version 1, .* was collected on"),
+        (lambda db: planning.submit(db, submission(kind="eval")), StateError, "trains nothing"),
+    ],
+)
+def test_a_run_that_cannot_be_longer_is_left_as_it_is(
+    database: Database, made: Callable[[Database], None], error: type[AgentRLError], said: str
+) -> None:
+    made(database)
+    before = run_names.find_run(database, "first")
+    with pytest.raises(error, match=said) as raised:
+        extend(database, "first", "a", iterations=1)
+    assert raised.value.hint
+    assert run_names.find_run(database, "first") == before
+
+
+def test_a_run_on_stored_episodes_cannot_be_longer(database: Database) -> None:
+    done(database, submission())
+    stored = replace(submission("second"), tasks=(), groups=values(database, "SELECT id FROM groups"))
+    planning.submit(database, stored)
+    with pytest.raises(StateError, match="stored episodes, each of them once"):
+        extend(database, "second", "a", iterations=1)
+
+
+def test_submitting_a_run_again_with_another_length_says_how_it_is_extended(database: Database) -> None:
+    planning.submit(database, submission())
+    with pytest.raises(ConflictError, match="another length: 1 iterations") as raised:
+        planning.submit(database, submission(epochs=2))
+    assert "agentrl resume first --epochs N" in (raised.value.hint or "")
+    extend(database, "first", "a", epochs=1)
+    assert not planning.submit(database, submission(epochs=2)).created
+
+
+def test_gc_leaves_what_a_longer_run_samples_with(database: Database) -> None:
+    done(database, submission(tasks=1, epochs=4, max_staleness=1))
+    kept = retention.collect(database, 1, [f"v{version}" for version in range(1, 5)], keep_last=1)
+    assert set(kept.named) == {"v3", "v4"}
+    extend(database, "first", "a", iterations=2)
+    assert values(database, PLANNED)[-2:] == ["4 4 3", "5 5 4"]
+
+
+# real jobs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_random(tmp_path_factory.mktemp("model") / "random", width=16)
+
+
+def submitted(db: Database, model: Path, **more: Any) -> None:
+    """A run of epochs of two iterations, so long as is said."""
+    config = build(
+        {
+            "name": "first", "env": "tests.faults.test_mending:bare", **more, "output_dir": str(settings().root / "out"),
+            "hooks": ("tests.support.parity_hook:Lucky",), "dataset.name": "arithmetic", "dataset.max_samples": 4,
+            "model.path": str(model),
+            "model.numerics": "exact", "rollout.tasks_per_iteration": 2, "rollout.group_size": 4, "rollout.max_new_tokens": 6,
+            "rollout.max_steps": 1, "update.warmup": 3, "algorithm.kl_coef": 0.05, "algorithm.kl_target": 0.01,
+        }
+    )  # fmt: skip
+    planning.submit(db, prepare(db, config).submission)
+
+
+def came_to(db: Database) -> dict[str, Any]:
+    """All that the run stored, and what its last checkpoint holds."""
+    run = listings.describe_run(db, "first")
+    assert run["status"] == "done"
+    tokens = """
+        SELECT prompt_ids, sampled_ids, behavior_logprobs FROM step_tokens t JOIN steps s ON s.id = t.step_id
+        ORDER BY s.episode_id, s.number"""
+    with db.read() as tx:
+        stored = [tuple(map(bytes, row)) for row in tx.execute(text(tokens))]
+    last = Path(value(db, "SELECT path FROM policies ORDER BY version DESC LIMIT 1"))
+    files = {
+        name: (last / name).read_bytes()
+        for name in (sealed_folder.weights_of(last).name, sealed_folder.OPTIMIZER, sealed_folder.STATE)
+    }
+    row = run_names.find_run(db, "first")
+    of_run = {name: row[name] for name in ("epochs", "iterations")} | {"length": row["config"]["epochs"]}
+    return {**facts(db), "stored": stored, "files": files, "run": of_run}
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Database]:
+    with a_worker(tmp_path / "home") as db:
+        yield db
+
+
+def test_a_run_that_was_extended_twice_is_the_run_that_was_planned_so_long_bit_for_bit(
+    worker: Database, model: Path, tmp_path: Path
+) -> None:
+    submitted(worker, model, iterations=1)
+    do_jobs()
+    assert listings.describe_run(worker, "first")["status"] == "done"
+    restart()  # by another process
+    extend(worker, "first", "a", iterations=1)
+    do_jobs(until=lambda: value(worker, "SELECT count(*) FROM steps") > 10)
+    extend(worker, "first", "b", epochs=1)  # while it goes on
+    do_jobs()
+    extended = came_to(worker)
+    with a_worker(tmp_path / "planned") as db:
+        submitted(db, model, iterations=4)
+        do_jobs()
+        planned = came_to(db)
+    assert len(planned["stored"]) == 4 * 2 * 4
+    assert extended == planned
+
+
+def test_a_run_that_drops_checkpoints_is_extended_to_the_same(worker: Database, model: Path, tmp_path: Path) -> None:
+    submitted(worker, model, iterations=3, **{"update.save_every": 100})
+    do_jobs()
+    assert {folder.name[:6] for folder in (settings().root / "out").glob("v*")} == {"v00002", "v00003"}
+    restart()
+    extend(worker, "first", "a", iterations=1)
+    do_jobs()
+    assert {folder.name[:6] for folder in (settings().root / "out").glob("v*")} == {"v00002", "v00004"}
+    extended = came_to(worker)
+    with a_worker(tmp_path / "planned") as db:
+        submitted(db, model, iterations=4)
+        do_jobs()
+        assert came_to(db) == extended

@@ -1,0 +1,333 @@
+"""Runs are written once, claimed by one worker at a time, ended for good, on both databases; who comes late is fenced out."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from decimal import Decimal
+
+import pytest
+from sqlalchemy import select, text, update
+from sqlalchemy.exc import IntegrityError
+
+from agentrl.workflow.errors import ConflictError, Fenced, NotFoundError
+from agentrl.workflow.rewards import LARGEST
+from agentrl.workflow.store import (
+    control_reads,
+    listings,
+    planning,
+    rollout_claims,
+    run_names,
+    steps,
+    train_commits,
+    waiting_runs,
+)
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.iterations import task_order
+from agentrl.workflow.store.planning import Submitted
+from agentrl.workflow.store.rollout_claims import MAX_LOSSES, Fence
+from agentrl.workflow.tables import schema as tables
+from agentrl.workflow.tables import views
+from agentrl.workflow.trajectory import TERMINAL
+from tests.support.played_runs import (
+    EXPIRED,
+    LEASE,
+    claim,
+    claim_training,
+    fail,
+    finish,
+    play,
+    ready,
+    sampled,
+    start,
+    step,
+    submission,
+    update_of,
+    value,
+    values,
+)
+
+# submitting
+
+
+def test_a_submission_writes_the_run_and_its_first_iteration_whole(database: Database) -> None:
+    made = planning.submit(database, submission(tasks=5, epochs=2))
+    assert made == Submitted(1, "first", True, 6)
+    assert values(database, "SELECT count(*) FROM iterations") == [1]
+    assert values(database, "SELECT status FROM episodes") == ["planned"] * 4
+    assert run_names.find_policy(database, "first", None)["version"] == 0
+
+
+def test_submitting_the_same_again_finds_the_run_and_another_config_is_a_conflict(database: Database) -> None:
+    made = planning.submit(database, submission())
+    assert planning.submit(database, submission()) == replace(made, created=False)
+    with pytest.raises(ConflictError, match="'first'"):
+        planning.submit(database, submission(seed=1))
+    assert value(database, "SELECT count(*) FROM runs") == 1
+
+
+def test_a_run_of_before_an_option_there_was_is_the_same_as_one_with_its_default(database: Database) -> None:
+    made = planning.submit(database, submission())
+    older = {**submission().config, "rollout": {"group_size": 2, "tasks_per_iteration": 2}}
+    assert len(older["rollout"]) < len(submission().config["rollout"])
+    with database.engine.begin() as tx:
+        tx.execute(update(tables.runs).values(config=older))
+    assert planning.submit(database, submission()) == replace(made, created=False)
+    with pytest.raises(ConflictError, match="another config"):
+        planning.submit(database, submission(dynamic_sampling=2))
+    with database.engine.begin() as tx:
+        tx.execute(update(tables.runs).values(config=older | {"gone": 1}))
+    with pytest.raises(ConflictError, match="another config"):
+        planning.submit(database, submission())
+
+
+def test_twenty_threads_that_submit_one_name_make_one_run(database: Database) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        made = list(pool.map(lambda _: planning.submit(database, submission()), range(20)))
+    assert sum(one.created for one in made) == 1
+    assert {one.id for one in made} == {made[0].id}
+    assert value(database, "SELECT count(*) FROM episodes") == 4
+
+
+def test_runs_on_the_same_tasks_share_their_rows(database: Database) -> None:
+    planning.submit(database, submission())
+    planning.submit(database, submission("second"))
+    assert value(database, "SELECT count(*) FROM tasks") == 2
+    assert planning.free_name(database, "first") == "first-1"
+
+
+def test_an_epoch_holds_every_task_once_in_an_order_of_its_own() -> None:
+    keys = [f"train/{number}" for number in range(50)]
+    orders = [task_order(seed, epoch, keys) for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2] != orders[3] != orders[0]
+
+
+def test_the_iterations_of_an_epoch_take_the_tasks_in_that_order(database: Database) -> None:
+    wanted = submission(tasks=3)
+    work = ready(database, wanted)
+    train_commits.commit_update(database, work, update_of(work), 3)
+    seen = values(database, "SELECT task FROM v_groups ORDER BY iteration, slot")
+    assert seen == [f"train/{index}" for index in task_order(0, 0, ["train/0", "train/1", "train/2"])]
+
+
+def test_a_run_of_so_many_iterations_ends_in_the_middle_of_an_epoch(database: Database) -> None:
+    wanted = replace(submission(tasks=5), epochs=None, length=4)  # two tasks each: an epoch has three
+    assert planning.submit(database, wanted) == Submitted(1, "first", True, 4)
+    assert values(database, "SELECT epochs || ' ' || iterations FROM v_runs") == ["2 4"]
+    assert wanted.episodes == (5 + 2) * 2
+    for number in range(4):
+        if number:
+            for group in planning.start_iteration(database, number + 1):
+                play(database, group)
+        work = claim_training(database, number + 1) if number else ready(database, wanted)
+        train_commits.commit_update(database, work, update_of(work), 3)
+    assert values(database, "SELECT epoch FROM v_iterations ORDER BY iteration") == [1, 1, 1, 2]
+    seen = values(database, "SELECT task FROM v_groups ORDER BY iteration, slot")
+    orders = [task_order(0, epoch, [f"train/{number}" for number in range(5)]) for epoch in range(2)]
+    assert seen == [f"train/{index}" for index in (*orders[0], *orders[1][:2])]
+    assert run_names.find_run(database, "first")["status"] == "done"
+
+
+def test_an_unknown_run_is_not_found(database: Database) -> None:
+    start(database, submission())
+    with pytest.raises(NotFoundError, match="'nobody'") as unlike:
+        run_names.find_run(database, "nobody")
+    assert "mean" not in unlike.value.hint
+    with pytest.raises(NotFoundError, match="no run 'frist'") as close:
+        run_names.find_run(database, "frist")
+    assert "Did you mean 'first'?" in close.value.hint
+    with pytest.raises(NotFoundError):
+        run_names.find_run(database, "a" * 1_000_000)
+
+
+# claims
+
+
+def test_a_group_is_held_by_one_worker_at_a_time(database: Database) -> None:
+    group, _ = start(database, submission())
+    work = claim(database, group, "host:1")
+    assert [episode.sample for episode in work.episodes] == [0, 1]
+    assert rollout_claims.claim_group(database, group, "host:2", LEASE) is None
+
+
+def test_of_ten_threads_that_claim_a_group_one_gets_it(database: Database) -> None:
+    group, _ = start(database, submission())
+    with ThreadPoolExecutor(10) as pool:
+        works = list(pool.map(lambda n: rollout_claims.claim_group(database, group, f"host:{n}", LEASE), range(10)))
+    assert sum(work is not None for work in works) == 1
+
+
+def test_after_its_lease_a_group_is_taken_over_and_the_zombies_writes_are_refused(database: Database) -> None:
+    group, _ = start(database, submission())
+    zombie = claim(database, group, lease=EXPIRED)
+    heir = claim(database, group, "host:2")
+    assert heir.fence == Fence(group, zombie.fence.attempt + 1)
+    writes: list[Callable[[], object]] = [
+        lambda: steps.commit_sampled(database, zombie.fence, [sampled(zombie)]),
+        lambda: steps.commit_observed(database, zombie.fence, [(zombie.episodes[0].id or 0, step())]),
+        lambda: steps.restart_episode(database, zombie.fence, zombie.episodes[0].id or 0),
+        lambda: finish(database, zombie, 0),
+    ]
+    for write in writes:
+        with pytest.raises(Fenced):
+            write()
+    assert rollout_claims.extend_leases(database, [zombie.fence, heir.fence], LEASE) == {group}
+    assert not rollout_claims.fail_attempt(database, zombie.fence, "X", "x", 1)
+    assert value(database, "SELECT count(*) FROM steps") == 0
+
+
+def test_a_heartbeat_keeps_the_lease(database: Database) -> None:
+    group, _ = start(database, submission())
+    work = claim(database, group, lease=EXPIRED)
+    assert rollout_claims.extend_leases(database, [work.fence], LEASE) == {group}
+    assert rollout_claims.claim_group(database, group, "host:2", LEASE) is None
+
+
+def test_a_group_lost_with_five_workers_is_poison(database: Database) -> None:
+    group, _ = start(database, submission())
+    for _ in range(MAX_LOSSES):
+        claim(database, group, lease=EXPIRED)
+    assert rollout_claims.claim_group(database, group, "host:9", LEASE) is None
+    assert values(database, "SELECT status FROM episodes WHERE group_id = :g", g=group) == ["infra_error"] * 2
+    assert value(database, "SELECT status FROM groups WHERE id = :g", g=group) == "done"
+
+
+def test_a_claim_handed_back_is_free_at_once_and_counts_no_loss(database: Database) -> None:
+    group, _ = start(database, submission())
+    for _ in range(MAX_LOSSES + 1):
+        rollout_claims.hand_back(database, claim(database, group).fence)
+    assert value(database, "SELECT losses FROM groups WHERE id = :g", g=group) == 0
+    claim(database, group)
+
+
+def test_failures_of_the_system_end_a_group_after_max_attempts(database: Database) -> None:
+    group, _ = start(database, submission())
+    assert not rollout_claims.fail_attempt(database, claim(database, group).fence, "InfraError", "down", 2)
+    assert rollout_claims.fail_attempt(database, claim(database, group).fence, "InfraError", "down", 2)
+    assert values(database, "SELECT error FROM episodes WHERE group_id = :g", g=group) == ["down"] * 2
+    assert values(database, "SELECT losses FROM groups WHERE id = :g", g=group) == [0]
+
+
+# ends
+
+
+def test_the_last_episode_closes_its_group_and_the_last_group_its_iteration(database: Database) -> None:
+    first, second = start(database, submission())
+    work = claim(database, first)
+    assert finish(database, work, 0, 1.0, {"numeric_answer": 1.0, "format": 0.0}) == rollout_claims.Finished(False, None)
+    assert finish(database, work, 1, 0.0) == rollout_claims.Finished(True, None)
+    assert rollout_claims.all_closed(database, [first])
+    assert rollout_claims.ready_iteration(database, first) is None
+    ended = play(database, second)
+    assert ended.group
+    assert ended.iteration == rollout_claims.ready_iteration(database, second)
+    with database.read() as tx:
+        row = tx.execute(select(tables.groups).where(tables.groups.c.id == first)).one()
+    assert (row.mean_reward, row.std_reward) == (0.5, pytest.approx(0.5**0.5))
+    assert values(database, "SELECT weight FROM v_rewards WHERE part = 'format'") == [0.5]
+
+
+def test_the_largest_rewards_close_their_group(database: Database) -> None:
+    group, _ = start(database, submission())
+    work = claim(database, group)
+    finish(database, work, 0, LARGEST)
+    assert finish(database, work, 1, -LARGEST) == rollout_claims.Finished(True, None)
+    assert values(database, "SELECT std_reward FROM groups WHERE id = :g", g=group) == [pytest.approx(2**0.5 * LARGEST)]
+
+
+def test_of_groups_that_finish_at_once_exactly_one_is_told_that_the_iteration_is_ready(database: Database) -> None:
+    groups = start(database, submission(tasks=6, tasks_per_iteration=6))
+    with ThreadPoolExecutor(6) as pool:
+        ended = list(pool.map(lambda group: play(database, group), groups))
+    assert sum(end.iteration is not None for end in ended) == 1
+
+
+def test_an_episode_is_finished_once(database: Database) -> None:
+    group, _ = start(database, submission())
+    work = claim(database, group)
+    finish(database, work, 0, 1.0)
+    finish(database, work, 0, 0.0)
+    fail(database, work, 0)
+    assert values(database, "SELECT reward FROM episodes WHERE id = :e", e=work.episodes[0].id) == [1.0]
+    assert value(database, "SELECT count(*) FROM rewards") == 1
+
+
+@pytest.mark.parametrize("row", ["episodes", "groups", "iterations", "runs"])
+def test_a_terminal_row_cannot_be_moved_even_by_hand(database: Database, row: str) -> None:
+    work = ready(database, submission())
+    train_commits.commit_update(database, work, update_of(work), 3)
+    table = tables.metadata.tables[row]
+    assert value(database, f"SELECT count(*) FROM {row} WHERE status = 'done'") > 0
+    for status in ("running", "cancelled"):
+        with pytest.raises(IntegrityError, match="keeps its status"), database.engine.begin() as tx:
+            tx.execute(update(table).values(status=status))
+    with database.engine.begin() as tx:
+        tx.execute(update(table).values(status="done"))
+
+
+@pytest.mark.parametrize("status", sorted(TERMINAL - {"cancelled"}))
+def test_a_status_is_bound_to_what_must_be_known_in_it(database: Database, status: str) -> None:
+    start(database, submission())
+    with pytest.raises(IntegrityError), database.engine.begin() as tx:
+        tx.execute(update(tables.episodes).values(status=status))
+
+
+# looking
+
+
+def test_every_view_can_be_read_and_holds_plain_values(database: Database) -> None:
+    work = ready(database, submission(epochs=2))
+    train_commits.commit_update(database, work, update_of(work), 3)
+    for view in views.VIEWS:
+        with database.read() as tx:
+            rows = tx.execute(text(f"SELECT * FROM {view}")).mappings().all()
+        assert rows or view in ("v_tool_calls", "v_tool_sessions", "v_evals"), view
+        assert not [item for row in rows for item in row.values() if isinstance(item, Decimal | bytes | memoryview)], view
+    assert not [item for item in listings.progress(database, "first").values() if isinstance(item, Decimal)]
+
+
+def test_lists_for_people_filter_and_page(database: Database) -> None:
+    work = ready(database, submission())
+    assert [row["run"] for row in listings.list_runs(database)] == ["first"]
+    assert listings.describe_run(database, "1")["status"] == "running"
+    filters = {"status": "done", "min_reward": 1.0, "iteration": 1}
+    assert [row["reward"] for row in listings.list_episodes(database, "first", filters)] == [1.0, 1.0]
+    assert len(listings.list_episodes(database, "first", {}, limit=3, offset=2)) == 2
+    train_commits.commit_update(database, work, update_of(work), 3)
+    assert [row["kind"] for row in listings.list_events(database, "first")] == ["submitted", "done"]
+    with pytest.raises(NotFoundError, match="no episode 999"):
+        listings.find_episode(database, 999)
+
+
+def test_a_snapshot_shows_who_holds_what(database: Database) -> None:
+    first, second = start(database, submission())
+    claim(database, first)
+    rollout_claims.hand_back(database, claim(database, second).fence)
+    (run,) = control_reads.snapshot(database, LEASE).runs
+    one, two = run.iterations[0].groups
+    assert (one.claim.held, one.claim.sends) == (True, 1)
+    assert not two.claim.held
+    assert two.claim.expired_ago is not None
+
+
+def test_a_service_lease_is_held_by_one_until_it_runs_out(database: Database) -> None:
+    assert control_reads.take_service_lease(database, "control", "host:1", LEASE)
+    assert not control_reads.take_service_lease(database, "control", "host:2", LEASE)
+    assert control_reads.take_service_lease(database, "control", "host:1", EXPIRED)
+    assert control_reads.take_service_lease(database, "control", "host:2", LEASE)
+
+
+def test_what_a_run_waits_for_is_one_event_however_many_jobs_meet_it(database: Database) -> None:
+    start(database, submission())
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: waiting_runs.wait_for(database, 1, "the server is away"), range(8)))
+    assert waiting_runs.waits_for(database, 1) == "the server is away"
+    for what in ("it is not ready", "the server is away", "it is not ready"):
+        waiting_runs.wait_for(database, 1, what)
+    waiting_runs.wait_no_more(database, 1)
+    waiting_runs.wait_no_more(database, 1)
+    assert waiting_runs.waits_for(database, 1) == ""
+    waiting_runs.wait_for(database, 1, "the server is away")
+    kinds = [event["kind"] for event in listings.list_events(database, "first")]
+    assert kinds == ["submitted", "waiting", "waiting", "going_on", "waiting"]

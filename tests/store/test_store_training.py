@@ -1,0 +1,326 @@
+"""An update is committed whole or not at all, by one trainer; it publishes, plans what follows, and may end the run."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import update
+from sqlalchemy.exc import IntegrityError
+
+from agentrl.cli.output import cell
+from agentrl.cli.watch import eval_line, iteration_line
+from agentrl.workflow.errors import Fenced, ModelError, StateError
+from agentrl.workflow.stats.evaluation import Score, evaluate
+from agentrl.workflow.store import (
+    control_reads,
+    ledger,
+    listings,
+    planning,
+    rollout_claims,
+    run_names,
+    steps,
+    train_claims,
+    train_commits,
+)
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.rollout_claims import MAX_LOSSES
+from agentrl.workflow.tables import schema as tables
+from tests.support.played_runs import (
+    EXPIRED,
+    LEASE,
+    bad_update,
+    claim,
+    claim_training,
+    fail,
+    finish,
+    play,
+    ready,
+    sampled,
+    start,
+    status_of_run,
+    submission,
+    update_of,
+    value,
+    values,
+)
+
+
+def test_an_iteration_is_claimed_when_every_group_is_terminal_and_by_one_trainer(database: Database) -> None:
+    first, second = start(database, submission())
+    play(database, first)
+    iteration = planning.open_iterations(database, 1)[0]
+    assert train_claims.claim_iteration(database, iteration, "trainer:1", LEASE) is None
+    play(database, second)
+    work = claim_training(database, iteration)
+    assert [len(group.episodes) for group in work.groups] == [2, 2]
+    assert all(len(episode.steps) == 1 for group in work.groups for episode in group.episodes)
+    assert train_claims.claim_iteration(database, iteration, "trainer:2", LEASE) is None
+
+
+def test_a_second_trainer_fences_the_first_out(database: Database) -> None:
+    work = ready(database, submission())
+    train_claims.hand_back_iteration(database, work.id, work.token)
+    heir = claim_training(database, work.id)
+    with pytest.raises(Fenced):
+        train_commits.commit_update(database, work, update_of(work), 3)
+    assert not train_claims.extend_lease(database, work.id, work.token, LEASE)
+    assert train_claims.extend_lease(database, work.id, heir.token, LEASE)
+    assert value(database, "SELECT count(*) FROM policies") == 1
+    train_commits.commit_update(database, heir, update_of(heir), 3)
+    assert value(database, "SELECT count(*) FROM policies") == 2
+
+
+def test_a_late_heartbeat_takes_no_lease_of_what_is_over(database: Database) -> None:
+    work = ready(database, submission())
+    train_commits.commit_update(database, work, update_of(work), 3)
+    assert not train_claims.extend_lease(database, work.id, work.token, LEASE)
+    assert value(database, f"SELECT lease_until FROM iterations WHERE id = {work.id}") is None
+
+
+def test_a_commit_whose_answer_was_lost_is_recognised_and_not_fenced(database: Database) -> None:
+    work = ready(database, submission(epochs=2))
+    published = train_commits.commit_update(database, work, update_of(work), 3)
+    assert train_commits.commit_update(database, work, update_of(work), 3) == published
+    assert value(database, "SELECT count(*) FROM policies") == 2
+    assert value(database, "SELECT count(*) FROM iterations") == 2
+
+
+def test_a_claim_whose_answer_was_lost_is_recognised_and_counts_no_loss(database: Database) -> None:
+    group, _ = start(database, submission())
+    first, again = (rollout_claims.claim_group(database, group, "host:1/a", LEASE) for _ in range(2))
+    assert first is not None
+    assert again is not None
+    assert rollout_claims.claim_group(database, group, "host:1/b", LEASE) is None
+    assert value(database, "SELECT max(losses) FROM groups") == 0
+    with pytest.raises(Fenced):
+        steps.commit_sampled(database, first.fence, [sampled(first)])
+
+
+def test_a_lease_that_was_handed_back_is_not_renewed(database: Database) -> None:
+    group, _ = start(database, submission())
+    fence = claim(database, group).fence
+    rollout_claims.hand_back(database, fence)
+    assert rollout_claims.extend_leases(database, [fence], LEASE) == set()
+    claim(database, group)
+    work = ready(database, submission("other"))
+    train_claims.hand_back_iteration(database, work.id, work.token)
+    assert not train_claims.extend_lease(database, work.id, work.token, LEASE)
+
+
+def test_a_run_whose_trainer_was_lost_too_often_can_be_resumed(database: Database) -> None:
+    work = ready(database, submission())
+    train_claims.hand_back_iteration(database, work.id, work.token)
+    for _ in range(MAX_LOSSES):
+        claim_training(database, work.id, lease=EXPIRED)
+    assert train_claims.claim_iteration(database, work.id, "trainer:last", LEASE) is None
+    assert status_of_run(database) == "failed"
+    planning.resume(database, "first")
+    heir = claim_training(database, work.id)
+    train_commits.commit_update(database, heir, update_of(heir), 3)
+    assert status_of_run(database) == "done"
+
+
+def test_an_update_that_keeps_failing_fails_its_run_with_the_reason(database: Database) -> None:
+    work = ready(database, submission())
+    train_claims.fail_update(database, work, "RuntimeError: no memory", 2)
+    assert status_of_run(database) == "running"
+    train_claims.fail_update(database, claim_training(database, work.id), "RuntimeError: no memory", 2)
+    assert status_of_run(database) == "failed"
+    assert "no memory" in value(database, "SELECT reason FROM runs")
+
+
+def test_the_last_update_ends_a_run_that_was_failed_meanwhile(database: Database) -> None:
+    work = ready(database, submission())
+    train_commits.fail_run(database, work.run_id, "thought lost")
+    train_commits.commit_update(database, work, update_of(work), 3)
+    assert status_of_run(database) == "done"
+
+
+def test_an_evaluation_without_one_finished_episode_has_no_mean(database: Database) -> None:
+    run = submission(kind="eval")
+    start(database, run)
+    for (group,) in [(g,) for g in values(database, "SELECT id FROM groups")]:
+        work = claim(database, group)
+        rollout_claims.fail_attempt(database, work.fence, "Lost", "", 1)
+    (iteration,) = values(database, "SELECT id FROM iterations")
+    train_commits.finish_eval(database, claim_training(database, iteration), Score(math.nan, math.nan, math.nan, 0, 4))
+    assert values(database, "SELECT mean_reward FROM evals") == [None]
+    assert set(values(database, "SELECT error FROM episodes")) == {"Lost"}
+
+
+def test_an_update_is_committed_whole_or_not_at_all(database: Database) -> None:
+    work = ready(database, submission(epochs=2))
+    broken = update_of(work, advantages={10**9: 0.5})
+    with pytest.raises(IntegrityError):
+        train_commits.commit_update(database, work, broken, 3)
+    for table, rows in {"updates": 0, "consumptions": 0, "policies": 1, "iterations": 1}.items():
+        assert value(database, f"SELECT count(*) FROM {table}") == rows
+    assert train_commits.commit_update(database, work, update_of(work), 3).version == 1
+
+
+def test_an_episode_that_an_update_left_out_is_consumed_and_its_fate_says_so(database: Database) -> None:
+    work = ready(database, submission())
+    credit = {episode.id: 0.5 for group in work.groups for episode in group.episodes if episode.id is not None}
+    first, *others = credit
+    reason = "1 of 2 episodes: sampler and trainer differ"
+    train_commits.commit_update(database, work, update_of(work, advantages=credit | {first: 0.0}, dropped={0: reason}), 3)
+    assert value(database, "SELECT count(*) FROM consumptions") == len(credit)
+    told = ledger.why(database, first)
+    assert (told["fate"], told["dropped"]) == ("strayed", reason)
+    assert {ledger.why(database, other)["fate"] for other in others} == {"trained"}
+    (row,) = told["iterations"]
+    assert (row["planned"], row["trained"], row["strayed"]) == (4, 3, 1)
+
+
+def test_a_group_without_variance_is_told_so_also_where_an_episode_of_it_was_left_out(database: Database) -> None:
+    flat, varied = start(database, submission())
+    play(database, flat, reward=0.0)
+    play(database, varied)
+    work = claim_training(database, planning.open_iterations(database, 1)[0])
+    (_, of_flat), (_, of_varied) = [(group.slot, [e.id for e in group.episodes]) for group in work.groups]
+    reason = "2 of 2 episodes: sampler and trainer differ"
+    credit = dict.fromkeys((*of_flat, *of_varied), 0.0)
+    left_out = update_of(work, advantages=credit, dropped={0: reason, 1: reason}, path="", sha256="", skipped="they differ")
+    train_commits.commit_update(database, work, left_out, 3)
+    assert {ledger.why(database, episode)["fate"] for episode in of_flat if episode is not None} == {"no_variance"}
+    assert {ledger.why(database, episode)["fate"] for episode in of_varied if episode is not None} == {"strayed"}
+
+
+def test_a_group_without_variance_trained_where_a_critic_s_values_did(database: Database) -> None:
+    """All values are 0 at first, so that equal rewards are advantages of 0; the value loss has learned from them."""
+    work = ready(database, submission())
+    credit = {episode.id: 0.0 for group in work.groups for episode in group.episodes if episode.id is not None}
+    metrics = [{"loss": 0.5, "value_loss": 0.25, "rows": 4, "tokens": 8}]
+    train_commits.commit_update(database, work, update_of(work, advantages=credit, metrics=metrics), 3)
+    assert {ledger.why(database, episode)["fate"] for episode in credit} == {"trained"}
+
+
+def test_what_a_critic_explains_stands_beside_the_iteration_and_in_its_line(database: Database) -> None:
+    work = ready(database, submission())
+    step = {"loss": 0.5, "explained_variance": 0.25, "rows": 4, "tokens": 8}
+    steps = [{**step, "value_loss": value_loss} for value_loss in (0.5, 0.25)]
+    train_commits.commit_update(database, work, update_of(work, metrics=steps), 3)
+    (row,) = listings.list_iterations(database, "first")
+    assert (row["explained_variance"], row["value_loss"]) == (0.25, 0.375)
+    assert "  loss 0.5  explained variance 0.25  2.0 s" in iteration_line(row, 1, 2.0)
+    assert "explained" not in iteration_line({**row, "explained_variance": None}, 1, 2.0)
+
+
+def test_the_commit_publishes_the_policy_and_plans_the_next_iteration_with_it(database: Database) -> None:
+    work = ready(database, submission(epochs=2))
+    published = train_commits.commit_update(database, work, update_of(work, dropped={1: "one member"}), 3)
+    assert published.version == 1
+    assert published.next_iteration == planning.open_iterations(database, 1)[0]
+    group, *_ = planning.start_iteration(database, published.next_iteration)
+    following = claim(database, group)
+    assert (following.policy.version, following.policy.path, following.iteration) == (1, "out/v1", 1)
+    (row, _) = listings.list_iterations(database, "first")
+    assert (row["status"], row["mean_reward"], row["loss"], row["dropped_groups"]) == ("done", 0.5, 0.5, 1)
+    assert (row["sampled_tokens"], row["trainable"], row["policy_version"]) == (8, 4, 0)
+    assert value(database, "SELECT count(*) FROM consumptions") == 4
+
+
+def test_a_skipped_update_publishes_an_alias_of_the_same_weights(database: Database) -> None:
+    work = ready(database, submission(epochs=2))
+    train_commits.commit_update(database, work, update_of(work, path="", sha256="", skipped="every group was flat"), 3)
+    policy = run_names.find_policy(database, "first", 1)
+    assert (policy["kind"], policy["path"]) == ("alias", "")
+
+
+def test_the_run_is_done_after_its_last_iteration(database: Database) -> None:
+    work = ready(database, submission())
+    assert train_commits.commit_update(database, work, update_of(work), 3).next_iteration is None
+    assert status_of_run(database) == "done"
+    assert control_reads.unfinished_runs(database) == 0
+    with pytest.raises(StateError, match="done"):
+        planning.resume(database, "first")
+
+
+def test_too_many_bad_updates_in_a_row_fail_the_run_and_resume_goes_on(database: Database) -> None:
+    iteration = ready(database, submission(epochs=4)).id
+    for number in range(2):
+        with database.engine.begin() as tx:  # the claim of `ready`, given back
+            tx.execute(update(tables.iterations).where(tables.iterations.c.id == iteration).values(lease_until=None))
+        work = claim_training(database, iteration)
+        published = train_commits.commit_update(database, work, bad_update(), 2)
+        assert (published.next_iteration is None) == (number == 1)
+        if published.next_iteration is not None:
+            iteration = published.next_iteration
+            for group in planning.start_iteration(database, iteration):
+                play(database, group)
+    assert status_of_run(database) == "failed"
+    planning.resume(database, "first")
+    assert status_of_run(database) == "running"
+    assert control_reads.snapshot(database, LEASE).runs[0].iterations[0].number == 2
+
+
+def test_with_under_half_of_the_episodes_trainable_the_run_pauses_until_it_is_resumed(database: Database) -> None:
+    for group in start(database, submission()):
+        work = claim(database, group)
+        fail(database, work, 0)
+        last = fail(database, work, 1) if group == 1 else finish(database, work, 1)
+    assert last.iteration is not None
+    assert train_claims.claim_iteration(database, last.iteration, "trainer:1", LEASE) is None
+    assert status_of_run(database) == "paused"
+    assert "only 1 of 4" in run_names.find_run(database, "first")["reason"]
+    planning.resume(database, "first")
+    claim_training(database, last.iteration)
+
+
+def test_a_paused_run_gives_no_work_and_a_resumed_one_goes_on(database: Database) -> None:
+    group, _ = start(database, submission())
+    planning.stop(database, "first", "paused")
+    planning.stop(database, "first", "paused")
+    assert rollout_claims.claim_group(database, group, "host:1", LEASE) is None
+    assert control_reads.snapshot(database, LEASE).runs == ()
+    planning.resume(database, "first")
+    claim(database, group)
+
+
+def test_a_cancelled_run_drops_what_its_workers_still_hold(database: Database) -> None:
+    group, _ = start(database, submission())
+    work = claim(database, group)
+    planning.stop(database, "first", "cancelled")
+    with pytest.raises(Fenced):
+        finish(database, work, 0)
+    assert set(values(database, "SELECT status FROM episodes")) == {"cancelled"}
+    with pytest.raises(StateError, match="cancelled"):
+        planning.resume(database, "first")
+    with pytest.raises(StateError, match="cancelled"):
+        planning.stop(database, "first", "paused")
+
+
+def test_an_eval_run_ends_with_its_score(database: Database) -> None:
+    work = ready(database, submission(kind="eval"))
+    train_commits.finish_eval(database, work, Score(0.5, 0.1, 0.9, 4, 0))
+    assert listings.evaluation(database, "first")["mean_reward"] == 0.5
+    assert status_of_run(database) == "done"
+
+
+def test_an_evaluation_of_one_task_is_stored_without_bounds(database: Database) -> None:
+    work = ready(database, submission(kind="eval"))
+    train_commits.finish_eval(database, work, Score(0.5, -math.inf, math.inf, 4, 0))
+    row = listings.evaluation(database, "first")
+    assert (row["low"], row["mean_reward"], row["high"]) == (-math.inf, 0.5, math.inf)
+    assert "  95% [-inf, inf]  " in eval_line({**row, "policy_version": 0}, None)
+
+
+@pytest.mark.parametrize(("reward", "by"), [(1.0, "Wilson"), (0.5, "Student")])
+def test_whose_interval_an_evaluation_has_is_stored_and_said(database: Database, reward: float, by: str) -> None:
+    for group in start(database, submission(kind="eval")):
+        play(database, group, reward)
+    work = claim_training(database, 1)
+    train_commits.finish_eval(database, work, evaluate(work.groups))
+    assert values(database, "SELECT interval_by FROM v_evals") == [by]
+    row = listings.evaluation(database, "first")
+    assert f"  95% {by} [{cell(row['low'])}, {cell(row['high'])}]  " in eval_line({**row, "policy_version": 0}, None)
+
+
+def test_the_hash_of_a_base_is_remembered_from_its_first_loading(database: Database) -> None:
+    planning.submit(database, replace(submission(), policy=replace(submission().policy, base_hash="")))
+    train_commits.confirm_base(database, 1, "one", {"tokenizer": "t"})
+    train_commits.confirm_base(database, 1, "one", {"tokenizer": "t"})
+    for base, tokenizer, made_with in (("two", "t", "base one"), ("one", "u", "tokenizer t")):
+        with pytest.raises(ModelError, match=f"was made with {made_with}"):
+            train_commits.confirm_base(database, 1, base, {"tokenizer": tokenizer})
+    assert value(database, "SELECT base_hash FROM runs") == "one"

@@ -1,0 +1,186 @@
+"""Chat templates as the families of models have them: their special tokens and their way with tools, each in a few lines."""
+
+from functools import cache
+from pathlib import Path
+
+from tokenizers import AddedToken
+from transformers import Qwen2Tokenizer
+
+from agentrl.workflow.models.tiny import save_tiny, tiny_model, tiny_tokenizer
+
+_CHATML = """\
+{%- if tools or messages[0].role == 'system' -%}
+<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content }}
+{% endif %}{% for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% elif message.role != 'system' -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] -%}
+{%- if message.content or not loop.first %}{{ '\\n' }}{% endif -%}
+CALL
+{%- endfor -%}
+<|im_end|>
+{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
+
+_HERMES = """\
+<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>"""
+_NAMED = """\
+<tool_call name="{{ call.function.name }}">{{ call.function.arguments | tojson }}</tool_call>"""
+_QWEN_CODER = """\
+<tool_call>
+<function={{ call.function.name }}>
+{% for key, value in call.function.arguments.items() %}<parameter={{ key }}>
+{{ value if value is string else value | tojson }}
+</parameter>
+{% endfor %}</function>
+</tool_call>"""
+
+_LLAMA3 = """\
+<|begin_of_text|>
+{%- for message in messages -%}
+{%- if message.role == 'system' or (loop.first and tools) -%}
+<|start_header_id|>system<|end_header_id|>
+
+Environment: ipython
+{% for tool in tools or [] %}{{ tool | tojson(indent=4) }}
+{% endfor %}{% if message.role == 'system' %}{{ message.content }}{% endif %}<|eot_id|>
+{%- endif -%}
+{%- if message.role == 'tool' -%}
+<|start_header_id|>ipython<|end_header_id|>
+
+{{ message.content | tojson }}<|eot_id|>
+{%- elif message.tool_calls -%}
+{%- if message.tool_calls | length != 1 %}{{ raise_exception('one call in a turn, not more') }}{% endif -%}
+{%- set call = message.tool_calls[0].function -%}
+<|start_header_id|>assistant<|end_header_id|>
+
+{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}<|eot_id|>
+{%- elif message.role != 'system' -%}
+<|start_header_id|>{{ message.role }}<|end_header_id|>
+
+{{ message.content | trim }}<|eot_id|>
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|start_header_id|>assistant<|end_header_id|>
+
+{% endif -%}
+"""
+
+_MISTRAL = """\
+{%- set asked = messages | selectattr('role', 'equalto', 'user') | list -%}
+<s>
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}
+{%- if tools and message == asked[-1] %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif -%}
+[INST] {% if messages[0].role == 'system' and message == asked[-1] %}{{ messages[0].content }}
+
+{% endif %}{{ message.content }}[/INST]
+{%- elif message.role == 'tool' -%}
+{%- if (message.tool_call_id or '') | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif -%}
+[TOOL_RESULTS] {"content": {{ message.content | tojson }}, "call_id": "{{ message.tool_call_id }}"}[/TOOL_RESULTS]
+{%- elif message.tool_calls -%}
+CALLS</s>
+{%- elif message.role == 'assistant' %} {{ message.content }}</s>
+{%- endif -%}
+{%- endfor -%}
+"""
+_OLD_CALLS = """\
+[TOOL_CALLS] [
+{%- for call in message.tool_calls -%}
+{%- if (call.id or '') | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif -%}
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}
+{%- if not loop.last %}, {% endif -%}
+{%- endfor -%}
+]"""
+_NEW_CALLS = """\
+{% for call in message.tool_calls -%}
+[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}
+{%- endfor -%}
+"""
+
+_PYTHONIC = """\
+{%- if tools or messages[0].role == 'system' -%}
+<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}{{ tools | tojson if tools }}<|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+{%- if message.role != 'system' -%}
+<|im_start|>{{ 'ipython' if message.role == 'tool' else message.role }}
+{{ message.content }}
+{%- if message.tool_calls %}{% if message.content %}<|python_start|>{% endif %}[
+{%- for call in message.tool_calls -%}
+{{ call.function.name }}(
+{%- for key, value in call.function.arguments.items() -%}
+{{ key }}={{ value | tojson }}{% if not loop.last %}, {% endif %}
+{%- endfor -%}
+){% if not loop.last %}, {% endif %}
+{%- endfor -%}
+]{% if message.content %}<|python_end|>{% endif %}{% endif -%}
+<|im_end|>
+{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
+
+_LLAMA_TOKENS = (
+    "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>",
+)  # fmt: skip
+_MISTRAL_TOKENS = (
+    "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
+    "[TOOL_CALLS]", "[ARGS]",
+)  # fmt: skip
+
+FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "hermes": (_CHATML.replace("CALL", _HERMES), ()),
+    "named": (_CHATML.replace("CALL", _NAMED), ()),
+    "qwen_coder": (_CHATML.replace("CALL", _QWEN_CODER), ()),
+    "llama3": (_LLAMA3, _LLAMA_TOKENS),
+    "mistral": (_MISTRAL.replace("CALLS</s>", f"{_OLD_CALLS}</s>"), _MISTRAL_TOKENS),
+    "mistral_args": (_MISTRAL.replace("CALLS</s>", f"{_NEW_CALLS}</s>"), _MISTRAL_TOKENS),
+    "pythonic": (_PYTHONIC, ()),
+}
+"""Format -> a template of a family that writes it, and the family's special tokens."""
+
+PLAIN = """\
+{% for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""A template that knows of no tools."""
+
+
+@cache
+def family_tokenizer(name: str) -> Qwen2Tokenizer:
+    """A tiny tokenizer with that family's template and special tokens."""
+    template, special = FAMILIES[name]
+    made = tiny_tokenizer([])
+    made.add_tokens([AddedToken(token, special=True, normalized=False) for token in special], special_tokens=True)
+    made.chat_template = template
+    return made
+
+
+def family_model(folder: Path, name: str) -> Path:
+    """A random model with that family's tokenizer, saved in `folder`."""
+    tokenizer = family_tokenizer(name)
+    save_tiny(folder, tiny_model(len(tokenizer), 0, 2, 32), tokenizer)
+    return folder

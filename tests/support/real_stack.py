@@ -1,0 +1,143 @@
+"""Runs the real program: `agentrl` in processes of its own, on a data folder of the test's own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from agentrl.workers.stack import broker, embedded
+from agentrl.workflow.settings import Settings
+from agentrl.workflow.store import listings
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.migrate import open_database
+from tests.conftest import missing
+
+DEADLINE_SECONDS = 240.0
+
+SMALL = (
+    "--epochs", "1", "--group-size", "4", "--tasks-per-iteration", "4", "--max-new-tokens", "12", "--max-steps", "2",
+    "-s", "hooks=[tests.support.parity_hook:Lucky]",
+)  # fmt: skip
+"""Options of a run that takes seconds, and has something to learn."""
+
+
+@contextmanager
+def embedded_stack(folder: Path, idle_seconds: str) -> "Iterator[Stack]":
+    """The embedded stack of a data folder in `folder`, not started yet, that stops when idle for so long."""
+    if broker.find_server(Settings(home=folder)) is None:
+        missing("a Redis server")
+    made = Stack(folder / "home", AGENTRL_IDLE_STOP_SECONDS=idle_seconds)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+class Stack:
+    """A data folder, the environment that points to it, and what runs there."""
+
+    def __init__(self, home: Path, **environment: str) -> None:
+        self.home = home
+        self.environment = {
+            **os.environ,
+            "AGENTRL_HOME": str(home),
+            "AGENTRL_LEASE_SECONDS": "5",
+            "AGENTRL_TICK_SECONDS": "0.5",
+            "AGENTRL_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            **environment,
+        }
+        given = {key.removeprefix("AGENTRL_").lower(): value for key, value in environment.items()}
+        self.settings = Settings(home=home, **given)  # type: ignore[arg-type]
+        self._database: Database | None = None
+        self._workers: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def database(self) -> Database:
+        """The database that the workers write."""
+        if self._database is None:
+            self._database = open_database(self.settings.database)
+        return self._database
+
+    def agentrl(self, *arguments: str, code: int = 0) -> str:
+        """Runs a command to its end; returns its stdout. Fails the test unless it exits with `code`."""
+        done = subprocess.run(
+            [sys.executable, "-m", "agentrl.cli", *arguments],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_SECONDS,
+            check=False,
+        )
+        assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
+        return done.stdout
+
+    def worker(self, roles: str) -> "subprocess.Popen[bytes]":
+        """Starts one worker process."""
+        log = self.home / f"{roles.replace(',', '-')}.{len(self._workers)}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "agentrl.cli", "worker", roles], env=self.environment, stdout=output, stderr=output
+            )
+        self._workers.append(process)
+        return process
+
+    def wait(self, met: Callable[[], bool], what: str, seconds: float = DEADLINE_SECONDS) -> None:
+        """Waits until the condition is met, or fails the test with the logs."""
+        deadline = time.monotonic() + seconds
+        while not met():
+            assert time.monotonic() < deadline, f"{what} did not happen in {seconds} s\n{self.logs()}"
+            time.sleep(0.05)
+
+    def wait_for(self, run: str, status: str = "done") -> None:
+        """Waits until the run has the status."""
+        self.wait(lambda: listings.describe_run(self.database, run)["status"] == status, f"{run} being {status}")
+
+    def kill_worker(self, role: str, number: int = signal.SIGKILL) -> None:
+        """Sends the embedded stack's worker of that role a signal, kill -9 unless another is asked for."""
+        mine = self.workers(role)
+        assert mine, f"no worker {role} runs"
+        for pid in mine:
+            os.kill(pid, number)
+
+    def workers(self, role: str) -> set[int]:
+        """The processes of the embedded stack's workers of that role."""
+        found = subprocess.run(
+            ["pgrep", "-f", f"agentrl.workers.stack.worker {role}$"], capture_output=True, text=True, check=False
+        )
+        return {pid for pid in map(int, found.stdout.split()) if self._is_mine(pid)}
+
+    def _is_mine(self, pid: int) -> bool:
+        try:
+            return f"AGENTRL_HOME={self.home}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            return False
+
+    def logs(self) -> str:
+        """The ends of all logs, for a failing test."""
+        files = [*self.home.glob("*.log"), *self.home.glob("stack/*.log")]
+        return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in sorted(files))
+
+    def close(self) -> None:
+        """Stops everything."""
+        embedded.stop(self.settings)
+        for process in self._workers:
+            process.terminate()
+        for process in self._workers:
+            process.wait(30)
+        if self._database is not None:
+            self._database.close()
+
+
+@pytest.fixture
+def stack(short_folder: Path) -> Iterator[Stack]:
+    """The embedded stack, started by the first submit."""
+    with embedded_stack(short_folder, idle_seconds="3600") as made:
+        yield made

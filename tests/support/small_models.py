@@ -1,0 +1,49 @@
+"""Small random models in the hub's format, for tests that need real weights but no skill."""
+
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from torch import nn
+from transformers import PreTrainedModel, Qwen2Tokenizer
+
+from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.config import ModelConfig
+from agentrl.workflow.datasets.arithmetic import arithmetic
+from agentrl.workflow.models.tiny import save_tiny, tiny_model, tiny_tokenizer
+from agentrl.workflow.training.offline_training import Recipe
+from agentrl.workflow.training.supervised import demonstrations, sft, texts_of
+
+quantised = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is missing, as it may be beside a GPU")
+"""Marks a test of a base in 4 or 8 bits."""
+
+
+@cache
+def tokenizer() -> Qwen2Tokenizer:
+    """The tiny tokenizer, as a warm-up on 200 arithmetic demonstrations makes it."""
+    return tiny_tokenizer(texts_of(demonstrations(arithmetic, 200, seed=0)))
+
+
+def first_layer(model: nn.Module) -> nn.Module:
+    """What every pass of the model begins with: it is given the ids, (B, T)."""
+    assert isinstance(model, PreTrainedModel)
+    return model.get_input_embeddings()
+
+
+def chat() -> Chat:
+    """The tiny tokenizer's chat."""
+    return Chat(tokenizer())
+
+
+def tiny_random(folder: Path, seed: int = 0, layers: int = 2, width: int = 32) -> Path:
+    """A random Qwen2 of about 40,000 parameters with the tiny tokenizer, saved in `folder`."""
+    save_tiny(folder, tiny_model(len(tokenizer()), seed, layers, width), tokenizer())
+    return folder
+
+
+def tiny_calling(folder: Path, layers: int = 2, width: int = 32) -> Path:
+    """A random model of the same size that has learned in a few seconds to call the calculator, and little else."""
+    base = tiny_random(folder / "random", layers=layers, width=width)
+    config = ModelConfig.model_validate({"path": str(base), "lora_r": 0})
+    return sft(arithmetic, str(base), folder / "calling", recipe=Recipe(60, 16, 1e-2), config=config, device="cpu").folder

@@ -1,0 +1,144 @@
+"""Tools: the calculator is exact, bounded and never runs what it is given; a Tool checks its arguments."""
+
+from decimal import Decimal
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.workflow.errors import ToolFailure
+from agentrl.workflow.plugins import find, names
+from agentrl.workflow.tools import Tool
+from agentrl.workflow.tools.calculator import calculate
+
+WHOLE = st.integers(-(10**9), 10**9)
+OPERATORS = st.sampled_from(["+", "-", "*", "/", "//", "%"])
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("48/2", "24"),
+        ("(48 + 24) / 2", "36"),
+        ("0.1+0.2", "0.3"),
+        ("1,234,567*2", "2469134"),
+        ("1,080.50 + 0", "1080.5"),
+        ("7//2", "3"),
+        ("-7//2", "-4"),
+        ("-7%3", "2"),
+        ("2**10", "1024"),
+        ("2**-3", "0.125"),
+        ("-2**2", "-4"),
+        ("(-2)**2", "4"),
+        ("2**3**2", "512"),
+        ("--5", "5"),
+        ("+.5", "0.5"),
+        ("05+007", "12"),
+        ("2/3", "0.6666666667"),
+        ("-1/3", "-0.3333333333"),
+        ("1000000/3", "333333.3333"),
+        ("1/3*3", "1"),
+        ("1/1024", "0.0009765625"),
+        ("1\n+ 2", "3"),
+        ("12345678901234567890*10", "123456789012345678900"),
+        ("1**999999999", "1"),
+        ("-0", "0"),
+        ("+".join(["1"] * 250), "250"),
+    ],
+)
+def test_the_calculator_is_exact(expression: str, result: str) -> None:
+    assert find("tools", "calculator").call({"expression": expression}) == result
+
+
+@pytest.mark.parametrize(
+    ("expression", "why"),
+    [
+        ("9**9**9", "too large"),
+        ("2**99999999999", "too large"),
+        ("(2**1000)*(2**1000)", "too large"),
+        ("(1/3)**99999", "too large"),
+        ("9" * 400, "too large"),
+        ("1<<99", "'<' is not arithmetic"),
+        ("1/0", "division by zero"),
+        ("1//0", "division by zero"),
+        ("1%0", "division by zero"),
+        ("0**-1", "division by zero"),
+        ("2**0.5", "whole exponents"),
+        ("1+" * 251 + "1", "at most 500"),
+        ("(" * 400, "not a complete"),
+        ("-" * 450 + "1", "nests"),
+        ("", "not a complete"),
+        ("1 2", "not a complete"),
+        ("20%", "not a complete"),
+        ("$5", "'\\$' is not arithmetic"),
+        ("2(3)", "not arithmetic"),
+        ("()", "not arithmetic"),
+        ("...", "not arithmetic"),
+        ("1e5", "'e' is not arithmetic"),
+        ("1_000", "'_' is not arithmetic"),
+        ("1,00", "',' is not arithmetic"),
+        ("__import__('os').system('true')", "not arithmetic"),
+        ("\u0663+1", "not arithmetic"),
+        ("1\x00", "not arithmetic"),
+    ],
+)
+def test_what_the_calculator_cannot_do_is_told_to_the_model(expression: str, why: str) -> None:
+    with pytest.raises(ToolFailure, match=why):
+        calculate(expression)
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="0123456789.,+-*/%() \n", max_size=600))
+def test_any_text_has_a_value_or_a_reason(text: str) -> None:
+    try:
+        said = calculate(text)
+    except ToolFailure as failure:
+        said = ""
+        reason = str(failure)
+    assert Decimal(said).is_finite() if said else 0 < len(reason) < 200
+
+
+@settings(deadline=None)
+@given(WHOLE, OPERATORS, WHOLE)
+def test_the_result_of_whole_numbers_is_pythons_own(left: int, operator: str, right: int) -> None:
+    operation = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod"}[operator]
+    try:
+        exact = Fraction(getattr(Fraction, f"__{operation}__")(Fraction(left), Fraction(right)))
+    except ZeroDivisionError:
+        with pytest.raises(ToolFailure, match="division by zero"):
+            calculate(f"({left}) {operator} ({right})")
+        return
+    printed = Fraction(calculate(f"({left}) {operator} ({right})"))
+    assert abs(printed - exact) * 10**9 <= abs(exact)
+
+
+@settings(deadline=None)
+@given(st.integers(-(10**60), 10**60), st.integers(0, 60))
+def test_a_decimal_of_any_length_comes_back_as_it_went_in(digits: int, places: int) -> None:
+    number = Decimal(digits).scaleb(-places) if digits.bit_length() < 90 else Decimal(digits)
+    assert Fraction(calculate(f"{number:f}")) == Fraction(number)
+
+
+def test_the_model_is_told_the_signature() -> None:
+    schema = find("tools", "calculator").schema["function"]
+    assert schema["name"] == "calculator"
+    assert schema["parameters"]["required"] == ["expression"]
+    assert schema["parameters"]["properties"] == {"expression": {"type": "string"}}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"expression": 5}, {"expression": "1", "digits": 3}, {"expr": "1"}])
+def test_arguments_that_do_not_fit_are_the_models_mistake(arguments: dict[str, object]) -> None:
+    with pytest.raises(ToolFailure, match="wrong arguments for calculator"):
+        find("tools", "calculator").call(arguments)
+
+
+def test_every_tool_file_defines_a_tool_of_its_own_name_and_a_session_takes_the_place_of_python() -> None:
+    for name in names("tools"):
+        tool = find("tools", name)
+        assert isinstance(tool, Tool)
+        assert tool.name == name.removesuffix("_session")
+
+
+def test_a_call_of_the_calculator_has_no_effects() -> None:
+    assert find("tools", "calculator").effects == "none"

@@ -1,0 +1,281 @@
+"""What makes a function a tool: what the model is told of it, what it may be given, what it may cost."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import BaseModel, Field
+
+from agentrl.workers.jobs import tools_job
+from agentrl.workers.jobs.tools_job import run_tool
+from agentrl.workers.requests.submission import prepare
+from agentrl.workers.stack.dispatch import NOBODY
+from agentrl.workflow.config import build
+from agentrl.workflow.envs import Env, offered
+from agentrl.workflow.errors import ConfigError, InfraError, ServiceError, ToolFailure
+from agentrl.workflow.plugins import find, names
+from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import steps
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.tool_calls import CallWork
+from agentrl.workflow.tools import Tool
+from agentrl.workflow.trajectory import ToolCall
+from tests.support.played_runs import CALL, claim, sampled, start, submission, values
+from tests.support.small_models import tiny_random
+
+
+class Point(BaseModel):
+    """A place."""
+
+    x: int
+    y: int = 0
+
+
+def travel(
+    to: Point, by: Literal["foot", "train"] = "foot", schema: Annotated[int, Field(ge=1, description="days")] = 1
+) -> str:
+    """Travels
+    to a place.
+
+    What stands here is for people.
+    """
+    return f"{to.x},{to.y} by {by} in {schema}"
+
+
+def work(tool: Tool, **arguments: Any) -> CallWork:
+    """A call of it."""
+    return CallWork(1, "math", tool.name, arguments, tool.effects)
+
+
+def test_a_signature_becomes_a_schema_and_arguments_become_what_it_says() -> None:
+    tool = Tool(travel)
+    told = tool.schema["function"]
+    assert (told["name"], told["description"]) == ("travel", "Travels to a place.")
+    assert told["parameters"]["required"] == ["to"]
+    assert told["parameters"]["properties"]["by"] == {"default": "foot", "enum": ["foot", "train"], "type": "string"}
+    assert told["parameters"]["properties"]["schema"]["description"] == "days"
+    assert tool.call({"to": {"x": 3}, "schema": 2}) == "3,0 by foot in 2"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "to: Field required"),
+        ({"to": {"x": "far"}}, "to.x: Input should be a valid integer"),
+        ({"to": {"x": 1}, "by": "boat"}, "by: Input should be 'foot' or 'train'"),
+        ({"to": {"x": 1}, "schema": 0}, "schema: Input should be greater than or equal to 1"),
+        ({"to": {"x": 1}, "argument_0": 1}, "argument_0: Extra inputs are not permitted"),
+        ({str(number): 1 for number in range(50)}, "; and 46 more"),
+        ({"k" * 100_000: "v" * 100_000}, "Extra inputs"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_told_with_what_would(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ToolFailure) as told:
+        Tool(travel).call(arguments)
+    assert said in str(told.value)
+    assert str(told.value).endswith("It takes to (value), by (string, optional), schema (integer, optional).")
+    assert len(str(told.value)) < 2000
+
+
+def test_types_that_say_nothing_to_a_model_are_refused_before_the_run() -> None:
+    def untyped(x) -> str:  # type: ignore[no-untyped-def]
+        return ""
+
+    def many(*x: int) -> str:
+        return ""
+
+    def strange(x: threading.Lock) -> str:  # type: ignore[valid-type]
+        return ""
+
+    def lost(x: "NoSuchType") -> str:  # type: ignore[name-defined]  # noqa: F821
+        return ""
+
+    for function in (untyped, many, strange, lost):
+        with pytest.raises(ConfigError, match=f"the tool '{function.__name__}'|The tool '{function.__name__}'"):
+            Tool(function).check()
+
+
+def test_an_async_function_is_refused_before_the_run() -> None:
+    async def later(text: str) -> str:
+        """Says it later."""
+        return text
+
+    with pytest.raises(ConfigError, match="The tool 'later' is an async function"):
+        Tool(later).check()
+
+
+def test_a_result_is_cut_at_the_tools_limit_and_the_model_told_so() -> None:
+    def chatter(letters: int) -> str:
+        """Says much."""
+        if letters < 0:
+            raise ToolFailure("n" * -letters)
+        return "y" * letters
+
+    tool = Tool(chatter, max_characters=10)
+    assert tool.call({"letters": 10}) == "y" * 10
+    assert tool.call({"letters": 12}) == "y" * 10 + "\n[cut: 2 more characters]"
+    assert run_tool(tool, work(tool, letters=-12)).content == "n" * 10 + "\n[cut: 2 more characters]"
+
+
+def test_what_lasts_is_made_once_and_before_the_time_of_a_call_counts() -> None:
+    made = []
+    release = threading.Event()
+
+    def opened() -> list[int]:
+        assert release.wait(60)
+        made.append(1)
+        return made
+
+    opening = Once(opened)
+
+    def count() -> str:
+        """Says how often it was made."""
+        return str(len(opening()))
+
+    tool = Tool(count, timeout_seconds=0.5, opens=opening)
+    results: list[str] = []
+    threads = [threading.Thread(target=lambda: results.append(run_tool(tool, work(tool)).content)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    threads[0].join(1.0)  # longer than a call may take
+    assert not results
+    release.set()
+    for thread in threads:
+        thread.join()
+    assert results == ["1"] * 4
+
+
+def test_what_cannot_be_opened_is_the_tools_fault_or_the_systems() -> None:
+    def nothing() -> str:
+        """Does nothing."""
+        return ""
+
+    def broken() -> None:
+        raise ValueError("no index")
+
+    def away() -> None:
+        raise ServiceError("The search does not answer.")
+
+    told = run_tool(Tool(nothing, opens=broken), work(Tool(nothing)))
+    assert (told.content, told.error_class) == ("nothing failed: ValueError: no index", "tool_crash")
+    with pytest.raises(InfraError, match=r"nothing cannot run on .*: The search does not answer"):
+        run_tool(Tool(nothing, opens=away), work(Tool(nothing)))
+
+
+def unready() -> None:
+    """What the machine lacks."""
+    raise ConfigError("No index is here.", "Make one.")
+
+
+def failing() -> str:
+    """The system fails it."""
+    raise InfraError("The sandbox is down.")
+
+
+failing_tool = Tool(failing)
+unready_tool = Tool(failing, needs=unready)
+
+
+entered, may_end = SimpleQueue[str](), threading.Event()
+
+
+def lingering() -> str:
+    """Takes its time."""
+    entered.put("one")
+    assert may_end.wait(60)
+    return "done"
+
+
+lingering_tool = Tool(lingering, timeout_seconds=60.0)
+
+
+def asked(db: Database, tool: str, call: ToolCall) -> int:
+    """The number of a call of the tool `module:name`, which a run's model has just made."""
+    wanted = submission()
+    group, *_ = start(db, replace(wanted, config={**wanted.config, "tools": [tool]}))
+    claimed = claim(db, group)
+    ((number,), *_) = steps.commit_sampled(db, claimed.fence, [sampled(claimed, calls=(replace(CALL, call=call),))])
+    return number
+
+
+def test_a_call_that_is_sent_again_while_it_runs_runs_once(own_database: Database) -> None:
+    number = asked(own_database, f"{__name__}:lingering_tool", ToolCall("lingering", {}))
+    first = threading.Thread(target=tools_job.call, args=(number, NOBODY))
+    first.start()
+    assert entered.get(timeout=60)
+    threading.Timer(0.5, may_end.set).start()
+    tools_job.call(number, NOBODY)
+    first.join()
+    assert entered.empty()
+    assert values(own_database, "SELECT result FROM tool_calls") == ["done"]
+
+
+def test_a_call_that_the_system_failed_stays_without_a_result_so_that_it_is_sent_again(own_database: Database) -> None:
+    number = asked(own_database, f"{__name__}:failing_tool", ToolCall("failing", {}))
+    with pytest.raises(InfraError, match=r"failing cannot run on .*: The sandbox is down\."):
+        tools_job.call(number, "nobody")
+    assert values(own_database, "SELECT result FROM tool_calls") == [None]
+
+
+def test_a_tool_that_this_machine_cannot_serve_is_refused_when_the_run_is_submitted(
+    own_database: Database, tmp_path: Path
+) -> None:
+    asked = {"dataset.name": "arithmetic", "model.path": str(tiny_random(tmp_path / "model"))}
+    with pytest.raises(ConfigError, match="No index is here"):
+        prepare(own_database, build({**asked, "tools": f"{__name__}:unready_tool"}))
+    for name in ("search", "sql", "fetch"):
+        with pytest.raises(ConfigError, match=f"AGENTRL_{name.upper()}"):
+            prepare(own_database, build({**asked, "tools": name}))
+
+
+@pytest.fixture
+def user_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A user's own module of tools."""
+    (tmp_path / "user_tools.py").write_text(
+        "from agentrl.workflow.tools import Tool\n\n"
+        "@Tool\ndef shout(text: str) -> str:\n    '''Shouts.'''\n    return text.upper()\n"
+        "def calculator() -> str:\n    '''Another.'''\n    return ''\nother = Tool(calculator)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "user_tools"
+    sys.modules.pop("user_tools", None)
+
+
+def test_a_run_adds_tools_to_its_env_by_name_and_by_path(user_tools: str) -> None:
+    env = find("envs", "math")
+    config = build({"tools": ["echo", f"{user_tools}:shout", "calculator"]})
+    assert list(offered(env, config)) == ["calculator", "echo", "shout"]
+    assert offered(env, config)["shout"].call({"text": "hi"}) == "HI"
+    assert offered(env, build({})).keys() == {"calculator"}
+    with pytest.raises(ConfigError, match="Two tools are called 'calculator'"):
+        offered(env, build({"tools": f"{user_tools}:other"}))
+
+
+def test_an_env_takes_tools_as_they_are() -> None:
+    assert list(Env(tools=("calculator", Tool(travel))).toolset()) == ["calculator", "travel"]
+
+
+def test_shipped_tools_have_schemas_and_limits() -> None:
+    for name in names("tools"):
+        tool = find("tools", name)
+        assert tool.schema["function"]["description"]
+        assert 0 < tool.timeout_seconds <= 60
+        assert 0 < tool.max_characters <= 65536
+
+
+def test_echo_says_it_again() -> None:
+    assert find("tools", "echo").call({"text": "a\x00b\ud800 \n"}) == "a\x00b\ud800 \n"
+
+
+def test_a_tool_of_a_run_is_found_by_the_tools_worker(own_database: Database, user_tools: str) -> None:
+    number = asked(own_database, f"{user_tools}:shout", ToolCall("shout", {"text": "hi"}))
+    from agentrl.workers.stack.replies import Replies
+
+    tools_job.call(number, Replies(settings()).address)
+    assert values(own_database, "SELECT result FROM tool_calls") == ["HI"]

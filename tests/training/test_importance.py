@@ -1,0 +1,177 @@
+"""What older weights sampled is weighed by how likely the present ones would have, up to a cap."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from agentrl.workflow.config import RunConfig, build
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.models.logprobs import token_logprobs
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.training.losses import importance_weights
+from agentrl.workflow.trajectory import Episode, Group
+from tests.support.grpo_formula import grpo_credits
+from tests.support.small_models import tiny_random
+from tests.training.test_trainer import config, gradient, groups_of, saved, trainer_of
+
+CAP = 1.5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_random(tmp_path_factory.mktemp("base"))
+
+
+def run_of(max_staleness: int = 1, **values: Any) -> RunConfig:
+    wanted = {"update__max_grad_norm": 1e9, "algorithm__importance_cap": CAP, "rollout__max_staleness": max_staleness}
+    return config(0, True, **wanted | values)
+
+
+def logprobs_of(policy: Policy, episode: Episode) -> Tensor:
+    """Of the sampled tokens, with a gradient."""
+    ids = torch.tensor([episode.context_ids])
+    with policy.training() as model:
+        logprobs, _ = token_logprobs(model, ids, torch.ones_like(ids), 1.0)
+    sampled = [flag for s in episode.steps for flag in (*[False] * len(s.prompt_ids), *[True] * len(s.sampled_ids))]
+    return logprobs[0][torch.tensor(sampled[1:])]
+
+
+def sampled_by_older_weights(policy: Policy, groups: list[Group]) -> list[Group]:
+    """With sampler's logprobs that the present ones exceed by -0.5, 0, 0.5 and 1, token after token."""
+
+    def older(episode: Episode) -> Episode:
+        now = logprobs_of(policy, episode).tolist()
+        steps, used = [], 0
+        for step in episode.steps:
+            mine = now[used : used + len(step.sampled_ids)]
+            steps.append(replace(step, behavior_logprobs=tuple(lp + 0.5 - i % 4 / 2 for i, lp in enumerate(mine, start=used))))
+            used += len(mine)
+        return replace(episode, steps=tuple(steps))
+
+    return [Group(group.task, tuple(map(older, group.episodes)), group.slot) for group in groups]
+
+
+# the weights
+
+
+def test_a_weight_is_the_ratio_up_to_the_cap_and_no_gradient_goes_through_it() -> None:
+    proximal = torch.tensor([[-1.0, -1.0, -1.0, -50.0]], requires_grad=True)
+    behavior = torch.tensor([[-1.5, -1.0, -3.0, 0.0]])
+    mask = torch.tensor([[True, True, True, False]])
+    weights, cut = importance_weights(proximal, behavior, mask, CAP)
+    assert weights.tolist() == [pytest.approx([CAP, 1.0, CAP, 1.0])]
+    assert cut.tolist() == [[True, False, True, False]]
+    assert not weights.requires_grad
+    below, _ = importance_weights(behavior, proximal, mask, CAP)
+    assert below.tolist() == [pytest.approx([math.exp(-0.5), 1.0, math.exp(-2.0), 1.0])]
+
+
+def test_a_ratio_that_overflows_is_the_cap() -> None:
+    weights, cut = importance_weights(torch.zeros(1, 1), torch.full((1, 1), -1e4), torch.ones(1, 1, dtype=torch.bool), 2.0)
+    assert (weights.item(), cut.item()) == (2.0, True)
+
+
+@given(st.lists(st.floats(-60, 0), min_size=1, max_size=8), st.floats(1, 10))
+def test_equal_logprobs_weigh_exactly_one_whatever_the_cap(logprobs: list[float], cap: float) -> None:
+    tokens = torch.tensor([logprobs])
+    weights, cut = importance_weights(tokens, tokens, torch.ones_like(tokens, dtype=torch.bool), cap)
+    assert bool((weights == 1).all())
+    assert not bool(cut.any())
+
+
+def test_a_cap_below_one_is_refused_and_none_is_none() -> None:
+    assert build({"algorithm.importance_cap": None}).algorithm.importance_cap is None
+    with pytest.raises(ConfigError, match="importance_cap"):
+        build({"algorithm.importance_cap": 0.5})
+
+
+# the update
+
+
+def test_the_gradient_is_the_policy_gradient_weighed_token_by_token(folder: Path, tmp_path: Path) -> None:
+    policy, trainer = trainer_of(folder, run_of())
+    groups = sampled_by_older_weights(policy, groups_of(2, 3))
+    total, weights = torch.zeros((), dtype=torch.float64), []
+    for group, credits in zip(groups, grpo_credits(groups), strict=True):
+        for episode, advantage in zip(group.episodes, credits, strict=True):
+            logprobs = logprobs_of(policy, episode)
+            behavior = torch.tensor([lp for step in episode.steps for lp in step.behavior_logprobs], dtype=torch.float32)
+            weight = torch.tensor([min(math.exp(d), CAP) for d in (logprobs.detach() - behavior).tolist()], dtype=torch.float64)
+            total = total - (advantage * weight * logprobs).sum()
+            weights += weight.tolist()
+    names = sorted(policy.trainable())
+    expected = torch.autograd.grad(total / len(weights), [policy.trainable()[name] for name in names])
+    update = trainer.update(groups, 3)
+    found = gradient(trainer, tmp_path / "v1")
+    assert torch.allclose(found, torch.cat([tensor.flatten() for tensor in expected]), rtol=1e-9, atol=1e-13)
+    assert update.metrics["importance_weight"] == pytest.approx(sum(weights) / len(weights), rel=1e-6)
+    assert update.metrics["importance_truncated"] == pytest.approx(sum(w == max(weights) for w in weights) / len(weights))
+    assert 0 < update.metrics["importance_truncated"] < 1
+    assert update.metrics["ratio"] == pytest.approx(1, abs=1e-12), "the clip is around the weights of the update's start"
+    assert update.metrics["staleness"] == 1
+    assert [step["importance_weight"] for step in update.steps] == [update.metrics["importance_weight"]]
+
+
+def test_the_weights_are_those_of_the_update_s_start_in_each_of_its_steps(folder: Path, tmp_path: Path) -> None:
+    """A second optimizer step moves the clipped ratio, not the weight of what older weights sampled."""
+    policy, trainer = trainer_of(folder, run_of(update__batch_size=3, update__learning_rate=1e-2))
+    groups = sampled_by_older_weights(policy, groups_of(2, 3))
+    expected = []
+    for group in groups:
+        pairs = [(logprobs_of(policy, e).detach(), [lp for s in e.steps for lp in s.behavior_logprobs]) for e in group.episodes]
+        weights = [min(math.exp(a - b), CAP) for now, then in pairs for a, b in zip(now.tolist(), then, strict=True)]
+        expected.append(sum(weights) / len(weights))
+    update = trainer.update(groups, 1)
+    assert [step["importance_weight"] for step in update.steps] == pytest.approx(expected, rel=1e-6)
+    assert abs(update.steps[1]["ratio"] - 1) > 1e-4
+
+
+@pytest.mark.parametrize("values", [{"max_staleness": 0}, {"algorithm__importance_cap": None}])
+def test_without_staleness_or_with_no_cap_what_the_sampler_said_changes_nothing(
+    folder: Path, tmp_path: Path, values: dict[str, Any]
+) -> None:
+    gradients = []
+    for number in range(2):
+        policy, trainer = trainer_of(folder, run_of(**values))
+        groups = groups_of(2, 3)
+        update = trainer.update(sampled_by_older_weights(policy, groups) if number else groups, 0)
+        assert "importance_weight" not in update.metrics
+        gradients.append(gradient(trainer, tmp_path / str(number)))
+    assert torch.equal(gradients[0], gradients[1])
+
+
+def test_where_sampler_and_trainer_are_the_same_weights_the_correction_changes_nothing_but_rounding(
+    folder: Path, tmp_path: Path
+) -> None:
+    gradients = []
+    for number in range(2):
+        policy, trainer = trainer_of(folder, run_of(max_staleness=number))
+        groups = groups_of(2, 3)
+
+        def exact(episode: Episode, policy: Policy = policy) -> Episode:
+            now = iter(logprobs_of(policy, episode).tolist())
+            told = [replace(s, behavior_logprobs=tuple(next(now) for _ in s.sampled_ids)) for s in episode.steps]
+            return replace(episode, steps=tuple(told))
+
+        trainer.update([Group(group.task, tuple(map(exact, group.episodes)), group.slot) for group in groups], 0)
+        gradients.append(gradient(trainer, tmp_path / str(number)))
+    assert torch.allclose(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
+
+
+def test_the_weights_do_not_depend_on_the_split_into_microbatches_or_on_dropout(folder: Path, tmp_path: Path) -> None:
+    told = []
+    for tokens, dropout in ((10**6, 0.0), (1, 0.0), (10**6, 0.5)):
+        run = config(4, True, rollout__max_staleness=1, update__microbatch_tokens=tokens, model__lora_dropout=dropout)
+        _, trainer = trainer_of(folder, run)
+        update = trainer.update(groups_of(2, 3), 1)
+        told.append((update.metrics["importance_weight"], update.metrics["importance_truncated"]))
+        saved(trainer, tmp_path / str(len(told)))
+    assert told[1] == pytest.approx(told[0], rel=1e-9)
+    assert told[2] == pytest.approx(told[0], rel=1e-9)

@@ -1,0 +1,101 @@
+"""Rows that stand on one line: each is read as if it were alone, and less is read in all."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from agentrl.workflow.config import ModelConfig
+from agentrl.workflow.models.logprobs import keeps_apart
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.training import batch
+from agentrl.workflow.training.batch import Row
+from agentrl.workflow.training.offline_training import accumulate, in_pieces, sums_of
+from agentrl.workflow.training.packing import filled, placed, size
+from agentrl.workflow.training.supervised import likelihood
+from tests.support.small_models import tiny_random
+
+
+def row(length: int, seed: int = 0) -> Row:
+    """A row of so many tokens, of which the later half trains; its first one too where it is short."""
+    rng = random.Random(seed)
+    ids = tuple(rng.randrange(3, 60) for _ in range(length))
+    mask = tuple(at >= length // 2 for at in range(length))
+    return Row(seed, 0, ids, mask, mask, (0.0,) * length)
+
+
+UNEQUAL = [(row(length, seed),) for seed, length in enumerate((40, 3, 9, 31, 12, 1, 22, 5, 17, 2))]
+
+
+def alone(module: Any, rows: tuple[Row, ...]) -> float:
+    """The summed logprob of a row that is read by itself, and not by our code."""
+    (one,) = rows
+    ids = torch.tensor([one.input_ids])
+    said = module(input_ids=ids).logits[0].log_softmax(-1)
+    return float(sum(said[at - 1, ids[0, at]] for at in range(1, len(one.input_ids)) if one.loss_mask[at]))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_row_has_its_place_and_no_line_is_longer_than_the_longest_row(seed: int) -> None:
+    rng = random.Random(seed)
+    rows = [row(rng.randint(1, 50), n) for n in range(rng.randint(1, 40))]
+    lines = placed(rows)
+    assert sorted(number for line in lines for number in line) == list(range(len(rows)))
+    longest = max(len(one.input_ids) for one in rows)
+    assert max(sum(len(rows[number].input_ids) for number in line) for line in lines) <= longest
+    assert size(rows) <= batch.size(rows)
+    assert (filled(rows) is None) == (len(lines) == len(rows))
+
+
+@pytest.mark.parametrize("lora_r", [0, 4])
+def test_a_row_on_a_line_of_several_is_read_as_if_it_were_alone(lora_r: int, tmp_path: Path) -> None:
+    base = tiny_random(tmp_path / "base")
+    policy = Policy.load(ModelConfig(path=str(base), lora_r=lora_r), str(base), device="cpu")
+    with policy.training() as module, torch.no_grad():
+        assert keeps_apart(module)
+        assert module.training
+        found = sums_of(module, UNEQUAL, likelihood())
+        wanted = [alone(module.eval(), rows) for rows in UNEQUAL]
+    assert [float(one.sum()) for one in found] == pytest.approx(wanted, abs=1e-4, rel=1e-5)
+
+
+def test_a_batch_on_few_lines_has_the_loss_and_the_gradient_of_one_row_at_a_time(tmp_path: Path) -> None:
+    base = tiny_random(tmp_path / "base")
+    objective, losses, gradients = likelihood(), [], []
+    for tokens in (10**6, 1):
+        policy = Policy.load(ModelConfig(path=str(base), lora_r=0), str(base), device="cpu")
+        with policy.training() as module:
+            losses.append(accumulate(module, UNEQUAL, objective, in_pieces(objective.rows, tokens, apart=True))["loss"])
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.trainable().values() if p.grad is not None]))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
+
+
+def test_unequal_rows_fill_their_lines_and_a_piece_takes_more_of_them() -> None:
+    rows = [one for (one,) in UNEQUAL]
+    tokens = sum(len(one.input_ids) for one in rows)
+    assert tokens / batch.size(rows) < 0.4
+    assert tokens / size(rows) > 0.85
+    objective = likelihood()
+    plain, apart = (in_pieces(objective.rows, 100, apart=apart) for apart in (False, True))
+    assert apart.work(UNEQUAL, len) < plain.work(UNEQUAL, len)
+
+
+class Blurred(Qwen2ForCausalLM):
+    """A model that takes no notice of where rows begin."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        whole = self.model.forward
+        self.model.forward = lambda *given, position_ids=None, **more: whole(*given, **more)  # type: ignore[method-assign]
+
+
+def test_a_model_that_does_not_keep_rows_apart_has_each_on_a_line_of_its_own(tmp_path: Path) -> None:
+    module = Blurred.from_pretrained(tiny_random(tmp_path / "base")).eval()
+    assert not keeps_apart(module)
+    with torch.no_grad():
+        found = [float(one.sum()) for one in sums_of(module, UNEQUAL, likelihood())]
+        assert found == pytest.approx([alone(module, rows) for rows in UNEQUAL], abs=1e-4, rel=1e-5)

@@ -1,0 +1,320 @@
+"""Rollouts that go on during updates: which policy samples what, what waits for which, and what outlives a killed trainer."""
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from agentrl.cli.evaluate import evaluation_of
+from agentrl.cli.run_view import numbers, own_seconds
+from agentrl.workers.requests.fork_request import ForkRequest, prepare_fork
+from agentrl.workers.requests.stored_groups import prepare_stored
+from agentrl.workflow.config import build
+from agentrl.workflow.control.scheduler import Dispatch, SendTrain, plan
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.resolve import resolve
+from agentrl.workflow.store import (
+    control_reads,
+    ledger,
+    listings,
+    planning,
+    repair,
+    retention,
+    rollout_claims,
+    train_claims,
+    train_commits,
+)
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.train_claims import IterationWork
+from agentrl.workflow.store.train_commits import Published
+from agentrl.workflow.training.trl_options import check_trainer
+from tests.support.played_runs import bad_update, claim, claim_training, play, start, submission, update_of, value, values
+
+LEASE = 60.0
+SAMPLED_WITH = """
+    SELECT p.version FROM iterations i JOIN policies p ON p.id = i.policy_id JOIN runs r ON r.id = i.run_id
+    WHERE r.name = :run ORDER BY i.number"""
+BROKEN = "SELECT version FROM policies WHERE broken <> '' ORDER BY version"
+
+
+def roll_out(db: Database, iteration: int) -> None:
+    """All of its groups."""
+    groups = planning.start_iteration(db, iteration)
+    planning.mark_groups_sent(db, groups)
+    for group in groups:
+        play(db, group)
+
+
+def commit(db: Database, work: IterationWork, **fields: Any) -> Published:
+    """The work's update, under a checkpoint of its own name."""
+    path = f"out/v{work.number + 1}"
+    return train_commits.commit_update(db, work, update_of(work, **{"path": path, "sha256": path, **fields}), 3)
+
+
+def overlapping(db: Database, epochs: int = 4, max_staleness: int = 1) -> list[int]:
+    """A run of as many iterations; those that are planned."""
+    run = planning.submit(db, submission(epochs=epochs, max_staleness=max_staleness))
+    return planning.open_iterations(db, run.id)
+
+
+def rolled_out_twice(db: Database, epochs: int = 4) -> IterationWork:
+    """A run whose first two iterations are rolled out, the first of them claimed."""
+    first, second = overlapping(db, epochs)
+    roll_out(db, first)
+    roll_out(db, second)
+    return claim_training(db, first)
+
+
+# which policy
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 8])
+def test_iteration_i_samples_with_exactly_the_version_that_its_staleness_asks_for(sqlite: Database, max_staleness: int) -> None:
+    planned = overlapping(sqlite, 5, max_staleness)
+    assert len(planned) == min(5, 1 + max_staleness)
+    for number in range(5):
+        iteration = planning.open_iterations(sqlite, 1)[0]
+        roll_out(sqlite, iteration)
+        work = claim_training(sqlite, iteration)
+        assert (work.number, work.policy.version) == (number, number), "an update starts from the one before it"
+        commit(sqlite, work)
+    lag = [max(0, number - max_staleness) for number in range(5)]
+    assert values(sqlite, SAMPLED_WITH, run="first") == lag
+    assert value(sqlite, "SELECT status FROM runs") == "done"
+    assert value(sqlite, "SELECT count(*) FROM consumptions") == 5 * 4
+    assert value(sqlite, "SELECT max(version) FROM policies") == 5
+
+
+def test_a_skipped_update_publishes_what_later_iterations_sample_with(database: Database) -> None:
+    work = rolled_out_twice(database)
+    published = train_commits.commit_update(database, work, replace(bad_update(), bad=False), 3)
+    assert published.next_iteration is not None
+    assert values(database, SAMPLED_WITH, run="first") == [0, 0, 1]
+    group, *_ = planning.start_iteration(database, published.next_iteration)
+    assert claim(database, group).policy.path == work.policy.path
+
+
+def test_the_views_say_by_how_much_the_trainer_was_ahead(database: Database) -> None:
+    work = rolled_out_twice(database, epochs=2)
+    metrics = [{"loss": 0.5, "importance_weight": 0.75, "importance_truncated": 0.25, "rows": 4, "tokens": 8}]
+    commit(database, work, metrics=metrics)
+    staleness = "SELECT DISTINCT staleness FROM {} WHERE iteration = {}"
+    for view in ("v_iterations", "v_episodes", "v_steps"):
+        assert [values(database, staleness.format(view, number)) for number in (1, 2)] == [[0], [1]]
+    for view in ("v_updates", "v_iterations"):
+        assert value(database, f"SELECT importance_weight FROM {view} WHERE iteration = 1") == 0.75
+        assert value(database, f"SELECT importance_truncated FROM {view} WHERE iteration = 1") == 0.25
+
+
+def test_what_samples_for_no_update_has_no_staleness(database: Database) -> None:
+    for group in start(database, submission(kind="eval")):
+        play(database, group)
+    for view in ("v_iterations", "v_episodes", "v_steps"):
+        assert set(values(database, f"SELECT staleness FROM {view}")) == {None}
+
+
+# what waits for what
+
+
+def test_an_iteration_that_is_rolled_out_trains_when_the_update_before_it_is_committed(database: Database) -> None:
+    work = rolled_out_twice(database)
+    _, second = planning.open_iterations(database, 1)
+    planning.mark_train_sent(database, second)  # by the rollout that ended it; the job was refused
+    assert train_claims.claim_iteration(database, second, "trainer:early", LEASE) is None
+    assert plan(control_reads.snapshot(database, LEASE)) == []
+    published = commit(database, work)
+    assert published.trains == second
+    third = published.next_iteration
+    assert third is not None
+    groups = tuple(values(database, "SELECT id FROM groups WHERE iteration_id = :id ORDER BY slot", id=third))
+    assert plan(control_reads.snapshot(database, LEASE)) == [SendTrain(second), Dispatch(third, groups)], (
+        "both may start at once"
+    )
+    assert commit(database, work) == published, "the answer was lost, not the commit"
+    assert claim_training(database, second).policy.path == "out/v1"
+
+
+def test_an_update_whose_successor_is_not_rolled_out_yet_starts_none(database: Database) -> None:
+    first, _ = overlapping(database)
+    roll_out(database, first)
+    published = commit(database, claim_training(database, first))
+    assert published.trains is None
+    assert published.next_iteration is not None
+
+
+def test_a_paused_run_starts_nothing_and_goes_on_where_it_stood(database: Database) -> None:
+    work = rolled_out_twice(database)
+    planning.stop(database, "first", "paused")
+    assert commit(database, work) == Published(1, None, None)
+    assert plan(control_reads.snapshot(database, LEASE)) == []
+    planning.resume(database, "first")
+    second, third = planning.open_iterations(database, 1)
+    train, chord = plan(control_reads.snapshot(database, LEASE))
+    assert train == SendTrain(second)
+    assert isinstance(chord, Dispatch)
+    assert chord.iteration == third
+
+
+def test_a_cancelled_run_accounts_for_every_iteration_that_was_planned(database: Database) -> None:
+    commit(database, rolled_out_twice(database))
+    planning.stop(database, "first", "cancelled")
+    assert planning.open_iterations(database, 1) == []
+    fates = ledger.why(database, 1)["iterations"]
+    assert [(row["planned"], row["trained"], row["cancelled"]) for row in fates] == [(4, 4, 0), (4, 0, 4), (4, 0, 4)]
+
+
+# checkpoints that are needed for longer
+
+
+def ahead_of_its_rollouts(db: Database) -> int:
+    """A run at version 3, of whose fourth iteration nothing is rolled out, with version 2; its first group."""
+    overlapping(db, epochs=6)
+    for _ in range(3):
+        iteration = planning.open_iterations(db, 1)[0]
+        roll_out(db, iteration)
+        commit(db, claim_training(db, iteration))
+    waiting, _ = planning.open_iterations(db, 1)
+    return planning.start_iteration(db, waiting)[0]
+
+
+def test_an_older_checkpoint_that_rollouts_still_read_is_made_again_from_the_one_before_it(database: Database) -> None:
+    group = ahead_of_its_rollouts(database)
+    waiting = planning.open_iterations(database, 1)[0]
+    assert repair.mark_broken(database, 1, "out/v1", "nobody reads it any more") == waiting
+    assert values(database, BROKEN) == []
+    assert repair.mark_broken(database, 1, "out/v2", "it is gone") == waiting
+    assert values(database, BROKEN) == [2]
+    assert rollout_claims.claim_group(database, group, "host:1/a", LEASE) is None
+    assert plan(control_reads.snapshot(database, LEASE)) == [SendTrain(waiting)]
+    work = claim_training(database, waiting)
+    rebuild = repair.rebuild_of(database, work)
+    assert (rebuild.broken.version, rebuild.start.version) == (2, 1)
+    assert {episode.id for made_of in rebuild.groups for episode in made_of.episodes} == {5, 6, 7, 8}, "iteration 1's"
+    repair.commit_rebuild(database, work, rebuild.broken, "out/again", "again")
+    assert claim(database, group).policy.path == "out/again"
+
+
+def test_a_mark_outlives_an_update_as_long_as_something_samples_with_the_checkpoint(database: Database) -> None:
+    first, second = overlapping(database)
+    roll_out(database, first)
+    commit(database, claim_training(database, first))
+    third = planning.open_iterations(database, 1)[-1]
+    roll_out(database, second)
+    work = claim_training(database, second)
+    repair.mark_broken(database, 1, "out/v1", "found by a rollout of the third")
+    commit(database, work)
+    assert values(database, BROKEN) == [1]
+    again = claim_training(database, third)
+    assert again.rebuilds
+    repair.commit_rebuild(database, again, repair.rebuild_of(database, again).broken, "out/again", "again")
+    roll_out(database, third)
+    work = claim_training(database, third)
+    repair.mark_broken(database, 1, "out/again", "nobody reads it any more")
+    assert values(database, BROKEN) == []
+    commit(database, work)
+
+
+SKIPPED = {"path": "", "sha256": "", "metrics": (), "advantages": {}, "skipped": "no advantage differs from 0"}
+
+
+def with_the_second_claimed(db: Database) -> IterationWork:
+    """A run at version 1, whose second iteration is rolled out and claimed; the third samples with that version, too."""
+    work = rolled_out_twice(db)
+    commit(db, work)
+    return claim_training(db, planning.open_iterations(db, 1)[0])
+
+
+def test_all_versions_of_a_checkpoint_keep_their_mark_while_something_samples_with_one_of_them(database: Database) -> None:
+    commit(database, with_the_second_claimed(database), **SKIPPED)
+    third, fourth = planning.open_iterations(database, 1)
+    roll_out(database, third)
+    work = claim_training(database, third)
+    repair.mark_broken(database, 1, "out/v1", "found by a rollout of the fourth, which samples with version 2")
+    commit(database, work)
+    assert values(database, BROKEN) == [1, 2]
+    again = claim_training(database, fourth)
+    rebuild = repair.rebuild_of(database, again)
+    assert (rebuild.broken.version, rebuild.start.path) == (1, "")
+    repair.commit_rebuild(database, again, rebuild.broken, "out/again", "again")
+    roll_out(database, fourth)
+    assert values(database, "SELECT path FROM policies ORDER BY version") == ["", "out/again", "out/again", "out/v3"]
+
+
+def test_a_checkpoint_that_was_put_back_after_a_skipped_update_loses_its_mark(database: Database) -> None:
+    work = with_the_second_claimed(database)
+    repair.mark_broken(database, 1, "out/v1", "found by a rollout of the third")
+    commit(database, work, **SKIPPED)
+    assert values(database, BROKEN) == [1]
+    again = claim_training(database, planning.open_iterations(database, 1)[0])
+    repair.commit_rebuild(database, again, repair.rebuild_of(database, again).broken, "out/v1", "out/v1")
+    assert values(database, BROKEN) == []
+
+
+def test_one_more_optimizer_is_kept_for_each_version_that_rollouts_lag_behind(database: Database) -> None:
+    ahead_of_its_rollouts(database)
+    assert train_commits.optimizer_to_drop(database, 1, staleness=0) == "out/v1"
+    assert train_commits.optimizer_to_drop(database, 1, staleness=1) is None
+    needs = retention.needs(database, 1, {"v1", "v2", "v3"}, None)
+    assert needs.resumable == {"v1", "v2", "v3"}
+
+
+# what people see
+
+
+def test_the_time_that_iterations_share_is_counted_once() -> None:
+    start = datetime(2026, 1, 1, tzinfo=UTC)
+
+    def row(begin: int, end: int) -> dict[str, Any]:
+        return {
+            "started_at": start + timedelta(seconds=begin),
+            "finished_at": start + timedelta(seconds=end),
+            "seconds": end - begin,
+        }
+
+    assert own_seconds([row(0, 10), row(10, 14)]) == [10, 4]
+    assert own_seconds([row(0, 10), row(2, 14), row(11, 19)]) == [10, 4, 5]
+    cancelled = {"started_at": start, "finished_at": None, "seconds": None}
+    assert own_seconds([cancelled, row(0, 10), cancelled]) == [0, 10, 0]
+
+
+def test_the_counts_of_all_open_iterations_are_shown_together(database: Database) -> None:
+    first, _ = overlapping(database)
+    roll_out(database, first)
+    now = listings.progress(database, "first")
+    assert (now["iteration"], now["through"], now["finished"], now["episodes"]) == (1, 2, 4, 8)
+    assert numbers(now) == "iterations 1 to 2"
+    assert numbers({**now, "through": 1}) == "iteration 1"
+    planning.stop(database, "first", "cancelled")
+    assert listings.progress(database, "first") == {}
+
+
+@pytest.mark.parametrize("cap", [3.0, None])
+def test_a_cap_that_nothing_reads_is_refused(own_database: Database, home: Path, cap: float | None) -> None:
+    """Of a run whose sampler has the trainer's weights, and of one on stored episodes, whose ratio is against the sampler."""
+    named = {"algorithm.importance_cap": cap}
+    with pytest.raises(ConfigError, match=r"importance_cap does nothing where rollout\.max_staleness is 0"):
+        check_trainer(build(named))
+    check_trainer(build(named | {"rollout.max_staleness": 1}))
+    check_trainer(build({}))
+    commit(own_database, rolled_out_twice(own_database, epochs=2))
+    assignments = ("source.runs=[first]", f"algorithm.importance_cap={'null' if cap is None else cap}")
+    with pytest.raises(ConfigError, match="importance_cap does nothing"):
+        prepare_stored(own_database, *resolve(assignments=assignments))
+
+
+def test_what_is_made_of_such_a_run_waits_for_no_update(own_database: Database, home: Path) -> None:
+    """Its forks, a run on its stored episodes and its evaluation roll out nothing ahead, and need no correction for it."""
+    commit(own_database, rolled_out_twice(own_database, epochs=2))
+    with own_database.engine.begin() as tx:
+        tx.execute(text("UPDATE runs SET config = json_set(config, '$.algorithm.importance_level', 'sequence')"))
+    fork = prepare_fork(own_database, ForkRequest(episode=1, step=0, n=2))
+    asked, origins = resolve(flags={"source.runs": ["first"]})
+    stored = prepare_stored(own_database, asked, origins)
+    measured, _ = evaluation_of("first@1", "arithmetic", "test", 2, {})
+    for config in (fork.config, stored.config, measured):
+        assert config.rollout.max_staleness == 0
+    with pytest.raises(ConfigError, match=r"rollout\.max_staleness: decided when"):
+        prepare_stored(own_database, *resolve(flags={"source.runs": ["first"], "rollout.max_staleness": 1}))

@@ -1,0 +1,425 @@
+"""TRL as a second trainer: the same gradient as ours in its convention, the same checkpoints, and a run through the stack."""
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sqlalchemy import text
+from torch import Tensor
+
+from agentrl.workers.requests.submission import prepare
+from agentrl.workflow.algorithms import settled_run
+from agentrl.workflow.checkpoints import sealed_folder
+from agentrl.workflow.config import RunConfig, build
+from agentrl.workflow.errors import ConfigError, InfraError
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.resolve import resolve
+from agentrl.workflow.store import listings
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.training.batch import rows_of
+from agentrl.workflow.training.trl_options import check_trainer, grpo_options
+from agentrl.workflow.trajectory import Group
+from tests.conftest import missing
+from tests.support.real_stack import SMALL, Stack
+from tests.support.real_stack import stack as stack
+from tests.support.small_models import quantised, tiny_random
+from tests.training.test_trainer import config, gradient, groups_of, saved, trainer_of, unchanged
+
+pytestmark = pytest.mark.filterwarnings(
+    # TRL 1.16 turns the recomputation of layers off and on by the names of transformers 4.
+    "ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning"
+)
+KINDS = pytest.mark.parametrize("lora_r", [0, 4], ids=["all weights", "LoRA"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_random(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(autouse=True)
+def _free_choice_of_algorithms() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def trl() -> None:
+    """Skips the test where TRL is not installed."""
+    if find_spec("trl") is None:
+        missing("trl")
+
+
+def asked(lora_r: int = 0, exact: bool = True, **values: Any) -> RunConfig:
+    """A run of groups of four by TRL; microbatches of four of the rows below."""
+    defaults = {"update__trainer": "trl", "rollout__group_size": 4, "update__microbatch_tokens": 4 * 45}
+    return config(lora_r, exact, **{"update__max_grad_norm": 1e9, **defaults, **values})
+
+
+def trl_trainer(folder: Path, run: RunConfig) -> tuple[Policy, Any]:
+    from agentrl.workflow.training.trl_trainer import TrlTrainer
+
+    policy, _ = trainer_of(folder, run)
+    return policy, TrlTrainer(policy, run)
+
+
+def some_alike() -> list[Group]:
+    """Two turns with a tool's words between them, lengths of all sorts; the episodes of the second group earn the same."""
+    groups = groups_of()
+    alike = Group(groups[1].task, tuple(replace(e, reward=0.1) for e in groups[1].episodes))
+    return [replace(group, slot=slot) for slot, group in enumerate([groups[0], alike, *groups[2:]])]
+
+
+def both(folder: Path, tmp_path: Path, run: RunConfig) -> tuple[tuple[Tensor, Any], tuple[Tensor, Any]]:
+    """Gradient and update of the same groups, ours and TRL's."""
+    _, ours = trainer_of(folder, run)
+    _, theirs = trl_trainer(folder, run)
+    mine, other = ours.update(some_alike(), 0), theirs.update(some_alike(), 0)
+    return (gradient(ours, tmp_path / "ours"), mine), (gradient(theirs, tmp_path / "theirs"), other)
+
+
+def assert_same(ours: Tensor, theirs: Tensor) -> None:
+    """Far closer than the promised 0.9999: what is left is TRL's head, which sums in float32."""
+    assert ours.norm() > 0
+    assert float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0)) > 0.9999999
+    assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-5 * float(ours.abs().max()))
+
+
+# --- the same gradient --------------------------------------------------------------------------------------------------------
+
+NAMES = pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "cispo", "sapo", "gspo"])
+OPTIONS = {
+    "scaled by the batch": {"algorithm__scale": "batch"},
+    "token mean": {"algorithm__aggregation": "token-mean"},
+    "sums": {"algorithm__aggregation": "seq-mean-token-sum"},
+    "temperature": {"rollout__temperature": 0.7},
+    "layers computed again": {"update__gradient_checkpointing": True},
+    "KL": {"algorithm__kl_coef": 0.5},
+    "KL, LoRA": {"algorithm__kl_coef": 0.5, "lora_r": 4},
+    "KL times ratio": {"algorithm__kl_coef": 0.5, "algorithm__kl_estimator": "k3-corrected"},
+    "entropy": {"algorithm__aggregation": "token-mean", "algorithm__entropy_coef": 0.1, "update__microbatch_tokens": 10**6},
+}
+
+
+@KINDS
+@NAMES
+@pytest.mark.slow
+def test_one_update_of_ours_and_one_of_trl_s_have_the_same_gradient(
+    trl: None, folder: Path, tmp_path: Path, name: str, lora_r: int
+) -> None:
+    assert_same_update(folder, tmp_path, asked(lora_r, algorithm__name=name))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.slow
+def test_they_have_it_with_every_option_that_trl_takes(
+    trl: None, folder: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    assert_same_update(folder, tmp_path, asked(**options))
+
+
+def assert_same_update(folder: Path, tmp_path: Path, run: RunConfig) -> None:
+    """The same gradient, and the same said of it: TRL's means over tokens are those of its microbatches' means."""
+    (ours, mine), (theirs, other) = both(folder, tmp_path, run)
+    assert_same(ours, theirs)
+    assert other.advantages == mine.advantages
+    for name, tolerance in {"loss": 1e-4, "grad_norm": 1e-4, "tokens": 0, "rows": 0, "entropy": 0.01, "kl": 0.01}.items():
+        assert other.metrics.get(name, 0) == pytest.approx(mine.metrics.get(name, 0), rel=tolerance, abs=1e-5), name
+
+
+@NAMES
+@pytest.mark.slow
+def test_in_float32_too(trl: None, folder: Path, tmp_path: Path, name: str) -> None:
+    (ours, _), (theirs, _) = both(folder, tmp_path, asked(4, exact=False, algorithm__name=name))
+    assert float(torch.nn.functional.cosine_similarity(ours.double(), theirs.double(), dim=0)) > 0.99999
+
+
+LATER: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "gspo")),
+    ("grpo", {"algorithm__clip_high": 1e-3, "algorithm__dual_clip": 1.002}),
+    ("grpo", {"algorithm__kl_coef": 0.5, "algorithm__kl_estimator": "k3-corrected"}),
+]
+
+
+@pytest.mark.parametrize(("name", "more"), LATER)
+@pytest.mark.slow
+def test_later_passes_have_the_same_ratios_and_clips(
+    trl: None, folder: Path, tmp_path: Path, name: str, more: dict[str, Any]
+) -> None:
+    """Three steps on one batch at a rate at which clips are active: the weights after them."""
+    rates = {"update__epochs": 3, "update__learning_rate": 1e-3, "update__max_grad_norm": 1.0}
+    run = asked(0, algorithm__name=name, **rates, **more)
+    _, ours = trainer_of(folder, run)
+    _, theirs = trl_trainer(folder, run)
+    before = saved(ours, tmp_path / "before")[0]
+    mine, other = ours.update(some_alike(), 0), theirs.update(some_alike(), 0)
+    assert len(mine.steps) == len(other.steps) == 3
+    for step, theirs_step in zip(mine.steps, other.steps, strict=True):
+        assert theirs_step["loss"] == pytest.approx(step["loss"], rel=1e-2, abs=1e-4)
+        assert theirs_step["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-2)
+    moved = [
+        torch.cat([(tensors[key] - before[key]).flatten() for key in sorted(before)])
+        for tensors in (saved(ours, tmp_path / "ours")[0], saved(theirs, tmp_path / "theirs")[0])
+    ]
+    assert float(torch.nn.functional.cosine_similarity(*moved, dim=0)) > 0.999
+
+
+def test_what_a_tool_said_does_not_train_and_is_read(trl: None, folder: Path, tmp_path: Path) -> None:
+    """Only TRL's `env_mask` keeps it out. With other words of the tool the gradient is another, and still ours."""
+    run = asked()
+    _, (before, _) = both(folder, tmp_path / "before", run)
+    assert all(False in row.loss_mask[row.prefix + 1 :] for row in rows_of(some_alike()[0].episodes))
+    changed = [
+        Group(g.task, tuple(replace(e, steps=(e.steps[0], replace(e.steps[1], prompt_ids=(5, 6)))) for e in g.episodes), g.slot)
+        for g in some_alike()
+    ]
+    _, ours = trainer_of(folder, run)
+    _, theirs = trl_trainer(folder, run)
+    ours.update(changed, 0)
+    theirs.update(changed, 0)
+    mine, other = gradient(ours, tmp_path / "ours"), gradient(theirs, tmp_path / "theirs")
+    assert_same(mine, other)
+    assert not torch.allclose(before, other, rtol=1e-3)
+
+
+# --- as ours ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adamw_8bit", marks=quantised)])
+@KINDS
+@pytest.mark.slow
+def test_going_on_from_a_checkpoint_is_going_on_bit_for_bit(
+    trl: None, folder: Path, tmp_path: Path, lora_r: int, optimizer: str
+) -> None:
+    more = {"model__lora_dropout": 0.2} if lora_r else {"update__epochs": 2}
+    run = asked(lora_r, algorithm__kl_coef=0.1, update__warmup=3, update__optimizer=optimizer, **more)
+    _, through = trl_trainer(folder, run)
+    through.update(groups_of(seed=1), 0)
+    sealed_folder.write(tmp_path / "v1", through.save)
+    through.update(groups_of(seed=2), 1)
+    sealed_folder.write(tmp_path / "v2", through.save)
+    assert through.learning_rate == pytest.approx(1e-3 * 2 / 4)
+
+    _, again = trl_trainer(folder, run)
+    again.load(tmp_path / "v1")
+    again.update(groups_of(seed=2), 1)
+    sealed_folder.write(tmp_path / "again", again.save)
+    assert sealed_folder.verify(tmp_path / "again") == sealed_folder.verify(tmp_path / "v2")
+
+
+def test_ours_goes_on_from_its_checkpoint(trl: None, folder: Path, tmp_path: Path) -> None:
+    run = asked()
+    _, theirs = trl_trainer(folder, run)
+    theirs.update(groups_of(), 0)
+    sealed_folder.write(tmp_path / "v1", theirs.save)
+    _, ours = trainer_of(folder, run)
+    ours.load(tmp_path / "v1")
+    assert ours.updates == 1
+    assert ours.update(groups_of(seed=1), 1).skipped is None
+
+
+@KINDS
+def test_the_policy_comes_back_as_it_was_lent(trl: None, folder: Path, lora_r: int) -> None:
+    """TRL replaces the model's forward, its special tokens, and seeds every generator of the process."""
+    policy, trainer = trl_trainer(folder, asked(lora_r, algorithm__kl_coef=0.1))
+    with policy.training() as model:
+        before = str(vars(model).keys()), model.config.to_dict()  # type: ignore[operator,union-attr]
+    random.seed(1)
+    torch.manual_seed(1)
+    drawn = random.getstate(), torch.random.get_rng_state()
+    trainer.update(groups_of(), 0)
+    assert random.getstate() == drawn[0]
+    assert torch.equal(torch.random.get_rng_state(), drawn[1])
+    with policy.training() as model:
+        assert (str(vars(model).keys()), model.config.to_dict()) == before  # type: ignore[operator,union-attr]
+        assert not any("forward" in vars(module) for module in model.modules())
+
+
+@KINDS
+@pytest.mark.slow
+def test_after_a_gradient_that_is_not_finite_the_last_checkpoint_leads_on_as_if_nothing_was(
+    trl: None, folder: Path, tmp_path: Path, lora_r: int
+) -> None:
+    run = asked(lora_r, exact=False, algorithm__scale="none")
+    _, trainer = trl_trainer(folder, run)
+    trainer.update(groups_of(), 0)
+    sealed_folder.write(tmp_path / "v1", trainer.save)
+    far = [Group(g.task, tuple(replace(e, reward=1e30 * (e.reward or 0)) for e in g.episodes)) for g in groups_of()]
+    update = trainer.update(far, 1)
+    assert update.bad
+    assert "the gradient's norm is inf" in (update.skipped or "")
+    assert (trainer.iteration, trainer.updates) == (0, 1)
+    trainer.load(tmp_path / "v1")
+    trainer.update(groups_of(seed=2), 2)
+    _, without = trl_trainer(folder, run)
+    without.update(groups_of(), 0)
+    without.update(groups_of(seed=2), 2)
+    assert unchanged(trainer, tmp_path / "next", saved(without, tmp_path / "without"))
+
+
+def test_where_nothing_can_be_learned_the_update_is_skipped(trl: None, folder: Path) -> None:
+    _, trainer = trl_trainer(folder, asked())
+    update = trainer.update(groups_of(equal=True), 0)
+    assert update.skipped == "no advantage differs from 0"
+    assert set(update.advantages.values()) == {0.0}
+
+
+def test_a_group_that_is_not_whole_is_dropped_with_the_reason(trl: None, folder: Path) -> None:
+    _, trainer = trl_trainer(folder, asked())
+    groups = some_alike()
+    lost = replace(groups[0].episodes[0], status="infra_error")
+    first = replace(groups[0], episodes=(lost, *groups[0].episodes[1:]))
+    e = groups[2].episodes[0]
+    cut = replace(e, steps=(e.steps[0], replace(e.steps[1], new_row="the template could not go on")))
+    third = replace(groups[2], episodes=(cut, *groups[2].episodes[1:]))
+    update = trainer.update([first, groups[1], third, groups[3]], 0)
+    assert update.dropped == {
+        0: "3 of 4 episodes can train: TRL takes whole groups",
+        2: "3 of 4 episodes are one training row: TRL takes whole groups",
+    }
+    assert (update.skipped, update.metrics["rows"]) == (None, 8)
+    assert trainer.update([first], 1).skipped == "no group is whole"
+
+
+def test_the_microbatches_are_as_large_as_their_tokens_allow() -> None:
+    from agentrl.workflow.training.trl_trainer import rows_at_once
+
+    rows = rows_of([episode for group in groups_of() for episode in group.episodes])
+    width = max(row.prefix + 1 for row in rows) + max(len(row.input_ids) - row.prefix - 1 for row in rows)
+    assert [rows_at_once(rows, tokens * width, 1) for tokens in (0, 1, 3, 5, 100)] == [1, 1, 2, 4, 16]
+    assert [rows_at_once(rows, 10**6, at_least) for at_least in (2, 3, 100)] == [8, 4, 1]
+
+
+def test_memory_that_does_not_suffice_is_said(trl: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from agentrl.workflow.training import trl_trainer as module
+
+    def exhausted(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    _, trainer = trl_trainer(folder, asked())
+    monkeypatch.setattr(module, "_anchored", exhausted)
+    with pytest.raises(InfraError, match=r"Lower update\.microbatch_tokens"):
+        trainer.update(groups_of(), 0)
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"algorithm.name": "ppo"}, "the algorithm ppo, where TRL's GRPOTrainer has cispo, dapo, dr_grpo, grpo, gspo, sapo"),
+        ({"algorithm.name": "rloo"}, "the algorithm rloo"),
+        ({"algorithm.name": "opo"}, "the algorithm opo"),
+        (
+            {"algorithm.aggregation": "seq-mean-token-sum-norm"},
+            "aggregation=seq-mean-token-sum-norm of grpo, where TRL has tok",
+        ),
+        ({"algorithm.kl_coef": 0.1, "algorithm.kl_in": "reward"}, "algorithm.kl_in=reward with k3"),
+        ({"algorithm.kl_coef": 0.1, "algorithm.kl_estimator": "k2"}, "algorithm.kl_in=loss with k2"),
+        ({"algorithm.kl_coef": 0.1, "algorithm.kl_target": 0.1}, "algorithm.kl_target"),
+        (
+            {"algorithm.name": "gspo", "algorithm.kl_coef": 0.1, "algorithm.kl_estimator": "k3-corrected"},
+            "algorithm.kl_estimator=k3-corrected with gspo, where TRL multiplies it by the ratio of the whole row",
+        ),
+        ({"algorithm.entropy_coef": 0.1}, "algorithm.entropy_coef with aggregation=seq-mean-token-mean, where TRL's bonus is"),
+        ({"update.epochs": 2, "model.lora_dropout": 0.1}, "update.epochs above 1 with model.lora_dropout"),
+        ({"source.runs": ["first"]}, "stored episodes"),
+        ({"rollout.max_staleness": 1}, "rollout.max_staleness above 0"),
+        ({"update.batch_size": 8}, "update.batch_size"),
+        ({"update.epochs": 2, "update.max_kl": 0.1}, "update.max_kl"),
+        ({"update.max_sampler_difference": 0.1}, "update.max_sampler_difference"),
+        ({"model.load_in_4bit": True}, "a quantised base"),
+    ],
+)
+def test_what_trl_would_not_do_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match="The trainer trl cannot do this: ") as found:
+        check_trainer(settled_run(build({"update.trainer": "trl", **values})))
+    assert said in found.value.message
+
+
+def test_the_convention_is_trl_s_where_none_is_named_and_verl_s_is_refused() -> None:
+    config, origins = resolve(flags={"update.trainer": "trl"})
+    assert (config.algorithm.convention, origins["algorithm.convention"]) == ("trl", "flag")
+    assert resolve()[0].algorithm.convention == "verl"
+    assert RunConfig.model_validate(config.model_dump()) == config
+    verl, _ = resolve(assignments=("update.trainer=trl", "algorithm.convention=verl"))
+    with pytest.raises(ConfigError, match=r"algorithm\.convention=verl, where TRL computes in its own"):
+        check_trainer(settled_run(verl))
+
+
+def test_a_run_of_trl_s_is_refused_when_it_is_submitted(own_database: Database, folder: Path) -> None:
+    values = {"dataset.name": "arithmetic", "model.path": str(folder), "update.trainer": "trl", "algorithm.name": "ppo"}
+    with pytest.raises(ConfigError, match="The trainer trl cannot do this: the algorithm ppo"):
+        prepare(own_database, build(values))
+
+
+def test_what_is_minimised_is_trl_s_word_for_it() -> None:
+    def words(**values: Any) -> tuple[str, str, float]:
+        found = grpo_options(settled_run(asked(**values)))
+        return found["loss_type"], found["importance_sampling_level"], found.get("epsilon_high", 0.0)
+
+    assert words() == ("grpo", "token", 0.2)
+    assert words(algorithm__name="gspo") == ("grpo", "sequence", 4e-4)
+    assert words(algorithm__name="cispo") == ("cispo", "token", 5.0)
+    assert words(algorithm__name="sapo") == ("sapo", "token", 0.0)
+
+
+@pytest.mark.slow
+def test_without_the_extra_it_is_one_sentence_and_what_to_install() -> None:
+    """In a process that cannot see TRL: the check says so, and nothing else needed it."""
+    program = (
+        "import importlib.metadata as metadata, sys\n"
+        "def gone(name, real=metadata.version):\n"
+        "    if name == 'trl': raise metadata.PackageNotFoundError(name)\n"
+        "    return real(name)\n"
+        "metadata.version = gone\n"
+        "sys.modules['trl'] = None\n"
+        "import agentrl.workflow.training.trl_trainer\n"
+        "from agentrl.workflow.training.trl_options import require_trl\n"
+        "try: require_trl()\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "ConfigError The trainer trl needs TRL, which is not installed here. pip install 'agentrl[trl]'\n", (
+        done
+    )
+
+
+# --- a run --------------------------------------------------------------------------------------------------------------------
+
+
+def published(database: Database, run: str) -> list[tuple[int, str]]:
+    query = "SELECT version, sha256 FROM policies WHERE run_id = (SELECT id FROM runs WHERE name = :run) ORDER BY 1"
+    with database.read() as tx:
+        return [(version, sha256) for version, sha256 in tx.execute(text(query), {"run": run})]
+
+
+@pytest.mark.slow
+def test_a_run_by_trl_that_is_killed_between_its_update_and_the_commit_ends_as_the_same_run_left_alone(
+    trl: None, stack: Stack, folder: Path, tmp_path: Path
+) -> None:
+    stack.environment |= {"AGENTRL_FAULT_DIR": str(tmp_path), "AGENTRL_FAULT": "update.after:3:kill"}
+    asked = ("submit", "--dataset", "arithmetic", "--model", str(folder), "--max-samples", "8", *SMALL, "--trainer", "trl")
+    asked = (*asked, "-s", "model.numerics=exact", "--wait", "--name")
+    stack.agentrl(*asked, "alone")
+    stack.agentrl(*asked, "killed")
+    assert (tmp_path / "update.after").stat().st_size == 5, "two updates, and two of which one was made again"
+    assert [listings.describe_run(stack.database, run)["status"] for run in ("alone", "killed")] == ["done", "done"]
+    versions = published(stack.database, "alone")
+    assert len({sha256 for _, sha256 in versions}) == 3
+    assert published(stack.database, "killed") == versions
+    query = "SELECT iteration, policy_version, loss, entropy FROM v_iterations WHERE run = 'killed' ORDER BY 1"
+    rows = json.loads(stack.agentrl("sql", query, "--json"))
+    assert [(row["iteration"], row["policy_version"]) for row in rows] == [(1, 0), (2, 1)]
+    assert all(row["entropy"] > 0 for row in rows)
+    with stack.database.read() as tx:
+        assert tx.execute(text("SELECT count(*) FROM consumptions")).scalar_one() == 64

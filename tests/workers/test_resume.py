@@ -1,0 +1,296 @@
+"""An episode goes on in the middle: from its committed tokens, by whoever claims its group next, and by nobody else."""
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+from celery.exceptions import Ignore
+
+from agentrl.workers.jobs.episode_loop import GroupRollout
+from agentrl.workers.jobs.rollout_job import _guarded
+from agentrl.workers.jobs.rollout_job import rollout as rollout_job
+from agentrl.workers.jobs.tools_job import call as call_job
+from agentrl.workers.stack import dispatch
+from agentrl.workers.stack.dispatch import MOST_SENDS, NOBODY
+from agentrl.workers.stack.process import stopping
+from agentrl.workers.stack.supervisor import Child, Supervisor
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.engines import GenerateRequest
+from agentrl.workflow.envs import Env
+from agentrl.workflow.plugins import find, names
+from agentrl.workflow.settings import Settings
+from agentrl.workflow.store import listings, rollout_claims
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.tool_calls import record_result
+from agentrl.workflow.trajectory import Episode, Message
+from tests.faults.invariants import dump
+from tests.support.played_runs import CALL, EXPIRED, LEASE, answered, claim, start, step, submission, value, values
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.small_models import chat
+from tests.workers.test_workers import ANSWER
+from tests.workers.test_workers import in_memory as in_memory
+
+ASK_TWICE = chat().turn(Message("assistant", "", tool_calls=(CALL.call, CALL.call)))
+TOOLS = ("calculator",)
+restarted = Env(tools=TOOLS, rewards={"numeric_answer": 1.0}, resumability="restart")
+
+
+class Worker:
+    """Claims the group and drives it, one event at a time; remembers what it asked the sampler for."""
+
+    def __init__(self, db: Database, group: int, lease: float = EXPIRED) -> None:
+        self.requests: list[GenerateRequest] = []
+        work = claim(db, group, lease=lease)
+        engine = ScriptedEngine(self._turn, workers=1)
+        config = RunConfig.model_validate(work.config)
+        self.driver = GroupRollout(db, work, config, engine, chat(), SimpleQueue(), set())
+
+    def _turn(self, request: GenerateRequest) -> tuple[int, ...]:
+        self.requests.append(request)
+        return ASK_TWICE if request.position == 0 else ANSWER
+
+    def samples(self, turns: int = 2) -> "Worker":
+        """So many turns come from the sampler and are committed."""
+        for _ in range(turns):
+            self.driver.handle([self.driver.inbox.get(timeout=60)])
+        return self
+
+    def starts(self) -> "Worker":
+        """From where the record stands."""
+        self.driver.start()
+        return self
+
+
+def group_of(db: Database, env: str = "math") -> int:
+    """The only group of a new run of that env, sent."""
+    wanted = submission(tasks=1)
+    (group,) = start(db, replace(wanted, config={**wanted.config, "env": env}))
+    return group
+
+
+@pytest.fixture
+def sent(in_memory: None) -> Iterator[Callable[[], list[int]]]:
+    """A function that takes the calls that were sent to the tools so far."""
+    with dispatch.app.connection_for_read() as connection, connection.SimpleQueue("tools") as queue:
+        queue.clear()
+
+        def taken() -> list[int]:
+            found = []
+            while queue.qsize():
+                message = queue.get_nowait()
+                found.append(message.decode()[0][0])
+                message.ack()
+            return found
+
+        yield taken
+
+
+def answer(db: Database, calls: Sequence[int] = ()) -> None:
+    """The tools answer these calls, or all that are open."""
+    for call in calls or values(db, "SELECT id FROM tool_calls WHERE result IS NULL"):
+        assert record_result(db, call, answered(), datetime.now(UTC), "tools:1")
+
+
+def stored(db: Database) -> dict[int, tuple[int, ...]]:
+    """Episode -> the tokens of its first step."""
+    ids = values(db, "SELECT id FROM episodes ORDER BY id")
+    return {episode: listings.find_episode(db, episode).episode.context_ids for episode in ids}
+
+
+def test_a_job_that_is_sent_again_goes_on_from_exactly_the_committed_tokens(
+    sqlite: Database, sent: Callable[[], list[int]]
+) -> None:
+    group = group_of(sqlite)
+    first = Worker(sqlite, group).starts().samples()
+    answer(sqlite)
+    first.driver.look()  # it observes, asks for the second turn, and dies
+    prefixes = stored(sqlite)
+    heir = Worker(sqlite, group).starts().samples()
+    assert set(values(sqlite, "SELECT status FROM episodes")) == {"done"}
+    assert [request.position for request in heir.requests] == [len(ASK_TWICE)] * 2
+    for request, prefix in zip(heir.requests, prefixes.values(), strict=True):
+        assert request.prompt_ids[: len(prefix)] == prefix
+        assert len(request.prompt_ids) > len(prefix)
+    second = [request for request in first.requests if request.position]
+    assert heir.requests == second, "it asks for what the first worker asked for"
+
+
+def test_what_a_lost_tools_worker_may_have_begun_is_sent_again_as_soon_as_it_is_missed_but_not_for_ever(
+    own_database: Database, sent: Callable[[], list[int]], tmp_path: Path
+) -> None:
+    Worker(own_database, group_of(own_database), LEASE).starts().samples()
+    asked = sent()
+    answer(own_database, asked[1:2])
+    with subprocess.Popen(["true"]) as lost:
+        lost.wait()
+    watching = Supervisor(Settings(home=tmp_path))
+    for _ in range(1, MOST_SENDS):
+        watching._revive(Child("control", lost, started=time.monotonic()))
+        watching._revive(Child("tools", lost, started=time.monotonic()))
+        watching.news.join()
+        assert sent() == [asked[0], *asked[2:]]
+    watching._revive(Child("tools", lost, started=time.monotonic()))
+    watching.news.join()
+    assert sent() == []
+    call_job(asked[0], NOBODY)
+    assert values(own_database, "SELECT count(*) FROM tool_calls WHERE result IS NULL") == [2]
+
+
+def test_a_sampled_step_is_never_sampled_again_and_only_its_calls_without_a_result_are_sent_again(
+    sqlite: Database, sent: Callable[[], list[int]]
+) -> None:
+    group = group_of(sqlite)
+    Worker(sqlite, group).starts().samples()
+    calls = sent()
+    assert len(calls) == 4
+    before = dump(sqlite)
+    answer(sqlite, calls[:1])
+    heir = Worker(sqlite, group).starts()
+    assert sorted(sent()) == sorted(calls[1:])
+    assert heir.requests == []
+    assert dump(sqlite)["steps"] == before["steps"]
+    assert dump(sqlite)["step_tokens"] == before["step_tokens"]
+    answer(sqlite, calls[1:])
+    heir.driver.look()
+    heir.samples()
+    assert values(sqlite, "SELECT number FROM steps ORDER BY id") == [0, 0, 1, 1]
+    assert values(sqlite, "SELECT starts FROM tool_calls") == [1] * 4
+    assert values(sqlite, "SELECT attempts FROM v_tool_calls ORDER BY id") == [1, 2, 2, 2]
+
+
+def test_an_episode_whose_calls_were_all_answered_while_nobody_held_it_is_observed_and_goes_on(
+    sqlite: Database, sent: Callable[[], list[int]]
+) -> None:
+    group = group_of(sqlite)
+    Worker(sqlite, group).starts().samples()
+    answer(sqlite)
+    sent()
+    Worker(sqlite, group).starts().samples()
+    assert sent() == []
+    assert values(sqlite, "SELECT status FROM episodes") == ["done"] * 2
+
+
+def test_an_env_that_is_not_replayed_begins_again_with_the_same_key_and_keeps_the_old_rows(
+    sqlite: Database, sent: Callable[[], list[int]]
+) -> None:
+    group = group_of(sqlite, f"{__name__}:restarted")
+    first = Worker(sqlite, group).starts().samples()
+    heir = Worker(sqlite, group).starts().samples()
+    assert heir.requests == first.requests, "no attempt is in the key"
+    assert values(sqlite, "SELECT attempt || '/' || number FROM steps ORDER BY id") == ["0/0", "0/0", "1/0", "1/0"]
+    old, new = (
+        values(
+            sqlite,
+            "SELECT sampled_ids FROM step_tokens t JOIN steps s ON s.id = t.step_id WHERE s.attempt = :attempt",
+            attempt=attempt,
+        )
+        for attempt in (0, 1)
+    )
+    assert old == new
+    answer(sqlite)
+    heir.driver.look()
+    heir.samples()
+    assert values(sqlite, "SELECT steps FROM episodes") == [2, 2]
+
+
+def test_a_message_that_comes_twice_while_its_group_is_held_changes_nothing(own_database: Database) -> None:
+    group = group_of(own_database)
+    claim(own_database, group)
+    before = dump(own_database)
+    for _ in range(2):
+        with pytest.raises(Ignore):
+            rollout_job([group])
+    assert dump(own_database) == before
+
+
+def test_a_worker_that_is_stopping_claims_no_group_only_to_hand_it_back(own_database: Database) -> None:
+    group = group_of(own_database)
+    before = dump(own_database)
+    stopping.set()
+    try:
+        with pytest.raises(Ignore):
+            rollout_job([group])
+    finally:
+        stopping.clear()
+    assert dump(own_database) == before
+
+
+def test_a_message_that_comes_again_after_its_group_is_finished_counts_and_changes_nothing(
+    own_database: Database, sent: Callable[[], list[int]]
+) -> None:
+    group = group_of(own_database)
+    worker = Worker(own_database, group, LEASE).starts().samples()
+    answer(own_database)
+    worker.driver.look()
+    worker.samples()
+    before = dump(own_database)
+    assert rollout_job([group]) == 1
+    assert dump(own_database) == before
+
+
+@pytest.mark.parametrize("asleep", ["sampling", "waiting for tools", "before its last turn is stored"])
+def test_a_worker_that_wakes_up_after_its_group_was_taken_over_writes_nothing(
+    sqlite: Database, sent: Callable[[], list[int]], asleep: str
+) -> None:
+    group = group_of(sqlite)
+    zombie = Worker(sqlite, group).starts()
+    if asleep != "sampling":
+        zombie.samples()
+    if asleep == "before its last turn is stored":
+        answer(sqlite)
+        zombie.driver.look()
+    heir = Worker(sqlite, group, LEASE).starts()
+    if asleep == "waiting for tools":
+        answer(sqlite)
+    before = dump(sqlite)
+    if asleep == "waiting for tools":
+        _guarded(zombie.driver, zombie.driver.look)
+    else:
+        _guarded(zombie.driver, lambda: zombie.driver.handle([zombie.driver.inbox.get(timeout=60)]))
+    assert not zombie.driver.live
+    fence = zombie.driver.work.fence
+    rollout_claims.hand_back(sqlite, fence)
+    rollout_claims.fail_attempt(sqlite, fence, "InfraError", "too late", 1)
+    assert rollout_claims.extend_leases(sqlite, [fence], LEASE) == set()
+    assert dump(sqlite) == before
+    assert heir.driver.live
+
+
+def test_what_a_finished_group_says_of_its_worker_is_not_erased(sqlite: Database, sent: Callable[[], list[int]]) -> None:
+    group = group_of(sqlite)
+    worker = Worker(sqlite, group).starts().samples()
+    answer(sqlite)
+    worker.driver.look()
+    worker.samples()
+    before = dump(sqlite)
+    rollout_claims.hand_back(sqlite, worker.driver.work.fence)
+    assert dump(sqlite) == before
+
+
+def test_one_failure_of_an_attempt_is_counted_once(sqlite: Database) -> None:
+    fence = claim(sqlite, group_of(sqlite)).fence
+    for _ in range(3):
+        assert not rollout_claims.fail_attempt(sqlite, fence, "InfraError", "down", 3)
+    assert value(sqlite, "SELECT failures FROM groups") == 1
+
+
+@pytest.mark.parametrize("name", names("envs"))
+def test_a_shipped_env_that_is_replayed_says_the_same_each_time(name: str) -> None:
+    env: Env = find("envs", name)
+    assert env.resumability == "replay"
+    tasks = submission(tasks=3).tasks
+
+    def played() -> list[Any]:
+        made = tuple(replace(CALL.call, name=name) for name in env.toolset())
+        said = Message("assistant", "", tool_calls=made)
+        turns = [replace(step(index), message=said, results=(answered(text),) * len(made)) for index, text in enumerate("121")]
+        lived = [[Episode(task, steps=tuple(turns[:count])) for count in (1, 2, 3)] for task in tasks]
+        return [(env.reset(episodes[0].task), [env.step(episode) for episode in episodes]) for episodes in lived]
+
+    assert played() == played()

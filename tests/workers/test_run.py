@@ -1,0 +1,288 @@
+"""Whole runs through real workers, a real Redis and a real database, with a small random model that really samples and
+trains.
+"""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from agentrl.workers.stack.celery_app import broker_url
+from agentrl.workflow.checkpoints import sealed_folder
+from agentrl.workflow.settings import Settings
+from agentrl.workflow.store import listings
+from agentrl.workflow.store.connect import Database
+from tests.support.gate import at_gate, open_gate
+from tests.support.real_stack import SMALL, Stack
+from tests.support.real_stack import stack as stack
+from tests.support.small_models import tiny_random
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of two layers."""
+    return tiny_random(tmp_path_factory.mktemp("model") / "random")
+
+
+def count(database: Database, query: str) -> int:
+    """One number from the rows."""
+    with database.read() as tx:
+        return int(tx.execute(text(query)).scalar_one())
+
+
+def assert_whole(database: Database, iterations: int, episodes: int, trained: int = 1) -> None:
+    """What every finished run owes: each planned episode ended once, was consumed at most once, each version is there."""
+    assert count(database, "SELECT count(*) FROM iterations WHERE status = 'done'") == iterations
+    assert count(database, "SELECT count(*) FROM episodes") == episodes
+    assert count(database, "SELECT count(*) FROM episodes WHERE status = 'done'") == episodes
+    assert count(database, "SELECT count(*) FROM policies") == iterations + 1
+    steps = count(database, "SELECT count(*) FROM policies WHERE kind = 'trained'")
+    assert steps >= trained
+    assert steps + count(database, "SELECT count(*) FROM iterations WHERE skipped <> ''") == iterations
+    assert count(database, "SELECT count(*) FROM (SELECT episode_id FROM consumptions GROUP BY 1 HAVING count(*) > 1) x") == 0
+    assert count(database, "SELECT count(*) FROM steps WHERE id NOT IN (SELECT step_id FROM step_tokens)") == 0
+    unanswered = "SELECT count(*) FROM tool_calls WHERE result IS NULL AND episode_id IN"
+    assert count(database, f"{unanswered} (SELECT id FROM episodes WHERE stop_reason = 'answered')") == 0
+
+
+def test_a_run_rolls_out_trains_and_ends_as_planned_and_its_rows_can_be_asked_about(stack: Stack, model: Path) -> None:
+    name = stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", *SMALL, "--wait")
+    run = name.strip()
+    assert_whole(stack.database, iterations=2, episodes=32)
+    assert listings.describe_run(stack.database, run)["status"] == "done"
+    rows = json.loads(stack.agentrl("sql", "SELECT iteration, episodes, policy_version FROM v_iterations ORDER BY 1", "--json"))
+    assert [(row["iteration"], row["episodes"], row["policy_version"]) for row in rows] == [(1, 16, 0), (2, 16, 1)]
+    listed = json.loads(stack.agentrl("episodes", run, "--json"))
+    assert len(listed) == 32
+    assert "reward" in stack.agentrl("replay", str(listed[0]["id"]))
+
+
+@pytest.mark.slow
+def test_submitting_the_same_name_twice_makes_one_run(stack: Stack, model: Path) -> None:
+    asked = ("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "4", "--name", "twice", *SMALL)
+    assert stack.agentrl(*asked) == stack.agentrl(*asked, "--wait") == "twice\n"
+    assert_whole(stack.database, iterations=1, episodes=16)
+    stack.agentrl(*asked, "--seed", "7", code=3)
+
+
+@pytest.mark.slow
+def test_a_rollout_worker_killed_in_the_middle_costs_no_episode(stack: Stack, model: Path, tmp_path: Path) -> None:
+    """Twice: it kills itself where it has just committed some turns, the first of the run and later ones."""
+    blows = ("commit_sampled.after:2:kill", "commit_sampled.after:9:kill")
+    stack.environment |= {"AGENTRL_FAULT_DIR": str(tmp_path), "AGENTRL_FAULT": ",".join(blows)}
+    run = stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "16", *SMALL).strip()
+    stack.wait_for(run)
+    assert_whole(stack.database, iterations=4, episodes=64)
+    assert count(stack.database, "SELECT sum(losses) FROM groups") >= len(blows)
+
+
+GATED = (*SMALL[:-1], "hooks=[tests.support.parity_hook:Lucky,tests.support.gate:AtStart]")
+"""The same, each group held before its first token."""
+
+HELD = "SELECT count(*) FROM groups WHERE status = 'running' AND worker <> ''"
+
+
+def held_run(stack: Stack, model: Path) -> str:
+    """A run of two iterations, the first of which a worker has begun and cannot end before the gate is open."""
+    run = stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", *GATED).strip()
+    stack.wait(lambda: at_gate(stack.home, "rollout"), "a group being claimed")
+    return run
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_told_to_stop_hands_its_claims_back_and_no_loss_is_counted(stack: Stack, model: Path) -> None:
+    run = held_run(stack, model)
+    before = stack.workers("rollout,train")
+    stack.kill_worker("rollout,train", signal.SIGTERM)
+    stack.wait(lambda: not before & stack.workers("rollout,train"), "its end")
+    open_gate(stack.home, "rollout")
+    stack.wait_for(run)
+    assert_whole(stack.database, iterations=2, episodes=32)
+    assert count(stack.database, "SELECT max(losses) FROM groups") == 0
+    assert count(stack.database, "SELECT max(attempt) FROM groups") == 2
+
+
+@pytest.mark.slow
+def test_a_paused_run_stands_still_until_it_is_resumed(stack: Stack, model: Path) -> None:
+    run = held_run(stack, model)
+    stack.agentrl("pause", run)
+    stack.agentrl("pause", run)
+    open_gate(stack.home, "rollout")
+    stack.wait(lambda: count(stack.database, HELD) == 0, "what was begun being finished or dropped")
+    assert listings.describe_run(stack.database, run)["status"] == "paused"
+    assert count(stack.database, "SELECT count(*) FROM iterations WHERE status = 'done'") == 0
+    stack.agentrl("resume", run)
+    stack.wait_for(run)
+    assert_whole(stack.database, iterations=2, episodes=32)
+    stack.agentrl("resume", run, code=6)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_done_is_made_longer_and_stays_one_run(stack: Stack, model: Path) -> None:
+    words = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", "--iterations", "2", *SMALL[2:])
+    run = stack.agentrl("submit", *words, "--wait").strip()
+    said = stack.agentrl("resume", run, "--iterations", "1")
+    assert said.startswith(f"{run}: running (was done)\n  longer: 2 -> 3 iterations\n")
+    stack.wait_for(run)
+    assert_whole(stack.database, iterations=3, episodes=48)
+    assert [row["run"] for row in json.loads(stack.agentrl("runs", "--json"))] == [run]
+
+
+@pytest.mark.slow
+def test_a_cancelled_run_stays_cancelled(stack: Stack, model: Path) -> None:
+    run = held_run(stack, model)
+    stack.agentrl("cancel", run)
+    stack.agentrl("cancel", run)
+    stack.agentrl("resume", run, code=6)
+    open_gate(stack.home, "rollout")
+    stack.agentrl("down")
+    assert listings.describe_run(stack.database, run)["status"] == "cancelled"
+    assert count(stack.database, "SELECT count(*) FROM episodes WHERE status <> 'cancelled'") == 0
+
+
+@pytest.mark.slow
+def test_workers_started_by_hand_run_on_postgres_and_redis_by_url(
+    redis_server: Settings, postgres: Database, model: Path, tmp_path: Path
+) -> None:
+    stack = Stack(
+        tmp_path / "home",
+        AGENTRL_DATABASE_URL=postgres.url.render_as_string(hide_password=False),
+        AGENTRL_BROKER_URL=broker_url(redis_server),
+    )
+    try:
+        for role in ("rollout", "train", "tools", "control"):
+            stack.worker(role)
+        asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "8")
+        run = stack.agentrl("submit", *asked, *SMALL, "--detach")
+        assert "done" in stack.agentrl("watch", run.strip())
+        assert_whole(stack.database, iterations=2, episodes=32)
+        assert "done" in stack.agentrl("runs")
+        assert json.loads(stack.agentrl("sql", f"SELECT status FROM v_runs WHERE run = '{run.strip()}'", "--json"))
+    finally:
+        stack.close()
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_a_run_of_its_own_with_an_interval(stack: Stack, model: Path) -> None:
+    said = json.loads(
+        stack.agentrl("eval", "--policy", str(model), "--dataset", "arithmetic", "--split", "test", "-n", "6", "--json")
+    )
+    assert said["episodes"] == 6
+    assert 0 <= said["low"] <= said["mean_reward"] <= said["high"] <= 1
+    assert said["interval_by"] == "Wilson"
+    assert count(stack.database, "SELECT count(*) FROM policies") == 1
+
+
+def hub_cache(folder: Path, name: str) -> Path:
+    """A hub cache that holds one random model under that name, as a download would have left it."""
+    repository = folder / "hub" / f"models--{name.replace('/', '--')}"
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    tiny_random(repository / "snapshots" / revision)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    return folder
+
+
+def gsm8k_rows(folder: Path) -> Path:
+    """Two rows in the published format."""
+    rows = [
+        {"question": "Ann has 2 pens and buys 3. How many?", "answer": "2+3=<<2+3=5>>5 pens.\n#### 5"},
+        {"question": "Four boxes of 6 eggs. How many eggs?", "answer": "4*6=<<4*6=24>>24 eggs.\n#### 24"},
+    ]
+    folder.mkdir()
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.slow
+def test_the_first_command_of_the_readme_runs_from_a_hub_cache(short_folder: Path) -> None:
+    stack = Stack(
+        short_folder / "home",
+        HF_HOME=str(hub_cache(short_folder / "hf", "Qwen/Qwen2.5-0.5B-Instruct")),
+        AGENTRL_GSM8K_DIR=str(gsm8k_rows(short_folder / "gsm8k")),
+        AGENTRL_IDLE_STOP_SECONDS="3600",
+    )
+    try:
+        run = stack.agentrl("submit", "--dataset", "gsm8k", "--epochs", "3").strip()
+        stack.wait_for(run)
+        assert_whole(stack.database, iterations=3, episodes=48, trained=0)  # a random model is hardly ever right
+        assert listings.describe_run(stack.database, run)["model"] == "Qwen/Qwen2.5-0.5B-Instruct"
+        assert count(stack.database, "SELECT count(*) FROM runs WHERE length(base_hash) = 64") == 1
+    finally:
+        stack.close()
+
+
+HOOK = """
+from pathlib import Path
+
+from agentrl.workflow.hooks import Hook
+
+
+class Diary(Hook):
+    def _note(self, place):
+        with Path(__file__).with_name("diary").open("a") as file:
+            file.write(place + "\\n")
+
+    def on_run_start(self, run, config): self._note("run_start")
+    def on_rollout_start(self, episode): self._note("rollout_start")
+    def on_trace_start(self, episode): self._note("trace_start")
+    def on_trace_end(self, episode): self._note("trace_end")
+    def on_update_end(self, run, iteration, metrics): self._note("update_end")
+
+    def on_rollout_end(self, episode):
+        self._note("rollout_end")
+        if episode.sample == 3:
+            raise ValueError("no third one")
+        return {"turns": float(len(episode.steps))}
+"""
+
+
+@pytest.mark.slow
+def test_hooks_are_called_and_add_reward_parts_and_one_that_raises_fails_its_episode(short_folder: Path, model: Path) -> None:
+    (short_folder / "diary_hook.py").write_text(HOOK.replace("\\\\", "\\"))
+    stack = Stack(short_folder / "home", PYTHONPATH=str(short_folder), AGENTRL_IDLE_STOP_SECONDS="3600")
+    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "4", "--epochs", "1", "--group-size", "4")
+    try:
+        stack.agentrl("submit", *asked, "--max-new-tokens", "12", "-s", "hooks=[diary_hook:Diary]", "--wait")
+    finally:
+        stack.close()
+    noted = (short_folder / "diary").read_text().split()
+    steps = count(stack.database, "SELECT count(*) FROM steps")
+    assert {place: noted.count(place) for place in set(noted)} == {
+        "run_start": 1,
+        "rollout_start": 16,
+        "trace_start": steps,
+        "trace_end": steps,
+        "rollout_end": 16,
+        "update_end": 1,
+    }
+    assert count(stack.database, "SELECT count(*) FROM rewards WHERE part = 'turns' AND value >= 1") == 12
+    assert count(stack.database, "SELECT count(*) FROM episodes WHERE status = 'failed' AND error LIKE '%no third one%'") == 4
+    assert count(stack.database, "SELECT count(*) FROM episodes WHERE status = 'done' AND reward >= 1") == 12
+
+
+@pytest.mark.slow
+def test_two_runs_into_one_folder_keep_their_checkpoints_and_the_newest_can_be_sampled(stack: Stack, model: Path) -> None:
+    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", "--output-dir", str(stack.home / "out"))
+    for seed in ("0", "1"):
+        stack.agentrl("submit", *asked, *SMALL, "--seed", seed, "--name", f"seed-{seed}", "--wait")
+    with stack.database.read() as tx:
+        trained = list(tx.execute(text("SELECT path, sha256 FROM policies WHERE kind = 'trained'")).all())
+    assert len({row.path for row in trained}) == 4
+    assert all(sealed_folder.sha256_file(sealed_folder.weights_of(Path(row.path))) == row.sha256 for row in trained)
+    said = json.loads(stack.agentrl("eval", "--policy", "seed-0@2", "-n", "2", "--json"))
+    assert said["episodes"] == 2
+
+
+@pytest.mark.slow
+def test_without_any_redis_the_stack_is_one_process_and_says_so(short_folder: Path, model: Path) -> None:
+    stack = Stack(short_folder / "home", AGENTRL_REDIS_SERVER="none", AGENTRL_IDLE_STOP_SECONDS="3600")
+    try:
+        stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", *SMALL, "--wait")
+        assert_whole(stack.database, iterations=2, episodes=32)
+        assert "in-memory broker" in stack.logs()
+    finally:
+        stack.close()

@@ -1,0 +1,77 @@
+"""A checkpoint that cannot be read is reported to its run's rows; the run's train job then makes it again (`train_job`)."""
+
+from logging import getLogger
+from typing import TYPE_CHECKING
+
+from agentrl.workers.stack.dispatch import send_train
+from agentrl.workers.stack.process import database
+from agentrl.workflow.algorithms import credits_alike
+from agentrl.workflow.checkpoints import checkpoint_cache
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.errors import CheckpointError, ConfigError, ServiceError
+from agentrl.workflow.store import repair
+from agentrl.workflow.store.repair import Rebuild
+from agentrl.workflow.store.train_claims import IterationWork
+from agentrl.workflow.trajectory import PolicyRef
+
+if TYPE_CHECKING:
+    from agentrl.workflow.training.reports import Update
+
+log = getLogger("agentrl.mend")
+
+
+def report(run_id: int, policy: PolicyRef, part: checkpoint_cache.Part) -> int | None:
+    """Marks the policy's checkpoint as broken if it is.
+
+    Returns:
+        The iteration whose train job makes it again; None where it is whole, cannot be seen from this host, or belongs to no
+        run that trains.
+
+    Raises:
+        ServiceError: nothing is known: the store or the database was away for long, or this host has no space.
+    """
+    try:
+        fault = checkpoint_cache.fault_of(policy.path, policy.sha256, part) if policy.path else ""
+    except ConfigError as error:
+        log.warning("whether version %d is whole is not known: %s", policy.version, error)
+        return None
+    if not fault:
+        return None
+    log.warning("version %d is broken, and nothing uses it until it is made again: %s", policy.version, fault)
+    return repair.mark_broken(database(), run_id, policy.path, fault)
+
+
+def ask_for(iteration: int) -> None:
+    """Sends the train job that makes the checkpoint again."""
+    try:
+        send_train(database(), iteration)
+    except ServiceError as error:
+        log.warning("the control loop will send train(%d): %s", iteration, error)
+
+
+def check_repeated(work: IterationWork, rebuild: Rebuild, update: "Update") -> None:
+    """Makes sure that the update that was run again is the recorded one.
+
+    Raises:
+        CheckpointError: it took no step, or credits other episodes, or the same otherwise: the code is another, or the rewards.
+    """
+    if update.skipped:
+        raise beyond_repair(work, rebuild, f"its update now takes no step: {update.skipped}")
+    options = RunConfig.model_validate(work.config).algorithm
+    if not credits_alike(options, update.advantages, rebuild.advantages):
+        raise beyond_repair(work, rebuild, "its update cannot be repeated: the advantages are not the recorded ones")
+
+
+def beyond_repair(work: IterationWork, rebuild: Rebuild, reason: str) -> CheckpointError:
+    """What to say where a broken checkpoint cannot be made again; names the last whole one and what to do."""
+    broken = rebuild.broken.version
+    versions = repair.versions_before(database(), work.run_id, broken)
+    whole = next(
+        (version for version, path, sha256 in versions if not path or not checkpoint_cache.fault_of(path, sha256)), None
+    )
+    found = f"the last whole version is {whole}" if whole is not None else "no version before it is whole"
+    start = f", or train on its episodes: agentrl submit --from-episodes {work.run} --policy {work.run}@{whole}"
+    return CheckpointError(
+        f"Version {broken} of {work.run!r} is broken and cannot be made again ({reason}); {found}.",
+        f"Put the files back and type `agentrl resume {work.run}`{start if whole is not None else ''}.",
+    )

@@ -1,0 +1,51 @@
+"""How an episode ended, as its row takes it: scored by its env, by the judges that were asked and by the run's hooks."""
+
+from collections.abc import Mapping, Sequence
+
+from agentrl.workflow.envs import Env, scored
+from agentrl.workflow.errors import RewardError
+from agentrl.workflow.hooks import Hook
+from agentrl.workflow.rewards import Judge, Part, checked, earned, numbers, total, verdicts
+from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
+from agentrl.workflow.trajectory import Episode, ToolResult
+
+
+def outcome_of(
+    ended: Episode,
+    work: GroupWork,
+    env: Env,
+    hooks: Sequence[Hook],
+    judges: Mapping[str, Judge],
+    said: Mapping[str, ToolResult],
+) -> Outcome:
+    """Done, with its reward; failed where a reward, the env or a hook gave none.
+
+    Args:
+        ended: the episode with its stop_reason.
+        said: by those of the judges that were asked.
+
+    Raises:
+        InfraError: the system failed a reward.
+    """
+    try:
+        parts = scored(env, ended, work.weights, verdicts(judges, said))
+        told = earned(ended, parts, work.weights)
+        for hook in hooks:
+            parts |= _hook_parts(hook, told)
+        return Outcome(ended.id, "done", ended.stop_reason, total(parts, work.weights), parts, ended.final_answer)
+    except RewardError as error:
+        return unscored(ended, error)
+
+
+def unscored(ended: Episode, error: RewardError) -> Outcome:
+    """Failed: it cannot be scored."""
+    return Outcome(ended.id, "failed", error_class="RewardError", error=str(error))
+
+
+def _hook_parts(hook: Hook, told: Episode) -> dict[str, Part]:
+    source = f"{type(hook).__name__}.on_rollout_end"
+    try:
+        parts = {str(name): numbers(value) for name, value in hook.on_rollout_end(told).items()}
+    except Exception as error:
+        raise RewardError(f"{source} raised {type(error).__name__}: {error}") from error
+    return checked(parts, len(told.steps), source)

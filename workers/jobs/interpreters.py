@@ -1,0 +1,243 @@
+"""The interpreters that this tools worker has, one for each episode that uses a tool that keeps one.
+
+A call goes to whoever has its episode's session: each tools worker reads a queue of its own beside `tools`, and sends on what
+came to it and belongs to another. A session that nobody has is made anew: the episode's cells are run again, in their order.
+So it survives its worker, a pause in which it was put away, and whatever ended its sandbox. Cells of one turn are run in
+their order too, whichever is delivered first, by whoever comes first.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from logging import getLogger
+
+from agentrl.workers.stack.process import stopping, worker_name
+from agentrl.workflow.errors import ServiceError
+from agentrl.workflow.runtime.faults import faultpoint
+from agentrl.workflow.runtime.patience import Patience
+from agentrl.workflow.sandbox import Session
+from agentrl.workflow.store import tool_calls, tool_sessions
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.rows import clean
+from agentrl.workflow.store.tool_sessions import Cell, SessionKey
+from agentrl.workflow.tools.python import CodeTool
+from agentrl.workflow.trajectory import ToolResult
+
+log = getLogger("agentrl.sessions")
+MOST = 64
+"""Interpreters at once; who has waited longest for its next call makes room, and is made anew."""
+
+IDLE_SECONDS = 120.0
+"""After so long without a call an interpreter is put away."""
+
+FULL_SECONDS = 0.05
+"""How long to wait until one of them is idle, where all are at work."""
+
+NOTE = "[the session was lost and its cells were run again: one of them did not come to the same as before]\n"
+
+
+@dataclass(eq=False)
+class _Live:
+    """One interpreter, and the calls that it has seen; `users` are the threads that have it or wait for it."""
+
+    key: SessionKey
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    session: Session | None = None
+    seen: list[int] = field(default_factory=list)
+    users: int = 0
+    used: float = 0.0
+
+
+class Sessions:
+    """The sessions of this process. Safe to use from many threads.
+
+    Args:
+        owner: the queue that it reads.
+        failed: what a call's model is told of what it raised; raises itself where the system failed.
+    """
+
+    def __init__(
+        self,
+        db: Database,
+        owner: str,
+        lease_seconds: float,
+        failed: Callable[[CodeTool, BaseException], ToolResult],
+        most: int = MOST,
+        idle_seconds: float = IDLE_SECONDS,
+    ) -> None:
+        self._db, self.owner, self._lease, self._failed = db, owner, lease_seconds, failed
+        self._idle_seconds = idle_seconds
+        self._places = threading.Semaphore(most)
+        self._lock = threading.Lock()
+        self._lives: dict[SessionKey, _Live] = {}
+
+    def start(self) -> None:
+        """Begins to renew leases, in a daemon thread."""
+        threading.Thread(target=self._beat, name="sessions", daemon=True).start()
+
+    def answer(self, key: SessionKey, call: int, tool: CodeTool) -> str:
+        """Answers the call, after those before it; returns the queue of whoever has the session, and does nothing if another.
+
+        Raises:
+            InfraError: the system failed it; it is left without a result.
+        """
+        ended: set[int] = set()
+        with self._held(key) as live:
+            while True:
+                cells = tool_sessions.cells_until(self._db, key, call)
+                asked = next((cell for cell in cells if cell.result is None), None)
+                if asked is None:
+                    return self.owner
+                past = [cell for cell in cells[: cells.index(asked)] if cell.result and cell.result.exit]
+                if not self._follows(live, past):
+                    owner = tool_sessions.take(self._db, key, self.owner, self._lease)
+                    if owner != self.owner:
+                        self._put_away(live)
+                        return owner
+                    self._open(live, tool)
+                if not self._go_on(live, tool, past, asked, last=asked.id in ended):
+                    ended.add(asked.id)
+
+    def close(self) -> None:
+        """Puts all of them away that no call is using."""
+        while self._put_one_away(lambda live: True):
+            pass
+
+    # cells
+
+    def _go_on(self, live: _Live, tool: CodeTool, past: Sequence[Cell], asked: Cell, last: bool) -> bool:
+        """Runs the cells that the interpreter has not seen, then the one that is asked for, and records it.
+
+        False where the whole sandbox ended meanwhile: whether that was the cell's doing shows when it is run again, as `last`.
+        """
+        try:
+            note = "" if self._repeat(live, tool, past) else NOTE
+            started = datetime.now(UTC)
+            result = self._run(live, tool, asked, note)
+            if not (last or (live.session and live.session.alive)):
+                return False
+            recorded = tool_calls.record_result(self._db, asked.id, result, started, worker_name())
+        except BaseException:
+            self._put_away(live)  # it may have seen what nobody recorded
+            raise
+        if not recorded:  # what another worker recorded may not be what was seen here
+            self._put_away(live)
+        return True
+
+    @staticmethod
+    def _follows(live: _Live, past: Sequence[Cell]) -> bool:
+        """Whether the interpreter is there and has seen nothing but the first of these cells."""
+        if live.session is None or not live.session.alive:
+            return False
+        return live.seen == [cell.id for cell in past[: len(live.seen)]]
+
+    def _repeat(self, live: _Live, tool: CodeTool, past: Sequence[Cell]) -> bool:
+        """Runs those cells that the interpreter has not seen; whether they came to what they had come to before."""
+        same = True
+        for cell in past[len(live.seen) :]:
+            assert live.session is not None
+            assert cell.result is not None
+            seen = cell.result.exit
+            if seen is None or seen.code is None or seen.code < 0 or seen.status == "killed":
+                live.session.run("pass")  # it died, and had no effect but to be counted
+            else:
+                found = self._told(tool, live.session, cell)
+                same = self._compare(live.key, cell, found) and same
+            live.seen.append(cell.id)
+        return same
+
+    def _compare(self, key: SessionKey, cell: Cell, found: ToolResult) -> bool:
+        assert cell.result is not None
+        before = (cell.result.content.removeprefix(NOTE), cell.result.error_class)
+        if before == (clean(found.content), found.error_class):
+            return True
+        said = f"call {cell.id} came to {found.error_class or 'ok'} {found.content[:300]!r}, not {before[1] or 'ok'}"
+        log.warning("episode %d: %s", key.episode, said)
+        tool_sessions.taint(self._db, key, clean(f"{said} {before[0][:300]!r}"))
+        return False
+
+    def _run(self, live: _Live, tool: CodeTool, cell: Cell, note: str) -> ToolResult:
+        assert live.session is not None
+        patience = Patience()
+        faultpoint("run_tool.before")
+        with patience.held():
+            result = self._told(tool, live.session, cell)
+        faultpoint("run_tool.after")
+        if result.exit:
+            live.seen.append(cell.id)
+        return replace(result, content=note + result.content, seconds=patience.own_seconds)
+
+    def _told(self, tool: CodeTool, session: Session, cell: Cell) -> ToolResult:
+        try:
+            return tool.cell(session, cell.arguments)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - anybody's tool; what is the system's is raised again
+            return self._failed(tool, error)
+
+    # interpreters
+
+    @contextmanager
+    def _held(self, key: SessionKey) -> Iterator[_Live]:
+        with self._lock:
+            live = self._lives.setdefault(key, _Live(key))
+            live.users += 1
+        try:
+            with live.lock:
+                yield live
+        finally:
+            with self._lock:
+                live.users -= 1
+                live.used = time.monotonic()
+                if not live.users and live.session is None:
+                    del self._lives[key]
+
+    def _open(self, live: _Live, tool: CodeTool) -> None:
+        self._put_away(live)
+        while not self._places.acquire(blocking=False):
+            if not self._put_one_away(lambda other: True):
+                time.sleep(FULL_SECONDS)
+        try:
+            live.session = tool.open()
+        except Exception as error:
+            self._places.release()
+            self._failed(tool, error)
+            raise
+
+    def _put_away(self, live: _Live) -> None:
+        session, live.session, live.seen = live.session, None, []
+        if session is not None:
+            session.close()
+            self._places.release()
+
+    def _put_one_away(self, chosen: Callable[[_Live], bool]) -> bool:
+        """The one of those that nobody uses that was used longest ago; False where there is none."""
+        with self._lock:
+            idle = [live for live in self._lives.values() if live.session and not live.users and chosen(live)]
+            if not idle:
+                return False
+            live = min(idle, key=lambda live: live.used)
+            del self._lives[live.key]  # so that nobody else comes to it
+        self._put_away(live)
+        return True
+
+    def _beat(self) -> None:
+        while not stopping.wait(self._lease / 3):
+            try:
+                self.look_after()
+            except Exception:
+                log.exception("sessions could not be looked after")
+        try:
+            tool_sessions.leave(self._db, self.owner)
+        except ServiceError as error:
+            log.warning("others wait for this worker's leases to end: %s", error)
+
+    def look_after(self) -> None:
+        """Renews the leases; puts away what was not used for long, and what belongs to an episode that is over or to others."""
+        with self._lock:
+            there = set(self._lives)
+        held = tool_sessions.keep(self._db, self.owner, self._lease)
+        long_ago = time.monotonic() - self._idle_seconds
+        while self._put_one_away(lambda live: live.used < long_ago or (live.key in there and live.key not in held)):
+            pass

@@ -1,0 +1,144 @@
+"""The model of a worker process: one base at a time, loaded at first use and kept between jobs; sampler and trainer share it.
+
+A job that needs another base waits until nobody uses the present one; nobody new is let in before it, and with it comes in
+whoever waits for the same base: two runs take turns, and bases are not changed for each job. A folder whose files were
+replaced (`agentrl sft --force`) is another base.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from logging import getLogger
+from pathlib import Path
+
+from agentrl.workflow import engines
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.engines import Backend, Engine
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.plugins import find
+from agentrl.workflow.settings import settings
+from agentrl.workflow.training.trainer import Trainer
+
+log = getLogger("agentrl.models")
+
+
+@dataclass
+class Loaded:
+    """A base with its engine, and the trainer state that is in its trainable weights."""
+
+    policy: Policy
+    backend: Backend
+    trainer: Trainer | None = None
+    trainer_holds: tuple[int, str] | None = None
+    """(run id, checkpoint path) that the trainable weights and the optimizer are exactly at; None after a failed update."""
+    _engine: Engine | None = None
+    _starting: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def engine(self) -> Engine:
+        """What samples; started at first use, for a worker that only trains has neither memory nor a server for it.
+
+        Raises:
+            ConfigError: it lacks a setting.
+            ModelError: it cannot run this model.
+        """
+        with self._starting:
+            if self._engine is None:
+                self._engine = engines.start(self.backend, self.policy, settings())
+            return self._engine
+
+    def release(self) -> None:
+        """Frees what the engine keeps for episodes to come, where one was started."""
+        if self._engine is not None:
+            self._engine.release()
+
+    def leave(self) -> None:
+        """Ends the engine, where one was started."""
+        if self._engine is not None:
+            self._engine.close()
+
+
+@dataclass
+class Models:
+    """Hands out the loaded base; see the module's text for who waits for whom."""
+
+    _key: str = ""
+    _loaded: Loaded | None = None
+    _users: int = 0
+    _line: "deque[tuple[int, str]]" = field(default_factory=deque)
+    _tickets: int = 0
+    _invited: int = 0
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @contextmanager
+    def use(self, config: RunConfig, base: str) -> Iterator[Loaded]:
+        """The base loaded as `config.model` says, with the engine that it names; many may use it at once.
+
+        Raises:
+            ModelError: it cannot be loaded.
+            ConfigError: there is no such engine.
+        """
+        with self._changed:
+            loaded = self._enter(_key(config, base), config, base)
+        try:
+            yield loaded
+        finally:
+            with self._changed:
+                self._users -= 1
+                self._changed.notify_all()
+
+    def _enter(self, key: str, config: RunConfig, base: str) -> Loaded:
+        self._tickets += 1
+        ticket = (self._tickets, key)
+        self._line.append(ticket)
+        try:
+            self._changed.wait_for(lambda: self._may_enter(ticket))
+            if self._key != key or self._loaded is None:
+                self._replace(config, base)
+            assert self._loaded is not None
+            self._users += 1
+            return self._loaded
+        finally:
+            self._line.remove(ticket)
+            self._changed.notify_all()
+
+    def _may_enter(self, ticket: tuple[int, str]) -> bool:
+        # Who already waited for this base when it came: they go in whoever stands before them.
+        invited = [other for other in self._line if other[0] <= self._invited and other[1] == self._key]
+        first = self._line[0] == ticket
+        return ticket in invited or (first and (ticket[1] == self._key or not (self._users or invited)))
+
+    def _replace(self, config: RunConfig, base: str) -> None:
+        if self._loaded is not None:
+            log.info("changing bases: %s leaves", self._key.split("|")[0])
+            self._loaded.leave()
+            self._loaded, self._key = None, ""
+        log.info("loading %s", base)
+        where = settings()
+        backend: Backend = find("engines", config.rollout.engine)
+        key = ""
+        while key != (present := _key(config, base)):  # a folder that is replaced while it is read is read again
+            key = present
+            policy = Policy.load(config.model, base, where.device, where.threads, weights=backend.local)
+        self._loaded = Loaded(policy, backend)
+        self._key, self._invited = key, self._tickets
+
+
+def _key(config: RunConfig, base: str) -> str:
+    """What must be equal for two jobs to share a loaded base."""
+    return f"{base}|{config.model.model_dump_json(exclude={'path'})}|{config.rollout.engine}|{_stamp(Path(base))}"
+
+
+def _stamp(folder: Path) -> str:
+    """Tells a folder that was made anew from the one that was loaded; hashing gigabytes for every job would be too slow."""
+    files = sorted(file for file in folder.glob("*") if file.suffix in (".safetensors", ".json", ".jinja", ".txt", ".py"))
+    try:
+        return " ".join(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}" for file in files for stat in [file.stat()])
+    except FileNotFoundError:
+        return "being replaced"
+
+
+models = Models()
+"""The one of this process."""

@@ -1,0 +1,260 @@
+"""The `rollout` job: claim groups, drive their episodes until each is finished, hand back what cannot be.
+
+One job drives all episodes of its groups from one inbox: the engine and the tools put what they finished there, the loop
+commits it and asks `next_action` what follows. While some episodes wait for a tool the others go on sampling.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from logging import getLogger
+from queue import Empty, SimpleQueue
+
+from celery.exceptions import Ignore
+
+from agentrl.workers.jobs import broken_checkpoints
+from agentrl.workers.jobs.episode_loop import GroupRollout
+from agentrl.workers.jobs.inbox import Event, Inbox
+from agentrl.workers.jobs.model_slot import models
+from agentrl.workers.stack.celery_app import app, row_id
+from agentrl.workers.stack.dispatch import send_train
+from agentrl.workers.stack.process import (
+    claim_name,
+    confirm_base,
+    database,
+    heartbeat,
+    refuse_overlap,
+    stopping,
+    until_written,
+    worker_name,
+)
+from agentrl.workflow import engines
+from agentrl.workflow.checkpoints import checkpoint_cache
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.envs import Env, scoring_hash
+from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, ModelError, ServiceError
+from agentrl.workflow.runtime.faults import faultpoint
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import repair, train_commits, waiting_runs
+from agentrl.workflow.store import rollout_claims as store
+from agentrl.workflow.store.rollout_claims import Fence, GroupWork
+
+log = getLogger("agentrl.rollout")
+POLL_SECONDS = 2.0
+"""How often waiting episodes look at the rows themselves."""
+
+GATHER_SECONDS = 0.001
+"""Rows that end in one decoding step are committed and go on together; for answered calls nothing is waited."""
+
+
+@app.task(name="agentrl.rollout", throws=(ServiceError,))
+def rollout(groups: list[int]) -> int:
+    """Rolls out the groups; returns how many of them are finished.
+
+    A group that a live worker holds is left to it: the message is then acknowledged without counting for the chord.
+    """
+    groups = [row_id(group) for group in groups]
+    batches = _by_run(_claim(groups))
+    for batch in batches:
+        _roll_out(batch)
+    faultpoint("rollout.end")
+    if not store.all_closed(database(), groups):
+        raise Ignore()
+    for run in {batch[0].run_id for batch in batches}:
+        if waiting_runs.waits_for(database(), run):
+            waiting_runs.wait_no_more(database(), run)
+    return len(groups)
+
+
+def _claim(groups: Sequence[int]) -> list[GroupWork]:
+    """Those of the groups that nobody holds; none once this process is to stop, for it would only hand them back."""
+    works: list[GroupWork] = []
+    try:
+        for group in groups:
+            if stopping.is_set():
+                break
+            work = store.claim_group(database(), group, claim_name(), settings().lease_seconds)
+            works += [work] if work is not None else []
+    except ServiceError:
+        _give_back(works)
+        raise
+    return works
+
+
+def _by_run(works: Sequence[GroupWork]) -> list[list[GroupWork]]:
+    runs: dict[int, list[GroupWork]] = {}
+    for work in works:
+        runs.setdefault(work.run_id, []).append(work)
+    return list(runs.values())
+
+
+def _roll_out(works: Sequence[GroupWork]) -> None:
+    """Drives the groups of one run; every failure ends at the boundary that it belongs to."""
+    lost: set[Fence] = set()
+    for work in works:  # from now on: loading a model may take longer than a lease
+        heartbeat().hold_group(work.fence, partial(lost.add, work.fence))
+    try:
+        config = RunConfig.model_validate(works[0].config)
+        refuse_overlap(config)
+        _bring(works)
+        with models.use(config, works[0].policy.base) as loaded:
+            confirm_base(works[0].run_id, loaded.policy)
+            trained = works[0].kind == "train" or any(work.policy.path for work in works)
+            engines.check_weights(loaded.backend, loaded.policy.kind, trained)
+            inbox: Inbox = SimpleQueue()
+            rollouts = {
+                work.fence.group: GroupRollout(database(), work, config, loaded.engine, loaded.policy.chat, inbox, lost)
+                for work in works
+            }
+            _check_code(works[0], rollouts[works[0].fence.group].env)
+            _drive(rollouts, inbox)
+    except (ConfigError, ModelError, CheckpointError) as error:
+        _refuse(works, error)
+    except ServiceError as error:
+        log.warning("%s: no rollout now: %s", works[0].run, error)
+        _say_waiting(works[0].run_id, error)
+        _give_back(works)
+    except Exception as error:
+        log.exception("%s: no rollout", works[0].run)
+        for work in works:
+            _count_failure(work, error)
+    finally:
+        for work in works:
+            heartbeat().drop_group(work.fence)
+
+
+def _check_code(work: GroupWork, env: Env) -> None:
+    """Looks whether this process scores by the code that the run was submitted with; where it never can, the event log says so.
+
+    Raises:
+        ConfigError: it would if it read a file again.
+    """
+    held = _hash(work, env, anew=False)
+    if held in (work.code_hash, ""):
+        return
+    if _hash(work, env, anew=True) == work.code_hash:
+        said = f"A file of the rewards of {work.run} has changed since the workers that run read it."
+        raise ConfigError(said, "Let them start again: agentrl down")
+    store.note_code(database(), work.run_id, held)
+
+
+def _hash(work: GroupWork, env: Env, anew: bool) -> str:
+    try:
+        return scoring_hash(env, work.weights, anew)
+    except OSError:  # a file of it is gone
+        return ""
+
+
+def _refuse(works: Sequence[GroupWork], error: AgentRLError) -> None:
+    """Ends the run, for it would fail again and again; unless it is its own checkpoint, which can be made again."""
+    broken = {work.policy for work in works} if isinstance(error, CheckpointError) else set()
+    waiting: list[int] = []
+    try:
+        reported = {broken_checkpoints.report(works[0].run_id, policy, "weights") for policy in broken}
+        waiting += [iteration for iteration in reported if iteration is not None]
+        if not waiting:
+            log.error("%s: %s", works[0].run, error)
+            train_commits.fail_run(database(), works[0].run_id, _reason(works[0], error))
+    except ServiceError as away:  # nothing is known, so nothing ends: whoever takes the groups next finds the same
+        log.warning("%s: %s", works[0].run, away)
+    finally:
+        _give_back(works)
+    for iteration in waiting:
+        broken_checkpoints.ask_for(iteration)
+
+
+def _reason(work: GroupWork, error: AgentRLError) -> str:
+    if isinstance(error, ConfigError):  # elsewhere it may be otherwise: what can be imported, how that process was started
+        return f"The rollout worker {worker_name()} says: {error}"
+    if work.kind == "train" or not work.policy.path or not isinstance(error, CheckpointError):
+        return str(error)
+    return f"{error.message} {repair.how_to_go_on(database(), work.run, work.policy.path)}"
+
+
+def _say_waiting(run_id: int, error: ServiceError) -> None:
+    try:
+        waiting_runs.wait_for(database(), run_id, str(error))
+    except ServiceError as away:  # what does not answer is the database itself
+        log.warning("the run's events do not say so: %s", away)
+
+
+def _bring(works: Sequence[GroupWork]) -> None:
+    """Brings their weights to this host, so that the sampler, which all jobs share, need not wait for a network."""
+    for policy in {work.policy for work in works if work.policy.path}:
+        checkpoint_cache.local(policy.path, policy.sha256)
+
+
+def _count_failure(work: GroupWork, error: Exception) -> None:
+    attempts = work.config["rollout"]["max_attempts"]
+    if store.fail_attempt(database(), work.fence, type(error).__name__, str(error), attempts):
+        iteration = store.ready_iteration(database(), work.fence.group)
+        if iteration is not None:
+            _try_send_train(iteration)
+
+
+def _drive(rollouts: dict[int, GroupRollout], inbox: Inbox) -> None:
+    for driver in rollouts.values():
+        _guarded(driver, driver.start)
+    looked = time.monotonic()
+    while any(driver.live for driver in rollouts.values()):
+        if stopping.is_set():
+            _give_back([driver.work for driver in rollouts.values() if driver.live])
+            return
+        events = _drain(inbox)
+        for group, driver in rollouts.items():
+            mine = [event for event in events if event.group == group]
+            if driver.live and mine:
+                _guarded(driver, partial(driver.handle, mine))
+        if time.monotonic() - looked > POLL_SECONDS:  # also while others keep the inbox busy
+            looked = time.monotonic()
+            for driver in rollouts.values():
+                if driver.live:
+                    _guarded(driver, driver.look)
+
+
+def _guarded(driver: GroupRollout, act: Callable[[], None]) -> None:
+    """A fenced group is dropped, a failure of the system costs the group an attempt; neither touches the others."""
+    try:
+        act()
+    except Fenced as error:
+        log.info("%s", error)
+        driver.lose()
+    except (ConfigError, ModelError, CheckpointError):
+        raise
+    except ServiceError as error:  # the database or the broker was away for long: no attempt of the group's
+        log.warning("group %d is handed back: %s", driver.work.fence.group, error)
+        driver.lose()
+        _say_waiting(driver.work.run_id, error)
+        _give_back([driver.work])
+    except Exception as error:
+        log.exception("group %d failed", driver.work.fence.group)
+        driver.lose()
+        _count_failure(driver.work, error)
+    if driver.iteration_ready is not None:
+        _try_send_train(driver.iteration_ready)
+        driver.iteration_ready = None
+
+
+def _try_send_train(iteration: int) -> None:
+    try:
+        send_train(database(), iteration)
+    except ServiceError as error:
+        log.warning("the control loop will send train(%d): %s", iteration, error)
+
+
+def _give_back(works: Sequence[GroupWork]) -> None:
+    for work in works:
+        until_written(partial(store.hand_back, database(), work.fence))
+
+
+def _drain(inbox: Inbox) -> list[Event]:
+    """All events that are there, waiting for the first and, if it was sampled, a moment for those that come with it."""
+    events: list[Event] = []
+    try:
+        events.append(inbox.get(timeout=POLL_SECONDS))
+        if events[0].completion is not None:
+            time.sleep(GATHER_SECONDS)
+        while True:
+            events.append(inbox.get_nowait())
+    except Empty:
+        return events

@@ -1,0 +1,1 @@
+"""What a person asks for, checked and made ready before anything is written."""

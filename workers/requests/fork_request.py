@@ -1,0 +1,121 @@
+"""Forks: a stored episode is gone on with from one of its steps, several times, under the same or another policy.
+
+A fork run has one group: the forks of one step of one episode. It samples and scores like any run and updates nothing;
+`submit --from-groups` trains on it.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agentrl.workers.requests.eval_config import ONCE, how_sampled
+from agentrl.workers.requests.submission import Prepared, free_name, manifest, output_folder
+from agentrl.workflow.config import RunConfig, build
+from agentrl.workflow.envs import Env, scoring_hash
+from agentrl.workflow.errors import ConfigError, ModelError
+from agentrl.workflow.plugins import find
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.forks import Fork, ForkPoint, fork_point
+from agentrl.workflow.store.planning import Submission
+from agentrl.workflow.store.run_names import Version, stored_policy, version_number
+from agentrl.workflow.trajectory import Message, PolicyRef
+
+OTHER_CODE = "The parent's reward was given by other code than the forks' will be: they stand in one group all the same."
+
+
+@dataclass(frozen=True)
+class ForkRequest:
+    """What a person asks for.
+
+    Args:
+        episode, step: where the forks leave.
+        n: how many.
+        edit: replaces the last message that the policy reads before the step.
+        policy: `RUN[@VERSION]` or a version of the episode's run; unset: the one that sampled the step.
+        with_parent: the parent joins the group.
+        name: of the fork run; unset: a free one.
+    """
+
+    episode: int
+    step: int
+    n: int
+    edit: str | None = None
+    policy: str | None = None
+    with_parent: bool = False
+    name: str | None = None
+
+
+def prepare_fork(db: Database, asked: ForkRequest) -> Prepared:
+    """Checks the request and makes the submission of the fork run; writes nothing.
+
+    Raises:
+        NotFoundError, StateError, ConfigError, ModelError, CheckpointError: what is wrong, in one sentence.
+    """
+    if asked.with_parent and asked.edit is not None:
+        raise ConfigError("The parent read another message than the forks will.", "Leave --with-parent or --edit-message out.")
+    point = fork_point(db, asked.episode, asked.step)
+    parent = RunConfig.model_validate(point.run["config"])
+    assert parent.env is not None
+    env: Env = find("envs", parent.env)
+    if env.resumability == "restart" and asked.step:
+        raise ConfigError(f"The env {parent.env!r} cannot be rebuilt in mid-episode.", "Fork its first step: --step 0.")
+    name = asked.name or free_name(db, f"{point.run['name'][:50]}-fork")
+    values = {"name": name, "output_dir": None, "rollout.group_size": asked.n, "rollout.tasks_per_iteration": 1}
+    config = build(how_sampled(parent) | ONCE | values)
+    submission = Submission(
+        name=name,
+        kind="fork",
+        config=config.model_dump(mode="json"),
+        manifest=manifest(config) | {"fork": _described(asked)},
+        policy=_policy(db, asked, point),
+        tasks=(),
+        dataset=point.run["dataset"],
+        seed=point.run["seed"],
+        epochs=1,
+        tasks_per_iteration=1,
+        group_size=asked.n,
+        weights=point.weights,
+        code_hash=scoring_hash(env, point.weights),
+        output_dir=str(output_folder(config, name)),
+        fork=Fork(asked.episode, asked.step, _opening(asked, point), asked.with_parent),
+    )
+    unlike = asked.with_parent and submission.code_hash != point.code_hash
+    return Prepared(submission, config, (), asked.name is not None, (OTHER_CODE,) if unlike else ())
+
+
+def _described(asked: ForkRequest) -> dict[str, Any]:
+    """What makes two fork runs of one name the same."""
+    return {
+        "episode": asked.episode,
+        "step": asked.step,
+        "edit": asked.edit,
+        "policy": asked.policy,
+        "with_parent": asked.with_parent,
+    }
+
+
+def _opening(asked: ForkRequest, point: ForkPoint) -> tuple[Message, ...] | None:
+    """The messages that the forked step reads, its last one replaced; as they were where the episode's own were edited."""
+    if asked.edit is None:
+        first_own = point.episode.parent_id is not None and asked.step == point.episode.fork_step
+        return point.episode.steps[asked.step].prompt if first_own else None
+    *others, last = point.episode.steps[asked.step].prompt
+    return (*others, replace(last, content=asked.edit))
+
+
+def _named(policy: str, point: ForkPoint) -> tuple[str, Version]:
+    """`V`, of the run whose policy sampled the step, `RUN` for its newest, or `RUN@V`."""
+    run, at, word = policy.partition("@")
+    if not at and run.removeprefix("v").isdecimal():
+        run, at, word = point.policy_run, "@", run
+    return run, version_number(word) if at else None
+
+
+def _policy(db: Database, asked: ForkRequest, point: ForkPoint) -> PolicyRef:
+    run, version = _named(asked.policy, point) if asked.policy is not None else (point.policy_run, point.policy_version)
+    ref = stored_policy(db, run, version)
+    if ref.base_hash != point.run["base_hash"]:
+        raise ModelError(
+            f"Policy {run}@{ref.version} has another base than episode {asked.episode}: its tokens mean something else there.",
+            "Choose a version of the episode's own run.",
+        )
+    return ref

@@ -1,0 +1,80 @@
+"""Rescoring: other rewards over stored episodes. All are computed before anything is written."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from agentrl.workflow.config import NAME_PATTERN, RunConfig
+from agentrl.workflow.errors import ConfigError, RewardError, StateError
+from agentrl.workflow.plugins import find
+from agentrl.workflow.resolve import weighted
+from agentrl.workflow.rewards import Part, code_hash, score, total, whole
+from agentrl.workflow.store import reward_sets, run_names
+from agentrl.workflow.store.connect import Database
+
+
+def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) -> dict[str, Any]:
+    """Adds a reward set to the run and says what came out.
+
+    Args:
+        rewards: `NAME` or `NAME=WEIGHT` each, where a name may be `package.module:function`.
+        name: of the set; unset: made from the first reward.
+
+    Returns:
+        run, reward_set, episodes, changed (their reward is another than in the default set), mean_before, mean, parts.
+
+    Raises:
+        ConfigError: an unknown reward, or a name or weight that does not fit.
+        ConflictError: a set of that name is there.
+        RewardError: a reward raised; nothing was written.
+        StateError: no episode of the run is done.
+    """
+    row = run_names.find_run(db, run)
+    weights = weighted(rewards)
+    for reward in weights:
+        find("rewards", reward)
+    chosen = name if name is not None else _name(next(iter(weights)))
+    _check_name(chosen)
+    limits = RunConfig.model_validate(row["config"]).rollout
+    before: list[float] = []
+    scored: dict[int, dict[str, Part]] = {}
+    after: list[float] = []
+    for episode in reward_sets.done_episodes(db, row["id"]):
+        try:
+            parts = score(replace(episode, limits=limits), weights)
+            after.append(total(parts, weights))
+        except RewardError as error:
+            said = f"Episode {episode.id}: {' '.join(str(error).split())}"
+            raise RewardError(said, "Correct the reward in its own file, and rescore again: nothing was written.") from error
+        scored[episode.id] = parts
+        before.append(episode.reward or 0.0)
+    if not after:
+        raise StateError(f"No episode of {row['name']!r} is done.", f"agentrl watch {row['name']}")
+    reward_sets.add_reward_set(db, row["id"], chosen, code_hash(weights), weights, scored)
+    return {
+        "run": row["name"],
+        "reward_set": chosen,
+        "episodes": len(after),
+        "changed": sum(old != new for old, new in zip(before, after, strict=True)),
+        "mean_before": _mean(before),
+        "mean": _mean(after),
+        "parts": [
+            {"part": part, "weight": weight, "mean": _mean([whole(parts[part]) for parts in scored.values()])}
+            for part, weight in weights.items()
+        ],
+    }
+
+
+def _name(reward: str) -> str:
+    """`package.module:Function` as a name: its last word, small."""
+    return re.sub(r"[^a-z0-9._-]", "-", reward.rpartition(":")[2].lower()).lstrip("._-")[:64] or "rescored"
+
+
+def _check_name(name: str) -> None:
+    if name == "default" or not re.fullmatch(NAME_PATTERN, name):
+        raise ConfigError(f"A reward set cannot be called {name!r}.", "Choose --name of a-z, 0-9, dots and dashes.")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

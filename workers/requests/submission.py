@@ -1,0 +1,351 @@
+"""Submitting: check everything, write the run's rows in one transaction, send its first chords.
+
+Whatever is wrong with the request is said before anything is written; a broker that is away leaves a run that the control loop
+will start.
+"""
+
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import metadata
+from itertools import chain
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+from uuid import uuid4
+
+from agentrl import __version__
+from agentrl.workers.requests.eval_config import measuring, sized
+from agentrl.workers.stack import broker, embedded
+from agentrl.workflow import engines
+from agentrl.workflow.algorithms import settled_run
+from agentrl.workflow.chat.templates import check_template, remark_on_tools, settled
+from agentrl.workflow.checkpoints import object_store
+from agentrl.workflow.checkpoints.epoch_links import link
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.datasets import load_tasks
+from agentrl.workflow.engines import Backend
+from agentrl.workflow.envs import Env, gives_rewards, offered, scoring_hash, told_right_by, weights_of
+from agentrl.workflow.errors import ConfigError, ConflictError
+from agentrl.workflow.hooks import load_hooks
+from agentrl.workflow.mcp import mcp_tool
+from agentrl.workflow.models.lookup import check_base, check_code, local_folder, lora_rank, starting_policy
+from agentrl.workflow.plugins import find
+from agentrl.workflow.rewards import check_rewards, judges_of
+from agentrl.workflow.settings import Settings, is_url, settings
+from agentrl.workflow.store import epoch_ends, evals, planning
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.planning import Submission, Submitted
+from agentrl.workflow.training.trl_options import check_trainer
+from agentrl.workflow.trajectory import PolicyRef, Task
+
+PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "celery", "sqlalchemy")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked request. `named`: a person chose the name; else another is taken where somebody was faster.
+
+    `remarks` are what a person should know of it.
+    """
+
+    submission: Submission
+    config: RunConfig
+    skipped_rows: tuple[str, ...]
+    named: bool
+    remarks: tuple[str, ...] = ()
+
+
+def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy: PolicyRef | None = None) -> Prepared:
+    """Checks the whole request and makes the submission; writes nothing.
+
+    Args:
+        db: to find a free name in; None where no database was made yet.
+        policy: the weights to start from; unset: the model as `config` names it.
+
+    Raises:
+        AgentRLError: of the kind that is wrong, in one sentence.
+    """
+    config = _absolute(config)
+    loaded = load_tasks(config.dataset)
+    config = config.model_copy(update={"env": config.env or loaded.env})
+    assert config.env is not None
+    env: Env = find("envs", config.env)
+    config = _with_served_tools(config)
+    weights = weights_of(env, config)
+    judges = judges_of(weights).values()
+    for tool in (*offered(env, config).values(), *judges):
+        tool.check()
+    for judge in judges:
+        if judge.admits is not None:
+            judge.admits(loaded.tasks)
+    check_rewards(weights)
+    load_hooks(config.hooks)
+    if kind == "train":
+        config = settled_run(config)
+        check_trainer(config)
+    _check_sampling(config, kind)
+    trained = policy is not None and bool(policy.path)
+    backend: Backend = find("engines", config.rollout.engine)
+    engines.check(backend, config, trains=kind == "train", trained=trained)
+    if backend.at_url:
+        _check_server(settings())
+    ref = policy or starting_policy(config.model.path, config.dataset.name)
+    if policy is not None:
+        check_base(policy.base, policy.base_hash)
+    folder = _at_hand(ref.base)
+    if folder is not None:
+        check_code(config.model, folder)
+    config = config.model_copy(update={"model": settled(config.model, folder, policy is None or kind == "train")})
+    _check_weights(backend, config, ref, kind == "train" or trained)
+    if kind == "train" and folder is not None:
+        check_template(config.model, folder, _with_system(env, loaded.tasks), bool(offered(env, config)))
+    named = config.name is not None
+    name = config.name or free_name(db, _stem(config, kind, policy))
+    config = RunConfig.model_validate(config.model_dump() | {"name": name})
+    output = output_folder(config, name)
+    submission = Submission(
+        name=name,
+        kind=kind,
+        config=config.model_dump(mode="json"),
+        manifest=manifest(config) | ({"right_by": told_right_by(env, config)} if kind == "eval" else {}),
+        policy=ref,
+        tasks=loaded.tasks,
+        dataset=config.dataset.name,
+        seed=config.seed,
+        epochs=config.epochs,
+        length=config.iterations,
+        tasks_per_iteration=config.rollout.tasks_per_iteration,
+        group_size=config.rollout.group_size,
+        weights=weights,
+        code_hash=scoring_hash(env, weights),
+        output_dir=output,
+        evaluation=evaluation_of(db, config, ref) if kind == "train" else None,
+    )
+    untold = remark_on_tools(config.model, folder) if folder is not None and offered(env, config) else ""
+    remarks = (*(remark_on_rewards((weights, config)) if kind == "train" else ()), *remarks_on(submission))
+    remarks += (untold,) if untold else ()
+    older = epoch_ends.run_in(db, output) if db is not None and kind == "train" else ""
+    if older not in ("", name):
+        remarks += (f"{output} holds the checkpoints of {older!r} too; from now on epoch_N there leads to those of this run.",)
+    return Prepared(submission, config, loaded.skipped, named, remarks)
+
+
+def _at_hand(base: str) -> Path | None:
+    """The folder of a model, also of a hub's that was fetched; None where it is not here."""
+    return local_folder(base) if Path(base).is_dir() or not Path(base).is_absolute() else None
+
+
+def _with_system(env: Env, tasks: Sequence[Task]) -> bool:
+    return bool(env.system_prompt) or any(message.role == "system" for task in tasks for message in task.messages)
+
+
+def evaluation_of(db: Database | None, config: RunConfig, policy: PolicyRef) -> Submission | None:
+    """The run that measures this one's first policy, where it is to measure itself (`eval.every`).
+
+    Raises:
+        AgentRLError: as `prepare`, of the held-out tasks.
+    """
+    asked = config.eval
+    if asked.every is None:
+        return None
+    measured = measuring(config, asked.dataset, asked.split, asked.tasks, {"group_size": asked.samples})
+    return prepare(db, sized(measured), "eval", policy).submission
+
+
+def remarks_on(submission: Submission) -> tuple[str, ...]:
+    """What a person should know of how the run trains and measures itself."""
+    return tuple(chain(_remarks_on_training(submission), _remarks_on_evaluation(submission)))
+
+
+def remark_on_rewards(*made: tuple[Mapping[str, float], RunConfig]) -> Iterator[str]:
+    """Said where no episode can earn anything.
+
+    Args:
+        made: of each run whose episodes train, the weights of its rewards, and its config.
+    """
+    names = ", ".join(dict.fromkeys(f"{name}=0" for weights, _ in made for name in weights))
+    if names and not any(_may_earn(weights, config) for weights, config in made):
+        yield f"No reward counts ({names}): every episode earns 0, so that there is nothing to learn from."
+
+
+def _may_earn(weights: Mapping[str, float], config: RunConfig) -> bool:
+    """What hooks or the env itself add has no weight here, and counts 1."""
+    return any(weights.values()) or bool(config.hooks) or gives_rewards(find("envs", str(config.env)))
+
+
+def _remarks_on_training(submission: Submission) -> Iterator[str]:
+    in_vain = {"critic": "the policy never trains", "update": "the learning rate never reaches its height"}
+    for section, what in in_vain.items():
+        warmup = submission.config[section]["warmup"]
+        if submission.kind == "train" and warmup >= submission.iterations:
+            yield f"{section}.warmup={warmup} is no shorter than the run (iterations: {submission.iterations}): {what}."
+
+
+def _remarks_on_evaluation(submission: Submission) -> Iterator[str]:
+    measured = submission.evaluation.tasks if submission.evaluation else ()
+    both = {task.content_hash for task in submission.tasks} & {task.content_hash for task in measured}
+    if both:
+        yield f"{len(both)} of the {len(measured)} held-out tasks are trained on too: name another split with -s eval.split=..."
+
+
+def submit(db: Database, prepared: Prepared) -> Submitted:
+    """Writes the run, or finds the one of this name, and sends its first iteration.
+
+    Raises:
+        ConflictError: the name belongs to another run.
+        ServiceError: the broker does not take messages; the run is written, and starts when the control loop can send.
+    """
+    made = _written(db, prepared)
+    if made.created and prepared.submission.kind == "train":
+        with suppress(OSError):  # links only; and whoever may not write there has none
+            link(epoch_ends.ends(db, made.id))
+    if made.created and not broker.in_memory(settings()):  # else only the stack itself can send, and its control loop does
+        from agentrl.workers.stack.dispatch import dispatch  # which loads Celery: only who sends needs it
+
+        for iteration in (*planning.open_iterations(db, made.id), *evals.waiting_evals(db, made.id)):
+            dispatch(db, iteration)
+    return made
+
+
+def leave_failed(db: Database, prepared: Prepared, reason: str) -> Submitted:
+    """Writes the run as one that failed before it began, or finds the one of this name; `resume` sets it going.
+
+    Raises:
+        ConflictError: the name belongs to another run.
+    """
+    return _written(db, prepared, reason)
+
+
+def _written(db: Database, prepared: Prepared, failed: str = "") -> Submitted:
+    submission = prepared.submission
+    while True:
+        try:
+            made = planning.submit(db, submission, failed)
+            if made.created:
+                for hook in load_hooks(prepared.config.hooks):
+                    hook.on_run_start(made.name, submission.config)
+            if made.created or prepared.named:
+                return made
+        except ConflictError:
+            if prepared.named:
+                raise
+        name = planning.free_name(db, submission.name.rpartition("-")[0])
+        # The folder is made from the name too, unless a person chose it.
+        folder = submission.output_dir.removesuffix(submission.name) + name
+        output = submission.output_dir if prepared.config.output_dir else folder
+        submission = replace(submission, name=name, config={**submission.config, "name": name}, output_dir=output)
+
+
+def _check_sampling(config: RunConfig, kind: str) -> None:
+    if kind != "train" and config.rollout.dynamic_sampling > 1:
+        raise ConfigError(
+            f"rollout.dynamic_sampling={config.rollout.dynamic_sampling} samples on for an update, and an {kind} run has none.",
+            "Leave it out.",
+        )
+
+
+def _check_server(where: Settings) -> None:
+    """Refuses a URL that the embedded stack could not ask; one that runs was started with an environment of its own."""
+    from agentrl.workflow.inference.http import check_url
+
+    if not where.broker_url and (where.engine_url or embedded.running(where) is None):
+        check_url(where)
+
+
+def _check_weights(backend: Backend, config: RunConfig, ref: PolicyRef, trained: bool) -> None:
+    """Refuses what the engine cannot sample from, where the base is at hand; of a hub model the worker that fetched it does."""
+    if Path(ref.base).is_dir():
+        kind = "lora" if lora_rank(config.model, Path(ref.base)) else "full"
+        engines.check_weights(backend, kind, trained)
+
+
+def free_name(db: Database | None, stem: str) -> str:
+    """`stem-N`, where no run has that name yet."""
+    return planning.free_name(db, stem) if db else f"{stem}-1"
+
+
+def _absolute(config: RunConfig) -> RunConfig:
+    """Files by their whole path: a run is resumed and evaluated from anywhere."""
+    dataset, output = config.dataset, config.output_dir
+    if dataset.name.endswith(".jsonl"):
+        dataset = dataset.model_copy(update={"name": str(Path(dataset.name).expanduser().resolve())})
+    if output and not is_url(output):
+        output = str(Path(output).expanduser().resolve())
+    tools = tuple(mcp_tool.absolute(name) for name in config.tools)
+    return config.model_copy(update={"dataset": dataset, "output_dir": output, "tools": tools})
+
+
+def _with_served_tools(config: RunConfig) -> RunConfig:
+    """With what each server of `tools` offers: what is recorded already, as for an evaluation of a run's policy, else asked."""
+    known = {tool.server for tool in config.served_tools}
+    strange = known - set(config.tools)
+    if strange:
+        raise ConfigError(f"served_tools tells of {min(strange)!r}, which is not among the tools.", "Name it: --tools.")
+    more = (tool for name in config.tools if mcp_tool.is_server(name) and name not in known for tool in mcp_tool.ask(name))
+    return config.model_copy(update={"served_tools": (*config.served_tools, *more)})
+
+
+def output_folder(config: RunConfig, name: str) -> str:
+    """Where the run's checkpoints go: a folder, or a URL.
+
+    Raises:
+        ConfigError: nothing can be written there.
+        ServiceError: the store at the URL does not answer.
+    """
+    place = config.output_dir or f"{settings().checkpoint_root}/{name}"
+    check_place(place)
+    return place
+
+
+def check_place(place: str) -> None:
+    """Makes sure that checkpoints can be written to the folder or URL from here. Raises as `output_folder`."""
+    folder = object_store.checked_place(place)
+    if folder is not None:
+        _check_writable(folder)
+
+
+def _check_writable(folder: Path) -> None:
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        with NamedTemporaryFile(dir=there):  # whatever its permissions promise: /proc takes no file from anybody
+            pass
+    except OSError as error:
+        said = f"No checkpoint can be written to {str(folder)!r}: {str(there)!r} takes no file: {error.strerror}."
+        raise ConfigError(said, "Name another --output-dir, or mend that one.") from error
+
+
+def _stem(config: RunConfig, kind: str, policy: PolicyRef | None) -> str:
+    words = [Path(config.dataset.name.rpartition(":")[2]).stem, Path(config.model.path).name]
+    words += [f"v{policy.version}" if policy and kind == "eval" else "", "eval" if kind == "eval" else ""]
+    stem = "-".join(word for word in words if word).lower()
+    plain = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in stem)
+    return plain.lstrip("._-")[:48] or "run"
+
+
+def manifest(config: RunConfig) -> dict[str, Any]:
+    """What one needs to know to make the run again, beside its config."""
+    return {
+        "id": uuid4().hex,
+        "agentrl": __version__,
+        "git": _git_revision(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        **({"trust_remote_code": True} if config.model.trust_remote_code else {}),
+        "packages": {name: metadata.version(name) for name in PACKAGES},
+    }
+
+
+@cache
+def _git_revision() -> str:
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,57 @@
+"""Which tools a person means outside of a run, and what is told of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.envs import Env, offered
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.mcp import mcp_tool
+from agentrl.workflow.plugins import find
+from agentrl.workflow.tools import Effects, Tool
+from agentrl.workflow.tools.python import keeps_session
+
+_SEE = "`agentrl tools` lists them; name one with --tools, or an env with --env."
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A tool as a caller needs to know it; `parameters` is the JSON schema of its arguments. See `Tool` for the rest.
+
+    `keeps_session`: names last from one call to the next of an episode, or of a session of the tool server's.
+    """
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    effects: Effects
+    timeout_seconds: float
+    max_characters: int
+    memory_mb: int | None
+    keeps_session: bool
+
+    @classmethod
+    def of(cls, tool: Tool) -> "Description":
+        """What there is to tell of the tool."""
+        told = tool.schema["function"]
+        limits = (tool.timeout_seconds, tool.max_characters, tool.memory_mb)
+        return cls(tool.name, told["description"], told["parameters"], tool.effects, *limits, keeps_session(tool))
+
+
+def chosen(env: str | None, names: Sequence[str]) -> dict[str, Tool]:
+    """The tools of the env and those named, as a run of that env with these `tools` would have them.
+
+    Raises:
+        ConfigError: that is none, there is none of a name or two, or this machine lacks what one needs.
+    """
+    servers = {mcp_tool.absolute(name): None for name in names if mcp_tool.is_server(name)}
+    others = dict.fromkeys(name for name in names if not mcp_tool.is_server(name))
+    served = tuple(told for name in servers for told in mcp_tool.ask(name))
+    acts_in: Env = find("envs", env) if env else Env()
+    tools = offered(acts_in, RunConfig(tools=(*others, *servers), served_tools=served))
+    if not tools:
+        raise ConfigError(f"The env {env!r} has no tool." if env else "No tool is named.", _SEE)
+    for tool in tools.values():
+        tool.check()
+    return tools

@@ -1,0 +1,102 @@
+"""What-if: which algorithms are asked about an update that is over, with which options. Writes nothing, loads no model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.workflow.algorithms import Algorithm, settled_run
+from agentrl.workflow.config import ALGORITHM_OPTIONS, RunConfig, build
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.plugins import find
+from agentrl.workflow.resolve import assigned
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.update_inputs import Past, past_update
+
+WHOLE = {"update.batch_size": None, "update.epochs": 1, "update.max_kl": None, "update.trainer": "agentrl"}
+"""One step of our trainer on all episodes, whatever the run's own was."""
+
+NEVER = {
+    "name": "The algorithms are those of --algorithm",
+    "convention": "The convention is that of --convention",
+    "kl_target": "It acts after an update",
+    "kl_horizon": "It acts after an update",
+}
+"""Keys of `algorithm` that say nothing here, and why."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """An update, and the configs to look at it with: the run's own first.
+
+    `options`: what was asked for, by key, and the names of the algorithms that take it.
+    """
+
+    past: Past
+    configs: Sequence[RunConfig]
+    options: Mapping[str, Sequence[str]]
+
+
+def question(
+    db: Database,
+    run: str,
+    iteration: int | None,
+    algorithms: Sequence[str],
+    convention: str | None,
+    assignments: Sequence[str],
+) -> Question:
+    """Checks what is asked.
+
+    Args:
+        iteration: None is the last trained one.
+        algorithms: names, or `package.module:name`.
+        convention: None is the run's own.
+        assignments: `algorithm.KEY=VALUE`, for those of the algorithms that take it.
+
+    Raises:
+        ConfigError: no such algorithm, or an option that none of them takes.
+        NotFoundError, StateError, CheckpointError: as `past_update`.
+    """
+    names = list(dict.fromkeys(algorithms))
+    found: list[Algorithm] = [find("algorithms", name) for name in names]
+    asked = assigned(assignments)
+    past = past_update(db, run, iteration)
+    config = RunConfig.model_validate(past.run["config"])
+    _refuse_ignored(asked, config)
+    known = convention or config.algorithm.convention
+    takers = {key: [each.name for each in found if _takes(each, key, known)] for key in asked}
+    for key, taken in takers.items():
+        if not taken:
+            takes = "; ".join(f"{each.name} takes {', '.join(sorted(each.options_in(known)))}" for each in found)
+            raise ConfigError(f"{key} does nothing with {', '.join(names)}.", f"{takes}.")
+    own = settled_run(build(config.flat() | WHOLE))
+    others = [_variant(own, name, each, known, asked) for name, each in zip(names, found, strict=True)]
+    return Question(past, [own, *(other for other in others if other != own)], takers)
+
+
+def _refuse_ignored(asked: Mapping[str, Any], config: RunConfig) -> None:
+    for key in asked:
+        section, _, leaf = key.partition(".")
+        if section != "algorithm":
+            raise ConfigError(f"{key} is the run's, and a what-if changes the algorithm alone.", "Name keys of `algorithm`.")
+        if leaf in NEVER:
+            raise ConfigError(f"{key} does nothing in a what-if.", f"{NEVER[leaf]}.")
+        if leaf.startswith("importance_") and not config.rollout.max_staleness:
+            raise ConfigError(f"{key} does nothing where rollout.max_staleness is 0, as in this run.", "Leave it out.")
+
+
+def _takes(algorithm: Algorithm, key: str, convention: str) -> bool:
+    leaf = key.partition(".")[2]
+    return leaf not in ALGORITHM_OPTIONS or leaf in algorithm.options_in(convention)
+
+
+def _variant(own: RunConfig, name: str, algorithm: Algorithm, convention: str, asked: Mapping[str, Any]) -> RunConfig:
+    """The run's config with another algorithm, and its own options; what all algorithms read stays the run's."""
+    flat = own.flat()
+    if (name, convention) != (own.algorithm.name, own.algorithm.convention):
+        flat |= {f"algorithm.{key}": None for key in ALGORITHM_OPTIONS}
+    flat |= {"algorithm.name": name, "algorithm.convention": convention}
+    if not algorithm.critic:
+        flat = {key: value for key, value in flat.items() if not key.startswith("critic.")}
+    if "algorithm.kl_coef" in asked:  # that weight, and not what the run has made of its own
+        flat |= {"algorithm.kl_target": None, "algorithm.kl_horizon": None}
+    return settled_run(build(flat | {key: value for key, value in asked.items() if _takes(algorithm, key, convention)}))

@@ -1,0 +1,286 @@
+"""The tools over HTTP, for agents that are no Celery job: `agentrl tools serve` (`pip install 'agentrl[server]'`).
+
+`GET /tools` lists them, `GET /tools/NAME` tells of one, `POST /tools/NAME/call` with `{"arguments": {...}}` runs it as a
+`tools` job does, within the same limits. Whatever a model would read is an answer with status 200: a result, wrong arguments,
+a time-out; `error_class` says which. 401, 404, 413 and 422 are the caller's mistakes; 503 says that the system failed, and that
+the call may be sent again. Requests carry `Authorization: Bearer TOKEN`, but for `/openapi.json`, which names no tool.
+
+`POST /sessions` opens a session, for tools whose names last from one call to the next: `POST /sessions/SESSION/tools/NAME/call`
+calls in it, `DELETE /sessions/SESSION` ends it. 404 says that it is over, and 429 that there are too many.
+
+It speaks plain HTTP, records nothing, and a tool that must run `once` runs as often as it is called.
+"""
+
+import secrets
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from ipaddress import ip_address
+from math import ceil
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import uvicorn
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import ClientDisconnect
+
+from agentrl import __version__
+from agentrl.workers.jobs.tools_job import GRACE_SECONDS, run_cell, run_tool
+from agentrl.workers.requests.tool_selection import Description
+from agentrl.workers.serving.caller_sessions import ServedSessions
+from agentrl.workflow.agent import refusal
+from agentrl.workflow.config import RolloutConfig
+from agentrl.workflow.errors import ConfigError, InfraError, NotFoundError, ServiceError, StateError, did_you_mean
+from agentrl.workflow.store.rows import clean
+from agentrl.workflow.store.tool_calls import CallWork
+from agentrl.workflow.tools import Tool
+from agentrl.workflow.tools.python import Notebook, keeps_session
+from agentrl.workflow.trajectory import ToolCall, ToolResult
+
+MAX_BYTES = 1_000_000
+"""Of a request's body. What a tool takes at most (see `refusal`) fits into it, however its characters are escaped."""
+
+BACKLOG = 128
+
+
+class Call(BaseModel):
+    """What a caller sends."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the tool said, as a model would read it; `error_class` is null for success. `seconds` is what it took."""
+
+    result: str
+    error_class: str | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A session: what to call it, the tools whose names last in it, and after how many seconds without a call it ends."""
+
+    session: str
+    tools: list[str]
+    idle_seconds: float
+
+
+_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": Call.model_json_schema()}}}}
+_PROBLEMS: dict[int | str, dict[str, Any]] = {
+    401: {"description": "No token, or a wrong one"},
+    404: {"description": "No such tool, or no such session any more"},
+}
+_CALL_PROBLEMS: dict[int | str, dict[str, Any]] = {
+    413: {"description": f"More than {MAX_BYTES} bytes"},
+    422: {"description": "Not the JSON object that was asked for"},
+    503: {"description": "The system failed; the call may be sent again"},
+}
+_UNKEPT: dict[int | str, dict[str, Any]] = {409: {"description": "The tool is called in a session"}}
+_OPENS = "POST /sessions opens one, POST /sessions/SESSION/tools/NAME/call calls in it."
+
+
+def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions) -> FastAPI:
+    """The routes over these tools."""
+    guard = Depends(_bearer(token))
+    app = FastAPI(title="agentrl tools", version=__version__, docs_url=None, redoc_url=None, dependencies=[guard])
+
+    app.add_exception_handler(NotFoundError, _problem(404))
+    app.add_exception_handler(StateError, _problem(429))
+    kept = [name for name, tool in tools.items() if keeps_session(tool)]
+
+    async def named(name: str) -> Tool:
+        if name not in tools:
+            raise HTTPException(404, f"No tool is called {name[:100]!r}. {did_you_mean(name[:100], tools)}")
+        return tools[name]
+
+    @app.get("/tools", responses={401: _PROBLEMS[401]})
+    async def list_tools() -> list[Description]:
+        """All tools."""
+        return [Description.of(tool) for tool in tools.values()]
+
+    @app.post("/tools/{name:path}/call", responses=_PROBLEMS | _CALL_PROBLEMS | _UNKEPT, openapi_extra=_BODY)
+    async def call_tool(tool: Annotated[Tool, Depends(named)], request: Request) -> Answer:
+        """Runs the tool; what it says to wrong arguments is an answer too."""
+        if tool.name in kept:
+            raise HTTPException(409, f"{tool.name!r} keeps its names in a session, and none was named. {_OPENS}")
+        return await run_in_threadpool(_answer, tool, await _arguments(request))
+
+    @app.get("/tools/{name:path}", responses=_PROBLEMS)
+    async def describe_tool(tool: Annotated[Tool, Depends(named)]) -> Description:
+        """One tool: its schema, effects and limits."""
+        return Description.of(tool)
+
+    @app.post("/sessions", status_code=201, responses={401: _PROBLEMS[401], 429: {"description": "Too many are open"}})
+    async def open_session() -> Opened:
+        """Opens a session."""
+        return Opened(sessions.open(), kept, sessions.idle_seconds)
+
+    @app.post("/sessions/{session}/tools/{name:path}/call", responses=_PROBLEMS | _CALL_PROBLEMS, openapi_extra=_BODY)
+    async def call_in_session(session: str, tool: Annotated[Tool, Depends(named)], request: Request) -> Answer:
+        """Runs the tool after the session's calls that came before; what it keeps lasts until the session ends."""
+        return await sessions.run(session, partial(_answer, tool, await _arguments(request)))
+
+    @app.delete("/sessions/{session}", status_code=204, responses=_PROBLEMS)
+    async def close_session(session: str) -> None:
+        """Ends a session, after the call that runs in it; calls that wait for their turn find it closed."""
+        await sessions.close(session)
+
+    return app
+
+
+def _problem(status: int) -> Callable[[Request, Exception], Awaitable[JSONResponse]]:
+    async def told(request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse({"detail": clean(str(error))}, status)
+
+    return told
+
+
+def _bearer(token: str) -> Callable[..., Awaitable[None]]:
+    scheme = HTTPBearer(auto_error=False)
+
+    async def check(given: Annotated[HTTPAuthorizationCredentials | None, Depends(scheme)]) -> None:
+        if given is None or not secrets.compare_digest(given.credentials.encode(), token.encode()):
+            raise HTTPException(401, "The token is missing or wrong.", {"WWW-Authenticate": "Bearer"})
+
+    return check
+
+
+async def _arguments(request: Request) -> dict[str, Any]:
+    try:
+        return Call.model_validate_json(await _body(request)).arguments
+    except ClientDisconnect as error:
+        raise HTTPException(400, "The body ends too early.") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))[:100]
+        raise HTTPException(422, f'{where or "body"}: {first["msg"][:300]}. Send {{"arguments": {{...}}}}.') from error
+
+
+async def _body(request: Request) -> bytes:
+    # Read to its end also when it is too long: who is cut off while it sends reads no answer.
+    kept, size = bytearray(), 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= MAX_BYTES:
+            kept += chunk
+    if size > MAX_BYTES:
+        raise HTTPException(413, f"The body has {size} bytes; at most {MAX_BYTES} are read.")
+    return bytes(kept)
+
+
+def _answer(tool: Tool, arguments: dict[str, Any], notebook: Notebook | None = None) -> Answer:
+    refused = refusal(ToolCall(tool.name, arguments), 0, {tool.name: tool}, RolloutConfig())
+    try:
+        told = refused or _ran(tool, arguments, notebook)
+    except InfraError as error:
+        raise HTTPException(503, clean(str(error))) from error
+    return Answer(clean(told.content), told.error_class, told.seconds)
+
+
+def _ran(tool: Tool, arguments: dict[str, Any], notebook: Notebook | None) -> ToolResult:
+    if notebook is not None and keeps_session(tool):
+        return run_cell(tool, notebook, arguments)
+    return run_tool(tool, CallWork(0, "", tool.name, arguments, tool.effects))
+
+
+# where it listens
+
+
+@contextmanager
+def at_address(host: str, port: int, guarded: bool) -> Iterator[socket.socket]:
+    """A socket that listens there; port 0 takes a free one. `guarded`: a person chose the token.
+
+    Raises:
+        ConfigError: other machines could reach the address, and nobody chose a token.
+        ServiceError: it cannot be listened at.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if not guarded and not ip_address(str(address[0]).partition("%")[0]).is_loopback:
+            raise ConfigError(f"Other machines reach {host!r}, and no token was chosen.", "Set AGENTRL_TOOLS_TOKEN.")
+        made = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise _unheard(host, error) from error
+    with made:
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+            made.listen(BACKLOG)
+        except OSError as error:
+            raise _unheard(f"{host} port {port}", error) from error
+        yield made
+
+
+@contextmanager
+def at_path(path: Path) -> Iterator[socket.socket]:
+    """A Unix socket that listens there, for this user alone; what a killed server left there is replaced.
+
+    Raises:
+        ServiceError: it cannot be listened at, or somebody does already.
+    """
+    with socket.socket(socket.AF_UNIX) as made:
+        try:
+            _clear(path)
+            made.bind(str(path))
+            path.chmod(0o600)  # nobody gets in before it listens
+            made.listen(BACKLOG)
+        except OSError as error:
+            raise _unheard(str(path), error) from error
+        try:
+            yield made
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _clear(path: Path) -> None:
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as caller:
+        try:
+            caller.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+
+
+def _unheard(where: str, error: Exception) -> ServiceError:
+    return ServiceError(f"The tools cannot be served at {where}: {error}.", "Choose another: --port N, or --socket PATH.")
+
+
+def serve(tools: Mapping[str, Tool], listener: socket.socket, token: str) -> None:
+    """Serves the tools until SIGTERM; calls that have begun are answered first, then all sessions end."""
+    sessions = ServedSessions()
+    longest = max(tool.timeout_seconds for tool in tools.values())
+    config = uvicorn.Config(
+        application(tools, token, sessions),
+        loop="asyncio",
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=ceil(longest + GRACE_SECONDS),
+    )
+    server = uvicorn.Server(config)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.should_exit = True
+
+    # Uvicorn raises the signal again when it is done, and that is then no death by SIGTERM.
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        sessions.end()

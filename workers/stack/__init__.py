@@ -1,0 +1,1 @@
+"""The processes themselves: Celery and its broker, the control loop, the supervisor of the embedded stack."""

@@ -1,0 +1,119 @@
+"""The Celery app: three queues, JSON only, late acknowledgement; a lost or doubled message changes nothing.
+
+`rollout` jobs sample episodes, `tools` jobs run one tool call each, `train` jobs run one update. A router admits these
+queues and `tools.<host>`, and refuses the rest.
+"""
+
+import os
+import re
+import socket
+from logging import getLogger
+from typing import Any
+from uuid import uuid4
+
+from celery import Celery
+from celery.signals import task_failure
+from kombu import Queue
+from kombu.transport import TRANSPORT_ALIASES
+
+from agentrl.workers.stack.broker import SOCKET_SCHEME, broker_url, in_memory
+from agentrl.workflow.errors import ConfigError, ServiceError
+from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.settings import Settings, settings
+
+QUEUES = ("rollout", "tools", "train")
+_HOST_QUEUE = re.compile(r"tools\.[a-z0-9][a-z0-9.-]{0,63}")
+_DAY = 86400
+TRANSPORT_ALIASES |= dict.fromkeys(("redis", "rediss"), "agentrl.workers.stack.transport:Transport")
+
+
+def route(name: str, args: Any, kwargs: Any, options: Any, task: Any = None, **kw: Any) -> dict[str, Any]:
+    """The queue of a job: that of its name, unless a host's own tools queue was asked for."""
+    asked = options.get("queue")
+    asked = getattr(asked, "name", asked)
+    if asked and _HOST_QUEUE.fullmatch(asked):
+        return {"queue": Queue(asked, routing_key=asked)}
+    queue = {"agentrl.rollout": "rollout", "agentrl.call": "tools", "agentrl.train": "train"}.get(name, asked)
+    if name.startswith("celery."):
+        return {}
+    if queue not in QUEUES:
+        raise ServiceError(f"There is no queue {queue!r}.", f"Queues: {', '.join(QUEUES)}, tools.<host>.")
+    return {"queue": queue}
+
+
+@Once
+def own_queue() -> str:
+    """The queue that this process alone reads: its sessions' calls are sent there."""
+    host = re.sub(r"[^a-z0-9.-]", "-", socket.gethostname().lower()).strip(".-")[:32] or "host"
+    return f"tools.{host}-{os.getpid()}-{uuid4().hex[:8]}"
+
+
+def row_id(value: object) -> int:
+    """The value, if it can be a row's id: anybody who reaches the broker can write a message.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if type(value) is not int or not 0 < value < 2**63:
+        raise ConfigError(f"A job came with {value!r:.100} where a row's id belongs.")
+    return value
+
+
+def make_app(where: Settings) -> Celery:
+    """The app for these settings. Every option below was measured against a fault that breaks chords without it."""
+    broker = broker_url(where)
+    app = Celery("agentrl", broker=broker, backend="cache+memory://" if in_memory(where) else broker)
+    app.conf.update(
+        task_queues=[Queue(name, routing_key=name) for name in QUEUES],
+        task_create_missing_queues=False,
+        task_default_queue="rollout",
+        task_routes=(route,),
+        accept_content=["json"],
+        task_serializer="json",
+        result_serializer="json",
+        task_acks_late=True,
+        task_reject_on_worker_lost=True,
+        worker_prefetch_multiplier=1,
+        task_track_started=False,
+        task_ignore_result=False,
+        result_expires=3 * _DAY,
+        result_chord_expires=14 * _DAY,
+        result_backend_always_retry=True,
+        result_backend_max_retries=60,
+        result_backend_transport_options={
+            "global_keyprefix": "agentrl.",
+            "retry_policy": {"max_retries": 3, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.5},
+        },
+        # Celery's own 120 s of patience with a silent link are four leases.
+        redis_socket_timeout=10.0,
+        redis_socket_connect_timeout=5.0,
+        redis_retry_on_timeout=True,
+        task_publish_retry_policy={"max_retries": 3, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.5},
+        broker_transport_options={
+            "visibility_timeout": 6 * 3600,
+            "unacked_restore_interval": 5,
+            "unacked_restore_throttle": 1,
+            "socket_timeout": 10,
+            "socket_keepalive": not broker.startswith(SOCKET_SCHEME),
+            "health_check_interval": 25,
+            "global_keyprefix": "agentrl.",
+        }
+        if not in_memory(where)
+        else {"polling_interval": 0.01},
+        broker_connection_retry_on_startup=True,
+        broker_connection_max_retries=None,
+        worker_soft_shutdown_timeout=30,
+        worker_hijack_root_logger=False,
+        worker_pool_start_method="spawn",
+    )
+    return app
+
+
+def say_away(sender: Any = None, exception: BaseException | None = None, **context: Any) -> None:
+    """A service that was away for long is one line in the log; the jobs say `throws`, so that Celery adds no traceback."""
+    if isinstance(exception, ServiceError):
+        getLogger("agentrl.app").warning("%s gave up: %s", getattr(sender, "name", "a job"), exception)
+
+
+task_failure.connect(say_away, weak=False)
+app = make_app(settings())

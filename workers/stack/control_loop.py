@@ -1,0 +1,55 @@
+"""The control loop: every few seconds compare the rows with the world and send what is missing. One at a time, by a lease.
+
+It needs no memory and no clock of its own: killed and started anywhere else it goes on as before, and it mends lost messages,
+lost workers, a lost Redis and a lost control loop in the same way.
+"""
+
+from logging import getLogger
+
+from agentrl.workers.stack.dispatch import dispatch, send_rollouts, send_train
+from agentrl.workers.stack.process import database, stopping, worker_name
+from agentrl.workflow.control.scheduler import Dispatch, SendRollouts, SendTrain, plan
+from agentrl.workflow.errors import ServiceError
+from agentrl.workflow.runtime.faults import faultpoint
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import control_reads
+
+log = getLogger("agentrl.control")
+
+
+def run() -> None:
+    """Ticks until the process is told to stop."""
+    while not stopping.is_set():
+        try:
+            tick()
+        except ServiceError as error:
+            log.warning("%s", error)
+        except Exception:
+            log.exception("this tick failed; the next one starts from the rows again")
+        stopping.wait(settings().tick_seconds)
+
+
+def tick() -> int:
+    """Sends what is missing, if no other control loop does; returns how many messages that took."""
+    where, db = settings(), database()
+    if not control_reads.take_service_lease(db, "control", worker_name(), 3 * where.tick_seconds + 2):
+        return 0
+    return send_missing()
+
+
+def send_missing() -> int:
+    """Sends what is missing, whoever else may do so: a message too many changes nothing. Returns how many that took."""
+    db = database()
+    actions = plan(control_reads.snapshot(db, settings().lease_seconds))
+    for action in actions:
+        log.info("sending %s", action)
+        faultpoint("control.before")
+        match action:
+            case Dispatch(iteration, _):
+                dispatch(db, iteration)
+            case SendRollouts(groups):
+                send_rollouts(db, groups)
+            case SendTrain(iteration):
+                send_train(db, iteration)
+        faultpoint("control.after")
+    return len(actions)

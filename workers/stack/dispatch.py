@@ -1,0 +1,101 @@
+"""Messages are sent from here: an iteration as a chord, single rollouts, the train job, a tool call.
+
+Each sending is written to its row after the message is out; sent twice is harmless, written but not sent is mended by the
+control loop.
+"""
+
+from collections.abc import Sequence
+
+import redis
+from celery import chord
+from celery.backends.redis import RedisBackend
+from celery.result import AsyncResult, GroupResult
+from kombu import Queue
+from kombu.exceptions import OperationalError
+
+from agentrl.workers.stack.celery_app import app
+from agentrl.workflow.control.scheduler import headers
+from agentrl.workflow.errors import ServiceError
+from agentrl.workflow.runtime.faults import faultpoint
+from agentrl.workflow.store import planning
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.tool_calls import lost_calls
+
+NOBODY = ""
+MOST_SENDS = 5
+"""A call that was sent so often may be what its workers die of: it is left to its rollout, which gives up in the end."""
+
+
+def dispatch(db: Database, iteration: int) -> None:
+    """Sends the iteration as a chord: rollout jobs, then its train job."""
+    groups = planning.start_iteration(db, iteration)
+    if not groups:
+        send_train(db, iteration)
+        return
+    jobs = [app.signature("agentrl.rollout", args=[part], immutable=True) for part in headers(tuple(groups))]
+    moment = planning.moment(db)
+    with _reaching("chord"):
+        body = chord(jobs)(app.signature("agentrl.train", args=[iteration], immutable=True))
+        _let_go(body)
+    planning.mark_groups_sent(db, groups, moment)
+
+
+def _let_go(body: AsyncResult) -> None:
+    """Ends Celery's subscriptions to the results of a chord: nobody waits for them, the rows tell."""
+    if not isinstance(app.backend, RedisBackend):
+        return  # the one in memory subscribes to nothing
+    header = body.parent.results if isinstance(body.parent, GroupResult) else [body.parent]
+    for result in (body, *header):
+        app.backend.on_result_fulfilled(result)
+
+
+def send_rollouts(db: Database, groups: Sequence[int]) -> None:
+    """Sends these groups' rollouts again, alone."""
+    moment = planning.moment(db)
+    for part in headers(tuple(groups)):
+        with _reaching("rollouts"):
+            app.send_task("agentrl.rollout", args=[part], ignore_result=True)
+    planning.mark_groups_sent(db, groups, moment)
+
+
+def send_train(db: Database, iteration: int) -> None:
+    """Sends the iteration's train job."""
+    moment = planning.moment(db)
+    with _reaching("train"):
+        app.send_task("agentrl.train", args=[iteration], ignore_result=True)
+    planning.mark_train_sent(db, iteration, moment)
+
+
+def send_calls_again(db: Database) -> None:
+    """A tools worker was lost: sends the calls that it may have had. Who waits for them sees their results in the rows."""
+    for call in lost_calls(db, MOST_SENDS):
+        send_call(call, NOBODY)
+
+
+def send_call(call: int, reply_to: str, queue: str = "tools") -> None:
+    """Sends one tool call; the worker that runs it wakes `reply_to`, unless that is `NOBODY`, when the result is recorded.
+
+    `queue`: any tools worker's, or that of the one which has the session of the call's episode.
+    """
+    with _reaching("call"):
+        app.send_task("agentrl.call", args=[call, reply_to], ignore_result=True, queue=Queue(queue, routing_key=queue))
+
+
+class _reaching:  # noqa: N801 - reads as a phrase: `with _reaching("train")`
+    """Turns the broker's failure into ours. `what` is sent between the fault points `send_WHAT.before` and `.after`."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        faultpoint(f"send_{self._what}.before")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        # Celery's result store gives up with a plain RuntimeError.
+        gave_up = isinstance(error, RuntimeError) and "retry limit exceeded" in str(error).lower()
+        if gave_up or isinstance(error, OperationalError | OSError | redis.RedisError):
+            raise ServiceError(
+                f"The broker does not take messages: {' '.join(str(error).split())}.", "See `agentrl doctor`."
+            ) from error
+        if error is None:
+            faultpoint(f"send_{self._what}.after")

@@ -1,0 +1,69 @@
+"""The heartbeat of a worker process: one thread renews the leases of all claims that are worked on."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from logging import getLogger
+
+from agentrl.workflow.store import rollout_claims, train_claims
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.rollout_claims import Fence
+
+log = getLogger("agentrl.heartbeat")
+
+
+@dataclass
+class Heartbeat:
+    """Renews leases every third of their life until told to stop; a claim that was taken over is reported as lost."""
+
+    db: Database
+    lease_seconds: float
+    _groups: dict[Fence, Callable[[], None]] = field(default_factory=dict)
+    _iterations: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self) -> None:
+        """Begins to beat, in a daemon thread."""
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def hold_group(self, fence: Fence, lost: Callable[[], None]) -> None:
+        """Renews the group's lease from now on; calls `lost` once if another worker took it."""
+        with self._lock:
+            self._groups[fence] = lost
+
+    def drop_group(self, fence: Fence) -> None:
+        """No longer renews it."""
+        with self._lock:
+            self._groups.pop(fence, None)
+
+    def hold_iteration(self, iteration: int, token: int, lost: Callable[[], None]) -> None:
+        """Renews the iteration's lease from now on; calls `lost` once if another trainer took it."""
+        with self._lock:
+            self._iterations[iteration, token] = lost
+
+    def drop_iteration(self, iteration: int, token: int) -> None:
+        """No longer renews it."""
+        with self._lock:
+            self._iterations.pop((iteration, token), None)
+
+    def _run(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(self.lease_seconds / 3):
+            try:
+                self._beat()
+            except Exception:
+                log.exception("leases could not be renewed")
+
+    def _beat(self) -> None:
+        with self._lock:
+            groups, iterations = dict(self._groups), dict(self._iterations)
+        if groups:
+            held = rollout_claims.extend_leases(self.db, list(groups), self.lease_seconds)
+            for fence, lost in groups.items():
+                if fence.group not in held:
+                    self.drop_group(fence)
+                    lost()
+        for (iteration, token), lost in iterations.items():
+            if not train_claims.extend_lease(self.db, iteration, token, self.lease_seconds):
+                self.drop_iteration(iteration, token)
+                lost()

@@ -1,0 +1,110 @@
+"""What every worker process has one of: its name, its database, its heartbeat, its wish to stop."""
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from functools import cache
+from logging import getLogger
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+from agentrl.workers.stack.heartbeat import Heartbeat
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.errors import ConfigError, ServiceError
+from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import train_commits
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.migrate import open_database
+
+if TYPE_CHECKING:
+    from agentrl.workflow.models.policy import Policy
+
+log = getLogger("agentrl.process")
+APART = "Start `agentrl worker rollout` and `agentrl worker train` apart (embedded: `agentrl down; agentrl up --separate`)"
+"""What to type where one process must not do both."""
+
+stopping = threading.Event()
+"""Set when the process was asked to stop: rollouts hand their claims back.
+
+The main thread, in which signals are handled, never waits for it: whoever waits holds the lock that `set` needs for a moment.
+"""
+
+shared = threading.Event()
+"""Set where this process both rolls out and trains."""
+
+
+def worker_name() -> str:
+    """host:pid of this process."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def claim_name() -> str:
+    """host:pid/N: one claim of this process, as rows remember who works on them; each call gives another."""
+    return f"{worker_name()}/{uuid4().hex[:8]}"
+
+
+def confirm_base(run: int, policy: "Policy") -> None:
+    """Makes sure that the base in memory is the one the run was made with; the first to load it says which that is.
+
+    Raises:
+        ModelError: it is another.
+    """
+    hashes = {"tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
+    hashes |= {"code": policy.code_hash} if policy.code_hash else {}
+    _confirm(run, policy.base_hash, tuple(hashes.items()))
+
+
+def refuse_overlap(config: RunConfig) -> None:
+    """Refuses a run whose rollouts are to go on during updates, where this process would do both.
+
+    Raises:
+        ConfigError: saying what to start instead.
+    """
+    if shared.is_set() and config.rollout.max_staleness:
+        raise nothing_overlaps(f"{APART}, then `agentrl resume {config.name}`.")
+
+
+def nothing_overlaps(hint: str) -> ConfigError:
+    """What to say of staleness where one process rolls out and trains."""
+    return ConfigError(
+        "With rollout.max_staleness above 0 rollouts go on during updates, but here one worker process does both, so that "
+        "nothing could overlap.",
+        hint,
+    )
+
+
+@cache
+def _confirm(run: int, base_hash: str, hashes: tuple[tuple[str, str], ...]) -> None:
+    # Once for each run and base: the record does not change, and every job would take the database's write lock to look.
+    train_commits.confirm_base(database(), run, base_hash, dict(hashes))
+
+
+def until_written(write: Callable[[], object]) -> None:
+    """Writes as soon as the database takes it: a claim that nobody hands back counts as a lost worker. Gives up when the
+    process is to stop.
+    """
+    while True:
+        try:
+            write()
+        except ServiceError as error:
+            log.warning("%s", error)
+            if stopping.wait(1.0):
+                return
+        else:
+            return
+
+
+@Once
+def database() -> Database:
+    """The process's database."""
+    return open_database(settings().database)
+
+
+@Once
+def heartbeat() -> Heartbeat:
+    """The process's heartbeat, beating."""
+    made = Heartbeat(database(), settings().lease_seconds)
+    made.start()
+    return made

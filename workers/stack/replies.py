@@ -1,0 +1,116 @@
+"""How a rollout process hears that a tool call is answered: one Redis list per process, one thread that reads it.
+
+A reply carries the call's id; the result is in the row, and whoever waits also looks there now and then. Of a call that cannot
+run where it came to it also says why: nothing follows from that but a word to the person who waits.
+"""
+
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from functools import cached_property
+from logging import getLogger
+
+import redis
+
+from agentrl.workers.stack.broker import client, in_memory
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.settings import Settings
+
+log = getLogger("agentrl.replies")
+WAIT_SECONDS = 2
+KEEP_SECONDS = 3600
+_ADDRESS = re.compile(r"agentrl\.replies\.[0-9a-f]{32}")
+
+
+_REPLY = re.compile(rb"([0-9]{1,19})(?: (.*))?", re.DOTALL)
+MAX_REASON = 500
+"""Characters of why a call cannot run."""
+
+Waiter = Callable[[int, str], None]
+"""Is called with the call, and with why it cannot run where it came to; empty where it is answered."""
+
+_here: "dict[str, Replies]" = {}
+"""The lists of this process: where the tools share it, nothing goes through Redis."""
+
+
+class Replies:
+    """The list of this process; each call's waiter is called once, from the reader's thread."""
+
+    def __init__(self, where: Settings) -> None:
+        self.address = f"agentrl.replies.{uuid.uuid4().hex}"
+        self._waiting: dict[int, Waiter] = {}
+        _here[self.address] = self
+        if not in_memory(where):
+            threading.Thread(target=self._run, args=(client(where),), name="replies", daemon=True).start()
+
+    def expect(self, call: int, answered: Waiter) -> None:
+        """Calls `answered` when the call's reply comes in, and before that with each reason why it cannot run."""
+        self._waiting[call] = answered
+
+    def forget(self, call: int) -> None:
+        """No longer waits for it."""
+        self._waiting.pop(call, None)
+
+    def answer(self, call: int, reason: str = "") -> None:
+        """Calls whoever waits for the call; who hears a reason goes on waiting."""
+        answered = self._waiting.get(call) if reason else self._waiting.pop(call, None)
+        if answered:
+            answered(call, reason)
+
+    def _run(self, connection: "redis.Redis") -> None:
+        while True:
+            try:
+                self._read(connection)
+            except (redis.RedisError, OSError) as error:
+                log.info("the broker is away: %s", error)
+                time.sleep(0.5)
+
+    def _read(self, connection: "redis.Redis") -> None:
+        while True:
+            reply = connection.blpop([self.address], timeout=WAIT_SECONDS)
+            if reply is None:
+                continue
+            more = connection.lpop(self.address, 1000) or []
+            for said in (reply[1], *more):
+                self._hear(said)
+
+    def _hear(self, said: bytes) -> None:
+        found = _REPLY.fullmatch(said[: 4 * MAX_REASON])
+        if found:
+            self.answer(int(found[1]), (found[2] or b"").decode(errors="replace")[:MAX_REASON])
+        else:  # anybody can push onto a list in Redis; the reader of all replies must not end for it
+            log.warning("no call's id on %s: %.80r", self.address, said)
+
+
+class Waker:
+    """The tools side: pushes the ids of answered calls onto their processes' lists."""
+
+    def __init__(self, where: Settings) -> None:
+        self._where = where
+
+    @cached_property
+    def _redis(self) -> "redis.Redis":
+        return client(self._where)
+
+    def wake(self, address: str, call: int, reason: str = "") -> None:
+        """Wakes who waits for the call, or tells why it cannot run here.
+
+        A broker that is away is no harm, since the waiter looks at the row too.
+
+        Raises:
+            ConfigError: the address is none of ours; anybody can write a message, and Redis holds other lists too.
+        """
+        if not (isinstance(address, str) and _ADDRESS.fullmatch(address)):
+            raise ConfigError(f"A tool call came with {address!r:.100} where the list for its reply belongs.")
+        if address in _here:
+            _here[address].answer(call, reason[:MAX_REASON])
+            return
+        try:
+            with self._redis.pipeline(transaction=False) as pipe:
+                pipe.rpush(address, f"{call} {reason[:MAX_REASON]}".strip())
+                pipe.expire(address, KEEP_SECONDS)
+                pipe.execute()
+        except (redis.RedisError, OSError) as error:
+            log.debug("could not wake %s: %s", address, error)

@@ -1,0 +1,180 @@
+"""A worker process: `python -m agentrl.workers.stack.worker rollout,train`, also behind `agentrl worker`.
+
+Rollout and train may share one process, with one copy of the base; tools and control are processes of their own.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from importlib import import_module
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.runtime.gc_pause import importing
+from agentrl.workflow.settings import settings
+
+if TYPE_CHECKING:
+    from celery.apps.worker import Worker
+
+SHARED = {"rollout", "train"}
+ROLES = ("rollout", "tools", "train", "control")
+MODULES = {
+    "rollout": "agentrl.workers.jobs.rollout_job",
+    "tools": "agentrl.workers.jobs.tools_job",
+    "train": "agentrl.workers.jobs.train_job",
+    "control": "agentrl.workers.stack.control_loop",
+    "fit": "agentrl.workers.requests.requirements",
+}
+"""Where the job of each role is, and what a worker is asked before a run is written."""
+
+SUPERVISOR = "AGENTRL_SUPERVISOR"
+"""Environment variable with the supervisor's pid: its workers end when it does."""
+
+ORPHAN_SECONDS = 40.0
+"""How long a worker without a supervisor has to hand its claims back."""
+
+SWITCH_SECONDS = 0.0005
+"""After so long a thread lets others run Python, instead of 5 ms: the sampler asks for its turn after each of the model's
+operations, a hundred times for a token, and beside one busy thread took five times as long as alone; a tool call as well.
+"""
+
+CONCURRENCY = {"rollout": 16, "tools": 64, "train": 1}
+"""Threads per queue: a rollout job mostly waits for the engine, a tool call for its tool."""
+
+
+def run(roles: list[str], concurrency: int | None = None) -> None:
+    """Serves the roles in this process until SIGTERM.
+
+    Raises:
+        ConfigError: an unknown role, or roles that cannot share a process.
+    """
+    unknown = [role for role in roles if role not in ROLES]
+    if unknown or not roles:
+        raise ConfigError(f"There is no worker {', '.join(unknown) or 'without a role'}.", f"Known: {', '.join(ROLES)}.")
+    if len(roles) > 1 and not set(roles) <= SHARED:
+        raise ConfigError("Only rollout and train share a process.", "Start one `agentrl worker` for each.")
+    set_up_logging()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if SUPERVISOR in os.environ:
+        threading.Thread(target=_end_with, args=[int(os.environ[SUPERVISOR]), roles], name="supervised", daemon=True).start()
+    if roles == ["control"]:
+        _run_control()
+    else:
+        _run_queues(roles, concurrency or sum(CONCURRENCY[role] for role in roles))
+
+
+def set_up_logging() -> None:
+    """Our own words from INFO on, everybody else's warnings."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname).1s %(name)s %(message)s", stream=sys.stderr)
+    logging.getLogger("agentrl").setLevel(logging.INFO)
+
+
+def _end_with(supervisor: int, roles: list[str]) -> None:
+    """Ends this process when its supervisor is gone; the control loop, which holds nothing, takes the private Redis along."""
+    while os.getppid() == supervisor:
+        time.sleep(1.0)
+    logging.getLogger("agentrl").warning("the supervisor is gone")
+    if roles == ["control"]:
+        from agentrl.workers.stack.embedded import end_orphaned_redis
+
+        end_orphaned_redis(settings())
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)  # nobody is left to do it
+
+
+def _run_control() -> None:
+    from agentrl.workers.stack import control_loop
+    from agentrl.workers.stack.process import database, stopping
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopping.set()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    database()
+    ticking = threading.Thread(target=control_loop.run, name="control")
+    ticking.start()  # not in this thread: it would be interrupted with the lock in hand that `stop` needs
+    ticking.join()
+
+
+def _run_queues(roles: list[str], concurrency: int) -> None:
+    from celery.signals import worker_shutting_down
+
+    from agentrl.workers.stack.process import database, shared, stopping
+
+    if set(roles) >= SHARED:
+        shared.set()
+
+    def stop(**kwargs: object) -> None:
+        stopping.set()
+
+    worker_shutting_down.connect(stop, weak=False)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    database()  # a database that is not ready is said now, not in the first job
+    worker = make_worker(roles, concurrency)
+    worker.start()
+    sys.exit(worker.exitcode or 0)
+
+
+def make_worker(roles: list[str], concurrency: int) -> "Worker":
+    """A Celery worker for these queues: threads, since one engine and one base serve them all."""
+    from kombu import Queue
+
+    from agentrl.workers.stack.celery_app import app, own_queue
+
+    with importing():
+        for name in (*roles, "fit"):
+            import_module(MODULES[name])  # its job, or its command, becomes known to the app
+    own = [own_queue()] if "tools" in roles else []
+    for name in own:
+        app.amqp.queues.add(Queue(name, routing_key=name))
+    return app.Worker(
+        queues=[*roles, *own],
+        pool="threads",
+        concurrency=concurrency,
+        hostname=f"{'-'.join(roles)}-{os.getpid()}@%h",
+        loglevel="WARNING",
+        without_mingle=True,
+        without_gossip=True,
+        quiet=True,
+    )
+
+
+def run_together(idle: Callable[[], bool]) -> None:
+    """Every role in this one process, for a broker in memory; ends once `idle` says so.
+
+    The tools have a worker, and threads, of their own: rollouts wait for them, and must not take their places.
+    """
+    from celery.app.trace import setup_worker_optimizations
+
+    from agentrl.workers.stack import control_loop
+    from agentrl.workers.stack.celery_app import app
+    from agentrl.workers.stack.process import stopping
+
+    setup_worker_optimizations(app)
+    with importing():
+        for role in ROLES:
+            import_module(MODULES[role])  # before any worker starts: each looks once for the jobs there are
+    tools = make_worker(["tools"], CONCURRENCY["tools"])
+    for name, work in (("tools", tools.start), ("control", control_loop.run)):
+        threading.Thread(target=work, name=name, daemon=True).start()
+
+    def watch() -> None:
+        while not stopping.wait(1.0):
+            if idle():
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    threading.Thread(target=watch, name="idle", daemon=True).start()
+    _run_queues(["rollout", "train"], CONCURRENCY["rollout"] + 1)
+
+
+if __name__ == "__main__":
+    settings()
+    run(sys.argv[1].split(","))

@@ -1,0 +1,132 @@
+"""What would another algorithm have made of an update? The same episodes and the same weights, and nothing is kept.
+
+Each algorithm credits the episodes, and takes one step on all of them from exactly the weights, critic and optimizer that the
+run's own update started from; the step is measured and put back. Before the step every ratio is 1 by definition (but for
+stored episodes, whose ratio is to the sampler), so that what a clip would do is only seen after it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import fsum, isfinite, nan, sqrt
+
+import torch
+from torch import Tensor
+
+from agentrl.workflow.checkpoints import checkpoint_cache
+from agentrl.workflow.config import AlgorithmConfig, RunConfig
+from agentrl.workflow.errors import BrokenCheckpoint
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.training.reports import Look, Metrics
+from agentrl.workflow.training.trainer import Trainer
+from agentrl.workflow.trajectory import Group, PolicyRef
+
+CHUNK = 1 << 20
+"""Elements of two gradients that are multiplied at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one algorithm makes of the episodes.
+
+    Args:
+        options: of the algorithm, all of them.
+        own: whether it is the run's own.
+        skipped: why there is no step; None where there is one.
+        advantages: by episode id, the mean over its tokens.
+        spread: their standard deviation, unbiased; None of less than two.
+        zero: share of them that is 0; None of none.
+        correlation: Pearson's, with the run's own over the episodes that both credit; None where one of them is constant.
+        start: the metrics of the update (`training.reports.Update`) before the step: `loss`, `grad_norm`, ...
+        cosine: of the policy's gradient with that of the run's own algorithm; None where one of them is missing or 0.
+        after: `ratio`, `clip_fraction`, `policy_kl` of the same tokens after the step.
+        blank: of `critic` and `optimizer` what had learned nothing yet.
+    """
+
+    options: AlgorithmConfig
+    own: bool
+    skipped: str | None
+    advantages: Mapping[int, float]
+    spread: float | None
+    zero: float | None
+    correlation: float | None
+    start: Metrics
+    cosine: float | None
+    after: Metrics
+    blank: tuple[str, ...]
+
+
+def whatif(
+    policy: Policy,
+    configs: Sequence[RunConfig],
+    start: PolicyRef,
+    borrowed: bool,
+    groups: Sequence[Group],
+    iteration: int,
+    iterations: int,
+) -> Iterator[Finding]:
+    """Looks at the update with each of the configs, of which the first is the run's own.
+
+    Args:
+        policy: the base of the run; its trained weights are those of `start` afterwards.
+        start: what the update started from.
+        borrowed: that is another run's checkpoint.
+        groups: what it was trained on.
+        iteration: its number; the run has `iterations`.
+
+    Raises:
+        CheckpointError: the checkpoint is not there, or not whole.
+        InfraError, RewardError: as of `Trainer.update`.
+    """
+    own: Look | None = None
+    for config in configs:
+        trainer = _at(Trainer(policy, config, iterations), start, borrowed)
+        look = trainer.look(groups, iteration)
+        first = own is None
+        own = own or look
+        yield _finding(config.algorithm, first, look, own)
+
+
+def _at(trainer: Trainer, start: PolicyRef, borrowed: bool) -> Trainer:
+    if not start.path:
+        trainer.load(None)
+    elif borrowed:
+        checkpoint_cache.read(start.path, start.sha256, "start", partial(trainer.load, fresh=True))
+    else:
+        try:
+            checkpoint_cache.read(start.path, start.sha256, "all", trainer.recall)
+        except BrokenCheckpoint:  # a URL's may lack the optimizer's state alone
+            checkpoint_cache.read(start.path, start.sha256, "start", trainer.recall)
+    return trainer
+
+
+def _finding(options: AlgorithmConfig, is_own: bool, look: Look, own: Look) -> Finding:
+    update, advantages = look.update, look.update.advantages
+    values = torch.tensor(list(advantages.values()), dtype=torch.float64)
+    both = [episode for episode in advantages if episode in own.update.advantages]
+    sides = [torch.tensor([of[episode] for episode in both], dtype=torch.float64) for of in (advantages, own.update.advantages)]
+    return Finding(
+        options=options,
+        own=is_own,
+        skipped=update.skipped,
+        advantages=advantages,
+        spread=float(values.std()) if len(values) > 1 else None,
+        zero=float((values == 0).double().mean()) if len(values) else None,
+        correlation=_cosine(*(side - side.mean() for side in sides)) if len(both) > 1 else None,
+        start=update.metrics,
+        cosine=None if look.gradient is None or own.gradient is None else _cosine(look.gradient, own.gradient),
+        after=look.after,
+        blank=look.blank,
+    )
+
+
+def _cosine(one: Tensor, other: Tensor) -> float | None:
+    """Of two vectors; None where one of them is 0."""
+    found = _dot(one, other) / sqrt(squares) if (squares := _dot(one, one) * _dot(other, other)) > 0 else nan
+    return found if isfinite(found) else None
+
+
+def _dot(one: Tensor, other: Tensor) -> float:
+    """In float64, some at a time: all weights of a model would be much memory twice as wide."""
+    parts = (slice(start, start + CHUNK) for start in range(0, len(one), CHUNK))
+    return fsum(float(one[part].double() @ other[part].double()) for part in parts)

@@ -1,0 +1,316 @@
+"""Did the recorded weights and draws give these tokens? Prompts are rendered, tokens scored and drawn again, with the model.
+
+Each training row is read at once by teacher forcing: every sampled token is scored after the recorded tokens before it, so that
+one difference does not become the cause of others. Its draw is repeated from the episode's key by `inference.sampling`, the
+sampler's own code.
+
+The sampler read the same tokens one by one from its key/value memory, in other company; sums rounded in another order give
+slightly other probabilities, and a draw that falls close to a boundary may then fall on its other side: a *tie*, no mismatch.
+How slightly and how close was measured over 5,000 tokens of a warmed-up tiny model (150 words, sure of most of them) and 1,000
+to 2,000 of a random one with 151,936 words and 8 layers, sampled by the engine in batches and scored here, on a CPU:
+
+    computed in   greatest |difference|   draws that give another token   the greatest distance of one
+    exact         0, 7e-7                 none, none
+    float32       1e-5, 3e-5              none, 0.3%                      4e-8
+    bfloat16      0.11, 0.17              0.1%, 79%                       0.019
+    4 bit         0.07                    0.1%                            0.006
+    8 bit         0.15, 0.39              0.1%, 88%                       0.030
+
+`TOLERANCES` are wider than these, for models, lengths and devices that were not measured: for logprobs 6 times (exact), 33
+times (float32) and 2.6 times (coarse), for draws 250 times (float32) and 3.3 times (coarse). So the coarser, the less is
+proven: 1 nat lets a token pass that was recorded as 2.7 times as likely. `coarse` is 16 bits, or a base quantised to 4 or 8.
+
+Where top_k, top_p or min_p limit what is drawn from, the limit is a sum or a logprob that may be rounded to another side of a
+token too; so a draw is also a tie where the recorded token is within the tolerance of it under a limit moved by the tolerances.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from agentrl.workflow.analysis.episode_diff import TokenDifference, common_prefix
+from agentrl.workflow.analysis.verify_episode import DrawDifference, EndDifference, LogprobDifference, StepScore, TokensReport
+from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.config import RolloutConfig
+from agentrl.workflow.errors import ModelError
+from agentrl.workflow.inference.sampling import at_least, distance, distribution, lowest, sample, scaled, summed, uniforms
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.plugins import find
+from agentrl.workflow.tool_formats import Schema
+from agentrl.workflow.training.batch import unbroken
+from agentrl.workflow.trajectory import Episode, PolicyRef, Step
+
+TOLERANCES = {"exact": (4e-6, 1e-9), "float32": (1e-3, 1e-5), "coarse": (1.0, 0.1)}
+"""Precision -> how far a logprob (in nats) and a draw (in probability) may be from the record."""
+
+BLOCK = 1024
+"""Sampled tokens whose logits are in memory at once: 0.6 GB for 152,000 words in float32."""
+
+CHUNK = 64
+"""Of these, tokens whose distributions are: some 80 MB for each tensor of them in float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    """One sampled token, scored and drawn again."""
+
+    step: Step
+    index: int
+    position: int
+    logprob: float
+    drawn: int
+    distance: float
+
+    @property
+    def id(self) -> int:
+        return self.step.sampled_ids[self.index]
+
+    @property
+    def recorded(self) -> float:
+        return self.step.behavior_logprobs[self.index]
+
+    @property
+    def off(self) -> float:
+        return abs(self.logprob - self.recorded)
+
+
+def check_tokens(
+    episode: Episode,
+    policies: Mapping[int, PolicyRef],
+    gone: Mapping[int, str],
+    policy: Policy,
+    schemas: Sequence[Schema],
+    key: int,
+    rollout: RolloutConfig,
+) -> TokensReport:
+    """Renders every prompt of the episode's own steps, scores and draws every token that it sampled itself, and looks how each
+    turn ended.
+
+    Args:
+        policies: what each of its own steps was sampled with, by its number.
+        gone: why those weights cannot be read any more (`analysis.verify_episode.gone`), by the step's number.
+        policy: the run's base; its published weights are changed.
+        schemas: of the env's tools.
+        key: of the episode's draws (`SamplingKey.bits`).
+        rollout: of the run: how it sampled.
+
+    Raises:
+        CheckpointError: weights that are there were altered, or do not fit the base.
+    """
+    precision = _precision(policy)
+    logprob_tolerance, draw_tolerance = TOLERANCES[precision]
+    own = [step for step in episode.steps if step.index >= episode.inherited]
+    there = {number: ref for number, ref in policies.items() if number not in gone}
+    tokens = sorted(_rescored(episode, there, policy, key, rollout), key=lambda token: token.position)
+    chat = policy.chat
+    off = next((token for token in tokens if not token.off <= logprob_tolerance), None)
+    keyed = find("engines", rollout.engine).keyed  # else there is no draw to repeat
+    missed = next((token for token in tokens if keyed and token.drawn != token.id and token.distance > draw_tolerance), None)
+    return TokensReport(
+        precision=precision,
+        logprob_tolerance=logprob_tolerance,
+        draw_tolerance=draw_tolerance,
+        prompts=len(own),
+        prompt=next((found for step in own if (found := _rendered(episode, step, chat, schemas))), None),
+        steps=tuple(_score(step, list(group), draw_tolerance, keyed) for step, group in _by_step(tokens)),
+        parents=episode.inherited,
+        unverified=tuple(sorted(set(gone.values()))),
+        logprob=_logprob_difference(off, chat) if off else None,
+        draw=_draw_difference(missed, chat) if missed else None,
+        ending=next((wrong for step in own if (wrong := _misended(step, chat, rollout.stop))), None),
+    )
+
+
+def _precision(policy: Policy) -> str:
+    if policy.config.numerics == "exact":
+        return "exact"
+    with policy.sampling() as model:
+        kinds = {parameter.dtype for parameter in model.parameters()}
+    return "float32" if kinds == {torch.float32} else "coarse"
+
+
+# prompts
+
+
+def _rendered(episode: Episode, step: Step, chat: Chat, schemas: Sequence[Schema]) -> TokenDifference | None:
+    """Where the recorded prompt differs from what the template makes of the recorded messages."""
+    before = replace(episode, steps=episode.steps[: step.index])
+    ids: tuple[int, ...] | None = None
+    if before.steps:
+        ids, _ = chat.continuation(step.prompt, schemas, chat.ended(before.steps[-1].sampled_ids))
+    if ids is None:
+        ids = chat.opening((*before.messages, *step.prompt), schemas)
+    if ids == step.prompt_ids:
+        return None
+    index = common_prefix(step.prompt_ids, ids)
+    sides = (step.prompt_ids[index : index + 1], ids[index : index + 1])
+    one, other = ((side[0] if side else None) for side in sides)
+    return TokenDifference(step.index, "prompt", index, (one, other), (chat.decode(sides[0]), chat.decode(sides[1])))
+
+
+# how turns ended
+
+
+def _misended(step: Step, chat: Chat, strings: tuple[str, ...]) -> EndDifference | None:
+    """A turn is over at its first end token or stop string, as `stop`, and as `length` where it has none."""
+    ids = step.sampled_ids
+    stops = chat.stops(strings) if strings else None
+    over = (token in chat.end_ids or (stops and stops.completed(ids, n)) for n, token in enumerate(ids, 1))
+    found = next((n for n, is_over in enumerate(over, 1) if is_over), None)
+    expected = len(ids) if step.finish_reason == "stop" else None
+    return None if found == expected else EndDifference(step.index, len(ids), step.finish_reason, found)
+
+
+# sampled tokens
+
+
+@torch.no_grad()
+def _rescored(
+    episode: Episode, policies: Mapping[int, PolicyRef], policy: Policy, key: int, rollout: RolloutConfig
+) -> Iterator[_Token]:
+    """Every token of the steps that `policies` names: each row is read once for each policy that is in it."""
+    starts = {step.index: sum(len(earlier.sampled_ids) for earlier in episode.steps[: step.index]) for step in episode.steps}
+    for row in unbroken(episode):
+        scored = [step for step in row if step.index in policies and step.sampled_ids]
+        for ref, group in groupby(scored, key=lambda step: policies[step.index]):
+            steps = list(group)
+            ids, places = _context(row, steps, policy)
+            tokens = [(step, i, starts[step.index] + i) for step in steps for i in range(len(step.sampled_ids))]
+            draws = _draws(key, [position for _, _, position in tokens])
+            policy.publish(ref)
+            found = _values(policy, ids, places, draws, rollout)
+            yield from (_Token(*token, *values) for token, values in zip(tokens, found, strict=True))
+
+
+def _context(row: Sequence[Step], steps: Sequence[Step], policy: Policy) -> tuple[list[int], list[int]]:
+    """The row's ids up to the last of the steps, and where in it each token stands that they sampled."""
+    ids: list[int] = []
+    places: list[int] = []
+    for step in row[: row.index(steps[-1]) + 1]:
+        ids += step.prompt_ids
+        if step in steps:
+            places += range(len(ids), len(ids) + len(step.sampled_ids))
+        ids += step.sampled_ids
+    with policy.sampling() as model:
+        words = int(cast(PreTrainedConfig, model.config).vocab_size)
+    if not 0 <= min(ids) <= max(ids) < words:
+        raise ModelError(f"The record holds a token outside of the model's {words}: {max(ids) if min(ids) >= 0 else min(ids)}.")
+    return ids, places
+
+
+def _draws(key: int, positions: Sequence[int]) -> Tensor:
+    return torch.from_numpy(uniforms(np.full(len(positions), key, dtype=np.uint64), np.array(positions, dtype=np.uint64)))
+
+
+def _values(
+    policy: Policy, ids: Sequence[int], places: Sequence[int], draws: Tensor, rollout: RolloutConfig
+) -> Iterator[tuple[float, int, float]]:
+    """Logprob, drawn id and distance of the token at each of the places, in one reading of the ids for every BLOCK of them."""
+    tolerances = TOLERANCES[_precision(policy)]
+    for start in range(0, len(places), BLOCK):
+        wanted = places[start : start + BLOCK]
+        with policy.sampling() as model:
+            logits = _logits(model, ids[: wanted[-1] + 1], wanted, policy.device)
+        yield from _chunks(logits, ids, wanted, draws[start : start + BLOCK], rollout, tolerances)
+
+
+def _logits(model: nn.Module, ids: Sequence[int], places: Sequence[int], device: torch.device) -> Tensor:
+    """Logits (N, V) from which the tokens at the N places were drawn."""
+    logits: Tensor = model(
+        input_ids=torch.tensor([ids[:-1]], device=device),
+        use_cache=False,
+        logits_to_keep=torch.tensor(places, device=device) - 1,
+    ).logits
+    return logits[0]
+
+
+def _chunks(
+    logits: Tensor,
+    ids: Sequence[int],
+    places: Sequence[int],
+    draws: Tensor,
+    rollout: RolloutConfig,
+    tolerances: tuple[float, float],
+) -> Iterator[tuple[float, int, float]]:
+    """The same for the places that the logits (N, V) are for, CHUNK at a time."""
+    recorded = torch.tensor([ids[place] for place in places], device=logits.device)
+    for start in range(0, len(places), CHUNK):
+        part = slice(start, start + CHUNK)
+        everything, cumulative = distribution(logits[part], rollout.temperature)
+        wanted, numbers = recorded[part], draws[part].to(logits.device)
+        scores = everything.gather(-1, wanted[:, None])[:, 0].float().tolist()  # as the sampler records them
+        if (rollout.top_k, rollout.top_p, rollout.min_p) == (0, 1.0, 0.0):
+            floor, away = None, distance(cumulative, numbers, wanted)
+        else:
+            floor = _floor(scaled(logits[part], rollout.temperature), rollout)
+            away = _distance(everything, numbers, wanted, rollout, tolerances)
+        drawn, _ = sample(logits[part], numbers, rollout.temperature, floor)
+        yield from zip(scores, drawn.tolist(), away.tolist(), strict=True)
+
+
+def _distance(
+    logprobs: Tensor, draws: Tensor, wanted: Tensor, rollout: RolloutConfig, tolerances: tuple[float, float]
+) -> Tensor:
+    """How far (N,) the draws are from the wanted ids where limits may be rounded: the least; 1 for one that none can give."""
+    found = []
+    for side in (-1, 0, 1):
+        floor = _floor(logprobs, rollout, side, tolerances)
+        possible = logprobs.gather(-1, wanted[:, None])[:, 0] >= floor
+        found.append(distance(summed(at_least(logprobs, floor)), draws, wanted).where(possible, 1.0))
+    return torch.stack(found).amin(0)
+
+
+def _floor(logits: Tensor, rollout: RolloutConfig, side: int = 0, tolerances: tuple[float, float] = (0.0, 0.0)) -> Tensor:
+    """The logit (N,) from which on tokens were drawn; for the side -1 the lowest, for 1 the highest within the tolerances."""
+    nats, mass = tolerances
+    top_p = rollout.top_p if rollout.top_p == 1 else min(1.0, max(1e-9, rollout.top_p - side * mass))
+    top_k = logits.new_full((len(logits),), rollout.top_k, dtype=torch.int64)
+    shares = logits.new_tensor([[top_p, rollout.min_p]], dtype=torch.float64).expand(len(logits), 2)
+    floor = lowest(logits, top_k, shares[:, 0], shares[:, 1]) + side * nats
+    return torch.minimum(floor, logits.amax(-1))
+
+
+# the report
+
+
+def _by_step(tokens: Sequence[_Token]) -> Iterator[tuple[Step, Iterator[_Token]]]:
+    return cast(Iterator[tuple[Step, Iterator[_Token]]], groupby(tokens, key=lambda token: token.step))
+
+
+def _score(step: Step, tokens: Sequence[_Token], tolerance: float, keyed: bool) -> StepScore:
+    drawn = tokens if keyed else ()
+    same = sum(token.drawn == token.id for token in drawn)
+    ties = sum(token.drawn != token.id and token.distance <= tolerance for token in drawn)
+    return StepScore(
+        step=step.index,
+        policy_version=step.policy_version,
+        tokens=len(tokens),
+        max_difference=max(token.off for token in tokens),
+        mean_difference=sum(token.off for token in tokens) / len(tokens),
+        same=same,
+        ties=ties,
+        mismatches=len(drawn) - same - ties,
+    )
+
+
+def _logprob_difference(token: _Token, chat: Chat) -> LogprobDifference:
+    return LogprobDifference(token.step.index, token.index, token.id, chat.decode([token.id]), token.recorded, token.logprob)
+
+
+def _draw_difference(token: _Token, chat: Chat) -> DrawDifference:
+    return DrawDifference(
+        step=token.step.index,
+        token=token.index,
+        position=token.position,
+        recorded_id=token.id,
+        recorded=chat.decode([token.id]),
+        drawn_id=token.drawn,
+        drawn=chat.decode([token.drawn]),
+        distance=token.distance,
+    )

@@ -1,0 +1,171 @@
+"""A tool call as somebody else wrote it: JSON that is bounded before it is decoded, and the call made of it.
+
+Every format of `tool_formats` reads through here, so that the same limits hold for all of them.
+"""
+
+import json
+from collections import Counter
+from json.decoder import JSONDecodeError, JSONDecoder
+from typing import Any
+
+from agentrl.workflow.trajectory import UNFINISHED, ToolCall
+
+MAX_CHARACTERS = 524_288
+"""Of a call: what a tool takes at most (see `agent.refusal`) fits in, however its characters are escaped."""
+
+MAX_NESTING = 64
+"""Objects and arrays within each other in one tool call; whatever stores and sends a call recurses over them."""
+
+MAX_DIGITS = 4300
+"""Of a whole number: Python's own limit, as long as nobody changed it."""
+
+TOO_LONG = f"more than {MAX_CHARACTERS} characters, which a call may have at most"
+
+
+class Unreadable(Exception):
+    """A call that cannot be read.
+
+    Args:
+        why: what the model is told.
+        end: where its text ends, at least as far as it was read: reading goes on there.
+    """
+
+    def __init__(self, why: str, end: int) -> None:
+        super().__init__(why)
+        self.why = why
+        self.end = end
+
+
+class _Keys:
+    """Takes the pairs of each object, and remembers the first key that stands twice in one."""
+
+    def __init__(self) -> None:
+        self.twice: str | None = None
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs) and self.twice is None:
+            self.twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        return made
+
+    @property
+    def why(self) -> str:
+        """What the model is told of it."""
+        return "" if self.twice is None else stands_twice(self.twice)
+
+
+def stands_twice(key: str) -> str:
+    """What the model is told of a key that it gave twice."""
+    return f"the key {json.dumps(key[:100])} stands twice in one object; give it once"
+
+
+def decoded(text: str) -> tuple[Any, str]:
+    """The value of a JSON text that somebody else wrote, and why it cannot be taken as it is; empty where it can.
+
+    Raises:
+        ValueError: it is none, or longer than a call may be.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(TOO_LONG)
+    keys = _Keys()
+    try:
+        value = json.loads(text, object_pairs_hook=keys, parse_int=whole)
+        why = unfit(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no valid JSON: {error}") from error
+    return value, why or keys.why
+
+
+def unfit(value: Any) -> str:
+    """Why a decoded value cannot be taken; empty where it can.
+
+    Raises:
+        ValueError: it cannot be written back (NaN, 1e999, half a surrogate pair), and so not stored either.
+    """
+    if nesting(value) > MAX_NESTING:
+        return f"a call may nest {MAX_NESTING} objects and arrays within each other, not more"
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return ""
+
+
+def scanned(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value that begins at a place of a text, and where it ends.
+
+    Raises:
+        Unreadable: there is none that could be taken.
+    """
+    window = text[at : at + MAX_CHARACTERS + 1]
+    keys = _Keys()
+    try:
+        value, length = JSONDecoder(object_pairs_hook=keys, parse_int=whole).raw_decode(window)
+        why = TOO_LONG if length > MAX_CHARACTERS else unfit(value) or keys.why
+    except JSONDecodeError as error:
+        cut = error.msg.startswith("Unterminated") or error.pos >= len(window.rstrip())
+        why = f"no valid JSON: {error}" if not cut else TOO_LONG if len(window) > MAX_CHARACTERS else UNFINISHED
+        raise Unreadable(why, at + (len(window) if cut else error.pos)) from error
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"no valid JSON: {error}", at + len(window)) from error
+    if why:
+        raise Unreadable(why, at + length)
+    return value, at + length
+
+
+def whole(digits: str) -> int:
+    """The whole number of these digits.
+
+    Raises:
+        ValueError: they are too many.
+    """
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a whole number may have {MAX_DIGITS} digits, not more")
+    return int(digits)
+
+
+def nesting(value: Any) -> int:
+    """How many objects and arrays stand within each other; counted level by level, without recursion."""
+    level, depth = [value], 0
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return depth
+
+
+def read_arguments(name: str, arguments: object) -> ToolCall:
+    """The call of a tool by that name, its arguments an object or a string that holds one; else an unreadable one."""
+    why = ""
+    if isinstance(arguments, str):
+        try:
+            arguments, why = decoded(arguments)
+        except ValueError as error:
+            return unreadable(f'"arguments" must be an object; they are a string, and it holds {error}')
+    if why or not isinstance(arguments, dict):
+        return unreadable(why or f'"arguments" must be an object, not {type(arguments).__name__}')
+    return ToolCall(name, arguments)
+
+
+def made(name: object, arguments: object, end: int) -> ToolCall:
+    """The call of that name with these arguments, whose text ends there.
+
+    Raises:
+        Unreadable: they make none.
+    """
+    if not isinstance(name, str) or not name:
+        raise Unreadable('a call is an object with a "name" and "arguments"', end)
+    call = read_arguments(name, arguments)
+    if call.error is not None:
+        raise Unreadable(call.error, end)
+    return call
+
+
+def unreadable(why: str) -> ToolCall:
+    """A call that cannot be made, which the model is told."""
+    return ToolCall("", {}, error=why)
+
+
+def spelled(value: object) -> str:
+    """The value as JSON, as models write it.
+
+    Raises:
+        ValueError: JSON has no word for it (NaN).
+    """
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -1,0 +1,1 @@
+"""Messages to tokens and back: chat templates, the calls in a turn, the texts that end it."""

@@ -1,0 +1,88 @@
+"""What a sampled turn says: its thought, its tool calls and the rest. Reading never fails, and is linear in the text.
+
+`<think>...</think>` at its beginning is its thought; which of the rest are calls its format knows (`tool_formats`),
+and what is left is its content. A call that cannot be read carries its `error`, which the model is told, and its text stays
+where it stood, so that nothing the model wrote is lost:
+
+- no call as the format writes them, or a key that stands twice in one object, wherever in the call;
+- longer, deeper or with longer numbers than the limits of `call_json`, which are looked at before anything is decoded into
+  a value that would be slow to compare or to store;
+- one that begins inside of a `<think>` which was not closed. Inside of one that was closed a call is thought, and none;
+- one that the turn ends in (`UNCLOSED`, `UNFINISHED`).
+"""
+
+import re
+from collections.abc import Sequence
+
+from agentrl.workflow.call_json import Unreadable, unreadable
+from agentrl.workflow.tool_formats import Schema, ToolFormat
+from agentrl.workflow.tool_formats.hermes import hermes
+from agentrl.workflow.trajectory import Message, ToolCall
+
+MAX_CALLS = 1000
+"""In one turn; what comes after them is one call that cannot be read."""
+
+THINK, END_THINK = "<think>", "</think>"
+_THINK = re.compile(THINK)
+
+IN_THOUGHT = f"a call inside a {THINK} that is not closed is not made; write {END_THINK} first, then the call"
+TOO_MANY = f"a turn may have {MAX_CALLS} calls, not more; what follows them was not read"
+
+
+def parse_text(text: str, tool_format: ToolFormat = hermes, tools: Sequence[Schema] = ()) -> Message:
+    """The assistant's message that a sampled text (without its end-of-turn token) spells.
+
+    A call that cannot be read becomes `ToolCall("", {}, error=...)` and its text stays in the content, or in the thought.
+    """
+    thought, rest = _split_thought(text.replace("\0", "\ufffd"), tool_format)
+    calls = [] if rest is not None else _lost(thought, tool_format)
+    content = _content(rest or "", tool_format, tools, calls)
+    return Message("assistant", content.strip(), thought=thought.strip(), tool_calls=tuple(calls))
+
+
+def _content(text: str, tool_format: ToolFormat, tools: Sequence[Schema], calls: list[ToolCall]) -> str:
+    """What the text says beside its calls, which are added to those that there are."""
+    kept, at = [], 0
+    think, call = _THINK.search(text), tool_format.begins.search(text)
+    while (think or call) and len(calls) <= MAX_CALLS:
+        if call is None or (think and think.start() < call.start()):
+            assert think is not None
+            found = text.find(END_THINK, think.end())
+            end = len(text) if found < 0 else found + len(END_THINK)
+            calls += _lost(text[think.start() :], tool_format) if found < 0 else []
+            kept.append(text[at:end])
+        else:
+            made, end = _read(text, call.start(), tool_format, tools, MAX_CALLS - len(calls))
+            calls += made
+            kept.append(text[at : end if made[-1].error is not None else call.start()])
+        at = end
+        think = think if think and think.start() >= at else _THINK.search(text, at)
+        call = call if call and call.start() >= at else tool_format.begins.search(text, at)
+    return "".join([*kept, text[at:]])
+
+
+def _read(text: str, at: int, tool_format: ToolFormat, tools: Sequence[Schema], most: int) -> tuple[tuple[ToolCall, ...], int]:
+    """The calls that begin there, or the one that cannot be read, and where their text ends."""
+    try:
+        calls, end = tool_format.read(text, at, tools)
+    except Unreadable as error:
+        return (unreadable(error.why if most > 0 else TOO_MANY),), max(error.end, at + 1)
+    return (calls if 0 < len(calls) <= most else (unreadable(TOO_MANY),)), end
+
+
+def _split_thought(text: str, tool_format: ToolFormat) -> tuple[str, str | None]:
+    """Thought and rest; None where the thought has no end.
+
+    Some templates open `<think>` in the generation prompt: then only its end was sampled.
+    """
+    opened = text.lstrip().startswith(THINK)
+    begins = tool_format.begins.search(text)
+    if not opened and END_THINK not in (text[: begins.start()] if begins else text):
+        return "", text
+    thought, end, rest = text.partition(END_THINK)
+    return thought.lstrip().removeprefix(THINK) if opened else thought, rest if end else None
+
+
+def _lost(thought: str, tool_format: ToolFormat) -> list[ToolCall]:
+    """What the model is told of calls in a thought that has no end; one word for all of them."""
+    return [unreadable(IN_THOUGHT)] if (tool_format.certain or tool_format.begins).search(thought) else []

@@ -1,0 +1,224 @@
+"""Messages to token ids and back, through the tokenizer's own chat template; what the policy sampled is never re-tokenised.
+
+An episode is one growing row of tokens. `opening` renders what comes before the first sampled turn, `continuation` what the
+template puts between a sampled turn and the next one (tool results, a user's words), and `parse` reads a sampled turn (see
+`chat.parsing`).
+
+The tokenizer comes from outside, so this file needs neither torch nor transformers.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from agentrl.workflow.chat.parsing import parse_text
+from agentrl.workflow.chat.stop_strings import Spelling, Stops
+from agentrl.workflow.chat.template_probe import Manner, before, manner_of
+from agentrl.workflow.errors import ModelError
+from agentrl.workflow.tool_formats import Schema
+from agentrl.workflow.trajectory import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_ASKED = Message("user", "x")
+# With a thought, so that a template which drops old thoughts is caught by the prefix check.
+_ANSWERED = Message("assistant", "y", thought="t")
+
+
+class Chat:
+    """A chat template and its tokenizer.
+
+    Args:
+        tokenizer: with a chat template whose turns end with one special token.
+        tool_format: how calls are written (`tool_formats`), AUTO for how the template writes them; None: Hermes, and
+            the template is given calls whatever it makes of them, as in runs of before there was a choice.
+
+    Attributes:
+        manner: how the template is spoken to.
+        end_ids: the ids that end a turn: the template's end-of-turn token and the tokenizer's end of sequence.
+
+    Raises:
+        ModelError: the tokenizer has no chat template, or its turns end without a special token.
+        ConfigError: there is no such format.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", tool_format: str | None = None) -> None:
+        if not tokenizer.chat_template:
+            raise ModelError(
+                f"The tokenizer of {tokenizer.name_or_path!r} has no chat template.", "Pass an instruct model, or --model tiny."
+            )
+        self.tokenizer = tokenizer
+        self._prefixes: dict[str, tuple[int, ...]] = {}
+        self._stops: dict[tuple[str, ...], Stops] = {}
+        source = json.dumps(tokenizer.chat_template)
+        self.manner: Manner = before() if tool_format is None else manner_of(self._apply, source, tool_format)
+        # Here and not at first use: that is the sampler's thread, too late to refuse a model.
+        self.end_ids = frozenset({self._prefix(())[-1], *self._end_of_sequence(), *self._ends_of_calls(tool_format)})
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> tuple[int, ...]:
+        """The prompt of an episode's first step, generation prompt included.
+
+        Raises:
+            ModelError: the template refuses these messages.
+        """
+        return self._encode(self._render(messages, tools, generate=True))
+
+    def continuation(
+        self, messages: Sequence[Message], tools: Sequence[Schema] = (), ended: bool = True
+    ) -> tuple[tuple[int, ...] | None, str]:
+        """The ids that follow a sampled turn up to the next generation prompt.
+
+        Args:
+            messages: what is new: tool results or a user's message.
+            tools: the same as in the opening.
+            ended: the turn has its end token (see `ended`); else these ids begin with it.
+
+        Returns:
+            The ids and an empty reason; or None and why the template cannot be continued: it renders earlier turns
+            differently once others follow. Then the caller opens a new training row with `opening` of all messages.
+        """
+        prefix = self._prefix(tools)
+        whole = self._encode(self._render([_ASKED, _ANSWERED, *messages], tools, generate=True))
+        if whole[: len(prefix)] != prefix:
+            return None, f"the template rewrites earlier turns before a {messages[0].role} message"
+        return whole[len(prefix) - (not ended) :], ""
+
+    def ended(self, sampled_ids: Sequence[int]) -> bool:
+        """Whether a sampled turn has its end token; one that a stop string ended has none."""
+        return bool(sampled_ids) and sampled_ids[-1] in self.end_ids
+
+    def stops(self, strings: tuple[str, ...]) -> Stops:
+        """What watches for these texts in a turn; the same for the same strings.
+
+        Raises:
+            ModelError: the tokenizer does not tell the bytes of its tokens.
+        """
+        if strings not in self._stops:
+            self._stops[strings] = Stops(self._spelling, strings)
+        return self._stops[strings]
+
+    def turn(self, message: Message, tools: Sequence[Schema] = ()) -> tuple[int, ...]:
+        """An assistant's message as the policy would have sampled it, end-of-turn token included (for demonstrations).
+
+        Calls that do not read back as the template writes them (it drops the words beside them, or a text in them closes
+        their tag) are written as the format writes them.
+
+        Raises:
+            ModelError: the template does not put the turn right after its generation prompt.
+        """
+        text = self._turn_text(message, tools, self.manner)
+        if message.tool_calls and not self._reads_back(text, message, tools):
+            text = self._turn_text(message, tools, replace(self.manner, native=False))
+        return self._cut(self._encode(text))
+
+    def _turn_text(self, message: Message, tools: Sequence[Schema], manner: Manner) -> str:
+        prompt = self._turn_prompt
+        whole = self._render([_ASKED, message], (), generate=False, turns=[*manner.plain([_ASKED, message], tools)])
+        if not whole.startswith(prompt):
+            raise ModelError("The chat template does not continue its own generation prompt; it cannot show demonstrations.")
+        return whole[len(prompt) :]
+
+    def _reads_back(self, text: str, message: Message, tools: Sequence[Schema]) -> bool:
+        found = parse_text(text, self.manner.tool_format, tools)
+        made = tuple(call for call in message.tool_calls if call.error is None)
+        return found.tool_calls == made and message.content.strip() in found.content
+
+    def parse(self, sampled_ids: Sequence[int], tools: Sequence[Schema] = ()) -> Message:
+        """The message that the sampled ids spell; any ids at all are readable.
+
+        Args:
+            tools: those that were offered: some formats do not write of which kind an argument is.
+        """
+        ids = list(sampled_ids)
+        while ids and ids[-1] in self.end_ids:
+            ids.pop()
+        return parse_text(self.decode(ids), self.manner.tool_format, tools)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids, special tokens included; bytes that are no UTF-8 become U+FFFD."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def _turn_prompt(self) -> str:
+        return self._render([_ASKED], (), generate=True)
+
+    @cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling(self.tokenizer)
+
+    @cached_property
+    def template_hash(self) -> str:
+        """sha256 of the chat template."""
+        return hashlib.sha256(json.dumps(self.tokenizer.chat_template, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        """sha256 of the vocabulary and of how a text with every kind of character is split."""
+        probe = self._encode("Ünï 12345.6 == \tfoo_bar(  )\n\n<tool_call>{\"a\": [1, 'b']}</tool_call> 漢字 🙂")
+        text = json.dumps([self.tokenizer.get_vocab(), probe], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _end_of_sequence(self) -> tuple[int, ...]:
+        eos = self.tokenizer.eos_token_id
+        return () if eos is None else (int(eos),)
+
+    def _ends_of_calls(self, tool_format: str | None) -> tuple[int, ...]:
+        ends = self.manner.tool_format.ends if tool_format is not None else ()
+        return tuple(self._special[token] for token in ends if token in self._special)
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        return {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+
+    def _prefix(self, tools: Sequence[Schema]) -> tuple[int, ...]:
+        key = json.dumps(list(tools), sort_keys=True)
+        if key not in self._prefixes:
+            self._prefixes[key] = self._cut(self._encode(self._render([_ASKED, _ANSWERED], tools, generate=False)))
+        return self._prefixes[key]
+
+    def _cut(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The ids up to the last special one, which ends the last turn."""
+        special = set(self._special.values())
+        last = max((i for i, token in enumerate(ids) if token in special), default=None)
+        if last is None:
+            raise ModelError("The chat template ends a turn without a special token.", "Pass an instruct model.")
+        return ids[: last + 1]
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema],
+        generate: bool,
+        turns: Sequence[dict[str, Any]] | None = None,
+    ) -> str:
+        """The messages as the template renders them; `turns`, where given, are they as it takes them."""
+        turns = [*self.manner.plain(messages, tools)] if turns is None else turns
+        for turn in turns:
+            if turn["role"] != "assistant":
+                turn["content"] = self._defused(turn["content"])
+        try:
+            return self._apply(turns, tools, generate)
+        except TemplateError as error:
+            raise ModelError(f"The chat template refuses these messages: {error}.") from error
+
+    def _apply(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Schema], generate: bool) -> str:
+        told: Any = [dict(tool) for tool in tools] or None
+        made: Any = self.tokenizer.apply_chat_template(
+            [dict(turn) for turn in turns], tools=told, add_generation_prompt=generate, tokenize=False
+        )
+        return str(made)
+
+    def _defused(self, text: str) -> str:
+        """Text from outside must not end the turn it stands in, nor open another one."""
+        for token in self._special:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text

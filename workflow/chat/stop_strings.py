@@ -1,0 +1,124 @@
+"""Texts that end a turn: does the newest token complete one?
+
+A stop string may begin and end inside of tokens, and a character may be split over several. So bytes are compared, not
+texts: every id stands for some (`Spelling`), and a string is completed by the token that brings its last byte. Since the
+bytes of a character never begin inside of another, this finds what a search of the decoded text would find.
+
+Nothing is remembered between tokens: the answer depends on the ids of the turn alone, however it was sampled.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from agentrl.workflow.errors import ModelError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerBase
+
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+
+
+class Spelling:
+    """The bytes that each id stands for: of byte-level BPE (Qwen, Llama 3) and of SentencePiece's pieces (Gemma, Mistral).
+
+    Args:
+        tokenizer: special tokens are spelled too.
+
+    Raises:
+        ModelError: it decodes in a third way.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        kinds = _decoders(tokenizer)
+        if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
+            raise ModelError(
+                f"The tokenizer of {tokenizer.name_or_path!r} does not tell the bytes of a token, which stop strings need.",
+                "Leave rollout.stop out.",
+            )
+        self._name = tokenizer.convert_ids_to_tokens
+        self._spelled = _byte_level if "ByteLevel" in kinds else _piece
+        self._known: dict[int, bytes] = {}
+
+    def __getitem__(self, token: int) -> bytes:
+        """The bytes of an id; none where a model has more ids than its tokenizer has tokens."""
+        if token not in self._known:
+            name: Any = self._name(token)
+            self._known[token] = self._spelled(name) if name else b""
+        return self._known[token]
+
+
+class Stops:
+    """Some stop strings in the spelling of one tokenizer; `Chat.stops` makes and keeps them.
+
+    Args:
+        spelling: of the tokenizer.
+        strings: none of them empty.
+    """
+
+    def __init__(self, spelling: Spelling, strings: Sequence[str]) -> None:
+        self._spelling = spelling
+        self._strings = [string.encode() for string in strings]
+        self._reach = max(map(len, self._strings))
+        self._may: dict[int, bool] = {}
+
+    def completed(self, ids: "Sequence[int] | NDArray[np.int64]", end: int | None = None) -> bool:
+        """Whether the last of the ids that a turn has sampled so far completes one of the strings. Only their end is read.
+
+        Args:
+            end: so many of the ids are sampled; None for all.
+        """
+        end = len(ids) if end is None else end
+        last = int(ids[end - 1])
+        if last not in self._may:  # of most tokens that is all one needs to know
+            self._may[last] = self._may_complete(self._spelling[last])
+        return self._may[last] and self._completes(ids, end)
+
+    def _may_complete(self, token: bytes) -> bool:
+        """Whether one of the strings can end inside of these bytes."""
+        parts = [token[:size] for size in range(1, len(token) + 1)]
+        return any(string.endswith(part) or part.endswith(string) for part in parts for string in self._strings)
+
+    def _completes(self, ids: "Sequence[int] | NDArray[np.int64]", end: int) -> bool:
+        tail = last = self._spelling[int(ids[end - 1])]
+        at = end - 2
+        while at >= 0 and len(tail) < self._reach + len(last):
+            tail = self._spelling[int(ids[at])] + tail
+            at -= 1
+        new = len(tail) - len(last)
+        return any(tail.find(string, max(0, new - len(string) + 1)) >= 0 for string in self._strings)
+
+
+def _decoders(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
+    """The kinds of decoders that a tokenizer of the `tokenizers` library puts one after another; none for others."""
+    from transformers import PreTrainedTokenizerFast  # not above: the chat needs stops, and the command line needs the chat
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.backend_tokenizer.decoder is None:
+        return set()
+    decoder: Any = json.loads(tokenizer.backend_tokenizer.decoder.__getstate__())
+    return {decoder["type"], *(inner["type"] for inner in decoder.get("decoders", ()))}
+
+
+def _byte_level(name: str) -> bytes:
+    """A name as its decoder reads it: one byte per letter, or, where a letter stands for none, the name's own bytes."""
+    letters = _letters()
+    spelled = [letters.get(letter) for letter in name]
+    return name.encode() if None in spelled else bytes(byte for byte in spelled if byte is not None)
+
+
+@cache
+def _letters() -> dict[str, int]:
+    """The letter that stands for each byte in byte-level BPE (GPT-2): its own where it can be seen, else one from 256 on."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(unseen)}
+
+
+def _piece(name: str) -> bytes:
+    """A SentencePiece: `<0xC3>` is one byte, and U+2581 stands for a space."""
+    byte = _BYTE.fullmatch(name)
+    return bytes([int(byte[1], 16)]) if byte else name.replace("\u2581", " ").encode()

@@ -1,0 +1,180 @@
+"""What a chat template does with what it is given: which tool format it writes, what it drops, whether it can be continued.
+
+A conversation whose words are found nowhere else is rendered, and looked at. How it is rendered is the caller's matter, so that
+a command needs neither torch nor transformers for it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jinja2 import TemplateError
+
+from agentrl.workflow.chat.parsing import END_THINK, THINK, parse_text
+from agentrl.workflow.plugins import find, names
+from agentrl.workflow.tool_formats import AUTO, HERMES, Schema, ToolFormat
+from agentrl.workflow.trajectory import Message, ToolCall
+
+Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Schema], bool], str]
+"""Messages as templates take them, tools, whether the assistant's turn is opened -> the text."""
+
+FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What a template may raise that cannot take what it is given."""
+
+NAME, ARGUMENT = "zq_probe", "zqvalue"
+_TOLD: Schema = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "zqdescription",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+_CALL = ToolCall(NAME, {"word": ARGUMENT})
+_USER = Message("user", "zquser")
+_ANSWER = Message("assistant", "zqanswer", thought="zqthought")
+_RESULT = Message("tool", "zqresult", name=NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a template is spoken to.
+
+    Args:
+        tool_format: how calls are written.
+        native: the template writes a turn's calls itself, in that format; else they are written into what the turn says.
+        many: several of one turn too.
+        ids: it asks for an id of each call and result.
+    """
+
+    tool_format: ToolFormat
+    native: bool = True
+    many: bool = True
+    ids: bool = False
+
+    def plain(self, messages: Sequence[Message], tools: Sequence[Schema]) -> Iterator[dict[str, Any]]:
+        """The messages as templates take them."""
+        answered = 0
+        for message in messages:
+            answered = answered + 1 if message.role == "tool" else 0
+            if message.role == "assistant":
+                yield self._said(message, tools)
+            else:
+                named = {"name": message.name} if message.name else {}
+                named |= {"tool_call_id": _id(answered - 1)} if answered and self.ids else {}
+                yield {"role": message.role, "content": message.content, **named}
+
+    def _said(self, message: Message, tools: Sequence[Schema]) -> dict[str, Any]:
+        thought = f"{THINK}\n{message.thought}\n{END_THINK}\n\n" if message.thought else ""
+        made = [call for call in message.tool_calls if call.error is None]  # else its text is in the content
+        if made and not (self.native and (self.many or len(made) == 1)):
+            return {"role": "assistant", "content": thought + self.tool_format.write(message.content, made, tools)}
+        calls = [
+            {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            | ({"id": _id(number)} if self.ids else {})
+            for number, call in enumerate(made)
+        ]
+        return {"role": "assistant", "content": thought + message.content, **({"tool_calls": calls} if calls else {})}
+
+
+def _id(number: int) -> str:
+    """The id of a turn's call: nine letters and digits, as Mistral's templates want them."""
+    return f"call{number:05d}"
+
+
+def before() -> Manner:
+    """How templates were spoken to before there were formats."""
+    return Manner(find("tool_formats", HERMES))
+
+
+def manner_of(render: Render, source: str, wanted: str = AUTO) -> Manner:
+    """How a template is to be spoken to.
+
+    Args:
+        source: the template's.
+        wanted: a format that a person chose; AUTO: the one that it writes calls in, or whose marks it has, or Hermes.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+    formats: list[ToolFormat] = [find("tool_formats", name) for name in (names("tool_formats") if wanted == AUTO else [wanted])]
+    for manner in (Manner(each, ids=ids) for ids in (False, True) for each in formats):
+        if _writes(render, manner, 1):
+            ids = manner.ids or _wants_ids(render, manner.tool_format)
+            return Manner(manner.tool_format, many=_writes(render, replace(manner, ids=ids), 2), ids=ids)
+    if wanted != AUTO:
+        return Manner(formats[0], native=False, ids=_wants_ids(render, formats[0]))
+    marked = [each for each in formats if each.marks and all(mark in source for mark in each.marks)]
+    chosen = max(marked, key=lambda each: len("".join(each.marks)), default=find("tool_formats", HERMES))
+    return Manner(chosen, native=False, ids=_wants_ids(render, chosen))
+
+
+def _writes(render: Render, manner: Manner, count: int) -> bool:
+    """Whether the template writes so many calls of one turn in that format."""
+    asked = list(manner.plain([_USER], [_TOLD]))
+    calling = Message("assistant", "", tool_calls=(_CALL,) * count)
+    try:
+        prompt = render(asked, [_TOLD], True)
+        whole = render([*asked, *manner.plain([calling], [_TOLD])], [_TOLD], False)
+    except FAULTS:
+        return False
+    said = whole[len(prompt) :] if whole.startswith(prompt) else whole.partition(_USER.content)[2]
+    return parse_text(said, manner.tool_format, [_TOLD]).tool_calls == calling.tool_calls
+
+
+def _wants_ids(render: Render, tool_format: ToolFormat) -> bool:
+    """Whether the template takes a tool's result with an id alone."""
+    plain, with_ids = (Manner(tool_format, native=False, ids=ids) for ids in (False, True))
+    return not _renders(render, plain) and _renders(render, with_ids)
+
+
+def _renders(render: Render, manner: Manner) -> bool:
+    try:
+        render(list(manner.plain([_USER, _ANSWER, _RESULT], [_TOLD])), [_TOLD], True)
+    except FAULTS:
+        return False
+    return True
+
+
+def trouble(render: Render, manner: Manner, system: bool, tools: bool) -> str:
+    """Why nothing can be trained through the template, in words that follow its name; empty where it can.
+
+    Args:
+        system: conversations begin with a system message; `tools`: calls are made in them.
+    """
+    try:
+        said = _dropped(render, manner, system, tools)
+        return f"drops {said}" if said else _rewrites(render, manner) if tools else ""
+    except FAULTS as error:
+        return f"cannot render a conversation with {_parts(system, tools)}: {' '.join(str(error).split())[:200]}"
+
+
+def _parts(system: bool, tools: bool) -> str:
+    parts = [*(["a system message"] if system else []), "a question", *(["a tool call and its result"] if tools else [])]
+    return ", ".join(parts[:-1]) + " and " + parts[-1] if len(parts) > 1 else parts[0] + " and its answer"
+
+
+def _dropped(render: Render, manner: Manner, system: bool, tools: bool) -> str:
+    calling = Message("assistant", "", tool_calls=(_CALL,))
+    told = [Message("system", "zqsystem")] if system else []
+    text = render(list(manner.plain([*told, _USER, *([calling, _RESULT] if tools else []), _ANSWER], [])), [], False)
+    wanted = {"zqsystem": "the system message"} if system else {}
+    wanted |= {_USER.content: "the user's words", _ANSWER.content: "the assistant's words"}
+    wanted |= {NAME: "tool calls", ARGUMENT: "a call's arguments", _RESULT.content: "tool results"} if tools else {}
+    return " and ".join(what for mark, what in wanted.items() if mark not in text)
+
+
+def _rewrites(render: Render, manner: Manner) -> str:
+    before_it = list(manner.plain([_USER, _ANSWER], [_TOLD]))
+    after_it = render([*before_it, *manner.plain([_RESULT], [_TOLD])], [_TOLD], True)
+    if after_it.startswith(render(before_it, [_TOLD], False).rstrip()):
+        return ""
+    return "rewrites earlier turns before a tool's result, so that an episode is not one row of tokens"
+
+
+def silent_on_tools(render: Render, manner: Manner) -> bool:
+    """Whether the template tells a model nothing of the tools that it may call."""
+    try:
+        return NAME not in render(list(manner.plain([_USER], [_TOLD])), [_TOLD], True)
+    except FAULTS:
+        return False

@@ -1,0 +1,207 @@
+"""A model's chat template before it is loaded: found in its folder or a person's file, rendered, refused where it cannot train.
+
+It is rendered as transformers renders it, in jinja's sandbox, without transformers: a command asks before anything starts. What
+it cannot render here (a tokenizer that has its template in its code) is left to the worker that loads it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from agentrl.workflow.chat.template_probe import Manner, Render, before, manner_of, silent_on_tools, trouble
+from agentrl.workflow.checkpoints.sealed_folder import RECORD
+from agentrl.workflow.config import ModelConfig
+from agentrl.workflow.errors import ConfigError, ModelError
+from agentrl.workflow.plugins import find
+from agentrl.workflow.tool_formats import AUTO, Schema
+
+MOST_BYTES = 131_072
+"""Of a template that a person gives; the longest that models come with have a fifth of it."""
+
+MOST_CONFIG_BYTES = 1 << 24
+"""Of the file in which a tokenizer may hold its template."""
+
+_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OVERRIDE = "Pass --chat-template FILE, or another model."
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}`, which marks what the assistant says and renders as what is inside."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's own spelling
+
+    def parse(self, parser: Parser) -> list[Node]:
+        """The nodes inside."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _refuse(said: str) -> None:
+    raise TemplateError(said)
+
+
+def _json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> Template:
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    made.filters["tojson"] = _json
+    made.globals["raise_exception"] = _refuse
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # noqa: DTZ005 - as a template means it
+    return made.from_string(source)
+
+
+def renderer(source: str, tokens: Mapping[str, str]) -> Render:
+    """What renders a template; `tokens` are its names of special ones."""
+
+    def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema], generate: bool) -> str:
+        told = [dict(tool) for tool in tools] or None
+        return _compiled(source).render(messages=messages, tools=told, documents=None, add_generation_prompt=generate, **tokens)
+
+    return render
+
+
+def read_template(named: str) -> str:
+    """The text of a chat template: that of the file of that name, or the text itself.
+
+    Raises:
+        ConfigError: there is no such file, or it is no template.
+    """
+    source = named if "{" in named or "\n" in named else _file(Path(named).expanduser())
+    if len(source.encode(errors="replace")) > MOST_BYTES:
+        raise ConfigError(f"The chat template has more than {MOST_BYTES} bytes.", "Is it the right file?")
+    try:
+        _compiled(source)
+    except (TemplateError, RecursionError) as error:
+        where = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        said = f"The chat template is no Jinja{where}: {' '.join(str(error).split())[:200]}"
+        raise ConfigError(f"{said.rstrip('.')}.", "Correct it.") from error
+    return source
+
+
+def _file(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        return data.decode()
+    except OSError as error:
+        raise ConfigError(f"Cannot read the chat template {str(path)!r}: {error.strerror}.", "Check the path.") from error
+    except ValueError as error:
+        raise ConfigError(f"The chat template {str(path)!r} is no UTF-8.", "Is it the right file?") from error
+
+
+def settled(config: ModelConfig, folder: Path | None, new: bool = True) -> ModelConfig:
+    """The section with the text of its template, and the format of the model in that folder, AUTO where it is not here.
+
+    Args:
+        new: it is no run's, for which no format means what it meant before there was a choice.
+
+    Raises:
+        ConfigError: the template cannot be read, or there is no such format.
+    """
+    chosen: dict[str, Any] = {}
+    if config.chat_template is not None:
+        chosen["chat_template"] = read_template(config.chat_template)
+    if config.tool_format == AUTO or (new and config.tool_format is None):
+        found, learned = source_of(folder, chosen.get("chat_template")), "" if chosen else _recorded(folder)
+        written = manner_of(renderer(*found), found[0]).tool_format.name if found and not learned else AUTO
+        chosen["tool_format"] = learned or written
+    elif config.tool_format is not None:
+        find("tool_formats", config.tool_format)
+    return config.model_copy(update=chosen)
+
+
+def _recorded(folder: Path | None) -> str:
+    """The format in which a model that was made here learned its calls; empty where nothing says so."""
+    told = _object(folder / RECORD) if folder else {}
+    named = told.get("tool_format")
+    return named if isinstance(named, str) else ""
+
+
+def source_of(folder: Path | None, source: str | None = None) -> tuple[str, dict[str, str]] | None:
+    """A model's chat template and special tokens; None where its files do not say.
+
+    Args:
+        source: of another template, which it is to have.
+    """
+    if folder is None or not folder.is_dir():
+        return (source, {}) if source else None
+    told = _object(folder / "tokenizer_config.json")
+    tokens = {name: _token(told.get(name)) for name in _TOKENS if _token(told.get(name))}
+    file = folder / "chat_template.jinja"
+    try:
+        found = source or (file.read_text(encoding="utf-8") if file.is_file() else _listed(told.get("chat_template")))
+    except (OSError, ValueError):
+        return None
+    return (found, tokens) if found else None
+
+
+def _listed(told: object) -> str:
+    """The template of a tokenizer's config, which may have several: the one for tools."""
+    if isinstance(told, str):
+        return told
+    several = [each for each in told if isinstance(each, dict)] if isinstance(told, list) else []
+    named = {str(each.get("name")): each.get("template") for each in several}
+    found = named.get("tool_use") or named.get("default")
+    return found if isinstance(found, str) else ""
+
+
+def _token(told: object) -> str:
+    text = told.get("content") if isinstance(told, dict) else told
+    return text if isinstance(text, str) else ""
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        if not file.is_file() or file.stat().st_size > MOST_CONFIG_BYTES:
+            return {}
+        told = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _spoken(config: ModelConfig, folder: Path) -> tuple[Render, Manner] | None:
+    found = source_of(folder, config.chat_template)
+    if found is None:
+        return None
+    render = renderer(*found)
+    return render, before() if config.tool_format is None else manner_of(render, found[0], config.tool_format)
+
+
+def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool) -> None:
+    """Refuses a template through which nothing can be trained.
+
+    Args:
+        config: settled.
+        system: conversations begin with a system message; `tools`: calls are made in them.
+
+    Raises:
+        ModelError: it drops what it is given, cannot be continued token for token, or cannot be rendered.
+    """
+    spoken = _spoken(config, folder)
+    said = trouble(*spoken, system, tools) if spoken else ""
+    if said:
+        raise ModelError(f"The chat template of {str(folder)!r} {said}.", _OVERRIDE)
+
+
+def remark_on_tools(config: ModelConfig, folder: Path) -> str:
+    """Said where the template tells a model nothing of its tools; else empty."""
+    spoken = _spoken(config, folder)
+    if spoken is None or not silent_on_tools(*spoken):
+        return ""
+    return (
+        "The chat template renders no `tools`: the model knows those alone that a prompt names, and is to call them as"
+        f" {spoken[1].tool_format.name} does. One that renders them: --chat-template FILE"
+    )

@@ -1,0 +1,1 @@
+"""Checkpoints: folders that are whole or absent, copies of remote ones, links, what may be removed."""

@@ -1,0 +1,319 @@
+"""Checkpoints in a folder, or at a URL that many hosts reach (`s3://bucket/prefix`, `file:///mnt/shared`).
+
+A path without `://` is a folder of this host and is used as it is. Object stores know no rename: a key is written once and
+never again, and the manifest comes last, so that with it the checkpoint is whole. `file://` is a folder mounted on every host.
+
+Each host keeps copies of what is at a URL in `AGENTRL_HOME/cache/RUN/CHECKPOINT`. One process fetches while the others wait;
+what was fetched is verified against the manifest and the policy's row before it gets its name, and a copy again when a process
+first uses it. The `KEEP` copies of a run that were used last stay.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from agentrl.workflow.checkpoints import object_store, sealed_folder
+from agentrl.workflow.checkpoints.sealed_folder import (
+    MANIFEST,
+    OPTIMIZER,
+    FileRecord,
+    Writer,
+    sha256_file,
+    weights_name,
+    weights_of,
+)
+from agentrl.workflow.errors import BrokenCheckpoint, CheckpointError, ConfigError
+from agentrl.workflow.runtime.faults import faultpoint
+from agentrl.workflow.settings import is_url, settings
+
+T = TypeVar("T")
+
+KEEP = 10
+"""Copies of one run that a host keeps: those of nine iterations that overlap, and one more that an evaluation may be at."""
+
+Part = Literal["weights", "start", "all"]
+"""What of a checkpoint is wanted: its weights, to sample; all but the optimizer's state, to start a run from; all, to go on."""
+
+_verified: set[tuple[Path, Part]] = set()
+"""Copies whose bytes this process has compared with their manifest."""
+
+_UNFINISHED = (".tmp", ".old", ".fetch")
+"""What a folder's name ends with while it is being made."""
+
+
+def write(path: str, writer: Writer) -> str:
+    """Makes the checkpoint at `path`, a folder or a URL, as `checkpoint.write` does.
+
+    Returns:
+        The sha256 of its weights.
+
+    Raises:
+        CheckpointError: the disk refused, or there is no such bucket.
+        ConfigError: the store refused.
+        ServiceError: the store did not answer for long. Nothing is lost but what has no manifest yet.
+    """
+    folder = object_store.mounted(path) if is_url(path) else Path(path)
+    if folder is not None:
+        return sealed_folder.write(folder, writer)
+    copy = copy_of(path)
+    with _troubles_of_this_host(path), locked(copy.parent):  # else another process may evict it before it is stored
+        sha256 = sealed_folder.write(copy, writer)
+        _upload(copy, path)
+        faultpoint("checkpoint.uploaded")
+        _evict(copy.parent)
+    return sha256
+
+
+def read(path: str, sha256: str, part: Part, reader: Callable[[Path], T]) -> T:
+    """What the reader makes of the `local` folder. A copy that was spoilt or evicted once verified is fetched once more.
+
+    Raises:
+        CheckpointError, ConfigError, ServiceError: as `local` does, and what the reader raises.
+    """
+    folder = local(path, sha256, part)
+    try:
+        return reader(folder)
+    except CheckpointError:
+        if not is_url(path):
+            raise
+    _verified.discard((folder, part))
+    return reader(local(path, sha256, part))
+
+
+def local(path: str, sha256: str, part: Part = "weights") -> Path:
+    """A folder of this host that holds that part of the checkpoint at `path`, a folder or a URL.
+
+    Args:
+        sha256: of the weights, as the policy's row has it.
+
+    Raises:
+        BrokenCheckpoint: there is none, it is not whole, or it is not the one of the row.
+        ConfigError: this host does not see the folder where the run keeps its checkpoints, or may not read it.
+        ServiceError: the store did not answer for long, or this host has no space.
+    """
+    if not is_url(path):
+        return _here(Path(path))
+    copy = copy_of(path)
+    if (copy, part) in _verified and _complete(copy, part):
+        return copy
+    with _troubles_of_this_host(path), locked(copy.parent):
+        if not _sound(copy, sha256, part):
+            _fetch(path, copy, sha256, part)
+        _verified.add((copy, part))
+        os.utime(copy)
+        _evict(copy.parent)
+    return copy
+
+
+def fault_of(path: str, sha256: str, part: Part = "weights") -> str:
+    """What is broken in that part of a published checkpoint; empty where every byte is as it was written.
+
+    Of a URL the store is asked: a sound copy on this host helps no other.
+
+    Raises:
+        ConfigError: this host does not see the folder where the run keeps its checkpoints, or may not read it.
+        ServiceError: the store did not answer for long, or this host has no space.
+    """
+    try:
+        with _troubles_of_this_host(path):
+            _look(path, sha256, part)
+    except BrokenCheckpoint as error:
+        return error.message.rstrip(".")
+    return ""
+
+
+def drop_optimizer(path: str) -> None:
+    """Removes the optimizer's state from a checkpoint that nothing trains on any more; its weights can still be sampled.
+
+    Raises:
+        ServiceError: the store did not answer for long.
+    """
+    sealed_folder.drop_optimizer(copy_of(path) if is_url(path) else Path(path))
+    if is_url(path):
+        object_store.remove(path, OPTIMIZER)
+
+
+def remove(path: str) -> None:
+    """Removes a checkpoint that was never published.
+
+    Raises:
+        ServiceError: the store did not answer for long.
+    """
+    shutil.rmtree(copy_of(path) if is_url(path) else path, ignore_errors=True)
+    if is_url(path):
+        object_store.remove(path)
+
+
+def remove_rivals(path: str) -> None:
+    """Removes what killed trainers left on this host beside a published checkpoint."""
+    folder = object_store.mounted(path) if is_url(path) else Path(path)
+    sealed_folder.remove_rivals(folder or copy_of(path))
+
+
+def sizes(url: str) -> dict[str, dict[str, int]]:
+    """Bytes of every file under a run's URL, by its checkpoint and by its path in there.
+
+    Raises:
+        ServiceError: the store did not answer for long.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for path, size in object_store.sizes(url).items():
+        name, _, file = path.partition("/")
+        found.setdefault(name, {})[file] = size
+    return found
+
+
+def copy_of(url: str) -> Path:
+    """Where this host keeps its copy of the checkpoint at that URL."""
+    parent, _, name = url.rstrip("/").rpartition("/")
+    run = f"{parent.rpartition('/')[2]}-{hashlib.sha256(parent.encode()).hexdigest()[:8]}"
+    return settings().cache_dir / run / name
+
+
+def _look(path: str, sha256: str, part: Part) -> None:
+    """Reads every byte of that part of the published checkpoint."""
+    if is_url(path):
+        with tempfile.TemporaryDirectory() as scratch:
+            _fetch(path, Path(scratch) / "checkpoint", sha256, part)
+        return
+    folder = _here(Path(path))
+    weights = weights_of(folder)
+    if not weights.is_file():
+        raise sealed_folder.broken(path, "its weights are missing")
+    if sha256_file(weights) != sha256:
+        raise sealed_folder.broken(path, f"{weights.name} has another sha256 than the record")
+    if part != "weights":
+        sealed_folder.verify(folder, without=(OPTIMIZER,) if part == "start" else (), shared=False)
+
+
+def _here(folder: Path) -> Path:
+    _must_see(folder.parent)
+    if not folder.is_dir():
+        raise BrokenCheckpoint(f"The checkpoint {str(folder)!r} is missing.", "Restore it, then `agentrl resume`.")
+    return folder
+
+
+def _must_see(place: Path) -> None:
+    if not place.is_dir():  # then it is not a checkpoint in there that is broken
+        raise ConfigError(
+            f"This host ({socket.gethostname()}) does not see {str(place)!r}, where the run keeps its checkpoints.",
+            "Mount it here, or submit with AGENTRL_CHECKPOINTS=s3://BUCKET/PREFIX.",
+        )
+
+
+@contextmanager
+def _troubles_of_this_host(path: str) -> Iterator[None]:
+    """Says of them what they are: of the checkpoint they say nothing."""
+    try:
+        yield
+    except OSError as error:
+        raise object_store.own_trouble(path, error) or error from error
+
+
+def _upload(folder: Path, url: str) -> None:
+    names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    try:
+        for name in sorted(names, key=lambda name: (name == MANIFEST, name)):
+            object_store.put(url, name, folder / name)
+    except FileNotFoundError as error:
+        said = f"Cannot write the checkpoint {url!r}: {error}."
+        raise CheckpointError(said, "Is the bucket there? Then `agentrl resume`.") from error
+
+
+def _fetch(url: str, copy: Path, sha256: str, part: Part) -> None:
+    """Brings what `copy` lacks or has broken."""
+    folder = object_store.mounted(url)
+    if folder is not None:
+        _must_see(folder.parent)
+    beside = copy.with_name(f"{copy.name}.fetch")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        _get(url, MANIFEST, beside)
+        manifest = sealed_folder.read_manifest(beside, url)
+        if _sha256(manifest) != sha256:
+            raise sealed_folder.broken(url, f"its weights are not those of the record ({sha256[:12]})")
+        for name in _names(manifest, part):
+            if sealed_folder.fault_of(copy / name, manifest[name]):
+                _get(url, name, beside)
+                fault = sealed_folder.fault_of(beside / name, manifest[name])
+                if fault:
+                    raise sealed_folder.broken(url, f"{name} {fault}")
+        _move(beside, copy)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _get(url: str, name: str, folder: Path) -> None:
+    target = folder / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        object_store.get(url, name, target)
+    except FileNotFoundError as error:
+        raise sealed_folder.broken(url, f"{name} is missing") from error
+
+
+def _move(beside: Path, copy: Path) -> None:
+    for file in [file for file in beside.rglob("*") if file.is_file()]:
+        target = copy / file.relative_to(beside)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(target)
+
+
+def _sha256(manifest: Mapping[str, FileRecord]) -> str:
+    """Of the weights; empty where there are none."""
+    record = manifest.get(weights_name(manifest))
+    return record.sha256 if record else ""
+
+
+def _names(manifest: Mapping[str, FileRecord], part: Part) -> list[str]:
+    """What is fetched of it: nothing that only other programs read."""
+    if part == "weights":
+        return [weights_name(manifest)]
+    return [name for name, record in manifest.items() if not record.shared and (part == "all" or name != OPTIMIZER)]
+
+
+def _complete(copy: Path, part: Part) -> bool:
+    """Whether the files are there, by name: another process may have evicted them. The copy is then the one used last."""
+    try:
+        manifest = sealed_folder.read_manifest(copy)
+        os.utime(copy)
+    except (BrokenCheckpoint, FileNotFoundError):
+        return False
+    return all((copy / name).is_file() for name in _names(manifest, part))
+
+
+def _sound(copy: Path, sha256: str, part: Part) -> bool:
+    """Whether the files are there, bit for bit."""
+    try:
+        manifest = sealed_folder.read_manifest(copy)
+    except CheckpointError:  # not here yet, or cut off by a power failure
+        return False
+    if _sha256(manifest) != sha256:
+        return False
+    return not any(sealed_folder.fault_of(copy / name, manifest[name]) for name in _names(manifest, part))
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One thread of one process of this host at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _evict(folder: Path) -> None:
+    used: dict[Path, int] = {}
+    for entry in [entry for entry in folder.iterdir() if entry.is_dir() and entry.suffix not in _UNFINISHED]:
+        with suppress(FileNotFoundError):  # somebody removed it meanwhile
+            used[entry] = entry.stat().st_mtime_ns
+    for old in sorted(used, key=used.__getitem__)[:-KEEP]:
+        shutil.rmtree(old, ignore_errors=True)

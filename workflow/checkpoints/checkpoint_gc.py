@@ -1,0 +1,134 @@
+"""What of a run's checkpoint folder no row needs any more, and how it is removed.
+
+Looked at in this order: first the disk, then the rows. A folder that stood there before the rows were read was written under a
+claim that the rows know, so that what they neither name nor may still publish never will be published. Adapters go the other
+way round: their rows say first that they are collected, and a death in between leaves files that the next collection finds.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from agentrl.workflow.checkpoints import checkpoint_cache
+from agentrl.workflow.checkpoints.sealed_folder import OPTIMIZER
+from agentrl.workflow.runtime.faults import faultpoint
+from agentrl.workflow.settings import is_url
+
+Kind = Literal["leftovers", "optimizers", "adapters"]
+KINDS: tuple[Kind, ...] = ("leftovers", "optimizers", "adapters")
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """One folder beside a run's checkpoints: its name, its bytes, and how many of them are an optimizer's state."""
+
+    name: str
+    bytes: int
+    optimizer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What rows say of one run's folders, by name.
+
+    Args:
+        named: checkpoints that a policy names and that are not collected.
+        collected: those whose policies were collected.
+        resumable: those that an update may start from, optimizer and all.
+        claims: (iteration, train token) of the updates that a live trainer may still publish.
+    """
+
+    named: Collection[str]
+    collected: Collection[str]
+    resumable: Collection[str]
+    claims: Collection[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """A folder, or (`optimizers`) the optimizer's state in it, that no row needs; in bytes."""
+
+    kind: Kind
+    name: str
+    bytes: int
+
+
+def listed(output_dir: str, key: str) -> list[Folder]:
+    """The checkpoints of the run with that key and what was left beside them; empty where no such folder is on this machine.
+
+    Args:
+        output_dir: a folder or a URL.
+
+    Raises:
+        ServiceError: the URL's store does not answer.
+    """
+    if not key:
+        return []
+    folders = checkpoint_cache.sizes(output_dir) if is_url(output_dir) else _on_disk(Path(output_dir))
+    return [_measured(name, files) for name, files in sorted(folders.items()) if _parsed(name, key)]
+
+
+def waste(folders: Iterable[Folder], needs: Needs, key: str) -> list[Waste]:
+    """What of the folders may go."""
+    present = {folder.name for folder in folders}
+    sorted_out = (_waste(folder, needs, key, present) for folder in folders)
+    return [item for item in sorted_out if item]
+
+
+def remove(output_dir: str, item: Waste) -> None:
+    """Takes it from the disk or the store; what is gone already is no error.
+
+    Raises:
+        ServiceError: the URL's store does not answer.
+    """
+    path = f"{output_dir.rstrip('/')}/{item.name}"
+    if item.kind == "optimizers":
+        checkpoint_cache.drop_optimizer(path)
+    else:
+        checkpoint_cache.remove(path)
+    faultpoint("waste.removed")
+
+
+def _waste(folder: Folder, needs: Needs, key: str, present: Collection[str]) -> Waste | None:
+    name, claim = _parsed(folder.name, key) or ("", (0, 0))
+    if folder.name in needs.collected:
+        return Waste("adapters", folder.name, folder.bytes)
+    if folder.name in needs.named:
+        spare = folder.optimizer and folder.name not in needs.resumable
+        return Waste("optimizers", folder.name, folder.optimizer) if spare else None
+    only_copy = name in needs.named and name not in present  # a death between the two renames of `checkpoint.write`
+    # What is made again (`.r`) is made under the token of a later iteration.
+    live = claim in needs.claims or (".r" in name and claim[1] in {token for _, token in needs.claims})
+    return None if only_copy or live else Waste("leftovers", folder.name, folder.bytes)
+
+
+def _parsed(name: str, key: str) -> tuple[str, tuple[int, int]] | None:
+    """The checkpoint that a folder is, or was to become, with the (iteration, train token) that it was written under."""
+    found = re.fullmatch(rf"(v(\d{{5,}})\.[tr](\d+)\.{re.escape(key)})(\.tmp|\.old)?", name)
+    return (found[1], (int(found[2]) - 1, int(found[3]))) if found else None
+
+
+def _measured(name: str, files: Mapping[str, int]) -> Folder:
+    return Folder(name, sum(files.values()), files.get(OPTIMIZER, 0))
+
+
+def _on_disk(place: Path) -> dict[str, dict[str, int]]:
+    """Bytes of every file, by folder and by its path in there."""
+    if not place.is_dir():
+        return {}
+    return {
+        folder.name: {file.relative_to(folder).as_posix(): _size(file) for file in folder.rglob("*") if file.is_file()}
+        for folder in place.iterdir()
+        if folder.is_dir()
+    }
+
+
+def _size(file: Path) -> int:
+    """What its end would free: nothing where another checkpoint holds it too."""
+    try:
+        stat = file.stat()
+        return stat.st_size if stat.st_nlink == 1 else 0
+    except FileNotFoundError:  # a trainer is at work there
+        return 0

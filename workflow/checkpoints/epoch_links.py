@@ -1,0 +1,88 @@
+"""Links to the checkpoints that ended an epoch: `runs/NAME/epoch_3`, beside the checkpoints themselves.
+
+They are made anew from the rows: when such a checkpoint is published, when one is asked for, and before `agentrl gc` removes
+what one leads to. So a death in between leaves one out, or an older one, and none that leads nowhere for good.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.workflow.settings import is_url
+
+NAME = re.compile(r"epoch_([1-9]\d{0,9})")
+_CHECKPOINT = re.compile(r"v\d+\.[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The checkpoints in a run's folder (or URL, which has no links) that ended an epoch.
+
+    Args:
+        key: what the names of the run's checkpoints end with.
+        names: of the checkpoints, by the epoch's number from 1.
+        newest: whether no younger run keeps its checkpoints there: of several the youngest has the links.
+    """
+
+    output_dir: str
+    key: str
+    names: Mapping[int, str]
+    newest: bool = True
+
+
+def number_of(name: str) -> int | None:
+    """The epoch that a link of that name stands for; None of any other name."""
+    found = NAME.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def link(ends: Ends) -> None:
+    """Makes the links in the run's folder what they should be, where it is the youngest there; an older run has none.
+
+    Raises:
+        OSError: the folder takes none.
+    """
+    unlink(ends)
+    if not ends.newest:
+        return
+    for entry in _links(ends):
+        now = os.readlink(entry)
+        if _CHECKPOINT.fullmatch(now) and not now.endswith(f".{ends.key}"):
+            entry.unlink(missing_ok=True)
+    for name, target in _wanted(ends).items():
+        entry = Path(ends.output_dir) / name
+        if not entry.is_symlink() and not entry.exists():
+            beside = entry.with_name(f".{name}.{os.getpid()}")
+            beside.unlink(missing_ok=True)
+            beside.symlink_to(target)
+            beside.replace(entry)
+
+
+def unlink(ends: Ends) -> None:
+    """Removes the links that lead nowhere, or to another checkpoint of the run than they should.
+
+    Raises:
+        OSError: the folder does not let go of them.
+    """
+    wanted = _wanted(ends)
+    for entry in _links(ends):
+        now = os.readlink(entry)
+        other = now.endswith(f".{ends.key}") and now != wanted.get(entry.name)
+        if other or not entry.exists():
+            entry.unlink(missing_ok=True)
+
+
+def _links(ends: Ends) -> list[Path]:
+    """Those to epochs in the folder, of whichever run; a URL has none."""
+    entries = () if is_url(ends.output_dir) else Path(ends.output_dir).glob("epoch_*")
+    return [entry for entry in entries if entry.is_symlink() and number_of(entry.name) is not None]
+
+
+def _wanted(ends: Ends) -> dict[str, str]:
+    """Where each link should lead; only to what is there."""
+    if is_url(ends.output_dir) or not ends.key:
+        return {}
+    there = Path(ends.output_dir)
+    return {f"epoch_{epoch}": name for epoch, name in ends.names.items() if (there / name).is_dir()}

@@ -1,0 +1,1 @@
+"""What is to be done next, decided from rows alone."""

@@ -1,0 +1,79 @@
+"""plan(snapshot): what to send, decided from rows alone. Pure; resume lives here.
+
+The database owns the truth and a message is only a wake-up, so that a plan may be computed by anyone, at any time, twice: a
+duplicate message finds its row claimed or done. Chords are sent once per iteration; whatever is still missing long after it was
+sent is sent again, alone.
+"""
+
+from dataclasses import dataclass
+
+from agentrl.workflow.control.snapshot import Claim, IterationState, RunState, Snapshot
+
+MAX_HEADER = 128
+"""Jobs in one chord header; an iteration of more groups carries several in each."""
+
+MAX_DOUBLINGS = 6
+"""A row that no worker takes is waited for twice as long after each sending, this often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Send the iteration as a chord: one rollout job per group (or few), then the train job."""
+
+    iteration: int
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendRollouts:
+    """Send these groups again, alone."""
+
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendTrain:
+    """Send the iteration's train job."""
+
+    iteration: int
+
+
+Action = Dispatch | SendRollouts | SendTrain
+
+
+def plan(snapshot: Snapshot) -> list[Action]:
+    """The messages that are missing; empty where all that can move is moving."""
+    return [action for run in snapshot.runs for action in _plan_run(run, snapshot.lease_seconds)]
+
+
+def _plan_run(run: RunState, lease: float) -> list[Action]:
+    if run.broken:  # the train job of the first iteration makes the checkpoint again; until then nothing else moves
+        return [SendTrain(first.id) for first in run.iterations[:1] if _missing(first.train, lease)]
+    return [action for iteration in run.iterations for action in _plan_iteration(iteration, lease, run.group_seconds)]
+
+
+def _plan_iteration(iteration: IterationState, lease: float, group_seconds: float) -> list[Action]:
+    if not iteration.dispatched and not iteration.rolled_out:
+        return [Dispatch(iteration.id, tuple(group.id for group in iteration.groups))]
+    if iteration.ready:
+        return [SendTrain(iteration.id)] if _missing(iteration.train, lease) else []
+    lost = tuple(group.id for group in iteration.groups if _missing(group.claim, max(lease, group_seconds)))
+    return [SendRollouts(lost)] if lost else []
+
+
+def _missing(claim: Claim, patience: float) -> bool:
+    if claim.held:
+        return False
+    if claim.sent_ago is None or claim.sent_ago < 0:
+        return True  # never sent, or the clock was set back since: then nobody knows how long ago
+    if claim.expired_ago is not None and claim.expired_ago < claim.sent_ago:
+        return True  # its worker was lost, or handed it back, after the last message
+    # The message may still wait in a queue behind others: wait longer after each sending.
+    doublings = min(max(0, claim.sends - 1), MAX_DOUBLINGS)
+    return claim.sent_ago > 2 * patience * (1 << doublings)
+
+
+def headers(groups: tuple[int, ...]) -> list[list[int]]:
+    """The groups as at most MAX_HEADER jobs."""
+    per_job = -(-len(groups) // MAX_HEADER)
+    return [list(groups[start : start + per_job]) for start in range(0, len(groups), per_job)] if groups else []

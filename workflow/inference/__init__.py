@@ -1,0 +1,1 @@
+"""Sampling: what an engine is, the engines themselves, and a policy to ask in this process."""

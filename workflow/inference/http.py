@@ -1,0 +1,125 @@
+"""A connection to a server that samples: what it answers as JSON, and which of our errors its refusals are. Free of torch."""
+
+import json
+from typing import Any
+
+import httpx2
+
+from agentrl.workflow.errors import ConfigError, InfraError, ModelError, ServiceError
+from agentrl.workflow.inference.responses import Shape, read
+from agentrl.workflow.settings import Settings
+
+CONNECT_SECONDS = 10.0
+ANSWER_SECONDS = 900.0
+"""A turn that waits and samples for longer is given up: what holds the other end is gone."""
+
+MAX_BYTES = 64 * 1024 * 1024
+"""Of an answer: a turn of 100,000 tokens with the likeliest of each has half as many."""
+
+_AWAY = (429, 502, 503, 504)
+"""What a server, or what stands before it, answers while it cannot serve."""
+
+
+class Refused(ModelError):
+    """The server `said` that it will not do what was asked; `status` is HTTP's."""
+
+    def __init__(self, url: str, path: str, status: int, said: str) -> None:
+        super().__init__(f"The server at {url} refused {path}: {status} {said:.300}")
+        self.status = status
+        self.said = said
+
+
+class Connection:
+    """A server's URL and the connections that are kept to it.
+
+    Args:
+        settings: with `engine_url` and `engine_key`.
+
+    Raises:
+        ConfigError: there is no URL, or one of another kind.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        check_url(settings)
+        self.url = settings.engine_url.rstrip("/").removesuffix("/v1")
+        self._client = httpx2.Client(
+            headers={"Authorization": f"Bearer {settings.engine_key}"} if settings.engine_key else {},
+            timeout=httpx2.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=settings.slots),
+        )
+
+    def close(self) -> None:
+        """Ends the connections; who waits for an answer gets a ServiceError."""
+        self._client.close()
+
+    def read(self, shape: type[Shape], path: str, body: Any = None) -> Shape:
+        """What the server answers, in the shape of its route; a body is posted.
+
+        Raises:
+            ServiceError: it does not answer, or is not ready.
+            ConfigError: it wants another API key.
+            Refused: it will not.
+            InfraError: it failed, or its answer has another shape.
+            ModelError: its answer is no JSON object.
+        """
+        found = _json(self.url, path, self._ask("GET" if body is None else "POST", path, body))
+        return read(shape, found, self.url, path)
+
+    def tell(self, path: str, body: Any) -> None:
+        """Posts the body, for a route whose answer says nothing. Raises as `read` does."""
+        self._ask("POST", path, body)
+
+    def _ask(self, method: str, path: str, body: Any) -> bytes:
+        try:
+            with self._client.stream(method, self.url + path, json=body) as response:
+                status, answer = response.status_code, self._body(path, response)
+        except (httpx2.TransportError, httpx2.DecodingError, RuntimeError) as error:  # RuntimeError: closed meanwhile
+            said = f"The engine's server at {self.url} does not answer: {type(error).__name__}: {error}."
+            raise ServiceError(said, "Start it, or correct AGENTRL_ENGINE_URL.") from error
+        if status < 300:
+            return answer
+        said = " ".join(answer.decode(errors="replace").split())
+        if status in _AWAY:
+            raise ServiceError(f"The engine's server at {self.url} is not ready: {status} {said:.300}")
+        if status in (401, 403):
+            raise ConfigError(f"The server at {self.url} refuses the API key ({status}).", "Set AGENTRL_ENGINE_KEY.")
+        if status >= 500:
+            raise InfraError(f"The server at {self.url} failed: {status} {said:.300}")
+        raise Refused(self.url, path, status, said)
+
+    def _body(self, path: str, response: httpx2.Response) -> bytes:
+        body = bytearray()
+        for part in response.iter_bytes():
+            body += part
+            if len(body) > MAX_BYTES:
+                raise InfraError(f"The server at {self.url} answered {path} with more than {MAX_BYTES} bytes.")
+        return bytes(body)
+
+
+def check_url(settings: Settings) -> None:
+    """Makes sure that `engine_url` is one that a server can be asked at.
+
+    Raises:
+        ConfigError: it is missing, or no http URL with a host.
+    """
+    url, hint = settings.engine_url, "Set AGENTRL_ENGINE_URL=http://HOST:PORT"
+    if not url:
+        later = "for the workers: where some run already, `agentrl down` ends them, then submit again with it"
+        raise ConfigError("This engine needs a server's URL.", f"{hint} {later}.")
+    try:
+        found = httpx2.URL(url)
+    except httpx2.InvalidURL as error:
+        raise ConfigError(f"{url!r} is no URL of a server: {error}.", f"{hint}.") from error
+    if found.scheme not in ("http", "https") or not found.host:
+        raise ConfigError(f"{url!r} is no http URL of a server.", f"{hint}.")
+
+
+def _json(url: str, path: str, answer: bytes) -> Any:
+    said = answer[:100].decode(errors="replace")
+    try:
+        tree = json.loads(answer)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"The server at {url} answered {path} with what is no JSON: {said!r}.") from error
+    if not isinstance(tree, dict):
+        raise ModelError(f"The server at {url} answered {path} with what is no object: {said!r}.")
+    return tree

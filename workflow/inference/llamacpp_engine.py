@@ -1,0 +1,90 @@
+"""The engine over a llama.cpp server (`llama-server -m MODEL.gguf`): a base as it is, for eval and chat.
+
+Prompts go as token ids to `/completion`, whose answer has the sampled ids and their logprobs at temperature 1, so that no other
+temperature can be recorded. That the file holds the same vocabulary is checked with `/tokenize`; that it holds the same
+weights, and at which precision, cannot be seen from here.
+"""
+
+from typing import Any
+
+from agentrl.workflow.engines import GenerateRequest
+from agentrl.workflow.errors import ConfigError, InfraError, ModelError
+from agentrl.workflow.inference.http import Connection
+from agentrl.workflow.inference.remote_engine import ServedEngine, Turn, logprobs, seed, token_ids
+from agentrl.workflow.inference.responses import LlamaTurn, Props, Tokens
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.settings import Settings
+from agentrl.workflow.trajectory import FinishReason
+
+_REASONS: dict[str | None, FinishReason] = {"eos": "stop", "limit": "length"}
+_PROBE = "Ünï 12345.6 == foo_bar(  )\n\n漢字"
+
+
+def start(policy: Policy, settings: Settings) -> ServedEngine:
+    """The engine over the server at the machine's `engine_url`; it may come up later.
+
+    Raises:
+        ConfigError: there is no URL.
+    """
+    return ServedEngine(policy, LlamaServer(policy, Connection(settings)), settings.slots)
+
+
+class LlamaServer:
+    """The routes of llama.cpp that sample."""
+
+    def __init__(self, policy: Policy, connection: Connection) -> None:
+        self._policy = policy
+        self._connection = connection
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self._connection.close()
+
+    def greet(self) -> int:
+        """Asks for the window, and compares the tokenizers.
+
+        Raises:
+            ModelError: the server's vocabulary is another.
+        """
+        window = self._connection.read(Props, "/props").default_generation_settings.n_ctx
+        asked = {"content": _PROBE, "add_special": False, "parse_special": False}
+        theirs = self._connection.read(Tokens, "/tokenize", asked).tokens
+        if theirs != self._policy.tokenizer.encode(_PROBE, add_special_tokens=False):
+            said = f"The server at {self._connection.url} splits text otherwise than {self._policy.config.path}."
+            raise ModelError(said, "Start llama-server with a GGUF file of that model.")
+        return window or self._policy.max_context
+
+    def sample(self, request: GenerateRequest, limit: int) -> Turn:
+        """One turn of the base."""
+        if request.temperature != 1:
+            said = f"llama.cpp gives logprobs at temperature 1, and {request.temperature:g} was asked for."
+            raise ConfigError(said, "Sample at temperature 1, or with --engine rolling.")
+        if request.policy.path:
+            raise ConfigError("llama.cpp samples from a base as it is, not from a trained policy.", "Use --engine rolling.")
+        reply, url = self._connection.read(LlamaTurn, "/completion", _body(request, limit)), self._connection.url
+        ids = token_ids(reply.tokens or None, self._policy.vocabulary, url)
+        if reply.stop_type not in _REASONS:
+            raise InfraError(f"The server at {url} ended a turn with {reply.stop_type!r}.")
+        told = reply.completion_probabilities
+        found = None if told is None else [token.logprob for token in told]
+        return Turn(ids, logprobs(found, url), _REASONS[reply.stop_type])
+
+
+def _body(request: GenerateRequest, limit: int) -> dict[str, Any]:
+    """All that decides a draw is named: the defaults are another taste."""
+    return {
+        "prompt": list(request.prompt_ids),
+        "n_predict": limit,
+        "samplers": ["temperature", "top_k", "top_p", "min_p"],
+        "temperature": request.temperature,
+        "top_k": request.top_k,
+        "top_p": request.top_p,
+        "min_p": request.min_p,
+        "repeat_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": seed(request) % 2**32,
+        "n_probs": 1,
+        "return_tokens": True,
+        "cache_prompt": True,
+    }

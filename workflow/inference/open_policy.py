@@ -1,0 +1,253 @@
+"""A policy to ask, in this process: `open_policy`, then `generate`, `stream` and `forward`.
+
+    with open_policy("tiny") as policy:
+        said = policy.generate([Message("user", "What is 15 minus 8?")], [calculator])
+
+It samples as a rollout does, by the same engine, chat template and parser, and from the same published weights.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+from weakref import finalize
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.workflow import engines
+from agentrl.workflow.chat.templates import settled
+from agentrl.workflow.checkpoints import checkpoint_cache
+from agentrl.workflow.config import RolloutConfig, RunConfig, build
+from agentrl.workflow.engines import Backend, Completion, Engine, GenerateRequest
+from agentrl.workflow.errors import ModelError
+from agentrl.workflow.inference.sampling import scaled
+from agentrl.workflow.inference.streaming import Stream
+from agentrl.workflow.inference.turns import draft
+from agentrl.workflow.models.critic import FILE, critic_of, load_critic
+from agentrl.workflow.models.lookup import TINY_DATASET, local_folder, resolve_model
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.plugins import find
+from agentrl.workflow.settings import settings
+from agentrl.workflow.tool_formats import Schema
+from agentrl.workflow.tools import Tool
+from agentrl.workflow.trajectory import Episode, Message, PolicyRef, SamplingKey, Step, Task
+
+
+class PolicyOutput(NamedTuple):
+    """What the policy says of rows of tokens (B, T), all of them on its device.
+
+    Args:
+        logits: (B, T, V) as the model computes them, at temperature 1: those at t are of the token at t + 1.
+        logprobs: (B, T) float32, of each token given those before it, in nats and at the limits' temperature, as a sampler
+            records them (`Step.behavior_logprobs`); 0 for the first of a row, which nothing predicts, and where the mask is 0.
+        values: (B, T) what a critic expects after the token at t, in units of the reward; None where the policy has no critic.
+    """
+
+    logits: Tensor
+    logprobs: Tensor
+    values: Tensor | None
+
+
+class OpenPolicy:
+    """A loaded policy with its sampler; several threads may ask it at once. Close it, or use it in a `with`.
+
+    Args:
+        policy: the model.
+        ref: which weights of it; None: the base as it is.
+        limits: how turns are sampled (`max_new_tokens`, `temperature`, `top_k`, `top_p`, `min_p`, `stop`, `engine`).
+        seed: keys every draw.
+
+    Raises:
+        ConfigError: the engine cannot sample from such weights, or in such a way, or lacks a setting.
+        ModelError: it cannot run such a model.
+    """
+
+    def __init__(
+        self, policy: Policy, ref: PolicyRef | None = None, limits: RolloutConfig | None = None, seed: int = 0
+    ) -> None:
+        self.policy = policy
+        self.chat = policy.chat
+        self.ref = replace(ref, base_hash=ref.base_hash or policy.base_hash) if ref else _base_of(policy)
+        self.limits = limits or RolloutConfig()
+        self.seed = seed
+        backend: Backend = find("engines", self.limits.engine)
+        engines.check_options(backend, self.limits)
+        engines.check_weights(backend, policy.kind, trained=bool(self.ref.path))
+        self.engine: Engine = engines.start(backend, policy, settings())
+        self._end = finalize(self, self.engine.close)  # its thread must not be at work when the process ends
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the sampler; turns that are not over fail."""
+        self._end()
+
+    def generate(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool | Schema] = (),
+        before: Sequence[Step] = (),
+        sample: int = 0,
+        **limits: Any,
+    ) -> Step:
+        """One turn of the policy: `message` says what it wrote and called, beside the exact ids and logprobs.
+
+        It ends at the model's end token, at a stop string, or after `max_new_tokens` (`finish_reason` is then `length`), and
+        never later than where the model's window is full. Calls are made by nobody: run them, and go on with their results.
+
+        Args:
+            messages: all of a conversation; with `before`, those that are new since its last turn.
+            tools: what the policy is told that it may call, the same in every turn of a conversation.
+            before: the conversation's turns so far, whose tokens are continued exactly.
+            sample: another number draws another turn; the same one draws the same again, where the engine is keyed.
+            limits: `max_new_tokens`, `temperature` and the like for this turn alone.
+
+        Raises:
+            ConfigError: a limit that does not fit, or that the engine does not know.
+            ModelError: the template refuses the messages, or the model cannot sample.
+            AgentRLError: as the engine's `submit` says.
+        """
+        return self._ask(messages, tools, before, sample, limits).result()
+
+    def stream(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool | Schema] = (),
+        before: Sequence[Step] = (),
+        sample: int = 0,
+        **limits: Any,
+    ) -> Stream:
+        """The same turn while it is sampled: iterate over its pieces of text, then ask for its `result`."""
+        return self._ask(messages, tools, before, sample, limits)
+
+    @torch.no_grad()
+    def forward(
+        self, input_ids: Tensor | Sequence[Sequence[int]], attention_mask: Tensor | Sequence[Sequence[int]] | None = None
+    ) -> PolicyOutput:
+        """What the published weights say of rows of tokens, without gradient.
+
+        Args:
+            input_ids: (B, T), padded on either side.
+            attention_mask: (B, T), 1 where there is a token; None: everywhere.
+
+        Raises:
+            ModelError: no token, ids outside of the vocabulary, or more than fit into the model's window.
+            CheckpointError: the weights, or the critic beside them, cannot be read.
+        """
+        ids, mask = self._checked(input_ids, attention_mask)
+        self.policy.publish(self.ref)
+        critic = self._critic
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        with self.policy.sampling() as model:
+            made = model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                use_cache=False,
+                output_hidden_states=critic is not None,
+            )
+        logprobs = torch.zeros(ids.shape, device=ids.device)
+        predicted = scaled(made.logits[:, :-1].flatten(0, 1), self.limits.temperature).log_softmax(-1)
+        told = predicted.gather(-1, ids[:, 1:].reshape(-1, 1)).view(len(ids), -1)
+        logprobs[:, 1:] = torch.where((mask[:, 1:] * mask[:, :-1]) > 0, told, 0.0)
+        values = None if critic is None else critic(made.hidden_states[-1].to(critic.weight.dtype))[..., 0]
+        return PolicyOutput(made.logits, logprobs, values)
+
+    def _ask(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool | Schema],
+        before: Sequence[Step],
+        sample: int,
+        limits: dict[str, Any],
+    ) -> Stream:
+        asked = self.within(**limits) if limits else self.limits
+        episode = Episode(Task("chat", (), ""), steps=tuple(before))
+        schemas = [tool.schema if isinstance(tool, Tool) else tool for tool in tools]
+        drafted = draft(self.chat, episode, tuple(messages), schemas)
+        key = SamplingKey(self.seed, "chat", 0, "chat", sample).bits
+        request = GenerateRequest.within(asked, drafted.context(episode), self.ref, key, episode.sampled_count)
+
+        def step(completion: Completion) -> Step:
+            message = self.chat.parse(completion.token_ids, schemas)
+            return drafted.step(len(episode.steps), completion, message, self.ref.version)
+
+        return Stream(self.engine, request, self.chat, step)
+
+    def within(self, **changes: Any) -> RolloutConfig:
+        """The limits with these changes.
+
+        Raises:
+            ConfigError: one does not fit, or the engine does not know it.
+        """
+        kept = self.limits.model_dump() | changes
+        made = build({f"rollout.{key}": value for key, value in kept.items()}).rollout
+        engines.check_options(find("engines", made.engine), made)
+        return made
+
+    def _checked(self, input_ids: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
+        ids = torch.as_tensor(input_ids, dtype=torch.int64, device=self.policy.device)
+        if ids.dim() != 2 or not ids.numel() or ids.shape[1] > self.policy.max_context:
+            raise ModelError(
+                f"forward takes ids of shape (B, T), T from 1 to {self.policy.max_context}, not {tuple(ids.shape)}."
+            )
+        if not 0 <= int(ids.min()) <= int(ids.max()) < self.policy.vocabulary:
+            raise ModelError(f"forward takes ids between 0 and {self.policy.vocabulary - 1}.")
+        if attention_mask is None:
+            return ids, torch.ones_like(ids)
+        mask = torch.as_tensor(attention_mask, dtype=torch.int64, device=ids.device)
+        if mask.shape != ids.shape:
+            raise ModelError(f"The mask has the shape {tuple(mask.shape)} and the ids {tuple(ids.shape)}.")
+        return ids, mask
+
+    @cached_property
+    def _critic(self) -> nn.Linear | None:
+        if not self.ref.path:
+            return None
+        return checkpoint_cache.read(self.ref.path, self.ref.sha256, "start", partial(_read_critic, self.policy))
+
+
+def open_policy(model: str | RunConfig, ref: PolicyRef | None = None, seed: int = 0, **limits: Any) -> OpenPolicy:
+    """Loads a model, and starts what samples from it.
+
+    Args:
+        model: `tiny`, a folder or a hub name; or a run's config, for a run's policy: `open_policy(*find_policy("RUN@best"))`
+            with `cli.targets.find_policy`.
+        ref: which weights of it; None: the model as it is.
+        seed: keys every draw.
+        limits: of the config's section `rollout`: `max_new_tokens`, `temperature`, `top_p`, `engine` and the like.
+
+    Raises:
+        ModelError: it cannot be loaded.
+        ConfigError: a limit does not fit, or the engine cannot sample from such weights, or in such a way.
+        CheckpointError: the weights are of another base.
+    """
+    config = build({"model.path": model}) if isinstance(model, str) else model
+    if limits:
+        config = build(config.flat() | {f"rollout.{key}": value for key, value in limits.items()})
+    backend: Backend = find("engines", config.rollout.engine)
+    engines.check_options(backend, config.rollout)
+    base = ref.base if ref else resolve_model(config.model.path, TINY_DATASET)
+    spoken = settled(config.model, local_folder(base), ref is None)
+    policy = Policy.load(spoken, base, settings().device, settings().threads, weights=backend.local)
+    if ref is not None:
+        policy.check(ref)
+    return OpenPolicy(policy, ref or PolicyRef(base, policy.base_hash), config.rollout, seed)
+
+
+def _base_of(policy: Policy) -> PolicyRef:
+    return PolicyRef(str(policy.folder), policy.base_hash)
+
+
+def _read_critic(policy: Policy, folder: Path) -> nn.Linear | None:
+    if not (folder / FILE).is_file():
+        return None
+    critic = critic_of(policy)
+    load_critic(critic, folder)
+    return critic.requires_grad_(False)

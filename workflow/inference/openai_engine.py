@@ -1,0 +1,231 @@
+"""The engine over an OpenAI-compatible server that returns token ids and logprobs, such as vLLM.
+
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank 8 --generation-config vllm
+
+Prompts go as token ids to `/v1/completions`. The base is asked for by its own name; a trained adapter by its sha256, after
+`/v1/load_lora_adapter` was told the folder that holds it, which the server must be able to read at the same path
+(`exported_adapters`). Every answer must name the model that was asked for. Adapters that this process published and needs
+no longer are unloaded; one that the server lost is published again.
+
+Logprobs must be those of the sampling temperature over the whole vocabulary. At temperature 1 without top_k, top_p and min_p
+all servers agree on them. Else it depends on how vLLM was started (`--logprobs-mode`), which is found out by asking, and what
+would be recorded wrongly is refused.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+from agentrl.workflow.engines import GenerateRequest
+from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, ModelError
+from agentrl.workflow.inference import exported_adapters
+from agentrl.workflow.inference.http import Connection, Refused
+from agentrl.workflow.inference.remote_engine import ServedEngine, Turn, logprobs, seed, token_ids
+from agentrl.workflow.inference.responses import Card, Cards, Choice, Completions
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.settings import Settings
+from agentrl.workflow.trajectory import FinishReason, PolicyRef
+
+log = getLogger("agentrl.openai")
+
+KEEP = 10
+"""Adapters of this process that stay with the server though no turn needs them: those of nine iterations that overlap, and one
+more that an evaluation may be at."""
+
+_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
+_HOT = 8.0
+"""The temperature of the question which logprobs the server gives: there the likeliest token is no longer likely."""
+
+
+def start(policy: Policy, settings: Settings) -> ServedEngine:
+    """The engine over the server at the machine's `engine_url`; it may come up later.
+
+    Raises:
+        ConfigError: there is no URL.
+    """
+    return ServedEngine(policy, OpenAIServer(policy, Connection(settings)), settings.slots)
+
+
+class OpenAIServer:
+    """The routes of vLLM that sample and publish."""
+
+    def __init__(self, policy: Policy, connection: Connection) -> None:
+        self._policy = policy
+        self._connection = connection
+        self._base = ""
+        self._raw: bool | None = None
+        self._lock = threading.Lock()
+        self._users: OrderedDict[str, int] = OrderedDict()
+        self._published: set[str] = set()
+
+    def close(self) -> None:
+        """Ends the connections; adapters stay with the server, for another worker may sample from them."""
+        self._connection.close()
+
+    def greet(self) -> int:
+        """Asks which base the server serves.
+
+        Raises:
+            ModelError: it is not the policy's, by its name: more of it cannot be seen from here.
+        """
+        cards = [card for card in self._cards() if not card.parent]
+        ours = {Path(self._policy.config.path).name, self._policy.folder.name}
+        fitting = [card for card in cards if _names(card) & ours]
+        if not fitting:
+            served = sorted(name for card in cards for name in _names(card))
+            raise ModelError(
+                f"The server at {self._connection.url} serves {' '.join(served) or 'nothing'}, and not"
+                f" {self._policy.config.path}.",
+                f"Start it with that model, or with --served-model-name {self._policy.folder.name}.",
+            )
+        self._base, self._raw = fitting[0].id, None
+        return fitting[0].max_model_len or self._policy.max_context
+
+    def sample(self, request: GenerateRequest, limit: int) -> Turn:
+        """One turn; an adapter that the server does not know, or no longer, is published first."""
+        self._check_logprobs(request)
+        body = self._body(request, limit)
+        try:
+            return self._turn(request, body)
+        except Refused as error:
+            if error.status != 404 or not request.policy.path:
+                raise
+        with self._lock:
+            self._published.discard(request.policy.sha256)
+        return self._turn(request, body)
+
+    def _turn(self, request: GenerateRequest, body: dict[str, Any]) -> Turn:
+        with self._model(request.policy) as name:
+            choice = self._complete(name, body)
+        url = self._connection.url
+        ids = token_ids(choice.token_ids, self._policy.vocabulary, url)
+        if choice.prompt_token_ids is not None and tuple(choice.prompt_token_ids) != request.prompt_ids:
+            raise ModelError(f"The server at {url} sampled from another prompt than it was given.")
+        if choice.finish_reason not in _REASONS:
+            raise InfraError(f"The server at {url} ended a turn with {choice.finish_reason!r}.")
+        found = choice.logprobs.token_logprobs if choice.logprobs else None
+        return Turn(ids, logprobs(found, url), _REASONS[choice.finish_reason])
+
+    def _complete(self, name: str, body: dict[str, Any]) -> Choice:
+        reply = self._connection.read(Completions, "/v1/completions", {"model": name, **body})
+        if reply.model != name:
+            raise ModelError(f"The server at {self._connection.url} was asked for {name!r}; {reply.model!r} answered.")
+        return reply.choices[0]
+
+    def _cards(self) -> list[Card]:
+        return self._connection.read(Cards, "/v1/models").data
+
+    def _body(self, request: GenerateRequest, limit: int) -> dict[str, Any]:
+        """All that decides a draw is named, for what is not comes from the model's own generation_config."""
+        return {
+            "prompt": list(request.prompt_ids),
+            "max_tokens": limit,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "min_p": request.min_p,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "seed": seed(request),
+            "stop": list(request.stop),
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "ignore_eos": True,  # the turn's ends are those of the chat template, and they are:
+            "stop_token_ids": sorted(self._policy.chat.end_ids),
+            "logprobs": 1,
+            "return_token_ids": True,
+        }
+
+    # logprobs
+
+    def _check_logprobs(self, request: GenerateRequest) -> None:
+        cut = bool(request.top_k or request.min_p) or request.top_p < 1
+        if request.temperature == 1 and not cut:
+            return
+        raw = self._raw  # another thread may greet the server meanwhile
+        if raw is None:
+            raw = self._raw = abs(self._likeliest(1.0) - self._likeliest(_HOT)) < 0.02
+        if raw and request.temperature != 1:
+            raise ConfigError(
+                f"The server gives logprobs at temperature 1, and the run samples at {request.temperature:g}.",
+                "Start vLLM with --logprobs-mode processed_logprobs, or set rollout.temperature to 1.",
+            )
+        if not raw and cut:
+            raise ConfigError(
+                "The server gives logprobs after top_k, top_p and min_p; the trainer's are over the whole vocabulary.",
+                "Start vLLM with --logprobs-mode raw_logprobs and set rollout.temperature to 1, or sample without them.",
+            )
+
+    def _likeliest(self, temperature: float) -> float:
+        """The logprob of the base's likeliest token at that temperature, after one token that stands in every prompt."""
+        prompt = tuple(sorted(self._policy.chat.end_ids))[:1]
+        asked = GenerateRequest(prompt, PolicyRef("", ""), 0, 0, 1, temperature)
+        told = self._complete(self._base, self._body(asked, 1)).logprobs
+        first = next(iter(told.top_logprobs or []), None) if told else None
+        return max(logprobs(list(first.values()) if first else None, self._connection.url))
+
+    # adapters
+
+    @contextmanager
+    def _model(self, ref: PolicyRef) -> Iterator[str]:
+        """The name of the weights, which the server holds meanwhile."""
+        if not ref.path:
+            yield self._base
+            return
+        with self._lock:
+            if ref.sha256 not in self._published:
+                self._publish(ref)
+            self._users[ref.sha256] = self._users.get(ref.sha256, 0) + 1
+            self._users.move_to_end(ref.sha256)
+        try:
+            yield ref.sha256
+        finally:
+            with self._lock:
+                self._users[ref.sha256] -= 1
+                self._retire()
+
+    def _publish(self, ref: PolicyRef) -> None:
+        folder = exported_adapters.folder(self._policy, ref)
+        if not self._holds(ref.sha256):  # another worker may have been faster
+            try:
+                self._connection.tell("/v1/load_lora_adapter", {"lora_name": ref.sha256, "lora_path": str(folder)})
+            except (Refused, InfraError) as error:
+                if not self._holds(ref.sha256):
+                    if isinstance(error, Refused) or "max_lora_rank" in error.message:
+                        raise _unpublished(error, folder) from error
+                    raise
+        self._published.add(ref.sha256)
+
+    def _holds(self, name: str) -> bool:
+        return any(card.id == name for card in self._cards())
+
+    def _retire(self) -> None:
+        for name in list(self._users)[:-KEEP]:
+            if self._users[name] == 0:
+                try:
+                    self._connection.tell("/v1/unload_lora_adapter", {"lora_name": name})
+                except Refused:
+                    pass  # another worker unloaded it, or the server is a new one
+                except AgentRLError as error:  # no turn fails for it: it is tried again after the next one
+                    log.warning("adapter %.12s stays with the server for now: %s", name, error)
+                    return
+                del self._users[name]
+                self._published.discard(name)
+
+
+def _names(card: Card) -> set[str]:
+    """What a model of the server may be known by."""
+    return {Path(name).name for name in (card.id, card.root) if name}
+
+
+def _unpublished(error: Refused | InfraError, folder: Path) -> ConfigError:
+    if isinstance(error, Refused) and error.status in (404, 405) and "adapter" not in error.said.lower():
+        hint = "Start vLLM with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment."
+    else:
+        hint = f"Can it read {str(folder)!r}? Does --max-lora-rank reach model.lora_r?"
+    return ConfigError(f"The server does not take the trained adapter: {error.message}", hint)

@@ -1,0 +1,188 @@
+"""Sampling by a server over HTTP: what such engines share, whichever routes their server speaks.
+
+Each turn is one request that a thread waits for; the server batches them. It is greeted before the first turn, and again after
+it was away: it may have come back with another window. A server that does not answer costs nobody an attempt (ServiceError:
+the job is handed back and tried later); one that answers something else than what was asked ends the run.
+
+Nothing here reads the base's weights.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from agentrl.workflow.engines import Completion, GenerateRequest, closed
+from agentrl.workflow.errors import InfraError, ModelError, ServiceError
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.trajectory import FinishReason
+
+ROUNDING = 1e-3
+"""A logprob may be so far above 0."""
+
+LEAST = -3.4e38
+"""Of the numbers that a float32 has, as which logprobs are recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a server sampled."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: FinishReason
+
+
+class Server(Protocol):
+    """The routes of one kind of server."""
+
+    def greet(self) -> int:
+        """Makes sure that it serves this base.
+
+        Returns:
+            Its window: tokens of prompt and answer together.
+        """
+
+    def sample(self, request: GenerateRequest, limit: int) -> Turn:
+        """One turn of at most `limit` tokens."""
+
+    def close(self) -> None:
+        """Ends the connections."""
+
+
+class ServedEngine:
+    """Samples with a server.
+
+    Args:
+        policy: says which base, and how its turns end; its weights stay unread.
+        server: its routes.
+        slots: requests that are open at once, at most; the others wait in order.
+    """
+
+    def __init__(self, policy: Policy, server: Server, slots: int) -> None:
+        self._policy = policy
+        self._server = server
+        self._greeting = threading.Lock()
+        self._window: int | None = None
+        self._slots = slots
+        self._waiting: SimpleQueue[tuple[Future[Completion], GenerateRequest] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._submitting = threading.Lock()
+        self._closed = False
+
+    def submit(self, request: GenerateRequest) -> Future[Completion]:
+        """Asks for one completion. A prompt that fills the window ends at once as `length`, with nothing sampled.
+
+        The future raises ServiceError (the server is away), ConfigError (what the server cannot do as it was started),
+        ModelError (another base or vocabulary, an answer without ids or with NaN), CheckpointError or InfraError (it failed,
+        or answered what cannot be read or believed).
+        """
+        future: Future[Completion] = Future()
+        with self._submitting:
+            if self._closed:
+                future.set_exception(closed())
+                return future
+            self._waiting.put((future, request))
+            if len(self._threads) < self._slots:
+                # A daemon, which no executor's thread is: a process that is to end does not wait for a server's answers.
+                thread = threading.Thread(target=self._run, name="served", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        return future
+
+    def release(self, key: int | None = None) -> None:
+        """Nothing is kept here; what the server keeps is its own affair."""
+
+    def close(self) -> None:
+        """Ends the threads; what is not finished fails."""
+        with self._submitting:
+            self._closed = True
+        self._server.close()
+        try:
+            while (open_turn := self._waiting.get_nowait()) is not None:
+                open_turn[0].set_exception(closed())
+        except Empty:
+            for _ in self._threads:
+                self._waiting.put(None)
+
+    def _run(self) -> None:
+        while (turn := self._waiting.get()) is not None:
+            future, request = turn
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(self._answer(request))
+            except Exception as error:  # noqa: BLE001 - it goes to whoever waits for this turn, and the thread lives on
+                future.set_exception(error)
+
+    def _answer(self, request: GenerateRequest) -> Completion:
+        if not request.prompt_ids:
+            raise ModelError("A prompt needs at least one id.")
+        self._policy.check(request.policy)
+        try:
+            limit = min(request.max_new_tokens, self._greeted() - len(request.prompt_ids))
+            if limit < 1:
+                return Completion((), (), "length", 0.0)
+            started = time.perf_counter()
+            turn = self._server.sample(request, limit)
+        except ServiceError:
+            self._window = None
+            raise
+        return _completion(turn, limit, time.perf_counter() - started)
+
+    def _greeted(self) -> int:
+        with self._greeting:
+            if self._window is None:
+                self._window = min(self._server.greet(), self._policy.max_context)
+            return self._window
+
+
+def _completion(turn: Turn, limit: int, seconds: float) -> Completion:
+    if len(turn.token_ids) != len(turn.logprobs) or not 0 < len(turn.token_ids) <= limit:
+        found = f"{len(turn.token_ids)} ids and {len(turn.logprobs)} logprobs"
+        raise ModelError(f"The engine's server was asked for up to {limit} tokens and answered {found}.")
+    return Completion(tuple(turn.token_ids), tuple(turn.logprobs), turn.finish_reason, seconds)
+
+
+def token_ids(found: list[int] | None, vocabulary: int, url: str) -> list[int]:
+    """The ids of an answer, each below `vocabulary`.
+
+    Raises:
+        ModelError: it has none, or some of another vocabulary.
+    """
+    if found is None:
+        raise ModelError(
+            f"The server at {url} is an engine without token ids: its answers have only text.",
+            "Use one that returns them (vLLM's return_token_ids), or --engine rolling.",
+        )
+    strange = next((token for token in found if not 0 <= token < vocabulary), None)
+    if strange is not None:
+        raise ModelError(f"The server at {url} sampled the token {strange!s:.40}, and the model has those below {vocabulary}.")
+    return found
+
+
+def logprobs(found: Sequence[float | None] | None, url: str) -> list[float]:
+    """The logprobs of an answer.
+
+    Raises:
+        ModelError: it has none, or NaN, or what is no number in float32.
+        InfraError: one is above 0 by more than rounding.
+    """
+    if found is None:
+        said = f"The server at {url} returns no logprobs, and nothing can be trained without."
+        raise ModelError(said, "Use vLLM, or --engine rolling.")
+    believed = [logprob for logprob in found if logprob is not None and LEAST <= logprob <= ROUNDING]
+    if len(believed) == len(found):
+        return believed
+    above = next((logprob for logprob in found if logprob is not None and logprob > ROUNDING), None)
+    if above is not None:
+        raise InfraError(f"The server at {url} gave a token the logprob {above:g}, and none is above 0.")
+    raise ModelError(f"The model of the server at {url} returned NaN instead of logits: a token's logprob is no number.")
+
+
+def seed(request: GenerateRequest) -> int:
+    """63 bits that follow from key and position, for a server whose draws are its own."""
+    return (request.key + request.position * 0x9E3779B97F4A7C15) % 2**63

@@ -1,0 +1,342 @@
+"""The rolling batch: the turns that are being sampled, one token for each of them at a time.
+
+A turn that joins has its prompt read first: once per distinct prompt, whose keys and values its siblings copy, and only the
+new tokens where its episode was sampled here before and its keys and values were kept. What changes with every token is in
+arrays with one entry per slot, so that no Python runs per token and turn; only a turn that ends is looked at.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from agentrl.workflow.engines import Completion, GenerateRequest, not_a_number
+from agentrl.workflow.inference.kv_cache import Kept, Slots
+from agentrl.workflow.inference.sampling import lowest, sample, scaled, uniforms
+from agentrl.workflow.models.memory import out_of_memory
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.trajectory import FinishReason
+
+PREFILL_TOKENS = 8192
+"""Padded prompt tokens in one call of the model, so that its activations stay small beside the weights."""
+
+Number = TypeVar("Number", np.int64, np.float64)
+
+FIRST_WIDTH = 64
+"""Sampled tokens per turn that there is room for at first; it doubles."""
+
+_STATE = np.dtype(
+    [
+        ("key", "u8"),
+        ("drawn", "u8"),  # position of the next draw
+        ("cached", "i8"),  # tokens whose keys and values the slot holds
+        ("newest", "i8"),  # the token after them, which the next step reads
+        ("count", "i8"),  # tokens sampled
+        ("limit", "i8"),  # as many may be
+        ("watched", "?"),  # whether stop strings are looked for
+        ("heard", "?"),  # whether somebody is told of each token
+        ("temperature", "f8"),
+        ("top_k", "i8"),
+        ("top_p", "f8"),
+        ("min_p", "f8"),
+    ]
+)
+"""What changes with every token, and how it is drawn: one entry per slot."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """A request on its way: what it sampled before it was evicted, if it was."""
+
+    request: GenerateRequest
+    future: Future[Completion]
+    limit: int
+    started: float = 0.0
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Prompt and sampled tokens, when it joins."""
+        return (*self.request.prompt_ids, *self.ids)
+
+    def finish(self, reason: FinishReason) -> None:
+        """Answers the request."""
+        seconds = time.perf_counter() - self.started
+        self.future.set_result(Completion(tuple(self.ids), tuple(self.logprobs), reason, seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What an ended turn leaves for the next one of its episode."""
+
+    ids: tuple[int, ...]
+    kept: Kept
+
+
+class Batch:
+    """The live turns, in slot order, and what is kept of ended ones.
+
+    Args:
+        policy: whose published weights are sampled from.
+        layers: attention layers of its model.
+        slots: turns that are live at once, at most.
+    """
+
+    def __init__(self, policy: Policy, layers: int, slots: int) -> None:
+        self.turns: list[Turn] = []
+        with policy.sampling() as model:
+            config = cast(PreTrainedConfig, model.config)
+        # Other attention has masks of its own: they are made from one mark per token, which says nothing of several new ones.
+        self._direct = config._attn_implementation == "sdpa" and not config.to_dict().get("alibi", False)
+        self._policy = policy
+        self._slots = Slots(layers)
+        self._state: NDArray[np.void] = np.zeros(slots, _STATE)
+        self._ids: NDArray[np.int64] = np.zeros((slots, FIRST_WIDTH), np.int64)
+        self._logprobs: NDArray[np.float64] = np.zeros((slots, FIRST_WIDTH), np.float64)
+        self._ends = np.array(sorted(policy.chat.end_ids), np.int64)
+        self._left: OrderedDict[int, _Left] = OrderedDict()
+        self._share = 1.0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether there is memory that only turns to come need."""
+        return bool(self._left)
+
+    def join(self, turns: Sequence[Turn]) -> None:
+        """Reads their prompts and puts them into the slots after the live ones, which stay as they are whatever is raised."""
+        started = time.perf_counter()
+        fresh, back, copies, holders = self._sorted(turns)
+        first = len(self.turns)
+        self._read_prompts(fresh, first)
+        holders |= {turn.context: first + index for index, turn in enumerate(fresh)}
+        self._read_rest(back, first + len(fresh))
+        joined = [*fresh, *(turn for turn, _ in back), *copies]
+        for slot, turn in enumerate(copies, start=len(joined) - len(copies) + first):
+            if len(turn.context) > 1:
+                self._slots.copy(holders[turn.context], slot, len(turn.context) - 1)
+        for slot, turn in enumerate(joined, start=first):
+            turn.started = turn.started or started
+            self._enter(slot, turn)
+        self.turns += joined
+
+    def step(self) -> None:
+        """One token for every live turn; those that end with it are answered."""
+        rows = self._state[: len(self.turns)]
+        ids, logprobs = self._draw(rows)
+        everyone, counts = np.arange(len(rows)), rows["count"]
+        if counts.max() == self._ids.shape[1]:
+            self._ids, self._logprobs = _wider(self._ids), _wider(self._logprobs)
+        self._ids[everyone, counts] = rows["newest"] = ids
+        self._logprobs[everyone, counts] = logprobs
+        for name in ("drawn", "cached", "count"):
+            rows[name] += 1
+        stops = np.isin(ids, self._ends)
+        for watched in np.flatnonzero(rows["watched"] & ~stops):
+            stops[watched] = self._stopped(int(watched))
+        over = stops | (rows["count"] >= rows["limit"]) | np.isnan(logprobs)
+        for told in np.flatnonzero(rows["heard"]):
+            heard = self.turns[int(told)].request.heard
+            over[told] |= heard is not None and not heard(int(ids[told]))
+        ended = [int(slot) for slot in np.flatnonzero(over)]
+        for slot in ended:
+            self._answer(slot, bool(stops[slot]), bool(np.isnan(logprobs[slot])))
+        for slot in reversed(ended):
+            self._free(slot)
+
+    def evict(self) -> list[Turn]:
+        """Takes all turns out, with what they have sampled, and frees all memory."""
+        turns = self.turns
+        for slot, turn in enumerate(turns):
+            self._write_back(slot, turn)
+        self.turns = []
+        self.clear()
+        return turns
+
+    def keep_less(self) -> None:
+        """Frees all that is kept, and keeps half as much from now on."""
+        self.forget()
+        self._share /= 2
+
+    def forget(self, key: int | None = None) -> None:
+        """Frees what is kept for an episode's next turn; without a key, for everybody's."""
+        if key is None:
+            self._left.clear()
+        else:
+            self._left.pop(key, None)
+
+    def clear(self) -> None:
+        """Frees all memory; nothing may be live."""
+        self._left.clear()
+        self._slots.clear()
+
+    # joining
+
+    def _sorted(
+        self, turns: Sequence[Turn]
+    ) -> tuple[list[Turn], list[tuple[Turn, Kept]], list[Turn], dict[tuple[int, ...], int]]:
+        """Those whose prompt is to be read, shortest first; whose keys are kept; whose prompt a slot holds; and which slot."""
+        holders = {turn.request.prompt_ids: slot for slot, turn in enumerate(self.turns)}
+        fresh: dict[tuple[int, ...], Turn] = {}
+        back: list[tuple[Turn, Kept]] = []
+        copies: list[Turn] = []
+        for turn in turns:
+            left = self._left.pop(turn.request.key, None)
+            if left is not None and turn.context[: len(left.ids)] == left.ids and len(turn.context) > len(left.ids):
+                back.append((turn, left.kept))
+            elif turn.context in holders or turn.context in fresh:
+                copies.append(turn)
+            else:
+                fresh[turn.context] = turn
+        return sorted(fresh.values(), key=lambda turn: len(turn.context)), back, copies, holders
+
+    def _read_prompts(self, turns: Sequence[Turn], first: int) -> None:
+        """All prompt tokens but the last, which the next step reads: so prefill and decoding share one way to sample."""
+        for start, count in _chunks([len(turn.context) - 1 for turn in turns]):
+            rows = [turn.context[:-1] for turn in turns[start : start + count]]
+            if rows[-1]:
+                width = len(rows[-1])
+                self._slots.prefill(first + start, count, width)
+                # Padding needs no mask: nothing looks to its right.
+                self._call(_padded(rows), torch.arange(width).expand(count, -1), None)
+
+    def _read_rest(self, back: list[tuple[Turn, Kept]], first: int) -> None:
+        """Puts kept keys and values back and reads what came since, up to the last token."""
+        back.sort(key=lambda pair: len(pair[0].context) - pair[1].length)
+        for slot, (_, kept) in enumerate(back, start=first):
+            self._slots.put(kept, slot)
+        for start, count in _chunks([len(turn.context) - 1 - kept.length for turn, kept in back]):
+            part = back[start : start + count]
+            rows = [turn.context[kept.length : -1] for turn, kept in part]
+            if rows[-1]:
+                past = torch.tensor([kept.length for _, kept in part])
+                positions = past[:, None] + torch.arange(len(rows[-1]))
+                positions.clamp_(max=max(len(turn.context) for turn, _ in part) - 1)  # padding has no place in the model
+                self._extend(first + start, _padded(rows), positions, int(positions.max()) + 1)
+
+    def _enter(self, slot: int, turn: Turn) -> None:
+        request, count = turn.request, len(turn.ids)
+        cuts = (request.temperature, request.top_k, request.top_p, request.min_p)
+        context = turn.context
+        told = (bool(request.stop), request.heard is not None)
+        self._state[slot] = (
+            request.key, request.position + count, len(context) - 1, context[-1], count, turn.limit, *told, *cuts
+        )  # fmt: skip
+        while self._ids.shape[1] < count:
+            self._ids, self._logprobs = _wider(self._ids), _wider(self._logprobs)
+        self._ids[slot, :count], self._logprobs[slot, :count] = turn.ids, turn.logprobs
+
+    # sampling
+
+    def _draw(self, rows: NDArray[np.void]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The next token of each row and its logprob, both (n,)."""
+        device = self._policy.device
+        positions = torch.from_numpy(rows["cached"].copy())[:, None]
+        newest = torch.from_numpy(rows["newest"].copy())[:, None]
+        longest = int(rows["cached"].max())
+        logits = self._extend(0, newest, positions, longest + 1, even=longest == rows["cached"].min())
+        draws = torch.from_numpy(uniforms(rows["key"].copy(), rows["drawn"].copy())).to(device)
+        temperature = torch.from_numpy(rows["temperature"].copy()).to(device)
+        ids, logprobs = sample(logits, draws, temperature, self._floor(rows, logits, temperature))
+        # One tensor, so that a GPU is waited for once; ids are exact in float64.
+        drawn = torch.stack([ids.double(), logprobs.double()]).cpu().numpy()
+        return drawn[0].astype(np.int64), drawn[1]
+
+    def _floor(self, rows: NDArray[np.void], logits: Tensor, temperature: Tensor) -> Tensor | None:
+        """The logits below which nothing is drawn, where a row asks for that."""
+        if not (rows["top_k"].any() or (rows["top_p"] < 1).any() or rows["min_p"].any()):
+            return None
+        cuts = [torch.from_numpy(rows[name].copy()).to(logits.device) for name in ("top_k", "top_p", "min_p")]
+        return lowest(scaled(logits, temperature), *cuts)
+
+    def _stopped(self, slot: int) -> bool:
+        stops = self._policy.chat.stops(self.turns[slot].request.stop)
+        return stops.completed(self._ids[slot, : self._state[slot]["count"]])
+
+    def _answer(self, slot: int, stopped: bool, broken: bool) -> None:
+        turn = self.turns[slot]
+        self._write_back(slot, turn)
+        if broken:
+            self._slots.wipe(slot)
+            turn.future.set_exception(not_a_number())
+            return
+        if stopped and turn.request.follows:
+            self._keep(slot, turn)
+        turn.finish("stop" if stopped else "length")
+
+    def _free(self, slot: int) -> None:
+        last = len(self.turns) - 1
+        if slot < last:
+            count = self._state[last]["count"]
+            self._slots.copy(last, slot, int(self._state[last]["cached"]))
+            self._state[slot] = self._state[last]
+            self._ids[slot, :count], self._logprobs[slot, :count] = self._ids[last, :count], self._logprobs[last, :count]
+            self.turns[slot] = self.turns[last]
+        self.turns.pop()
+
+    def _keep(self, slot: int, turn: Turn) -> None:
+        """Keeps its keys and values, as many tokens in all as the slots have room for; the oldest go first."""
+        if not self._direct:
+            return
+        length = int(self._state[slot]["cached"])
+        try:
+            kept = self._slots.take(slot, length)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            self._left.clear()  # nothing is lost but time
+            return
+        self._left[turn.request.key] = _Left(turn.context[:length], kept)
+        while sum(left.kept.length for left in self._left.values()) > self._share * self._slots.tokens:
+            self._left.popitem(last=False)
+
+    def _write_back(self, slot: int, turn: Turn) -> None:
+        count = self._state[slot]["count"]
+        turn.ids, turn.logprobs = self._ids[slot, :count].tolist(), self._logprobs[slot, :count].tolist()
+
+    # the model
+
+    def _extend(self, first: int, ids: Tensor, positions: Tensor, length: int, even: bool = False) -> Tensor:
+        """Logits (B, V) after the last of (B, T) ids that follow what is in the slots from `first` on; `even`: T is 1, and all
+        rows are of one length.
+        """
+        positions = positions.to(self._policy.device)
+        self._slots.extend(first, positions, length)
+        if self._direct and even:
+            return self._call(ids, positions, None)
+        mask = torch.arange(length, device=positions.device) <= positions[:, :, None]  # (B, T, length)
+        return self._call(ids, positions, mask[:, None] if self._direct else mask[:, 0])
+
+    def _call(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        """Logits (B, V) after the last of (B, T) ids."""
+        device = self._policy.device
+        with self._policy.decoding() as forward:
+            return forward(ids.to(device), positions.to(device), mask, self._slots)
+
+
+def _chunks(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """(start, count) of runs of at most PREFILL_TOKENS padded tokens; the lengths grow."""
+    chunks: list[tuple[int, int]] = []
+    for index, length in enumerate(lengths):
+        if chunks and (chunks[-1][1] + 1) * length <= PREFILL_TOKENS:
+            chunks[-1] = (chunks[-1][0], chunks[-1][1] + 1)
+        else:
+            chunks.append((index, 1))
+    return chunks
+
+
+def _padded(rows: Sequence[tuple[int, ...]]) -> Tensor:
+    """Ids (B, T), padded on the right to the last row, which is the longest."""
+    return torch.tensor([[*row, *(0,) * (len(rows[-1]) - len(row))] for row in rows])
+
+
+def _wider(values: NDArray[Number]) -> NDArray[Number]:
+    return np.concatenate([values, np.zeros_like(values)], axis=1)

@@ -1,0 +1,235 @@
+"""Our own engine: the model of a `Policy`, run in one thread over a rolling batch (`inference.rolling_batch`).
+
+Waiting requests join between two tokens, ended ones leave at once. Rows of different weights never share a batch: when the
+request at the head of the queue wants others, the batch drains first, and then all that want those go together.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from logging import getLogger
+from typing import cast
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig
+
+from agentrl.workflow.engines import Completion, GenerateRequest, closed, fail
+from agentrl.workflow.errors import ModelError
+from agentrl.workflow.inference.rolling_batch import Batch, Turn
+from agentrl.workflow.models.memory import out_of_memory
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.settings import Settings
+
+log = getLogger("agentrl.engine")
+
+IDLE_SECONDS = 2.0
+"""Without work for this long, key/value memory is given back."""
+
+SHARE = 8
+"""While more wait than there is room for, they join when this share of the slots is free (n / SHARE): reading one prompt costs
+all the others about a token's time, an empty slot costs its own."""
+
+
+def start(policy: Policy, settings: Settings) -> "RollingEngine":
+    """The engine as the machine's settings ask for it."""
+    return RollingEngine(policy, settings.slots)
+
+
+class RollingEngine:
+    """Samples from a `Policy`'s published weights.
+
+    Args:
+        policy: its lock is held during each call of the model, and only then, so that a trainer can take turns.
+        slots: turns that are live at once, at most; the others wait in order.
+
+    Raises:
+        ModelError: a model whose layers do not all attend to the whole context.
+    """
+
+    def __init__(self, policy: Policy, slots: int = 128) -> None:
+        self._policy = policy
+        self._limit = slots
+        with policy.sampling() as model:
+            config = cast(PreTrainedConfig, model.config)
+        layers = DynamicCache(config=config)
+        if any(layers.is_sliding) or any(layers.is_linear):
+            raise ModelError(f"The sampler cannot run {config.model_type!r}: its layers do not all use full attention.")
+        self._vocabulary = int(config.vocab_size)
+        self._batch = Batch(policy, len(layers.layers), slots)
+        self._weights = ("", "")
+        self._waiting: deque[Turn] = deque()
+        self._joining: list[Turn] = []
+        self._released: list[int | None] = []
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: GenerateRequest) -> Future[Completion]:
+        """Asks for one completion. A prompt that fills the context ends at once as `length`, with nothing sampled.
+
+        The future raises ModelError (ids outside the vocabulary, NaN from the model, stop strings and a tokenizer that does not
+        tell the bytes of its tokens), CheckpointError (weights that
+        cannot be published) or InfraError (the model call failed, the sampler was closed).
+        """
+        room = self._policy.max_context - len(request.prompt_ids)
+        turn = Turn(request, Future(), limit=min(request.max_new_tokens, room))
+        if not request.prompt_ids or not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocabulary:
+            turn.future.set_exception(ModelError(f"A prompt needs ids between 0 and {self._vocabulary - 1}, and at least one."))
+        elif turn.limit < 1:
+            turn.future.set_result(Completion((), (), "length", 0.0))
+        else:
+            try:
+                if request.stop:
+                    self._policy.chat.stops(request.stop)
+            except ModelError as error:
+                turn.future.set_exception(error)
+            else:
+                self._enqueue(turn)
+        return turn.future
+
+    def release(self, key: int | None = None) -> None:
+        """Frees what is kept for an episode's next turn; without a key, for everybody's, and before it returns.
+
+        Whoever holds the policy's lock must not call it.
+        """
+        with self._changed:
+            self._released.append(key)
+            if key is None:
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: None not in self._released or self._closed)
+
+    def close(self) -> None:
+        """Ends the thread; what is waiting or live fails with InfraError."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _enqueue(self, turn: Turn) -> None:
+        with self._changed:
+            if self._closed:
+                turn.future.set_exception(closed())
+                return
+            self._waiting.append(turn)
+            self._changed.notify_all()
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                self._release()
+                self._joining = self._take()
+                self._admit(self._joining)
+                if self._batch.turns:
+                    self._advance()
+        finally:  # whatever ends the thread, nobody waits for it any longer
+            with self._changed:
+                self._closed = True
+                self._changed.notify_all()
+                _fail([*self._batch.turns, *self._joining, *self._waiting], closed())
+
+    def _wait(self) -> bool:
+        """Until there is something to do (True) or the engine is closed (False)."""
+
+        def ready() -> bool:
+            return self._closed or None in self._released or bool(self._waiting or self._batch.turns)
+
+        with self._changed:
+            if not self._changed.wait_for(ready, timeout=IDLE_SECONDS):
+                self._batch.clear()
+                self._changed.wait_for(ready)
+            return not self._closed
+
+    def _release(self) -> None:
+        with self._changed:
+            released = list(self._released)
+        for key in released:
+            self._batch.forget(key)
+        if None in released and not self._batch.turns:
+            self._batch.clear()
+        with self._changed:
+            del self._released[: len(released)]
+            self._changed.notify_all()
+
+    def _take(self) -> list[Turn]:
+        """The waiting turns that join now: from the head on, as long as they want the weights that are sampled from.
+
+        A new batch takes whoever wants the weights of the first in line: two runs take turns, and not with each turn.
+        """
+        taken: list[Turn] = []
+        with self._changed:
+            if not self._batch.turns and self._waiting:
+                self._weights = self._waiting[0].request.policy.weights
+                self._waiting = deque(sorted(self._waiting, key=lambda turn: turn.request.policy.weights != self._weights))
+            room = self._limit - len(self._batch.turns)
+            if room < min(len(self._waiting), self._limit // SHARE):
+                return []
+            while self._waiting and len(taken) < room:
+                if self._waiting[0].request.policy.weights != self._weights:
+                    break
+                turn = self._waiting.popleft()
+                if turn.future.running() or turn.future.set_running_or_notify_cancel():
+                    taken.append(turn)
+        return taken
+
+    def _admit(self, taken: Sequence[Turn]) -> None:
+        if not taken:
+            return
+        try:
+            if self._policy.publish(taken[0].request.policy):
+                self._batch.forget()  # keys and values of other weights
+        except Exception as error:  # noqa: BLE001 - it goes to whoever waits for these turns, and the others go on
+            if out_of_memory(error):
+                self._retreat(taken, error)
+            else:
+                _fail(taken, error)
+        else:
+            self._join(taken)
+
+    def _join(self, turns: Sequence[Turn]) -> None:
+        """Those that cannot join all at once do in halves, so that a turn at fault fails alone."""
+        try:
+            self._batch.join(turns)
+        except Exception as error:  # noqa: BLE001 - it goes to whoever waits for these turns, and the others go on
+            if out_of_memory(error):
+                self._retreat(turns, error)
+            elif len(turns) == 1:
+                _fail(turns, error)
+            else:
+                half = len(turns) // 2
+                self._join(turns[:half])
+                self._join(turns[half:])
+
+    def _advance(self) -> None:
+        """One token for every live turn."""
+        try:
+            self._batch.step()
+        except Exception as error:  # noqa: BLE001 - it goes to whoever waits for these turns, and the thread lives on
+            if out_of_memory(error):
+                self._retreat([], error)
+            else:
+                _fail(self._batch.evict(), error)
+
+    def _retreat(self, joining: Sequence[Turn], error: Exception) -> None:
+        """Memory ran out: less is kept for later, or else half as many turns are sampled at once from now on.
+
+        Who cannot stay goes back to the head of the queue and goes on from there.
+        """
+        turns = list(joining)
+        if self._batch.keeps:
+            self._batch.keep_less()
+        else:
+            turns = [*self._batch.evict(), *turns]
+            if len(turns) == 1:
+                _fail(turns, error)
+                return
+            self._limit = max(1, len(turns) // 2)
+            log.warning("memory does not suffice for %d turns at once: from now on %d", len(turns), self._limit)
+        with self._changed:
+            self._waiting.extendleft(reversed(turns))
+
+
+def _fail(turns: Sequence[Turn], error: Exception) -> None:
+    fail((turn.future for turn in turns), error)

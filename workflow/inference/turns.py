@@ -1,0 +1,57 @@
+"""A turn from its prompt to its step: what the policy reads next, and what became of it; rollouts and chats alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.engines import Completion
+from agentrl.workflow.tool_formats import Schema
+from agentrl.workflow.trajectory import Episode, Message, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A prompt that is being sampled from.
+
+    Args:
+        messages: what is new to the policy.
+        prompt_ids: they continue the episode's tokens, unless `new_row` says why they cannot; then the whole prompt.
+        new_row: see `trajectory.Step`.
+    """
+
+    messages: tuple[Message, ...]
+    prompt_ids: tuple[int, ...]
+    new_row: str | None = None
+
+    def context(self, episode: Episode) -> tuple[int, ...]:
+        """All that the policy reads: the episode's training row so far, and the new tokens."""
+        return self.prompt_ids if self.new_row else episode.context_ids + self.prompt_ids
+
+    def step(self, index: int, completion: Completion, message: Message, policy_version: int) -> Step:
+        """The turn, once it is sampled; `message` is what its ids spell."""
+        return Step(
+            index=index,
+            prompt=self.messages,
+            prompt_ids=self.prompt_ids,
+            sampled_ids=completion.token_ids,
+            behavior_logprobs=completion.logprobs,
+            finish_reason=completion.finish_reason,
+            message=message,
+            policy_version=policy_version,
+            seconds=completion.seconds,
+            new_row=self.new_row,
+        )
+
+
+def draft(chat: Chat, episode: Episode, messages: tuple[Message, ...], schemas: Sequence[Schema]) -> Draft:
+    """The prompt of the episode's next turn.
+
+    Raises:
+        ModelError: the template refuses these messages.
+    """
+    if not episode.steps:
+        return Draft(messages, chat.opening(messages, schemas))
+    ids, reason = chat.continuation(messages, schemas, chat.ended(episode.steps[-1].sampled_ids))
+    if ids is not None:
+        return Draft(messages, ids)
+    return Draft(messages, chat.opening((*episode.messages, *messages), schemas), reason)

@@ -1,0 +1,1 @@
+"""Code that is judged: tests as they are written, and what model-written code returned."""

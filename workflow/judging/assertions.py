@@ -1,0 +1,151 @@
+"""Tests as they are written: the asserts of a source are read here, and never run.
+
+An assert over one call with arguments that constants say (`assert f(1, 2) == 3 * 19`, `assert not f("x")`,
+`assert abs(f(2) - 1.41) < 1e-2`) is a `Case`: data alone. A source that says more than that (a loop, a helper, what another
+call gave) is a program, and is run as one (`sandbox.checks`); here it is only looked over.
+"""
+
+import ast
+import builtins
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from agentrl.workflow.judging.constants import Constants
+from agentrl.workflow.sandbox.cases import Case
+
+
+def parsed(source: str) -> ast.Module:
+    """The tree of a source.
+
+    Raises:
+        ValueError: it is no Python.
+    """
+    try:
+        return ast.parse(source)
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError(f"no Python: {error}") from error
+
+
+def read_asserts(source: str, names: Sequence[str], constants: Constants | None = None) -> tuple[list[Case], int]:
+    """The tests of these functions, and how many asserts say it in another form.
+
+    Args:
+        constants: those that this source is read together with.
+
+    Raises:
+        ValueError: it is no Python.
+    """
+    asserts = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.Assert)]
+    constants = constants or Constants()
+    cases = [case for node in asserts if (case := _case(node.test, names, constants)) is not None]
+    return cases, len(asserts) - len(cases)
+
+
+def all_cases(source: str, names: Sequence[str]) -> list[Case] | None:
+    """All tests of a source whose asserts stand alone, each of them a case; None where it must be run to know.
+
+    `assert True` tests nothing, and is none.
+
+    Raises:
+        ValueError: it is no Python.
+    """
+    tree, constants = parsed(source), Constants()
+    if not all(_is_alone(statement, constants, top=True) for statement in tree.body):
+        return None
+    asserts = [node for node in ast.walk(tree) if isinstance(node, ast.Assert) and not _says_nothing(node)]
+    cases = [case for node in asserts if (case := _case(node.test, names, constants)) is not None]
+    return cases if len(cases) == len(asserts) else None
+
+
+def check_names(source: str, program: str) -> None:
+    """Looks whether all names that a source uses are there when it runs after `program`.
+
+    Raises:
+        ValueError: nothing defines one, or it holds no assert; it is no Python.
+    """
+    tree, before = parsed(source), parsed(program)
+    if not any(isinstance(node, ast.Assert) and not _says_nothing(node) for node in ast.walk(tree)):
+        raise ValueError("no test: assert f(...) == value")
+    known = {*dir(builtins), "__name__", *_bound(tree), *_bound(before)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id not in known and "*" not in known:
+            raise ValueError(f"its tests need {node.id!r}, which nothing defines")
+
+
+def _is_alone(statement: ast.stmt, constants: Constants, top: bool) -> bool:
+    """Whether nothing but its place makes the asserts in it true: no loop, no variable, no helper."""
+    match statement:
+        case ast.Assert() | ast.Import() | ast.ImportFrom() | ast.Pass() | ast.Expr(ast.Constant() | ast.Name()):
+            return True
+        case ast.FunctionDef(body=body) if top:
+            return all(_is_alone(inner, constants, top=False) for inner in body)
+        case ast.Assign([ast.Name()], value) if top:
+            return constants.is_one(value)
+    return False
+
+
+def _says_nothing(node: ast.Assert) -> bool:
+    return isinstance(node.test, ast.Constant) and bool(node.test.value)
+
+
+def _bound(tree: ast.AST) -> Iterator[str]:
+    """The names that something in it binds, wherever; `*` where that cannot be told."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(name, ast.Store() | ast.Del()) | ast.arg(name) | ast.ExceptHandler(name=str(name)):
+                yield name
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+                yield name
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
+                yield name
+            case ast.alias(name, asname):
+                yield asname or name.partition(".")[0]
+
+
+def _case(test: ast.expr, names: Sequence[str], constants: Constants) -> Case | None:
+    """None for what is none of the forms."""
+    try:
+        return _read_case(test, names, constants)
+    except (ValueError, TypeError, RecursionError):  # an argument that no constants say
+        return None
+
+
+def _read_case(test: ast.expr, names: Sequence[str], constants: Constants) -> Case:
+    match test:
+        case ast.Compare(ast.Call(ast.Name("abs"), [ast.BinOp(call, ast.Sub(), value)]), [ast.Lt() | ast.LtE()], [within]):
+            return _storable(Case(_args(call, names, constants), _number(value, constants), "near", _number(within, constants)))
+        case ast.Compare(call, [ast.Is()], [ast.Constant(bool(value))]):
+            return _storable(Case(_args(call, names, constants), value, "exact"))
+        case ast.Compare(call, [ast.Eq()], [value]) | ast.Compare(call, [ast.Is()], [ast.Constant(None) as value]) if _calls(
+            call, names
+        ):
+            return _storable(Case(_args(call, names, constants), constants.value(value), "equal"))
+        case ast.Compare(value, [ast.Eq()], [call]):
+            return _storable(Case(_args(call, names, constants), constants.value(value), "equal"))
+        case ast.UnaryOp(ast.Not(), call):
+            return _storable(Case(_args(call, names, constants), False, "false"))
+    return _storable(Case(_args(test, names, constants), True, "true"))
+
+
+def _calls(node: ast.expr, names: Sequence[str]) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+
+
+def _args(node: ast.expr, names: Sequence[str], constants: Constants) -> tuple[Any, ...]:
+    if not isinstance(node, ast.Call) or not _calls(node, names) or node.keywords:
+        raise ValueError("no call of the function with positional arguments")
+    return tuple(constants.value(argument) for argument in node.args)
+
+
+def _number(node: ast.expr, constants: Constants) -> float:
+    value = constants.value(node)
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError("no number")
+    return float(value)
+
+
+def _storable(case: Case) -> Case:
+    """The case, if its data are plain."""
+    assert case.text
+    return case

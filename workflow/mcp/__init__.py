@@ -1,0 +1,1 @@
+"""Tools of Model Context Protocol servers, and the servers' processes."""

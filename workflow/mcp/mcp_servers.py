@@ -1,0 +1,237 @@
+"""The processes of Model Context Protocol servers, as a tools worker keeps them: one per COMMAND, for the calls of all threads.
+
+All of them are talked to in one thread with an event loop, as the SDK wants it. A process is started at the first call and
+again when it died; it ends when its input is closed, which also happens when the worker is killed.
+"""
+
+import asyncio
+import atexit
+import json
+import os
+import shlex
+import threading
+from logging import getLogger
+from typing import TYPE_CHECKING, Any
+
+from agentrl.workflow.config import ServedTool
+from agentrl.workflow.errors import ConfigError, InfraError, ToolFailure, UnknownOutcome
+from agentrl.workflow.runtime.lazy import Once
+
+if TYPE_CHECKING:
+    from mcp import Client, StdioServerParameters
+    from mcp_types import CallToolResult
+
+log = getLogger("agentrl.mcp")
+PREFIX = "mcp:"
+START_SECONDS = 60.0
+"""How long a server may take to come up and to say what it offers; `npx` and `uvx` may have to fetch it first."""
+
+STOP_SECONDS = 5.0
+
+
+def require() -> None:
+    """Refuses to go on without the SDK.
+
+    Raises:
+        ConfigError: it is not installed here.
+    """
+    try:
+        import mcp  # noqa: F401 - slow, and needed only where a server is named
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"Tools of MCP servers need the SDK: {error}.", "pip install 'agentrl[mcp]'") from error
+
+
+def parameters(name: str) -> "StdioServerParameters":
+    """How the SDK starts the server of that name."""
+    from mcp import StdioServerParameters
+
+    first, *others = command(name)
+    return StdioServerParameters(command=first, args=others)
+
+
+def command(name: str) -> list[str]:
+    """The words of the command in a server's name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        words = shlex.split(name.removeprefix(PREFIX))
+    except ValueError as error:
+        raise ConfigError(f"{name!r} is no command: {error}.", "Close the quotes.") from error
+    if not words or "\0" in name:
+        raise ConfigError(f"{name!r} names no command.", "Write --tools 'mcp:COMMAND ARGUMENTS'.")
+    return words
+
+
+def innermost(error: BaseException) -> str:
+    """An error in words; of an exception group, what lies inside."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+class Server:
+    """The process behind a name, kept for the calls of every thread.
+
+    `started` counts its processes.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.started = 0
+        self._life: asyncio.Task[None] | None = None
+        self._client: Client | None = None
+        self._end = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._over = False
+
+    def open(self) -> None:
+        """Starts the process where there is none.
+
+        Raises:
+            InfraError: it does not come up.
+        """
+        asyncio.run_coroutine_threadsafe(self._connected(), _loop()).result()
+
+    def call(self, tool: ServedTool, arguments: dict[str, Any], seconds: float) -> str:
+        """See `McpTool.call`. The server is told a second after whoever waits that nobody waits any more."""
+        return asyncio.run_coroutine_threadsafe(self._call(tool, arguments, seconds + 1.0), _loop()).result()
+
+    def stop(self) -> None:
+        """Ends the process, if there is one, for good: a call that is cut off by it starts no other."""
+        self._over = True
+        asyncio.run_coroutine_threadsafe(self._stop(), _loop()).result()
+
+    async def _call(self, tool: ServedTool, arguments: dict[str, Any], seconds: float) -> str:
+        for _ in range(2):
+            client = await self._connected()
+            try:
+                async with asyncio.timeout(seconds):
+                    return _text(tool.name, await client.call_tool(tool.name, arguments))
+            except (TimeoutError, ToolFailure):
+                raise
+            except Exception as error:
+                if not _cut_off(error) or not await self._died(client):
+                    raise _refusal(tool.name, error) from error
+                if tool.effects == "once":
+                    said = f"The server died while {tool.name} ran; it may or may not have taken effect, and is not run again."
+                    raise UnknownOutcome(said) from error
+        raise InfraError(f"The server {self.name!r} died twice while {tool.name!r} ran.", "Its words are in the worker's log.")
+
+    async def _connected(self) -> "Client":
+        async with self._turn:
+            if self._over:
+                raise InfraError(f"The server {self.name!r} is being stopped.")
+            if self._client is None:
+                ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+                self._end = asyncio.Event()
+                self._life = asyncio.create_task(self._live(ready, self._end))
+                self._client = await ready
+            return self._client
+
+    async def _live(self, ready: "asyncio.Future[Client]", end: asyncio.Event) -> None:
+        """One process from its start to its end, in one task, as the SDK wants it."""
+        from mcp import Client, stdio_client
+
+        try:
+            with os.fdopen(2, "w", closefd=False) as words:
+                process = stdio_client(parameters(self.name), words)
+                async with asyncio.timeout(START_SECONDS) as starting, Client(process) as client:
+                    starting.reschedule(None)
+                    self.started += 1
+                    ready.set_result(client)
+                    await end.wait()
+        except BaseException as error:  # noqa: BLE001 - the SDK's own groups too; who waits is told, or the log
+            if ready.done():
+                log.warning("the server %s ended: %s", self.name, innermost(error))
+                return
+            failed = InfraError(f"The server {self.name!r} does not come up: {innermost(error)}.", "Run the command by hand.")
+            failed.__cause__ = error
+            ready.set_exception(failed)
+
+    async def _died(self, client: "Client") -> bool:
+        """Whether that process is gone; then the next call starts another."""
+        async with self._turn:
+            if client is not self._client:
+                return True
+            try:
+                async with asyncio.timeout(STOP_SECONDS):
+                    await client.list_tools(cache_mode="refresh")
+            except Exception as error:  # noqa: BLE001 - however it does not answer, it is of no use any more
+                log.warning("the server %s is gone: %s", self.name, innermost(error))
+                await self._stop()
+                return True
+            return False
+
+    async def _stop(self) -> None:
+        self._end.set()
+        self._client = None
+        if self._life is not None:
+            await asyncio.wait([self._life], timeout=2 * STOP_SECONDS)
+
+
+def _cut_off(error: Exception) -> bool:
+    """Whether it may mean that the process is gone: a server may send the same code for its own reasons."""
+    from mcp import MCPError
+    from mcp_types import CONNECTION_CLOSED
+
+    return error.code == CONNECTION_CLOSED if isinstance(error, MCPError) else isinstance(error, RuntimeError)
+
+
+def _refusal(name: str, error: Exception) -> Exception:
+    from mcp import MCPError
+
+    return ToolFailure(f"{name}: {error.message}") if isinstance(error, MCPError) else error
+
+
+def _text(name: str, result: "CallToolResult") -> str:
+    parts = [_block(block) for block in result.content]
+    if not parts and result.structured_content is not None:
+        parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+    said = "\n".join(parts)
+    if result.is_error:
+        raise ToolFailure(said or f"{name} failed")
+    return said
+
+
+def _block(block: Any) -> str:
+    if block.type == "text":
+        return str(block.text)
+    if block.type == "resource" and "text" in type(block.resource).model_fields:
+        return str(block.resource.text)
+    return f"[{block.type} that cannot be shown]"
+
+
+_servers: dict[str, Server] = {}
+_making = threading.Lock()
+
+
+def server(name: str) -> Server:
+    """The server of that name in this process; it is not started yet.
+
+    Raises:
+        ConfigError: the SDK is not installed here.
+    """
+    require()
+    with _making:
+        if name not in _servers:
+            _servers[name] = Server(name)
+        return _servers[name]
+
+
+@Once
+def _loop() -> asyncio.AbstractEventLoop:
+    """Where every server of this process is talked to."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="mcp", daemon=True).start()
+    atexit.register(stop_servers)
+    return loop
+
+
+def stop_servers() -> None:
+    """Ends the processes of all servers of this process."""
+    with _making:
+        for each in _servers.values():
+            each.stop()
+        _servers.clear()

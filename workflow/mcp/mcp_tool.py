@@ -1,0 +1,145 @@
+"""Tools of a Model Context Protocol server: `--tools 'mcp:COMMAND'`, by the official SDK (`pip install 'agentrl[mcp]'`).
+
+The server is asked for its tools once, when a run is submitted, and what it says is part of the run's config: every episode
+reads the same. A tools worker starts one process per COMMAND at the first call, keeps it, and starts another when it dies.
+Words of COMMAND are split as a shell would; nothing else of a shell is understood. The process gets HOME, PATH and the like
+of the environment and nothing else: a server that needs a secret is started by a script that knows where it is.
+
+A tool's effects come from the server's hints: readOnlyHint is `none`, idempotentHint `repeatable`, else it runs `once`.
+"""
+
+import asyncio
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from agentrl.workflow.config import ServedTool
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.mcp.mcp_servers import PREFIX, START_SECONDS, command, innermost, parameters, require, server
+from agentrl.workflow.tools import Effects, Tool, clip, function_schema
+
+if TYPE_CHECKING:
+    from mcp import StdioServerParameters
+    from mcp import Tool as Offered
+    from mcp_types import ToolAnnotations
+
+CALL_SECONDS = 30.0
+MAX_TOOLS = 128
+
+
+def is_server(name: str) -> bool:
+    """Whether a tool's name is that of a server."""
+    return name.startswith(PREFIX)
+
+
+def absolute(name: str) -> str:
+    """The name with files of this folder by their whole path: a tools worker starts the server from its own."""
+    if not is_server(name):
+        return name
+    # Links are left alone: an interpreter is another one by another name.
+    words = [os.path.abspath(word) if {"/", "."} & set(word) and Path(word).is_file() else word for word in command(name)]
+    return PREFIX + shlex.join(words)
+
+
+@dataclass(frozen=True)
+class McpTool(Tool):
+    """A tool that a server runs. `told`: what it says of it."""
+
+    told: ServedTool = field(kw_only=True)
+
+    @classmethod
+    def of(cls, told: ServedTool) -> "McpTool":
+        """The tool that a run's config tells of."""
+        return cls(_nothing, told.effects, CALL_SECONDS, opens=lambda: server(told.server).open(), told=told)
+
+    @property
+    def name(self) -> str:
+        """The name the model writes."""
+        return self.told.name
+
+    @property
+    def title(self) -> str:
+        """The tool as an error names it."""
+        return f"{super().title} of {self.told.server!r}"
+
+    @cached_property
+    def schema(self) -> dict[str, Any]:
+        """What the server says, in the form chat templates take."""
+        return function_schema(self.told.name, self.told.description, self.told.parameters)
+
+    def call(self, arguments: Mapping[str, Any]) -> str:
+        """What the server answers.
+
+        Raises:
+            ToolFailure: the server refuses the arguments, or says that the tool failed.
+            UnknownOutcome: the server died during a call that must not run twice.
+            InfraError: the server does not come up, or dies again and again.
+            ConfigError: the SDK is not installed here.
+        """
+        return clip(server(self.told.server).call(self.told, dict(arguments), self.timeout_seconds), self.max_characters)
+
+
+def _nothing() -> str:
+    raise AssertionError("the server runs the tool")
+
+
+# asking what there is
+
+
+def ask(name: str) -> tuple[ServedTool, ...]:
+    """What the server of that name offers: it is started, asked and stopped.
+
+    Raises:
+        ConfigError: there is no SDK, no such command, or it is no server that offers tools.
+    """
+    require()
+    with tempfile.TemporaryFile("w+") as said:
+        try:
+            offered = asyncio.run(_list(parameters(name), said))
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt | SystemExit | ConfigError):
+                raise
+            said.seek(0)
+            last = next((line.strip() for line in reversed(said.read().splitlines()) if line.strip()), innermost(error))
+            raise ConfigError(f"{name!r} does not tell what it offers: {last[:500]}.", "Run the command by hand.") from error
+    if not 0 < len(offered) <= MAX_TOOLS:
+        raise ConfigError(f"{name!r} offers {len(offered)} tools.", f"A server may offer 1 to {MAX_TOOLS}.")
+    return tuple(_told(name, tool) for tool in offered)
+
+
+async def _list(parameters: "StdioServerParameters", said: TextIO) -> "list[Offered]":
+    from mcp import Client, stdio_client
+
+    tools: list[Offered] = []
+    async with asyncio.timeout(START_SECONDS), Client(stdio_client(parameters, said)) as client:
+        page = await client.list_tools()
+        tools += page.tools
+        while page.next_cursor and len(tools) <= MAX_TOOLS:
+            page = await client.list_tools(cursor=page.next_cursor)
+            tools += page.tools
+    return tools
+
+
+def _told(name: str, tool: "Offered") -> ServedTool:
+    text = json.dumps(tool.input_schema, ensure_ascii=False) + (tool.description or "") + tool.name
+    if "\0" in text or "\\u0000" in text:
+        raise ConfigError(f"{name!r} offers a tool with a NUL character in its description.", "Correct the server.")
+    return ServedTool(
+        server=name,
+        name=tool.name,
+        description=" ".join((tool.description or "").split()),
+        parameters=tool.input_schema,
+        effects=_effects(tool.annotations),
+    )
+
+
+def _effects(hints: "ToolAnnotations | None") -> Effects:
+    if hints is not None and hints.read_only_hint:
+        return "none"
+    return "repeatable" if hints is not None and hints.idempotent_hint else "once"

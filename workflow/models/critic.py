@@ -1,0 +1,68 @@
+"""The value head: a linear layer on the policy's own body, of the trainer alone. Samplers never see it.
+
+It begins as 0 everywhere, so that it says nothing before it has learned something, and every process begins alike.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from agentrl.workflow.checkpoints.sealed_folder import broken
+from agentrl.workflow.models.logprobs import causal_model
+from agentrl.workflow.models.policy import Policy
+
+FILE = "critic.safetensors"
+
+
+def critic_of(policy: Policy) -> nn.Linear:
+    """A new value head (H) -> (1) for the policy: float32, or float64 where its body computes in it."""
+    with policy.training() as model:
+        head = causal_model(model).get_output_embeddings()  # type: ignore[no-untyped-call]
+        width = int(head.in_features)
+    made = nn.Linear(
+        width, 1, device=policy.device, dtype=torch.float64 if policy.config.numerics == "exact" else torch.float32
+    )
+    nn.init.zeros_(made.weight)
+    nn.init.zeros_(made.bias)
+    return made
+
+
+def parameters_of(critic: nn.Linear) -> dict[str, nn.Parameter]:
+    """Its parameters, named as no parameter of a policy is."""
+    return {f"critic.{name}": parameter for name, parameter in critic.named_parameters()}
+
+
+def save_critic(critic: nn.Linear, folder: Path) -> None:
+    """Writes it beside the weights of a checkpoint."""
+    save_file({name: p.detach().cpu().contiguous() for name, p in parameters_of(critic).items()}, folder / FILE)
+
+
+@torch.no_grad()
+def load_critic(critic: nn.Linear, folder: Path) -> None:
+    """Sets it from a checkpoint, bit for bit.
+
+    Raises:
+        CheckpointError: there is none, or one of another width.
+    """
+    try:
+        found = load_file(folder / FILE)
+        for name, parameter in parameters_of(critic).items():
+            if found[name].shape != parameter.shape:
+                raise broken(folder, f"{FILE} is of another model")
+            parameter.copy_(found[name])
+    except (OSError, SafetensorError, KeyError) as error:
+        raise broken(folder, f"{FILE} cannot be read: {error}") from error
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over the tokens: 1 where the critic knows, 0 where it knows no more than a mean.
+
+    0 where all returns are the same.
+    """
+    chosen, expected = returns[mask], values[mask]
+    if len(chosen) < 2 or not float(chosen.var()):
+        return 0.0
+    return 1 - float((chosen - expected).var() / chosen.var())

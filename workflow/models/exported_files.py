@@ -1,0 +1,51 @@
+"""What makes a checkpoint's weights a model for other programs: tokenizer, chat template, config.
+
+With it PEFT (LoRA) or transformers (all weights) load from the checkpoint's folder what agentrl itself loads.
+"""
+
+import copy
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.workflow.models.loading import lora_config
+from agentrl.workflow.models.lookup import own_code
+from agentrl.workflow.models.policy import Policy
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+GENERATION = "generation_config.json"
+
+
+def files(policy: Policy, place: Path) -> dict[str, bytes]:
+    """These files by their names; `place` is a folder in which they may be made, and where none is left."""
+    scratch = place / "plain"
+    scratch.mkdir()
+    policy.tokenizer.save_pretrained(scratch)
+    for code in own_code(policy.folder):
+        shutil.copyfile(code, scratch / code.name)
+    if policy.kind == "lora":
+        adapter_config(policy).save_pretrained(str(scratch))
+    else:
+        _save_config(policy, scratch)
+    made = {file.relative_to(scratch).as_posix(): file.read_bytes() for file in scratch.rglob("*") if file.is_file()}
+    shutil.rmtree(scratch)
+    return made
+
+
+def adapter_config(policy: Policy) -> "LoraConfig":
+    """PEFT's config of the policy's adapter."""
+    config = lora_config(policy.config, policy.rank)
+    config.base_model_name_or_path = str(policy.folder)
+    config.inference_mode = True
+    return config
+
+
+def _save_config(policy: Policy, folder: Path) -> None:
+    with policy.training() as module:
+        config: Any = copy.deepcopy(module.config)
+        config.dtype = module.dtype  # else whoever loads it gets the base's
+    config.save_pretrained(folder)
+    if (policy.folder / GENERATION).is_file():
+        shutil.copyfile(policy.folder / GENERATION, folder / GENERATION)

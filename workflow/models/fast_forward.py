@@ -1,0 +1,229 @@
+"""The sampler's forward pass: transformers' Llama, Mistral, Qwen2 and Qwen3 with few operations.
+
+A decoding step computes little per operation, so that it takes about as long as its operations are many. This pass has a
+fourth as many as transformers' modules: products that read the same input are one (packed for the kernel where `packed` can),
+a LoRA adapter adds two small ones, heads that share keys are one query block, and what all layers share is made once.
+The weights stay those of the modules. Other architectures, and a model that was told to attend otherwise, run as they are.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import Cache, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+
+from agentrl.workflow.models.packed_weights import packed
+
+KNOWN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+
+HALVES = (torch.float16, torch.bfloat16)
+
+Pass = Callable[[Tensor, Tensor, Tensor | None, Cache], Tensor]
+"""(ids, positions, mask, slots) -> logits, as `Forward` has it."""
+
+Product = Callable[[Tensor], Tensor]
+Norm = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A layer: what is done to (B, T, width)."""
+
+    before: Norm
+    attend: Product
+    heads: Sequence[Norm]
+    out: Product
+    between: Norm
+    widen: Product
+    narrow: Product
+
+
+class Forward:
+    """Logits (B, V) after the last of (B, T) ids, as `model(...)` gives them up to rounding.
+
+    Args:
+        model: one of `KNOWN`, or one of those under PEFT.
+        own: nobody else reads these weights and they never change, so that a second, packed copy may stand beside them.
+        adapter: PEFT's name for the adapter that counts.
+    """
+
+    def __init__(self, model: Any, own: bool, adapter: str = "") -> None:
+        core = model.get_base_model() if adapter else model
+        config = core.config
+
+        def product(*layers: nn.Module) -> Product:
+            return _product(layers, own, adapter)
+
+        self._embed = core.model.embed_tokens
+        self._angles = core.model.rotary_emb
+        self._activation = core.model.layers[0].mlp.act_fn
+        self._head_dim = core.model.layers[0].self_attn.head_dim
+        self._shares = (config.num_attention_heads, config.num_key_value_heads)
+        self._blocks = [_block(layer, product) for layer in core.model.layers]
+        self._norm = _norm(core.model.norm)
+        self._head = product(core.lm_head)
+
+    def __call__(self, ids: Tensor, positions: Tensor, mask: Tensor | None, slots: Cache) -> Tensor:
+        """Reads the keys and values of earlier tokens from the slots, and writes those of these.
+
+        Args:
+            ids: (B, T).
+            positions: (B, T).
+            mask: (B, 1, T, L) bool, which of the L tokens in the slots each may read; None: all up to itself.
+            slots: told what comes (`inference.kv_cache`).
+        """
+        hidden = self._embed(ids)
+        cos, sin = self._turns(hidden, positions)
+        bias = None if mask is None else _bias(mask, hidden.dtype)
+        for number, block in enumerate(self._blocks):
+            hidden = hidden + block.out(self._attended(block, number, block.before(hidden), cos, sin, bias, slots))
+            gate, up = block.widen(block.between(hidden)).chunk(2, dim=-1)
+            hidden = hidden + block.narrow(self._activation(gate) * up)
+        logits: Tensor = self._head(self._norm(hidden[:, -1]))
+        return logits
+
+    def _turns(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """What rotary positions multiply with, (B, T, 1, head_dim) each; the sine of the first half negated."""
+        cos, sin = self._angles(hidden, positions)
+        half = sin.shape[-1] // 2
+        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        return cos[:, :, None], sin[:, :, None]
+
+    def _attended(
+        self, block: _Block, number: int, inputs: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, slots: Cache
+    ) -> Tensor:
+        rows, length, _ = inputs.shape
+        queries, shared = self._shares
+        mixed = block.attend(inputs).view(rows, length, queries + 2 * shared, self._head_dim)
+        turned, values = mixed[:, :, : queries + shared], mixed[:, :, queries + shared :]
+        if block.heads:
+            of_queries, of_keys = block.heads
+            turned = torch.cat((of_queries(turned[:, :, :queries]), of_keys(turned[:, :, queries:])), dim=2)
+        turned = torch.addcmul(turned * cos, turned.roll(self._head_dim // 2, -1), sin)
+        keys, values = slots.update(turned[:, :, queries:].transpose(1, 2), values.transpose(1, 2), number)
+        if length == 1:  # the heads that share keys are the rows of one query block
+            query = turned[:, 0, :queries].view(rows, shared, queries // shared, self._head_dim)
+            return _looked_up(query, keys, values, bias).reshape(rows, 1, -1)
+        copies = wants_copies(inputs.device.type, inputs.dtype, bias is not None)
+        out = attended(turned[:, :, :queries].transpose(1, 2), keys, values, bias, copies)
+        return out.transpose(1, 2).reshape(rows, length, -1)
+
+
+def known(model: Any, adapter: str = "") -> bool:
+    """Whether `Forward` computes what this model does."""
+    core = model.get_base_model() if adapter else model
+    return type(core) in KNOWN and core.config._attn_implementation == "sdpa"
+
+
+def as_it_is(model: Any) -> Pass:
+    """The same of any model, by transformers' own forward pass; the mask has the form that its attention wants."""
+
+    def run(ids: Tensor, positions: Tensor, mask: Tensor | None, slots: Cache) -> Tensor:
+        out = model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=slots,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+    return run
+
+
+def _block(layer: Any, product: Callable[..., Product]) -> _Block:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Block(
+        before=_norm(layer.input_layernorm),
+        attend=product(attention.q_proj, attention.k_proj, attention.v_proj),
+        heads=[_norm(attention.q_norm), _norm(attention.k_norm)] if "q_norm" in attention._modules else [],
+        out=product(attention.o_proj),
+        between=_norm(layer.post_attention_layernorm),
+        widen=product(mlp.gate_proj, mlp.up_proj),
+        narrow=product(mlp.down_proj),
+    )
+
+
+def _norm(module: Any) -> Norm:
+    """Root mean square norm (Zhang and Sennrich, arXiv 1910.07467)."""
+    if module.weight.dtype == torch.float64:  # transformers' own goes by way of float32, which says something else
+        return module  # type: ignore[no-any-return]
+    shape, eps = module.weight.shape, module.variance_epsilon
+
+    def norm(hidden: Tensor) -> Tensor:
+        return functional.rms_norm(hidden, shape, module.weight, eps)
+
+    return norm
+
+
+def attended(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, copies: bool) -> Tensor:
+    """Attention (B, H, T, D) of several tokens of each row; without a bias each sees all up to itself.
+
+    Args:
+        copies: whether each of H heads gets a copy of the keys and values (B, K, L, D) that it shares with others.
+    """
+    each = queries.shape[1] // keys.shape[1]
+    if copies and each > 1:
+        keys, values = (states.repeat_interleave(each, dim=1) for states in (keys, values))
+    shared = queries.shape[1] != keys.shape[1]
+    return functional.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=bias, is_causal=bias is None, enable_gqa=shared
+    )
+
+
+def wants_copies(device: str, dtype: torch.dtype, bias: bool) -> bool:
+    """Whether a GPU would else make the scores (B, H, T, L) of all heads.
+
+    It has a kernel for heads that share keys, and one for a bias, but none for both, and of the former none in float32.
+    """
+    return device != "cpu" and (bias or dtype not in HALVES)
+
+
+def _looked_up(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+    """Attention (B, K, G, D) of G queries that see the same: on a CPU two products are faster than its fused kernel."""
+    if queries.device.type != "cpu" or queries.dtype not in (torch.float32, torch.float64):
+        return functional.scaled_dot_product_attention(queries, keys, values, attn_mask=bias)
+    scores = torch.matmul(queries * queries.shape[-1] ** -0.5, keys.transpose(2, 3))
+    weights = (scores if bias is None else scores.add_(bias)).softmax(-1)
+    return torch.matmul(weights, values)
+
+
+def _product(layers: Sequence[Any], own: bool, adapter: str) -> Product:
+    """The layers' outputs side by side, as one function of their common input."""
+    if own:
+        weight = torch.cat([layer.weight for layer in layers])
+        bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+        return packed(weight, bias)
+    tuned = [layer for layer in layers if adapter in getattr(layer, "lora_A", {})]
+    if not tuned:
+        return _beside(layers)
+    base = _beside([layer.base_layer if layer in tuned else layer for layer in layers])
+    down = torch.cat([layer.lora_A[adapter].weight for layer in tuned])
+    up: Tensor = torch.block_diag(*[_up(layer, layer in tuned, adapter, down) for layer in layers])  # type: ignore[no-untyped-call]
+
+    def adapted(inputs: Tensor) -> Tensor:
+        plain = base(inputs)
+        return (plain + functional.linear(functional.linear(inputs.to(down.dtype), down), up)).to(plain.dtype)
+
+    return adapted
+
+
+def _up(layer: Any, tuned: bool, adapter: str, like: Tensor) -> Tensor:
+    """What an adapter adds to the layer's outputs (O, R); of a layer without one nothing (O, 0)."""
+    return layer.lora_B[adapter].weight * layer.scaling[adapter] if tuned else like.new_empty(layer.out_features, 0)
+
+
+def _beside(layers: Sequence[Any]) -> Product:
+    if len(layers) == 1:
+        return layers[0]  # type: ignore[no-any-return]
+    return lambda inputs: torch.cat([layer(inputs) for layer in layers], dim=-1)
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where the mask is true and -inf elsewhere, once for all layers."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)

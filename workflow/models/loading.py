@@ -1,0 +1,237 @@
+"""A base as its folder has it: tokenizer, window, quantisation and precision, and the LoRA adapters that fit it."""
+
+import json
+import logging
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.utils import logging as transformers_logging
+
+from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.config import PROJECTIONS, ModelConfig
+from agentrl.workflow.errors import ModelError
+from agentrl.workflow.models.lookup import TRUST, check_code, lora_rank
+from agentrl.workflow.models.memory import spared
+from agentrl.workflow.runtime.gc_pause import importing
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+# Said once per layer and step: what int8 does to its inputs, and a name that peft still uses.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+# In which precision a quantised base is made whole: in the one that it computes in.
+logging.getLogger("transformers.integrations.bitsandbytes").setLevel(logging.ERROR)
+# Of a text longer than the model's window, which ends as a turn cut short: nothing is ever indexed beyond it.
+logging.getLogger("transformers.tokenization_utils_base").addFilter(lambda record: "indexing errors" not in record.getMessage())
+warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+
+_COPY = "Copy the model again, all files of one version."
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_alone = threading.Lock()
+"""transformers makes one model at a time: of two at once, tied weights of one come out apart."""
+
+
+def load(config: ModelConfig, folder: Path, device: torch.device, kind: str) -> Any:
+    """The model, `kind` (lora or full) deciding what `auto` precision means.
+
+    Raises:
+        ModelError: the files make no model.
+    """
+    dtype = _dtype(config, device, kind)
+    extra = _placement(config, dtype, device)
+    # Spared, because each weight comes whole before it is quantised.
+    with _alone, importing(), _taken_for(folder, "model"), spared(config.load_in_4bit or config.load_in_8bit):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_options(config.trust_remote_code), **extra)
+    return _trainable_4bit(model) if config.load_in_4bit else model
+
+
+def check(config: ModelConfig, folder: Path) -> None:
+    """Makes sure that `load` would make a model of the folder, without reading a weight: only how large each is said to be.
+
+    Raises:
+        ModelError: the files make no model or tokenizer, the weights are not whole or of other shapes than the config says, the
+            chat template cannot be rendered, or there is nothing that LoRA could train.
+    """
+    check_code(config, folder)
+    chat_of(config, folder)
+    sizes(folder, config.trust_remote_code)
+    with _taken_for(folder, "model"):
+        shapes = _written_shapes(folder)
+    with _alone, importing(), _taken_for(folder, "model"), torch.device("meta"):
+        config_of = AutoConfig.from_pretrained(folder, **_options(config.trust_remote_code))
+        made = AutoModelForCausalLM.from_config(config_of, trust_remote_code=config.trust_remote_code)  # type: ignore[no-untyped-call]
+    wanted = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
+    other = sorted(name for name, shape in shapes.items() if wanted.get(name, shape) != shape)
+    if other:
+        raise _other_shapes(folder, f"{other[0]} is {shapes[other[0]]}, not {wanted[other[0]]}")
+    if not shapes.keys() & wanted.keys():
+        raise ModelError(f"None of the weights in {str(folder)!r} is one of the model that its config.json names.", _COPY)
+    if lora_rank(config, folder):
+        check_targets(config, made)
+
+
+def check_targets(config: ModelConfig, model: Any) -> None:
+    """Makes sure that the model has the layers which LoRA is to train; of the usual ones, any.
+
+    Raises:
+        ModelError: naming what it has not, and what it has.
+    """
+    head = model.get_output_embeddings()
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    missing = [target for target in config.lora_targets if not any(name.endswith(f".{target}") for name in linear)]
+    if not missing or (config.lora_targets == PROJECTIONS and len(missing) < len(PROJECTIONS)):
+        return
+    there = ", ".join(sorted({name.rpartition(".")[2] for name in linear})[:20])
+    said = f"LoRA is to train {', '.join(missing)}, which are no linear layers of this model"
+    raise ModelError(f"{said}; it has {there}." if there else f"{said}.", "Set model.lora_targets, or model.lora_r=0.")
+
+
+def _written_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight, as the files say; each file is as long as it says.
+
+    Raises:
+        ModelError: a file that the index names is not there, or there is none.
+        SafetensorError, OSError, ValueError: a file cannot be read.
+    """
+    index = folder / "model.safetensors.index.json"
+    named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else set()
+    gone = sorted(name for name in named if not (folder / name).is_file())
+    if gone:
+        raise ModelError(f"The folder {str(folder)!r} lacks {gone[0]}, which its index names.", _COPY)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118 - no dict
+    if not shapes:
+        said = f"The folder {str(folder)!r} holds no weights in *.safetensors."
+        raise ModelError(said, "Convert the model: save_pretrained(...)")
+    return shapes
+
+
+def _other_shapes(folder: Path, which: str = "") -> ModelError:
+    said = f"The weights in {str(folder)!r} have other shapes than its config.json says"
+    return ModelError(f"{said}: {which}." if which else f"{said}.", _COPY)
+
+
+def pick_device(device: str) -> str:
+    """`auto` as what this machine has."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def lora_config(config: ModelConfig, rank: int) -> "LoraConfig":
+    """LoRA (Hu et al. 2021), by default on all linear projections, as in QLoRA (Dettmers et al. 2023)."""
+    # Here and not above: with bitsandbytes it takes as long to import as everything else, and full weights need neither.
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=rank,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # annotated int; only divided by r
+        lora_dropout=config.lora_dropout,
+        target_modules=list(config.lora_targets),
+        task_type="CAUSAL_LM",
+    )
+
+
+def sizes(folder: Path, code: bool = False) -> tuple[int, int]:
+    """Tokens that fit into one row, and ids of the vocabulary as the model's last layer has them.
+
+    Raises:
+        ModelError: the files make no model, or it does not say.
+    """
+    with _taken_for(folder, "model"):
+        config = AutoConfig.from_pretrained(folder, **_options(code)).get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is None:
+        raise ModelError(f"The model in {str(folder)!r} does not say how many tokens it can read.")
+    return int(longest), int(config.vocab_size)
+
+
+def tokenizer(folder: Path, code: bool = False) -> Any:
+    """Its tokenizer; `code` that the folder brings may run.
+
+    Raises:
+        ModelError: the files make none.
+    """
+    with _taken_for(folder, "tokenizer"):
+        return AutoTokenizer.from_pretrained(folder, **_options(code))
+
+
+def chat_of(config: ModelConfig, folder: Path) -> Chat:
+    """Its tokenizer with the chat template and the tool format that the config names.
+
+    Raises:
+        ModelError: the files make none, or its template cannot be rendered.
+        ConfigError: there is no such format.
+    """
+    made = tokenizer(folder, config.trust_remote_code)
+    if config.chat_template is not None:
+        made.chat_template = config.chat_template
+    return Chat(made, config.tool_format)
+
+
+@contextmanager
+def _taken_for(folder: Path, made: str) -> Iterator[None]:
+    """The faults of the folder's files, in one sentence; those of the machine, its memory above all, pass as they are."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
+        if "trust_remote_code" in str(error):  # of a hub, whose code was not fetched
+            raise ModelError(f"The {made} in {str(folder)!r} wants code of its own.", TRUST) from error
+        raise ModelError(f"The files in {str(folder)!r} make no {made}: {_sentence(error)}.") from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise _other_shapes(folder) from error
+
+
+def _options(code: bool) -> dict[str, Any]:
+    """What every loading is told."""
+    return {"local_files_only": True, "trust_remote_code": code}
+
+
+def _sentence(error: Exception) -> str:
+    """What transformers says, without its advice on how to install another transformers."""
+    said = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
+    return f"it names an unknown {said}" if isinstance(error, KeyError) else said[:300]
+
+
+def _dtype(config: ModelConfig, device: torch.device, kind: str) -> torch.dtype:
+    if config.numerics == "exact":
+        return torch.float64
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    # Weights that the optimizer writes need more bits than bfloat16 has for steps of 1e-4.
+    return torch.bfloat16 if device.type == "cuda" and kind == "lora" else torch.float32
+
+
+def _placement(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    place: dict[str, Any] = {"device_map": {"": device}}
+    if config.load_in_8bit:
+        place["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
+    if config.load_in_4bit:
+        place["quantization_config"] = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+        )
+    return place
+
+
+def _trainable_4bit(model: Any) -> Any:
+    """Without bitsandbytes' repacking for the CPU: the first sampled token would do it for good, and then nothing trains."""
+    from bitsandbytes.nn.modules import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    return model

@@ -1,0 +1,243 @@
+"""Reading rows by teacher forcing: the logprob of every token asked for, given those before it.
+
+The model's body reads every token; its head sees only what is asked for (`models.lm_head`). Rows that begin alike, as the
+episodes of a group do, need not read their common beginning each for itself: it is read once, its keys and values go to all of
+its rows, and the gradient comes back through them as a sum. The result is the same but for the order of sums.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from agentrl.workflow.errors import ModelError
+from agentrl.workflow.models.lm_head import head_logprobs, logits_logprobs
+
+_plain: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Whether a model's logits are its head's, of its body's last hidden states, and nothing else."""
+
+_apart: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Whether rows on one line do not see each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """What comes before the rows (B): G beginnings of up to S tokens, padded on the right.
+
+    Args:
+        ids: (G, S).
+        mask: (G, S), 1 where there is a token.
+        of: (B,), which one each row continues.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    of: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of the tokens 1..T-1, each (B, T - 1) and 0 where not wanted: float32, or float64 where the model computes in it.
+
+    Args:
+        logprobs: of each token given those before it, in nats.
+        entropy: of the distribution that it was drawn from, in nats.
+        values: what a critic expects before it; None without one.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor | None = None
+
+
+def token_logprobs(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    temperature: float = 1.0,
+    wanted: Tensor | None = None,
+    prefixes: Prefixes | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`token_scores` without a critic: the logprobs, and the entropies without a gradient."""
+    found = token_scores(model, input_ids, attention_mask, temperature, wanted, prefixes)
+    return found.logprobs, found.entropy
+
+
+def line_logprobs(model: nn.Module, input_ids: Tensor, positions: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor:
+    """The logprobs of the wanted tokens on lines of several rows, as `token_scores` has them, where `keeps_apart(model)`.
+
+    Args:
+        input_ids: (B, T).
+        positions: (B, T), of each token in its row; from 0 on a row begins.
+        wanted: (B, T), True where a token is scored; no row's first.
+        temperature: logits are divided by it.
+    """
+    causal = causal_model(model)
+    chosen = wanted[:, 1:]
+    hidden = _on_lines(causal.base_model, input_ids, positions)[:, :-1][chosen]
+    head = cast(nn.Linear, causal.get_output_embeddings())  # type: ignore[no-untyped-call]
+    found, _ = head_logprobs(head, hidden, input_ids[:, 1:][chosen], temperature)
+    return found.new_zeros(chosen.shape).masked_scatter(chosen, found)
+
+
+def token_scores(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    temperature: float = 1.0,
+    wanted: Tensor | None = None,
+    prefixes: Prefixes | None = None,
+    critic: nn.Linear | None = None,
+    entropy_trains: bool = False,
+) -> Scores:
+    """Logprob of every wanted token given those before it, the entropy of the distribution it was drawn from, its value.
+
+    Args:
+        input_ids: (B, T), padded on the right.
+        attention_mask: (B, T), 1 where there is a token.
+        temperature: logits are divided by it, as the sampler did.
+        wanted: (B, T), True where a token is scored; None for all.
+        prefixes: what the rows continue, where `shares_prefixes(model)`.
+        critic: (H) -> (1), of the hidden state before the token.
+        entropy_trains: whether the entropy has a gradient.
+    """
+    chosen = attention_mask[:, 1:] > 0 if wanted is None else wanted[:, 1:]
+    targets = input_ids[:, 1:][chosen]
+    causal = causal_model(model)
+    if _is_plain(causal):
+        hidden = _hidden(causal.base_model, input_ids, attention_mask, prefixes)[:, :-1][chosen]
+        head = cast(nn.Linear, causal.get_output_embeddings())  # type: ignore[no-untyped-call]
+        found = head_logprobs(head, hidden, targets, temperature, entropy_trains)
+    else:
+        logits, hidden = _own_logits(causal, input_ids, attention_mask, chosen, critic is not None)
+        found = logits_logprobs(logits, targets, temperature, entropy_trains)
+    valued = () if critic is None else (critic(hidden.to(critic.weight.dtype))[:, 0],)
+    return Scores(*(values.new_zeros(chosen.shape).masked_scatter(chosen, values) for values in (*found, *valued)))
+
+
+def causal_model(model: nn.Module) -> PreTrainedModel:
+    """The language model itself, inside of what peft wraps around it."""
+    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def shares_prefixes(model: nn.Module) -> bool:
+    """Whether rows can continue keys and values: every layer sees everything before it, and the head is plain."""
+    causal = causal_model(model)
+    layers = DynamicCache(config=causal.config).layers
+    return all(type(layer) is DynamicLayer for layer in layers) and _is_plain(causal)
+
+
+def keeps_apart(model: nn.Module) -> bool:
+    """Whether a row may stand behind another on one line, which it then does not see; tried out, once for a model."""
+    causal = causal_model(model)
+    if causal not in _apart:
+        training = causal.training
+        causal.eval()  # type: ignore[no-untyped-call]
+        _apart[causal] = _is_plain(causal) and _kept_apart(causal)
+        causal.train(training)
+    return _apart[causal]
+
+
+@torch.no_grad()
+def _kept_apart(causal: PreTrainedModel) -> bool:
+    """Reads a row behind two others, and before one."""
+    first, other, row = [1, 2, 3, 4], [4, 3, 2, 1], [2, 4, 1]
+    lines = [[*first, *row], [*other, *row], [*row, *first]]
+    positions = [[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3]]
+    device = next(causal.parameters()).device
+    found = _on_lines(causal.base_model, *(torch.tensor(values, device=device) for values in (lines, positions)))
+    behind, alike, before = found[0, 4:], found[1, 4:], found[2, :3]
+    rounding = 1e-3 if found.dtype in (torch.float32, torch.float64) else 0.05
+    return torch.equal(behind, alike) and bool((behind - before).abs().max() <= rounding * behind.abs().max())
+
+
+def _on_lines(body: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+    """Last hidden states (B, T, H) of lines of several rows."""
+    return cast(Tensor, body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state)
+
+
+@contextmanager
+def checkpointing(model: nn.Module, on: bool) -> Iterator[None]:
+    """In train mode layers keep only their inputs for the backward pass, and are computed again.
+
+    Raises:
+        ModelError: the model cannot.
+    """
+    causal = causal_model(model)
+    if not on:
+        yield
+        return
+    if not causal.supports_gradient_checkpointing:
+        raise ModelError(
+            f"{type(causal).__name__} cannot do gradient checkpointing.", "Leave update.gradient_checkpointing out."
+        )
+    # Gradient checkpointing to the older transformers 5; the newer ones warn at that name.
+    name = "activation" if hasattr(causal, "activation_checkpointing_enable") else "gradient"
+    getattr(causal, f"{name}_checkpointing_enable")({"use_reentrant": False})
+    try:
+        yield
+    finally:
+        getattr(causal, f"{name}_checkpointing_disable")()
+
+
+def _hidden(body: nn.Module, ids: Tensor, mask: Tensor, prefixes: Prefixes | None) -> Tensor:
+    """Last hidden states (B, T, H) of the rows."""
+    if prefixes is None:
+        return cast(Tensor, body(**_inputs(ids, mask), use_cache=False).last_hidden_state)
+    cache = DynamicCache()
+    body(**_inputs(prefixes.ids, prefixes.mask), past_key_values=cache, use_cache=True)
+    cache.reorder_cache(prefixes.of)  # type: ignore[arg-type]  # annotated LongTensor
+    whole = torch.cat([prefixes.mask.index_select(0, prefixes.of), mask], 1)
+    return cast(Tensor, body(**_inputs(ids, whole), past_key_values=cache, use_cache=True).last_hidden_state)
+
+
+def _inputs(ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """What a body reads; the mask may begin with what was read before."""
+    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions[:, -ids.shape[1] :]}
+
+
+def _own_logits(causal: nn.Module, ids: Tensor, mask: Tensor, chosen: Tensor, hidden: bool) -> tuple[Tensor, Tensor]:
+    """Logits (N, V) before the chosen (B, T - 1), as the model makes them, for the columns in which any row has one.
+
+    With `hidden` also the last hidden states (N, H) there, else nothing (0,).
+    """
+    columns = chosen.any(0).nonzero()[:, 0]
+    made = causal(**_inputs(ids, mask), use_cache=False, logits_to_keep=columns, output_hidden_states=hidden)
+    logits: Tensor = made.logits[chosen[:, columns]]
+    return logits, made.hidden_states[-1][:, :-1][chosen] if hidden else logits.new_empty(0)
+
+
+def _is_plain(causal: PreTrainedModel) -> bool:
+    if causal not in _plain:
+        _plain[causal] = _asked(causal)
+    return _plain[causal]
+
+
+@torch.no_grad()
+def _asked(causal: PreTrainedModel) -> bool:
+    """Lets the model make logits, and compares what went in and out of its head with what it was given and what it says."""
+    head, body = causal.get_output_embeddings(), causal.base_model  # type: ignore[no-untyped-call]
+    if type(head) is not nn.Linear or body is causal:
+        return False
+    seen: dict[str, Tensor] = {}
+    hooks = [
+        head.register_forward_hook(lambda _, given, out: seen.update(given=given[0], out=out)),
+        body.register_forward_hook(lambda _, __, out: seen.update(hidden=out.last_hidden_state)),
+    ]
+    ids = torch.arange(2, device=head.weight.device)[None]
+    try:
+        with torch.random.fork_rng(devices=[ids.device] if ids.device.type == "cuda" else []):
+            logits = causal(input_ids=ids, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if seen.keys() != {"given", "out", "hidden"}:
+        return False
+    return torch.equal(seen["given"], seen["hidden"]) and torch.equal(seen["out"], logits)

@@ -1,0 +1,256 @@
+"""Which model a name means, where its files are, their hash, and how much of it trains; without loading it, so without torch.
+
+A model is a folder in the hub's format: `config.json`, `*.safetensors`, tokenizer files. A name is `tiny` (made by
+`agentrl sft`), a folder in the models directory, a path, or a name on the hub.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from agentrl.workflow.checkpoints.sealed_folder import RECORD, sha256_file
+from agentrl.workflow.config import ModelConfig
+from agentrl.workflow.errors import ConflictError, ModelError
+from agentrl.workflow.plugins import find
+from agentrl.workflow.runtime import hub
+from agentrl.workflow.settings import settings
+from agentrl.workflow.trajectory import PolicyRef
+
+TINY = "tiny"
+TINY_DATASET = "arithmetic"
+"""The dataset whose tiny model that name means where no dataset is named."""
+SMALL = 50_000_000
+"""Below this many parameters all weights train, unless the config says otherwise."""
+TRUST = "Read it, and pass --trust-remote-code if it may run here."
+LARGEST_CONFIG = 1 << 24
+"""Bytes that are read of a model's config."""
+_FETCHED = ("*.safetensors", "*.json", "*.txt", "*.jinja")
+HUB_HINT = "Name a local folder that holds a model, or tiny."
+_TEXT_FILES = (
+    "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+
+
+def resolve_model(name: str, dataset: str) -> str:
+    """The folder (or hub name, as it is) that a model's name means for runs on that dataset.
+
+    Raises:
+        ModelError: `tiny` was not made for this dataset yet.
+        ConfigError: nor is there such a dataset.
+    """
+    folder = settings().models_dir / (made_name(name, dataset) if name == TINY else name)
+    if (folder / "config.json").is_file():
+        return str(folder.resolve())
+    if name == TINY:
+        raise _no_tiny(dataset)
+    return str(Path(name).expanduser().resolve()) if Path(name).expanduser().is_dir() else name
+
+
+def starting_policy(name: str, dataset: str) -> PolicyRef:
+    """A model as it is. A local folder's hash is taken now, a hub model's when a worker first loads it.
+
+    Raises:
+        ModelError: there is no such folder, and no such model on the hub.
+    """
+    base = known_model(name, dataset)
+    folder = Path(base)
+    return PolicyRef(base, base_hash(folder) if folder.is_dir() else "")
+
+
+def known_model(name: str, dataset: str) -> str:
+    """As `resolve_model`, of a model that there is: a folder, or a name that the hub knows. Raises as `starting_policy`."""
+    base = resolve_model(name, dataset)
+    folder = Path(base)
+    if not folder.is_dir():
+        if folder.is_absolute() or base.startswith("."):
+            raise ModelError(f"There is no model in {base!r}.", "Pass a folder in the hub's format, a hub name, or tiny.")
+        check_on_hub(base)
+    return base
+
+
+def _no_tiny(dataset: str) -> ModelError:
+    said = f"The tiny model for {dataset!r} does not exist yet"
+    if dataset.endswith(".jsonl"):
+        others = "--dataset arithmetic, then pass --model tiny-arithmetic"
+        hint = f"Make it of the file's answers: agentrl sft --dataset {dataset} --model tiny; or of another's: {others}"
+        return ModelError(f"{said}.", hint)
+    if find("datasets", dataset).demonstrations is not None:
+        return ModelError(f"{said}.", f"Make it: agentrl sft --dataset {dataset} --model tiny")
+    return ModelError(
+        f"{said}, and no demonstrations to make it from.",
+        "Make another's: agentrl sft --dataset arithmetic --model tiny, then pass --model tiny-arithmetic",
+    )
+
+
+def made_name(model: str, dataset: str) -> str:
+    """The name that `agentrl sft` gives to what it makes: `tiny-arithmetic`."""
+    return f"{Path(model).name}-{Path(dataset).stem}"
+
+
+def refuse_existing(target: Path, overwrite: bool) -> None:
+    """Raises ConflictError where the folder exists; only one with a RECORD is ever made anew."""
+    if not target.exists():
+        return
+    if not overwrite:
+        raise ConflictError(f"There is a model in {str(target)!r} already.", "Pass --force to make it anew, or name another.")
+    if not (target / RECORD).is_file():
+        raise ConflictError(f"{str(target)!r} was not made by agentrl (it holds no {RECORD}).", "Name another folder.")
+
+
+def own_code(folder: Path) -> tuple[Path, ...]:
+    """The files of code that a model's folder brings, where its config or its tokenizer's names one of them."""
+    named = {name for config in ("config.json", "tokenizer_config.json") for name in _code_named(folder / config)}
+    there = tuple(sorted(folder.glob("*.py")))
+    return there if named & {file.stem for file in there} else ()
+
+
+def _code_named(file: Path) -> Iterator[str]:
+    """The modules that `auto_map` names: `modeling_x` of `modeling_x.Model`, each alone or in a list."""
+    try:
+        with file.open("rb") as stream:
+            tree = json.loads(stream.read(LARGEST_CONFIG))
+    except (OSError, ValueError, RecursionError):
+        return  # said by whoever loads it
+    named = tree.get("auto_map") if isinstance(tree, dict) else None
+    for value in named.values() if isinstance(named, dict) else ():
+        for name in value if isinstance(value, list) else (value,):
+            if isinstance(name, str):
+                yield name.rpartition("--")[2].partition(".")[0]
+
+
+def check_code(config: ModelConfig, folder: Path) -> None:
+    """Raises ModelError where the model has code of its own and nobody said that it may run."""
+    code = own_code(folder)
+    if code and not config.trust_remote_code:
+        raise ModelError(f"The model in {str(folder)!r} brings code of its own ({code[0].name}).", TRUST)
+
+
+def code_hash(folder: Path) -> str:
+    """sha256 over the code that a model's folder brings; empty where it brings none."""
+    lines = [f"{file.name} {sha256_file(file)}" for file in own_code(folder)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else ""
+
+
+def model_folder(path: str, code: bool = False) -> Path:
+    """The local folder of a model, fetched from the hub where it is not here yet, with its `code` if that may run.
+
+    Raises:
+        ModelError: no such folder, and the hub does not know it or cannot be reached.
+    """
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.is_dir():
+        raise ModelError(f"The folder {path!r} holds no config.json.", HUB_HINT)
+    if folder.is_absolute() or path.startswith("."):
+        raise ModelError(f"There is no folder {path!r}.", HUB_HINT)
+    return _from_hub(path, code)
+
+
+def local_folder(path: str) -> Path | None:
+    """The folder of a model, a hub's own copy here too; None of a hub model that is not here yet.
+
+    Raises:
+        ModelError: the folder holds no model.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if Path(path).is_dir() or Path(path).is_absolute() or path.startswith("."):
+        return model_folder(path)
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+    except HFValidationError as error:
+        raise _unknown(path) from error
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def check_on_hub(name: str) -> None:
+    """Makes sure that a hub model exists, in the cache or on the hub.
+
+    Raises:
+        ModelError: the hub does not know it, or cannot be reached.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError as error:
+        raise _unknown(name) from error
+    said = "known" if cached else hub.ask("model", name)
+    if said == "unknown":
+        raise _unknown(name)
+    if said == "away":
+        raise _away(name)
+
+
+def _unknown(name: str) -> ModelError:
+    return ModelError(f"No model is called {name!r}, here or on the hub.", HUB_HINT)
+
+
+def _away(name: str) -> ModelError:
+    return ModelError(f"Cannot reach the hub for {name!r}.", HUB_HINT)
+
+
+def _from_hub(name: str, code: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*_FETCHED, *(["*.py"] if code else [])]))
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise _unknown(name) from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise _away(name) from error
+
+
+def lora_rank(config: ModelConfig, folder: Path) -> int:
+    """The LoRA rank in force; 0 trains all weights.
+
+    Raises:
+        ModelError: a file of weights cannot be read.
+    """
+    if config.lora_r is not None:
+        return config.lora_r
+    if config.load_in_4bit or config.load_in_8bit:
+        return 8
+    return 0 if sum(map(_parameters, folder.glob("*.safetensors"))) < SMALL else 8
+
+
+def _parameters(file: Path) -> int:
+    try:
+        with safe_open(file, "np") as weights:
+            return sum(prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118 - it is no dict
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"The files in {str(file.parent)!r} make no model: {file.name}: {error}.") from error
+
+
+def base_hash(folder: Path) -> str:
+    """sha256 over a model's weights, config and tokenizer files (about a second per gigabyte).
+
+    Raises:
+        ModelError: the folder holds no `*.safetensors`.
+    """
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise ModelError(f"The folder {str(folder)!r} holds no *.safetensors.", "Convert the model: save_pretrained(...)")
+    texts = [folder / name for name in _TEXT_FILES if (folder / name).is_file()]
+    lines = [f"{file.name} {sha256_file(file)}" for file in [*texts, *weights]]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def check_base(base: str, known: str) -> None:
+    """Makes sure that a base in a folder here is the one that weights were trained on, by its hash (empty: not known).
+
+    Raises:
+        ModelError: it is another by now.
+    """
+    if known and Path(base).is_dir() and base_hash(Path(base)) != known:
+        said = f"The model in {base!r} is not the one any more that these weights were trained on (sha256 {known[:12]}...)"
+        raise ModelError(f"{said}.", "Put that one back, or name another policy.")

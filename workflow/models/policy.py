@@ -1,0 +1,341 @@
+"""The model: a base, the part of it that trains, and the frozen published weights that sampling reads.
+
+Two kinds. `lora`: one base (4-bit, 8-bit or whole) with two adapter slots, `policy` that the optimizer writes and `sampler`
+that holds what was published; the reference is the base with its adapter switched off. `full`: all weights of a small
+model train, and the sampler is a second, frozen copy. So one process serves rollout and train with one base, and sampling
+never reads a tensor that the optimizer writes.
+
+Modules are handed out by the context managers `sampling`, `training` and `reference`, and `decoding` hands out what sampling
+reads as one function; each holds `lock` while it is open, because they share one base. Keep them short.
+"""
+
+import copy
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.checkpoints import checkpoint_cache
+from agentrl.workflow.checkpoints.sealed_folder import ADAPTER, MODEL, sha256_file, weights_of
+from agentrl.workflow.config import ModelConfig
+from agentrl.workflow.errors import CheckpointError, ModelError
+from agentrl.workflow.models import loading
+from agentrl.workflow.models.fast_forward import Forward, Pass, as_it_is, known
+from agentrl.workflow.models.lookup import base_hash, check_code, code_hash, lora_rank, model_folder
+from agentrl.workflow.trajectory import PolicyRef
+
+COPIED = 250_000_000
+"""Below this many the sampler has its weights twice: as modules, and as its forward pass reads them fastest. Beside the trained
+copy, its gradient and two moments, that is a sixth copy."""
+
+Slot = Literal["policy", "sampler"]
+
+
+class Policy:
+    """A loaded model. Make one with `Policy.load`.
+
+    Attributes:
+        base_hash: names the base in every `PolicyRef`.
+        code_hash: of the code that the base brought and that ran; empty where none did.
+        kind: `lora` or `full`.
+        max_context: tokens that fit into one row.
+        vocabulary: ids that the model can sample, the largest and one more.
+        lock: held by whoever uses the modules.
+    """
+
+    def __init__(self, config: ModelConfig, folder: Path, device: str, weights: bool = True) -> None:
+        self.config = config
+        self.folder = folder
+        self.device = torch.device(device)
+        self.lock = threading.RLock()
+        check_code(config, folder)
+        self.chat: Chat = loading.chat_of(config, folder)
+        self.tokenizer = self.chat.tokenizer
+        self.rank = lora_rank(config, folder)
+        self.kind: Literal["lora", "full"] = "lora" if self.rank else "full"
+        if self.kind == "lora" and config.sampler_dtype != "auto":
+            raise ModelError(
+                "With LoRA the sampler shares the trainer's base.", "Set model.dtype instead of model.sampler_dtype."
+            )
+        self.max_context, self.vocabulary = loading.sizes(folder, config.trust_remote_code)
+        self._reference: nn.Module | None = None
+        self._published: str | None = ""
+        self._in_memory: dict[Slot, Any] = {}
+        self._pass: Pass | None = None
+        self._initial: dict[str, Tensor] = {}
+        loaded = self._base() if weights else None
+        self.code_hash = code_hash(folder) if config.trust_remote_code else ""
+        self.base_hash = base_hash(folder)  # after all was read: what is put there meanwhile is never taken for what was there
+        if loaded is not None:
+            self._take_in(loaded)
+
+    @classmethod
+    def load(cls, config: ModelConfig, path: str, device: str = "auto", threads: int = 0, weights: bool = True) -> "Policy":
+        """Loads a base and makes its trainable part.
+
+        Args:
+            config: quantisation, LoRA and numerics. `numerics: exact` computes on the CPU in float64, one thread.
+            path: a folder in the hub's format, or a hub name (see `models.lookup.resolve_model`).
+            device: auto takes a GPU where there is one.
+            threads: CPU threads for the whole process; 0 leaves torch's choice.
+            weights: whether to read them now; else at first use, for a process whose sampler is a server may never need
+                them.
+
+        Raises:
+            ModelError: not found, the hub not reached, or files that do not make a model.
+        """
+        if config.numerics == "exact":
+            if device not in ("auto", "cpu"):
+                raise ModelError(f"numerics: exact runs on the cpu, not on {device!r}.", "Set AGENTRL_DEVICE=cpu.")
+            device, threads = "cpu", 1
+            torch.use_deterministic_algorithms(True)
+        if threads:
+            torch.set_num_threads(threads)
+        return cls(config, model_folder(path, config.trust_remote_code), loading.pick_device(device), weights)
+
+    @contextmanager
+    def sampling(self) -> Iterator[nn.Module]:
+        """The frozen published weights, in eval mode; the caller computes without gradient."""
+        with self.lock:
+            model = self._active("sampler")
+            yield model.eval() if model.training else model
+
+    @contextmanager
+    def decoding(self) -> Iterator[Pass]:
+        """The weights of `sampling` as the engine's forward pass; the caller computes without gradient."""
+        with self.sampling() as model:
+            if self._pass is None:
+                self._pass = self._pass_of(model)
+            yield self._pass
+
+    @contextmanager
+    def training(self) -> Iterator[nn.Module]:
+        """The trained weights, in train mode."""
+        with self.lock:
+            yield self._active("policy").train()
+
+    @contextmanager
+    def reference(self) -> Iterator[nn.Module]:
+        """The base as it was before training, in eval mode: adapter off, or a frozen copy made on first use.
+
+        Raises:
+            CheckpointError: the base's files are not those that were loaded first.
+        """
+        with self.lock:
+            if self.kind == "lora":
+                with self._active("policy").eval().disable_adapter():
+                    yield self._models["policy"]
+                return
+            if self._reference is None:
+                self._reference = _frozen(self._base_again())
+            yield self._reference
+
+    def publish(self, ref: PolicyRef) -> bool:
+        """Makes `ref`'s weights the ones that `sampling` reads; an empty path is the base as it is. Whether that changed them.
+
+        Raises:
+            CheckpointError: made for another base, missing, or altered since its sha256 was recorded; or, for the base,
+                its files are not those that were loaded first.
+            ServiceError: it is kept at a URL that does not answer.
+        """
+        self.check(ref)
+        if ref.sha256 == self._published:
+            return False
+        weights = _published(ref) if ref.path else self._base_weights()
+        with self.lock:
+            self._published = None  # until they are whole
+            self._fill("sampler", weights)
+            self._published = ref.sha256
+        return True
+
+    def check(self, ref: PolicyRef) -> None:
+        """Makes sure that `ref` belongs to this base.
+
+        Raises:
+            CheckpointError: it was made for another.
+        """
+        if ref.base_hash not in ("", self.base_hash):  # empty: submitted where the base was not at hand
+            raise CheckpointError(f"Policy version {ref.version} was trained on another base ({ref.base_hash[:12]}).")
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """What the optimizer trains, by its name in the weights file."""
+        return self._slot("policy")
+
+    @property
+    def weights_name(self) -> str:
+        """What the file of the trained part is called in a checkpoint."""
+        return ADAPTER if self.kind == "lora" else MODEL
+
+    def save_weights(self, file: Path) -> None:
+        """Writes the trained part as one safetensors file, in the dtype it trains in."""
+        with self.lock:
+            tensors = {name: p.detach().to("cpu", copy=True).contiguous() for name, p in self.trainable().items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    def load_weights(self, file: Path | None) -> None:
+        """Sets the trained part from a file; None goes back to the base.
+
+        Raises:
+            CheckpointError: the file is missing, broken, or of another model; or, for the base, its files are not those
+                that were loaded first.
+        """
+        weights = self._base_weights() if file is None else _read(file)
+        with self.lock:
+            self._fill("policy", weights)
+
+    @property
+    def _models(self) -> dict[Slot, Any]:
+        with self.lock:
+            if not self._in_memory:
+                self._take_in(self._base_again())
+            return self._in_memory
+
+    def _take_in(self, loaded: Any) -> None:
+        self._in_memory = self._lora_slots(loaded) if self.rank else self._full_slots(loaded)
+        if self.rank:
+            self._initial = {name: tensor.detach().clone() for name, tensor in self._slot("policy").items()}
+
+    def _base(self) -> Any:
+        return loading.load(self.config, self.folder, self.device, self.kind)
+
+    def _lora_slots(self, loaded: Any) -> dict[Slot, Any]:
+        loading.check_targets(self.config, loaded)
+        lora = loading.lora_config(self.config, self.rank)
+        from peft import get_peft_model
+
+        # Every process that loads this base must start from the same adapter, whatever was drawn before.
+        with torch.random.fork_rng():
+            torch.manual_seed(int(self.base_hash[:8], 16))
+            model = get_peft_model(loaded, lora, adapter_name="policy")
+            model.add_adapter("sampler", lora)
+        return {"policy": model, "sampler": model}
+
+    def _full_slots(self, loaded: Any) -> dict[Slot, Any]:
+        sampler = _frozen(copy.deepcopy(loaded))
+        if self.config.sampler_dtype != "auto":
+            for parameter in sampler.parameters():  # not the buffers: positions stay in float32
+                parameter.data = parameter.data.to(loading.DTYPES[self.config.sampler_dtype])
+        return {"policy": loaded, "sampler": sampler}
+
+    @torch.no_grad()
+    def _pass_of(self, model: Any) -> Pass:
+        """The engine's pass of the present published weights; a base that the trainer shares has no room for a copy."""
+        adapter = "sampler" if self.kind == "lora" else ""
+        if not known(model, adapter):
+            return as_it_is(model)
+        return Forward(model, self.kind == "full" and model.num_parameters() < COPIED, adapter)
+
+    def _active(self, slot: Slot) -> Any:
+        model = self._models[slot]
+        if self.kind == "lora" and model.active_adapter != slot:
+            model.set_adapter(slot, inference_mode=slot == "sampler")
+        return model
+
+    def _slot(self, slot: Slot) -> dict[str, nn.Parameter]:
+        parameters = self._models[slot].named_parameters()
+        if self.kind == "full":
+            return dict(parameters)
+        return {name.replace(f".{slot}.", "."): p for name, p in parameters if f".{slot}." in name}
+
+    def _base_weights(self) -> Mapping[str, Tensor]:
+        if self.kind == "full":
+            return dict(self._base_again().named_parameters())
+        assert self._models  # in memory, so that the initial adapter is
+        return self._initial
+
+    def _base_again(self) -> Any:
+        """The base read from its folder once more; checked after reading, so that no change slips in between."""
+        loaded = self._base()
+        found = base_hash(self.folder)
+        if found != self.base_hash:
+            raise CheckpointError(
+                f"The base in {str(self.folder)!r} was made anew: it was {self.base_hash[:12]}, now it is {found[:12]}.",
+                "Submit a new run, or put the old files back.",
+            )
+        return loaded
+
+    @torch.no_grad()
+    def _fill(self, slot: Slot, weights: Mapping[str, Tensor]) -> None:
+        parameters = self._slot(slot)
+        if {n: p.shape for n, p in parameters.items()} != {n: t.shape for n, t in weights.items()}:
+            raise CheckpointError(f"The weights do not fit this model: {len(weights)} tensors for {len(parameters)}.")
+        if slot == "sampler":
+            self._pass = None  # made of the weights that go now; who only trains never makes one
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+
+
+def _frozen(model: Any) -> Any:
+    return model.requires_grad_(False).eval()
+
+
+def _published(ref: PolicyRef) -> dict[str, Tensor]:
+    return checkpoint_cache.read(ref.path, ref.sha256, "weights", lambda folder: _read(checked_weights(folder, ref.sha256)))
+
+
+def checked_weights(folder: Path, sha256: str) -> Path:
+    """The weights file of a checkpoint's folder, as it was when its sha256 was recorded.
+
+    Raises:
+        CheckpointError: it is missing, or was altered.
+    """
+    file = weights_of(folder)
+    if not file.is_file():
+        raise CheckpointError(
+            f"The weights of the checkpoint {str(folder)!r} are missing.",
+            "Put them back; a run that is not over makes its newest checkpoint again by itself.",
+        )
+    found = sha256_file(file)
+    if found != sha256:
+        raise CheckpointError(f"{str(file)!r} has sha256 {found[:12]}, the record says {sha256[:12]}: it was altered.")
+    return file
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"Cannot read the weights {str(file)!r}: {error}.") from error
+
+
+def open_recorded(
+    config: ModelConfig, base: str, base_hash: str, manifest: Mapping[str, Any], device: str, threads: int
+) -> Policy:
+    """The base that a run was made with.
+
+    Args:
+        base_hash: the run's; `manifest`: its hashes of the tokenizer and the chat template, where they were taken.
+
+    Raises:
+        ModelError: it cannot be loaded, or is another than the run's.
+    """
+    policy = Policy.load(config, base, device, threads)
+    found = {"base": policy.base_hash, "tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
+    found |= {"code": policy.code_hash} if policy.code_hash else {}
+    known = {"base": base_hash or policy.base_hash, **manifest}
+    for name, value in found.items():
+        if known.get(name, value) != value:
+            raise ModelError(
+                f"The run was made with {name} {known[name][:12]}, here {base!r} has {value[:12]}.",
+                "Bring the same model here.",
+            )
+    return policy
+
+
+def open_at(ref: PolicyRef, config: ModelConfig, manifest: Mapping[str, Any], device: str, threads: int) -> Policy:
+    """The base with that policy's weights as those that train. Raises as `open_recorded`.
+
+    Raises:
+        CheckpointError: the weights are not as they were recorded, or of another base.
+    """
+    policy = open_recorded(config, ref.base, ref.base_hash, manifest, device, threads)
+    if ref.path:
+        checkpoint_cache.read(ref.path, ref.sha256, "weights", lambda at: policy.load_weights(checked_weights(at, ref.sha256)))
+    return policy

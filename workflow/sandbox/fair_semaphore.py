@@ -1,0 +1,56 @@
+"""Turns: as many programs at once as there are cores, in the order in which they came. Waiting uses up nobody's limits."""
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from agentrl.workflow.runtime.patience import waiting
+
+
+class Turns:
+    """A fair semaphore that knows how many hold it: one who asks again and again does not overtake those who wait."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._running = 0
+        self._waiting: deque[threading.Event] = deque()
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Waits for a turn and holds it.
+
+        Raises:
+            InfraError: nobody waits any more for whom this thread asks.
+        """
+        handed = self._asked()
+        try:
+            with waiting():
+                handed.wait()
+            yield
+        finally:
+            self._left(handed)
+
+    def running(self) -> int:
+        """How many hold a turn."""
+        return self._running
+
+    def _asked(self) -> threading.Event:
+        handed = threading.Event()
+        with self._lock:
+            if self._running < self._most:  # then nobody waits
+                self._running += 1
+                handed.set()
+            else:
+                self._waiting.append(handed)
+        return handed
+
+    def _left(self, handed: threading.Event) -> None:
+        with self._lock:
+            if not handed.is_set():  # who waited was interrupted
+                self._waiting.remove(handed)
+            elif self._waiting:
+                self._waiting.popleft().set()
+            else:
+                self._running -= 1

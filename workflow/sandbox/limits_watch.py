@@ -1,0 +1,203 @@
+"""The parent's eye on a running program: what it prints, what it uses, when it ends, and what that makes of it.
+
+The limit on processor time is the model's, so it is asked of the kernel: nobody can use up what is left of a budget in less
+than that many seconds divided by the cores, so a look is due by then. The limit on the clock moves away while others want the
+cores too. Who passes it nevertheless was kept from its processor, which is the system's failure, if the kernel says that it
+waited for a core half of the time or more; else it slept. Who does nothing but sleep is ended sooner.
+"""
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from agentrl.workflow.errors import InfraError
+from agentrl.workflow.sandbox import Limits, Status, proc
+from agentrl.workflow.sandbox.cgroups import Events
+from agentrl.workflow.sandbox.launch import Started
+
+SHORTEST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.02, 0.5
+CHUNK = 1 << 16
+CROWD_PER_CORE = 8
+"""The clock's limit is not put off for more than that."""
+
+STARVED_SHARE = 0.5
+"""Of its time on the clock: who waited for a core for that long was starved. The limit on the clock is four times that on
+processor time, or more, and a program's threads keep one another waiting no longer than they run."""
+ASLEEP_SHARE = 0.02
+"""Who used a core, or waited for one, for less of the time between two looks was asleep."""
+
+Overrun = Literal["timeout_cpu", "timeout_wall", "output_cap", "starved"]
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a program's time passed: why it must be killed (None: it ended), and what it printed, at most its limit."""
+
+    overrun: Overrun | None
+    output: bytes
+    wall_seconds: float
+    waited_seconds: float = 0.0
+
+
+class Clock:
+    """The limits of a program as its time passes.
+
+    Args:
+        running: how many programs of ours run at this moment.
+    """
+
+    def __init__(self, limits: Limits, running: Callable[[], int]) -> None:
+        self._limits, self._running, self._crowd = limits, running, 1
+        self._began = self._seen = time.monotonic()
+        self._busy = self._asleep = 0.0
+
+    @property
+    def passed(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began
+
+    @property
+    def left(self) -> float:
+        """Seconds until the limit on the clock."""
+        self._crowd = min(max(self._crowd, self._running(), _runnable()), CROWD_PER_CORE * (os.cpu_count() or 1))
+        return self._limits.wall(self._crowd) - self.passed
+
+    def look(self, cpu: float, waited: float) -> tuple[Overrun | None, float]:
+        """Why it must be killed now, if so; else in how many seconds to look again.
+
+        Args:
+            cpu: its processor seconds so far.
+            waited: the seconds that it waited for a core so far.
+        """
+        limits, now = self._limits, time.monotonic()
+        if cpu + waited - self._busy < ASLEEP_SHARE * (now - self._seen):
+            self._asleep += now - self._seen
+        self._seen, self._busy = now, cpu + waited
+        left, wall = self.left, now - self._began
+        if cpu >= limits.cpu_seconds:
+            return "timeout_cpu", 0.0
+        if self._asleep >= limits.asleep_seconds:
+            return "timeout_wall", 0.0
+        if left <= 0:
+            return "starved" if waited >= STARVED_SHARE * wall else "timeout_wall", 0.0
+        soon = min(left, (limits.cpu_seconds - cpu) / (os.cpu_count() or 1), wall / 2, LONGEST_LOOK_SECONDS)
+        return None, max(SHORTEST_LOOK_SECONDS, soon)
+
+
+def watch(
+    output: int,
+    end: int,
+    limits: Limits,
+    spent: Callable[[], float],
+    members: Callable[[], Set[int]],
+    running: Callable[[], int],
+) -> Use:
+    """Reads what is printed until the program has ended or must be killed.
+
+    Args:
+        output: the reading end of its stdout and stderr.
+        end: a descriptor that can be read when it has ended.
+        spent: its processor seconds so far.
+        members: its processes.
+        running: how many programs of ours run at this moment.
+    """
+    os.set_blocking(output, False)
+    poller = select.poll()
+    poller.register(output, select.POLLIN)
+    poller.register(end, select.POLLIN)
+    clock, waits, printed = Clock(limits, running), proc.Waits(), bytearray()
+    overrun: Overrun | None = None
+    due = time.monotonic() + SHORTEST_LOOK_SECONDS
+    while overrun is None:
+        events = dict(poller.poll(max(0.0, due - time.monotonic()) * 1000))
+        if output in events and not _read(output, printed, limits.output_bytes):
+            poller.unregister(output)
+        if end in events:
+            while _read(output, printed, limits.output_bytes) and len(printed) <= limits.output_bytes:
+                pass
+            break
+        if len(printed) > limits.output_bytes:
+            break
+        if time.monotonic() >= due:
+            overrun, left = clock.look(spent(), waits.look(members()))
+            due = time.monotonic() + left
+    if clock.passed > SHORTEST_LOOK_SECONDS:
+        waits.look(members())
+    if len(printed) > limits.output_bytes:
+        overrun = "output_cap"
+    return Use(overrun, bytes(printed[: limits.output_bytes]), clock.passed, waits.seconds)
+
+
+def _read(file: int, into: bytearray, most: int) -> bool:
+    """Whether there may be more to read now or later; of what is over the limit, one byte is enough to know."""
+    try:
+        part = os.read(file, CHUNK)
+    except BlockingIOError:
+        return False
+    into += part[: max(0, most + 1 - len(into))]
+    return bool(part)
+
+
+def explained(error: InfraError, said: bytes) -> InfraError:
+    """The error with what was printed as the sandbox came up."""
+    return InfraError(f"{error.message} {text(said).strip()}"[:1000])
+
+
+def drained(file: int) -> bool:
+    """Whether something was there to be thrown away."""
+    return _read(file, bytearray(), 0)
+
+
+def _runnable() -> int:
+    """How many threads of the whole machine want a core at this moment."""
+    with suppress(OSError):
+        return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+    return 1
+
+
+def spent(box: Started, lasting: Set[int] = frozenset()) -> float:
+    """Processor seconds of what runs in a sandbox so far; where no control group counts them, of its living processes.
+
+    Args:
+        lasting: processes of the sandbox itself, which are not counted where each is looked at.
+    """
+    counted = box.cgroup.cpu_seconds()
+    if counted is not None:
+        return counted
+    return sum(proc.processor_seconds(process) for process in box.members() - lasting)
+
+
+def status(limits: Limits, overrun: Overrun | None, code: int | None, cpu: float, kernel: Events) -> Status:
+    """What became of a program.
+
+    Args:
+        overrun: why it was killed from outside.
+        code: its exit code otherwise, negative for a signal.
+        kernel: what the kernel did to keep the limits while it ran.
+    """
+    if overrun in ("timeout_wall", "starved") and cpu >= limits.cpu_seconds:
+        return "timeout_cpu"
+    if overrun is not None:
+        return "oom" if kernel.oom and overrun in ("timeout_wall", "starved") else overrun
+    if code == 0:
+        return "ok"
+    if kernel.oom:
+        return "oom"
+    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu >= limits.cpu_seconds):
+        return "timeout_cpu"
+    if kernel.disk:
+        return "disk"
+    if kernel.pids:
+        return "pids"
+    return "killed" if code is None or code < 0 else "error"
+
+
+def text(output: bytes) -> str:
+    """What was printed, with what is no UTF-8 escaped."""
+    return output.decode(errors="backslashreplace")

@@ -1,0 +1,55 @@
+"""Who a sandbox runs as. As root: a user id of its own, because the kernel counts processes by user; else ourselves.
+
+An id is taken by binding an abstract socket named after it: the kernel gives it to one process of this host and takes it back
+when that process is gone, however it ended.
+"""
+
+import os
+import socket
+from dataclasses import dataclass
+
+from agentrl.workflow.errors import ConfigError, InfraError
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The user of one sandbox; `uid` is None where no user is changed."""
+
+    uid: int | None
+    _lock: socket.socket | None = None
+
+    def leave(self) -> None:
+        """Gives the id back."""
+        if self._lock is not None:
+            self._lock.close()
+
+
+def uid_range(text: str) -> range:
+    """`FIRST-LAST` of the setting `AGENTRL_SANDBOX_UIDS`.
+
+    Raises:
+        ConfigError: it is no such range, or contains root.
+    """
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
+        raise ConfigError(f"AGENTRL_SANDBOX_UIDS is {text!r}, no range of user ids.", "Write FIRST-LAST: 231000-231255.")
+    return range(int(first), int(last) + 1)
+
+
+def take(uids: range) -> Seat:
+    """A free seat.
+
+    Raises:
+        InfraError: all ids of the range are in use.
+    """
+    if os.geteuid() != 0:
+        return Seat(None)
+    for uid in uids:
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            lock.bind(f"\0agentrl-sandbox-uid-{uid}")
+        except OSError:
+            lock.close()
+            continue
+        return Seat(uid, lock)
+    raise InfraError(f"A sandbox was asked for, but all {len(uids)} user ids are in use.", "Set AGENTRL_SANDBOX_UIDS wider.")

@@ -1,0 +1,139 @@
+"""Databases that a model may read: a SQLite file, a .sql script or a postgresql:// URL.
+
+A script makes a database in memory, the same for every query. A Postgres login must be one that may only read: a superuser, or
+one that may write any table, is refused.
+
+SQLite's work is limited by its instructions and not by the clock, so that a busy machine gives the same answers; what these do
+not tell of is `sql.query_process`'s to stop.
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from agentrl.workflow.errors import AccessDenied, AgentRLError, ConfigError, ServiceError
+from agentrl.workflow.settings import is_url
+from agentrl.workflow.sql.readonly import Table, instructions, open_sqlite, read_sqlite, refusing_sqlite
+from agentrl.workflow.sql.readonly_postgres import read_postgres
+
+SECONDS = 5.0
+INSTRUCTIONS = 20_000_000
+"""About a second of SQLite's work."""
+
+MAX_BYTES = 4_000_000
+"""Of an answer, and of a value that SQLite makes."""
+
+HINT = "Set AGENTRL_SQL_DATABASE to a SQLite file, a .sql script or a postgresql:// URL."
+TABLES = "SELECT sql FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite_%' ORDER BY name"
+COLUMNS = """
+SELECT table_schema, table_name, string_agg(column_name || ' ' || data_type, ', ' ORDER BY ordinal_position) AS columns
+FROM information_schema.columns WHERE table_schema NOT IN ('pg_catalog', 'information_schema') GROUP BY 1, 2 ORDER BY 1, 2
+"""
+MIGHTY_ROLES = ("pg_execute_server_program", "pg_read_server_files", "pg_write_server_files")
+MAY_WRITE = """
+SELECT current_setting('is_superuser') = 'on'
+OR (SELECT bool_or(pg_has_role(current_user, oid, 'MEMBER')) FROM pg_roles WHERE rolname = ANY(%s))
+OR EXISTS (
+    SELECT 1 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+    WHERE c.relkind IN ('r', 'p', 'v', 'f') AND n.nspname NOT IN ('pg_catalog', 'information_schema')
+    AND (has_table_privilege(c.oid, 'DELETE, TRUNCATE') OR has_any_column_privilege(c.oid, 'INSERT, UPDATE'))
+)
+"""
+
+
+def check(database: str) -> None:
+    """Whether there is such a database, and none that could be written.
+
+    Raises:
+        ConfigError: there is none.
+        ServiceError: it does not answer, or its login may do more than read.
+    """
+    if not database:
+        raise ConfigError("There is no database to ask: none is named.", HINT)
+    if is_url(database):
+        with _postgres(database):
+            return
+    if not Path(database).expanduser().is_file():
+        raise ConfigError(f"There is no database {database!r}.", HINT)
+
+
+def prepare(database: str) -> None:
+    """Makes what a query needs and is not the query's work.
+
+    Raises:
+        ServiceError: the script is none.
+    """
+    if Path(database).suffix == ".sql" and not is_url(database):
+        _image(Path(database))
+
+
+def read_here(database: str, query: str, limit: int) -> Table:
+    """The columns and at most `limit` rows of one SELECT; without a query, what tables there are.
+
+    Raises:
+        AccessDenied: it does more than read, or asks for too much.
+        ConfigError: it does not work.
+        ServiceError: the database does not answer, or is not to be trusted to it.
+    """
+    if is_url(database):
+        stopped = AccessDenied(f"The query took longer than {SECONDS:g} s and was stopped.", "Narrow it.")
+        with _postgres(database) as connection:
+            return read_postgres(connection, query.strip() or COLUMNS, limit, SECONDS, stopped, "", MAX_BYTES)
+    over = instructions(INSTRUCTIONS)
+    stopped = AccessDenied("The query takes too much work and was stopped.", "Narrow it.")
+    with refusing_sqlite(over, stopped, ""), closing(_sqlite(Path(database))) as connection:
+        connection.execute("PRAGMA temp_store = MEMORY")  # which is limited, as the disk is not
+        return read_sqlite(connection, query.strip() or TABLES, limit, over, MAX_BYTES)
+
+
+def _sqlite(file: Path) -> sqlite3.Connection:
+    if file.suffix != ".sql":
+        return open_sqlite(file)
+    connection = sqlite3.connect(":memory:")
+    connection.deserialize(_image(file))
+    return connection
+
+
+def _image(script: Path) -> bytes:
+    return _made(script, script.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=16)
+def _made(script: Path, changed: int) -> bytes:
+    """The database that a script makes; `changed` is when the file was."""
+    try:
+        with closing(sqlite3.connect(":memory:")) as connection:
+            connection.executescript(script.read_text(encoding="utf-8"))
+            return connection.serialize()
+    except (sqlite3.Error, ValueError) as error:
+        raise ServiceError(f"{str(script)!r} is no script of SQLite: {error}.", HINT) from error
+
+
+@contextmanager
+def _postgres(url: str) -> "Iterator[psycopg.Connection[tuple[Any, ...]]]":
+    options = f"-c default_transaction_read_only=on -c statement_timeout={int(SECONDS * 1000)}"
+    try:
+        connection = psycopg.connect(
+            url.replace("postgresql+psycopg://", "postgresql://"), connect_timeout=5, options=options, client_encoding="utf8"
+        )
+    except psycopg.Error as error:
+        said = " ".join(str(error).split())
+        raise ServiceError(f"The database of the tool sql does not answer: {said}.", HINT) from error
+    with connection:
+        if connection.info.parameter_status("server_encoding") == "SQL_ASCII":
+            connection.execute("SET client_encoding TO SQL_ASCII")  # else the server refuses what is no UTF-8
+            connection.commit()
+        row = connection.execute(MAY_WRITE, [list(MIGHTY_ROLES)]).fetchone()
+        connection.rollback()
+        if row is None or row[0]:
+            raise _mighty()
+        yield connection
+
+
+def _mighty() -> AgentRLError:
+    return ServiceError("The login of the tool sql may do more than read.", "Name one in its URL that may only SELECT.")

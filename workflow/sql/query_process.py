@@ -1,0 +1,153 @@
+"""A query that a model wrote, read in a process of its own that may be killed.
+
+Some functions of SQLite take time by the square of what they are given, in one instruction and without looking up; a value of
+Postgres may be larger than the memory. Such a process answers one query after another, and is lost with one that takes too
+much. This file is both ends of it: `read` asks, `main` answers.
+"""
+
+import json
+import math
+import resource
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from contextlib import suppress
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from agentrl.workflow import errors
+from agentrl.workflow.errors import AccessDenied, AgentRLError, ServiceError
+from agentrl.workflow.runtime.warm_processes import Warm
+from agentrl.workflow.settings import is_url
+from agentrl.workflow.sql.databases import HINT, prepare, read_here
+from agentrl.workflow.sql.readonly import Table, check_text
+
+MAX_ROWS = 10_000
+CPU_SECONDS = 5
+MEMORY_BYTES = 1 << 30
+WALL_SECONDS = 20.0 * CPU_SECONDS
+"""Of one query; the last where it waits more than it works. The memory is that of the whole process."""
+
+
+def read(database: str, query: str, limit: int = MAX_ROWS) -> Table:
+    """The columns and at most `limit` rows of one SELECT; without a query, what tables there are.
+
+    Raises:
+        AccessDenied: it does more than read, or asks for too much.
+        ConfigError: it does not work.
+        ServiceError: the database does not answer, or is not to be trusted to it.
+    """
+    check_text(query)
+    if not is_url(database):
+        file = Path(database).expanduser().absolute()
+        if not (database and file.is_file()):
+            raise ServiceError(f"There is no database {database!r}.", HINT)
+        database = str(file)
+    with readers.one() as reader:
+        return reader.ask({"database": database, "query": query, "limit": limit, "seconds": CPU_SECONDS})
+
+
+class Reader:
+    """A process that answers queries."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-P", "-m", "agentrl.workflow.sql.query_process"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        weakref.finalize(self, _end, self._process)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is there."""
+        return self._process.poll() is None
+
+    def ask(self, asked: dict[str, Any]) -> Table:
+        """What it answers. Raises as `read` does."""
+        timer = threading.Timer(WALL_SECONDS, self._process.kill)
+        timer.start()
+        try:
+            line = self._answer(json.dumps(asked).encode() + b"\n")
+        except BaseException:  # what it still says would be taken for the answer to the next
+            self._process.kill()
+            raise
+        finally:
+            timer.cancel()
+        found = json.loads(line, object_hook=_value)
+        if "error" in found:
+            raise getattr(errors, found["error"])(found["message"], found["hint"])
+        return found["columns"], [tuple(row) for row in found["rows"]]
+
+    def _answer(self, asked: bytes) -> bytes:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(asked)
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if line.endswith(b"\n"):
+            return line
+        status = self._process.wait()
+        if status < 0:
+            raise AccessDenied("The query takes too much work and was stopped.", "Narrow it.")
+        raise ServiceError(f"What reads the database ended with {status}.", "Its words are in the worker's log.")
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    with suppress(BrokenPipeError), process:
+        process.kill()
+
+
+readers = Warm(Reader)
+
+
+# the other end
+
+
+def main() -> None:
+    """Queries from stdin, a line each; their answers to stdout."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    for line in sys.stdin.buffer:
+        sys.stdout.buffer.write(_told(**json.loads(line)).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _told(database: str, query: str, limit: int, seconds: int) -> str:
+    try:
+        _limit_processor_time(None)
+        prepare(database)
+        _limit_processor_time(seconds)
+        columns, rows = read_here(database, query, limit)
+        return json.dumps({"columns": columns, "rows": rows}, default=_plain)
+    except MemoryError:
+        return _refusal(AccessDenied("The query takes too much memory and was stopped.", "Ask for less at a time."))
+    except AgentRLError as error:
+        return _refusal(error)
+
+
+def _limit_processor_time(seconds: int | None) -> None:
+    """From now on; None: without end."""
+    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    limit = most if seconds is None else math.ceil(time.process_time()) + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, most))
+
+
+def _refusal(error: AgentRLError) -> str:
+    return json.dumps({"error": type(error).__name__, "message": error.message, "hint": error.hint})
+
+
+def _plain(value: bytes | Decimal) -> dict[str, str]:
+    return {"bytes": value.hex()} if isinstance(value, bytes) else {"number": str(value)}
+
+
+def _value(told: dict[str, Any]) -> Any:
+    """What `_plain` made of a value, as it was."""
+    if told.keys() == {"bytes"}:
+        return bytes.fromhex(told["bytes"])
+    return Decimal(told["number"]) if told.keys() == {"number"} else told
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""SQL that somebody else wrote, on a connection that can only read: what `agentrl sql` and the tool `sql` share.
+
+SQLite reads under an authorizer that allows reading alone (`mode=ro` by itself lets ATTACH and VACUUM INTO write files).
+What is refused says why in one sentence. Postgres' half is `readonly_postgres`.
+"""
+
+import itertools
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from agentrl.workflow.errors import AccessDenied, AgentRLError, ConfigError, ServiceError
+
+MAX_SQL = 100_000
+MAX_VALUE = 64 * 1024 * 1024
+MAX_ANSWER = 256 * 1024 * 1024
+"""Longest query in characters; longest value that SQLite may build, in bytes; longest answer in characters and bytes."""
+
+NUMBER_BYTES = 8
+"""What a number counts in an answer, and what is no value."""
+
+STEP = 1000
+"""Instructions of SQLite between two looks at the limit."""
+
+_ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+_FORBIDDEN_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"}
+_UNREADABLE = ("locked", "unable to open", "readonly", "not a database", "disk I/O", "image is malformed")
+
+Table = tuple[list[str], list[tuple[Any, ...]]]
+Over = Callable[[], bool]
+"""Whether a query has used up what it may take."""
+
+
+def check_text(sql: str) -> None:
+    """Refuses what is no text of a query.
+
+    Raises:
+        AccessDenied: it is too long, or holds a NUL.
+        ConfigError: it holds half a surrogate pair.
+    """
+    if len(sql) > MAX_SQL:
+        raise AccessDenied(f"The query has {len(sql)} characters, and {MAX_SQL} are allowed.", "Ask for less at a time.")
+    if "\0" in sql:
+        raise AccessDenied("The query holds a NUL character.", "Leave it out.")
+    if any("\ud800" <= letter <= "\udfff" for letter in sql):
+        raise ConfigError("The query holds half a surrogate pair, which is no text.", "Leave it out.")
+
+
+def deadline(seconds: float) -> Over:
+    """True once `seconds` have passed from now on."""
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() > end
+
+
+def instructions(count: int) -> Over:
+    """True after so many of SQLite's instructions: a limit that a busy machine does not move."""
+    left = iter(range(count // STEP))
+    return lambda: next(left, None) is None
+
+
+def collect(rows: Iterable[tuple[Any, ...]], limit: int, size: int = MAX_ANSWER) -> list[tuple[Any, ...]]:
+    """The first `limit` rows, of at most `size` characters and bytes.
+
+    Raises:
+        AccessDenied: they are too long.
+    """
+    found, taken = [], 0
+    for row in itertools.islice(rows, limit):
+        found.append(row)
+        taken += sum(len(value) if isinstance(value, str | bytes) else NUMBER_BYTES for value in row)
+        if taken > size:
+            raise AccessDenied(f"The answer is longer than {size} characters.", "Ask for fewer rows or columns.")
+    return found
+
+
+# SQLite
+
+
+def open_sqlite(file: Path, seconds: float = 5.0) -> sqlite3.Connection:
+    """A connection that writes no file; it waits up to `seconds` for whoever writes."""
+    return sqlite3.connect(f"file:{quote(str(file))}?{_access(file)}", uri=True, timeout=seconds)
+
+
+def _access(file: Path) -> str:
+    """WAL mode wants to make files beside the database. Where it may not, and none is there, nobody writes either."""
+    sealed = not os.access(file.parent, os.W_OK) and not Path(f"{file}-wal").exists()
+    return "immutable=1" if sealed else "mode=ro"
+
+
+def read_sqlite(connection: sqlite3.Connection, sql: str, limit: int, over: Over, size: int = MAX_ANSWER) -> Table:
+    """The columns and at most `limit` rows of one SELECT, of at most `size` characters and bytes in all.
+
+    From now on the connection can do nothing else.
+    """
+    connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, 4 * MAX_SQL)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(size, MAX_VALUE))
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 1000)  # no limit on instructions reaches into a long match
+    connection.set_authorizer(_authorize)
+    connection.set_progress_handler(over, STEP)
+    cursor = connection.execute(sql)
+    rows = collect(cursor, limit, size)
+    if cursor.description is None:
+        raise no_rows()
+    return [column[0] for column in cursor.description], rows
+
+
+def _authorize(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
+    if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in _FORBIDDEN_FUNCTIONS:
+        return sqlite3.SQLITE_DENY
+    return sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY
+
+
+@contextmanager
+def refusing_sqlite(over: Over, stopped: AgentRLError, hint: str) -> Iterator[None]:
+    """What SQLite raises as one of our errors.
+
+    Args:
+        over: the limit of the query inside; past it `stopped` is raised.
+        hint: to what does not work.
+    """
+    try:
+        yield
+    except (sqlite3.Error, sqlite3.Warning, OverflowError) as error:
+        raise (stopped if over() else _sqlite_refusal(error, hint)) from error
+
+
+def _sqlite_refusal(error: Exception, hint: str) -> AgentRLError:
+    message = " ".join(str(error).split())
+    if "one statement" in message:
+        return only_one()
+    if any(words in message for words in ("not authorized", "authorization denied", "prohibited")):
+        return writes(message)
+    if "too big" in message or "too large" in message:
+        return AccessDenied(f"The query asks for too much: {message}.", "Ask for less at a time.")
+    if any(words in message for words in _UNREADABLE):
+        return ServiceError(f"The database cannot be read: {message}.", "Try again; `agentrl doctor`.")
+    return ConfigError(f"The query does not work: {message}.", hint)
+
+
+# what is said of both
+
+
+def no_rows() -> AccessDenied:
+    """Of a statement that answers nothing."""
+    return AccessDenied("The query gives no rows.", "Write one SELECT.")
+
+
+def only_one() -> AccessDenied:
+    """Of several statements."""
+    return AccessDenied("Only one statement is allowed.", "Write one SELECT.")
+
+
+def writes(message: str) -> AccessDenied:
+    """Of a statement that does more than read."""
+    return AccessDenied(f"The query does more than read: {message}.", "Write one SELECT.")

@@ -1,0 +1,96 @@
+"""SQL that somebody else wrote, on a Postgres: one statement over the extended protocol in a read-only transaction.
+
+A login that may write could leave that: whoever connects sees to it that the login may not.
+"""
+
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import closing, suppress
+from typing import Any
+
+import psycopg
+from psycopg.abc import Buffer
+from psycopg.adapt import Loader
+
+from agentrl.workflow.errors import AccessDenied, AgentRLError, ConfigError, ServiceError
+from agentrl.workflow.sql.readonly import MAX_ANSWER, Table, collect, no_rows, only_one, writes
+
+NUMBERS = {"bool", "bytea", "int2", "int4", "int8", "oid", "float4", "float8", "numeric"}
+"""Types of Postgres whose values are Python's."""
+
+
+class AnyText(Loader):
+    """A value as the server writes it: in a database of SQL_ASCII any bytes, of which those that are no UTF-8 are escaped."""
+
+    def load(self, data: Buffer) -> str:
+        """The text."""
+        return bytes(data).decode(errors="backslashreplace")
+
+
+def read_postgres(
+    connection: "psycopg.Connection[tuple[Any, ...]]",
+    sql: str,
+    limit: int,
+    seconds: float,
+    stopped: AgentRLError,
+    hint: str,
+    size: int = MAX_ANSWER,
+) -> Table:
+    """The columns and at most `limit` rows of one SELECT, stopped after `seconds` by the server or, failing that, from here.
+
+    What is no number, no bytes and neither true nor false comes as text: Python's own values hold fewer dates, depths and
+    digits than Postgres has.
+
+    Args:
+        connection: of a login that may only read, with `statement_timeout` and `default_transaction_read_only` set, in UTF-8
+            (or SQL_ASCII, which is any).
+        stopped: raised where the time is over.
+        hint: to what does not work.
+        size: of the answer in characters and bytes, at most.
+    """
+    timer = threading.Timer(seconds + 0.5, connection.cancel)
+    timer.start()
+    try:
+        cursor = connection.cursor()
+        for kind in (0, *_texts(connection)):  # 0: any other
+            cursor.adapters.register_loader(kind, AnyText)
+        with closing(_streamed(cursor, sql)) as streamed:  # until it is closed it holds the connection, which is rolled back
+            rows = collect(streamed, limit, size)
+        if cursor.description is None:  # an empty stream does not name its columns
+            cursor.execute(sql.encode(), prepare=True)
+    except UnicodeDecodeError as error:  # a column's name, in SQL_ASCII
+        raise ConfigError("The answer names a column with other letters than ASCII has.", hint) from error
+    except psycopg.Error as error:
+        raise (stopped if isinstance(error, psycopg.errors.QueryCanceled) else _postgres_refusal(error, hint)) from error
+    finally:
+        timer.cancel()
+        with suppress(psycopg.OperationalError):  # it is lost, and nothing is left of it
+            connection.rollback()
+    if cursor.description is None:
+        raise no_rows()
+    return [column.name for column in cursor.description], rows
+
+
+def _streamed(cursor: "psycopg.Cursor[tuple[Any, ...]]", sql: str) -> Generator[tuple[Any, ...], None, None]:
+    """The rows as they come, by the extended protocol: of one statement."""
+    yield from cursor.stream(sql.encode())
+
+
+def _texts(connection: "psycopg.Connection[tuple[Any, ...]]") -> Iterator[int]:
+    """The types that come as text, and the arrays of all types."""
+    for kind in connection.adapters.types:
+        yield from [kind.array_oid] + [kind.oid] * (kind.name not in NUMBERS)
+
+
+def _postgres_refusal(error: psycopg.Error, hint: str) -> AgentRLError:
+    message = " ".join((error.diag.message_primary or str(error)).split())
+    state = error.sqlstate or ""
+    if not state and "memory" in message:
+        return AccessDenied(f"The query asks for too much: {message}.", "Ask for less at a time.")
+    if "multiple commands" in message:
+        return only_one()
+    if state in ("42501", "25006") or state == "" or state.startswith(("0A", "2D")):
+        return writes(message)
+    if state.startswith(("08", "53", "57")):
+        return ServiceError(f"The database stopped answering: {message}.", "Try again; `agentrl doctor`.")
+    return ConfigError(f"The query does not work: {message}.", hint)

@@ -1,0 +1,1 @@
+"""What numbers say: evaluations, paired tests, the variance of groups. Without torch."""

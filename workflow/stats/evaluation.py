@@ -1,0 +1,180 @@
+"""What an evaluation says: the mean reward of fresh episodes with its uncertainty, how many are right, errors counted apart.
+
+An episode is right where what says so in its reward is at its full value, 1: the parts that the env names in `correct`, else
+the heaviest of its own (see `is_right`). So neither a tenth for a well-formed answer nor a penalty makes an episode right or
+wrong, and what a run adds to the rewards changes nothing about it.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from agentrl.workflow.trajectory import Group
+
+Z95 = 1.959964
+"""Two-sided 95% quantile of the normal distribution: of Student's t with endless degrees of freedom."""
+
+T95 = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157)
+"""Two-sided 95% quantiles of Student's t with 1, 2, ... degrees of freedom, where the expansion of `student` is too coarse."""
+
+IntervalBy = Literal["Wilson", "Student"]
+"""Whose 95% interval: Wilson's of a share, which never leaves 0 to 1, Student's of any other mean."""
+
+FULL = 1 - 1e-9
+"""A part of a reward that is at least this is at its full value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Mean reward of `episodes` done ones with its 95% interval; `errors` ended otherwise and are in no mean.
+
+    Args:
+        interval_by: see `bounds`; None where there is no mean.
+        tasks: those with a done episode: what the means are over.
+        accuracy: mean share of right episodes; None where no part of the rewards tells.
+        pass_at: k -> the chance that one of k episodes of a task is right, for k = 1, 2, 4, ... and the group's size.
+    """
+
+    mean: float
+    low: float
+    high: float
+    episodes: int
+    errors: int
+    tasks: int = 0
+    accuracy: float | None = None
+    pass_at: Mapping[int, float] = field(default_factory=dict)
+    interval_by: IntervalBy | None = None
+
+
+def evaluate(groups: Sequence[Group], right: Collection[int] | None = None) -> Score:
+    """The mean over tasks of each task's mean reward, with its interval (see `bounds`).
+
+    Episodes of one task are alike, so that tasks, not episodes, are what is independent.
+
+    Args:
+        right: ids of the episodes that are right; None where nothing tells.
+    """
+    done = [[e for e in group.episodes if e.trainable] for group in groups]
+    rewards = [[e.reward or 0.0 for e in some] for some in done if some]
+    count = sum(map(len, done))
+    errors = sum(len(group.episodes) for group in groups) - count
+    if not rewards:
+        return Score(math.nan, math.nan, math.nan, 0, errors)
+    mean, low, high, by = bounds(rewards)
+    counts = [(len(some), sum(e.id in right for e in some)) for some in done if some] if right is not None else []
+    passed = passes(counts, max(len(group.episodes) for group in groups))
+    return Score(mean, low, high, count, errors, len(rewards), passed.get(1), passed, by)
+
+
+def bounds(tasks: Sequence[Sequence[float]]) -> tuple[float, float, float, IntervalBy]:
+    """The mean over tasks of the mean of each one's values, its 95% interval, and whose that is.
+
+    Values that are all 0 or 1 make a share: Wilson's interval of as many trials as `trials` says. The means of others have
+    Student's, which knows nothing of the bounds that a reward may have.
+    """
+    means = [math.fsum(values) / len(values) for values in tasks]
+    mean, margin = interval(means)
+    if any(value not in (0.0, 1.0) for values in tasks for value in values):
+        return mean, mean - margin, mean + margin, "Student"
+    low, high = wilson(mean, trials(means, [len(values) for values in tasks]))
+    return mean, low, high, "Wilson"
+
+
+def wilson(share: float, trials: float) -> tuple[float, float]:
+    """The 95% interval of a share of so many independent trials; it holds the share, and never leaves 0 to 1.
+
+    Wilson 1927, Probable inference, the law of succession, and statistical inference.
+    """
+    square = Z95**2 / trials
+    middle = (share + square / 2) / (1 + square)
+    margin = math.sqrt(share * (1 - share) * square + square**2 / 4) / (1 + square)
+    return max(0.0, min(share, middle - margin)), min(1.0, max(share, middle + margin))
+
+
+def trials(shares: Sequence[float], sizes: Sequence[int]) -> float:
+    """How many independent trials the mean of tasks' shares is worth, which have so many episodes each.
+
+    With one episode a task, as many as tasks. With several, the effective sample size p (1 - p) / variance, where the variance
+    is that of the tasks' mean, reduced by the squared ratio of the normal quantile to Student's because few tasks estimate it
+    badly. At least one trial a task, at most what independent episodes would be worth; one a task where all shares are equal.
+    Korn and Graubard 1998, Confidence intervals for proportions with small expected number of positive counts estimated from
+    survey data.
+    """
+    tasks, mean = len(shares), math.fsum(shares) / len(shares)
+    if max(shares) == min(shares):
+        return tasks
+    variance = math.fsum((share - mean) ** 2 for share in shares) / (tasks - 1) / tasks
+    worth = mean * (1 - mean) / variance * (Z95 / student(tasks - 1)) ** 2
+    return min(max(worth, tasks), tasks**2 / math.fsum(1 / size for size in sizes))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of independent values, and half the width of its 95% interval; infinite where there is one value.
+
+    Of Student's t with n - 1 degrees of freedom: few values know their own spread badly. Student 1908, The probable error of a
+    mean.
+    """
+    mean = math.fsum(values) / len(values)
+    if len(values) < 2:
+        return mean, math.inf
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return mean, student(len(values) - 1) * math.sqrt(variance / len(values))
+
+
+def student(freedom: int) -> float:
+    """The two-sided 95% quantile of Student's t with that many degrees of freedom, at least 1; off by less than 1e-5.
+
+    From 10 on the Cornish-Fisher expansion around the normal quantile: Abramowitz and Stegun 1964, eq. 26.7.5.
+    """
+    if freedom <= len(T95):
+        return T95[freedom - 1]
+    z = Z95
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, 1))
+
+
+def passes(counts: Sequence[tuple[int, int]], size: int) -> dict[int, float]:
+    """pass@k for k = 1, 2, 4, ... and `size`, each over the tasks that have at least k done episodes.
+
+    Args:
+        counts: of each task its done episodes, and how many of them are right.
+        size: the episodes that were planned for a task.
+    """
+    ks = sorted({size, *(2**power for power in range(size.bit_length()))} - {0})
+    chances = {k: [pass_at(n, c, k) for n, c in counts if n >= k] for k in ks}
+    return {k: math.fsum(found) / len(found) for k, found in chances.items() if found}
+
+
+def pass_at(n: int, c: int, k: int) -> float:
+    """The chance that k of n episodes, c of them right, drawn without return hold a right one: unbiased for pass@k.
+
+    Chen et al. 2021, arXiv 2107.03374, eq. 1: 1 - C(n - c, k) / C(n, k), for 1 <= k <= n.
+    """
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def is_right(
+    parts: Mapping[str, float], weights: Mapping[str, float], correct: Collection[str] = (), given: Collection[str] = ()
+) -> bool | None:
+    """Whether every part of an episode's reward that says so is at its full value; None where no part does.
+
+    Those are the parts named `correct`; without them the heaviest of the env's own: of its `weights`, all where several are;
+    and of the parts `given` by the env itself, each of weight 1, where no named one weighs more. The other parts are a run's: a
+    penalty of its own, never above 0, would let no episode be right.
+    """
+    says = correct or _heaviest(weights, given)
+    return all(parts.get(name, 0.0) >= FULL for name in says) if says else None
+
+
+def _heaviest(weights: Mapping[str, float], given: Collection[str]) -> Collection[str]:
+    most = max(weights.values(), default=0.0)
+    if given and most < 1:
+        return given
+    heaviest = [name for name, weight in weights.items() if weight == most > 0]
+    return [*heaviest, *given] if most == 1 else heaviest

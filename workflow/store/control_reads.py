@@ -1,0 +1,151 @@
+"""What the control loop and the services want to know: snapshots, who is at work, leases; the policy that a name means."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import Connection, func, select, update
+
+from agentrl.workflow.control.snapshot import Claim, GroupState, IterationState, RunState, Snapshot
+from agentrl.workflow.store.connect import Database, insert, reading, transaction
+from agentrl.workflow.store.iterations import staleness_of
+from agentrl.workflow.store.planning import is_broken, newest_version
+from agentrl.workflow.store.run_names import run_row
+from agentrl.workflow.store.waiting_runs import awaits_maker
+from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.columns import SET_BACK, free, now_ms
+from agentrl.workflow.trajectory import OPEN
+
+Row = Mapping[str, Any]
+
+
+@reading
+def snapshot(tx: Connection, lease_seconds: float) -> Snapshot:
+    """The unfinished work of all running runs but those that wait until another has made their checkpoint again."""
+    now = int(tx.execute(select(now_ms())).scalar_one())
+    running = tx.execute(
+        select(schema.runs.c.id, schema.runs.c.name, is_broken(schema.runs.c.id))
+        .where(schema.runs.c.status == "running", ~awaits_maker())
+        .order_by(schema.runs.c.id)
+    )
+    return Snapshot(
+        tuple(
+            RunState(run_id, name, _open_iterations(tx, run_id, now, lease_seconds), _group_seconds(tx, run_id), broken)
+            for run_id, name, broken in running
+        ),
+        lease_seconds,
+    )
+
+
+def _open_iterations(tx: Connection, run_id: int, now: int, lease: float) -> tuple[IterationState, ...]:
+    iterations, groups = schema.iterations, schema.groups
+    mine = select(iterations, newest_version(run_id).label("newest")).where(iterations.c.run_id == run_id)
+    rows = tx.execute(mine.where(iterations.c.status.in_(OPEN)).order_by(iterations.c.number)).all()
+    states = []
+    for row in rows:
+        members = tx.execute(
+            select(groups.c.id, groups.c.worker, groups.c.lease_until, groups.c.sent_ms, groups.c.sends)
+            .where(groups.c.iteration_id == row.id, groups.c.status.in_(OPEN))
+            .order_by(groups.c.slot)
+        )
+        states.append(
+            IterationState(
+                id=row.id,
+                number=row.number,
+                groups=tuple(GroupState(m.id, _claim(now, lease, m.lease_until, m.sent_ms, m.sends)) for m in members),
+                train=_claim(now, lease, row.lease_until, row.train_sent_ms, row.train_sends),
+                published=row.number <= row.newest,
+            )
+        )
+    return tuple(states)
+
+
+def _claim(now: int, lease: float, lease_until: int | None, sent_ms: int | None, sends: int) -> Claim:
+    held = lease_until is not None and now <= lease_until <= now + SET_BACK * lease * 1000
+    expired_ago = None if lease_until is None or lease_until >= now else (now - lease_until) / 1000
+    return Claim(held, expired_ago, None if sent_ms is None else (now - sent_ms) / 1000, sends)
+
+
+def _group_seconds(tx: Connection, run_id: int) -> float:
+    groups = schema.groups.c
+    recent = tx.execute(
+        select(groups.started_at, groups.finished_at)
+        .where(groups.run_id == run_id, groups.status == "done", groups.finished_at.is_not(None))
+        .order_by(groups.id.desc())
+        .limit(32)
+    ).all()
+    seconds = sorted((row.finished_at - row.started_at).total_seconds() for row in recent)
+    return seconds[len(seconds) // 2] if seconds else 0.0
+
+
+def unfinished_runs(database: Database) -> int:
+    """How many runs are running: an embedded stack stops some time after this is 0.
+
+    Raises:
+        ServiceError: the database is away; said at once, since who asks has workers to look after.
+    """
+    with database.read() as tx:
+        return int(tx.execute(select(func.count()).where(schema.runs.c.status == "running")).scalar_one())
+
+
+@reading
+def run_to_serve(tx: Connection, run: str) -> Row:
+    """The run's row, with what its workers must know beside it: the `weights` of its rewards, whether its groups are `stored`.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    row = run_row(tx, run)
+    sets, groups = schema.reward_sets.c, schema.run_groups.c
+    weights = tx.execute(select(sets.weights).where(sets.run_id == row["id"], sets.name == "default")).scalar_one()
+    stored = tx.execute(select(groups.group_id).where(groups.run_id == row["id"]).limit(1)).first() is not None
+    return {**row, "weights": weights, "stored": stored}
+
+
+@reading
+def running_beside(tx: Connection, run: str) -> list[str]:
+    """The names of the runs that are running, but for that one and its own evaluations."""
+    mine = select(schema.runs.c.id).where(schema.runs.c.name == run)
+    others = select(schema.runs.c.name).where(schema.runs.c.status == "running", schema.runs.c.name != run)
+    others = others.where(func.coalesce(schema.runs.c.measures_id, 0).not_in(mine))
+    return list(tx.execute(others.order_by(schema.runs.c.id)).scalars())
+
+
+def some_run_overlaps(database: Database) -> bool:
+    """Whether a run is running whose rollouts go on during updates.
+
+    Raises:
+        ServiceError: the database is away; said at once.
+    """
+    with database.read() as tx:
+        configs = tx.execute(select(schema.runs.c.config).where(schema.runs.c.status == "running")).scalars()
+        return any(staleness_of(config) for config in configs)
+
+
+@transaction
+def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -> bool:
+    """Takes or renews the lease of a service that must run once; False while another holds it."""
+    leases = schema.service_leases
+    until = now_ms() + int(seconds * 1000)
+    made = tx.execute(
+        insert(tx, leases)
+        .values(name=name, holder=holder, lease_until=until)
+        .on_conflict_do_nothing(index_elements=["name"])
+        .returning(leases.c.name)
+    ).scalar_one_or_none()
+    if made:
+        return True
+    renewed = tx.execute(
+        update(leases)
+        .where(leases.c.name == name, (leases.c.holder == holder) | free(leases.c.lease_until, seconds))
+        .values(holder=holder, lease_until=until)
+    )
+    return bool(renewed.rowcount)
+
+
+@reading
+def service_holder(tx: Connection, name: str) -> str | None:
+    """Who holds the service's lease now; None where nobody does."""
+    leases = schema.service_leases
+    return tx.execute(
+        select(leases.c.holder).where(leases.c.name == name, leases.c.lease_until >= now_ms())
+    ).scalar_one_or_none()

@@ -1,0 +1,188 @@
+"""The database for who only looks: the driver alone, since importing SQLAlchemy takes longer than all else of a listing.
+
+A query that reads views and tables by plain SQL (`rows`) runs on this as on SQLAlchemy's connection. What the driver cannot do,
+a database of another revision, one that is away or whose URL is not plain, is left to the whole `Database`, which upgrades,
+waits or says what is wrong.
+"""
+
+import json
+import re
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from urllib.parse import parse_qsl, quote, unquote
+
+if TYPE_CHECKING:
+    from agentrl.workflow.store.connect import Database
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Row = Mapping[str, Any]
+
+_SQLITE = re.compile(r"sqlite(?:\+pysqlite)?:///([^?#]+)")
+_POSTGRES = re.compile(
+    r"postgres(?:ql)?(?:\+psycopg)?://(?:(?P<user>[\w.%-]*)(?::(?P<password>[\w.%-]*))?@)?(?P<host>[\w.-]*)(?::(?P<port>\d+))?"
+    r"/(?P<dbname>[\w-]+)(?:\?(?P<more>[\w=&%/.-]+))?"
+)
+"""URLs that mean the same to everybody; the others are SQLAlchemy's to read."""
+_NAMED = re.compile(r"(?<![:\w]):(\w+)(?!:)")
+WAIT_SECONDS = 30.0
+
+
+class Askable(Protocol):
+    """What a query can be put to."""
+
+    def ask(self, query: Callable[[Any], T]) -> T:
+        """Runs `query` in one read transaction."""
+
+
+class Quick:
+    """A read transaction of the driver."""
+
+    def __init__(self, connection: Any, is_sqlite: bool) -> None:
+        """On a connection that writes nothing."""
+        self._connection = connection
+        self.is_sqlite = is_sqlite
+
+    def rows(self, query: str, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The rows of a query whose parameters are written `:name`."""
+        text = query if self.is_sqlite else _NAMED.sub(r"%(\1)s", query.replace("%", "%%"))
+        cursor = self._connection.execute(text, parameters)
+        names = [column[0] for column in cursor.description]
+        return [dict(zip(names, row, strict=True)) for row in cursor]
+
+
+class Reader:
+    """A database that is read through its driver as long as that suffices."""
+
+    def __init__(self, url: str, open_whole: "Callable[[], Database]") -> None:
+        """Opens nothing yet.
+
+        Args:
+            url: of the database.
+            open_whole: gives the whole database, where the driver does not suffice.
+        """
+        self._file, self._parts = sqlite_path(url), postgres_parts(url)
+        self._open_whole = open_whole
+        self._known = False
+        self._whole: Database | None = None
+
+    def whole(self) -> "Database":
+        """The whole database, from now on for every query."""
+        self._whole = self._whole or self._open_whole()
+        return self._whole
+
+    def ask(self, query: Callable[[Any], T]) -> T:
+        """Runs `query` in one read transaction.
+
+        Raises:
+            ServiceError: the database is of another revision, or stayed away.
+        """
+        if self._whole is None and (self._file or self._parts):
+            try:
+                with self._transaction() as tx:
+                    if self._known or _revision(tx) == newest_revision():
+                        self._known = True
+                        return query(tx)
+            except _driver_errors(self._file is None):
+                pass  # the whole database tries again, or says what it is
+        return self.whole().ask(query)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Quick]:
+        if self._file is None:
+            with _postgres(self._parts) as connection:
+                yield Quick(connection, is_sqlite=False)
+            return
+        made = sqlite3.connect(f"file:{quote(str(self._file))}?mode=rw", uri=True, timeout=WAIT_SECONDS, isolation_level=None)
+        with closing(made) as connection:
+            connection.execute("PRAGMA query_only=ON")
+            connection.execute("BEGIN")
+            yield Quick(connection, is_sqlite=True)
+
+
+@contextmanager
+def _postgres(parts: dict[str, Any]) -> Iterator[Any]:
+    import psycopg
+
+    options: dict[str, Any] = {"connect_timeout": 10, "client_encoding": "utf8", "options": "-c random_page_cost=1.1"}
+    with psycopg.connect(**options | parts) as connection:
+        connection.read_only, connection.isolation_level = True, psycopg.IsolationLevel.REPEATABLE_READ
+        yield connection
+
+
+def _driver_errors(postgres: bool) -> tuple[type[Exception], ...]:
+    if not postgres:
+        return (sqlite3.Error,)
+    import psycopg
+
+    return (psycopg.Error,)
+
+
+def sqlite_path(url: str) -> Path | None:
+    """The file of a plain URL of SQLite; None for any other."""
+    found = _SQLITE.fullmatch(url)
+    return Path(unquote(found[1])) if found and found[1] != ":memory:" else None
+
+
+def postgres_parts(url: str) -> dict[str, Any]:
+    """What psycopg is told of a plain URL of Postgres; empty for any other."""
+    found = _POSTGRES.fullmatch(url)
+    if not found:
+        return {}
+    parts = {key: unquote(value) for key, value in found.groupdict().items() if value and key != "more"}
+    return parts | dict(parse_qsl(found["more"] or ""))
+
+
+def newest_revision() -> str:
+    """The newest revision that this code knows, by the names of the migrations."""
+    from agentrl import migrations
+
+    folder = Path(str(migrations.__file__)).parent / "versions"
+    return max(file.name for file in folder.glob("[0-9]*_*.py")).partition("_")[0]
+
+
+def _revision(tx: Quick) -> str:
+    return str(tx.rows("SELECT version_num FROM alembic_version", {})[0]["version_num"])
+
+
+def reading(query: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Askable, P], T]:
+    """A query of plain SQL (`rows`) as one read transaction, of either kind of database."""
+
+    @wraps(query)
+    def run(db: Askable, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return db.ask(lambda tx: query(tx, *args, **kwargs))
+
+    return run
+
+
+def rows(tx: Any, query: str, /, documents: Sequence[str] = (), **parameters: Any) -> list[Row]:
+    """The rows of a query, its parameters written `:name`; values are Python's, those of the columns `documents` from JSON."""
+    if isinstance(tx, Quick):
+        found, is_sqlite = tx.rows(query, parameters), tx.is_sqlite
+    else:
+        from sqlalchemy import text
+
+        found = [dict(row) for row in tx.execute(text(query), parameters).mappings()]
+        is_sqlite = tx.dialect.name == "sqlite"
+    if is_sqlite:
+        return [{name: _from_sqlite(name, value, name in documents) for name, value in row.items()} for row in found]
+    return [{name: _from_postgres(value) for name, value in row.items()} for row in found]
+
+
+def _from_postgres(value: Any) -> Any:
+    """Postgres tells a moment by the clock of the session's place."""
+    return value.astimezone(UTC) if isinstance(value, datetime) else value
+
+
+def _from_sqlite(name: str, value: Any, is_document: bool) -> Any:
+    """SQLite forgets what is a moment, a truth value or JSON."""
+    if isinstance(value, str) and (is_document or name in ("pass_at", "arguments")):
+        return json.loads(value)
+    if isinstance(value, str) and name.endswith("_at"):
+        return datetime.fromisoformat(value).replace(tzinfo=UTC)
+    return bool(value) if name in ("tainted", "new_row") and value is not None else value

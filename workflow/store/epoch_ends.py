@@ -1,0 +1,94 @@
+"""Which version ended an epoch of a run: `RUN@epoch3`, and where the links to these checkpoints lead."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from agentrl.workflow.checkpoints.epoch_links import Ends
+from agentrl.workflow.errors import NotFoundError
+from agentrl.workflow.store.driver_reader import reading, rows
+
+MOST = 2**31 - 2
+"""No run has more epochs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """The version that ended the epoch of that number, counted from 1."""
+
+    number: int
+
+
+def version_after(tx: Any, run: Mapping[str, Any], epoch: int) -> int:
+    """The version that ended that epoch of the run (its row).
+
+    Raises:
+        NotFoundError: it is not over, or the run has no such epoch.
+    """
+    found = _versions(tx, run, min(epoch, MOST) - 1)
+    newest = rows(tx, "SELECT max(version) AS version FROM policies WHERE run_id = :run", run=run["id"])
+    if not found or found[epoch] > newest[0]["version"]:
+        said = f"Epoch {epoch} of {run['name']!r} is not over, or it has none of that number."
+        raise NotFoundError(said, f"Name a version, {run['name']}@3, or follow it: agentrl watch {run['name']}")
+    return found[epoch]
+
+
+@reading
+def is_end(tx: Any, run_id: int, version: int) -> bool:
+    """Whether an epoch may end with that version, as far as the iterations planned by now tell."""
+    query = "SELECT epoch FROM iterations WHERE run_id = :run AND number IN (:last, :next)"
+    found = [row["epoch"] for row in rows(tx, query, run=run_id, last=version - 1, next=version)]
+    return len(found) == 1 or len(set(found)) == 2
+
+
+@reading
+def ends(tx: Any, run_id: int) -> Ends:
+    """The checkpoints that ended an epoch of the run and stand in its own folder."""
+    query = "SELECT id, name, iterations, output_dir, config, manifest FROM runs WHERE id = :id"
+    (run,) = rows(tx, query, ("config", "manifest"), id=run_id)
+    kept = "SELECT version, path FROM policies WHERE run_id = :id AND collected_at IS NULL AND path <> ''"
+    paths = {row["version"]: PurePosixPath(row["path"]) for row in rows(tx, kept, id=run_id)}
+    own = PurePosixPath(run["output_dir"])
+    versions = _versions(tx, run)
+    names = {
+        epoch: paths[version].name for epoch, version in versions.items() if version in paths and paths[version].parent == own
+    }
+    return Ends(run["output_dir"], run["manifest"].get("id", "")[:8], names, _run_in(tx, run["output_dir"]) == run["name"])
+
+
+@reading
+def run_in(tx: Any, folder: str) -> str:
+    """The youngest run that keeps its checkpoints in the folder; empty where none does."""
+    return _run_in(tx, folder)
+
+
+def _run_in(tx: Any, folder: str) -> str:
+    query = "SELECT name FROM runs WHERE output_dir = :folder AND kind = 'train' ORDER BY id DESC LIMIT 1"
+    found = rows(tx, query, folder=folder)
+    return str(found[0]["name"]) if found else ""
+
+
+def _versions(tx: Any, run: Mapping[str, Any], only: int | None = None) -> dict[int, int]:
+    """Of each epoch whose every iteration is planned the version after its last, by its number from 1."""
+    query = "SELECT epoch, max(number) AS last, count(*) AS planned FROM iterations WHERE run_id = :run"
+    asked = {"run": run["id"]}
+    if only is not None:
+        query, asked = f"{query} AND epoch IN (:only, :after)", asked | {"only": only, "after": only + 1}
+    found = rows(tx, f"{query} GROUP BY epoch ORDER BY epoch", **asked)
+    planned = {row["epoch"] for row in found}
+    whole = [
+        row["epoch"]
+        for row in found
+        if row["epoch"] + 1 in planned or (row["last"] + 1 == run["iterations"] and row["planned"] >= _size(tx, run))
+    ]
+    last = {row["epoch"]: row["last"] for row in found}
+    return {epoch + 1: last[epoch] + 1 for epoch in whole if only in (None, epoch)}
+
+
+def _size(tx: Any, run: Mapping[str, Any]) -> int:
+    """Iterations of an epoch."""
+    tables = ("run_groups", "run_tasks")
+    counts = (rows(tx, f"SELECT count(*) AS found FROM {table} WHERE run_id = :run", run=run["id"]) for table in tables)
+    stored, tasks = (int(found[0]["found"]) for found in counts)
+    return -(-(stored or tasks) // int(run["config"]["rollout"]["tasks_per_iteration"]))

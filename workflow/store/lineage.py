@@ -1,0 +1,95 @@
+"""Runs that come from each other: forks, runs on stored episodes, and those that train another's policy on or measure it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, func, select
+
+from agentrl.workflow.store.connect import reading
+from agentrl.workflow.store.driver_reader import Row
+from agentrl.workflow.store.listings import newest_runs, run_by_id
+from agentrl.workflow.tables import schema
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A run that another one comes from, by its number and name, and what that one has of it."""
+
+    id: int
+    run: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Relative:
+    """A run, as `v_runs` has it, and what it comes from; the first is what it stands under in a tree."""
+
+    row: Row
+    sources: tuple[Source, ...]
+
+
+@reading
+def family(tx: Connection, limit: int) -> list[Relative]:
+    """The newest runs and all that they come from, oldest first; without the evaluations that runs make of themselves."""
+    found: dict[int, Relative] = {}
+    wanted = newest_runs(tx, limit)
+    while wanted:
+        found |= {row["id"]: Relative(row, tuple(_sources(tx, row["id"]))) for row in wanted}
+        missing = {source.id for row in wanted for source in found[row["id"]].sources} - found.keys()
+        wanted = [run_by_id(tx, each) for each in missing]
+    return [found[each] for each in sorted(found)]
+
+
+def _sources(tx: Connection, run_id: int) -> Iterator[Source]:
+    """What the run comes from; each is older than it, so that a tree has an end."""
+    run = tx.execute(select(schema.runs).where(schema.runs.c.id == run_id)).mappings().one()
+    seen: set[tuple[int, str]] = set()
+    for find in (_forked, _stored, _started_from, _model):
+        for number, what in find(tx, run):
+            if number < run_id and (number, what) not in seen:
+                seen.add((number, what))
+                name = tx.execute(select(schema.runs.c.name).where(schema.runs.c.id == number)).scalar_one()
+                yield Source(number, name, what)
+
+
+Found = Iterator[tuple[int, str]]
+"""Numbers of runs, and what the run that is looked at has of each."""
+
+
+def _forked(tx: Connection, run: Mapping[Any, Any]) -> Found:
+    fork = run["manifest"].get("fork")
+    if fork:
+        parent = tx.execute(
+            select(schema.episodes.c.run_id).where(schema.episodes.c.id == fork["episode"])
+        ).scalar_one_or_none()
+        if parent is not None:
+            yield parent, f"episode {fork['episode']}, step {fork['step']}"
+
+
+def _stored(tx: Connection, run: Mapping[Any, Any]) -> Found:
+    lent = select(schema.groups.c.run_id, func.count().label("groups"))
+    lent = lent.join(schema.run_groups, schema.run_groups.c.group_id == schema.groups.c.id).where(
+        schema.run_groups.c.run_id == run["id"]
+    )
+    for row in tx.execute(lent.group_by(schema.groups.c.run_id).order_by(schema.groups.c.run_id)):
+        yield row.run_id, f"{row.groups} {'group' if row.groups == 1 else 'groups'}"
+
+
+def _started_from(tx: Connection, run: Mapping[Any, Any]) -> Found:
+    """The run that made the checkpoint which this one begins with."""
+    policies = schema.policies.c
+    first = select(policies.path).where(policies.run_id == run["id"]).order_by(policies.version).limit(1)
+    path = tx.execute(first).scalar_one_or_none()
+    if path:
+        made = select(policies.run_id, policies.version).where(policies.path == path).order_by(policies.id).limit(1)
+        row = tx.execute(made).one()
+        yield row.run_id, f"version {row.version}"
+
+
+def _model(tx: Connection, run: Mapping[Any, Any]) -> Found:
+    """The run that the model is named after: `RUN@VERSION`."""
+    name, at, version = str(run["config"].get("model", {}).get("path", "")).partition("@")
+    number = tx.execute(select(schema.runs.c.id).where(schema.runs.c.name == name)).scalar_one_or_none() if at else None
+    if number is not None:
+        yield number, f"version {version}"

@@ -1,0 +1,43 @@
+"""What is learned from apart from a run: finished episodes with their rewards, then the tokens of those that were chosen."""
+
+from collections.abc import Collection, Sequence
+
+from sqlalchemy import Connection, func, select
+
+from agentrl.workflow.stats.selection import Candidate
+from agentrl.workflow.store.connect import reading
+from agentrl.workflow.store.rows import in_parts, load_episodes, task_value
+from agentrl.workflow.tables import schema
+from agentrl.workflow.trajectory import Episode
+
+
+@reading
+def candidates(tx: Connection, run_id: int, groups: Collection[int], reward_set: str) -> list[Candidate]:
+    """The done, untainted episodes of these groups of the run that have a reward in that set, with it."""
+    episodes = schema.episodes.c
+    done = (episodes.run_id == run_id) & (episodes.status == "done") & episodes.tainted.is_(False)
+    query = select(episodes.id, episodes.group_id, episodes.task_id, episodes.reward).where(done)
+    if reward_set != "default":
+        rewards, sets = schema.rewards.c, schema.reward_sets.c
+        query = (
+            select(episodes.id, episodes.group_id, episodes.task_id, func.sum(rewards.value * rewards.weight).label("reward"))
+            .join(schema.rewards, rewards.episode_id == episodes.id)
+            .join(schema.reward_sets, sets.id == rewards.reward_set_id)
+            .where(done, sets.run_id == run_id, sets.name == reward_set)
+            .group_by(episodes.id, episodes.group_id, episodes.task_id)
+        )
+    wanted = set(groups)
+    rows = tx.execute(query.order_by(episodes.id)).all()
+    return [Candidate(row.id, row.group_id, row.task_id, row.reward) for row in rows if row.group_id in wanted]
+
+
+@reading
+def chosen(tx: Connection, ids: Sequence[int]) -> list[Episode]:
+    """The episodes of these numbers with all their tokens, in this order; one that is named twice comes twice."""
+    found: dict[int, Episode] = {}
+    for part in in_parts(ids):
+        some = schema.episodes.c.id.in_(part)
+        of_some = schema.tasks.c.id.in_(select(schema.episodes.c.task_id).where(some))
+        tasks = {row["id"]: task_value(row) for row in tx.execute(select(schema.tasks).where(of_some)).mappings()}
+        found |= {episode.id: episode for episode in load_episodes(tx, some, tasks)}
+    return [found[number] for number in ids]

@@ -1,0 +1,81 @@
+"""Statements of the hot path: compiled by SQLAlchemy once, then given to the driver itself.
+
+To run a compiled statement takes SQLAlchemy 17 us and SQLite 2 us; a step takes four to ten of them, and other writers of the
+process stand in line meanwhile. Types, transactions and errors remain SQLAlchemy's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from sqlalchemy import Connection, Dialect, Insert, Select, Update
+
+from agentrl.workflow.store.connect import driver_cursor
+
+Values = Mapping[str, Any]
+
+
+@cache
+def _dialect(name: str) -> Dialect:
+    if name == "sqlite":
+        from sqlalchemy.dialects import sqlite
+
+        return sqlite.dialect(paramstyle="named")
+    from sqlalchemy.dialects.postgresql import psycopg
+
+    return psycopg.dialect()  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """The text for one driver, the values that the statement itself brings, and how others are converted for the driver."""
+
+    text: str
+    own: Values
+    convert: Mapping[str, Callable[[Any], Any]]
+
+    def values(self, given: Values) -> dict[str, Any]:
+        values = {**self.own, **given}
+        for name, convert in self.convert.items():
+            values[name] = convert(values[name])
+        return values
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One statement; it is always run with the same names: its bind parameters and the columns that it sets."""
+
+    statement: Select[Any] | Insert | Update
+    _compiled: dict[str, _Compiled] = field(default_factory=dict)
+
+    def rows(self, tx: Connection, values: Values) -> list[Any]:
+        """Runs it once; its rows, as tuples of what the driver gives."""
+        compiled = self._for(tx, values)
+        with driver_cursor(tx, compiled.text) as cursor:
+            found: list[Any] = cursor.execute(compiled.text, compiled.values(values)).fetchall()
+        return found
+
+    def run(self, tx: Connection, *rows: Values) -> int:
+        """Runs it once for each of the rows, on Postgres without waiting in between; how many rows that changed."""
+        compiled = self._for(tx, rows[0])
+        with driver_cursor(tx, compiled.text) as cursor:
+            if len(rows) == 1:
+                cursor.execute(compiled.text, compiled.values(rows[0]))
+            else:
+                cursor.executemany(compiled.text, [compiled.values(row) for row in rows])
+            changed: int = cursor.rowcount
+        return changed
+
+    def _for(self, tx: Connection, values: Values) -> _Compiled:
+        dialect = tx.dialect.name
+        if dialect not in self._compiled:
+            self._compiled[dialect] = _compile(self.statement, _dialect(dialect), list(values))
+        return self._compiled[dialect]
+
+
+def _compile(statement: Any, dialect: Dialect, names: Sequence[str]) -> _Compiled:
+    compiled = statement.compile(dialect=dialect, column_keys=names)
+    processors = {name: bind.type.dialect_impl(dialect).bind_processor(dialect) for name, bind in compiled.binds.items()}
+    own = {name: value for name, value in compiled.params.items() if name not in names}
+    return _Compiled(str(compiled), own, {name: convert for name, convert in processors.items() if convert})

@@ -1,0 +1,197 @@
+"""A published checkpoint that is found broken is marked, made again from the one before it, and named by its rows anew.
+
+Version k came from exactly version k - 1 and the recorded episodes of iteration k - 1, so that the same update gives it once
+more. The run's open iteration lends its train token as the fence; no episode, consumption or iteration changes its state.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Select, func, select, update
+
+from agentrl.workflow.errors import Fenced
+from agentrl.workflow.store.connect import reading, transaction
+from agentrl.workflow.store.groups import load_groups
+from agentrl.workflow.store.iterations import wanted_groups
+from agentrl.workflow.store.planning import log, newest_version, still_sampled
+from agentrl.workflow.store.rows import clean
+from agentrl.workflow.store.train_claims import IterationWork
+from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.columns import now_ms
+from agentrl.workflow.trajectory import OPEN, Group, PolicyRef
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """How a broken checkpoint came to be.
+
+    Args:
+        broken: the policy whose checkpoint it is.
+        start: the policy that its update started from.
+        groups: what it was trained on; empty where it came from another run.
+        advantages: by episode, as its update recorded them.
+        wanted: as in `IterationWork`.
+    """
+
+    broken: PolicyRef
+    start: PolicyRef
+    groups: tuple[Group, ...]
+    advantages: Mapping[int, float]
+    wanted: int = 0
+
+
+@transaction
+def mark_broken(tx: Connection, run_id: int, path: str, fault: str) -> int | None:
+    """Stops the run from sampling with the checkpoint and training on it until it is whole.
+
+    A run that trains nothing, such as an evaluation, waits meanwhile for the run that made its checkpoint, if that goes on.
+
+    A late report changes nothing: that of a version which the run has left behind (it is not the newest, and nothing is left to
+    sample with it), or which was made again elsewhere.
+
+    Returns:
+        The iteration whose train job makes it again; None where no run does.
+    """
+    policies = schema.policies.c
+    kind = tx.execute(select(schema.runs.c.kind).where(schema.runs.c.id == run_id)).scalar_one()
+    if kind == "train" or not tx.execute(select(policies.id).where(policies.run_id == run_id, policies.path == path)).first():
+        return _mark(tx, run_id, path, fault)  # its own; or it was made again meanwhile, elsewhere
+    maker = _maker(tx, path)
+    if maker is None or (maker["kind"], maker["status"]) != ("train", "running"):
+        return None
+    return _mark(tx, maker["id"], path, fault) if tx.execute(_used_by(maker["id"], path)).first() else None
+
+
+def _mark(tx: Connection, run_id: int, path: str, fault: str) -> int | None:
+    # Locked, as by the commit of an update: one of the two sees the other.
+    tx.execute(select(schema.runs.c.kind).where(schema.runs.c.id == run_id).with_for_update(key_share=True)).one()
+    policies = schema.policies.c
+    marked = tx.execute(
+        update(schema.policies)
+        .where(policies.run_id == run_id, policies.path.in_(_used_by(run_id, path)), policies.broken == "")
+        .values(broken=clean(fault))
+        .returning(policies.version)
+    ).scalars()
+    for version in sorted(marked)[:1]:
+        log(tx, run_id, "checkpoint_broken", f"version {version}", fault)
+    waiting = select(schema.iterations.c.id).where(schema.iterations.c.run_id == run_id, schema.iterations.c.status.in_(OPEN))
+    return tx.execute(waiting.order_by(schema.iterations.c.number).limit(1)).scalar_one_or_none()
+
+
+def _used_by(run_id: int, path: str) -> Select[tuple[str]]:
+    """That path where the run, which trains, still needs it and makes it again: its newest, or still sampled with."""
+    policies = schema.policies.c
+    used = (policies.version == newest_version(run_id)) | policies.id.in_(still_sampled(run_id))
+    return select(policies.path).where(policies.run_id == run_id, policies.path == path, used)
+
+
+def _maker(tx: Connection, path: str) -> Mapping[str, Any] | None:
+    """The run that first published the checkpoint; None where it was made again in another folder meanwhile."""
+    named = (
+        select(schema.runs)
+        .join(schema.policies, schema.policies.c.run_id == schema.runs.c.id)
+        .where(schema.policies.c.path == path)
+    )
+    row = tx.execute(named.order_by(schema.policies.c.id).limit(1)).mappings().one_or_none()
+    return dict(row) if row else None
+
+
+@reading
+def how_to_go_on(tx: Connection, run: str, path: str) -> str:
+    """What to type where a run that trains nothing has failed by a broken checkpoint."""
+    maker = _maker(tx, path)
+    if maker is None:
+        return f"It was made again in another folder: type `agentrl resume {run}`."
+    if maker["status"] in ("paused", "failed") and maker["kind"] == "train" and tx.execute(_used_by(maker["id"], path)).first():
+        return f"`agentrl resume {maker['name']}` makes it again, then type `agentrl resume {run}`."
+    return f"Put the files back and type `agentrl resume {run}`."
+
+
+@reading
+def rebuild_of(tx: Connection, work: IterationWork) -> Rebuild:
+    """What the claimed run's first broken checkpoint was made of."""
+    mine = select(schema.policies).where(schema.policies.c.run_id == work.run_id)
+    row = tx.execute(mine.where(schema.policies.c.broken != "").order_by(schema.policies.c.version).limit(1)).one()
+    broken = _ref(work, row)
+    before = tx.execute(mine.where(schema.policies.c.version == row.version - 1)).one_or_none()
+    source = select(schema.iterations.c.id).where(
+        schema.iterations.c.run_id == work.run_id, schema.iterations.c.number == row.version - 1
+    )
+    iteration = tx.execute(source).scalar_one_or_none()
+    if before is None or iteration is None:
+        return Rebuild(broken, broken, (), {})
+    consumed = select(schema.consumptions.c.episode_id, schema.consumptions.c.advantage)
+    recorded = tx.execute(consumed.where(schema.consumptions.c.iteration_id == iteration)).all()
+    reward_set = tx.execute(select(schema.runs.c.reward_set).where(schema.runs.c.id == work.run_id)).scalar_one()
+    groups = load_groups(tx, iteration, reward_set)
+    advantages = {row.episode_id: row.advantage for row in recorded}
+    return Rebuild(broken, _ref(work, before), groups, advantages, wanted_groups(tx, iteration, work.config))
+
+
+@reading
+def versions_before(tx: Connection, run_id: int, version: int) -> list[tuple[int, str, str]]:
+    """(version, path, sha256) of the run's policies before that version that were not collected, newest first."""
+    policies = schema.policies.c
+    query = select(policies.version, policies.path, policies.sha256)
+    query = query.where(policies.run_id == run_id, policies.version < version, policies.collected_at.is_(None))
+    return [tuple(row) for row in tx.execute(query.order_by(policies.version.desc()))]
+
+
+@transaction
+def commit_rebuild(tx: Connection, work: IterationWork, broken: PolicyRef, path: str, sha256: str) -> None:
+    """Names the whole checkpoint in every row that named the broken one, and hands the iteration back.
+
+    Raises:
+        Fenced: another trainer holds the iteration.
+    """
+    handed_back = tx.execute(
+        update(schema.iterations)
+        .where(
+            schema.iterations.c.id == work.id,
+            schema.iterations.c.train_token == work.token,
+            schema.iterations.c.status.in_(OPEN),
+        )
+        .values(lease_until=now_ms() - 1, worker="")
+    )
+    if _names_whole(tx, work, path):
+        return  # this commit's answer was lost; another trainer may have claimed the iteration since
+    if not handed_back.rowcount:
+        raise Fenced(f"Version {broken.version} of {work.run} is made again by another trainer.")
+    # Sent again at once: the messages that came meanwhile were refused, those of its evaluations too.
+    users = select(schema.policies.c.run_id).where(schema.policies.c.path == broken.path)
+    waiting = (schema.groups.c.run_id == work.run_id) | schema.groups.c.run_id.in_(users)
+    tx.execute(update(schema.groups).where(waiting, schema.groups.c.status.in_(OPEN)).values(sent_ms=None))
+    named = tx.execute(
+        update(schema.policies).where(schema.policies.c.path == broken.path).values(path=path, sha256=sha256, broken="")
+    )
+    if named.rowcount:  # else another run that has the same checkpoint has made it again
+        log(tx, work.run_id, "checkpoint_rebuilt", f"version {broken.version}", _outcome(broken, path, sha256))
+
+
+def _names_whole(tx: Connection, work: IterationWork, path: str) -> bool:
+    policies = schema.policies.c
+    # Of all rows that name it: an update skipped since it was found broken has published it once more, without a mark.
+    marks = select(func.max(policies.broken)).where(policies.run_id == work.run_id, policies.path == path)
+    return bool(tx.execute(marks).scalar_one() == "")
+
+
+@reading
+def is_named(tx: Connection, path: str) -> bool:
+    """Whether a policy's row names that checkpoint."""
+    return tx.execute(select(schema.policies.c.id).where(schema.policies.c.path == path).limit(1)).first() is not None
+
+
+def _outcome(broken: PolicyRef, path: str, sha256: str) -> str:
+    if path == broken.path:
+        return "the folder is whole again"
+    if sha256 == broken.sha256:
+        return "from the version before it and the recorded episodes: bit for bit the same weights"
+    return (
+        "from the version before it and the recorded episodes: the weights differ in rounding from those that were published "
+        f"(sha256 {broken.sha256[:12]}, now {sha256[:12]})"
+    )
+
+
+def _ref(work: IterationWork, row: Any) -> PolicyRef:
+    return PolicyRef(work.policy.base, work.policy.base_hash, row.path, row.sha256, row.version)

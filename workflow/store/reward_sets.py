@@ -1,0 +1,82 @@
+"""New scores beside the old: a run's done episodes are read again, and a reward set is added in one transaction."""
+
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+
+from sqlalchemy import Connection, select
+
+from agentrl.workflow.errors import ConflictError
+from agentrl.workflow.rewards import Part
+from agentrl.workflow.store.connect import Database, insert, reading, transaction
+from agentrl.workflow.store.planning import log
+from agentrl.workflow.store.rows import load_episodes, reward_rows, task_value
+from agentrl.workflow.tables import schema
+from agentrl.workflow.trajectory import Episode
+
+PAGE = 500
+"""Episodes in memory at once."""
+
+
+def done_episodes(db_: Database, run_id: int) -> Iterator[Episode]:
+    """The run's done episodes with their steps, in the order of their ids."""
+    last = 0
+    while page := _page(db_, run_id, last):
+        yield from page
+        last = page[-1].id
+
+
+@reading
+def _page(tx: Connection, run_id: int, after: int) -> list[Episode]:
+    episodes = schema.episodes.c
+    mine = select(episodes.id, episodes.task_id).where(
+        episodes.run_id == run_id, episodes.status == "done", episodes.id > after
+    )
+    chosen = tx.execute(mine.order_by(episodes.id).limit(PAGE)).all()
+    rows = tx.execute(select(schema.tasks).where(schema.tasks.c.id.in_({row.task_id for row in chosen}))).mappings()
+    tasks = {row["id"]: task_value(row) for row in rows}
+    found = load_episodes(tx, episodes.id.in_([row.id for row in chosen]), tasks)
+    return sorted(found, key=lambda episode: episode.id)
+
+
+@transaction
+def add_reward_set(
+    tx: Connection,
+    run_id: int,
+    name: str,
+    code_hash: str,
+    weights: Mapping[str, float],
+    scored: Mapping[int, Mapping[str, Part]],
+) -> None:
+    """Writes the set with the parts of each episode, by its id.
+
+    Raises:
+        ConflictError: the run has a set of that name, by other code or weights.
+    """
+    statement = (
+        insert(tx, schema.reward_sets)
+        .values(run_id=run_id, name=name, code_hash=code_hash, weights=dict(weights), created_at=datetime.now(UTC))
+        .on_conflict_do_nothing(index_elements=["run_id", "name"])
+        .returning(schema.reward_sets.c.id)
+    )
+    made = tx.execute(statement).scalar_one_or_none()
+    if made is None:
+        made = _same_set(tx, run_id, name, code_hash, weights)
+    rows = [
+        {"reward_set_id": made, "episode_id": episode, "weight": weights[row["part"]], **row}
+        for episode, parts in scored.items()
+        for row in reward_rows(parts)
+    ]
+    if rows:
+        # Episodes that were done since the set was made join it; those that are there stay as they are.
+        keys = ["reward_set_id", "episode_id", "part", "step"]
+        run = select(schema.runs.c.name).where(schema.runs.c.id == run_id).scalar_subquery()
+        tx.execute(insert(tx, schema.rewards).values(run=run).on_conflict_do_nothing(index_elements=keys), rows)
+    log(tx, run_id, "rescored", name, f"{len(scored)} episodes")
+
+
+def _same_set(tx: Connection, run_id: int, name: str, code_hash: str, weights: Mapping[str, float]) -> int:
+    sets = schema.reward_sets.c
+    row = tx.execute(select(schema.reward_sets).where(sets.run_id == run_id, sets.name == name)).mappings().one()
+    if row["code_hash"] != code_hash or row["weights"] != dict(weights):
+        raise ConflictError(f"The run has a reward set {name!r} by other code or weights.", "Choose another --name.")
+    return int(row["id"])

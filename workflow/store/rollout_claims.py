@@ -1,0 +1,409 @@
+"""Rollouts are claimed, handed back, given up; their episodes finished.
+
+Every write of a rollout is fenced by its group's attempt: a worker that was thought lost and comes back finds that its attempt
+is over, and what it computed is discarded. Tool results are fenced by nothing: the first one counts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from typing import Any
+
+from sqlalchemy import BigInteger, Column, ColumnElement, Connection, Select, bindparam, func, or_, select, update
+
+from agentrl.workflow.errors import Fenced
+from agentrl.workflow.rewards import Part
+from agentrl.workflow.store.connect import reading, transaction
+from agentrl.workflow.store.lost_workers import memory_hint, note_takeover
+from agentrl.workflow.store.planning import is_broken, log
+from agentrl.workflow.store.prepared_statements import Prepared
+from agentrl.workflow.store.rows import clean, load_episodes, message_value, reward_rows, task_value
+from agentrl.workflow.store.waiting_runs import awaits_maker
+from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.columns import Utc, free, now_ms
+from agentrl.workflow.trajectory import OPEN, Episode, Message, PolicyRef, Task
+
+MAX_LOSSES = 5
+"""A row held in this many worker losses is poison: its episodes end as infra_error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """A claim: writes count only while the group is at this attempt."""
+
+    group: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a claim holds: the group's run, and of each of its episodes the attempt and the number of steps."""
+
+    run: str
+    attempts: Mapping[int, int]
+    steps: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class GroupWork:
+    """All that a rollout job needs of one group; `episodes` are the unfinished ones, with their committed steps.
+
+    `opening` is what a fork's first own step reads instead of what the env says; None for what the env says.
+    """
+
+    fence: Fence
+    run_id: int
+    run: str
+    config: Mapping[str, Any]
+    seed: int
+    kind: str
+    iteration: int
+    policy: PolicyRef
+    policy_id: int
+    task: Task
+    weights: Mapping[str, float]
+    code_hash: str
+    reward_set: int
+    episodes: tuple[Episode, ...]
+    opening: tuple[Message, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an episode ended: done with a stop_reason and reward parts, or failed / infra_error with an error."""
+
+    episode: int
+    status: str
+    stop_reason: str | None = None
+    reward: float | None = None
+    parts: Mapping[str, Part] | None = None
+    final_answer: str = ""
+    error_class: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What became complete with an episode: its group, and then perhaps its iteration."""
+
+    group: bool
+    iteration: int | None
+
+
+# claims
+
+_GROUPS, _EPISODES = schema.groups.c, schema.episodes.c
+
+
+def _open(status: Column[str]) -> ColumnElement[bool]:
+    """Whether it is not terminal; without IN, whose length is known only when it runs."""
+    return or_(*(status == value for value in OPEN))
+
+
+@cache
+def _free_group(lease_seconds: float) -> Select[Any]:
+    """The group `wanted`, if it is open and nobody holds a lease of so many seconds but `claimant`."""
+    return (
+        select(_GROUPS.run_id, _GROUPS.worker, _GROUPS.losses, _GROUPS.lease_until, schema.runs.c.status)
+        .join(schema.runs, schema.runs.c.id == _GROUPS.run_id)
+        .where(_GROUPS.id == bindparam("wanted"), _open(_GROUPS.status), ~is_broken(_GROUPS.run_id), ~awaits_maker())
+        .where(free(_GROUPS.lease_until, lease_seconds) | (_GROUPS.worker == bindparam("claimant")))
+        .with_for_update(of=schema.groups)
+    )
+
+
+_TAKE_GROUP = (
+    update(schema.groups)
+    .where(_GROUPS.id == bindparam("wanted"))
+    .values(
+        attempt=_GROUPS.attempt + 1,
+        status="running",
+        worker=bindparam("worker"),
+        losses=bindparam("losses"),
+        lease_until=now_ms() + bindparam("lease", type_=BigInteger()),
+        started_at=func.coalesce(_GROUPS.started_at, bindparam("now", type_=Utc())),
+    )
+    .returning(_GROUPS.attempt)
+)
+
+
+@transaction
+def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -> GroupWork | None:
+    """Takes the group's lease and loads its work; None if it is finished, held by a live worker, or its run is not running or
+    waits for a broken checkpoint.
+
+    Args:
+        worker: a name of this very claim: a claim whose answer was lost is recognised by it.
+    """
+    before = tx.execute(_free_group(lease_seconds), {"wanted": group, "claimant": worker}).one_or_none()
+    if before is None or before.status != "running":
+        return None
+    # A worker that hands its claim back clears its name; one that is still named there was lost.
+    lost = before.worker not in ("", worker)
+    if lost:
+        seen = (before.lease_until or 0) - int(lease_seconds * 1000)
+        note_takeover(tx, before.run_id, before.worker, f"group {group}", worker, seen)
+    losses = before.losses + lost
+    taken = {"wanted": group, "worker": worker, "losses": losses, "now": datetime.now(UTC)}
+    attempt = tx.execute(_TAKE_GROUP, taken | {"lease": int(lease_seconds * 1000)}).scalar_one()
+    fence = Fence(group, attempt)
+    if losses >= MAX_LOSSES:
+        hint = memory_hint(tx, before.run_id, before.worker)
+        _give_up(tx, fence, "oom" if hint else "lost", f"its worker was lost {losses} times{hint}")
+        return None
+    return _load_work(tx, fence)
+
+
+_WORK = (
+    select(
+        schema.groups.c.run_id,
+        schema.groups.c.kind,
+        schema.groups.c.opening,
+        schema.runs.c.name,
+        schema.runs.c.config,
+        schema.runs.c.seed,
+        schema.runs.c.base,
+        schema.runs.c.base_hash,
+        schema.iterations.c.number,
+        schema.iterations.c.policy_id,
+        schema.policies.c.version,
+        schema.policies.c.path,
+        schema.policies.c.sha256,
+        schema.tasks,
+        schema.reward_sets.c.id.label("reward_set"),
+        schema.reward_sets.c.weights,
+        schema.reward_sets.c.code_hash,
+    )
+    .select_from(schema.groups)
+    .join(schema.runs, schema.runs.c.id == schema.groups.c.run_id)
+    .join(schema.iterations, schema.iterations.c.id == schema.groups.c.iteration_id)
+    .join(schema.policies, schema.policies.c.id == schema.iterations.c.policy_id)
+    .join(schema.tasks, schema.tasks.c.id == schema.groups.c.task_id)
+    .join(schema.reward_sets, (schema.reward_sets.c.run_id == schema.runs.c.id) & (schema.reward_sets.c.name == "default"))
+    .where(schema.groups.c.id == bindparam("wanted"))
+)
+
+
+def _load_work(tx: Connection, fence: Fence) -> GroupWork:
+    row = tx.execute(_WORK, {"wanted": fence.group}).mappings().one()
+    task = task_value(row)
+    unfinished = _open(schema.episodes.c.status)
+    return GroupWork(
+        fence=fence,
+        run_id=row["run_id"],
+        run=row["name"],
+        config=row["config"],
+        seed=row["seed"],
+        kind=row["kind"],
+        iteration=row["number"],
+        policy=PolicyRef(row["base"], row["base_hash"], row["path"], row["sha256"], row["version"]),
+        policy_id=row["policy_id"],
+        task=task,
+        weights=row["weights"],
+        code_hash=row["code_hash"],
+        reward_set=row["reward_set"],
+        episodes=load_episodes(tx, (schema.episodes.c.group_id == fence.group) & unfinished, {row["id"]: task}),
+        opening=tuple(message_value(message) for message in row["opening"]) if row["opening"] else None,
+    )
+
+
+@transaction
+def note_code(tx: Connection, run_id: int, code_hash: str) -> None:
+    """Tells once in the run's event log that its rewards come from other code than when it was submitted."""
+    tx.execute(
+        select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update()
+    )  # so that of two at once one sees the other
+    events = schema.events.c
+    told = (events.run_id == run_id) & (events.kind == "code_changed") & (events.subject == code_hash)
+    if tx.execute(select(events.id).where(told)).first() is None:
+        log(tx, run_id, "code_changed", code_hash, "from here on rewards come from other code than when the run was submitted")
+
+
+_STILL_OPEN = select(_GROUPS.id).where(_GROUPS.id.in_(bindparam("groups", expanding=True)), _open(_GROUPS.status)).limit(1)
+
+
+@reading
+def all_closed(tx: Connection, groups: Sequence[int]) -> bool:
+    """Whether every one of the groups is terminal."""
+    return tx.execute(_STILL_OPEN, {"groups": list(groups)}).first() is None
+
+
+@reading
+def ready_iteration(tx: Connection, group: int) -> int | None:
+    """The group's iteration if all of its groups are terminal."""
+    mine = select(schema.groups.c.iteration_id).where(schema.groups.c.id == group).scalar_subquery()
+    rows = tx.execute(
+        select(schema.groups.c.iteration_id, schema.groups.c.status).where(schema.groups.c.iteration_id == mine)
+    ).all()
+    return None if any(row.status in OPEN for row in rows) else int(rows[0].iteration_id)
+
+
+@transaction
+def extend_leases(tx: Connection, fences: Sequence[Fence], lease_seconds: float) -> set[int]:
+    """The heartbeat: the groups of `fences` that are still ours, their leases renewed."""
+    held = set()
+    for fence in fences:
+        extended = tx.execute(
+            update(schema.groups)
+            .where(
+                schema.groups.c.id == fence.group, schema.groups.c.attempt == fence.attempt, schema.groups.c.status == "running"
+            )
+            .where(schema.groups.c.worker != "")  # not handed back in between
+            .values(lease_until=now_ms() + int(lease_seconds * 1000))
+        )
+        if extended.rowcount:
+            held.add(fence.group)
+    return held
+
+
+@transaction
+def hand_back(tx: Connection, fence: Fence) -> None:
+    """Ends the claim before its time: the group is sent again at once, and no loss is counted."""
+    tx.execute(
+        update(schema.groups)
+        .where(schema.groups.c.id == fence.group, schema.groups.c.attempt == fence.attempt, schema.groups.c.status == "running")
+        .values(lease_until=now_ms() - 1, worker="")
+    )
+
+
+@transaction
+def fail_attempt(tx: Connection, fence: Fence, error_class: str, error: str, max_attempts: int) -> bool:
+    """Counts a failure of the system against the group; at `max_attempts` its unfinished episodes end as infra_error.
+
+    Returns whether that was the last attempt.
+    """
+    failures = tx.execute(
+        update(schema.groups)
+        .where(schema.groups.c.id == fence.group, schema.groups.c.attempt == fence.attempt, schema.groups.c.status == "running")
+        .where(schema.groups.c.worker != "")  # one failure may be reported by the episode's loop and by the job's
+        .values(failures=schema.groups.c.failures + 1, lease_until=now_ms() - 1, worker="")
+        .returning(schema.groups.c.failures, schema.groups.c.run_id)
+    ).one_or_none()
+    if failures is None:
+        return False
+    log(tx, failures.run_id, "group_failed", f"group {fence.group}", f"{error_class}: {error}")
+    if failures.failures >= max_attempts:
+        _give_up(tx, fence, error_class, error)
+        return True
+    return False
+
+
+def _give_up(tx: Connection, fence: Fence, error_class: str, error: str) -> None:
+    tx.execute(
+        update(schema.episodes)
+        .where(schema.episodes.c.group_id == fence.group, schema.episodes.c.status.in_(OPEN))
+        .values(status="infra_error", error_class=error_class, error=clean(error) or error_class, finished_at=datetime.now(UTC))
+    )
+    _close_group(tx, fence)
+
+
+# ends
+
+_END_EPISODE = Prepared(
+    update(schema.episodes)
+    .where(_EPISODES.id == bindparam("of_episode"))
+    .values(started_at=func.coalesce(_EPISODES.started_at, bindparam("began", type_=Utc())))
+)
+_NEW_REWARD = Prepared(schema.rewards.insert().inline())
+_OPEN_EPISODES = Prepared(select(_EPISODES.id).where(_EPISODES.group_id == bindparam("group"), _open(_EPISODES.status)))
+_MEMBERS = Prepared(select(_EPISODES.status, _EPISODES.reward).where(_EPISODES.group_id == bindparam("group")))
+_ITERATION = Prepared(
+    select(schema.iterations.c.id)
+    .where(schema.iterations.c.id == select(_GROUPS.iteration_id).where(_GROUPS.id == bindparam("group")).scalar_subquery())
+    .with_for_update()
+)
+_CLOSE = Prepared(update(schema.groups).where(_GROUPS.id == bindparam("of_group"), _GROUPS.attempt == bindparam("of_attempt")))
+_OPEN_GROUP = Prepared(select(_GROUPS.id).where(_GROUPS.iteration_id == bindparam("iteration"), _open(_GROUPS.status)).limit(1))
+
+
+@transaction
+def finish_episodes(
+    tx: Connection, fence: Fence, outcomes: Sequence[Outcome], reward_set: int, weights: Mapping[str, float]
+) -> Finished:
+    """Ends episodes with their rewards, and with the last one their group.
+
+    Raises:
+        Fenced: another worker holds the group.
+    """
+    held = check(tx, fence)
+    open_ones = set(_open_episodes(tx, fence))
+    ended = [outcome for outcome in outcomes if outcome.episode in open_ones]
+    if ended:
+        _END_EPISODE.run(tx, *(_end_row(outcome) for outcome in ended))
+    parts = [
+        {
+            "run": held.run,
+            "reward_set_id": reward_set,
+            "episode_id": outcome.episode,
+            "weight": weights.get(row["part"], 1.0),
+            **row,
+        }
+        for outcome in ended
+        for row in reward_rows(outcome.parts or {})
+    ]
+    if parts:
+        _NEW_REWARD.run(tx, *parts)
+    return _close_group(tx, fence)
+
+
+def _end_row(outcome: Outcome) -> dict[str, Any]:
+    now = datetime.now(UTC)
+    return {
+        "of_episode": outcome.episode,
+        "status": outcome.status,
+        "stop_reason": outcome.stop_reason,
+        "reward": outcome.reward,
+        "final_answer": clean(outcome.final_answer),
+        "error_class": outcome.error_class,
+        "error": clean(outcome.error),
+        "began": now,
+        "finished_at": now,
+    }
+
+
+def _open_episodes(tx: Connection, fence: Fence) -> list[int]:
+    return [episode for (episode,) in _OPEN_EPISODES.rows(tx, {"group": fence.group})]
+
+
+def _close_group(tx: Connection, fence: Fence) -> Finished:
+    if _open_episodes(tx, fence):
+        return Finished(False, None)
+    members = _MEMBERS.rows(tx, {"group": fence.group})
+    rewards = [reward for status, reward in members if status == "done"]
+    mean = sum(rewards) / len(rewards) if rewards else None
+    std = (sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)) ** 0.5 if len(rewards) > 1 else None
+    # Locked, so that of two groups that finish at once the second sees the first.
+    ((iteration_id,),) = _ITERATION.rows(tx, {"group": fence.group})
+    closed = {"status": "done", "mean_reward": mean, "std_reward": std, "finished_at": datetime.now(UTC), "lease_until": None}
+    _CLOSE.run(tx, {"of_group": fence.group, "of_attempt": fence.attempt, **closed})
+    return Finished(True, None if _OPEN_GROUP.rows(tx, {"iteration": iteration_id}) else iteration_id)
+
+
+_HELD = Prepared(
+    select(
+        schema.runs.c.name,
+        schema.episodes.c.id,
+        schema.episodes.c.attempt,
+        schema.episodes.c.inherited_steps + schema.episodes.c.steps,
+    )
+    .select_from(schema.groups)
+    .join(schema.runs, schema.runs.c.id == schema.groups.c.run_id)
+    .join(schema.episodes, schema.episodes.c.group_id == schema.groups.c.id)
+    .where(schema.groups.c.id == bindparam("group"), schema.groups.c.attempt == bindparam("attempt"))
+    .where(schema.groups.c.status == "running")
+    .with_for_update(of=schema.groups, key_share=True)  # on Postgres it locks the row against a claim that would overtake us
+)
+
+
+def check(tx: Connection, fence: Fence) -> Held:
+    """What the claim holds, where it is still ours.
+
+    Raises:
+        Fenced: it is not.
+    """
+    rows = _HELD.rows(tx, {"group": fence.group, "attempt": fence.attempt})
+    if not rows:
+        raise Fenced(f"Group {fence.group} is no longer held by attempt {fence.attempt}.")
+    attempts = {episode: attempt for _, episode, attempt, _ in rows}
+    return Held(rows[0][0], attempts, {episode: steps for _, episode, _, steps in rows})

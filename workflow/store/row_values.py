@@ -1,0 +1,127 @@
+"""One row's values, and back: packed token arrays, messages, tasks, steps; nothing here asks a database."""
+
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from agentrl.workflow.errors import NotFoundError
+from agentrl.workflow.trajectory import WHOLE, Episode, Message, Step, Task, ToolCall, ToolResult
+
+if TYPE_CHECKING:
+    from agentrl.workflow.rewards import Part
+
+MAX_ID = 2**63 - 1
+"""No database takes a greater number."""
+
+
+def no_episode(episode: int) -> NotFoundError:
+    """What to say where there is no episode of that number."""
+    return NotFoundError(f"There is no episode {episode}.", "List them with `agentrl episodes RUN`.")
+
+
+def episode_value(row: Mapping[Any, Any], task: Task, steps: Sequence[Step]) -> Episode:
+    """The episode of a row of `episodes`, with its task and its steps."""
+    return Episode(
+        task=task,
+        sample=row["sample"],
+        steps=tuple(steps),
+        status=row["status"],
+        stop_reason=row["stop_reason"],
+        reward=row["reward"],
+        id=row["id"],
+        error=row["error"],
+        parent_id=row["parent_id"],
+        fork_step=row["fork_step"] or 0,
+        inherited=row["inherited_steps"],
+        tainted=row["tainted"],
+    )
+
+
+def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any]) -> Step:
+    """The step of a row of `steps` with its tokens, the version that sampled it and the rows of its calls."""
+    made = tuple(
+        ToolCall(call["tool"], call["arguments"], call["result"] if call["error_class"] == "parse_error" else None)
+        for call in calls
+    )
+    results = tuple(ToolResult(call["result"] or "", call["error_class"], call["seconds"]) for call in calls)
+    return Step(
+        index=row["number"],
+        prompt=tuple(message_value(message) for message in row["prompt"]),
+        prompt_ids=tuple(unpack("i", row["prompt_ids"])),
+        sampled_ids=tuple(unpack("i", row["sampled_ids"])),
+        behavior_logprobs=tuple(unpack("f", row["behavior_logprobs"])),
+        finish_reason=row["finish_reason"],
+        message=Message("assistant", row["content"], row["thought"], made),
+        policy_version=version,
+        seconds=row["generate_seconds"],
+        results=results if row["observed_at"] is not None else None,
+        new_row=row["new_row"],
+    )
+
+
+def _misread(call: Mapping[Any, Any]) -> str | None:
+    return call["result"] if call["error_class"] == "parse_error" else None
+
+
+def task_value(row: Mapping[Any, Any]) -> Task:
+    """The task of a row that carries the tasks columns."""
+    return Task(row["key"], tuple(message_value(m) for m in row["messages"]), row["reference"], row["metadata"])
+
+
+def message_value(row: Mapping[str, str]) -> Message:
+    """The message of a JSON column."""
+    return Message(row["role"], row["content"], name=row.get("name", ""))  # type: ignore[arg-type]
+
+
+def message_row(message: Message) -> dict[str, str]:
+    """The message as a JSON column holds it."""
+    row = {"role": message.role, "content": clean(message.content)}
+    return row | {"name": message.name} if message.name else row
+
+
+def reward_rows(parts: Mapping[str, "Part"]) -> list[dict[str, Any]]:
+    """Part, step and value of each row that the parts take: one, or one for each step."""
+    return [
+        {"part": name, "step": step, "value": value}
+        for name, part in parts.items()
+        for step, value in ([(WHOLE, part)] if isinstance(part, float) else enumerate(part))
+    ]
+
+
+def part_values(rows: Iterable[Any]) -> dict[str, "Part"]:
+    """The parts of an episode's rows of one set, which name part, step and value; in the order of the rows."""
+    parts: dict[str, Part] = {}
+    for row in rows:
+        before = parts.get(row.part, ())
+        parts[row.part] = row.value if row.step == WHOLE else (*(before if isinstance(before, tuple) else ()), row.value)
+    return parts
+
+
+def clean(text: str) -> str:
+    """The text as every database can hold it: NUL and lone surrogates replaced (the exact tokens are kept beside)."""
+    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")
+
+
+def clean_tree(value: Any) -> Any:
+    """A JSON value whose strings and numbers every database can hold."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, Mapping):
+        return {clean(str(key)): clean_tree(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [clean_tree(item) for item in value]
+    return value
+
+
+def pack(kind: str, values: Iterable[float]) -> bytes:
+    """Little-endian int32 (`i`) or float32 (`f`), 4 bytes a value."""
+    numbers = tuple(values)
+    return struct.pack(f"<{len(numbers)}{kind}", *numbers)
+
+
+def unpack(kind: str, blob: bytes) -> list[Any]:
+    """The values of a blob made by `pack`."""
+    return list(struct.unpack(f"<{len(blob) // 4}{kind}", blob))

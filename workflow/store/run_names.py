@@ -1,0 +1,129 @@
+"""What a person's words name: a run, by its name or its number; a policy of one: `RUN`, `RUN@3`, `RUN@best`, `RUN@epoch3`."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from agentrl.workflow.errors import CheckpointError, ConfigError, NotFoundError
+from agentrl.workflow.store.driver_reader import Askable, Row, reading, rows
+from agentrl.workflow.store.epoch_ends import Epoch, version_after
+from agentrl.workflow.store.row_values import MAX_ID
+from agentrl.workflow.trajectory import PolicyRef
+
+Version = int | Literal["best"] | Epoch | None
+"""Of a run's policy; None is the newest."""
+LONGEST = 64
+"""Characters of a run's name."""
+
+
+@reading
+def find_run(tx: Any, run: str) -> Row:
+    """The run's row, by name or id.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    return run_row(tx, run)
+
+
+@reading
+def is_run(tx: Any, name: str) -> bool:
+    """Whether a run is called so."""
+    return bool(rows(tx, "SELECT id FROM runs WHERE name = :name", name=name))
+
+
+def run_row(tx: Any, run: str, columns: str = "*") -> Row:
+    """As find_run, inside a transaction; only these columns of it."""
+    documents = ("config", "manifest")
+    found = rows(tx, f"SELECT {columns} FROM runs WHERE name = :name", documents, name=run)
+    if not found and run.isascii() and run.isdigit() and len(run) < 19:
+        found = rows(tx, f"SELECT {columns} FROM runs WHERE id = :id", documents, id=int(run))
+    if not found:
+        raise NotFoundError(f"There is no run {run!r}.", f"{_close(tx, run)}List them with `agentrl runs`.")
+    return found[0]
+
+
+def _close(tx: Any, run: str) -> str:
+    """The name among the newest runs that may have been meant."""
+    names = [row["name"] for row in rows(tx, "SELECT name FROM runs ORDER BY id DESC LIMIT 200")] if len(run) <= LONGEST else []
+    close = get_close_matches(run, names, n=1)
+    return f"Did you mean {close[0]!r}? " if close else ""
+
+
+def version_number(word: str) -> Version:
+    """The version that `3`, `v3`, `best` or `epoch3` names.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    if word == "best":
+        return "best"
+    digits = word.removeprefix("epoch").removeprefix("v")
+    if not (digits.isascii() and digits.isdecimal() and len(digits) < 20) or word.startswith("epochv"):
+        raise ConfigError(f"{word!r} is no policy version.", "Write RUN@3, RUN@best or RUN@epoch3.")
+    return Epoch(int(digits)) if word.startswith("epoch") else int(digits)
+
+
+def stored_policy(db: Askable, run: str, version: Version) -> PolicyRef:
+    """The policy that a run published: of that version, or the best by its evaluations, or (None) the newest.
+
+    Raises:
+        NotFoundError: no such run or version.
+        CheckpointError: its weights were collected.
+    """
+    row = find_policy(db, run, version)
+    return PolicyRef(row["base"], row["base_hash"], row["path"], row["sha256"], row["version"])
+
+
+@reading
+def find_policy(tx: Any, run: str, version: Version) -> Row:
+    """The row of the run's policy of that version, with the run's `base`, `base_hash` and `config`.
+
+    Raises:
+        NotFoundError: there is none.
+        CheckpointError: its weights were collected.
+    """
+    row = run_row(tx, run)
+    version = _best(tx, row) if version == "best" else version
+    version = version_after(tx, row, version.number) if isinstance(version, Epoch) else version
+    query, asked = "SELECT id, version, kind, path, sha256, collected_at FROM policies WHERE run_id = :run", {"run": row["id"]}
+    if version is not None:
+        query, asked = f"{query} AND version = :version", asked | {"version": min(version, MAX_ID)}  # more no database takes
+    found = rows(tx, f"{query} ORDER BY version DESC LIMIT 1", **asked)
+    if not found:
+        raise NotFoundError(f"Run {row['name']!r} has no policy version {version}.", f"agentrl watch {row['name']}")
+    policy = found[0]
+    if policy["collected_at"] is not None:
+        raise CheckpointError(
+            f"Policy version {policy['version']} of {row['name']!r} was collected on {policy['collected_at']:%Y-%m-%d}.",
+            f"Its episodes are still there; {row['name']}@N takes another version, {row['name']} the newest.",
+        )
+    return {**policy, "base": row["base"], "base_hash": row["base_hash"], "config": row["config"]}
+
+
+@reading
+def policy_at(tx: Any, path: str) -> str:
+    """`RUN@VERSION` of the policy that was first published with that checkpoint; empty where none was."""
+    query = "SELECT r.name, p.version FROM policies p JOIN runs r ON r.id = p.run_id WHERE p.path = :path ORDER BY p.id LIMIT 1"
+    found = rows(tx, query, path=path)
+    return f"{found[0]['name']}@{found[0]['version']}" if found else ""
+
+
+def best_version(tx: Any, run_id: int) -> int | None:
+    """The version with the highest mean on the held-out split, of those alike the first; None where none was measured yet."""
+    found: int | None = rows(tx, "SELECT best_version FROM v_runs WHERE id = :id", id=run_id)[0]["best_version"]
+    return found
+
+
+def _best(tx: Any, run: Mapping[str, Any]) -> int:
+    """As best_version, of a run's row.
+
+    Raises:
+        NotFoundError: none was measured yet.
+    """
+    found = best_version(tx, run["id"])
+    if found is None:
+        measured = run["config"].get("eval", {}).get("every")
+        hint = f"agentrl watch {run['name']}" if measured else "Runs submitted with --eval-every N know theirs."
+        raise NotFoundError(f"No policy version of {run['name']!r} was measured yet, so that none is its best.", hint)
+    return found

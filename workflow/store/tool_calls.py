@@ -1,0 +1,135 @@
+"""Tool calls are started once in effect and answered once, whoever runs them and however often they are delivered."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from sqlalchemy import Connection, bindparam, case, func, select, update
+
+from agentrl.workflow.store.connect import reading, transaction
+from agentrl.workflow.store.prepared_statements import Prepared
+from agentrl.workflow.store.rows import clean
+from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.columns import Utc, free, now_ms
+from agentrl.workflow.trajectory import ToolResult
+
+UNKNOWN_OUTCOME = ToolResult(
+    "The worker was lost while this call ran; it may or may not have taken effect, and is not run again.", "unknown_outcome"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CallWork:
+    """What a tools worker needs of one call. `kind`: `call`, of the model's, or `grade`, whose tool is a reward that judges."""
+
+    id: int
+    env: str
+    tool: str
+    arguments: Mapping[str, Any]
+    effects: str
+    run: int = 0
+    kind: str = "call"
+    episode: int = 0
+    attempt: int = 0
+
+
+_CALLS, _EPISODES = schema.tool_calls.c, schema.episodes.c
+_CALL = (
+    select(_CALLS.id, schema.runs.c.config["env"].as_string(), _CALLS.tool, _CALLS.arguments, _CALLS.effects, schema.runs.c.id)
+    .add_columns(_CALLS.kind, _CALLS.episode_id, _CALLS.attempt)
+    .join(schema.episodes, (_EPISODES.id == _CALLS.episode_id) & (_EPISODES.attempt == _CALLS.attempt))
+    .join(schema.runs, schema.runs.c.id == _EPISODES.run_id)
+    .where(_CALLS.id == bindparam("wanted"), _CALLS.result.is_(None), _EPISODES.status == "running")
+)
+
+
+@reading
+def find_call(tx: Connection, call: int) -> CallWork | None:
+    """The call, or None if it is answered or its episode is over."""
+    row = tx.execute(_CALL, {"wanted": call}).one_or_none()
+    return CallWork(*row) if row else None
+
+
+@reading
+def config_of(tx: Connection, run: int) -> Mapping[str, Any]:
+    """The config of that run."""
+    found: Mapping[str, Any] = tx.execute(select(schema.runs.c.config).where(schema.runs.c.id == run)).scalar_one()
+    return found
+
+
+@transaction
+def start_once(tx: Connection, call: int, worker: str, seconds: float) -> Literal["ours", "running", "lost"]:
+    """Commits the start of a call that must not run twice and may take `seconds`; `worker` names this very try.
+
+    Returns `ours` for the one that may run it, `running` while that one may still be at it, `lost` after that.
+    """
+    calls = schema.tool_calls
+    started = tx.execute(
+        update(calls)
+        .where(calls.c.id == call, calls.c.status == "pending")
+        .values(
+            status="started",
+            worker=worker,
+            starts=calls.c.starts + 1,
+            lease_until=now_ms() + int(seconds * 1000),
+            started_at=datetime.now(UTC),
+        )
+    )
+    mine = select(calls.c.id).where(calls.c.id == call, calls.c.worker == worker)
+    if started.rowcount or tx.execute(mine).first():
+        return "ours"
+    lost = select(calls.c.id).where(calls.c.id == call, free(calls.c.lease_until, seconds))
+    return "lost" if tx.execute(lost).first() else "running"
+
+
+@transaction
+def count_sending(tx: Connection, sent: Sequence[int]) -> None:
+    """Those of the calls that have no result are sent once more."""
+    again = update(schema.tool_calls).where(_CALLS.id.in_(sent), _CALLS.result.is_(None))
+    tx.execute(again.values(sends=_CALLS.sends + 1))
+
+
+@transaction
+def lost_calls(tx: Connection, most: int) -> list[int]:
+    """The calls without a result of all running episodes, counted as sent once more; save those sent `most` times already.
+
+    Calls that must not run twice and were started are among them: see `start_once`.
+    """
+    iterations = select(schema.iterations.c.id).where(schema.iterations.c.status == "running")
+    waiting = (
+        select(_CALLS.id)
+        .join(schema.episodes, (_EPISODES.id == _CALLS.episode_id) & (_EPISODES.attempt == _CALLS.attempt))
+        .where(_EPISODES.iteration_id.in_(iterations), _EPISODES.status == "running")
+        .where(_CALLS.result.is_(None), _CALLS.sends < most)
+    )
+    again = update(schema.tool_calls).where(_CALLS.id.in_(waiting)).values(sends=_CALLS.sends + 1)
+    return sorted(tx.execute(again.returning(_CALLS.id)).scalars())
+
+
+_RECORD = Prepared(
+    update(schema.tool_calls)
+    .where(_CALLS.id == bindparam("call_id"), _CALLS.result.is_(None))
+    .values(
+        starts=_CALLS.starts + case((_CALLS.effects == "once", 0), else_=1),
+        started_at=func.coalesce(_CALLS.started_at, bindparam("began", type_=Utc())),
+    )
+)
+
+
+@transaction
+def record_result(tx: Connection, call: int, result: ToolResult, started_at: datetime, worker: str) -> bool:
+    """Records the call's result, unless it has one; returns whether this one counts."""
+    values = {
+        "status": "unknown_outcome" if result.error_class == "unknown_outcome" else "done",
+        "result": clean(result.content),
+        "error_class": result.error_class,
+        "seconds": result.seconds,
+        "cpu_seconds": result.cpu_seconds,
+        "sandbox": result.exit.sandbox if result.exit else None,
+        "exit_status": result.exit.status if result.exit else None,
+        "exit_code": result.exit.code if result.exit else None,
+        "worker": worker,
+        "finished_at": datetime.now(UTC),
+    }
+    return bool(_RECORD.run(tx, {**values, "call_id": call, "began": started_at}))

@@ -1,0 +1,122 @@
+"""Sessions of tools that keep one: who has an episode's interpreter, and the cells that it is made again of.
+
+A session belongs to one attempt of an episode. Its cells are the episode's calls of that tool in their order, a fork's after
+those of the steps that it has from its parent. Whoever has it holds a lease, in the row; the result of a call is fenced by
+nothing, here as elsewhere: the first one counts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, exists, select, update
+
+from agentrl.workflow.store.connect import insert, reading, transaction
+from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.columns import free, now_ms
+from agentrl.workflow.trajectory import Exit, ToolResult
+
+_SESSIONS, _CALLS, _EPISODES = schema.tool_sessions.c, schema.tool_calls.c, schema.episodes.c
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKey:
+    """Which session: one attempt of an episode has one for each tool that keeps one."""
+
+    episode: int
+    attempt: int
+    tool: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A call of a session; `result` is None where it has none yet, and has no `exit` where the session saw nothing of it."""
+
+    id: int
+    step: int
+    arguments: Mapping[str, Any]
+    result: ToolResult | None
+
+
+def _is(key: SessionKey) -> ColumnElement[bool]:
+    return (_SESSIONS.episode_id == key.episode) & (_SESSIONS.attempt == key.attempt) & (_SESSIONS.tool == key.tool)
+
+
+@transaction
+def take(tx: Connection, key: SessionKey, owner: str, lease_seconds: float) -> str:
+    """Takes the session to start its interpreter, unless somebody alive has it; returns whose it is now."""
+    until = now_ms() + int(lease_seconds * 1000)
+    made = tx.execute(
+        insert(tx, schema.tool_sessions)
+        .values(episode_id=key.episode, attempt=key.attempt, tool=key.tool, owner=owner, lease_until=until)
+        .on_conflict_do_nothing(index_elements=["episode_id", "attempt", "tool"])
+        .returning(_SESSIONS.owner)
+    ).scalar_one_or_none()
+    if made:
+        return owner
+    ours = (_SESSIONS.owner == owner) | free(_SESSIONS.lease_until, lease_seconds)
+    again = {"owner": owner, "lease_until": until, "builds": _SESSIONS.builds + 1}
+    tx.execute(update(schema.tool_sessions).where(_is(key), ours).values(again))
+    return str(tx.execute(select(_SESSIONS.owner).where(_is(key))).scalar_one())
+
+
+@transaction
+def keep(tx: Connection, owner: str, lease_seconds: float) -> set[SessionKey]:
+    """The heartbeat: renews the leases of the owner's sessions and lets go of those whose episode is over; the others."""
+    its = (_EPISODES.id == _SESSIONS.episode_id) & (_EPISODES.attempt == _SESSIONS.attempt)
+    goes_on = exists(_EPISODES.id).where(its, _EPISODES.status == "running")
+    mine = update(schema.tool_sessions).where(_SESSIONS.owner == owner)
+    tx.execute(mine.where(~goes_on).values(owner="", lease_until=None))
+    tx.execute(mine.values(lease_until=now_ms() + int(lease_seconds * 1000)))
+    held = select(_SESSIONS.episode_id, _SESSIONS.attempt, _SESSIONS.tool).where(_SESSIONS.owner == owner)
+    return {SessionKey(*row) for row in tx.execute(held)}
+
+
+@transaction
+def leave(tx: Connection, owner: str) -> None:
+    """Lets go of all of the owner's sessions: it ends, and others may take them at once."""
+    tx.execute(update(schema.tool_sessions).where(_SESSIONS.owner == owner).values(owner="", lease_until=None))
+
+
+@transaction
+def taint(tx: Connection, key: SessionKey, what: str) -> None:
+    """The session's cells were run again, and one came to something else: no update trains on the episode."""
+    tx.execute(update(schema.tool_sessions).where(_is(key)).values(differs=what))
+    same = (_EPISODES.id == key.episode) & (_EPISODES.attempt == key.attempt)
+    tx.execute(update(schema.episodes).where(same).values(tainted=True))
+
+
+@reading
+def cells_until(tx: Connection, key: SessionKey, call: int) -> list[Cell]:
+    """The session's cells up to that call, in their order."""
+    asked = tx.execute(select(_CALLS.step, _CALLS.call).where(_CALLS.id == call)).one()
+    before = (_CALLS.step < asked.step) | ((_CALLS.step == asked.step) & (_CALLS.call <= asked.call))
+    return [*_inherited(tx, key.episode, key.tool), *_cells(tx, key, before)]
+
+
+def _inherited(tx: Connection, episode: int, tool: str) -> list[Cell]:
+    """Those of the steps that a fork has from its parent."""
+    parent = schema.episodes.alias()
+    line = select(parent.c.id, parent.c.attempt, _EPISODES.inherited_steps).join(parent, parent.c.id == _EPISODES.parent_id)
+    row = tx.execute(line.where(_EPISODES.id == episode)).one_or_none()
+    if row is None:
+        return []
+    above = [cell for cell in _inherited(tx, row.id, tool) if cell.step < row.inherited_steps]
+    return [*above, *_cells(tx, SessionKey(row.id, row.attempt, tool), _CALLS.step < row.inherited_steps)]
+
+
+def _cells(tx: Connection, key: SessionKey, among: ColumnElement[bool]) -> Sequence[Cell]:
+    rows = tx.execute(
+        select(schema.tool_calls)
+        .where(_CALLS.episode_id == key.episode, _CALLS.attempt == key.attempt, _CALLS.tool == key.tool)
+        .where(_CALLS.kind == "call", among)
+        .order_by(_CALLS.step, _CALLS.call)
+    )
+    return [Cell(row.id, row.step, row.arguments, _result(row)) for row in rows]
+
+
+def _result(row: Any) -> ToolResult | None:
+    if row.result is None:
+        return None
+    seen = Exit(row.sandbox, row.exit_status, row.exit_code) if row.sandbox else None
+    return ToolResult(row.result, row.error_class, row.seconds, row.cpu_seconds, seen)

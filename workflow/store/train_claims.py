@@ -1,0 +1,262 @@
+"""Iterations are claimed for training, held, handed back; one that lacks groups with variance is sampled on instead.
+
+The token counted up at the claim and checked at the commit (`training`) fences a second trainer out.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Connection, func, select, update
+
+from agentrl.workflow.stats.group_variance import lacking, varies
+from agentrl.workflow.store.connect import transaction
+from agentrl.workflow.store.groups import load_groups
+from agentrl.workflow.store.iterations import dynamic_sampling_of, insert_more, wanted_groups
+from agentrl.workflow.store.lost_workers import memory_hint, note_takeover
+from agentrl.workflow.store.planning import is_broken, log, newest_version
+from agentrl.workflow.store.rollout_claims import MAX_LOSSES
+from agentrl.workflow.store.rows import clean, members_of
+from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.columns import free, now_ms
+from agentrl.workflow.trajectory import OPEN, Group, PolicyRef
+
+
+@dataclass(frozen=True)
+class IterationWork:
+    """All that a train job needs of one iteration.
+
+    `policy` is what the update starts from, with its optimizer state; `key` tells this run's checkpoints from all others. With
+    `rebuilds` the run's checkpoint is to be made again first, and there are no groups yet. `wanted`: with dynamic sampling so
+    many of the groups train at most, and only those with variance (`dynamic.choose`); without it 0, and all train.
+    `iterations` is how many the run has.
+    """
+
+    id: int
+    token: int
+    run_id: int
+    run: str
+    kind: str
+    config: Mapping[str, Any]
+    seed: int
+    number: int
+    policy: PolicyRef
+    output_dir: str
+    key: str
+    groups: tuple[Group, ...]
+    rebuilds: bool = False
+    wanted: int = 0
+    iterations: int = 0
+
+    @property
+    def iteration(self) -> int:
+        """Its number as people count, from 1: that of the policy version which its update makes."""
+        return self.number + 1
+
+
+@dataclass(frozen=True, slots=True)
+class SampledOn:
+    """No claim: of so many groups too few had variance, and more were planned, which are to be sent."""
+
+    iteration: int
+    varied: int
+    groups: int
+    more: int
+
+
+@transaction
+def claim_iteration(tx: Connection, iteration: int, worker: str, lease_seconds: float) -> IterationWork | SampledOn | None:
+    """Takes the iteration's lease and loads its episodes; None if it is not ready, over, held, or its run is not running.
+
+    It is ready when all of its groups are terminal and the policy is published that its update starts from. With dynamic
+    sampling more groups are planned first where they lack variance, also before that policy is published.
+
+    With fewer than half of the planned episodes done the run is paused instead, and says why.
+    """
+    row = _rolled_out(tx, iteration, worker, lease_seconds)
+    if row is None:
+        return None
+    published = row["number"] <= row["newest"]
+    if not row["broken"]:
+        done = tx.execute(select(func.count()).where(members_of(iteration), schema.episodes.c.status == "done")).scalar_one()
+        if row["kind"] == "train" and 2 * done < row["episodes"] and row["too_few"] != "accepted":
+            if published:
+                _pause(tx, row, f"only {done} of {row['episodes']} episodes can train")
+            return None
+        if row["kind"] == "train" and dynamic_sampling_of(row["config"]) > 1 and row["too_few"] != "accepted":
+            rewards = _rewards(tx, iteration)
+            if rewards is None:
+                return None
+            more = _sample_on(tx, row, rewards)
+            if more is not None:
+                return more
+    return _claim(tx, row, worker, lease_seconds) if published else None
+
+
+def _rolled_out(tx: Connection, iteration: int, worker: str, lease_seconds: float) -> Mapping[str, Any] | None:
+    """The iteration with its run, locked, if the worker may have it; `newest`: the version that the run published last."""
+    iterations, runs = schema.iterations, schema.runs
+    open_groups = (
+        select(func.count())
+        .where(schema.groups.c.iteration_id == iteration, schema.groups.c.status.in_(OPEN))
+        .scalar_subquery()
+    )
+    query = (
+        select(iterations, runs.c.name, runs.c.kind, runs.c.config, runs.c.seed, runs.c.base, runs.c.base_hash)
+        .add_columns(runs.c.output_dir, runs.c.manifest, runs.c.reward_set, is_broken(runs.c.id).label("broken"))
+        .add_columns(newest_version(runs.c.id).label("newest"), runs.c.iterations.label("planned"))
+        .join(runs, runs.c.id == iterations.c.run_id)
+        .where(iterations.c.id == iteration, iterations.c.status.in_(OPEN), runs.c.status == "running")
+        .where((open_groups == 0) | is_broken(runs.c.id))
+        .where(free(iterations.c.lease_until, lease_seconds) | (iterations.c.worker == worker))
+        .with_for_update(of=iterations)
+    )
+    row = tx.execute(query).mappings().one_or_none()
+    return dict(row) if row else None
+
+
+def _pause(tx: Connection, row: Mapping[str, Any], reason: str) -> None:
+    tx.execute(update(schema.iterations).where(schema.iterations.c.id == row["id"]).values(too_few="paused"))
+    set_run(tx, row["run_id"], "paused", f"iteration {row['number'] + 1}: {reason}")
+
+
+def _rewards(tx: Connection, iteration: int) -> list[list[float]] | None:
+    """Of each of the iteration's groups the rewards that can train; None where one is not terminal after all.
+
+    The iteration is locked by now, and this is read later: of two claims at once the second sees what the first planned.
+    """
+    groups, episodes = schema.groups.c, schema.episodes.c
+    found = tx.execute(select(groups.id, groups.status).where(groups.iteration_id == iteration)).all()
+    if any(row.status in OPEN for row in found):
+        return None
+    rewards: dict[int, list[float]] = {row.id: [] for row in found}
+    trainable = (episodes.status == "done", episodes.reward.is_not(None), ~episodes.tainted)
+    for row in tx.execute(select(episodes.group_id, episodes.reward).where(episodes.iteration_id == iteration, *trainable)):
+        rewards[row.group_id].append(row.reward)
+    return list(rewards.values())
+
+
+def _sample_on(tx: Connection, row: Mapping[str, Any], rewards: Sequence[Sequence[float]]) -> SampledOn | None:
+    """Plans as many more groups as lack variance; None if none does, or the limit is reached."""
+    varied, planned = sum(map(varies, rewards)), len(rewards)
+    more = lacking(varied, planned - row["more_groups"], planned, dynamic_sampling_of(row["config"]))
+    if not more:
+        return None
+    # Locked: what cancels or pauses the run meanwhile comes before this, or sees all of it.
+    run = (
+        tx.execute(select(schema.runs).where(schema.runs.c.id == row["run_id"]).with_for_update(key_share=True))
+        .mappings()
+        .one()
+    )
+    if run["status"] != "running":
+        return None
+    insert_more(tx, run, row, planned, more)
+    detail = f"{varied} of {planned} groups have variance; {more} more {'is' if more == 1 else 'are'} sampled"
+    log(tx, row["run_id"], "sampling_on", f"iteration {row['number'] + 1}", detail)
+    return SampledOn(row["id"], varied, planned, more)
+
+
+def _claim(tx: Connection, row: Mapping[str, Any], worker: str, lease_seconds: float) -> IterationWork | None:
+    lost = row["worker"] not in ("", worker)
+    if lost:
+        seen = (row["lease_until"] or 0) - int(lease_seconds * 1000)
+        note_takeover(tx, row["run_id"], row["worker"], f"iteration {row['number'] + 1}", worker, seen)
+    losses = row["losses"] + lost
+    if losses >= MAX_LOSSES:
+        hint = memory_hint(tx, row["run_id"], row["worker"])
+        set_run(tx, row["run_id"], "failed", f"iteration {row['number'] + 1}: its trainer was lost {losses} times{hint}")
+        return None
+    token = tx.execute(
+        update(schema.iterations)
+        .where(schema.iterations.c.id == row["id"])
+        .values(
+            train_token=schema.iterations.c.train_token + 1,
+            worker=worker,
+            losses=losses,
+            lease_until=now_ms() + int(lease_seconds * 1000),
+        )
+        .returning(schema.iterations.c.train_token)
+    ).scalar_one()
+    return IterationWork(
+        id=row["id"],
+        token=token,
+        run_id=row["run_id"],
+        run=row["name"],
+        kind=row["kind"],
+        config=row["config"],
+        seed=row["seed"],
+        number=row["number"],
+        policy=_published(tx, row["run_id"], row["base"], row["base_hash"]),
+        output_dir=row["output_dir"],
+        key=row["manifest"].get("id", "")[:8],
+        groups=() if row["broken"] else load_groups(tx, row["id"], row["reward_set"]),
+        rebuilds=row["broken"],
+        iterations=row["planned"],
+        wanted=wanted_groups(tx, row["id"], row["config"]),
+    )
+
+
+def _published(tx: Connection, run_id: int, base: str, base_hash: str) -> PolicyRef:
+    latest = (
+        select(schema.policies).where(schema.policies.c.run_id == run_id).order_by(schema.policies.c.version.desc()).limit(1)
+    )
+    row = tx.execute(latest).one()
+    return PolicyRef(base, base_hash, row.path, row.sha256, row.version)
+
+
+@transaction
+def extend_lease(tx: Connection, iteration: int, token: int, lease_seconds: float) -> bool:
+    """The trainer's heartbeat; False if another trainer holds the iteration, or it is over."""
+    extended = tx.execute(
+        update(schema.iterations)
+        .where(schema.iterations.c.id == iteration, schema.iterations.c.train_token == token, schema.iterations.c.worker != "")
+        .where(schema.iterations.c.status.in_(OPEN))
+        .values(lease_until=now_ms() + int(lease_seconds * 1000))
+    )
+    return bool(extended.rowcount)
+
+
+@transaction
+def hand_back_iteration(tx: Connection, iteration: int, token: int) -> None:
+    """Ends the trainer's claim before its time, without counting a loss."""
+    tx.execute(
+        update(schema.iterations)
+        .where(
+            schema.iterations.c.id == iteration, schema.iterations.c.train_token == token, schema.iterations.c.status.in_(OPEN)
+        )
+        .values(lease_until=now_ms() - 1, worker="")
+    )
+
+
+@transaction
+def fail_update(tx: Connection, work: IterationWork, error: str, max_attempts: int) -> None:
+    """Hands the iteration back after a failure of the system; the run fails with the last of `max_attempts`."""
+    failed = tx.execute(
+        update(schema.iterations)
+        .where(
+            schema.iterations.c.id == work.id,
+            schema.iterations.c.train_token == work.token,
+            schema.iterations.c.status.in_(OPEN),
+        )
+        .where(schema.iterations.c.worker != "")  # else this very failure is written already, and only the answer was lost
+        .values(losses=schema.iterations.c.losses + 1, lease_until=now_ms() - 1, worker="")
+        .returning(schema.iterations.c.losses)
+    ).scalar_one_or_none()
+    if failed is None:
+        return
+    log(tx, work.run_id, "update_failed", f"iteration {work.iteration}", clean(error))
+    if failed >= max_attempts:
+        set_run(tx, work.run_id, "failed", f"iteration {work.iteration}: {error}")
+
+
+def set_run(tx: Connection, run_id: int, status: str, reason: str, leaving: Sequence[str] = (*OPEN, "paused")) -> None:
+    """The run's new status with its reason, if it is in one of those that it may leave."""
+    over = datetime.now(UTC) if status in ("done", "failed") else None
+    changed = tx.execute(
+        update(schema.runs)
+        .where(schema.runs.c.id == run_id, schema.runs.c.status.in_(leaving))
+        .values(status=status, reason=clean(reason), finished_at=over)
+    )
+    if changed.rowcount:
+        log(tx, run_id, status, detail=reason)

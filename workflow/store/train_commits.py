@@ -1,0 +1,287 @@
+"""Updates are committed, policies published, runs ended: all of it or nothing, and only once.
+
+The token counted up at the claim (`claims`) and checked here fences a second trainer out. Only the commit publishes: the
+checkpoint's files are there before it, and mean nothing without it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Connection, func, select, update
+
+from agentrl.workflow.errors import Fenced, ModelError
+from agentrl.workflow.stats.evaluation import Score
+from agentrl.workflow.store.connect import insert, reading, transaction
+from agentrl.workflow.store.evals import open_evals, plan_eval
+from agentrl.workflow.store.iterations import insert_iteration, staleness_of
+from agentrl.workflow.store.planning import resume_evals, still_read
+from agentrl.workflow.store.rows import members_of
+from agentrl.workflow.store.train_claims import IterationWork, set_run
+from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.columns import Utc
+from agentrl.workflow.trajectory import OPEN
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """What an update leaves behind.
+
+    Args:
+        metrics: one mapping per optimizer step; those of `db.UPDATE_METRICS`, `rows` and `tokens` are kept.
+        advantages: episode id -> advantage, for the episodes that were consumed.
+        dropped: slot -> why its group did not train.
+        path, sha256: the new checkpoint; empty if the update was skipped.
+        skipped: why no step was taken; empty if one was.
+        bad: the skip came from a NaN or Inf, and counts towards the run's failure.
+        seconds: of the update.
+    """
+
+    metrics: Sequence[Mapping[str, float]]
+    advantages: Mapping[int, float]
+    dropped: Mapping[int, str] = field(default_factory=dict)
+    path: str = ""
+    sha256: str = ""
+    skipped: str = ""
+    bad: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The policy version that the commit published, and what may start with it: an iteration to roll out, one to train.
+
+    Without staleness `trains` is None: what is trained next must be rolled out first. `measured_by`: iterations of evaluations.
+    """
+
+    version: int
+    next_iteration: int | None
+    trains: int | None = None
+    measured_by: tuple[int, ...] = ()
+
+
+@transaction
+def commit_update(tx: Connection, work: IterationWork, record: UpdateRecord, max_bad_updates: int) -> Published:
+    """One commit: iteration done, episodes consumed, policy published, the iteration that samples with it planned.
+
+    Raises:
+        Fenced: another trainer holds the iteration, or it is over; what was computed is discarded.
+    """
+    committed = _committed(tx, work)
+    if committed is not None:
+        return committed
+    _close_iteration(tx, work, record)
+    if record.metrics:
+        columns = ("rows", "tokens", *schema.UPDATE_METRICS)
+        rows = [
+            {"run_id": work.run_id, "iteration_id": work.id, "minibatch": i} | {name: step.get(name) for name in columns}
+            for i, step in enumerate(record.metrics)
+        ]
+        tx.execute(schema.updates.insert(), rows)
+    if record.advantages:
+        tx.execute(
+            schema.consumptions.insert(),
+            [
+                {"run_id": work.run_id, "iteration_id": work.id, "episode_id": episode, "advantage": advantage}
+                for episode, advantage in record.advantages.items()
+            ],
+        )
+    for slot, reason in record.dropped.items():
+        for table in (schema.groups, schema.iteration_groups):
+            tx.execute(update(table).where(table.c.iteration_id == work.id, table.c.slot == slot).values(dropped=reason))
+    policy_id = _publish(tx, work, record)
+    return _go_on(tx, work, record, policy_id, max_bad_updates)
+
+
+def _committed(tx: Connection, work: IterationWork) -> Published | None:
+    """What this very claim has published already: then the commit's answer was lost, not the commit."""
+    mine = select(schema.iterations.c.id).where(
+        schema.iterations.c.id == work.id, schema.iterations.c.train_token == work.token, schema.iterations.c.status == "done"
+    )
+    if tx.execute(mine).first() is None:
+        return None
+    return _published_by(tx, work)
+
+
+def _published_by(tx: Connection, work: IterationWork) -> Published:
+    """What the commit of that work published, as far as its run is running."""
+    iterations, following = schema.iterations.c, work.number + 1 + staleness_of(work.config)
+    of_run = select(iterations.id).join(schema.runs, schema.runs.c.id == iterations.run_id)
+    of_run = of_run.where(iterations.run_id == work.run_id, iterations.status.in_(OPEN), schema.runs.c.status == "running")
+    rolls_out = tx.execute(of_run.where(iterations.number == following)).scalar_one_or_none()
+    open_groups = select(schema.groups.c.iteration_id).where(
+        schema.groups.c.run_id == work.run_id, schema.groups.c.status.in_(OPEN)
+    )
+    ready = of_run.where(iterations.number == work.number + 1, iterations.id.not_in(open_groups))
+    trains = tx.execute(ready).scalar_one_or_none()
+    measured_by = tuple(open_evals(tx, work.run_id, work.number + 1))
+    return Published(work.number + 1, rolls_out, None if trains == rolls_out else trains, measured_by)
+
+
+def _close_iteration(tx: Connection, work: IterationWork, record: UpdateRecord) -> None:
+    closed = tx.execute(
+        update(schema.iterations)
+        .where(
+            schema.iterations.c.id == work.id,
+            schema.iterations.c.train_token == work.token,
+            schema.iterations.c.status.in_(OPEN),
+        )
+        .values(
+            status="done",
+            lease_until=None,
+            skipped=record.skipped,
+            dropped_groups=len(record.dropped),
+            trainable=sum(episode.trainable for group in work.groups for episode in group.episodes),
+            update_seconds=record.seconds,
+            finished_at=datetime.now(UTC),
+            **_sums(tx, work),
+        )
+    )
+    if not closed.rowcount:
+        raise Fenced(f"Iteration {work.iteration} of {work.run} is no longer held by train token {work.token}.")
+
+
+def _sums(tx: Connection, work: IterationWork) -> dict[str, Any]:
+    episodes = schema.episodes.c
+    summed = ("prompt_tokens", "sampled_tokens", "tool_calls", "tool_errors")
+    row = tx.execute(
+        select(
+            # Stored episodes were rolled out before the iteration began.
+            func.max(episodes.finished_at, type_=Utc()).filter(episodes.iteration_id == work.id).label("rolled_out_at"),
+            *(func.coalesce(func.sum(episodes[name]), 0).label(name) for name in summed),
+        ).where(members_of(work.id))
+    )
+    done = [e.reward for group in work.groups for e in group.episodes if e.status == "done" and e.reward is not None]
+    return {**row.mappings().one(), "mean_reward": sum(done) / len(done) if done else None}
+
+
+def _publish(tx: Connection, work: IterationWork, record: UpdateRecord) -> int:
+    ref = work.policy
+    trained = bool(record.path)
+    policy_id: int = tx.execute(
+        schema.policies.insert()
+        .values(
+            run_id=work.run_id,
+            version=work.number + 1,
+            kind="trained" if trained else "alias",
+            path=record.path if trained else ref.path,
+            sha256=record.sha256 if trained else ref.sha256,
+        )
+        .returning(schema.policies.c.id)
+    ).scalar_one()
+    return policy_id
+
+
+def _go_on(tx: Connection, work: IterationWork, record: UpdateRecord, policy_id: int, max_bad: int) -> Published:
+    run = tx.execute(select(schema.runs).where(schema.runs.c.id == work.run_id).with_for_update()).mappings().one()
+    bad = run["bad_updates"] + 1 if record.bad else 0
+    tx.execute(update(schema.runs).where(schema.runs.c.id == work.run_id).values(bad_updates=bad))
+    tx.execute(  # marked while this update ran: unless something samples with it, the run has left it behind
+        update(schema.policies)
+        .where(
+            schema.policies.c.run_id == work.run_id, schema.policies.c.version <= work.number, schema.policies.c.broken != ""
+        )
+        .where(schema.policies.c.path.not_in(still_read(work.run_id)))
+        .values(broken="")
+    )
+    following = work.number + 1 + staleness_of(work.config)
+    if following < run["iterations"]:
+        insert_iteration(tx, work.run_id, following, policy_id)
+    tx.execute(  # its train job may have come already, and was refused: it is sent again at once
+        update(schema.iterations)
+        .where(schema.iterations.c.run_id == work.run_id, schema.iterations.c.number == work.number + 1)
+        .values(train_sent_ms=None, train_sends=0)
+    )
+    plan_eval(tx, run, work.number + 1)
+    if bad >= max_bad:
+        set_run(tx, work.run_id, "failed", f"{bad} updates in a row were skipped: {record.skipped}")
+    elif work.number + 1 >= run["iterations"]:
+        # Also a run that was failed meanwhile: nothing is left to resume.
+        set_run(tx, work.run_id, "done", "", (*OPEN, "paused", "failed"))
+        if run["status"] != "running":  # paused with it, and a run that is done is resumed no more
+            resume_evals(tx, work.run_id)
+    return _published_by(tx, work)
+
+
+@transaction
+def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
+    """Ends an eval run with its score.
+
+    Raises:
+        Fenced: another worker holds the iteration.
+    """
+    _close_iteration(tx, work, UpdateRecord((), {}))
+    tx.execute(
+        insert(tx, schema.evals)
+        .values(
+            run_id=work.run_id,
+            policy=f"{work.policy.base}@{work.policy.path or 'base'}",
+            dataset=work.config["dataset"]["name"],
+            split=work.config["dataset"]["split"],
+            episodes=score.episodes,
+            errors=score.errors,
+            tasks=score.tasks,
+            accuracy=score.accuracy,
+            pass_at={str(k): chance for k, chance in score.pass_at.items()},
+            interval_by=score.interval_by,
+            # NULL where no episode was done: a NaN would compare as anything.
+            **({"mean_reward": score.mean, "low": score.low, "high": score.high} if score.episodes else {}),
+        )
+        .on_conflict_do_nothing(index_elements=["run_id"])
+    )
+    set_run(tx, work.run_id, "done", "")
+
+
+@transaction
+def finish_fork(tx: Connection, work: IterationWork) -> None:
+    """Ends a fork run: its group is there to be looked at and trained on.
+
+    Raises:
+        Fenced: another worker holds the iteration.
+    """
+    _close_iteration(tx, work, UpdateRecord((), {}))
+    set_run(tx, work.run_id, "done", "")
+
+
+@transaction
+def confirm_base(tx: Connection, run: int, base_hash: str, chat_hashes: Mapping[str, str]) -> None:
+    """Remembers at the first loading what the run's base is, and makes sure at each later one that it is the same.
+
+    Args:
+        chat_hashes: of the tokenizer, the chat template and the model's own code, kept in the manifest.
+
+    Raises:
+        ModelError: here the base, its tokenizer or its template is another.
+    """
+    row = tx.execute(select(schema.runs).where(schema.runs.c.id == run).with_for_update()).mappings().one()
+    known = {name: row["manifest"].get(name, found) for name, found in chat_hashes.items()}
+    other = {name: (known[name], found) for name, found in chat_hashes.items() if known[name] != found}
+    if row["base_hash"] not in ("", base_hash):
+        other = {"base": (row["base_hash"], base_hash)}
+    for name, (made, found) in other.items():
+        raise ModelError(
+            f"Run {row['name']!r} was made with {name} {made[:12]}, here that of {row['base']!r} is {found[:12]}.",
+            "Bring the same model here, or submit a new run.",
+        )
+    if row["base_hash"] == "" or not chat_hashes.keys() <= row["manifest"].keys():
+        manifest = {**row["manifest"], **chat_hashes}
+        tx.execute(update(schema.runs).where(schema.runs.c.id == run).values(base_hash=base_hash, manifest=manifest))
+
+
+@reading
+def optimizer_to_drop(tx: Connection, run: int, staleness: int = 0) -> str | None:
+    """The checkpoint whose optimizer state no update can need any more.
+
+    The newest keep it, those before it that are still sampled with, and the one that the oldest can be made again from.
+    """
+    trained = select(schema.policies.c.path).where(schema.policies.c.run_id == run, schema.policies.c.kind == "trained")
+    trained = trained.where(schema.policies.c.version > 0)  # which a run that starts from another's policy has from there
+    keep = 2 + staleness
+    return tx.execute(trained.order_by(schema.policies.c.version.desc()).offset(keep).limit(1)).scalar_one_or_none()
+
+
+@transaction
+def fail_run(tx: Connection, run: int, reason: str) -> None:
+    """Ends the run as failed; `agentrl resume` takes it up again once the cause is mended."""
+    set_run(tx, run, "failed", reason)

@@ -1,0 +1,174 @@
+"""`agentrl sql`: somebody's own SELECT, on a connection that can do nothing else (see `sql.readonly`).
+
+Postgres is reached only as the reader role (a read-only transaction of a mightier login is left with `commit; ...`). Both
+databases have a deadline and a limit of rows.
+
+`rl_i4(blob)` and `rl_f4(blob)` give the packed int32 and float32 of `step_tokens` as a JSON array, on both databases.
+"""
+
+import itertools
+import json
+import math
+import re
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.workflow.errors import AccessDenied, ConfigError, NotFoundError, ServiceError, did_you_mean
+from agentrl.workflow.settings import Settings
+from agentrl.workflow.sql.readonly import Table, check_text, deadline, open_sqlite, read_sqlite, refusing_sqlite
+from agentrl.workflow.store.driver_reader import sqlite_path
+from agentrl.workflow.store.row_values import unpack
+from agentrl.workflow.tables.views import VIEWS
+
+if TYPE_CHECKING:
+    import psycopg
+    from sqlalchemy import URL
+
+READER = "agentrl_reader"
+_LOGIN_REFUSED = ("authentication failed", "no password supplied", "does not exist", "pg_hba.conf", "not permitted to log in")
+_UNKNOWN = re.compile(r"no such (table|column): ([\w.]*\w)|(relation|column) \"?([\w.]+)\"? does not exist")
+"""How SQLite and Postgres say that there is nothing of a name."""
+_VIEWS = "What there is: agentrl sql --schema"
+
+
+def query(settings: Settings, sql: str, limit: int = 10_000, seconds: float = 5.0) -> Table:
+    """The columns and at most `limit` rows of one SELECT.
+
+    Raises:
+        AccessDenied: anything but one plain read, one that is too long or takes longer than `seconds`, or no reader login.
+        ConfigError: SQL that the database does not understand.
+        NotFoundError: no SQLite database yet.
+        ServiceError: Postgres does not answer.
+    """
+    check_text(sql)
+    file = sqlite_file(settings)
+    try:
+        columns, rows = _postgres(settings, sql, limit, seconds) if file is None else _sqlite(file, sql, limit, seconds)
+    except ConfigError as error:
+        raise ConfigError(error.message, _nearest(settings, sql, error.message) or error.hint) from error
+    return _numbered(columns), rows
+
+
+def _nearest(settings: Settings, sql: str, message: str) -> str:
+    """The view, or the column of the query's views, that a name was meant for; empty where nothing is like it."""
+    unknown = _UNKNOWN.search(message)
+    if unknown is None:
+        return ""
+    kind, name = (part for part in unknown.groups() if part)
+    known = _columns(settings, sql) if kind == "column" else set(VIEWS)
+    hint = did_you_mean(name.rpartition(".")[2][:100], known)
+    return hint if hint.startswith("Did") else ""
+
+
+def _columns(settings: Settings, sql: str) -> set[str]:
+    """Those of the views that the query names."""
+    words = set(re.findall(r"\w+", sql.lower()))
+    return {column for view in VIEWS if view in words for column in columns_of(settings, view)}
+
+
+def columns_of(settings: Settings, view: str) -> list[str]:
+    """The names of the view's columns."""
+    return query(settings, f"SELECT * FROM {view}", limit=0)[0]
+
+
+def _numbered(columns: list[str]) -> list[str]:
+    """`a, a` as `a, a_2`: no two of one name, so that a row is a JSON object."""
+    told: list[str] = []
+    for column in columns:
+        count = next(n for n in itertools.count(1) if (column if n == 1 else f"{column}_{n}") not in told)
+        told.append(column if count == 1 else f"{column}_{count}")
+    return told
+
+
+def sqlite_file(settings: Settings) -> Path | None:
+    """The SQLite file in force, there or not; None for another database."""
+    if plain := sqlite_path(settings.database):
+        return plain
+    from agentrl.workflow.store.connect import database_url
+
+    url = database_url(settings.database)
+    return Path(url.database or "") if url.get_backend_name() == "sqlite" else None
+
+
+def rl_i4(blob: bytes | None) -> str | None:
+    """Packed int32 as a JSON array."""
+    return None if blob is None else json.dumps(unpack("i", blob))
+
+
+def rl_f4(blob: bytes | None) -> str | None:
+    """Packed float32 as a JSON array; NaN and infinity as null."""
+    return None if blob is None else json.dumps([value if math.isfinite(value) else None for value in unpack("f", blob)])
+
+
+# SQLite
+
+
+def _sqlite(file: Path, sql: str, limit: int, seconds: float) -> Table:
+    if not file.exists():
+        raise NotFoundError(f"There is no database {str(file)!r} yet.", "agentrl runs")
+    late = deadline(seconds)
+    with refusing_sqlite(late, _too_slow(seconds), _VIEWS), closing(open_sqlite(file, seconds)) as connection:
+        connection.create_function("rl_i4", 1, rl_i4, deterministic=True)
+        connection.create_function("rl_f4", 1, rl_f4, deterministic=True)
+        return read_sqlite(connection, sql, limit, late)
+
+
+def _too_slow(seconds: float) -> AccessDenied:
+    return AccessDenied(f"The query took longer than {seconds:g} s and was stopped.", "Narrow it: WHERE run = '...', LIMIT.")
+
+
+# Postgres
+
+
+def _postgres(settings: Settings, sql: str, limit: int, seconds: float) -> Table:
+    from agentrl.workflow.sql.readonly_postgres import read_postgres
+
+    with _reader(settings, seconds) as connection:
+        _check_harmless(connection)
+        return read_postgres(connection, sql, limit, seconds, _too_slow(seconds), _VIEWS)
+
+
+def reader_url(settings: Settings) -> "URL":
+    """Where `agentrl sql` logs in: AGENTRL_DATABASE_READER_URL, or the database's URL with the reader role's name."""
+    from agentrl.workflow.store.connect import database_url
+
+    if settings.database_reader_url:
+        url = database_url(settings.database_reader_url)
+    else:
+        url = database_url(settings.database).set(username=READER, password=settings.reader_password or None)
+    return url.set(drivername="postgresql")
+
+
+def _reader(settings: Settings, seconds: float) -> "psycopg.Connection[tuple[Any, ...]]":
+    import psycopg
+
+    from agentrl.workflow.store.connect import PLANNING
+
+    url = reader_url(settings)
+    chosen = {"default_transaction_read_only": "on", "statement_timeout": int(seconds * 1000), **PLANNING}
+    options = " ".join(f"-c {name}={value}" for name, value in chosen.items())
+    try:
+        return psycopg.connect(**_parts(url) | {"connect_timeout": 5, "options": options, "client_encoding": "utf8"})
+    except psycopg.OperationalError as error:
+        message = " ".join(str(error).split())
+        shown = url.render_as_string(hide_password=True)
+        if any(words in message for words in _LOGIN_REFUSED):
+            raise AccessDenied(
+                f"No reader login: {shown} was refused ({message}).",
+                "Run `agentrl db upgrade` with AGENTRL_READER_PASSWORD, or set AGENTRL_DATABASE_READER_URL.",
+            ) from error
+        raise ServiceError(f"The database {shown} does not answer: {message}.", "Check AGENTRL_DATABASE_URL.") from error
+
+
+def _parts(url: "URL") -> dict[str, Any]:
+    # Not as one text: libpq and SQLAlchemy quote a password differently.
+    return {**url.translate_connect_args(username="user", database="dbname"), **url.query}
+
+
+def _check_harmless(connection: "psycopg.Connection[tuple[Any, ...]]") -> None:
+    writes = "SELECT current_setting('is_superuser') = 'on' OR has_table_privilege(to_regclass('runs'), 'INSERT')"
+    row = connection.execute(writes).fetchone()
+    connection.rollback()
+    if row is not None and row[0]:
+        raise AccessDenied("The reader login may write.", "Set AGENTRL_DATABASE_READER_URL to a login that may only SELECT.")

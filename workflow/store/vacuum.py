@@ -1,0 +1,107 @@
+"""`agentrl vacuum`: the database without the room that deleted rows left; Postgres counts its rows anew.
+
+SQLite is given no statistics: each query and view has one plan that is right without, and with them its planner sorts whole
+tables to show a page (it leaves the LIMIT out of account). Safe at any moment: SQLite compacts in one transaction of its own,
+Postgres beside whoever reads and writes.
+"""
+
+import os
+import shutil
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import func, select, text
+from sqlalchemy.exc import OperationalError
+
+from agentrl.workflow.errors import ServiceError
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.tables import schema
+
+BUSY_SECONDS = 5.0
+"""How long it waits for others before it gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vacuumed:
+    """Bytes of the database before and after; `left`: what somebody's reading kept in SQLite's log."""
+
+    before: int
+    after: int
+    left: bool = False
+
+
+def vacuum(database: Database) -> Vacuumed:
+    """Compacts the database while others use it, and tells the planner of Postgres what is in it.
+
+    Raises:
+        ServiceError: somebody writes for long, or SQLite has no room for the copy that it makes.
+    """
+    return _vacuum_sqlite(Path(str(database.url.database))) if database.is_sqlite else _vacuum_postgres(database)
+
+
+def _vacuum_sqlite(file: Path) -> Vacuumed:
+    before = _sqlite_bytes(file)
+    with closing(sqlite3.connect(file, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
+        _check_room(file, connection)
+        try:
+            connection.execute("VACUUM")
+            (busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        except sqlite3.OperationalError as error:
+            if "full" in str(error):
+                raise ServiceError(f"{_room(file)}: it is as it was.", "Make room, then try again.") from error
+            if "locked" in str(error) or "busy" in str(error):
+                said = f"The database {str(file)!r} is being written to: it is as it was."
+                raise ServiceError(said, "Try again later, or `agentrl pause` the runs first.") from error
+            raise
+    return Vacuumed(before, _sqlite_bytes(file), bool(busy))
+
+
+def _check_room(file: Path, connection: sqlite3.Connection) -> None:
+    """SQLite writes what is not free into a temporary file, and from there into its log beside the database."""
+    pages, free, size = (
+        connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+    )
+    copy, temporary = (pages - free) * size, _temporary()
+    shared = temporary.stat().st_dev == file.parent.stat().st_dev
+    for place, wanted in ((file.parent, copy * (2 if shared else 1)), (temporary, copy)):
+        found = shutil.disk_usage(place).free
+        if found < wanted:
+            raise ServiceError(
+                f"{_room(file)}: {str(place)!r} has {found / 2**20:.0f} MiB free, and {wanted / 2**20:.0f} MiB are needed.",
+                "Make room (`agentrl gc`), then try again.",
+            )
+
+
+def _temporary() -> Path:
+    """Where SQLite puts its temporary files: the first of these that is there."""
+    named = (os.environ.get("SQLITE_TMPDIR"), os.environ.get("TMPDIR"), "/var/tmp", "/usr/tmp", "/tmp")
+    return next((Path(place) for place in named if place and os.access(place, os.W_OK)), Path())
+
+
+def _room(file: Path) -> str:
+    return f"There is no room for the copy that compacting {str(file)!r} takes"
+
+
+def _sqlite_bytes(file: Path) -> int:
+    parts = [file, Path(f"{file}-wal")]
+    return sum(part.stat().st_size for part in parts if part.exists())
+
+
+def _vacuum_postgres(database: Database) -> Vacuumed:
+    names = ", ".join(schema.metadata.tables)
+    with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        size = select(func.pg_database_size(func.current_database()))
+        before = connection.execute(size).scalar_one()
+        connection.execute(text(f"SET lock_timeout = '{BUSY_SECONDS:.0f}s'"))
+        try:
+            connection.execute(text(f"VACUUM (ANALYZE) {names}"))
+        except OperationalError as error:
+            if getattr(error.orig, "sqlstate", None) != "55P03":
+                raise
+            said = "A table is locked by somebody else: the database is as it was."
+            raise ServiceError(said, "Try again later.") from error
+        finally:
+            connection.execute(text("RESET lock_timeout"))
+        return Vacuumed(before, connection.execute(size).scalar_one())

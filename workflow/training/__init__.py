@@ -1,0 +1,1 @@
+"""Learning: credit, losses, updates, trainers; imitation and preference apart from a run."""

@@ -1,0 +1,270 @@
+"""Credit: how much better than expected each sampled token was. Pure functions of tensors; no model, no episode, no row.
+
+Credit sees the tokens that the policy sampled and that train, one after another, and nothing between them: what a tool said is
+not there, so that values, returns and advantages are carried over it by themselves. (verl's REINFORCE++ multiplies the running
+return by the mask, which loses a terminal reward at the first tool block that it meets; here it comes through.)
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl.workflow.config import AlgorithmConfig
+from agentrl.workflow.errors import StateError
+
+VERL_EPSILON = 1e-6
+TRL_EPSILON = 1e-4
+WHITEN_EPSILON = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class Earned:
+    """What the tokens of an update earned; N episodes of up to T tokens, padded on the right.
+
+    Args:
+        rewards: (N, T) float64: what an episode earned for a step stands at the step's last token, all else that it earned at
+            its own last one; less kl_coef x KL at each token, where the KL is in the reward.
+        mask: (N, T), True where there is a token.
+        turns: (N, T), the number of the step that each token is of.
+        groups: (N,), equal for episodes of one group.
+        values: (N, T) float64, what a critic expects from each token on; None where the algorithm has none.
+        outcomes: (N,) float64, each episode's reward as it was recorded; None: the sum of its tokens'. Sums of the same parts
+            in another order differ in their last digit, and equal rewards must be equal.
+    """
+
+    rewards: Tensor
+    mask: Tensor
+    turns: Tensor
+    groups: Tensor
+    values: Tensor | None = None
+    outcomes: Tensor | None = None
+
+    @property
+    def totals(self) -> Tensor:
+        """(N,), each episode's reward."""
+        return torch.where(self.mask, self.rewards, 0.0).sum(-1) if self.outcomes is None else self.outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class Credited:
+    """Both (N, T): each token's advantage, and with a critic what its value should have been."""
+
+    advantages: Tensor
+    returns: Tensor | None = None
+
+
+Credit = Callable[[Earned, AlgorithmConfig], Credited]
+"""What was earned, and the run's options -> one advantage per token."""
+
+
+# Whole episodes against their group: all tokens of one share its advantage.
+
+
+def group_relative(rewards: Tensor, epsilon: float = VERL_EPSILON) -> Tensor:
+    """GRPO's advantage within one group, A = (R - mean) / (std + epsilon), std unbiased.
+
+    Args:
+        rewards: (G,) the scalar rewards of one group's episodes.
+        epsilon: 1e-6 is verl's and the default, 1e-4 is TRL's. The smaller one lets A depend less on the rewards' scale,
+            which is what the division is there for; a group without variance is caught exactly, not by epsilon.
+
+    Returns:
+        (G,) float64. Equal rewards give exactly 0. A group of one keeps its reward, as in verl (mean 0, std 1).
+
+    Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2 (outcome supervision).
+    """
+    if len(rewards) == 1:
+        return rewards.double() / (1 + epsilon)
+    return centred(rewards) / (rewards.double().std() + epsilon)
+
+
+def centred(rewards: Tensor) -> Tensor:
+    """R - mean of one group (G,), exactly 0 where all are equal. Source: Dr.GRPO, arXiv 2503.20783, equation 3."""
+    rewards = rewards.double()
+    # The rounded mean of equal numbers need not be that number, and the tiny rest may be divided by something as tiny.
+    if torch.equal(rewards, rewards[:1].expand_as(rewards)):
+        return torch.zeros_like(rewards)
+    return rewards - rewards.mean()
+
+
+def relative_to_group(earned: Earned, options: AlgorithmConfig) -> Credited:
+    """GRPO's and, with `scale` none, Dr.GRPO's: the reward against the group's mean, in units of `scale`.
+
+    group: the group's own deviation. batch: that of all rewards of the update, which does not blow up a group whose rewards
+    hardly differ (TRL's `scale_rewards="batch"`; arXiv 2508.08221). none: as it is.
+    """
+    epsilon = TRL_EPSILON if options.convention == "trl" else VERL_EPSILON
+    if options.scale == "group":
+        return _by_group(earned, lambda rewards: group_relative(rewards, epsilon))
+    credited = _by_group(earned, centred)
+    totals = earned.totals
+    if options.scale == "batch" and len(totals) > 1:
+        return Credited(credited.advantages / (totals.double().std() + epsilon))
+    return credited
+
+
+def leave_one_out(earned: Earned, options: AlgorithmConfig) -> Credited:
+    """RLOO: R - mean of the others = (R - mean) G / (G - 1). Source: arXiv 2402.14740, equation 8."""
+    return _by_group(earned, lambda rewards: centred(rewards) * (len(rewards) / max(1, len(rewards) - 1)))
+
+
+def best_of_group(earned: Earned, options: AlgorithmConfig) -> Credited:
+    """Pass@k: only the best of a group is credited, with its lead over the second, in units of the group's deviation.
+
+    Of several best ones none leads. Source: arXiv 2503.19595 (an unbiased gradient of the expected best of k), as in verl.
+    """
+
+    def credit(rewards: Tensor) -> Tensor:
+        found = torch.zeros_like(rewards)
+        if len(rewards) > 1:
+            (first, second), (place, _) = rewards.topk(2)
+            found[place] = (first - second) / (rewards.std() + VERL_EPSILON) if first > second else 0.0
+        return found
+
+    return _by_group(earned, credit)
+
+
+def optimal_baseline(earned: Earned, options: AlgorithmConfig) -> Credited:
+    """OPO: R - sum(length R) / sum(length): the baseline of least variance, if gradients grow with length.
+
+    Source: arXiv 2505.23585, equation 9; length in sampled tokens.
+    """
+    lengths = earned.mask.sum(-1).double()
+
+    def credit(rewards: Tensor, lengths: Tensor) -> Tensor:
+        # Relative to the mean first, so that equal rewards give exactly 0.
+        offsets = centred(rewards)
+        return offsets - (lengths * offsets).sum() / lengths.sum()
+
+    found = torch.zeros_like(lengths)
+    totals = earned.totals.double()
+    for group in torch.unique(earned.groups):
+        members = earned.groups == group
+        found[members] = credit(totals[members], lengths[members])
+    return _spread(found, earned.mask)
+
+
+def group_baseline_whitened(earned: Earned, options: AlgorithmConfig) -> Credited:
+    """REINFORCE++ with baseline: R - mean of the group, then whitened over all tokens of the update.
+
+    Source: arXiv 2501.03262, equation 9.
+    """
+    return Credited(whitened(_by_group(earned, centred).advantages, earned.mask))
+
+
+# Token by token.
+
+
+def returns_to_go(earned: Earned, options: AlgorithmConfig) -> Credited:
+    """REINFORCE: the discounted sum of what is still to come, without a baseline.
+
+    Source: Williams (1992); with discount 1 and one terminal reward that reward at every token.
+    """
+    return Credited(_returns(earned, options))
+
+
+def returns_whitened(earned: Earned, options: AlgorithmConfig) -> Credited:
+    """REINFORCE++: returns to go, whitened over all tokens of the update. Source: arXiv 2501.03262, equations 5 to 7.
+
+    The return is carried over tool tokens, unlike verl's, see above.
+    """
+    return Credited(whitened(_returns(earned, options), earned.mask))
+
+
+def gae(earned: Earned, options: AlgorithmConfig) -> Credited:
+    """Generalised advantage estimation over sampled tokens; advantages whitened, returns not.
+
+    delta_t = r_t + discount V_t+1 - V_t; A_t = delta_t + discount lambda A_t+1, 0 after the last. returns = A + V, before the
+    whitening. Source: arXiv 1506.02438, equations 11 to 16; whitening as in verl and OpenAI's lm-human-preferences.
+    """
+    values = _values(earned)
+    advantages = _accumulated(earned.rewards, values, earned.mask, *_decays(options))
+    return Credited(whitened(advantages, earned.mask), torch.where(earned.mask, advantages + values, 0.0))
+
+
+def turn_gae(earned: Earned, options: AlgorithmConfig) -> Credited:
+    """GAE over turns, then over the tokens inside of each; advantages whitened, returns not.
+
+    A turn k is one decision: its value V_k is that of its first token, its reward r_k the sum of its tokens'. Over turns, as
+    above: A_k = delta_k + discount lambda A_k+1, delta_k = r_k + discount V_k+1 - V_k. Inside, the last token is measured by
+    what follows, A_t = r_t + discount (V_k+1 + lambda A_k+1) - V_t, those before it by A_t = r_t + V_t+1 - V_t + lambda A_t+1,
+    without discount: time passes between turns. So a turn's length does not change how far back a reward reaches, a token pays
+    for no KL that was spent before it, and with discount and lambda 1 this is `gae`. returns = A + V at each token.
+
+    Source: after VAGEN's Bi-Level GAE, arXiv 2510.16907; there the last token has A_k itself.
+    """
+    values = _values(earned)
+    discount, lambda_ = _decays(options)
+    advantages = torch.zeros_like(values)
+    for row, (turns, mask) in enumerate(zip(earned.turns, earned.mask, strict=True)):
+        length = int(mask.sum())
+        if not length:
+            continue
+        starts = [0, *(1 + (turns[1:length] != turns[: length - 1]).nonzero()[:, 0]).tolist()]
+        rewards, value = earned.rewards[row].tolist(), values[row].tolist()
+        found = [0.0] * length
+        after = 0.0  # V + lambda A of the turn that follows
+        for start, end in reversed(list(zip(starts, [*starts[1:], length], strict=True))):
+            found[end - 1] = rewards[end - 1] + discount * after - value[end - 1]
+            for t in range(end - 2, start - 1, -1):
+                found[t] = rewards[t] + value[t + 1] - value[t] + lambda_ * found[t + 1]
+            after = value[start] + lambda_ * (math.fsum(rewards[start:end]) + discount * after - value[start])
+        advantages[row, :length] = torch.tensor(found, dtype=advantages.dtype)
+    return Credited(whitened(advantages, earned.mask), torch.where(earned.mask, advantages + values, 0.0))
+
+
+def whitened(values: Tensor, mask: Tensor) -> Tensor:
+    """(values - mean) / sqrt(variance + 1e-8) over what the mask names, variance unbiased; 0 elsewhere.
+
+    Equal values give exactly 0; a single one too.
+    """
+    chosen = values[mask]
+    if not len(chosen) or torch.equal(chosen, chosen[:1].expand_as(chosen)):
+        return torch.zeros_like(values)
+    return torch.where(mask, (values - chosen.mean()) * (chosen.var() + WHITEN_EPSILON).rsqrt(), 0.0)
+
+
+def _by_group(earned: Earned, credit: Callable[[Tensor], Tensor]) -> Credited:
+    totals = earned.totals.double()
+    found = torch.zeros_like(totals)
+    for group in torch.unique(earned.groups):
+        members = earned.groups == group
+        found[members] = credit(totals[members])
+    return _spread(found, earned.mask)
+
+
+def _spread(per_episode: Tensor, mask: Tensor) -> Credited:
+    return Credited(torch.where(mask, per_episode[:, None], 0.0))
+
+
+def _returns(earned: Earned, options: AlgorithmConfig) -> Tensor:
+    assert options.discount is not None  # settled
+    zeros = torch.zeros_like(earned.rewards)
+    return _accumulated(earned.rewards, zeros, earned.mask, options.discount, 1.0)
+
+
+def _decays(options: AlgorithmConfig) -> tuple[float, float]:
+    assert options.discount is not None  # settled
+    assert options.gae_lambda is not None
+    return options.discount, options.gae_lambda
+
+
+def _values(earned: Earned) -> Tensor:
+    if earned.values is None:
+        raise StateError("This credit needs a critic's values, and the algorithm has no critic.")
+    return torch.where(earned.mask, earned.values, 0.0)
+
+
+def _accumulated(rewards: Tensor, values: Tensor, mask: Tensor, discount: float, lambda_: float) -> Tensor:
+    """A_t = delta_t + discount lambda A_t+1 over (N, T), from the last token backwards; 0 where there is none."""
+    advantages = torch.zeros_like(values)
+    following, next_value = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    for t in range(values.shape[1] - 1, -1, -1):
+        delta = rewards[:, t] + discount * next_value - values[:, t]
+        following = torch.where(mask[:, t], delta + discount * lambda_ * following, following)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        advantages[:, t] = torch.where(mask[:, t], following, 0.0)
+    return advantages

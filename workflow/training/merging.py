@@ -1,0 +1,96 @@
+"""A policy as one plain model: its LoRA added into its base, the base of a quantised one as what it computes with."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from agentrl.workflow.checkpoints.sealed_folder import RECORD, unwritten
+from agentrl.workflow.config import ModelConfig
+from agentrl.workflow.errors import ModelError
+from agentrl.workflow.models import loading
+from agentrl.workflow.models.policy import Policy, open_at
+from agentrl.workflow.training.offline_checkpoint import AGAIN
+from agentrl.workflow.trajectory import PolicyRef
+
+
+def merge(
+    ref: PolicyRef, config: ModelConfig, manifest: Mapping[str, Any], target: Path, device: str, threads: int
+) -> dict[str, Any]:
+    """Makes a model folder of a stored policy; what its record says of it.
+
+    Args:
+        config: the section of the policy's run; `manifest`: the run's, for its hashes of tokenizer and template.
+
+    Raises:
+        ModelError: the base cannot be loaded, is another than the run's, or the model made does not fit the disk.
+        CheckpointError: the policy's weights are not as they were recorded.
+    """
+    policy = open_at(ref, config, manifest, device, threads)
+    record = {"stage": "merge", **asdict(ref), "kind": policy.kind, "dequantised": config.load_in_4bit or config.load_in_8bit}
+    record["tool_format"] = policy.chat.manner.tool_format.name
+    write_model(target, merged(policy), policy.tokenizer, record)
+    return record
+
+
+def write_model(folder: Path, module: Any, tokenizer: Any, record: Mapping[str, Any]) -> None:
+    """Makes the model folder, whole or not at all, with the record of how it was made.
+
+    Raises:
+        ModelError: the disk has no room for it beside what stands there.
+        CheckpointError: the disk refused; what stood there still stands.
+    """
+    _check_room(folder, module)
+    beside = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        module.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+        (beside / RECORD).write_text(json.dumps(record, indent=1))
+        shutil.rmtree(folder, ignore_errors=True)
+        beside.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise unwritten(folder, error, AGAIN, "model") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _check_room(folder: Path, module: Any) -> None:
+    needed = sum(tensor.nbytes for tensor in {tensor.data_ptr(): tensor for tensor in module.state_dict().values()}.values())
+    there = next(parent for parent in folder.absolute().parents if parent.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        said = f"The model needs {needed >> 20} MiB, and {str(there)!r} has {free >> 20} MiB free; nothing was written."
+        raise ModelError(said, "Free disk space, or name a folder on another disk.")
+
+
+def merged(policy: Policy) -> Any:
+    """The trained weights as a model that needs no adapter and no quantisation; the policy is of no use afterwards.
+
+    A 4-bit or 8-bit base is dequantised first, so that the sum is of the very numbers that were trained beside, and not rounded
+    to so few bits again (which `merge_and_unload` would do).
+    """
+    with policy.training() as module:
+        if policy.kind == "full":
+            return module
+        if not (policy.config.load_in_4bit or policy.config.load_in_8bit):
+            return module.merge_and_unload()  # type: ignore[operator]
+        return _beside_whole_base(policy).merge_and_unload()
+
+
+@torch.no_grad()
+def _beside_whole_base(policy: Policy) -> Any:
+    from peft import get_peft_model
+
+    weights = policy.trainable()
+    whole = loading.load(policy.config, policy.folder, policy.device, policy.kind).dequantize()
+    model = get_peft_model(whole, loading.lora_config(policy.config, policy.rank), adapter_name="policy")
+    for name, parameter in model.named_parameters():
+        if ".policy." in name:
+            parameter.copy_(weights[name.replace(".policy.", ".")])
+    return model

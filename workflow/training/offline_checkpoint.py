@@ -1,0 +1,213 @@
+"""The last checkpoint of a training apart from a run: the same training, begun again after a kill, goes on there.
+
+It lies in `.NAME.training` beside the model `NAME` that is being made, sealed and renamed as a run's are, and goes when the
+model is there. What a step draws is keyed by its number, so weights, optimizer and number are all that a step reads.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from agentrl.workflow.checkpoints import sealed_folder
+from agentrl.workflow.errors import BrokenCheckpoint, CheckpointError, ConflictError
+from agentrl.workflow.training.optimizer import moments, set_moments
+
+AGAIN = "type the same command again"
+ANEW = "Type its command again to go on with it, or pass --force to begin anew."
+APART = 60.0
+"""Seconds between two checkpoints, at least, where nobody says how many steps."""
+SHARE = 20
+"""Of the time of a training its checkpoints take one part in so many, at most, where nobody says how many steps."""
+LARGEST_STATE = 1 << 16
+"""Bytes of what is read of where a training stands."""
+
+
+@contextmanager
+def told_to_stop() -> Iterator[Callable[[], bool]]:
+    """Whether ctrl-C was pressed: once is noted, so that a step ends whole; twice ends the process at once, as ever."""
+    pressed = False
+    if threading.current_thread() is not threading.main_thread():  # only that one hears of it
+        yield lambda: False
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Resumable:
+    """Where one training stands.
+
+    Args:
+        folder: its last checkpoint, or where it will be.
+        key: of recipe, model and data: a checkpoint with another is another training's.
+        every: steps between two checkpoints; None: seldom enough to cost little (`APART`, `SHARE`).
+    """
+
+    def __init__(self, folder: Path, key: str, every: int | None) -> None:
+        self._folder = folder
+        self._key = key
+        self._every = every
+        self._wait = APART
+        self._written = time.monotonic()
+
+    def load(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
+        """Puts weights and optimizer where the last checkpoint has them; how many steps were done, 0 without one.
+
+        Raises:
+            CheckpointError: it cannot be read, or is of other parameters.
+        """
+        if not self._folder.exists():
+            return 0
+        try:
+            weights = load_file(self._folder / sealed_folder.WEIGHTS)
+            state = load_file(self._folder / sealed_folder.OPTIMIZER)
+        except (OSError, SafetensorError) as error:
+            raise _unusable(self._folder) from error
+        if {name: p.shape for name, p in parameters.items()} != {name: tensor.shape for name, tensor in weights.items()}:
+            raise _unusable(self._folder)
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(weights[name])
+        set_moments(optimizer, parameters, state)
+        return stands(self._folder)[1]
+
+    def after(
+        self,
+        done: int,
+        steps: int,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        now: bool = False,
+    ) -> None:
+        """Writes a checkpoint after that step, where one is due or is wanted now.
+
+        Raises:
+            CheckpointError: the disk refused; the one before it still stands.
+        """
+        if done == steps or not (now or self._due(done)):
+            return
+
+        def writer(folder: Path) -> None:
+            tensors = {name: p.detach().to("cpu", copy=True).contiguous() for name, p in parameters.items()}
+            save_file(tensors, folder / sealed_folder.WEIGHTS)
+            save_file(moments(optimizer, parameters), folder / sealed_folder.OPTIMIZER)
+            (folder / sealed_folder.STATE).write_text(json.dumps({"key": self._key, "done": done, "steps": steps}))
+
+        began = time.monotonic()
+        sealed_folder.write(self._folder, writer, AGAIN)
+        self._written = time.monotonic()
+        self._wait = max(APART, SHARE * (self._written - began))
+
+    def drop(self) -> None:
+        """Removes the checkpoint of a training from which nothing can come."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _due(self, done: int) -> bool:
+        return time.monotonic() - self._written > self._wait if self._every is None else done % self._every == 0
+
+
+@contextmanager
+def resumable(target: Path, key: str, every: int | None, overwrite: bool) -> Iterator[Resumable]:
+    """The training that makes the model `target`, with what an earlier one of the same key left; nothing is left at its end.
+
+    Args:
+        overwrite: another's checkpoint, or a broken one, is dropped.
+
+    Raises:
+        ConflictError: another process makes that model, or another training of it was interrupted.
+        CheckpointError: a checkpoint is broken, or none can be written there.
+    """
+    place = target.with_name(f".{target.name}.training")
+    with _alone(place, target):
+        last = place / "last"
+        sealed_folder.settle(last)
+        kept = Resumable(last, key, every)
+        try:
+            _check(last, key, target)
+        except (CheckpointError, ConflictError):
+            if not overwrite:
+                raise
+            kept.drop()
+        yield kept
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def stands(folder: Path) -> tuple[str, int, int]:
+    """The key of the training that wrote a checkpoint, the steps that were done, and of how many.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        with (folder / sealed_folder.STATE).open("rb") as file:
+            state = json.loads(file.read(LARGEST_STATE))
+        key, done, steps = state["key"], state["done"], state["steps"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _unusable(folder) from error
+    if type(key) is not str or type(done) is not int or type(steps) is not int or not 0 < done < steps:
+        raise _unusable(folder)
+    return key, done, steps
+
+
+def _check(last: Path, key: str, target: Path) -> None:
+    """Makes sure that there is no checkpoint, or a whole one of that key."""
+    if not last.exists():
+        return
+    try:
+        sealed_folder.verify(last)
+    except BrokenCheckpoint as error:
+        raise _unusable(last) from error
+    found, done, steps = stands(last)
+    if found != key:
+        said = f"A training of another recipe, model or data was interrupted at step {done} of {steps} of {str(target)!r}."
+        raise ConflictError(said, ANEW)
+
+
+def _unusable(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint {str(folder)!r} of an interrupted training is not as it was written.", "Pass --force to begin anew."
+    )
+
+
+@contextmanager
+def _alone(place: Path, target: Path) -> Iterator[None]:
+    """The folder is there, and this process alone is at work in it; empty, it goes."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        lock = os.open(place, os.O_RDONLY)
+    except OSError as error:
+        raise sealed_folder.unwritten(place, error, AGAIN) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # other than that somebody has it: a file system without locks keeps nobody out
+        if isinstance(error, BlockingIOError):
+            os.close(lock)
+            said = f"Another process is making the model {str(target)!r}."
+            raise ConflictError(said, "Wait for its end, or pass another --name.") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            place.rmdir()
+        os.close(lock)

@@ -1,0 +1,383 @@
+"""Training apart from a run: one loop for what is learned offline (`supervised`, `preference`), and the folder it makes.
+
+An example is rows of exact tokens that are learned together: a demonstration, an episode, a pair of episodes. An objective
+says what is minimised. The result is a model folder in the hub's format, LoRA merged, written beside and renamed, so that
+another process never sees half of it; `training.json` in it says what it was made of.
+"""
+
+import hashlib
+import json
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.config import ModelConfig
+from agentrl.workflow.errors import ModelError, Stopped
+from agentrl.workflow.models.logprobs import keeps_apart, line_logprobs, token_logprobs
+from agentrl.workflow.models.parameters import Parameters, counted
+from agentrl.workflow.models.policy import Policy, open_at
+from agentrl.workflow.training import packing
+from agentrl.workflow.training.batch import Row, collate, rows_of, size
+from agentrl.workflow.training.merging import merged, write_model
+from agentrl.workflow.training.offline_checkpoint import Resumable, told_to_stop
+from agentrl.workflow.training.oom_backoff import Pieces
+from agentrl.workflow.training.optimizer import optimizer_of
+from agentrl.workflow.training.row_scorer import drawing
+from agentrl.workflow.trajectory import Episode, PolicyRef
+
+T = TypeVar("T")
+
+Metrics = Mapping[str, float]
+
+
+class Progress(Protocol):
+    """Is told how a training goes."""
+
+    def begins(self, parameters: Parameters, steps: int, done: int) -> None:
+        """Before the first step, of so many, of which some were done by a process that was killed."""
+
+    def step(self, done: int, steps: int, tokens: int, metrics: Metrics) -> None:
+        """After each step: how many are done, of how many; the tokens it read; its metrics, `loss` first."""
+
+
+class _Untold:
+    def begins(self, parameters: Parameters, steps: int, done: int) -> None:
+        pass
+
+    def step(self, done: int, steps: int, tokens: int, metrics: Metrics) -> None:
+        pass
+
+
+UNTOLD: Progress = _Untold()
+
+
+BETAS, WEIGHT_DECAY = (0.9, 0.98), 0.01
+"""Of the optimizer."""
+
+BATCH_SIZE = 16
+"""Examples per step, unless asked for otherwise."""
+
+PIECE_TOKENS = 8192
+"""Tokens in one forward and backward, padding included, at most, and fewer where memory runs out; no example is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How long and how fast: a short linear warm-up, then a cosine down to zero.
+
+    Args:
+        steps: optimizer steps.
+        batch_size: examples per step.
+        learning_rate: at its highest.
+        seed: of the weights (where new), the teacher, the order and who is held out.
+        gradient_accumulation_steps: pieces that a step's examples are read in, at least; the gradient is the same.
+        held_out: share of the examples that is measured and not learned.
+        optimizer: its name, as in `update.optimizer`.
+    """
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    seed: int = 0
+    gradient_accumulation_steps: int = 1
+    held_out: float = 0.0
+    optimizer: str = "adamw"
+
+
+def recipe_for(examples: int, passes: int, learning_rate: float, batch_size: int | None = None) -> Recipe:
+    """So many passes over that many examples."""
+    batch_size = batch_size or BATCH_SIZE
+    return Recipe(passes * math.ceil(examples / batch_size), batch_size, learning_rate)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What stored episodes are learned by: the model of the run that made them, at one of its policies.
+
+    Args:
+        model: the run's section of the config.
+        policy: the weights to start from.
+        temperature: at which the episodes were sampled. Logits are divided by it here too: so learning from all that a policy
+            says leaves it as it is, on average, and only the choice of episodes moves it.
+        manifest: the run's, for its hashes of tokenizer and template.
+    """
+
+    model: ModelConfig
+    policy: PolicyRef
+    temperature: float = 1.0
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+
+    def record(self, stage: str) -> dict[str, Any]:
+        """What `training.json` says of it."""
+        return {"stage": stage, **asdict(self.policy), "temperature": self.temperature}
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A model that was made.
+
+    Args:
+        folder: where it is.
+        recipe: how it was made.
+        examples: how many there were to learn from.
+        left_out: why others were not learned, and how many.
+        metrics: of the last step.
+    """
+
+    folder: Path
+    recipe: Recipe
+    examples: int
+    left_out: Mapping[str, int]
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Objective(Generic[T]):
+    """What a training minimises.
+
+    Args:
+        rows: of an example.
+        weight: what it counts: a batch's loss is a sum over its examples divided by the sum of their weights.
+        terms: examples, and for each the summed logprobs of its rows (rows,), in nats -> sums over these examples; `loss`,
+            the first, carries the gradient.
+        temperature: what logits are divided by.
+    """
+
+    rows: Callable[[T], Sequence[Row]]
+    weight: Callable[[T], float]
+    terms: Callable[[Sequence[T], Sequence[Tensor]], Mapping[str, Tensor]]
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """A module to train, and what its folder needs beside the weights; its policy, where it is that of one."""
+
+    module: Any
+    chat: Chat
+    kind: str
+    context: int
+    policy: Policy | None = None
+
+
+def learner_of(policy: Policy) -> Learner:
+    """The trainable weights of a policy."""
+    with policy.training() as module:
+        return Learner(module, policy.chat, policy.kind, policy.max_context, policy)
+
+
+def started(start: Start, device: str, threads: int) -> Learner:
+    """The model that stored episodes are learned by.
+
+    Raises:
+        ModelError: it cannot be loaded, or is another than the run's.
+        CheckpointError: the policy's weights are not as they were recorded.
+    """
+    return learner_of(open_at(start.policy, start.model, start.manifest, device, threads))
+
+
+def rows_by_episode(episodes: Sequence[Episode]) -> list[tuple[Row, ...]]:
+    """Each episode's training rows: exact tokens, of which those train that it sampled itself; none where there is none."""
+    found: list[list[Row]] = [[] for _ in episodes]
+    for row in rows_of(episodes):
+        found[row.episode].append(row)
+    return [tuple(rows) for rows in found]
+
+
+def key_of(learner: Learner, recipe: Recipe, source: Mapping[str, Any], examples: Iterable[Sequence[Row]]) -> str:
+    """Names a training by all that it comes from: what learns, how, and every token; wherever the files are.
+
+    Args:
+        source: what `training.json` says of it.
+        examples: the rows of each, those held out too.
+    """
+    policy = learner.policy
+    model = policy.config.model_dump(mode="json", exclude={"path"}) if policy else {}
+    told = {**source, "base": policy.base_hash if policy else source["base"], "recipe": asdict(recipe), "model": model}
+    found = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    for rows in examples:
+        found.update(repr([(row.input_ids, row.loss_mask, row.behavior_logprobs) for row in rows]).encode())
+    return found.hexdigest()
+
+
+def apart(examples: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
+    """Those that are learned and those held out: that share of them, at least one of each; none where the share is 0."""
+    if not share:
+        return list(examples), []
+    count = min(max(1, round(share * len(examples))), len(examples) - 1)
+    held = set(random.Random(f"held out {seed}").sample(range(len(examples)), max(0, count)))
+    return [one for i, one in enumerate(examples) if i not in held], [one for i, one in enumerate(examples) if i in held]
+
+
+def train(
+    module: nn.Module,
+    examples: Sequence[T],
+    recipe: Recipe,
+    objective: Objective[T],
+    progress: Progress = UNTOLD,
+    held_out: Sequence[T] = (),
+    kept: Resumable | None = None,
+) -> Metrics:
+    """Trains the module's trainable parameters in place; the metrics of the last step.
+
+    Args:
+        held_out: examples whose loss is measured ten times on the way, and at the end, as `held_out`.
+        kept: where it goes on, and where it writes its checkpoints.
+
+    Raises:
+        ModelError: the loss or the gradient is no finite number any more.
+        CheckpointError: a checkpoint cannot be read or written.
+        InfraError: memory does not suffice for one example.
+        Stopped: ctrl-C; what is done is kept, where there is a place for it.
+    """
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    device = next(module.parameters()).device
+    optimizer = optimizer_of(recipe.optimizer, parameters, recipe.learning_rate, BETAS, WEIGHT_DECAY)
+    done = kept.load(parameters, optimizer) if kept else 0
+    order = batches(len(examples), recipe.batch_size, recipe.seed)
+    pieces = in_pieces(objective.rows, at_least=recipe.gradient_accumulation_steps, apart=keeps_apart(module))
+    metrics: Metrics = {}
+    progress.begins(counted(module), recipe.steps, done)
+    module.train()
+    with told_to_stop() as stop:
+        for step, numbers in islice(enumerate(order), done, recipe.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.learning_rate * schedule(step, recipe.steps)
+            batch = [examples[number] for number in numbers]
+            with drawing(f"{recipe.seed}|{step}", device):
+                metrics = accumulate(module, batch, objective, pieces)
+            norm = float(nn.utils.clip_grad_norm_(parameters.values(), 1.0))
+            if not math.isfinite(metrics["loss"]) or not math.isfinite(norm):
+                if kept:
+                    kept.drop()
+                said = (
+                    f"In step {step + 1} the loss is {metrics['loss']:g} and the gradient's norm {norm:g}; nothing was written."
+                )
+                raise ModelError(said, "Pass a lower --learning-rate.")
+            optimizer.step()
+            if held_out and (step + 1 == recipe.steps or (step + 1) % max(1, recipe.steps // 10) == 0):
+                metrics = {**metrics, "held_out": measure(module, held_out, objective, pieces)}
+            stopped = stop() and step + 1 < recipe.steps
+            if kept:
+                kept.after(step + 1, recipe.steps, parameters, optimizer, now=stopped)
+            progress.step(
+                step + 1, recipe.steps, sum(len(row.input_ids) for one in batch for row in objective.rows(one)), metrics
+            )
+            if stopped:
+                goes_on = "the same command goes on there" if kept else "nothing was written"
+                raise Stopped(f"Stopped after step {step + 1} of {recipe.steps}; {goes_on}.")
+    module.eval()
+    return metrics
+
+
+def accumulate(module: nn.Module, batch: Sequence[T], objective: Objective[T], pieces: Pieces[T]) -> Metrics:
+    """The gradient of one batch, which does not depend on how it is cut, and its metrics."""
+    whole = sum(map(objective.weight, batch))
+
+    def on(cut: Sequence[Sequence[T]]) -> Metrics:
+        module.zero_grad(set_to_none=True)  # of an attempt for which memory did not suffice
+        sums: dict[str, float] = {}
+        for piece in cut:
+            terms = {name: value / whole for name, value in objective.terms(piece, sums_of(module, piece, objective)).items()}
+            terms["loss"].backward()  # type: ignore[no-untyped-call]
+            for name, value in terms.items():
+                sums[name] = sums.get(name, 0.0) + value.item()
+        return sums
+
+    return pieces.work(batch, on)
+
+
+@torch.no_grad()
+def measure(module: nn.Module, examples: Sequence[T], objective: Objective[T], pieces: Pieces[T]) -> float:
+    """The loss of these examples, from which nothing is learned."""
+    module.eval()
+    whole = sum(map(objective.weight, examples))
+
+    def on(cut: Sequence[Sequence[T]]) -> float:
+        return sum(float(objective.terms(piece, sums_of(module, piece, objective))["loss"]) for piece in cut) / whole
+
+    loss = pieces.work(examples, on)
+    module.train()
+    return loss
+
+
+def sums_of(module: nn.Module, examples: Sequence[T], objective: Objective[T]) -> list[Tensor]:
+    """For each example the logprobs of its rows (rows,), summed over the tokens that train, in nats."""
+    counts = [len(objective.rows(example)) for example in examples]
+    rows = [row for example in examples for row in objective.rows(example)]
+    return list(torch.split(_summed(module, rows, objective.temperature), counts))
+
+
+def _summed(module: nn.Module, rows: Sequence[Row], temperature: float) -> Tensor:
+    """The logprobs of each row's trained tokens, added up (rows,)."""
+    device = next(module.parameters()).device
+    several = packing.filled(rows, device) if keeps_apart(module) else None
+    if several is not None:
+        return several.sums(line_logprobs(module, several.input_ids, several.positions, several.wanted, temperature))
+    batch = collate(rows, device)
+    return token_logprobs(module, batch.input_ids, batch.attention_mask, temperature, batch.loss_mask)[0].sum(1)
+
+
+def in_pieces(
+    rows: Callable[[T], Sequence[Row]], tokens: int = PIECE_TOKENS, at_least: int = 1, apart: bool = False
+) -> Pieces[T]:
+    """How examples of such rows are read: as they are where they fit, else cut, those of like length together.
+
+    Args:
+        at_least: so many pieces, where there are the examples.
+        apart: several rows may stand on one line.
+    """
+
+    def extent(piece: Sequence[T]) -> int:
+        return (packing.size if apart else size)([row for example in piece for row in rows(example)])
+
+    def cut(examples: Sequence[T], tokens: int) -> list[list[T]]:
+        most = max(1, len(examples) // at_least)
+        if extent(examples) <= tokens and len(examples) <= most:
+            return [list(examples)]
+        found: list[list[T]] = []
+        for example in sorted(examples, key=lambda one: -max(len(row.input_ids) for row in rows(one))):
+            if not found or len(found[-1]) == most or extent([*found[-1], example]) > tokens:
+                found.append([])
+            found[-1].append(example)
+        return found
+
+    return Pieces(tokens, cut, extent, "example", "Take a smaller model, or a device with more memory.")
+
+
+def schedule(step: int, steps: int) -> float:
+    """Share of the learning rate: up over the first twentieth, then a half cosine."""
+    return min(1.0, (step + 1) * 20 / steps) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def batches(rows: int, size: int, seed: int) -> Iterator[list[int]]:
+    """Endless batches of row numbers: every row once, in a new order each time round."""
+    rng = random.Random(f"sft order {seed}")
+    while True:
+        order = rng.sample(range(rows), rows)
+        yield from (order[i : i + size] for i in range(0, rows, size))
+
+
+def save(learner: Learner, made: Made, source: Mapping[str, Any]) -> Made:
+    """Makes the model folder, whole or not at all, with the record of how it was made.
+
+    Raises:
+        CheckpointError: the disk refused.
+    """
+    module = merged(learner.policy) if learner.policy else learner.module
+    told = {
+        "tool_format": learner.chat.manner.tool_format.name,
+        "examples": made.examples,
+        "left_out": dict(made.left_out),
+        "metrics": dict(made.metrics),
+    }
+    write_model(made.folder, module, learner.chat.tokenizer, {**source, "recipe": asdict(made.recipe), **told})
+    return made

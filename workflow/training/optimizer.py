@@ -1,0 +1,100 @@
+"""The optimizers, and what they remember as named tensors: what a checkpoint holds of them."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.workflow.errors import CheckpointError, ConfigError
+
+BETAS = (0.9, 0.999)
+QUANTISED = 4096
+"""Elements from which on bitsandbytes keeps a parameter's moments in 8 bits."""
+
+
+def optimizer_of(
+    name: str, parameters: Mapping[str, nn.Parameter], learning_rate: float, betas: tuple[float, float], weight_decay: float
+) -> torch.optim.Optimizer:
+    """An optimizer by its name in the config.
+
+    `adamw` is AdamW (arXiv 1711.05101) as one kernel per parameter, which keeps no copies of it; `adamw_8bit` keeps the moments
+    of large parameters in 8 bits (arXiv 2110.02861).
+    """
+    if name == "adamw":
+        return torch.optim.AdamW(parameters.values(), lr=learning_rate, betas=betas, weight_decay=weight_decay, fused=True)
+    from bitsandbytes.optim.adamw import AdamW8bit  # here and not above: it takes long to import
+
+    made = AdamW8bit(parameters.values(), learning_rate, betas, weight_decay=weight_decay)  # type: ignore[no-untyped-call]
+    return made
+
+
+def require(name: str, device: str) -> None:
+    """Refuses an optimizer that this machine cannot run, by one step of it.
+
+    Raises:
+        ConfigError: saying why.
+    """
+    if name == "adamw":
+        return
+    try:
+        weight = nn.Parameter(torch.ones(QUANTISED, device=device))
+        weight.grad = torch.ones_like(weight)
+        optimizer_of(name, {"": weight}, 0.1, BETAS, 0.0).step()
+        moved = float(weight.detach().max()) < 1
+    except (ImportError, OSError, RuntimeError, NotImplementedError, AttributeError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise _unusable(name, device, said) from error
+    if not moved:
+        raise _unusable(name, device, "a step of it changes nothing")
+
+
+def _unusable(name: str, device: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"The optimizer {name} does not work here on {device}: {why}.", "Take adamw, or pip install bitsandbytes."
+    )
+
+
+def moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Its state by `<parameter>:<moment>`, on the CPU; empty before the first step."""
+    return {
+        f"{name}:{moment}": torch.as_tensor(value).cpu().contiguous()
+        for name, parameter in parameters.items()
+        for moment, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def set_moments(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+) -> None:
+    """Gives it copies of what `moments` returned.
+
+    Raises:
+        CheckpointError: they are of other parameters, or of another optimizer.
+    """
+    states: dict[str, dict[str, Tensor]] = {}  # of no parameter that was left alone so far
+    for key, tensor in tensors.items():
+        name, _, moment = key.rpartition(":")
+        states.setdefault(name, {})[moment] = tensor
+    for name, state in states.items():
+        if name not in parameters or not _fits(optimizer, parameters[name], state):
+            raise CheckpointError("The optimizer's state in the checkpoint is of another model or optimizer.")
+    for name, state in states.items():
+        parameter = parameters[name]
+        whole = isinstance(optimizer, torch.optim.AdamW)
+        optimizer.state[parameter] = {
+            moment: tensor.to(parameter.device, copy=True) if whole or moment != "step" else int(tensor)
+            for moment, tensor in state.items()
+        }
+
+
+def _fits(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> bool:
+    """Whether that is what the optimizer would remember of the parameter."""
+    shape = tuple(parameter.shape)
+    if isinstance(optimizer, torch.optim.AdamW):
+        wanted: dict[str, tuple[int, ...]] = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
+    else:
+        wanted = {"step": (), "state1": shape, "state2": shape}
+        if parameter.numel() >= QUANTISED:
+            blocks = (-(-parameter.numel() // 256),)
+            wanted |= {"qmap1": (256,), "qmap2": (256,), "absmax1": blocks, "absmax2": blocks}
+    return {moment: tuple(tensor.shape) for moment, tensor in state.items()} == wanted

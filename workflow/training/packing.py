@@ -1,0 +1,78 @@
+"""Several rows on one line, none of which sees another: less padding where rows are of unequal length.
+
+The positions of each row begin at 0, by which a model knows the rows apart (`models.logprobs.keeps_apart`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl.workflow.training.batch import PAD_ID, Row
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Rows as tensors, each (B, T).
+
+    Args:
+        positions: of a token in its row; 0 where there is none.
+        wanted: True where a token trains.
+        owner: the number of its row.
+        rows: how many there are.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    wanted: Tensor
+    owner: Tensor
+    rows: int
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Of values (B, T - 1), one for each token but the first, those of wanted tokens added up for each row (rows,)."""
+        wanted = self.wanted[:, 1:]
+        return values.new_zeros(self.rows).index_add(0, self.owner[:, 1:][wanted], values[wanted])
+
+
+def placed(rows: Sequence[Row]) -> list[list[int]]:
+    """The rows of each line, by their numbers: no line is longer than the longest row. Longest first, where it first fits."""
+    lengths = [len(row.input_ids) for row in rows]
+    lines: list[list[int]] = []
+    room: list[int] = []
+    for number in sorted(range(len(rows)), key=lambda number: -lengths[number]):
+        line = next((at for at, left in enumerate(room) if left >= lengths[number]), len(lines))
+        if line == len(lines):
+            lines.append([])
+            room.append(max(lengths))
+        lines[line].append(number)
+        room[line] -= lengths[number]
+    return lines
+
+
+def size(rows: Sequence[Row]) -> int:
+    """Tokens that the model reads for them, padding included."""
+    return len(placed(rows)) * max(len(row.input_ids) for row in rows)
+
+
+def filled(rows: Sequence[Row], device: torch.device | str = "cpu") -> Lines | None:
+    """The rows on fewer lines than there are rows; None where that cannot be."""
+    lines = placed(rows)
+    if len(lines) == len(rows):
+        return None
+    shape = len(lines), max(len(row.input_ids) for row in rows)
+    ids = torch.full(shape, PAD_ID)
+    positions, owner = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    wanted = torch.zeros(shape, dtype=torch.bool)
+    for line, numbers in enumerate(lines):
+        start = 0
+        for number in numbers:
+            row = rows[number]
+            span = slice(start, start + len(row.input_ids))
+            ids[line, span] = torch.tensor(row.input_ids)
+            positions[line, span] = torch.arange(len(row.input_ids))
+            owner[line, span] = number
+            wanted[line, span] = torch.tensor(row.loss_mask)
+            wanted[line, start] = False  # nothing of its row stands before it
+            start = span.stop
+    return Lines(ids.to(device), positions.to(device), wanted.to(device), owner.to(device), len(rows))

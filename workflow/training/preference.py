@@ -1,0 +1,184 @@
+"""Direct preference optimisation on siblings: of two episodes of one group the better one is made likelier than the worse.
+
+Rafailov et al. 2023, arXiv 2305.18290. The implicit reward of an episode is beta x (its logprob under the policy - under the
+reference), a sum over the tokens that it sampled itself: what tools and templates wrote, and what forks share with their
+parent, is no part of it. The reference is either the weights that the training starts from, read once before it (the margin
+begins at 0), or the sampler, whose logprobs are stored with the tokens (nothing is read; the two episodes of a pair may then
+have different references, and the margin does not begin at 0 unless the start is what sampled them).
+
+`margin` is the mean difference of the two implicit rewards, `accuracy` how often it is above 0.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from agentrl.workflow.errors import ConfigError, StateError
+from agentrl.workflow.models.loading import pick_device
+from agentrl.workflow.models.logprobs import keeps_apart
+from agentrl.workflow.models.lookup import refuse_existing
+from agentrl.workflow.training.batch import Row
+from agentrl.workflow.training.offline_checkpoint import resumable
+from agentrl.workflow.training.offline_training import (
+    UNTOLD,
+    Made,
+    Objective,
+    Progress,
+    Recipe,
+    Start,
+    in_pieces,
+    key_of,
+    recipe_for,
+    rows_by_episode,
+    save,
+    started,
+    sums_of,
+    train,
+)
+from agentrl.workflow.training.oom_backoff import Pieces
+from agentrl.workflow.training.optimizer import require
+from agentrl.workflow.trajectory import Episode
+
+Reference = Literal["start", "sampler"]
+REFERENCES: tuple[Reference, ...] = ("start", "sampler")
+
+PASSES = 3
+"""Over the pairs, unless asked for otherwise."""
+
+EMPTY = "nothing sampled"
+"""Why a pair is left out: by one of its episodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two episodes of one group: their training rows, and what the reference says.
+
+    Args:
+        chosen, rejected: rows of the better and of the worse one.
+        reference: the reference's logprob of the chosen one's sampled tokens minus the rejected one's, in nats.
+    """
+
+    chosen: tuple[Row, ...]
+    rejected: tuple[Row, ...]
+    reference: float = 0.0
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All of them, the chosen one's first."""
+        return (*self.chosen, *self.rejected)
+
+
+def dpo(
+    pairs: Sequence[tuple[Episode, Episode]],
+    start: Start,
+    target: Path,
+    *,
+    beta: float = 0.1,
+    reference: Reference = "start",
+    recipe: Recipe | None = None,
+    device: str = "auto",
+    threads: int = 0,
+    overwrite: bool = False,
+    save_every: int | None = None,
+    progress: Progress = UNTOLD,
+) -> Made:
+    """Trains a run's model to prefer the first episode of each pair to the second, and saves it.
+
+    Args:
+        pairs: already chosen (`stats.selection.pairs`), of one base and temperature.
+        start: the model and the weights that learn.
+        target: the model folder to make.
+        beta: how much a nat counts; the smaller, the further the policy goes from the reference.
+        recipe: unset: `PASSES` over them at 1e-4.
+
+    Raises:
+        ConflictError: the target exists, and overwrite is off.
+        StateError: in no pair both episodes sampled a token of their own.
+        ConfigError: beta is not above 0, or the recipe's optimizer does not work here.
+        ModelError, CheckpointError: as `training.offline_training.started` and `train` do.
+    """
+    refuse_existing(target, overwrite)
+    if not 0 < beta < float("inf"):
+        raise ConfigError(f"beta must be above 0, not {beta:g}.", "0.1 is customary.")
+    chosen, rejected = (rows_by_episode(side) for side in zip(*pairs, strict=True)) if pairs else ([], [])
+    both = [(ids, Pair(*rows)) for ids, rows in zip(pairs, zip(chosen, rejected, strict=True), strict=True) if all(rows)]
+    if not both:
+        raise StateError(f"In none of {len(pairs)} pairs both episodes sampled anything to learn from.", "agentrl episodes RUN")
+    recipe = recipe or recipe_for(len(both), PASSES, 1e-4)
+    require(recipe.optimizer, pick_device(device))
+    learner = started(start, device, threads)
+    examples = [pair for _, pair in both]
+    objective = preference(beta, start.temperature)
+    known = sampled_by(examples) if reference == "sampler" else read_by(learner.module, examples, objective)
+    examples = [Pair(pair.chosen, pair.rejected, value) for pair, value in zip(examples, known, strict=True)]
+    ids = [[better.id, worse.id] for (better, worse), _ in both]
+    source = start.record("dpo") | {"beta": beta, "reference": reference, "pairs": ids}
+    key = key_of(learner, recipe, source, [pair.rows for pair in examples])
+    with resumable(target, key, save_every, overwrite) as kept:
+        metrics = train(learner.module, examples, recipe, objective, progress, kept=kept)
+        return save(learner, Made(target, recipe, len(both), +Counter({EMPTY: len(pairs) - len(both)}), metrics), source)
+
+
+def dpo_loss(difference: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """The loss of each pair and the margin of its implicit rewards; both (N,).
+
+    -log sigmoid(margin), margin = beta x ((lp_chosen - ref_chosen) - (lp_rejected - ref_rejected)).
+    Source: arXiv 2305.18290, equation 7.
+
+    Args:
+        difference: the policy's logprob of the chosen episode minus that of the rejected one (N,), in nats.
+        reference: the reference's, a constant (N,).
+        beta: above 0.
+    """
+    margin = beta * (difference - reference)
+    return -logsigmoid(margin), margin
+
+
+def preference(beta: float, temperature: float = 1.0) -> Objective[Pair]:
+    """The mean of `dpo_loss` over a batch's pairs."""
+
+    def terms(pairs: Sequence[Pair], logprobs: Sequence[Tensor]) -> dict[str, Tensor]:
+        difference = differences(pairs, logprobs)
+        loss, margin = dpo_loss(difference, difference.new_tensor([pair.reference for pair in pairs]), beta)
+        margin = margin.detach()
+        return {"loss": loss.sum(), "accuracy": (margin > 0).sum(), "margin": margin.sum()}
+
+    return Objective(rows=lambda pair: pair.rows, weight=lambda pair: 1.0, terms=terms, temperature=temperature)
+
+
+def differences(pairs: Sequence[Pair], logprobs: Sequence[Tensor]) -> Tensor:
+    """Of each pair (N,): the logprob of the chosen rows minus that of the rejected ones, which come after them."""
+    return torch.stack(
+        [rows[: len(pair.chosen)].sum() - rows[len(pair.chosen) :].sum() for pair, rows in zip(pairs, logprobs, strict=True)]
+    )
+
+
+def sampled_by(pairs: Sequence[Pair]) -> list[float]:
+    """Each pair's difference as the sampler computed it, when it sampled."""
+    return [_recorded(pair.chosen) - _recorded(pair.rejected) for pair in pairs]
+
+
+def _recorded(rows: Sequence[Row]) -> float:
+    return sum(value for row in rows for value, own in zip(row.behavior_logprobs, row.loss_mask, strict=True) if own)
+
+
+@torch.no_grad()
+def read_by(module: nn.Module, pairs: Sequence[Pair], objective: Objective[Pair]) -> list[float]:
+    """Each pair's difference under the module as it is, without dropout."""
+    module.eval()
+
+    def on(cut: Sequence[Sequence[int]]) -> dict[int, float]:
+        found: dict[int, float] = {}
+        for piece in cut:
+            some = [pairs[number] for number in piece]
+            found |= zip(piece, differences(some, sums_of(module, some, objective)).tolist(), strict=True)
+        return found
+
+    pieces: Pieces[int] = in_pieces(lambda number: pairs[number].rows, apart=keeps_apart(module))
+    return [difference for _, difference in sorted(pieces.work(range(len(pairs)), on).items())]

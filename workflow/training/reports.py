@@ -1,0 +1,155 @@
+"""What an update says of itself, and what it is made of: pure functions of groups, advantages and metrics."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from agentrl.workflow.training.advantages import Credited
+from agentrl.workflow.training.batch import Row
+from agentrl.workflow.training.losses import Normaliser
+from agentrl.workflow.training.token_layout import Constants, Tokens
+from agentrl.workflow.trajectory import Group
+
+Metrics = Mapping[str, float]
+WHOLE = frozenset({"loss", "sampler_difference_max"})
+"""Metrics that are no sums over tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an update did.
+
+    Args:
+        metrics: over the whole update: `loss`, `grad_norm` (before clipping), `tokens` and `rows` that trained, `seconds`;
+            means over the tokens that the model read again (those with an advantage; all where a KL, an entropy bonus or a
+            critic is in the loss): `entropy`, `ratio`, `clip_fraction`, `policy_kl` (to the policy before the update), `kl` (to
+            the reference, where kl_coef > 0; where it is in the reward, over all tokens and before the update),
+            `sampler_difference_mean` and its maximum `_max` (|sampler's - trainer's logprob|); with a critic `value_loss`, and
+            `explained_variance` before the update; with max_sampler_difference the number of episodes that were not used for
+            it, `sampler_dropped`. With max_staleness > 0 also `staleness`, in versions, and unless importance_cap is null the
+            mean `importance_weight` and, as `importance_truncated`, the share that the cap cut.
+        steps: the same per optimizer step.
+        advantages: by episode id, of the episodes that were used: the mean over its tokens.
+        dropped: why a group was not used, or not all of its finished episodes, by slot.
+        skipped: why the weights were left as they were; None where they were updated.
+        bad: something was not finite; what is in memory may be spoiled, and the last checkpoint is to be loaded.
+    """
+
+    metrics: Metrics = field(default_factory=dict)
+    steps: tuple[Metrics, ...] = ()
+    advantages: Mapping[int, float] = field(default_factory=dict)
+    dropped: Mapping[int, str] = field(default_factory=dict)
+    skipped: str | None = None
+    bad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The first optimizer step of an update, of which nothing was kept.
+
+    Args:
+        update: what the update would have said of itself, had it ended after that step.
+        after: `ratio`, `clip_fraction` and `policy_kl` of the same tokens with the weights that the step made.
+        gradient: (P,) of the policy's trainable weights on the CPU, as far as max_grad_norm lets it; None without a step.
+        blank: of `critic` and `optimizer` what had learned nothing yet.
+    """
+
+    update: Update
+    after: Metrics = field(default_factory=dict)
+    gradient: Tensor | None = None
+    blank: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What was found out about the rows before the update begins, by row; empty where it is not needed.
+
+    `start`: logprobs of the policy; the others are named as in `training.losses` and `training.advantages`. `kl`: the mean over
+    all tokens of what was taken off their rewards, for a weight of 1; None where nothing was.
+    """
+
+    advantages: Constants
+    start: Constants
+    reference: Constants
+    values: Constants
+    returns: Constants
+    kl: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """The rows of one optimizer step that teach, and counts over all of its rows."""
+
+    rows: Sequence[Row]
+    normaliser: Normaliser
+
+    def means(self, sums: Metrics) -> dict[str, float]:
+        """Sums over the tokens that were read as their means."""
+        read = sum(sum(row.loss_mask) for row in self.rows)
+        return {name: value if name in WHOLE else value / read for name, value in sums.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An update before its first step.
+
+    Args:
+        minibatches: one per optimizer step of a pass, at least one.
+        episodes: how many are used.
+        beside: metrics that all steps share.
+        whole: metrics of the whole update alone.
+        advantages, dropped: as of `Update`.
+    """
+
+    minibatches: Sequence[Minibatch]
+    known: Known
+    episodes: int
+    beside: Metrics
+    whole: Metrics
+    advantages: Mapping[int, float]
+    dropped: Mapping[int, str]
+
+
+def select(groups: Sequence[Group], needs_group: bool) -> tuple[list[Group], dict[int, str]]:
+    """The groups with their trainable episodes only, and why others are dropped, by slot.
+
+    A group-relative algorithm needs 2 finished episodes in a group, any other 1.
+    """
+    kept, dropped = [], {}
+    for group in groups:
+        done = tuple(episode for episode in group.episodes if episode.trainable)
+        if len(done) >= (2 if needs_group else 1):
+            kept.append(Group(group.task, done, group.slot))
+        else:
+            dropped[group.slot] = f"{len(done)} of {len(group.episodes)} episodes can train"
+    return kept, dropped
+
+
+def per_episode(credited: Credited, tokens: Tokens) -> list[float]:
+    """Each episode's advantage: that of all of its tokens, or their mean; 0 where none of them trains."""
+    found = []
+    for line, length in zip(credited.advantages, tokens.lengths.tolist(), strict=True):
+        values = line[:length]
+        alike = length and bool((values == values[0]).all())
+        found.append(float(values[0]) if alike else float(values.mean()) if length else 0.0)
+    return found
+
+
+def why_strayed(groups: Sequence[Group], strayed: Set[int]) -> dict[int, str]:
+    """By slot; the episodes of all groups are counted through."""
+    slots = [group.slot for group in groups for _ in group.episodes]
+    counts = Counter(slots[number] for number in strayed)
+    return {slot: f"{n} of {slots.count(slot)} episodes: sampler and trainer differ" for slot, n in counts.items()}
+
+
+def overall(steps: Sequence[Metrics]) -> dict[str, float]:
+    """The steps' metrics as one: maxima are maxima, all else is weighed by tokens; what trained is counted once a pass."""
+    tokens = sum(step["tokens"] for step in steps)
+    combined = {name: sum(step[name] * step["tokens"] for step in steps) / tokens for name in steps[0]}
+    return combined | {
+        "sampler_difference_max": max(step["sampler_difference_max"] for step in steps),
+        "tokens": tokens,
+        "rows": sum(step["rows"] for step in steps),
+    }

@@ -1,0 +1,267 @@
+"""Supervised fine-tuning: how the tiny model is made, how any model gets a start, and how it learns from its best episodes.
+
+A demonstration is laid out token by token as an episode would be (opening, turn, continuation, turn); only the
+assistant's turns are learned. Of a stored episode the exact tokens are taken as they are, and what it sampled is learned:
+with a choice of the best that is rejection sampling (RAFT, arXiv 2304.06767; STaR, arXiv 2203.14465).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.config import ModelConfig
+from agentrl.workflow.datasets import Dataset
+from agentrl.workflow.envs import Env
+from agentrl.workflow.errors import DatasetError, StateError
+from agentrl.workflow.models.loading import pick_device
+from agentrl.workflow.models.lookup import TINY, refuse_existing
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.models.tiny import tiny_model, tiny_tokenizer
+from agentrl.workflow.plugins import find
+from agentrl.workflow.tool_formats import AUTO
+from agentrl.workflow.training.batch import Row
+from agentrl.workflow.training.demonstrations import Demonstration
+from agentrl.workflow.training.offline_checkpoint import resumable
+from agentrl.workflow.training.offline_training import (
+    UNTOLD,
+    Learner,
+    Made,
+    Objective,
+    Progress,
+    Recipe,
+    Start,
+    apart,
+    key_of,
+    learner_of,
+    recipe_for,
+    rows_by_episode,
+    save,
+    started,
+    train,
+)
+from agentrl.workflow.training.optimizer import require
+from agentrl.workflow.trajectory import Episode, Message, Task
+
+Segments = list[tuple[tuple[int, ...], bool]]
+"""A conversation as runs of token ids; True where the assistant says them."""
+
+Example = tuple[Row, ...]
+"""The rows of one demonstration or episode."""
+
+TOKENIZER_SAMPLES = 500
+"""So many demonstrations show a tiny tokenizer its texts."""
+
+PASSES = 3
+"""Over stored episodes, unless asked for otherwise."""
+
+UNSOLVED, TOO_LONG, EMPTY = "no demonstration", "longer than the model reads", "nothing sampled"
+"""Why a task or an episode is left out."""
+
+
+def default_recipe(model: str, full: bool) -> Recipe:
+    """What works: measured for `tiny` on arithmetic, customary for the others."""
+    if model == TINY:
+        return Recipe(steps=400, batch_size=32, learning_rate=3e-3)
+    return Recipe(steps=200, batch_size=16, learning_rate=2e-5 if full else 2e-4)
+
+
+def sft(
+    dataset: Dataset | Sequence[Demonstration],
+    model: str,
+    target: Path,
+    *,
+    recipe: Recipe | None = None,
+    epochs: int | None = None,
+    max_samples: int | None = None,
+    config: ModelConfig | None = None,
+    start: Start | None = None,
+    device: str = "auto",
+    threads: int = 0,
+    overwrite: bool = False,
+    save_every: int | None = None,
+    progress: Progress = UNTOLD,
+) -> Made:
+    """Fine-tunes a model on a dataset's demonstrations and saves it.
+
+    Args:
+        dataset: one with demonstrations, or these themselves.
+        model: `tiny` for a new tiny model, else a folder or hub name.
+        target: the model folder to make; see `models.lookup.made_name`.
+        recipe: unset: `default_recipe`.
+        epochs: passes over the demonstrations, in place of the recipe's steps.
+        max_samples: only the first so many tasks.
+        config: LoRA or all weights, quantised or not, for a model that exists.
+        start: the policy of a run to start from, of which `model` is the base.
+        save_every: steps between two checkpoints, at the last of which the same training goes on after a kill.
+
+    Raises:
+        ConflictError: the target exists, or another training of it was interrupted, and overwrite is off.
+        DatasetError: the dataset has no demonstrations, or none that fits the model.
+        ConfigError: the recipe's optimizer does not work here.
+        ModelError: the model cannot be loaded, or the loss is no finite number any more.
+        CheckpointError: the policy's weights are not as they were recorded, or the disk refused a checkpoint.
+    """
+    refuse_existing(target, overwrite)
+    if threads:
+        torch.set_num_threads(threads)
+    if recipe is not None:
+        require(recipe.optimizer, pick_device(device))
+    if start is not None:
+        learner = started(start, device, threads)
+    else:
+        learner = _tiny(dataset, recipe, device, config) if model == TINY else _existing(model, config, device, threads)
+    recipe = recipe or default_recipe(model, learner.kind == "full")
+    most = None if epochs else recipe.steps * recipe.batch_size
+    found = demonstrations(dataset, most if max_samples is None else max_samples, recipe.seed)
+    shown = [segments_of(learner.chat, one) if one else None for one in found]
+    examples = [(row_of(segments),) for segments in shown if segments is not None]
+    fitting = [example for example in examples if len(example[0].input_ids) <= learner.context]
+    left_out = Counter({UNSOLVED: len(shown) - len(examples), TOO_LONG: len(examples) - len(fitting)})
+    if not fitting:
+        said = f"None of {len(shown)} tasks has a demonstration that fits into {learner.context} tokens."
+        raise DatasetError(said, "Shorten them, or take a model that reads more.")
+    learned, held_out = apart(fitting, recipe.held_out, recipe.seed)
+    if epochs:
+        recipe = replace(recipe, steps=epochs * math.ceil(len(learned) / recipe.batch_size))
+    source = start.record("sft") if start else {"stage": "sft", "base": model}
+    source |= {"env": dataset.env} if isinstance(dataset, Dataset) else {}
+    key = key_of(learner, recipe, source, [*learned, *held_out])
+    with resumable(target, key, save_every, overwrite) as kept:
+        metrics = train(learner.module, learned, recipe, likelihood(), progress, held_out, kept)
+        return save(learner, Made(target, recipe, len(learned), +left_out, metrics), source)
+
+
+def sft_on_episodes(
+    episodes: Sequence[Episode],
+    start: Start,
+    target: Path,
+    *,
+    recipe: Recipe | None = None,
+    device: str = "auto",
+    threads: int = 0,
+    overwrite: bool = False,
+    save_every: int | None = None,
+    progress: Progress = UNTOLD,
+) -> Made:
+    """Fine-tunes a run's model on what these episodes sampled, and saves it.
+
+    Args:
+        episodes: already chosen (`stats.selection.best`), of one base and temperature.
+        start: the model and the weights that learn.
+        target: the model folder to make.
+        recipe: unset: `PASSES` over them at 1e-4.
+
+    Raises:
+        ConflictError: the target exists, and overwrite is off.
+        StateError: no episode sampled a token of its own.
+        ModelError, CheckpointError: as `training.offline_training.started` and `train` do.
+    """
+    refuse_existing(target, overwrite)
+    rows = rows_by_episode(episodes)
+    taken = [(episode.id, example) for episode, example in zip(episodes, rows, strict=True) if example]
+    if not taken:
+        raise StateError(f"None of {len(episodes)} episodes sampled anything to learn from.", "agentrl episodes RUN")
+    recipe = recipe or recipe_for(len(taken), PASSES, 1e-4)
+    require(recipe.optimizer, pick_device(device))
+    learner = started(start, device, threads)
+    examples = [example for _, example in taken]
+    source = start.record("sft") | {"episodes": [number for number, _ in taken]}
+    with resumable(target, key_of(learner, recipe, source, examples), save_every, overwrite) as kept:
+        metrics = train(learner.module, examples, recipe, likelihood(start.temperature), progress, kept=kept)
+        made = Made(target, recipe, len(taken), +Counter({EMPTY: len(episodes) - len(taken)}), metrics)
+        return save(learner, made, source)
+
+
+def likelihood(temperature: float = 1.0) -> Objective[Example]:
+    """Mean cross entropy over a batch's learned tokens, in nats per token."""
+    return Objective(
+        rows=lambda example: example,
+        weight=lambda example: sum(sum(row.loss_mask) for row in example),
+        terms=_negative_sum,
+        temperature=temperature,
+    )
+
+
+def _negative_sum(examples: Sequence[Example], logprobs: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {"loss": -torch.cat(list(logprobs)).sum()}
+
+
+def _tiny(
+    dataset: Dataset | Sequence[Demonstration], recipe: Recipe | None, device: str, config: ModelConfig | None
+) -> Learner:
+    seed = recipe.seed if recipe else 0
+    tokenizer = tiny_tokenizer(texts_of(demonstrations(dataset, TOKENIZER_SAMPLES, seed)))
+    module = tiny_model(len(tokenizer), seed).to(pick_device(device))  # type: ignore[arg-type]
+    if config is not None and config.chat_template is not None:
+        tokenizer.chat_template = config.chat_template
+    return Learner(
+        module, Chat(tokenizer, config.tool_format if config else AUTO), "full", int(module.config.max_position_embeddings)
+    )
+
+
+def _existing(model: str, config: ModelConfig | None, device: str, threads: int) -> Learner:
+    config = config or ModelConfig.model_validate({"path": model, "tool_format": AUTO})
+    return learner_of(Policy.load(config, model, device, threads))
+
+
+def demonstrations(dataset: Dataset | Sequence[Demonstration], most: int | None, seed: int) -> Iterator[Demonstration | None]:
+    """The first demonstrations of a dataset, each as its env would have it; None for a task that has none.
+
+    Raises:
+        DatasetError: the dataset has no demonstrations.
+    """
+    if isinstance(dataset, Dataset):
+        return _played(dataset, list(islice(dataset.load(dataset.sft_split), most)), seed)
+    return iter(dataset[:most])
+
+
+def _played(dataset: Dataset, tasks: Sequence[Task], seed: int) -> Iterator[Demonstration | None]:
+    if dataset.demonstrations is None:
+        raise DatasetError("This dataset has no demonstrations to learn from.", "Try: agentrl sft --dataset arithmetic")
+    env: Env = find("envs", dataset.env)
+    schemas = tuple(tool.schema for tool in env.toolset().values())
+    for task, messages in zip(tasks, dataset.demonstrations(tasks, seed), strict=True):
+        if messages is None:
+            yield None
+        else:
+            yield Demonstration((*env.reset(task), *messages[len(task.messages) :]), schemas)
+
+
+def texts_of(shown: Iterable[Demonstration | None]) -> list[str]:
+    """The texts that a tokenizer meets there, cut where one speaker's tokens end and the other's begin."""
+    plain = Chat(tiny_tokenizer([]))
+    return [plain.decode(ids) for one in shown if one for ids, _ in segments_of(plain, one)]
+
+
+def segments_of(chat: Chat, shown: Demonstration) -> Segments:
+    """The demonstration as the episode it would be.
+
+    Raises:
+        DatasetError: a template cannot continue its turns.
+    """
+    segments: Segments = []
+    heard: list[Message] = []
+    for message in shown.messages:
+        if message.role != "assistant":
+            heard.append(message)
+            continue
+        ids, reason = chat.continuation(heard, shown.tools) if segments else (chat.opening(heard, shown.tools), "")
+        if ids is None:
+            raise DatasetError(f"A demonstration cannot be one row of tokens: {reason}.")
+        segments += [(ids, False), (chat.turn(message, shown.tools), True)]
+        heard = []
+    return segments
+
+
+def row_of(segments: Segments) -> Row:
+    """The demonstration as a training row; what the assistant says trains."""
+    ids = tuple(token for run, _ in segments for token in run)
+    said = tuple(spoken for run, spoken in segments for _ in run)
+    return Row(0, 0, ids, said, said, (0.0,) * len(ids))

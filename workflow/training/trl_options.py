@@ -1,0 +1,170 @@
+"""What TRL's `GRPOTrainer` can do of a run, in its own words, and what it cannot. See `training.trl_trainer`.
+
+TRL is installed only where it is asked for (`pip install 'agentrl[trl]'`), and nothing here needs it: the command line checks a
+run before anything is written. An algorithm is known by how it credits and what it minimises, so that a person's own may be
+one of TRL's too.
+"""
+
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from typing import Any
+
+from agentrl.workflow.algorithms import Algorithm, settled
+from agentrl.workflow.config import AlgorithmConfig, RunConfig
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.plugins import find, names
+from agentrl.workflow.settings import settings
+
+VERSION = "1.16.0"
+"""Its `rollout_func` is experimental there: another version may call it otherwise."""
+
+INSTALL = "pip install 'agentrl[trl]'"
+CREDIT = "agentrl.workflow.training.advantages:relative_to_group"
+
+_CLIPPED = {
+    "token-mean": "dapo",
+    "seq-mean-token-mean": "grpo",
+    "seq-mean-token-sum": "luspo",
+    "seq-mean-token-sum-norm-trl": "dr_grpo",
+}
+LOSSES: Mapping[str, Mapping[str, str]] = {
+    "agentrl.workflow.training.losses:clipped": _CLIPPED,
+    "agentrl.workflow.training.losses:clipped_sequence_mean": _CLIPPED,
+    "agentrl.workflow.training.losses:clipped_weight": {"token-mean": "cispo"},
+    "agentrl.workflow.training.losses:soft_gate": {"seq-mean-token-mean": "sapo"},
+}
+"""Surrogate -> aggregation -> TRL's `loss_type`."""
+
+
+def check_trainer(config: RunConfig) -> None:
+    """Refuses what the run's trainer cannot do or would not read; workers of a named broker may have installed what is missing.
+
+    Raises:
+        ConfigError: saying what.
+    """
+    cap = AlgorithmConfig.model_fields["importance_cap"].default
+    if not config.rollout.max_staleness and config.algorithm.importance_cap != cap:
+        raise ConfigError("algorithm.importance_cap does nothing where rollout.max_staleness is 0.", "Leave it out.")
+    if config.update.trainer == "trl":
+        check_trl(config)
+        if not settings().broker_url:
+            require_trl()
+
+
+def require_trl() -> None:
+    """Refuses to go on without TRL, or with one that was not tried.
+
+    Raises:
+        ConfigError: it is not installed here, or in another version.
+    """
+    try:
+        found = metadata.version("trl")
+    except metadata.PackageNotFoundError as error:
+        raise ConfigError("The trainer trl needs TRL, which is not installed here.", INSTALL) from error
+    if found != VERSION:
+        raise ConfigError(f"The trainer trl was made for TRL {VERSION}, and {found} is installed here.", INSTALL)
+
+
+def check_trl(config: RunConfig) -> None:
+    """Refuses what TRL's trainer would not do, or would leave out.
+
+    Args:
+        config: of a training run.
+
+    Raises:
+        ConfigError: naming the option, and why.
+    """
+    said = next(_refusals(config), None)
+    if said is not None:
+        raise ConfigError(f"The trainer trl cannot do this: {said}.", "Leave that out, or take --trainer agentrl.")
+
+
+def grpo_options(config: RunConfig) -> dict[str, Any]:
+    """What is minimised, as fields of `trl.GRPOConfig`; the KL is not among them (`training.trl_trainer`)."""
+    options, limits = settled(config.algorithm), config.rollout
+    fields = {
+        "loss_type": _loss_type(options),
+        "importance_sampling_level": "sequence" if _of_sequences(options) else "token",
+        "scale_rewards": options.scale,
+        "epsilon": options.clip_low,
+        "epsilon_high": options.clip_high,
+        "delta": options.dual_clip or None,
+        "sapo_temperature_pos": options.tau_positive,
+        "sapo_temperature_neg": options.tau_negative,
+        "use_bias_correction_kl": options.kl_estimator == "k3-corrected",
+        "entropy_coef": options.entropy_coef,
+        "num_iterations": config.update.epochs,
+        "max_grad_norm": config.update.max_grad_norm,
+        "temperature": limits.temperature,
+        "max_completion_length": limits.max_steps * limits.max_new_tokens,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _refusals(config: RunConfig) -> Iterator[str]:
+    yield from _of_the_algorithm(settled(config.algorithm))
+    yield from _of_the_episodes(config)
+    update = config.update
+    if update.batch_size is not None:
+        yield "update.batch_size, since TRL's minibatches must be equal, and an iteration may lose groups"
+    for name in ("max_kl", "max_sampler_difference"):
+        if getattr(update, name) is not None:
+            yield f"update.{name}, which TRL has not"
+    if update.epochs > 1 and config.model.lora_dropout:
+        yield "update.epochs above 1 with model.lora_dropout, which is on where TRL reads the policy before the update"
+    if config.model.load_in_4bit or config.model.load_in_8bit:
+        yield "a quantised base, whose adapters TRL rounds to bfloat16"
+
+
+def _of_the_algorithm(options: AlgorithmConfig) -> Iterator[str]:
+    if options.convention != "trl":
+        yield f"algorithm.convention={options.convention}, where TRL computes in its own"
+    if _loss_type(options) is None:
+        yield _no_loss(options)
+    if options.kl_coef and (options.kl_in, options.kl_estimator[:2]) != ("loss", "k3"):
+        yield f"algorithm.kl_in={options.kl_in} with {options.kl_estimator}, where TRL has a k3 in the loss"
+    if options.kl_coef and options.kl_estimator == "k3-corrected" and _of_sequences(options):
+        yield f"algorithm.kl_estimator=k3-corrected with {options.name}, where TRL multiplies it by the ratio of the whole row"
+    if options.kl_target is not None:
+        yield "algorithm.kl_target, where TRL's weight of the KL stays"
+    if options.entropy_coef and options.aggregation != "token-mean":
+        yield f"algorithm.entropy_coef with aggregation={options.aggregation}, where TRL's bonus is a mean over tokens"
+
+
+def _of_the_episodes(config: RunConfig) -> Iterator[str]:
+    if config.source.given:
+        yield "stored episodes, whose ratio to their sampler TRL knows only from vLLM"
+    if config.rollout.max_staleness:
+        yield "rollout.max_staleness above 0, since TRL corrects for an older sampler only with vLLM"
+    if config.rollout.group_size < 2:
+        yield "rollout.group_size=1, where TRL compares the episodes of a group"
+
+
+def _algorithm(options: AlgorithmConfig) -> Algorithm:
+    found: Algorithm = find("algorithms", options.name)
+    return found
+
+
+def _of_sequences(options: AlgorithmConfig) -> bool:
+    """Whether a whole row has one ratio."""
+    return _algorithm(options).surrogate_of(options).endswith(":clipped_sequence_mean")
+
+
+def _losses(algorithm: Algorithm, options: AlgorithmConfig) -> Mapping[str, str]:
+    """Aggregation -> TRL's `loss_type`, of an algorithm; empty where TRL has no such one."""
+    if algorithm.critic or algorithm.credit != CREDIT:
+        return {}
+    return LOSSES.get(algorithm.surrogate_of(options), {})
+
+
+def _loss_type(options: AlgorithmConfig) -> str | None:
+    return _losses(_algorithm(options), options).get(options.aggregation or "")
+
+
+def _no_loss(options: AlgorithmConfig) -> str:
+    algorithm = _algorithm(options)
+    there = _losses(algorithm, options)
+    if there:
+        return f"algorithm.aggregation={options.aggregation} of {algorithm.name}, where TRL has {', '.join(there)}"
+    known = [name for name in names("algorithms") if _losses(find("algorithms", name), options)]
+    return f"the algorithm {algorithm.name}, where TRL's GRPOTrainer has {', '.join(known)}"

@@ -1,0 +1,291 @@
+"""TRL as a second trainer (`--trainer trl`): the same episodes, the same checkpoints, and TRL's own `GRPOTrainer` in between.
+
+TRL is given what was sampled through its `rollout_func`: exact prompt and completion ids, the sampler's logprobs, rewards, and
+as `env_mask` which tokens the policy sampled, so that a tool's never train. Credit, loss, gradient and step are TRL's. The
+weights and the optimizer are ours, lent for one update: what is saved, resumed and fenced is as with our trainer, and a run may
+be compared with the same run by it. Both have the same gradient in TRL's convention (`tests/training/test_trl.py`).
+
+Where TRL goes its own way: a group trains whole or not at all, an episode of several rows does not train, all rows are read,
+also those without advantage, and the entropy bonus is a mean over the tokens of each microbatch. What is not finite is seen
+after TRL's step: such an update is bad, and who made it loads the last checkpoint.
+"""
+
+import hashlib
+import math
+import os
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from huggingface_hub import constants
+from torch import nn
+from transformers import PrinterCallback
+
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.errors import InfraError
+from agentrl.workflow.models.logprobs import causal_model, checkpointing
+from agentrl.workflow.models.memory import out_of_memory, spared
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.training.batch import Row, rows_of
+from agentrl.workflow.training.reports import Metrics, Update, per_episode, select
+from agentrl.workflow.training.token_layout import Tokens
+from agentrl.workflow.training.trainer import NotFinite, Trainer
+from agentrl.workflow.training.trl_options import check_trl, grpo_options, require_trl
+from agentrl.workflow.trajectory import Group
+
+METRICS = {
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "entropy": "entropy",
+    "kl": "kl",
+    "clip_ratio/region_mean": "clip_fraction",
+    "cispo_clip_ratio": "clip_fraction",
+}
+"""TRL's name of a metric -> ours."""
+
+
+class TrlTrainer(Trainer):
+    """As `Trainer`, with updates by TRL.
+
+    Raises:
+        ConfigError: TRL is not installed, or an option of the run is none of its trainer's.
+    """
+
+    def __init__(self, policy: Policy, config: RunConfig, iterations: int = 0) -> None:
+        require_trl()
+        check_trl(config)
+        super().__init__(policy, config, iterations)
+
+    def update(self, groups: Sequence[Group], iteration: int) -> Update:
+        """Improves the policy on the groups of which every episode can train.
+
+        Raises:
+            InfraError: memory does not suffice.
+            RewardError: an episode's reward is no finite number.
+        """
+        started = time.perf_counter()
+        kept, dropped = whole(groups, self._config.rollout.group_size)
+        episodes = [episode for group in kept for episode in group.episodes]
+        if not episodes:
+            return Update(dropped=dropped, skipped="no group is whole")
+        self._set_rates(iteration)
+        tokens = Tokens.of(episodes, rows_of(episodes))
+        credited = self._credit(tokens.earned(kept), self._options)
+        advantages = {e.id: value for e, value in zip(episodes, per_episode(credited, tokens), strict=True)}
+        if not (credited.advantages.any() or self._options.kl_coef or self._options.entropy_coef):
+            return Update(advantages=advantages, dropped=dropped, skipped="no advantage differs from 0")
+        try:
+            with self._policy.lock, spared(self._config.lean):
+                steps = self._by_trl(tokens.rows, [float(e.reward or 0.0) for e in episodes], iteration)
+        except NotFinite as error:
+            return Update(advantages=advantages, dropped=dropped, skipped=str(error), bad=True)
+        self.iteration = iteration
+        self.updates += 1
+        mean = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        counted = {name: mean[name] * len(steps) for name in ("tokens", "rows")}
+        return Update(mean | counted | {"seconds": time.perf_counter() - started}, tuple(steps), advantages, dropped)
+
+    def _by_trl(self, rows: Sequence[Row], rewards: Sequence[float], iteration: int) -> list[Metrics]:
+        """The metrics of each optimizer step."""
+        again = self._config.update.gradient_checkpointing
+        coef, full = self._options.kl_coef, self._policy.kind == "full"
+        beside = self._policy.reference() if coef and full else nullcontext(None)  # LoRA: TRL switches the adapter off
+        try:
+            with (
+                TemporaryDirectory(prefix="arl-trl-") as written,
+                _own_draws(self._policy.device),
+                beside as reference,
+                self._policy.training() as model,
+                checkpointing(model, again),
+                _as_before(model, reference),
+            ):
+                trl = self._made(model, rows, rewards, self._arguments(written, rows, iteration))
+                _anchored(trl, coef, reference)
+                trl.train()
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            raise InfraError("Memory does not suffice for TRL's update.", "Lower update.microbatch_tokens.") from error
+        finally:
+            self._optimizer.zero_grad()
+        counts = {"tokens": float(sum(sum(row.loss_mask) for row in rows)), "rows": float(len(rows))}
+        told = [{METRICS[name]: entry[name] for name in METRICS if name in entry} for entry in trl.state.log_history]
+        share = {"kl_coef": coef} if coef else {}
+        steps: list[Metrics] = [{**entry, **counts, **share} for entry in told if "loss" in entry]
+        self._check(steps)
+        return steps
+
+    def _check(self, steps: Sequence[Metrics]) -> None:
+        for loss, norm in ((step["loss"], step["grad_norm"]) for step in steps):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise NotFinite(f"the loss is {loss} and the gradient's norm is {norm}")
+        if not all(bool(parameter.isfinite().all()) for parameter in self._parameters.values()):
+            raise NotFinite("the step left weights that are not finite")
+
+    def _arguments(self, folder: str, rows: Sequence[Row], iteration: int) -> Any:
+        from trl import GRPOConfig
+
+        size, on_cpu = self._config.rollout.group_size, self._policy.device.type == "cpu"
+        at_once = rows_at_once(rows, self._config.update.microbatch_tokens, self._config.update.gradient_accumulation_steps)
+        arguments = GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=at_once,
+            gradient_accumulation_steps=len(rows) // at_once,
+            num_generations=size,
+            max_steps=self._config.update.epochs,
+            learning_rate=self.learning_rate,
+            lr_scheduler_type="constant",
+            beta=0.0,  # see `_anchored`
+            seed=_seed(self._config.seed, iteration),
+            use_cpu=on_cpu,
+            bf16=False,
+            activation_checkpointing=False,  # ours is on, which takes it back afterwards
+            activation_checkpointing_kwargs={"use_reentrant": False},
+            shuffle_dataset=False,
+            dataloader_pin_memory=not on_cpu,
+            logging_steps=1,
+            logging_nan_inf_filter=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **grpo_options(self._config),
+        )
+        arguments._n_gpu = 1  # the policy is on one, however many there are
+        return arguments
+
+    def _made(self, model: nn.Module, rows: Sequence[Row], rewards: Sequence[float], arguments: Any) -> Any:
+        """TRL's trainer of our model and our optimizer, for one update."""
+        from datasets import Dataset  # type: ignore[import-untyped]
+        from trl import GRPOTrainer
+
+        _quiet()
+        for group in self._optimizer.param_groups:
+            group.pop("initial_lr", None)  # of the schedule of the last update
+        made = GRPOTrainer(
+            model=model,
+            reward_funcs=_rewards,
+            args=arguments,
+            train_dataset=Dataset.from_dict(
+                {"prompt": [str(number) for number in range(len(rows) // arguments.num_generations)]}
+            ),
+            processing_class=self._policy.tokenizer,
+            optimizers=(self._optimizer, None),
+            rollout_func=_Recorded(rows, rewards, arguments.num_generations),
+        )
+        made.remove_callback(PrinterCallback)
+        return made
+
+
+def whole(groups: Sequence[Group], size: int) -> tuple[list[Group], dict[int, str]]:
+    """The groups of which every episode can train, each as one row, and why others are dropped, by slot."""
+    chosen, dropped = select(groups, needs_group=True)
+    kept = []
+    for group in chosen:
+        reason = _why_not(group, size)
+        if reason is None:
+            kept.append(group)
+        else:
+            dropped[group.slot] = f"{reason}: TRL takes whole groups"
+    return kept, dropped
+
+
+def _why_not(group: Group, size: int) -> str | None:
+    if len(group.episodes) != size:
+        return f"{len(group.episodes)} of {size} episodes can train"
+    rows = [row.episode for row in rows_of(group.episodes)]
+    single = sum(rows.count(number) == 1 for number in range(size))
+    return None if single == size else f"{single} of {size} episodes are one training row"
+
+
+def rows_at_once(rows: Sequence[Row], tokens: int, at_least: int) -> int:
+    """Rows in one forward and backward, which must divide all of them.
+
+    TRL pads every row to the longest prompt and the longest completion of all; so padded, `tokens` should suffice, and there
+    should be at least so many microbatches, where there are the rows.
+    """
+    width = max(row.prefix + 1 for row in rows) + max(len(row.input_ids) - row.prefix - 1 for row in rows)
+    most = max(1, min(tokens // width, len(rows) // at_least))
+    return next(count for count in range(most, 0, -1) if len(rows) % count == 0)
+
+
+class _Recorded:
+    """TRL's `rollout_func`: a prompt is the number of its group, and its n-th occurrence gets the group's n-th row."""
+
+    def __init__(self, rows: Sequence[Row], rewards: Sequence[float], size: int) -> None:
+        numbered = list(zip(rows, rewards, strict=True))
+        self._waiting = [iter(numbered[start : start + size]) for start in range(0, len(rows), size)]
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        chosen = [next(self._waiting[int(prompt)]) for prompt in prompts]
+        starts = [row.prefix + 1 for row, _ in chosen]
+        return {
+            "prompt_ids": [list(row.input_ids[:start]) for (row, _), start in zip(chosen, starts, strict=True)],
+            "completion_ids": [list(row.input_ids[start:]) for (row, _), start in zip(chosen, starts, strict=True)],
+            "logprobs": [list(row.behavior_logprobs[start:]) for (row, _), start in zip(chosen, starts, strict=True)],
+            "env_mask": [
+                [int(trains) for trains in row.loss_mask[start:]] for (row, _), start in zip(chosen, starts, strict=True)
+            ],
+            "reward": [reward for _, reward in chosen],
+        }
+
+
+def _rewards(reward: list[float], **_: Any) -> list[float]:
+    """TRL's reward function: what was rewarded already."""
+    return reward
+
+
+def _anchored(trl: Any, coef: float, reference: nn.Module | None) -> None:
+    """Gives TRL the weight of the KL and our reference: it would load the base again for each update, and knows one adapter."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    trl.beta = coef
+    if reference is not None:
+        add_fused_lm_head(reference, temperature=trl.temperature)
+        trl.ref_model = reference
+
+
+def _quiet() -> None:
+    """TRL would tell the hub of each update, and a person that `rollout_func` may change: the version is pinned."""
+    constants.HF_HUB_DISABLE_TELEMETRY = True
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+
+def _seed(seed: int, iteration: int) -> int:
+    """What TRL seeds everything with: dropout draws from it."""
+    return int.from_bytes(hashlib.sha256(f"{seed}|{iteration}".encode()).digest()[:4], "little") >> 1
+
+
+@contextmanager
+def _own_draws(device: torch.device) -> Iterator[None]:
+    """TRL seeds every generator of the process; outside nobody notices."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+@contextmanager
+def _as_before(*models: nn.Module | None) -> Iterator[None]:
+    """TRL gives a model another forward, other special tokens and marks of its own; afterwards all that is taken back."""
+    mine = [thing for model in models if model is not None for thing in _changed_by_trl(model)]
+    before: list[tuple[Any, Mapping[str, Any]]] = [(thing, dict(vars(thing))) for thing in mine]
+    try:
+        yield
+    finally:
+        for thing, values in before:
+            vars(thing).clear()
+            vars(thing).update(values)
+
+
+def _changed_by_trl(model: nn.Module) -> list[Any]:
+    causal = causal_model(model)
+    found = [model, causal, causal.config, causal.config.get_text_config(), causal.generation_config]
+    return [thing for number, thing in enumerate(found) if not any(thing is other for other in found[:number])]
