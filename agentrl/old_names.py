@@ -39,7 +39,7 @@ _ROOMS = {
         "checkpoint=sealed_folder collect=checkpoint_gc epochs=epoch_links mirror=checkpoint_cache remote=object_store"
     ),
     "inference": (
-        "adapters=exported_adapters answers=responses connection=http continuous=continuous_engine "
+        "adapters=exported_adapters answers=responses connection=http "
         "decoding=rolling_batch drafts=turns llamacpp=llamacpp_engine openai=openai_engine opened=open_policy "
         "rolling=rolling_engine sampling served=remote_engine slots=kv_cache streaming"
     ),

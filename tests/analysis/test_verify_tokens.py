@@ -201,6 +201,8 @@ def test_draws_under_limits_are_verified_under_these_limits_only(model: Path, ho
     without = reports(policy, ref, episodes, temperature=1.5)
     assert any(report.draw is not None for report in without)
     assert all(report.logprob is None for report in without), "a limit changes no logprob"
+    gone = reports(policy, ref, episodes, temperature=1.5, engine="continuous")
+    assert all(report.same for report in gone), "of an engine that is not here any more no draw can be repeated"
 
 
 def test_a_token_that_no_draw_could_give_is_no_tie(model: Path) -> None:

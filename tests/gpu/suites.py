@@ -23,7 +23,6 @@ FILES = {
     "sampling": "inference/test_sampling.py",
     "forward": "models/test_fast_forward.py",
     "logprobs": "models/test_logprobs.py",
-    "continuous": "inference/test_continuous_engine.py",
 }
 """By name, below tests/; the first alone without a GPU."""
 
@@ -33,22 +32,13 @@ CORES_EACH = 2
 
 def measure(part: Part) -> None:
     """A row for each file, as it ends, and one for each test that failed."""
-    files = [file for file in (FILES if part.gpu else list(FILES)[:1]) if _fits(part, file)]
+    files = list(FILES) if part.gpu else list(FILES)[:1]
     at_once = max(1, min(AT_ONCE, (os.cpu_count() or 1) // CORES_EACH))
     with ThreadPoolExecutor(at_once) as pool:
         ran = [(file, pool.submit(_run, file, part)) for file in files]
         for file, future in ran:
             for name, row in _rows(file, *future.result()):
                 part.add(name, row)
-
-
-def _fits(part: Part, file: str) -> bool:
-    """Whether this machine's transformers is one that the file is about: continuous batching changes with each."""
-    here, ours = (part.machine["versions"]["transformers"][side].split(".")[:2] for side in ("here", "ours"))
-    if file != "continuous" or here == ours:
-        return True
-    part.miss(FILES[file], f"transformers {'.'.join(here)} has another continuous batching than {'.'.join(ours)}")
-    return False
 
 
 def _run(file: str, part: Part) -> tuple[list[dict[str, Any]], str]:

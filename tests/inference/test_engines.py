@@ -31,7 +31,6 @@ def test_a_run_that_an_engine_cannot_sample_for_is_refused_at_submission() -> No
     exact, full, small = build({"model.numerics": "exact"}), build({"model.lora_r": 0}), build({"model.lora_r": 4})
     for name, config, said in [
         ("openai", exact, "numerics: exact"),
-        ("continuous", exact, "numerics: exact"),
         ("openai", full, "kind 'full'"),
         ("llamacpp", small, "eval and chat"),
         ("llamacpp", build({}), "eval and chat"),
@@ -41,12 +40,12 @@ def test_a_run_that_an_engine_cannot_sample_for_is_refused_at_submission() -> No
         with pytest.raises(ConfigError, match=said):
             engines.check(find("engines", name), config, trains=True)
     engines.check(find("engines", "openai"), small, trains=True)
-    engines.check(find("engines", "continuous"), full, trains=True)
+    engines.check(find("engines", "rolling"), full, trains=True)
     engines.check(find("engines", "llamacpp"), full, trains=False)
     engines.check(find("engines", "openai"), full, trains=False)
     with pytest.raises(ConfigError, match=r"rollout\.temperature"):
         engines.check(find("engines", "llamacpp"), build({"rollout.temperature": 0.5}), trains=False)
-    for name in ("openai", "continuous", "rolling"):
+    for name in ("openai", "rolling"):
         engines.check(find("engines", name), build({"rollout.temperature": 0.5, "model.lora_r": 4}), trains=True)
 
 

@@ -148,8 +148,8 @@ def test_what_cannot_be_asked_is_said_in_a_sentence(opened: OpenPolicy, folder: 
         opened.generate(ASKED, temperature=0)
     with pytest.raises(ConfigError, match="nonsense"):
         opened.generate(ASKED, nonsense=1)
-    with pytest.raises(ConfigError, match=r"does not know rollout\.top_k"):
-        opened.generate(ASKED, engine="continuous", top_k=3)
+    with pytest.raises(ConfigError, match=r"does not know rollout\.temperature"):
+        opened.generate(ASKED, engine="llamacpp", temperature=0.5)
     for ids in ([[]], [[10_000]], [[1] * (opened.policy.max_context + 1)]):
         with pytest.raises(ModelError, match="forward takes"):
             opened.forward(ids)

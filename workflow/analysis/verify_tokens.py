@@ -41,7 +41,7 @@ from agentrl.workflow.config import RolloutConfig
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.sampling import at_least, distance, distribution, lowest, sample, scaled, summed, uniforms
 from agentrl.workflow.models.policy import Policy
-from agentrl.workflow.plugins import find
+from agentrl.workflow.plugins import find, names
 from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.training.batch import unbroken
 from agentrl.workflow.trajectory import Episode, PolicyRef, Step
@@ -110,7 +110,7 @@ def check_tokens(
     tokens = sorted(_rescored(episode, there, policy, key, rollout), key=lambda token: token.position)
     chat = policy.chat
     off = next((token for token in tokens if not token.off <= logprob_tolerance), None)
-    keyed = find("engines", rollout.engine).keyed  # else there is no draw to repeat
+    keyed = _is_keyed(rollout.engine)  # else there is no draw to repeat
     missed = next((token for token in tokens if keyed and token.drawn != token.id and token.distance > draw_tolerance), None)
     return TokensReport(
         precision=precision,
@@ -277,6 +277,11 @@ def _floor(logits: Tensor, rollout: RolloutConfig, side: int = 0, tolerances: tu
 
 
 # the report
+
+
+def _is_keyed(engine: str) -> bool:
+    """Whether its draws can be repeated; those of an engine that is not here any more cannot."""
+    return (":" in engine or engine in names("engines")) and bool(find("engines", engine).keyed)
 
 
 def _by_step(tokens: Sequence[_Token]) -> Iterator[tuple[Step, Iterator[_Token]]]:
