@@ -136,7 +136,7 @@ WORDS: Mapping[str, Callable[[str], list[Choice]]] = {
     "policy": _policies, "reference": _policies, "model": _models, "episode": _episodes, "diff": _episodes,
     "dataset": _datasets, "split": _one_of("train", "test"), "env": _plugins("envs"), "tools": _plugins("tools"),
     "reward": _plugins("rewards"), "algorithm": _plugins("algorithms"), "engine": _plugins("engines"),
-    "trainer": _one_of("agentrl", "trl"), "assignments": _assignments, "status": _statuses, "stop_reason": _stop_reasons,
+    "trainer": _plugins("trainers"), "assignments": _assignments, "status": _statuses, "stop_reason": _stop_reasons,
     "verify": _one_of("tools", "tokens", "rewards", "all"), "query": _queries,
     "role": _one_of("rollout", "tools", "train", "control", "rollout,train", "supervisor", "redis"),
 }  # fmt: skip

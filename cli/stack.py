@@ -146,16 +146,16 @@ def _values(file: Any, assignments: list[str] | None, run: str | None) -> tuple[
     Raises:
         ConfigError: the config is one that `submit` refuses, or both a stored one and changes to it were asked for.
     """
+    from agentrl.workflow import trainers
     from agentrl.workflow.algorithms import settled_run
     from agentrl.workflow.config import RunConfig
     from agentrl.workflow.errors import ConfigError
     from agentrl.workflow.resolve import resolve
-    from agentrl.workflow.training.trl_options import check_trainer
 
     if run is None:
         asked, origins = resolve(file, {}, tuple(assignments or ()), os.environ)
         made = settled_run(asked)
-        check_trainer(made)
+        trainers.check(made)
         before, values = asked.flat(), made.flat()
         settled = {key for key, value in values.items() if value != before[key]}
         return values, origins | dict.fromkeys(settled, asked.algorithm.name), settled

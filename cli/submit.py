@@ -299,7 +299,7 @@ def _update_of(config: RunConfig) -> dict[str, Any]:
     algorithm: Algorithm = find("algorithms", config.algorithm.name)
     warmup = f", alone in the first {config.critic.warmup} iterations" if config.critic.warmup else ""
     found: dict[str, Any] = {"convention": config.algorithm.convention}
-    found |= {"trainer": "trl"} if config.update.trainer == "trl" else {}
+    found |= {"trainer": config.update.trainer} if config.update.trainer != "agentrl" else {}
     found |= {"critic": f"learning rate {cell(config.critic.learning_rate)}{warmup}"} if algorithm.critic else {}
     return found | ({"passes": config.update.epochs} if config.update.epochs > 1 else {})
 

@@ -214,8 +214,8 @@ class CriticConfig(Section):
 class UpdateConfig(Section):
     """How one train step runs."""
 
-    trainer: Literal["agentrl", "trl"] = Field(
-        "agentrl", description="Who makes the update: agentrl, or trl, TRL's GRPOTrainer (agentrl[trl])"
+    trainer: str = Field(
+        "agentrl", description="Who makes the update: agentrl, trl (TRL's GRPOTrainer), or package.module:name"
     )
     optimizer: Literal["adamw", "adamw_8bit"] = Field(
         "adamw", description="adamw, or adamw_8bit: its moments in 8 bits (bitsandbytes)"

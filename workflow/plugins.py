@@ -19,10 +19,10 @@ from weakref import WeakKeyDictionary
 from agentrl.old_names import spelled_before
 from agentrl.workflow.errors import ConfigError, did_you_mean
 
-KINDS = ("datasets", "tools", "rewards", "envs", "engines", "algorithms", "tool_formats")
+KINDS = ("datasets", "tools", "rewards", "envs", "engines", "trainers", "algorithms", "tool_formats")
 _CLASSES = {
-    "datasets": "Dataset", "tools": "Tool", "envs": "Env", "engines": "Backend", "algorithms": "Algorithm",
-    "tool_formats": "ToolFormat",
+    "datasets": "Dataset", "tools": "Tool", "envs": "Env", "engines": "Backend", "trainers": "TrainerBackend",
+    "algorithms": "Algorithm", "tool_formats": "ToolFormat",
 }  # fmt: skip
 PACKAGE = "agentrl.workflow"
 _sources: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()

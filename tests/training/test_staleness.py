@@ -12,6 +12,7 @@ from agentrl.cli.evaluate import evaluation_of
 from agentrl.cli.run_view import numbers, own_seconds
 from agentrl.workers.requests.fork_request import ForkRequest, prepare_fork
 from agentrl.workers.requests.stored_groups import prepare_stored
+from agentrl.workflow import trainers
 from agentrl.workflow.config import build
 from agentrl.workflow.control.scheduler import Dispatch, SendTrain, plan
 from agentrl.workflow.errors import ConfigError
@@ -30,7 +31,6 @@ from agentrl.workflow.store import (
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.train_claims import IterationWork
 from agentrl.workflow.store.train_commits import Published
-from agentrl.workflow.training.trl_options import check_trainer
 from tests.support.played_runs import bad_update, claim, claim_training, play, start, submission, update_of, value, values
 
 LEASE = 60.0
@@ -296,9 +296,9 @@ def test_a_cap_that_nothing_reads_is_refused(own_database: Database, home: Path,
     """Of a run whose sampler has the trainer's weights, and of one on stored episodes, whose ratio is against the sampler."""
     named = {"algorithm.importance_cap": cap}
     with pytest.raises(ConfigError, match=r"importance_cap does nothing where rollout\.max_staleness is 0"):
-        check_trainer(build(named))
-    check_trainer(build(named | {"rollout.max_staleness": 1}))
-    check_trainer(build({}))
+        trainers.check(build(named))
+    trainers.check(build(named | {"rollout.max_staleness": 1}))
+    trainers.check(build({}))
     commit(own_database, rolled_out_twice(own_database, epochs=2))
     assignments = ("source.runs=[first]", f"algorithm.importance_cap={'null' if cap is None else cap}")
     with pytest.raises(ConfigError, match="importance_cap does nothing"):

@@ -15,12 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from agentrl.workflow import trainers
 from agentrl.workflow.algorithms.grpo import grpo
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.checkpoints.sealed_folder import sha256_file
 from agentrl.workflow.config import AlgorithmConfig, RunConfig, build
 from agentrl.workflow.engines import GenerateRequest
-from agentrl.workflow.errors import CheckpointError, InfraError
+from agentrl.workflow.errors import CheckpointError, ConfigError, InfraError
 from agentrl.workflow.inference.rolling_engine import RollingEngine
 from agentrl.workflow.models.logprobs import token_logprobs
 from agentrl.workflow.models.memory import out_of_memory, spared
@@ -662,3 +663,23 @@ def test_memory_ran_out_whoever_says_it(error: Exception, ran_out: bool) -> None
 )
 def test_memory_is_spared_where_less_of_it_was_asked_for(options: dict[str, Any], lean: bool) -> None:
     assert build(options).lean is lean
+
+
+def test_a_trainer_of_somebodys_own_is_a_file_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_trainer.py").write_text(
+        "from agentrl.workflow.errors import ConfigError\n"
+        "from agentrl.workflow.trainers import TrainerBackend\n"
+        "from agentrl.workflow.training.trainer import Trainer\n\n"
+        "class Idle(Trainer):\n    def update(self, groups, iteration): return super().update([], iteration)\n\n"
+        "def check(config):\n    if config.algorithm.name != 'grpo': raise ConfigError('Idle does nothing but grpo.')\n\n"
+        "idle = TrainerBackend('idle', 'own_trainer:Idle', 'own_trainer:check')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run = build({"update.trainer": "own_trainer:idle"})
+    trainers.check(run)
+    policy = Policy.load(run.model, str(tiny_random(tmp_path / "model")), DEVICE)
+    assert type(trainers.start(policy, run, 1)).__name__ == "Idle"
+    with pytest.raises(ConfigError, match="nothing but grpo"):
+        trainers.check(build({"update.trainer": "own_trainer:idle", "algorithm.name": "rloo"}))
+    with pytest.raises(ConfigError, match="No trainer is called 'nobody'"):
+        trainers.check(build({"update.trainer": "nobody"}))

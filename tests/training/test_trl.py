@@ -16,6 +16,7 @@ from sqlalchemy import text
 from torch import Tensor
 
 from agentrl.workers.requests.submission import prepare
+from agentrl.workflow import trainers
 from agentrl.workflow.algorithms import settled_run
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import RunConfig, build
@@ -25,7 +26,7 @@ from agentrl.workflow.resolve import resolve
 from agentrl.workflow.store import listings
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.training.batch import rows_of
-from agentrl.workflow.training.trl_options import check_trainer, grpo_options
+from agentrl.workflow.training.trl_options import grpo_options
 from agentrl.workflow.trajectory import Group
 from tests.conftest import missing
 from tests.support.real_stack import SMALL, Stack
@@ -342,7 +343,7 @@ def test_memory_that_does_not_suffice_is_said(trl: None, folder: Path, monkeypat
 )
 def test_what_trl_would_not_do_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match="The trainer trl cannot do this: ") as found:
-        check_trainer(settled_run(build({"update.trainer": "trl", **values})))
+        trainers.check(settled_run(build({"update.trainer": "trl", **values})))
     assert said in found.value.message
 
 
@@ -353,7 +354,7 @@ def test_the_convention_is_trl_s_where_none_is_named_and_verl_s_is_refused() -> 
     assert RunConfig.model_validate(config.model_dump()) == config
     verl, _ = resolve(assignments=("update.trainer=trl", "algorithm.convention=verl"))
     with pytest.raises(ConfigError, match=r"algorithm\.convention=verl, where TRL computes in its own"):
-        check_trainer(settled_run(verl))
+        trainers.check(settled_run(verl))
 
 
 def test_a_run_of_trl_s_is_refused_when_it_is_submitted(own_database: Database, folder: Path) -> None:

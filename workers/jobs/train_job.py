@@ -16,6 +16,7 @@ from agentrl.workers.jobs.model_slot import Loaded, models
 from agentrl.workers.stack.celery_app import app, row_id
 from agentrl.workers.stack.dispatch import dispatch, send_train
 from agentrl.workers.stack.process import claim_name, confirm_base, database, heartbeat, refuse_overlap, until_written
+from agentrl.workflow import trainers
 from agentrl.workflow.checkpoints import checkpoint_cache
 from agentrl.workflow.checkpoints import epoch_links as links
 from agentrl.workflow.config import RunConfig
@@ -194,7 +195,7 @@ def _at(work: IterationWork, config: RunConfig, loaded: Loaded) -> Trainer:
     wanted = (work.run_id, work.policy.path)
     if loaded.trainer is None or loaded.trainer_holds != wanted:
         loaded.trainer, loaded.trainer_holds = None, None  # nothing is held until it is loaded whole
-        trainer = _trainer(work, config, loaded)
+        trainer = trainers.start(loaded.policy, config, work.iterations)
         with loaded.policy.training() as module:
             log.info("%s: %s", work.run, counted(module))
         path, part = work.policy.path, _part(work, work.policy.path)
@@ -204,14 +205,6 @@ def _at(work: IterationWork, config: RunConfig, loaded: Loaded) -> Trainer:
             trainer.load(None)
         loaded.trainer = trainer
     return loaded.trainer
-
-
-def _trainer(work: IterationWork, config: RunConfig, loaded: Loaded) -> Trainer:
-    if config.update.trainer == "agentrl":
-        return Trainer(loaded.policy, config, work.iterations)
-    from agentrl.workflow.training.trl_trainer import TrlTrainer  # few want it, and it takes long to import
-
-    return TrlTrainer(loaded.policy, config, work.iterations)
 
 
 def _part(work: IterationWork, path: str) -> checkpoint_cache.Part:

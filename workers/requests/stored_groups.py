@@ -18,6 +18,7 @@ from agentrl.workers.requests.submission import (
     remark_on_rewards,
     remarks_on,
 )
+from agentrl.workflow import trainers
 from agentrl.workflow.algorithms import Algorithm, settled_run
 from agentrl.workflow.config import RunConfig, SourceConfig, build
 from agentrl.workflow.errors import ConfigError, StateError
@@ -27,7 +28,6 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import StoredRun, counted_twice, run_of_group, stored_run
 from agentrl.workflow.store.planning import Submission
 from agentrl.workflow.store.run_names import find_run, stored_policy
-from agentrl.workflow.training.trl_options import check_trainer
 from agentrl.workflow.trajectory import PolicyRef
 
 KEYS = ("name", "seed", "epochs", "output_dir", "hooks", "rollout.tasks_per_iteration")
@@ -53,7 +53,7 @@ def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], p
     name = asked.name or free_name(db, f"{first.row['name'][:50]}-stored")
     defaults = {key: value for key, value in RunConfig().flat().items() if key in KEYS}
     config = settled_run(build(how_sampled(found.config) | defaults | chosen | ONCE | {"name": name}))
-    check_trainer(config)
+    trainers.check(config)
     load_hooks(config.hooks)
     first_policy = PolicyRef(start.base, start.base_hash, start.path, start.sha256)
     submission = Submission(

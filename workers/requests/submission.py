@@ -20,7 +20,7 @@ from uuid import uuid4
 from agentrl import __version__
 from agentrl.workers.requests.eval_config import measuring, sized
 from agentrl.workers.stack import broker, embedded
-from agentrl.workflow import engines
+from agentrl.workflow import engines, trainers
 from agentrl.workflow.algorithms import settled_run
 from agentrl.workflow.chat.templates import check_template, remark_on_tools, settled
 from agentrl.workflow.checkpoints import object_store
@@ -39,7 +39,6 @@ from agentrl.workflow.settings import Settings, is_url, settings
 from agentrl.workflow.store import epoch_ends, evals, planning
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.planning import Submission, Submitted
-from agentrl.workflow.training.trl_options import check_trainer
 from agentrl.workflow.trajectory import PolicyRef, Task
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "celery", "sqlalchemy")
@@ -86,7 +85,7 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     load_hooks(config.hooks)
     if kind == "train":
         config = settled_run(config)
-        check_trainer(config)
+        trainers.check(config)
     _check_sampling(config, kind)
     trained = policy is not None and bool(policy.path)
     backend: Backend = find("engines", config.rollout.engine)

@@ -36,19 +36,15 @@ LOSSES: Mapping[str, Mapping[str, str]] = {
 """Surrogate -> aggregation -> TRL's `loss_type`."""
 
 
-def check_trainer(config: RunConfig) -> None:
-    """Refuses what the run's trainer cannot do or would not read; workers of a named broker may have installed what is missing.
+def check_run(config: RunConfig) -> None:
+    """Refuses a run that TRL cannot train; workers of a named broker may have installed what is missing here.
 
     Raises:
         ConfigError: saying what.
     """
-    cap = AlgorithmConfig.model_fields["importance_cap"].default
-    if not config.rollout.max_staleness and config.algorithm.importance_cap != cap:
-        raise ConfigError("algorithm.importance_cap does nothing where rollout.max_staleness is 0.", "Leave it out.")
-    if config.update.trainer == "trl":
-        check_trl(config)
-        if not settings().broker_url:
-            require_trl()
+    check_trl(config)
+    if not settings().broker_url:
+        require_trl()
 
 
 def require_trl() -> None:

@@ -1,0 +1,56 @@
+"""Trainers: a file here names what updates a policy, and what of a run it refuses. See `TrainerBackend`.
+
+It only names it, so that the command line can check a run's options without loading torch.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from agentrl.workflow.config import AlgorithmConfig, RunConfig
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.plugins import find
+
+if TYPE_CHECKING:
+    from agentrl.workflow.models.policy import Policy
+    from agentrl.workflow.training.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerBackend:
+    """One way to update.
+
+    Args:
+        name: the file's name.
+        start: `module:class`; called with a `Policy`, the run's config and its number of iterations, gives a `Trainer`.
+        check: `module:function`; called with the config when a run is submitted, raises ConfigError for what the trainer cannot
+            do. Empty: it does all that a config may ask for.
+    """
+
+    name: str
+    start: str
+    check: str = ""
+
+
+def start(policy: "Policy", config: RunConfig, iterations: int) -> "Trainer":
+    """The trainer that the config names.
+
+    Raises:
+        ConfigError: there is none of that name, or it cannot be had here.
+    """
+    backend: TrainerBackend = find("trainers", config.update.trainer)
+    trainer: Trainer = find("trainer", backend.start)(policy, config, iterations)
+    return trainer
+
+
+def check(config: RunConfig) -> None:
+    """Refuses what the run's trainer cannot do or would not read.
+
+    Raises:
+        ConfigError: saying what.
+    """
+    cap = AlgorithmConfig.model_fields["importance_cap"].default
+    if not config.rollout.max_staleness and config.algorithm.importance_cap != cap:
+        raise ConfigError("algorithm.importance_cap does nothing where rollout.max_staleness is 0.", "Leave it out.")
+    backend: TrainerBackend = find("trainers", config.update.trainer)
+    if backend.check:
+        find("trainer", backend.check)(config)
