@@ -11,7 +11,7 @@ from agentrl.cli.targets import stored_reader
 from agentrl.workflow.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentrl.workflow.stats.paired_test import Paired
+    from agentrl.workflow.stats.paired_test import PairedComparison
 
 MEASURES = ("difference", "low", "high", "interval_by", "p_value", "method", "won", "lost", "tied")
 
@@ -33,7 +33,7 @@ def compare(
 
     The p-value says how often chance alone would make a difference at least as large, if the two were alike.
     """
-    from agentrl.workflow.stats.paired_test import paired
+    from agentrl.workflow.stats.paired_test import compare_paired
     from agentrl.workflow.store import eval_results
 
     pair = find_pair(first, second, dataset, split)
@@ -47,8 +47,8 @@ def compare(
             f"-n {len(means[0])}",
         )
     scored = [{task: mean for task, mean in side.items() if mean is not None} for side in means]
-    rights = paired(_shares(one), _shares(other), seed)
-    document = _document(pair, paired(scored[0], scored[1], seed), rights, len(means[0]))
+    rights = compare_paired(_shares(one), _shares(other), seed)
+    document = _document(pair, compare_paired(scored[0], scored[1], seed), rights, len(means[0]))
     if as_json:
         show_json(document)
     else:
@@ -106,7 +106,7 @@ def _made_of(row: Row) -> str:
     return ", ".join(f"env {value}" if name == "env" else f"{name} x {cell(value)}" for name, value in parts) or "none"
 
 
-def _document(pair: Pair, rewards: "Paired", rights: "Paired", tasks: int) -> dict[str, Any]:
+def _document(pair: Pair, rewards: "PairedComparison", rights: "PairedComparison", tasks: int) -> dict[str, Any]:
     """`difference` and what follows it are null where the rewards differ; `accuracy` where not the same says what is right."""
     accuracies = (rights.first, rights.second) if rights.tasks else (None, None)
     sides = {

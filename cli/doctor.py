@@ -173,7 +173,7 @@ def _checkpoints(where: Any) -> Check:
     from agentrl.workflow.checkpoints import object_store
 
     try:
-        object_store.checked_place(where.checkpoint_root)
+        object_store.check_place(where.checkpoint_root)
     except AgentRLError as error:
         return Check("store", "fail", error.message, error.hint)
     return Check("store", "ok", where.checkpoint_root)

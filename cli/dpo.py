@@ -23,7 +23,7 @@ from agentrl.cli.offline_options import (
 )
 from agentrl.cli.output import Json, say
 from agentrl.workflow.errors import ConfigError, StateError
-from agentrl.workflow.runtime.gc_pause import importing
+from agentrl.workflow.runtime.gc_pause import pause_gc
 
 
 def dpo(
@@ -73,7 +73,7 @@ def _on_pairs(
     from agentrl.workflow.stats import selection
 
     target = place.of(f"{stored.name}-dpo")
-    pairs = selection.pairs(stored.candidates, most)
+    pairs = selection.select_pairs(stored.candidates, most)
     groups = len({one.group for one in stored.candidates})
     if not pairs:
         raise StateError(
@@ -84,7 +84,7 @@ def _on_pairs(
     others = "; in the others all rewards are the same" if paired < groups else ""
     say(f"{stored.name}: {len(pairs)} pairs from {paired} of {groups} groups{others}")
 
-    with importing():
+    with pause_gc():
         from agentrl.workflow.training.preference import PASSES, dpo
 
     recipe = stored.recipe(len(pairs), PASSES, asked)

@@ -139,13 +139,13 @@ def _evals(name: str, dataset: str | None) -> Sequence[_Measured]:
 
 def _evals_of_tiny(datasets: Sequence[str]) -> list[_Measured]:
     """Of the tiny model of each dataset those on that dataset: another's is another model of that name."""
-    from agentrl.workflow.models.lookup import TINY, made_name, starting_policy
+    from agentrl.workflow.models.lookup import TINY, sft_model_name, starting_policy
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store import eval_results
 
     found = []
     for dataset in datasets:
-        if (settings().models_dir / made_name(TINY, dataset) / "config.json").is_file():
+        if (settings().models_dir / sft_model_name(TINY, dataset) / "config.json").is_file():
             config = build({"model.path": TINY, "dataset.name": dataset})
             rows = eval_results.evals_of_policy(stored_reader(), starting_policy(TINY, config.dataset.name))
             found += [_Measured(row, _foreign(row, config)) for row in rows if row["dataset"] == dataset]

@@ -11,7 +11,7 @@ from agentrl.cli.output import Json, cell, interval, one_line, say, show, show_j
 from agentrl.cli.targets import Trust, existing_database, find_policy
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import ConfigError, ModelError
-from agentrl.workflow.runtime.gc_pause import importing
+from agentrl.workflow.runtime.gc_pause import pause_gc
 
 if TYPE_CHECKING:
     from agentrl.cli.conversation import Talk
@@ -152,13 +152,13 @@ def evaluation_of(
     What `rollout` leaves out, or gives as None, is the run's. `trust`: the model's own code may run.
     """
     from agentrl.workers.requests.eval_config import measuring, sized
-    from agentrl.workflow.models.lookup import known_model
+    from agentrl.workflow.models.lookup import existing_model
 
     base, ref = _found(policy, trust)
     config = measuring(base, dataset, split, n, rollout, env)
     if ref is None:  # before the dataset, which may be far away and is not what is wrong with an unknown name
         try:
-            known_model(config.model.path, config.dataset.name)
+            existing_model(config.model.path, config.dataset.name)
         except ModelError as error:
             raise ModelError(f"No run is called {policy!r}, and no model is found: {error.message}", error.hint) from error
     return sized(config), ref
@@ -236,7 +236,7 @@ def chat(
     def make() -> "Talk":
         from agentrl.cli.conversation import Talk
 
-        with importing():
+        with pause_gc():
             from agentrl.workflow.inference.open_policy import open_policy
 
         return Talk(open_policy(config, ref, seed), found, tools)
@@ -275,7 +275,7 @@ def _env_at_hand(config: RunConfig, named: str | None) -> tuple[Any, Mapping[str
     Raises:
         ConfigError: the env that a person named is not here.
     """
-    from agentrl.workflow.envs import Env, offered
+    from agentrl.workflow.envs import Env, offered_tools
     from agentrl.workflow.plugins import find
 
     if named:
@@ -289,7 +289,7 @@ def _env_at_hand(config: RunConfig, named: str | None) -> tuple[Any, Mapping[str
         env = Env()
     own = config.model_copy(update={"tools": tuple(name for name in config.tools if _is_here(name))})
     try:
-        return env, offered(env, own)
+        return env, offered_tools(env, own)
     except ConfigError as error:
         say(f"It talks without tools: {error}")
         return env, {}

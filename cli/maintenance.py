@@ -49,15 +49,15 @@ def gc(
 def _collect(db: Any, place: Any, keep_last: int | None, dry_run: bool) -> dict[str, int]:
     """One run; bytes by kind."""
     from agentrl.workflow.checkpoints import checkpoint_gc
-    from agentrl.workflow.checkpoints.epoch_links import unlink
+    from agentrl.workflow.checkpoints.epoch_links import unlink_epochs
     from agentrl.workflow.store import epoch_ends, retention
 
-    folders = checkpoint_gc.listed(place.output_dir, place.key)
+    folders = checkpoint_gc.list_folders(place.output_dir, place.key)
     present = {folder.name for folder in folders}
     decide = retention.needs if dry_run else retention.collect
-    waste = checkpoint_gc.waste(folders, decide(db, place.run_id, present, keep_last), place.key)
+    waste = checkpoint_gc.find_waste(folders, decide(db, place.run_id, present, keep_last), place.key)
     if not dry_run:
-        unlink(epoch_ends.ends(db, place.run_id))  # none leads to what goes now
+        unlink_epochs(epoch_ends.ends(db, place.run_id))  # none leads to what goes now
     for item in () if dry_run else waste:
         checkpoint_gc.remove(place.output_dir, item)
     return {kind: sum(item.bytes for item in waste if item.kind == kind) for kind in checkpoint_gc.KINDS}

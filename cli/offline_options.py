@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from agentrl.workers.requests.stored_groups import Material
     from agentrl.workflow.stats.selection import Candidate
     from agentrl.workflow.store.connect import Database
-    from agentrl.workflow.training.offline_training import Made, Recipe, Start
+    from agentrl.workflow.training.offline_training import Recipe, Start, TrainedModel
     from agentrl.workflow.trajectory import Episode
 
 RewardSet = Annotated[
@@ -177,7 +177,7 @@ def find_stored(runs: list[str], reward_set: str | None, policy: str | None, lea
     return Stored(db, found, candidates)
 
 
-def watched(target: Path, training: "Callable[..., Made]") -> "Made":
+def watched(target: Path, training: "Callable[..., TrainedModel]") -> "TrainedModel":
     """Trains as this machine is set up to, and shows how far it is; first of all there is a place for what it makes."""
     from agentrl.workflow.settings import settings
 
@@ -209,7 +209,7 @@ def say_next(stored: Stored, target: Path) -> None:
     say(f"Train it: agentrl submit --dataset {dataset} --model {called(target)}")
 
 
-def show_made(made: "Made", learned: str, more: Mapping[str, Any], as_json: bool) -> None:
+def show_made(made: "TrainedModel", learned: str, more: Mapping[str, Any], as_json: bool) -> None:
     """What was made, of what."""
     left_out = "".join(f"; left out {count}: {why}" for why, count in made.left_out.items())
     say(f"Learned from {learned}{left_out}.")

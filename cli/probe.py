@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from agentrl.workflow.runtime.gc_pause import importing
+from agentrl.workflow.runtime.gc_pause import pause_gc
 
 
 def torch_facts(device: str) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def torch_facts(device: str) -> dict[str, Any]:
     """
     import torch
 
-    from agentrl.workflow.models.packed_weights import ROUNDING, lacking
+    from agentrl.workflow.models.packed_weights import ROUNDING, why_not_packed
 
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
@@ -30,7 +30,7 @@ def torch_facts(device: str) -> dict[str, Any]:
         "gpus": [f"{gpu.name} {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
         "unusable": "" if device == "auto" else _trouble(device),
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "lacking": {str(dtype).removeprefix("torch."): lacking(dtype) for dtype in ROUNDING},
+        "lacking": {str(dtype).removeprefix("torch."): why_not_packed(dtype) for dtype in ROUNDING},
     }
 
 
@@ -82,10 +82,10 @@ def optimizer_facts(name: str, device: str) -> dict[str, Any]:
     """Why that optimizer cannot run here; nothing where it can."""
     from agentrl.workflow.errors import AgentRLError
     from agentrl.workflow.models.loading import pick_device
-    from agentrl.workflow.training.optimizer import require
+    from agentrl.workflow.training.optimizer import check_optimizer
 
     try:
-        require(name, pick_device(device))
+        check_optimizer(name, pick_device(device))
     except AgentRLError as error:
         return {"error": error.message, "hint": error.hint}
     return {}
@@ -99,6 +99,6 @@ FACTS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
-    with importing():
+    with pause_gc():
         print(json.dumps(FACTS[sys.argv[1]](*sys.argv[2:])), flush=True)
         gc.freeze()  # nor when the process ends

@@ -33,10 +33,10 @@ def diff(episode: int, other: int, as_json: bool) -> int:
 
 def _scored(origin: "Origin") -> Episode:
     """With the parts of its own reward set, which a record keeps apart."""
-    from agentrl.workflow.rewards import whole
+    from agentrl.workflow.rewards import part_sum
 
     parts = origin.reward_sets["default"].parts
-    return replace(origin.record.episode, rewards={name: whole(part) for name, part in parts.items()})
+    return replace(origin.record.episode, rewards={name: part_sum(part) for name, part in parts.items()})
 
 
 def _spelled(token: "TokenDifference", sides: "tuple[Origin, Origin]") -> "TokenDifference":

@@ -32,7 +32,7 @@ from agentrl.cli.output import Json, cell, say
 from agentrl.cli.targets import Trust, is_stored_policy, trained_policy
 from agentrl.workflow.config import build
 from agentrl.workflow.errors import ConfigError, StateError
-from agentrl.workflow.runtime.gc_pause import importing
+from agentrl.workflow.runtime.gc_pause import pause_gc
 
 if TYPE_CHECKING:
     from agentrl.workflow.config import ModelConfig
@@ -195,9 +195,9 @@ def _share(held_out: float) -> float:
 
 
 def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_json: bool) -> None:
-    from agentrl.workflow.chat.templates import settled
+    from agentrl.workflow.chat.templates import settle_chat
     from agentrl.workflow.datasets import Dataset
-    from agentrl.workflow.models.lookup import made_name, model_folder, resolve_model
+    from agentrl.workflow.models.lookup import model_folder, resolve_model, sft_model_name
     from agentrl.workflow.plugins import find
     from agentrl.workflow.training.demonstrations import Demonstration, read_demonstrations
 
@@ -208,10 +208,10 @@ def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_jso
     config, policy, manifest = _policy_named(model, how)
     path = policy.base if policy else model if model == "tiny" else resolve_model(config.path, dataset)
     at = None if path == "tiny" else model_folder(path, config.trust_remote_code)
-    config = settled(config, at, policy is None)
-    target = place.of(made_name(config.path.replace("@", "-v") if policy else path, dataset))
+    config = settle_chat(config, at, policy is None)
+    target = place.of(sft_model_name(config.path.replace("@", "-v") if policy else path, dataset))
 
-    with importing():
+    with pause_gc():
         from agentrl.workflow.training.offline_training import Start
         from agentrl.workflow.training.supervised import sft as fine_tune
 
@@ -282,7 +282,7 @@ def _on_episodes(
     from agentrl.workflow.stats import selection
 
     target = place.of(f"{stored.name}-sft")
-    chosen = selection.best(stored.candidates, min_reward, best)
+    chosen = selection.select_best(stored.candidates, min_reward, best)
     if not chosen:
         top = cell(max((one.reward for one in stored.candidates), default=None))
         raise StateError(
@@ -292,7 +292,7 @@ def _on_episodes(
     mean = sum(one.reward for one in chosen) / len(chosen)
     say(f"{stored.name}: {len(chosen)} of {len(stored.candidates)} episodes taken, mean reward {cell(mean)}")
 
-    with importing():
+    with pause_gc():
         from agentrl.workflow.training.supervised import PASSES, sft_on_episodes
 
     recipe = stored.recipe(len(chosen), how.epochs or PASSES, how.asked)

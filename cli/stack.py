@@ -147,14 +147,14 @@ def _values(file: Any, assignments: list[str] | None, run: str | None) -> tuple[
         ConfigError: the config is one that `submit` refuses, or both a stored one and changes to it were asked for.
     """
     from agentrl.workflow import trainers
-    from agentrl.workflow.algorithms import settled_run
+    from agentrl.workflow.algorithms import settle_run
     from agentrl.workflow.config import RunConfig
     from agentrl.workflow.errors import ConfigError
     from agentrl.workflow.resolve import resolve
 
     if run is None:
         asked, origins = resolve(file, {}, tuple(assignments or ()), os.environ)
-        made = settled_run(asked)
+        made = settle_run(asked)
         trainers.check(made)
         before, values = asked.flat(), made.flat()
         settled = {key for key, value in values.items() if value != before[key]}

@@ -13,7 +13,7 @@ from agentrl.cli.probe_process import check_model, check_optimizer
 from agentrl.cli.targets import existing_database, stored_start
 from agentrl.workflow.config import DESCRIPTIONS, RunConfig
 from agentrl.workflow.errors import ConfigError
-from agentrl.workflow.resolve import weighted
+from agentrl.workflow.resolve import parse_weights
 
 _DEFAULTS = RunConfig().flat()
 FLAGS = {
@@ -191,7 +191,7 @@ def submit(
     flags = {FLAGS[parameter]: value for parameter, value in ctx.params.items() if parameter in FLAGS}
     flags["tools"] = tools or None
     flags["hooks"] = hook or None
-    flags["rewards"] = weighted(reward or ()) or None
+    flags["rewards"] = parse_weights(reward or ()) or None
     flags |= _source(from_groups or [], from_episodes or [], reward_set)
     asked, origins = resolve(config, flags, tuple(assignments or ()), os.environ)
     if not asked.source.given and config is None and origins["dataset.name"] == "default":
@@ -214,10 +214,10 @@ def submit(
 def _trains(prepared: Any) -> Iterator[str]:
     """What trains, of a model that is here; of another the worker's log says it."""
     from agentrl.workflow.models.lookup import local_folder
-    from agentrl.workflow.models.parameters import of_files
+    from agentrl.workflow.models.parameters import count_in_files
 
     folder = local_folder(prepared.submission.policy.base)
-    parameters = of_files(prepared.config.model, folder) if folder else None
+    parameters = count_in_files(prepared.config.model, folder) if folder else None
     if parameters is not None:
         yield str(parameters)
 

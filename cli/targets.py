@@ -218,11 +218,11 @@ def _link_again(db: Any, run_id: int) -> None:
     """Makes the links to the run's epochs, where one is missing."""
     from contextlib import suppress
 
-    from agentrl.workflow.checkpoints.epoch_links import link
+    from agentrl.workflow.checkpoints.epoch_links import link_epochs
     from agentrl.workflow.store import epoch_ends
 
     with suppress(OSError):  # whoever may not write there needs none
-        link(epoch_ends.ends(db, run_id))
+        link_epochs(epoch_ends.ends(db, run_id))
 
 
 def _checkpoint(db: Any, policy: str) -> str:
@@ -234,7 +234,7 @@ def _checkpoint(db: Any, policy: str) -> str:
     import os
     from pathlib import Path
 
-    from agentrl.workflow.checkpoints.epoch_links import number_of
+    from agentrl.workflow.checkpoints.epoch_links import epoch_number
     from agentrl.workflow.checkpoints.sealed_folder import LONGEST_NAME, MANIFEST, STATE
     from agentrl.workflow.errors import NotFoundError
     from agentrl.workflow.settings import is_url, settings
@@ -244,7 +244,7 @@ def _checkpoint(db: Any, policy: str) -> str:
         raise NotFoundError(f"No run and no model is called {policy!r:.80}.", "List the runs: agentrl runs")
     typed = Path(policy).expanduser()
     typed = typed if typed.exists() or not (settings().root / typed).parent.is_dir() else settings().root / typed
-    folder, epoch = typed.resolve(), number_of(typed.name)
+    folder, epoch = typed.resolve(), epoch_number(typed.name)
     if db is not None and epoch is not None:  # the link may not be made yet, or lead to an older run's
         run = epoch_ends.run_in(db, str(typed.parent.resolve()))
         if run:

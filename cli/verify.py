@@ -41,7 +41,7 @@ def verify(episode: int, what: str, as_json: bool) -> int:
     reports: dict[str, Any] = {name: check(origin) for name, check in _CHECKS.items() if name in asked}
     every = [report for found in reports.values() for report in (found if isinstance(found, list) else [found])]
     same = all(report.same for report in every)
-    verified = sum(report.verified for report in every)
+    verified = sum(report.compared_count for report in every)
     if as_json:
         made = origin.record.episode
         told = {"same": same if verified or not same else None, "parent": made.parent_id, "inherited": made.inherited}
@@ -76,7 +76,7 @@ def _check_tools(origin: "Origin") -> "ToolsReport":
     from agentrl.workers.jobs.tools_job import run_tool
     from agentrl.workflow.analysis.verify_episode import check_tools
     from agentrl.workflow.config import RunConfig
-    from agentrl.workflow.envs import offered
+    from agentrl.workflow.envs import offered_tools
     from agentrl.workflow.plugins import find
     from agentrl.workflow.store.rows import clean, message_row, message_value
     from agentrl.workflow.store.tool_calls import CallWork
@@ -84,7 +84,7 @@ def _check_tools(origin: "Origin") -> "ToolsReport":
 
     name = str(origin.config["env"])
     env = find("envs", name)
-    tools = offered(env, RunConfig.model_validate(origin.config))
+    tools = offered_tools(env, RunConfig.model_validate(origin.config))
 
     notebook = Notebook()
 
@@ -116,19 +116,19 @@ def _check_tools(origin: "Origin") -> "ToolsReport":
 
 
 def _check_tokens(origin: "Origin") -> "TokensReport":
-    from agentrl.workflow.analysis.verify_episode import gone
+    from agentrl.workflow.analysis.verify_episode import missing_weights
     from agentrl.workflow.analysis.verify_tokens import check_tokens
     from agentrl.workflow.config import RunConfig
-    from agentrl.workflow.envs import offered
-    from agentrl.workflow.models.policy import open_recorded
+    from agentrl.workflow.envs import offered_tools
+    from agentrl.workflow.models.policy import open_run_base
     from agentrl.workflow.plugins import find
     from agentrl.workflow.settings import settings
 
     config = RunConfig.model_validate(origin.config)
     where = settings()
-    policy = open_recorded(config.model, origin.base, origin.base_hash, origin.manifest, where.device, where.threads)
-    schemas = [tool.schema for tool in offered(find("envs", str(config.env)), config).values()]
-    lost = gone(origin.policies, origin.collected)
+    policy = open_run_base(config.model, origin.base, origin.base_hash, origin.manifest, where.device, where.threads)
+    schemas = [tool.schema for tool in offered_tools(find("envs", str(config.env)), config).values()]
+    lost = missing_weights(origin.policies, origin.collected)
     return check_tokens(origin.record.episode, origin.policies, lost, policy, schemas, origin.key.bits, config.rollout)
 
 

@@ -69,14 +69,14 @@ def whatif(
 
 def _look(asked: "Question") -> "list[Finding]":
     from agentrl.workflow.analysis.counterfactual import whatif as look
-    from agentrl.workflow.models.policy import open_recorded
+    from agentrl.workflow.models.policy import open_run_base
     from agentrl.workflow.settings import settings
-    from agentrl.workflow.stats.group_variance import choose
+    from agentrl.workflow.stats.group_variance import choose_groups
 
     past, where = asked.past, settings()
-    groups = choose(past.groups, past.wanted)[0] if past.wanted else past.groups
+    groups = choose_groups(past.groups, past.wanted)[0] if past.wanted else past.groups
     model, run = asked.configs[0].model, past.run
-    policy = open_recorded(model, run["base"], run["base_hash"], run["manifest"], where.device, where.threads)
+    policy = open_run_base(model, run["base"], run["base_hash"], run["manifest"], where.device, where.threads)
     return list(look(policy, asked.configs, past.policy, past.borrowed, groups, past.number, run["iterations"]))
 
 

@@ -11,13 +11,13 @@ from typing import Any
 from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
 MAX_CHARACTERS = 524_288
-"""Of a call: what a tool takes at most (see `agent.refusal`) fits in, however its characters are escaped."""
+"""Length of a call: what a tool takes at most (see `agent.refusal`) fits in, however its characters are escaped."""
 
 MAX_NESTING = 64
 """Objects and arrays within each other in one tool call; whatever stores and sends a call recurses over them."""
 
 MAX_DIGITS = 4300
-"""Of a whole number: Python's own limit, as long as nobody changed it."""
+"""Length of a whole number: Python's own limit, as long as nobody changed it."""
 
 TOO_LONG = f"more than {MAX_CHARACTERS} characters, which a call may have at most"
 
@@ -51,15 +51,15 @@ class _Keys:
     @property
     def why(self) -> str:
         """What the model is told of it."""
-        return "" if self.twice is None else stands_twice(self.twice)
+        return "" if self.twice is None else duplicate_key_message(self.twice)
 
 
-def stands_twice(key: str) -> str:
+def duplicate_key_message(key: str) -> str:
     """What the model is told of a key that it gave twice."""
     return f"the key {json.dumps(key[:100])} stands twice in one object; give it once"
 
 
-def decoded(text: str) -> tuple[Any, str]:
+def decode_json(text: str) -> tuple[Any, str]:
     """The value of a JSON text that somebody else wrote, and why it cannot be taken as it is; empty where it can.
 
     Raises:
@@ -69,14 +69,14 @@ def decoded(text: str) -> tuple[Any, str]:
         raise ValueError(TOO_LONG)
     keys = _Keys()
     try:
-        value = json.loads(text, object_pairs_hook=keys, parse_int=whole)
-        why = unfit(value)
+        value = json.loads(text, object_pairs_hook=keys, parse_int=parse_digits)
+        why = why_unfit(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"no valid JSON: {error}") from error
     return value, why or keys.why
 
 
-def unfit(value: Any) -> str:
+def why_unfit(value: Any) -> str:
     """Why a decoded value cannot be taken; empty where it can.
 
     Raises:
@@ -88,7 +88,7 @@ def unfit(value: Any) -> str:
     return ""
 
 
-def scanned(text: str, at: int) -> tuple[Any, int]:
+def scan_json(text: str, at: int) -> tuple[Any, int]:
     """The JSON value that begins at a place of a text, and where it ends.
 
     Raises:
@@ -97,8 +97,8 @@ def scanned(text: str, at: int) -> tuple[Any, int]:
     window = text[at : at + MAX_CHARACTERS + 1]
     keys = _Keys()
     try:
-        value, length = JSONDecoder(object_pairs_hook=keys, parse_int=whole).raw_decode(window)
-        why = TOO_LONG if length > MAX_CHARACTERS else unfit(value) or keys.why
+        value, length = JSONDecoder(object_pairs_hook=keys, parse_int=parse_digits).raw_decode(window)
+        why = TOO_LONG if length > MAX_CHARACTERS else why_unfit(value) or keys.why
     except JSONDecodeError as error:
         cut = error.msg.startswith("Unterminated") or error.pos >= len(window.rstrip())
         why = f"no valid JSON: {error}" if not cut else TOO_LONG if len(window) > MAX_CHARACTERS else UNFINISHED
@@ -110,7 +110,7 @@ def scanned(text: str, at: int) -> tuple[Any, int]:
     return value, at + length
 
 
-def whole(digits: str) -> int:
+def parse_digits(digits: str) -> int:
     """The whole number of these digits.
 
     Raises:
@@ -135,15 +135,15 @@ def read_arguments(name: str, arguments: object) -> ToolCall:
     why = ""
     if isinstance(arguments, str):
         try:
-            arguments, why = decoded(arguments)
+            arguments, why = decode_json(arguments)
         except ValueError as error:
-            return unreadable(f'"arguments" must be an object; they are a string, and it holds {error}')
+            return unreadable_call(f'"arguments" must be an object; they are a string, and it holds {error}')
     if why or not isinstance(arguments, dict):
-        return unreadable(why or f'"arguments" must be an object, not {type(arguments).__name__}')
+        return unreadable_call(why or f'"arguments" must be an object, not {type(arguments).__name__}')
     return ToolCall(name, arguments)
 
 
-def made(name: object, arguments: object, end: int) -> ToolCall:
+def make_call(name: object, arguments: object, end: int) -> ToolCall:
     """The call of that name with these arguments, whose text ends there.
 
     Raises:
@@ -157,12 +157,12 @@ def made(name: object, arguments: object, end: int) -> ToolCall:
     return call
 
 
-def unreadable(why: str) -> ToolCall:
+def unreadable_call(why: str) -> ToolCall:
     """A call that cannot be made, which the model is told."""
     return ToolCall("", {}, error=why)
 
 
-def spelled(value: object) -> str:
+def spell_json(value: object) -> str:
     """The value as JSON, as models write it.
 
     Raises:

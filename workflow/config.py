@@ -17,22 +17,22 @@ from pydantic import (
 from agentrl.workflow.errors import ConfigError
 
 MOST = 2**31 - 1
-"""Of what is counted; the rows, the arrays and the servers have no room for more."""
+"""Largest count; the rows, the arrays and the servers have no room for more."""
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What LoRA trains, unless asked for otherwise: all linear projections."""
 
 
-def _listed(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     if value is None:
         return ()
     return (value,) if isinstance(value, str | int) else value
 
 
-Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_listed)]
+Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)]
 """One text or several, none of them empty; or nothing, as in `-s tools=`."""
 
-Numbers = Annotated[tuple[Annotated[int, Field(ge=1, lt=2**63)], ...], BeforeValidator(_listed)]
+Numbers = Annotated[tuple[Annotated[int, Field(ge=1, lt=2**63)], ...], BeforeValidator(_as_tuple)]
 """One row of the database or several, by their numbers."""
 
 Weights = dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(strict=True)]]
@@ -154,7 +154,7 @@ class RolloutConfig(Section):
 
 class AlgorithmConfig(Section):
     """How tokens are credited and what is minimised. An option that is unset is the algorithm's own; one that it does not read
-    is refused (`algorithms.settled`).
+    is refused (`algorithms.settle_options`).
 
     `importance_cap` does nothing where max_staleness is 0: there sampler and trainer hold the same weights, and how far
     rounding parts them is measured (`sampler_difference_mean`, `_max`) and not corrected.
@@ -199,7 +199,7 @@ class AlgorithmConfig(Section):
 ALGORITHM_OPTIONS = (
     *("clip_low", "clip_high", "dual_clip", "scale", "aggregation", "discount", "gae_lambda", "tau_positive", "tau_negative"),
 )
-"""Of `algorithm.*`, those that some algorithms read and others do not."""
+"""Keys of `algorithm.*` that some algorithms read and others do not."""
 
 
 class CriticConfig(Section):
@@ -341,7 +341,7 @@ class RunConfig(Section):
 
     def flat(self) -> dict[str, Any]:
         """`{"rollout.group_size": 8, ...}`, in the order of the fields."""
-        return dict(flattened(self.model_dump(mode="json")))
+        return dict(flatten(self.model_dump(mode="json")))
 
     @property
     def lean(self) -> bool:
@@ -353,11 +353,11 @@ WEIGHTS = ("rewards",)
 """The keys that hold names and weights, and no keys of ours."""
 
 
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and their values; a mapping of weights is one value."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and f"{prefix}{key}" not in WEIGHTS:
-            yield from flattened(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -154,13 +154,13 @@ class Stopped(KeyboardInterrupt):
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The sentence that helps after an unknown name: the closest match, or the list of known ones."""
     names = sorted(known)
-    close = [name for name in names if _swapped(word, name)] or get_close_matches(word, names, n=1)
+    close = [name for name in names if _is_swap(word, name)] or get_close_matches(word, names, n=1)
     if close:
         return f"Did you mean {close[0]!r}?"
     return f"Known: {', '.join(names)}." if names else "None is known."
 
 
-def _swapped(word: str, name: str) -> bool:
+def _is_swap(word: str, name: str) -> bool:
     """Whether the words differ by two neighbouring letters that changed places."""
     other = [at for at, (left, right) in enumerate(zip(word, name, strict=False)) if left != right]
     if len(word) != len(name) or len(other) != 2:

@@ -42,10 +42,10 @@ def load_hooks(paths: Sequence[str]) -> tuple[Hook, ...]:
     Raises:
         ConfigError: a path leads to no such class, or the class cannot be made without arguments.
     """
-    return tuple(_made(path) for path in paths)
+    return tuple(_make_hook(path) for path in paths)
 
 
-def _made(path: str) -> Hook:
+def _make_hook(path: str) -> Hook:
     found = find("hooks", path)
     if not (isinstance(found, type) and issubclass(found, Hook)):
         raise ConfigError(

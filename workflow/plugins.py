@@ -26,7 +26,7 @@ _CLASSES = {
 }  # fmt: skip
 PACKAGE = "agentrl.workflow"
 _sources: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
-_looking = Lock()
+_import_lock = Lock()
 """Two threads that invalidate the import system's caches at once delete an entry twice: KeyError."""
 
 
@@ -94,7 +94,7 @@ def _own_object(kind: str, name: str) -> Any:
     # What is loaded already is asked for with each episode; to list the folder takes ten times as long.
     if f"{PACKAGE}.{kind}.{name}" not in sys.modules and name not in (known := names(kind)):
         raise ConfigError(f"No {kind.removesuffix('s').replace('_', ' ')} is called {name!r}.", did_you_mean(name, known))
-    module = _imported(kind, name, f"{PACKAGE}.{kind}.{name}")
+    module = _import_module(kind, name, f"{PACKAGE}.{kind}.{name}")
     if name not in vars(module):
         raise ConfigError(f"{name!r} ({kind}): {module.__file__} defines no {name!r}.", "Name the object after its file.")
     return vars(module)[name]
@@ -108,10 +108,10 @@ def _user_object(kind: str, path: str) -> Any:
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
         raise ConfigError(f"{path!r} ({kind}) leads to no object: it is no path of names.", _path_hint())
     if module_name not in sys.modules:
-        with _looking:
+        with _import_lock:
             importlib.invalidate_caches()  # its file, or its folder, may be younger than this process
     try:
-        return getattr(_imported(kind, path, module_name), attribute)
+        return getattr(_import_module(kind, path, module_name), attribute)
     except AttributeError as error:
         raise ConfigError(f"{path!r} ({kind}) leads to no object: {error}.", _path_hint()) from error
 
@@ -121,21 +121,21 @@ def _path_hint() -> str:
     return f"Write package.module:name; it is looked for on PYTHONPATH and in {str(Path.cwd())!r}."
 
 
-def _imported(kind: str, name: str, module: str) -> ModuleType:
+def _import_module(kind: str, name: str, module: str) -> ModuleType:
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             raise ConfigError(f"{name!r} ({kind}) leads to no object: {error}.", _path_hint()) from error
-        raise _broken(kind, name, error) from error
+        raise _import_error(kind, name, error) from error
     except (Exception, SystemExit) as error:
-        raise _broken(kind, name, error) from error
+        raise _import_error(kind, name, error) from error
     with suppress(OSError, TypeError):  # what has no file cannot be edited either
         source_of(module)
     return found
 
 
-def _broken(kind: str, name: str, error: BaseException) -> ConfigError:
+def _import_error(kind: str, name: str, error: BaseException) -> ConfigError:
     said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": ")
     return ConfigError(f"{name!r} ({kind}) cannot be imported: {_where(error)}{said}.", "Correct the file.")
 

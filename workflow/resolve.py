@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from agentrl.workflow.config import KEYS, RunConfig, build, flattened
+from agentrl.workflow.config import KEYS, RunConfig, build, flatten
 from agentrl.workflow.errors import ConfigError, did_you_mean
 
 ENV_PREFIX = "AGENTRL_RUN_"
@@ -44,7 +44,7 @@ def resolve(
     """
     layers = [
         (str(file), read_yaml(file) if file else {}),
-        ("environment", _from_environ(environ or {})),
+        ("environment", _read_environ(environ or {})),
         ("flag", {key: value for key, value in (flags or {}).items() if value is not None}),
         ("flag", dict(_parse_assignment(text) for text in assignments)),
     ]
@@ -66,7 +66,7 @@ def resolve(
     return made, origins
 
 
-def weighted(words: Iterable[str]) -> dict[str, float]:
+def parse_weights(words: Iterable[str]) -> dict[str, float]:
     """`NAME` (weight 1) or `NAME=WEIGHT` each, as weights by name.
 
     Raises:
@@ -87,7 +87,7 @@ def weighted(words: Iterable[str]) -> dict[str, float]:
     return weights
 
 
-def assigned(texts: Iterable[str]) -> dict[str, Any]:
+def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
     """`key=value` each, values read as YAML, by key.
 
     Raises:
@@ -146,7 +146,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             data = file.read(LARGEST_FILE + 1)
         if len(data) > LARGEST_FILE:
             raise ConfigError(f"The config {str(path)!r} is larger than {LARGEST_FILE} bytes.", "Is it the right file?")
-        tree = _loaded(data.decode())
+        tree = _load_yaml(data.decode())
     except OSError as error:
         raise ConfigError(f"Cannot read the config {str(path)!r}: {error.strerror}.") from error
     except ValueError as error:  # of bytes that are no UTF-8, too
@@ -155,11 +155,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{str(path)!r} must hold keys and values, not a {type(tree).__name__}.")
-    return dict(flattened(tree))
+    return dict(flatten(tree))
 
 
-def _loaded(text: str) -> Any:
-    """What a text of YAML says.
+def _load_yaml(text: str) -> Any:
+    """Reads a text of YAML.
 
     Raises:
         ValueError: it is none that can be read.
@@ -174,7 +174,7 @@ def _loaded(text: str) -> Any:
         raise ValueError(f"it holds a value that is none ({error})") from error
 
 
-def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
+def _read_environ(environ: Mapping[str, str]) -> dict[str, Any]:
     return {
         name.removeprefix(ENV_PREFIX).lower().replace("__", "."): _yaml_value(name, value)
         for name, value in environ.items()
@@ -191,7 +191,7 @@ def _parse_assignment(text: str) -> tuple[str, Any]:
 
 def _yaml_value(name: str, text: str) -> Any:
     try:
-        return _loaded(text)
+        return _load_yaml(text)
     except ValueError as error:
         raise ConfigError(f"The value of {name!r} is not YAML: {text!r:.80}.", "Quote it as YAML text.") from error
 

@@ -136,7 +136,7 @@ def test_forks_are_verified_and_what_they_have_from_their_parent_is_said_to_be_t
     stack: Stack, capsys: pytest.CaptureFixture[str], run: str
 ) -> None:
     parent = trained_episode(stack, run)
-    ends_itself = chat().ended(steps_of(stack, parent)[0].sampled_ids)
+    ends_itself = chat().has_end_token(steps_of(stack, parent)[0].sampled_ids)
     assert ends_itself == (run == "exact"), "in the other a stop string ended the call"
     stack.agentrl("fork", str(parent), "--step", "1", "-n", "2", "--name", f"forks-{run}", "--wait")
     for fork in values(stack.database, f"SELECT id FROM v_episodes WHERE run = 'forks-{run}'"):

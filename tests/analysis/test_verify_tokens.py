@@ -19,7 +19,14 @@ from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.envs.arithmetic import arithmetic as env
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.rolling_engine import RollingEngine
-from agentrl.workflow.inference.sampling import at_least, distance, distribution, lowest, summed, uniforms
+from agentrl.workflow.inference.sampling import (
+    cumulative_probabilities,
+    distribution,
+    draw_distance,
+    lowest_logit,
+    mask_below,
+    uniforms,
+)
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import Episode, Message, PolicyRef, SamplingKey, Step
 from tests.support.reference_sampler import alone, draw
@@ -162,8 +169,8 @@ def test_a_draws_distance_is_the_probability_between_it_and_its_token() -> None:
     _, cumulative = distribution(logits, 1.0)
     numbers = torch.tensor([0.1, 0.35, 0.9], dtype=torch.float64)
     assert draw(cumulative, numbers).tolist() == [0, 1, 2]
-    assert distance(cumulative, numbers, torch.tensor([0, 1, 2])).tolist() == [0, 0, 0]
-    assert distance(cumulative, numbers, torch.tensor([1, 0, 0])).tolist() == pytest.approx([0.1, 0.15, 0.7])
+    assert draw_distance(cumulative, numbers, torch.tensor([0, 1, 2])).tolist() == [0, 0, 0]
+    assert draw_distance(cumulative, numbers, torch.tensor([1, 0, 0])).tolist() == pytest.approx([0.1, 0.15, 0.7])
 
 
 def test_a_fork_draws_its_own_steps_under_its_own_key_after_its_parents_tokens(model: Path) -> None:
@@ -229,7 +236,7 @@ def test_a_token_at_the_very_limit_is_a_tie_where_sums_are_rounded(model: Path, 
     reached = float(best.values[:3].double().exp().sum())  # by the three likeliest: a little more asks for the fourth too
     fourth = int(best.indices[3])
     limit = torch.tensor([reached + 2e-6], dtype=torch.float64)
-    sums = summed(at_least(everything, lowest(everything, torch.tensor([0]), limit, torch.zeros(1))))
+    sums = cumulative_probabilities(mask_below(everything, lowest_logit(everything, torch.tensor([0]), limit, torch.zeros(1))))
     keys = np.arange(100_000, dtype=np.uint64)
     drawn = torch.searchsorted(sums[0], torch.from_numpy(uniforms(keys, np.zeros_like(keys))) * sums[0, -1], right=True)
     key = int((drawn == fourth).nonzero()[0, 0])

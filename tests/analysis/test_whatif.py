@@ -346,7 +346,7 @@ def test_a_weight_of_the_kl_that_is_asked_for_is_not_the_one_that_the_run_adapte
     assert trainer.kl_coef > 0.1
     for other, expected in (({}, trainer.kl_coef), ({"algorithm.kl_target": None}, 0.1)):
         again = Trainer(Policy.load(run.model, str(folder), device="cpu"), build(run.flat() | other))
-        again.recall(tmp_path / "v1")
+        again.load_partial(tmp_path / "v1")
         assert again.kl_coef == expected
 
 
@@ -362,7 +362,7 @@ def test_a_look_is_the_update_s_first_step_and_leaves_no_trace(folder: Path, tmp
     _, trainer = trainer_of(folder, config(lora_r, True, algorithm__name=name, algorithm__kl_coef=0.1, update__epochs=2))
     trainer.update(groups_of(seed=3), 0)
     before, draws = saved(trainer, tmp_path / "before"), torch.get_rng_state()
-    look = trainer.look(groups_of(), 1)
+    look = trainer.preview(groups_of(), 1)
     assert unchanged(trainer, tmp_path / "after", before)
     assert sealed_folder.verify(tmp_path / "after") == sealed_folder.verify(tmp_path / "before"), "the critic and counters too"
     assert torch.equal(torch.get_rng_state(), draws)
@@ -376,7 +376,7 @@ def test_a_look_is_the_update_s_first_step_and_leaves_no_trace(folder: Path, tmp
 
 def test_its_gradient_is_the_optimizer_s(folder: Path, tmp_path: Path) -> None:
     policy, trainer = trainer_of(folder, config(0, True, update__max_grad_norm=1e9))
-    found = trainer.look(groups_of(), 0).gradient
+    found = trainer.preview(groups_of(), 0).gradient
     assert found is not None
     trainer.update(groups_of(), 0)
     names = list(policy.trainable())
@@ -386,10 +386,10 @@ def test_its_gradient_is_the_optimizer_s(folder: Path, tmp_path: Path) -> None:
 
 def test_a_look_at_nothing_to_learn_says_why(folder: Path) -> None:
     _, trainer = trainer_of(folder, config())
-    look = trainer.look(groups_of(equal=True), 0)
+    look = trainer.preview(groups_of(equal=True), 0)
     assert look.update.skipped == "no advantage differs from 0"
     assert look.gradient is None
-    assert trainer.look([], 0).update.skipped == "no group has enough finished episodes"
+    assert trainer.preview([], 0).update.skipped == "no group has enough finished episodes"
 
 
 def test_an_optimizer_s_state_that_was_altered_is_not_taken_for_one_that_was_dropped(folder: Path, tmp_path: Path) -> None:
@@ -397,16 +397,16 @@ def test_an_optimizer_s_state_that_was_altered_is_not_taken_for_one_that_was_dro
     trainer.update(groups_of(), 0)
     sealed_folder.write(tmp_path / "v1", trainer.save)
     other = Trainer(Policy.load(config().model, str(folder), device="cpu"), config())
-    other.recall(tmp_path / "v1")
-    assert (other.updates, other.look(groups_of(), 1).blank) == (1, ())
+    other.load_partial(tmp_path / "v1")
+    assert (other.updates, other.preview(groups_of(), 1).blank) == (1, ())
     (tmp_path / "v1" / FILE).unlink()
     with pytest.raises(BrokenCheckpoint, match=FILE):
-        other.recall(tmp_path / "v1")
+        other.load_partial(tmp_path / "v1")
     sealed_folder.write(tmp_path / "v2", trainer.save)
     with (tmp_path / "v2" / sealed_folder.OPTIMIZER).open("ab") as file:
         file.write(b"more")
     with pytest.raises(BrokenCheckpoint, match=sealed_folder.OPTIMIZER):
-        other.recall(tmp_path / "v2")
+        other.load_partial(tmp_path / "v2")
 
 
 def test_the_cosine_of_a_long_gradient_with_itself_is_1_also_where_float32_would_round_it() -> None:

@@ -29,7 +29,7 @@ def first_by_text(ids: list[int], strings: tuple[str, ...]) -> int | None:
 
 
 def first(stops: Stops, ids: list[int]) -> int | None:
-    return next((n for n in range(1, len(ids) + 1) if stops.completed(ids[:n])), None)
+    return next((n for n in range(1, len(ids) + 1) if stops.is_completed(ids[:n])), None)
 
 
 @given(TEXTS, STRINGS)
@@ -56,7 +56,7 @@ def test_characters_may_be_split_over_tokens_and_broken(spelled: list[int], stri
 def test_what_comes_after_the_ids_asked_about_is_not_read(text: str, after: list[int], strings: tuple[str, ...]) -> None:
     ids, stops = ids_of(text), CHAT.stops(strings)
     for n in range(1, len(ids) + 1):
-        assert stops.completed([*ids, *after], n) == stops.completed(ids[:n])
+        assert stops.is_completed([*ids, *after], n) == stops.is_completed(ids[:n])
 
 
 @given(ANY_IDS)
@@ -67,14 +67,14 @@ def test_the_bytes_of_the_tokens_make_the_text(ids: list[int]) -> None:
 def test_an_id_that_the_tokenizer_does_not_have_spells_nothing() -> None:
     beyond = len(tokenizer()) + 7
     stops = CHAT.stops(("12",))
-    assert not stops.completed([beyond])
-    assert stops.completed([*ids_of("1"), beyond, *ids_of("2")])
+    assert not stops.is_completed([beyond])
+    assert stops.is_completed([*ids_of("1"), beyond, *ids_of("2")])
 
 
 def test_only_the_token_that_completes_it_counts_and_one_watch_is_kept_for_the_same_strings() -> None:
     stops = CHAT.stops(("is 1",))
     ids = ids_of("What is 12")
-    assert [stops.completed(ids[:n]) for n in range(1, len(ids) + 1)].count(True) == 1
+    assert [stops.is_completed(ids[:n]) for n in range(1, len(ids) + 1)].count(True) == 1
     assert CHAT.stops(("is 1",)) is stops
     assert CHAT.stops(("is 1", "x")) is not stops
 
@@ -111,6 +111,6 @@ def test_a_tokenizer_that_does_not_tell_its_bytes_is_refused() -> None:
 
 
 def test_a_chat_knows_a_turn_that_has_its_end_token_from_one_that_a_string_ended() -> None:
-    assert CHAT.ended(ids_of("42<|im_end|>"))
-    assert not CHAT.ended(ids_of("42</answer>"))
-    assert not CHAT.ended(())
+    assert CHAT.has_end_token(ids_of("42<|im_end|>"))
+    assert not CHAT.has_end_token(ids_of("42</answer>"))
+    assert not CHAT.has_end_token(())

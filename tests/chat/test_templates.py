@@ -20,7 +20,7 @@ from agentrl.workflow.chat.templates import (
     read_template,
     remark_on_tools,
     renderer,
-    settled,
+    settle_chat,
     source_of,
 )
 from agentrl.workflow.config import ModelConfig, RunConfig, build
@@ -82,7 +82,7 @@ def test_what_a_family_is_shown_is_read_as_the_same_turn(name: str, content: str
     chat = Chat(family_tokenizer(name), AUTO)
     turn = Message("assistant", content, tool_calls=tuple(made))
     ids = chat.turn(turn, [SCHEMA])
-    assert chat.ended(ids)
+    assert chat.has_end_token(ids)
     assert chat.parse(ids, [SCHEMA]) == turn
 
 
@@ -135,10 +135,10 @@ def test_a_call_whose_text_closes_its_tag_is_shown_so_that_it_reads_back() -> No
 @each_family
 def test_a_folder_tells_its_format_without_transformers(name: str, tmp_path: Path) -> None:
     folder = family_model(tmp_path / name, name)
-    assert settled(section(), folder).tool_format == name
-    assert settled(ModelConfig(), folder).tool_format == name
-    assert settled(ModelConfig(), folder, new=False).tool_format is None
-    check_template(settled(section(), folder), folder, system=name != "llama3", tools=True)
+    assert settle_chat(section(), folder).tool_format == name
+    assert settle_chat(ModelConfig(), folder).tool_format == name
+    assert settle_chat(ModelConfig(), folder, new=False).tool_format is None
+    check_template(settle_chat(section(), folder), folder, system=name != "llama3", tools=True)
     assert remark_on_tools(section(), folder) == ""
 
 
@@ -156,15 +156,15 @@ def test_a_template_renders_here_as_in_transformers(name: str, tmp_path: Path) -
 def test_the_template_of_a_person_is_taken_by_its_content_and_decides_the_format(tmp_path: Path) -> None:
     folder, file = tiny_random(tmp_path / "model"), tmp_path / "mine.jinja"
     file.write_text(FAMILIES["named"][0])
-    found = settled(section(chat_template=str(file)), folder)
+    found = settle_chat(section(chat_template=str(file)), folder)
     assert (found.chat_template, found.tool_format) == (FAMILIES["named"][0], "named")
     file.write_text("changed")
-    assert settled(found, folder) == found
+    assert settle_chat(found, folder) == found
     policy = Policy.load(found, str(folder), "cpu", weights=False)
     assert policy.chat.manner.tool_format.name == "named"
     policy.tokenizer.save_pretrained(tmp_path / "saved")
     assert source_of(tmp_path / "saved") == (FAMILIES["named"][0], source_of(folder)[1])  # type: ignore[index]
-    assert settled(section(), tmp_path / "saved").tool_format == "named"
+    assert settle_chat(section(), tmp_path / "saved").tool_format == "named"
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ TROUBLES = {
 def test_a_template_through_which_nothing_can_be_trained_is_refused(tmp_path: Path, case: str) -> None:
     source, why = TROUBLES[case]
     folder = tiny_random(tmp_path / "model")
-    config = settled(section(chat_template=source), folder)
+    config = settle_chat(section(chat_template=source), folder)
     with pytest.raises(ModelError, match=why) as caught:
         check_template(config, folder, system=True, tools=True)
     assert "--chat-template" in caught.value.hint
@@ -222,8 +222,8 @@ def test_a_template_through_which_nothing_can_be_trained_is_refused(tmp_path: Pa
 def test_what_a_conversation_does_not_have_may_be_dropped(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "model")
     for case in ("result", "refuses", "rewrites", "opens", "arguments"):
-        check_template(settled(section(chat_template=TROUBLES[case][0]), folder), folder, True, tools=False)
-    check_template(settled(section(chat_template=TROUBLES["system"][0]), folder), folder, system=False, tools=True)
+        check_template(settle_chat(section(chat_template=TROUBLES[case][0]), folder), folder, True, tools=False)
+    check_template(settle_chat(section(chat_template=TROUBLES["system"][0]), folder), folder, system=False, tools=True)
 
 
 def test_a_template_that_tells_of_no_tools_is_remarked_on(tmp_path: Path) -> None:
@@ -235,8 +235,8 @@ def test_a_template_that_tells_of_no_tools_is_remarked_on(tmp_path: Path) -> Non
 
 
 def test_a_folder_without_a_template_is_left_to_who_loads_it(tmp_path: Path) -> None:
-    assert settled(section(), tmp_path).tool_format == AUTO
-    assert settled(section(), None).tool_format == AUTO
+    assert settle_chat(section(), tmp_path).tool_format == AUTO
+    assert settle_chat(section(), None).tool_format == AUTO
     check_template(section(), tmp_path, True, True)
     for broken in ("{", "[]", '{"chat_template": 7}', '{"chat_template": [{"name": "default"}]}'):
         (tmp_path / "tokenizer_config.json").write_text(broken)
@@ -248,7 +248,7 @@ def test_a_folder_without_a_template_is_left_to_who_loads_it(tmp_path: Path) -> 
 
 def test_a_format_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"No tool format is called 'herms'. Did you mean 'hermes'"):
-        settled(section(tool_format="herms"), None)
+        settle_chat(section(tool_format="herms"), None)
 
 
 # --- submitting ---------------------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_a_run_of_before_there_was_a_choice_means_what_it_meant(tmp_path: Path) 
     stored = build({"model.path": str(family_model(tmp_path / "model", "llama3"))}).model_dump(mode="json")
     del stored["model"]["tool_format"], stored["model"]["chat_template"]
     model = RunConfig.model_validate(stored).model
-    chat = Policy.load(settled(model, tmp_path / "model", new=False), str(tmp_path / "model"), "cpu", weights=False).chat
+    chat = Policy.load(settle_chat(model, tmp_path / "model", new=False), str(tmp_path / "model"), "cpu", weights=False).chat
     before = Chat(family_tokenizer("llama3"))
     assert (chat.manner, chat.end_ids, chat.opening([QUESTION], [SCHEMA])) == (
         before.manner, before.end_ids, before.opening([QUESTION], [SCHEMA]),

@@ -77,7 +77,7 @@ ELSEWHERE = """
 import sys
 from agentrl.workflow.checkpoints import checkpoint_cache
 print("ready", flush=True)
-print(checkpoint_cache.local(sys.argv[1], sys.argv[2]))
+print(checkpoint_cache.local_part(sys.argv[1], sys.argv[2]))
 """
 
 
@@ -89,12 +89,12 @@ def process(path: str, sha256: str) -> "subprocess.Popen[str]":
 @pytest.mark.slow
 def test_what_was_written_at_a_url_is_fetched_whole_or_in_part(place: str) -> None:
     path, sha256 = written(place)
-    folder = checkpoint_cache.local(path, sha256)
+    folder = checkpoint_cache.local_part(path, sha256)
     assert sorted(file.name for file in folder.iterdir()) == [MANIFEST, WEIGHTS]
-    assert checkpoint_cache.local(path, sha256, "start") == folder
+    assert checkpoint_cache.local_part(path, sha256, "start") == folder
     assert verify(folder, without=(OPTIMIZER,))[WEIGHTS].sha256 == sha256
     assert not (folder / OPTIMIZER).exists()
-    assert set(verify(checkpoint_cache.local(path, sha256, "all"))) == {WEIGHTS, OPTIMIZER, STATE}
+    assert set(verify(checkpoint_cache.local_part(path, sha256, "all"))) == {WEIGHTS, OPTIMIZER, STATE}
 
 
 def test_the_manifest_is_written_last_and_nothing_twice(bucket: str, home: Path, s3: S3) -> None:
@@ -108,7 +108,7 @@ def test_the_manifest_is_written_last_and_nothing_twice(bucket: str, home: Path,
 def test_the_host_that_wrote_it_does_not_fetch_it(bucket: str, home: Path, s3: S3) -> None:
     path = f"{bucket}/{NAME}"
     sha256 = checkpoint_cache.write(path, writer_of(b"weights"))
-    assert set(verify(checkpoint_cache.local(path, sha256, "all"))) == {WEIGHTS, OPTIMIZER, STATE}
+    assert set(verify(checkpoint_cache.local_part(path, sha256, "all"))) == {WEIGHTS, OPTIMIZER, STATE}
     assert not [line for line in s3.requests("GET", "") if path.removeprefix(f"s3://{BUCKET}") in line]
 
 
@@ -143,7 +143,7 @@ def test_what_is_broken_in_the_store_is_refused_and_leaves_nothing(
     path, sha256 = written(place)
     spoil(path, name, content, tmp_path)
     with pytest.raises(CheckpointError, match=said) as raised:
-        checkpoint_cache.local(path, sha256)
+        checkpoint_cache.local_part(path, sha256)
     assert path in str(raised.value)
     assert not [entry for entry in checkpoint_cache.copy_of(path).parent.iterdir() if entry.name.startswith(NAME)]
 
@@ -153,27 +153,27 @@ def test_an_upload_that_broke_off_is_no_checkpoint(place: str, name: str) -> Non
     path, sha256 = written(place)
     object_store.remove(path, name)
     with pytest.raises(CheckpointError, match=f"{name} is missing"):
-        checkpoint_cache.local(path, sha256)
+        checkpoint_cache.local_part(path, sha256)
 
 
 def test_weights_of_another_record_are_refused(place: str) -> None:
     path, _ = written(place)
     with pytest.raises(CheckpointError, match="its weights are not those of the record"):
-        checkpoint_cache.local(path, "0" * 64)
+        checkpoint_cache.local_part(path, "0" * 64)
 
 
 def test_a_manifest_cannot_name_a_file_outside_of_the_checkpoint(place: str, tmp_path: Path) -> None:
     path, sha256 = written(place)
-    files = json.loads((checkpoint_cache.local(path, sha256) / MANIFEST).read_text())["files"]
+    files = json.loads((checkpoint_cache.local_part(path, sha256) / MANIFEST).read_text())["files"]
     forget(path)
     spoil(path, MANIFEST, json.dumps({"files": files | {"../../../out": files[STATE]}}).encode(), tmp_path)
     with pytest.raises(CheckpointError, match="its manifest names"):
-        checkpoint_cache.local(path, sha256, "all")
+        checkpoint_cache.local_part(path, sha256, "all")
 
 
 def test_a_copy_that_was_spoilt_on_this_host_is_fetched_again(place: str) -> None:
     path, sha256 = written(place)
-    file = checkpoint_cache.local(path, sha256) / WEIGHTS
+    file = checkpoint_cache.local_part(path, sha256) / WEIGHTS
     file.write_bytes(b"\0" * 700)
     assert process(path, sha256).communicate(timeout=60)[0].endswith(f"{file.parent}\n")
     assert file.read_bytes() == b"weights" * 100
@@ -184,7 +184,7 @@ def test_a_copy_that_was_spoilt_or_evicted_after_its_first_use_is_fetched_once_m
     place: str, harm: Callable[[Path], object]
 ) -> None:
     path, sha256 = written(place)
-    folder = checkpoint_cache.local(path, sha256, "all")
+    folder = checkpoint_cache.local_part(path, sha256, "all")
 
     def harmed_once(folder: Path) -> bytes:
         if harms:
@@ -194,7 +194,7 @@ def test_a_copy_that_was_spoilt_or_evicted_after_its_first_use_is_fetched_once_m
 
     harms = [harm]
     assert checkpoint_cache.read(path, sha256, "all", harmed_once) == b"weights" * 100
-    assert checkpoint_cache.local(path, sha256, "all") == folder
+    assert checkpoint_cache.local_part(path, sha256, "all") == folder
     object_store.remove(path, WEIGHTS)
     harms = [harm]
     with pytest.raises(BrokenCheckpoint, match=f"{WEIGHTS} is missing"):
@@ -215,15 +215,15 @@ def test_a_full_or_forbidden_host_says_nothing_of_the_checkpoint(
 
 
 def test_a_refusal_is_told_from_a_store_that_is_away() -> None:
-    assert isinstance(object_store.own_trouble("s3://b/v1", PermissionError("The provided token has expired.")), ConfigError)
-    assert isinstance(object_store.own_trouble("s3://b/v1", OSError(errno.EDQUOT, "Disk quota exceeded")), ServiceError)
-    assert object_store.own_trouble("s3://b/v1", OSError(errno.ECONNRESET, "reset")) is None
+    assert isinstance(object_store.host_trouble("s3://b/v1", PermissionError("The provided token has expired.")), ConfigError)
+    assert isinstance(object_store.host_trouble("s3://b/v1", OSError(errno.EDQUOT, "Disk quota exceeded")), ServiceError)
+    assert object_store.host_trouble("s3://b/v1", OSError(errno.ECONNRESET, "reset")) is None
 
 
 def test_a_share_that_is_not_mounted_is_no_broken_checkpoint(tmp_path: Path, home: Path) -> None:
     path, sha256 = written(f"file://{tmp_path}/mount/run")
     (tmp_path / "mount").rename(tmp_path / "away")
-    for ask in (checkpoint_cache.local, checkpoint_cache.fault_of):
+    for ask in (checkpoint_cache.local_part, checkpoint_cache.fault_of):
         with pytest.raises(ConfigError, match="does not see"):
             ask(path, sha256)
 
@@ -249,12 +249,12 @@ def test_what_is_being_made_is_not_evicted_and_a_writer_waits_for_the_lock(bucke
 def test_a_host_keeps_the_copies_that_were_used_last(place: str) -> None:
     stored = [written(place, b"%d" % number, f"v{number:05d}.t1.key") for number in range(checkpoint_cache.KEEP + 1)]
     for path, sha256 in stored[:-1]:
-        checkpoint_cache.local(path, sha256)
-    checkpoint_cache.local(*stored[0])
-    checkpoint_cache.local(*stored[-1])
+        checkpoint_cache.local_part(path, sha256)
+    checkpoint_cache.local_part(*stored[0])
+    checkpoint_cache.local_part(*stored[-1])
     kept = {entry.name for entry in checkpoint_cache.copy_of(stored[0][0]).parent.iterdir() if entry.is_dir()}
     assert kept == {Path(path).name for path, _ in stored if path != stored[1][0]}
-    assert (checkpoint_cache.local(*stored[1]) / WEIGHTS).read_bytes() == b"1"
+    assert (checkpoint_cache.local_part(*stored[1]) / WEIGHTS).read_bytes() == b"1"
 
 
 def test_an_optimizers_state_can_be_dropped_and_a_checkpoint_removed_twice(place: str) -> None:
@@ -264,20 +264,20 @@ def test_an_optimizers_state_can_be_dropped_and_a_checkpoint_removed_twice(place
         checkpoint_cache.drop_optimizer(path)
     assert checkpoint_cache.sizes(place)[NAME][WEIGHTS] == 700
     assert OPTIMIZER not in checkpoint_cache.sizes(place)[NAME]
-    assert checkpoint_cache.local(path, sha256, "start")
+    assert checkpoint_cache.local_part(path, sha256, "start")
     for _ in range(2):
         checkpoint_cache.remove(path)
     assert checkpoint_cache.sizes(place) == {}
     with pytest.raises(CheckpointError, match="is missing"):
-        checkpoint_cache.local(path, sha256)
+        checkpoint_cache.local_part(path, sha256)
 
 
 def test_a_missing_bucket_is_said_before_a_run_and_ends_one_in_the_middle(bucket: str, home: Path) -> None:
     with pytest.raises(ConfigError, match="There is no 'nowhere' for checkpoints"):
-        object_store.checked_place("s3://nowhere/run")
+        object_store.check_place("s3://nowhere/run")
     with pytest.raises(CheckpointError, match="Cannot write the checkpoint 's3://nowhere/run/v1'"):
         checkpoint_cache.write("s3://nowhere/run/v1", writer_of(b"weights"))
-    assert object_store.checked_place(bucket) is None
+    assert object_store.check_place(bucket) is None
 
 
 def test_a_store_that_does_not_answer_is_a_service_that_is_away(home: Path, s3: S3) -> None:
@@ -285,7 +285,7 @@ def test_a_store_that_does_not_answer_is_a_service_that_is_away(home: Path, s3: 
 from agentrl.workflow.checkpoints import checkpoint_cache, object_store
 from agentrl.workflow.errors import ServiceError
 object_store.RETRY_SECONDS = 0.0
-for ask in (lambda: checkpoint_cache.local("s3://b/run/v1", "0" * 64), lambda: object_store.checked_place("s3://b/run")):
+for ask in (lambda: checkpoint_cache.local_part("s3://b/run/v1", "0" * 64), lambda: object_store.check_place("s3://b/run")):
     try:
         ask()
     except ServiceError as error:
@@ -298,7 +298,7 @@ for ask in (lambda: checkpoint_cache.local("s3://b/run/v1", "0" * 64), lambda: o
 
 def test_without_s3fs_the_sentence_says_what_to_install(home: Path) -> None:
     code = "import sys; sys.modules['s3fs'] = None\nfrom agentrl.workflow.checkpoints import object_store as place\n"
-    code += "place.checked_place('s3://bucket/run')"
+    code += "place.check_place('s3://bucket/run')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "ConfigError" in done.stderr
     assert "pip install 'agentrl[s3]'" in done.stderr
@@ -318,26 +318,26 @@ def test_without_s3fs_the_sentence_says_what_to_install(home: Path) -> None:
 )
 def test_a_url_that_cannot_hold_checkpoints_is_refused(home: Path, url: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
-        object_store.checked_place(url)
+        object_store.check_place(url)
     assert "secret" not in str(raised.value)
 
 
 def test_a_folder_that_this_host_does_not_see_names_the_remedy(tmp_path: Path) -> None:
-    for ask in (checkpoint_cache.local, checkpoint_cache.fault_of):
+    for ask in (checkpoint_cache.local_part, checkpoint_cache.fault_of):
         with pytest.raises(ConfigError, match=r"does not see '/nowhere/runs/run'.*AGENTRL_CHECKPOINTS=s3://"):
             ask(f"/nowhere/runs/run/{NAME}", "0" * 64)
     with pytest.raises(CheckpointError, match="is missing"):
-        checkpoint_cache.local(str(tmp_path / NAME), "0" * 64)
+        checkpoint_cache.local_part(str(tmp_path / NAME), "0" * 64)
 
 
 def test_a_sound_copy_here_does_not_hide_what_is_broken_in_the_store(place: str, tmp_path: Path) -> None:
     path, sha256 = written(place)
-    assert checkpoint_cache.local(path, sha256, "all")
+    assert checkpoint_cache.local_part(path, sha256, "all")
     assert checkpoint_cache.fault_of(path, sha256, "all") == ""
     spoil(path, OPTIMIZER, b"moments" * 49, tmp_path)
     assert checkpoint_cache.fault_of(path, sha256) == ""
     assert f"{OPTIMIZER} has 343 bytes" in checkpoint_cache.fault_of(path, sha256, "all")
-    assert checkpoint_cache.local(path, sha256, "all")
+    assert checkpoint_cache.local_part(path, sha256, "all")
 
 
 def test_new_runs_keep_their_checkpoints_where_the_settings_say(

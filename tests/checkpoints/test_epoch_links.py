@@ -13,7 +13,7 @@ from agentrl.cli import targets
 from agentrl.cli.main import main
 from agentrl.workers.jobs import train_job as train_job
 from agentrl.workflow.checkpoints import checkpoint_cache, sealed_folder
-from agentrl.workflow.checkpoints.epoch_links import Ends, link
+from agentrl.workflow.checkpoints.epoch_links import EpochEnds, link_epochs
 from agentrl.workflow.errors import CheckpointError, ConfigError, NotFoundError
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import epoch_ends, planning, run_names, train_commits
@@ -130,7 +130,7 @@ def test_a_checkpoint_that_is_made_again_has_the_link(job_database: Database, tm
     made.rename(again)
     with job_database.engine.begin() as tx:
         tx.execute(text("UPDATE policies SET path = :path WHERE version = 1"), {"path": str(again)})
-    link(epoch_ends.ends(job_database, run_id(job_database)))
+    link_epochs(epoch_ends.ends(job_database, run_id(job_database)))
     assert leads(out) == {"epoch_1": again.name}
 
 
@@ -142,14 +142,14 @@ def test_what_is_not_the_runs_own_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "epoch_best").symlink_to("nowhere")
     (tmp_path / "epoch_5").symlink_to("v00001.t1.hers")
     (tmp_path / "epoch_6").symlink_to("epoch_2")
-    mine = Ends(str(tmp_path), "mine", {1: "v00001.t1.mine", 2: "v00002.t1.mine", 3: "v00003.t1.mine"})
+    mine = EpochEnds(str(tmp_path), "mine", {1: "v00001.t1.mine", 2: "v00002.t1.mine", 3: "v00003.t1.mine"})
     left = {"epoch_6": "epoch_2", "epoch_best": "nowhere"}
-    link(replace(mine, newest=False))
+    link_epochs(replace(mine, newest=False))
     assert leads(tmp_path) == {"epoch_1": "v00001.t1.hers", "epoch_5": "v00001.t1.hers", **left}
-    link(mine)
+    link_epochs(mine)
     assert leads(tmp_path) == {"epoch_1": "v00001.t1.mine", **left}
     assert (tmp_path / "epoch_2").is_dir()
-    link(Ends("s3://bucket/run", "mine", {1: "v00001.t1.mine"}))
+    link_epochs(EpochEnds("s3://bucket/run", "mine", {1: "v00001.t1.mine"}))
 
 
 def test_of_several_runs_in_one_folder_the_youngest_has_the_links_and_the_paths(own_database: Database, tmp_path: Path) -> None:
@@ -160,9 +160,9 @@ def test_of_several_runs_in_one_folder_the_youngest_has_the_links_and_the_paths(
     assert not epoch_ends.ends(own_database, run_id(own_database)).newest
     with pytest.raises(NotFoundError, match="Epoch 2 of 'second' is not over"):
         targets.find_policy(str(out / "epoch_2"))
-    link(epoch_ends.ends(own_database, run_id(own_database, "second")))
+    link_epochs(epoch_ends.ends(own_database, run_id(own_database, "second")))
     assert leads(out) == {}
-    link(epoch_ends.ends(own_database, run_id(own_database)))
+    link_epochs(epoch_ends.ends(own_database, run_id(own_database)))
     assert leads(out) == {}, "an older run has none"
     assert targets.find_policy("first@epoch2")[1].path == str(older[1])
 
@@ -182,7 +182,7 @@ def test_an_epoch_is_evaluated_merged_and_talked_to_by_its_path(
     base = tiny_random(tmp_path / "base")
     out = settings().root / "runs" / "first"
     made = published(own_database, base, out, ALL_WEIGHTS, versions=2, epochs=2)
-    link(epoch_ends.ends(own_database, run_id(own_database)))
+    link_epochs(epoch_ends.ends(own_database, run_id(own_database)))
     place = os.path.relpath(out / "epoch_2")
     assert main(["merge", place, "--out", str(tmp_path / "plain"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["version"] == 2

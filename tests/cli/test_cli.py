@@ -31,7 +31,7 @@ from agentrl.workers.stack.celery_app import QUEUES, make_app
 from agentrl.workers.stack.process import database as process_database
 from agentrl.workflow.errors import ConfigError, did_you_mean
 from agentrl.workflow.hooks import Hook
-from agentrl.workflow.models.packed_weights import ROUNDING, lacking
+from agentrl.workflow.models.packed_weights import ROUNDING, why_not_packed
 from agentrl.workflow.settings import Settings, settings
 from agentrl.workflow.store import (
     control_reads,
@@ -798,7 +798,7 @@ def test_doctor_looks_at_everything_and_says_what_to_do(home: Path, capsys: pyte
     checks = {check["name"]: check for check in json.loads(agentrl(capsys, "doctor", "--json"))}
     assert {"python", "packages", "torch", "cpu", "database", "redis", "sandbox", "disk", "gsm8k", "models"} <= set(checks)
     assert checks["torch"]["state"] == "ok"
-    roads = {dtype: f"plain ({why})" if (why := lacking(dtype)) else "packed" for dtype in ROUNDING}
+    roads = {dtype: f"plain ({why})" if (why := why_not_packed(dtype)) else "packed" for dtype in ROUNDING}
     assert all(f"{dtype} {road}".removeprefix("torch.") in checks["cpu"]["found"] for dtype, road in roads.items())
     assert not home.exists()
 

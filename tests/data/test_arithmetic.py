@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from agentrl.workflow.datasets.arithmetic import MISTAKEN, OPERATORS, SPLITS, arithmetic
+from agentrl.workflow.datasets.arithmetic import MISTAKE_RATE, OPERATORS, SPLITS, arithmetic
 from agentrl.workflow.envs.arithmetic import arithmetic as env
 from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.rewards import score
@@ -61,7 +61,7 @@ def test_the_teacher_always_calls_and_copies_but_is_often_wrong() -> None:
         assert (question,) == task.messages
         assert result.content == answer.content == calculator.call(call.arguments)
     right = sum(demo[-1].content == task.reference for task, demo in zip(tasks, demonstrations, strict=True)) / len(tasks)
-    expected = (2 * (1 - MISTAKEN) + (1 - MISTAKEN) ** 2) / 3
+    expected = (2 * (1 - MISTAKE_RATE) + (1 - MISTAKE_RATE) ** 2) / 3
     assert expected - 0.03 < right < expected + 0.05
     assert demonstrations == list(arithmetic.demonstrations(tasks, 0))
     assert demonstrations != list(arithmetic.demonstrations(tasks, 1))

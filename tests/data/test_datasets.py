@@ -19,7 +19,7 @@ from agentrl.workflow.datasets import Dataset, load_tasks
 from agentrl.workflow.datasets.jsonl import read_rows, read_tasks
 from agentrl.workflow.errors import ConfigError, DatasetError
 from agentrl.workflow.plugins import find
-from agentrl.workflow.rewards import score, total
+from agentrl.workflow.rewards import score, total_reward
 from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import Episode, Message, Step, Task, ToolResult
 
@@ -78,7 +78,7 @@ def episode_of(task: Task, conversation: Sequence[Message]) -> Episode:
 def reward_of(dataset: Dataset, episode: Episode) -> float:
     """The scalar reward under the dataset's own env."""
     weights = find("envs", dataset.env).rewards
-    return total(score(episode, weights), weights)
+    return total_reward(score(episode, weights), weights)
 
 
 def test_every_published_gold_answer_scores_one_under_its_own_reward(published_gsm8k: Path) -> None:

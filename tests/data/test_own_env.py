@@ -21,7 +21,7 @@ from agentrl.workflow import envs
 from agentrl.workflow.agent import Action, CallTools, Finish, Generate, next_action
 from agentrl.workflow.config import RolloutConfig, RunConfig, build
 from agentrl.workflow.engines import GenerateRequest
-from agentrl.workflow.envs import Env, scored, scoring_hash
+from agentrl.workflow.envs import Env, score_episode, scoring_hash
 from agentrl.workflow.errors import RewardError
 from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.plugins import find, names
@@ -189,7 +189,7 @@ class Twice(Own):
 def test_an_env_that_gives_no_reward_where_it_should_is_loud(env: Env, why: str) -> None:
     ended = Episode(Task("t", (), "1"), steps=(turn(),), status="done", stop_reason="answered")
     with pytest.raises(RewardError, match=why):
-        scored(env, ended, {"format": 1.0})
+        score_episode(env, ended, {"format": 1.0})
 
 
 def test_an_envs_own_code_is_in_the_hash_of_what_scores_where_it_scores(guess: Env) -> None:

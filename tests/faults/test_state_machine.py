@@ -25,7 +25,7 @@ from sqlalchemy import select, text
 
 from agentrl.workflow.control.scheduler import Dispatch, SendRollouts, SendTrain, headers, plan
 from agentrl.workflow.errors import Fenced
-from agentrl.workflow.stats.group_variance import choose
+from agentrl.workflow.stats.group_variance import choose_groups
 from agentrl.workflow.store import (
     control_reads,
     planning,
@@ -295,7 +295,7 @@ class World(RuleBasedStateMachine):
 
     def commit_of(self, trainer: Trainer, twice: bool = False, send: bool = True) -> None:
         work = trainer.work
-        chosen, dropped = choose(work.groups, work.wanted) if work.wanted else (work.groups, {})
+        chosen, dropped = choose_groups(work.groups, work.wanted) if work.wanted else (work.groups, {})
         done = [e.id for group in chosen for e in group.episodes if e.trainable]
         name = f"out/{next(self.number)}"
         record = update_of(work, advantages=dict.fromkeys(done, 0.5), dropped=dropped, path=name, sha256=name)

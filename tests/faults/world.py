@@ -108,14 +108,14 @@ def make_model(folder: Path) -> None:
     from agentrl.workflow.models.tiny import save_tiny, tiny_model, tiny_tokenizer
     from agentrl.workflow.training.offline_training import Recipe, train
     from agentrl.workflow.training.supervised import demonstrations as shown_in
-    from agentrl.workflow.training.supervised import likelihood, row_of, segments_of, texts_of
+    from agentrl.workflow.training.supervised import likelihood_objective, row_of, segments_of, texts_of
 
     torch.set_num_threads(1)
     shown = [one for one in shown_in(tasks, 16 * WARM_UP_STEPS, 0) if one]
     tokenizer = tiny_tokenizer(texts_of(shown[:200]))
     model = tiny_model(len(tokenizer), 0, layers=2, width=64)
     examples = [(row_of(segments_of(Chat(tokenizer), one)),) for one in shown]
-    train(model, examples, Recipe(WARM_UP_STEPS, 16, 1e-2), likelihood())
+    train(model, examples, Recipe(WARM_UP_STEPS, 16, 1e-2), likelihood_objective())
     save_tiny(folder, model, tokenizer)
 
 

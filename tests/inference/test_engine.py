@@ -17,7 +17,7 @@ from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.engines import Completion, GenerateRequest
 from agentrl.workflow.errors import CheckpointError, InfraError, ModelError
-from agentrl.workflow.inference.kv_cache import Kept, Slots
+from agentrl.workflow.inference.kv_cache import SlotCache, SlotStates
 from agentrl.workflow.inference.rolling_engine import RollingEngine
 from agentrl.workflow.inference.sampling import sample, uniforms
 from agentrl.workflow.models.logprobs import token_logprobs
@@ -519,10 +519,10 @@ def test_a_turn_ends_even_if_there_is_no_memory_to_keep_anything_of_it(
 ) -> None:
     request, context = ended_turn(engine, ref, (5, 6) * 40)
 
-    def run_out(slots: Slots, slot: int, length: int) -> Kept:
+    def run_out(slots: SlotCache, slot: int, length: int) -> SlotStates:
         raise torch.OutOfMemoryError("as if")
 
-    monkeypatch.setattr(Slots, "take", run_out)
+    monkeypatch.setattr(SlotCache, "take", run_out)
     pair = [engine.submit(replace(request, prompt_ids=request.prompt_ids)) for _ in range(2)]
     assert [request.prompt_ids + future.result(60).token_ids for future in pair] == [context, context]
     monkeypatch.undo()

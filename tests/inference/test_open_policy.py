@@ -16,7 +16,7 @@ from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, ModelError
 from agentrl.workflow.inference.open_policy import OpenPolicy, open_policy
 from agentrl.workflow.inference.streaming import Letters
-from agentrl.workflow.models.critic import critic_of, save_critic
+from agentrl.workflow.models.critic import make_critic, save_critic
 from agentrl.workflow.models.logprobs import token_scores
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.tools.calculator import calculator
@@ -55,7 +55,7 @@ def test_the_next_turn_continues_the_exact_tokens(opened: OpenPolicy) -> None:
     first = opened.generate(ASKED)
     more = (Message("user", "And twice that?"),)
     second = opened.generate(more, before=[first])
-    ended = opened.chat.ended(first.sampled_ids)
+    ended = opened.chat.has_end_token(first.sampled_ids)
     assert (second.index, second.prompt) == (1, more)
     assert second.prompt_ids == opened.chat.continuation(more, (), ended)[0]
     assert second.new_row is None
@@ -93,7 +93,7 @@ def test_padding_on_either_side_changes_nothing(opened: OpenPolicy) -> None:
 @pytest.mark.parametrize("lora", [0, 4])
 def test_values_are_the_checkpoints_critics_and_its_weights_are_what_speaks(folder: Path, tmp_path: Path, lora: int) -> None:
     policy = Policy.load(ModelConfig(lora_r=lora), str(folder), "cpu", 1)
-    critic = critic_of(policy)
+    critic = make_critic(policy)
     nn.init.normal_(critic.weight)
     with torch.no_grad():
         for parameter in policy.trainable().values():
@@ -119,7 +119,7 @@ def test_the_pieces_of_a_stream_are_the_turn_and_come_while_it_is_sampled(opened
     stream = opened.stream(ASKED, max_new_tokens=40)
     pieces = list(stream)
     step = stream.result()
-    ids = list(step.sampled_ids[:-1] if opened.chat.ended(step.sampled_ids) else step.sampled_ids)
+    ids = list(step.sampled_ids[:-1] if opened.chat.has_end_token(step.sampled_ids) else step.sampled_ids)
     assert "".join(pieces) == opened.chat.decode(ids)
     assert len(pieces) > 5
     assert step.sampled_ids == opened.generate(ASKED, max_new_tokens=40).sampled_ids

@@ -157,10 +157,10 @@ def test_a_trained_policy_is_published_under_its_hash_and_sampled_from(
 
 def test_peft_itself_loads_a_published_folder(folder: Path, home: Path, trainer: Policy, tmp_path: Path) -> None:
     ref = trained(trainer, tmp_path / "v1", 0.3)
-    made = exported_adapters.folder(trainer, ref)
+    made = exported_adapters.exported_folder(trainer, ref)
     assert json.loads((made / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
     (made / ADAPTER).write_bytes(b"cut off")
-    assert exported_adapters.folder(trainer, ref) == made
+    assert exported_adapters.exported_folder(trainer, ref) == made
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(made))
     ids = torch.tensor([PROMPT])
     trainer.publish(ref)
@@ -172,16 +172,16 @@ def test_a_folder_is_made_by_one_process_at_a_time_and_only_what_is_broken_is_ma
     home: Path, trainer: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ref = trained(trainer, tmp_path / "v1", 0.3)
-    looks = exported_adapters._sound
+    looks = exported_adapters._is_sound
 
     def held_by_us(made: Path, sha256: str) -> bool:
         with (made.parent / ".lock").open("w") as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return looks(made, sha256)
 
-    monkeypatch.setattr(exported_adapters, "_sound", held_by_us)
-    made = exported_adapters.folder(trainer, ref).stat().st_ino
-    assert exported_adapters.folder(trainer, ref).stat().st_ino == made
+    monkeypatch.setattr(exported_adapters, "_is_sound", held_by_us)
+    made = exported_adapters.exported_folder(trainer, ref).stat().st_ino
+    assert exported_adapters.exported_folder(trainer, ref).stat().st_ino == made
 
 
 def test_adapters_that_are_no_longer_needed_are_unloaded_and_lost_ones_are_published_again(

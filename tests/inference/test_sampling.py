@@ -16,7 +16,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.engines import Completion, GenerateRequest
 from agentrl.workflow.inference.rolling_engine import RollingEngine
-from agentrl.workflow.inference.sampling import at_least, lowest, sample
+from agentrl.workflow.inference.sampling import lowest_logit, mask_below, sample
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import PolicyRef
 from tests.support.reference_sampler import alone
@@ -31,7 +31,7 @@ SHARE = st.floats(0.001, 0.999)
 def truncated(rows: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     count = len(rows)
     shares = torch.tensor([[top_p, min_p]] * count, dtype=torch.float64)
-    return at_least(rows, lowest(rows, torch.full((count,), top_k), shares[:, 0], shares[:, 1]))
+    return mask_below(rows, lowest_logit(rows, torch.full((count,), top_k), shares[:, 0], shares[:, 1]))
 
 
 def by_transformers(rows: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -75,10 +75,10 @@ def test_a_row_is_limited_as_if_it_were_alone() -> None:
     rows = torch.tensor([0.01, 1.0, 4.0, 0.3])[:, None] * torch.randn(4, 20_000, generator=torch.Generator().manual_seed(1))
     top_k, top_p = torch.tensor([0, 40, 0, 9000]), torch.tensor([0.9, 0.8, 0.99, 1.0], dtype=torch.float64)
     min_p = torch.tensor([0.0, 0.0, 0.01, 0.2], dtype=torch.float64)
-    together = lowest(rows, top_k, top_p, min_p)
+    together = lowest_logit(rows, top_k, top_p, min_p)
     for row in range(4):
         alone = slice(row, row + 1)
-        assert together[alone].equal(lowest(rows[alone], top_k[alone], top_p[alone], min_p[alone]))
+        assert together[alone].equal(lowest_logit(rows[alone], top_k[alone], top_p[alone], min_p[alone]))
 
 
 @given(LOGITS)
@@ -96,7 +96,7 @@ def test_a_draw_is_one_of_those_that_may_be_drawn_and_its_logprob_that_of_the_wh
 ) -> None:
     logits = torch.tensor([row])
     shares = torch.tensor([[top_p, min_p]], dtype=torch.float64)
-    floor = lowest(logits / temperature, torch.tensor([top_k]), shares[:, 0], shares[:, 1])
+    floor = lowest_logit(logits / temperature, torch.tensor([top_k]), shares[:, 0], shares[:, 1])
     (token,), (logprob,) = sample(logits, torch.tensor([u], dtype=torch.float64), temperature, floor)
     assert logits[0, token] / temperature >= floor
     expected = (logits / temperature).log_softmax(-1)[0, token]
@@ -105,7 +105,7 @@ def test_a_draw_is_one_of_those_that_may_be_drawn_and_its_logprob_that_of_the_wh
 
 def test_what_is_left_is_drawn_in_proportion() -> None:
     logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log().expand(700, 4)
-    floor = lowest(logits, torch.full((700,), 2), torch.ones(700), torch.zeros(700))
+    floor = lowest_logit(logits, torch.full((700,), 2), torch.ones(700), torch.zeros(700))
     ids, _ = sample(logits, (torch.arange(700, dtype=torch.float64) + 0.5) / 700, 1.0, floor)
     assert ids.bincount(minlength=4).tolist() == [0, 400, 0, 300]
 
@@ -113,7 +113,7 @@ def test_what_is_left_is_drawn_in_proportion() -> None:
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_a_row_with_a_nan_shows_it_in_its_logprob_and_leaves_the_others_alone(broken: float) -> None:
     rows = torch.tensor([[0.0, broken, 1.0], [0.0, 1.0, 2.0]])
-    floor = lowest(rows, torch.tensor([2, 2]), torch.tensor([0.9, 0.9]), torch.tensor([0.1, 0.1]))
+    floor = lowest_logit(rows, torch.tensor([2, 2]), torch.tensor([0.9, 0.9]), torch.tensor([0.1, 0.1]))
     ids, logprobs = sample(rows, torch.tensor([0.5, 0.5], dtype=torch.float64), 1.0, floor)
     assert logprobs.isnan().tolist() == [True, False]
     assert floor[1] == rows[1, 1]
@@ -162,7 +162,7 @@ def test_the_engine_samples_in_company_what_a_row_alone_does(
     expected = [alone(exact, request) for request in requests]
     assert all(same(ours, theirs) for ours, theirs in zip(together, expected, strict=True))
     ended = [n for n, completion in enumerate(together) if completion.finish_reason == "stop"]
-    assert any(not exact.chat.ended(together[n].token_ids) for n in ended), "by a stop string"
+    assert any(not exact.chat.has_end_token(together[n].token_ids) for n in ended), "by a stop string"
 
 
 def same(first: Completion, second: Completion) -> bool:

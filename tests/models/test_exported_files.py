@@ -92,7 +92,9 @@ def test_what_a_run_shares_lies_on_the_disk_once_and_outlives_the_first_that_had
     for name in sealed_folder.verify(folders[2]):
         alike = len({(folder / name).stat().st_ino for folder in folders}) == 1
         assert alike == (name in shared), name
-    sizes = {folder.name: files for folder, files in ((each, checkpoint_gc._on_disk(tmp_path)[each.name]) for each in folders)}
+    sizes = {
+        folder.name: files for folder, files in ((each, checkpoint_gc._disk_sizes(tmp_path)[each.name]) for each in folders)
+    }
     assert all(sizes["v0"][name] == 0 for name in shared), "its removal frees nothing of these"
     sealed_folder.remove_rivals(tmp_path / "v0.t1.key")
     for file in folders[0].iterdir():
@@ -180,8 +182,8 @@ def test_behind_a_url_a_checkpoint_is_a_model_too_and_hosts_fetch_only_what_they
     for file in copy.iterdir():
         file.unlink()
     copy.rmdir()
-    checkpoint_cache._verified.clear()
-    checkpoint_cache.local(path, sha256, "all")
+    checkpoint_cache._verified_copies.clear()
+    checkpoint_cache.local_part(path, sha256, "all")
     assert {file.name for file in copy.iterdir()} == {
         *("adapter_model.safetensors", sealed_folder.OPTIMIZER, sealed_folder.STATE, sealed_folder.MANIFEST)
     }

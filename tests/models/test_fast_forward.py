@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from agentrl.workflow.config import ModelConfig
-from agentrl.workflow.inference.kv_cache import Slots
-from agentrl.workflow.models.fast_forward import Pass, as_it_is, attended, known, wants_copies
+from agentrl.workflow.inference.kv_cache import SlotCache
+from agentrl.workflow.models.fast_forward import Pass, is_supported, scaled_attention, transformers_pass, wants_copies
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.models.tiny import save_tiny
 from tests.support.numerics import DEVICE
@@ -74,7 +74,7 @@ def policy_of(folder: Path, config: PreTrainedConfig, **options: Any) -> Policy:
 def said(forward: Pass, device: torch.device) -> list[torch.Tensor]:
     """What it says after prompts, after a token of each row at one length and at unequal ones, and after several at once."""
     draw = torch.Generator().manual_seed(1)
-    slots = Slots(2)
+    slots = SlotCache(2)
     slots.prefill(0, ROWS, PROMPT)
 
     def read(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -93,7 +93,7 @@ def said(forward: Pass, device: torch.device) -> list[torch.Tensor]:
 def differences(policy: Policy) -> list[float]:
     """How far the policy's pass is from the model's own."""
     with policy.decoding() as ours, policy.sampling() as model:
-        pairs = zip(said(ours, policy.device), said(as_it_is(model), policy.device), strict=True)
+        pairs = zip(said(ours, policy.device), said(transformers_pass(model), policy.device), strict=True)
         return [(one - other).abs().max().item() for one, other in pairs]
 
 
@@ -104,8 +104,8 @@ def test_all_weights(tmp_path: Path, name: str, dtype: str) -> None:
     numerics = {"numerics": "exact"} if dtype == "float64" else {"dtype": dtype}
     policy = policy_of(tmp_path, CONFIGS[name], lora_r=0, **numerics)
     with policy.sampling() as model:
-        assert known(model)
-        scale = said(as_it_is(model), policy.device)[0].abs().max().item()
+        assert is_supported(model)
+        scale = said(transformers_pass(model), policy.device)[0].abs().max().item()
     assert max(differences(policy)) < TOLERANCES[dtype] * scale
 
 
@@ -114,7 +114,7 @@ def test_all_weights(tmp_path: Path, name: str, dtype: str) -> None:
 def test_a_base_with_an_adapter(tmp_path: Path, name: str, dtype: str) -> None:
     policy = policy_of(tmp_path, CONFIGS[name], lora_r=4, dtype=dtype)
     with policy.sampling() as model:
-        scale = said(as_it_is(model), policy.device)[0].abs().max().item()
+        scale = said(transformers_pass(model), policy.device)[0].abs().max().item()
     assert max(differences(policy)) < TOLERANCES[dtype] * scale
 
 
@@ -122,7 +122,7 @@ def test_a_base_with_an_adapter(tmp_path: Path, name: str, dtype: str) -> None:
 def test_a_base_of_which_some_layers_have_an_adapter(tmp_path: Path, targets: tuple[str, ...]) -> None:
     policy = policy_of(tmp_path, CONFIGS["Qwen2"], lora_r=4, dtype="float32", lora_targets=targets)
     with policy.sampling() as model:
-        scale = said(as_it_is(model), policy.device)[0].abs().max().item()
+        scale = said(transformers_pass(model), policy.device)[0].abs().max().item()
     assert max(differences(policy)) < TOLERANCES["float32"] * scale
 
 
@@ -133,7 +133,7 @@ def test_a_base_of_four_bits_with_an_adapter(tmp_path: Path) -> None:
 
 
 def test_a_large_base_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.workflow.models.policy.COPIED", 1)
+    monkeypatch.setattr("agentrl.workflow.models.policy.COPY_LIMIT", 1)
     policy = policy_of(tmp_path, CONFIGS["Qwen2"], lora_r=0)
     with policy.decoding() as forward, policy.sampling() as model:
         before = said(forward, policy.device)
@@ -145,11 +145,11 @@ def test_a_large_base_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_other_architectures_and_other_attention_run_as_they_are() -> None:
-    assert known(random_model(CONFIGS["Qwen2"]))
-    assert not known(random_model(GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=96)))
+    assert is_supported(random_model(CONFIGS["Qwen2"]))
+    assert not is_supported(random_model(GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=96)))
     eager = random_model(CONFIGS["Qwen2"])
     eager.set_attn_implementation("eager")
-    assert not known(eager)
+    assert not is_supported(eager)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -158,7 +158,7 @@ def test_heads_that_get_copies_of_the_keys_they_share_attend_alike(masked: bool)
     queries = torch.randn(2, 6, 5, 8, generator=draw, dtype=torch.float64)
     keys, values = torch.randn(2, 2, 2, 5, 8, generator=draw, dtype=torch.float64)
     bias = torch.randn(2, 1, 5, 5, generator=draw, dtype=torch.float64) if masked else None
-    shared, copied = (attended(queries, keys, values, bias, copies) for copies in (False, True))
+    shared, copied = (scaled_attention(queries, keys, values, bias, copies) for copies in (False, True))
     assert torch.allclose(shared, copied, rtol=0, atol=1e-12)
 
 
@@ -172,7 +172,7 @@ def test_only_a_gpu_that_has_no_kernel_for_shared_keys_gets_copies_of_them() -> 
 def test_a_step_is_one_graph_for_all_positions_that_fit_into_its_shapes(tmp_path: Path) -> None:
     policy = policy_of(tmp_path, CONFIGS["Qwen2"], lora_r=0, numerics="exact")
     with policy.decoding() as forward:
-        slots = Slots(2)
+        slots = SlotCache(2)
         slots.prefill(0, ROWS, PROMPT)
         graphs = []
 

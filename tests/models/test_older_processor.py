@@ -22,7 +22,7 @@ SAMPLES = """
 import sys, torch
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.engines import GenerateRequest
-from agentrl.workflow.models.packed_weights import lacking
+from agentrl.workflow.models.packed_weights import why_not_packed
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.inference.rolling_engine import RollingEngine
 from agentrl.workflow.models.logprobs import token_logprobs
@@ -38,7 +38,7 @@ for options in ({"dtype": "bfloat16"}, {"sampler_dtype": "bfloat16"}, {"dtype": 
     with torch.no_grad(), policy.training() as model:
         ours, _ = token_logprobs(model.eval(), ids, torch.ones_like(ids))
     assert (ours[0, 2:] - torch.tensor(completion.logprobs)).abs().max() < 0.1
-print(lacking(torch.bfloat16))
+print(why_not_packed(torch.bfloat16))
 """
 """A turn of a small model in each half precision; prints why bfloat16 is not packed."""
 

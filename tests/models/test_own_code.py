@@ -14,7 +14,7 @@ from agentrl.cli.evaluate import evaluation_of
 from agentrl.workers.requests import submission as submission
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ModelError
-from agentrl.workflow.models.lookup import base_hash, code_hash, own_code
+from agentrl.workflow.models.lookup import base_hash, code_files, code_hash
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import planning, run_names
@@ -113,7 +113,7 @@ def test_it_samples_trains_and_loads_again(
     agentrl(capsys, "merge", "first@1", "--out", str(tmp_path / "plain"))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", trust_remote_code=True)
     assert (logits(merged) - logits(elsewhere)).abs().max() < 1e-6
-    assert own_code(tmp_path / "plain")
+    assert code_files(tmp_path / "plain")
 
 
 def test_without_the_flag_it_is_refused_before_anything_runs_or_is_written(
@@ -141,7 +141,7 @@ def test_with_the_flag_sft_learns_it_and_chat_talks_to_what_was_made(
     words = ("--model", str(own), "--steps", "1", "--batch-size", "2", "--name", "made", "--trust-remote-code")
     agentrl(capsys, "sft", "--dataset", "arithmetic", *words)
     made = settings().models_dir / "made"
-    assert own_code(made)
+    assert code_files(made)
     monkeypatch.setattr("sys.stdin", StringIO("hello\n\n"))
     out, _ = agentrl(capsys, "chat", "--policy", "made", "--trust-remote-code", "--max-new-tokens", "4")
     assert out
@@ -181,13 +181,13 @@ def test_a_run_whose_models_code_was_changed_does_not_go_on(
 def test_code_that_no_config_names_is_none(tmp_path: Path, said: str) -> None:
     (tmp_path / "config.json").write_text(said)
     (tmp_path / "modeling_own.py").write_text(CODE)
-    assert own_code(tmp_path) == ()
+    assert code_files(tmp_path) == ()
 
 
 def test_code_of_the_tokenizer_counts_too(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["modeling_own.Slow", null]}}')
     (tmp_path / "modeling_own.py").write_text(CODE)
-    assert [file.name for file in own_code(tmp_path)] == ["modeling_own.py"]
+    assert [file.name for file in code_files(tmp_path)] == ["modeling_own.py"]
 
 
 def test_a_model_that_was_fetched_without_its_code_says_so(own: Path) -> None:

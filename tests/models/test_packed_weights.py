@@ -13,10 +13,10 @@ from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import ModelConfig, build
 from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.errors import ConfigError, ModelError
-from agentrl.workflow.inference.kv_cache import Slots
+from agentrl.workflow.inference.kv_cache import SlotCache
 from agentrl.workflow.inference.rolling_engine import RollingEngine
 from agentrl.workflow.models.logprobs import token_logprobs
-from agentrl.workflow.models.packed_weights import Product, lacking, packable, packed
+from agentrl.workflow.models.packed_weights import Product, can_pack, pack_weight, why_not_packed
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import PolicyRef
 from tests.support.numerics import DEVICE
@@ -31,11 +31,11 @@ from tests.support.small_models import tiny_random
 def test_a_product_with_a_packed_weight_is_that_with_the_plain_one(
     dtype: torch.dtype, tolerance: float, bias: bool, worth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.workflow.models.packed_weights.WORTH", worth)
+    monkeypatch.setattr("agentrl.workflow.models.packed_weights.WORTH_PRODUCTS", worth)
     torch.manual_seed(0)
     plain = nn.Linear(48, 80, bias=bias).to(dtype)
     with torch.no_grad():
-        product = packed(plain.weight, plain.bias)
+        product = pack_weight(plain.weight, plain.bias)
         for shape in ((1, 48), (7, 48), (2, 5, 48)):
             inputs = torch.randn(shape, dtype=dtype)
             assert torch.allclose(product(inputs), plain(inputs), atol=tolerance)
@@ -44,9 +44,9 @@ def test_a_product_with_a_packed_weight_is_that_with_the_plain_one(
 @pytest.fixture
 def tried_anew() -> Iterator[None]:
     """What this process has found out about its processor is forgotten, before the test and after it."""
-    lacking.cache_clear()
+    why_not_packed.cache_clear()
     yield
-    lacking.cache_clear()
+    why_not_packed.cache_clear()
 
 
 def raises(weight: Tensor, bias: Tensor | None) -> Product:
@@ -105,15 +105,15 @@ def test_what_is_missing_raises_or_multiplies_wrongly_is_tried_once_and_plain_pr
         tries.append(weight)
         return kernel(weight, bias)
 
-    monkeypatch.setattr("agentrl.workflow.models.packed_weights.by_onednn", counted)
-    monkeypatch.setattr("agentrl.workflow.models.packed_weights.WORTH", 0)
+    monkeypatch.setattr("agentrl.workflow.models.packed_weights.pack_with_onednn", counted)
+    monkeypatch.setattr("agentrl.workflow.models.packed_weights.WORTH_PRODUCTS", 0)
     layer = nn.Linear(48, 80).to(dtype)
     inputs = torch.randn(7, 48, dtype=dtype)
     with torch.no_grad():
         for _ in range(2):
-            assert torch.equal(packed(layer.weight, layer.bias)(inputs), layer(inputs))
+            assert torch.equal(pack_weight(layer.weight, layer.bias)(inputs), layer(inputs))
     assert len(tries) == 1
-    assert why in lacking(dtype)
+    assert why in why_not_packed(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -127,29 +127,29 @@ def test_what_multiplies_as_it_should_is_used_for_each_weight(
         given.append((weight, bias))
         return lambda inputs: functional.linear(inputs, weight, bias)
 
-    monkeypatch.setattr("agentrl.workflow.models.packed_weights.by_onednn", kernel)
-    monkeypatch.setattr("agentrl.workflow.models.packed_weights.WORTH", 0)
-    assert packable(torch.device("cpu"), dtype)
+    monkeypatch.setattr("agentrl.workflow.models.packed_weights.pack_with_onednn", kernel)
+    monkeypatch.setattr("agentrl.workflow.models.packed_weights.WORTH_PRODUCTS", 0)
+    assert can_pack(torch.device("cpu"), dtype)
     given.clear()
     layer = nn.Linear(48, 80).to(dtype)
     inputs = torch.randn(7, 48, dtype=dtype)
     with torch.no_grad():
-        assert torch.equal(packed(layer.weight, layer.bias)(inputs), layer(inputs))
+        assert torch.equal(pack_weight(layer.weight, layer.bias)(inputs), layer(inputs))
     assert [weight is layer.weight and bias is layer.bias for weight, bias in given] == [True]
 
 
 def test_float64_and_other_devices_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.workflow.models.packed_weights.lacking", lambda dtype: "")
-    assert packable(torch.device("cpu"), torch.float32)
-    assert not packable(torch.device("cpu"), torch.float64)
-    assert not packable(torch.device("cuda"), torch.float32)
+    monkeypatch.setattr("agentrl.workflow.models.packed_weights.why_not_packed", lambda dtype: "")
+    assert can_pack(torch.device("cpu"), torch.float32)
+    assert not can_pack(torch.device("cpu"), torch.float64)
+    assert not can_pack(torch.device("cuda"), torch.float32)
 
 
 def test_trying_leaves_the_random_numbers_of_the_process_alone(tried_anew: None) -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    lacking(torch.float32)
+    why_not_packed(torch.float32)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -165,7 +165,7 @@ def test_the_sampler_says_what_newly_published_weights_say(tmp_path: Path) -> No
         sha256 = sealed_folder.write(folder, lambda beside: policy.save_weights(beside / sealed_folder.WEIGHTS))
         policy.publish(PolicyRef(str(policy.folder), policy.base_hash, str(folder), sha256, version))
         with torch.no_grad(), policy.decoding() as forward:
-            slots = Slots(2)
+            slots = SlotCache(2)
             slots.prefill(0, 1, 3)
             said = forward(ids, torch.arange(3)[None], None, slots)
         with torch.no_grad(), policy.training() as trained:

@@ -14,9 +14,9 @@ from agentrl.workflow.config import ModelConfig, build
 from agentrl.workflow.errors import ConfigError, ModelError
 from agentrl.workflow.models.loading import lora_config
 from agentrl.workflow.models.lookup import base_hash
-from agentrl.workflow.models.parameters import counted, of_files
+from agentrl.workflow.models.parameters import count_in_files, count_parameters
 from agentrl.workflow.models.policy import Policy
-from agentrl.workflow.training.optimizer import require
+from agentrl.workflow.training.optimizer import check_optimizer
 from tests.support.small_models import quantised, tiny_random, tokenizer
 from tests.training.test_tune import agentrl
 
@@ -42,12 +42,12 @@ def by_peft(config: ModelConfig, folder: Path, rank: int) -> tuple[int, int]:
 def test_the_files_of_a_model_say_what_peft_counts(kind: str, targets: dict[str, Any], tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "base") if kind == "Qwen2" else llama(tmp_path / "base", kind == "tied")
     config = ModelConfig.model_validate({"path": str(folder), "lora_r": 4, **targets})
-    found = of_files(config, folder)
+    found = count_in_files(config, folder)
     assert found is not None
     assert (found.trainable, found.all) == by_peft(config, folder, 4)
     with Policy.load(config, str(folder), device="cpu").training() as module:
-        assert counted(module) == found
-    whole = of_files(ModelConfig(path=str(folder), lora_r=0), folder)
+        assert count_parameters(module) == found
+    whole = count_in_files(ModelConfig(path=str(folder), lora_r=0), folder)
     assert whole is not None
     assert whole.trainable == whole.all == found.all - found.trainable
 
@@ -57,7 +57,7 @@ def test_what_is_quantised_when_it_is_loaded_counts_as_the_files_say(tmp_path: P
     folder = tiny_random(tmp_path / "base")
     config = ModelConfig.model_validate({"path": str(folder), "lora_r": 4, "load_in_4bit": True, "dtype": "float32"})
     with Policy.load(config, str(folder), device="cpu").training() as module:
-        assert counted(module) == of_files(config, folder)
+        assert count_parameters(module) == count_in_files(config, folder)
 
 
 def test_files_that_do_not_say_it_are_left_to_whoever_loads_them(tmp_path: Path) -> None:
@@ -66,11 +66,11 @@ def test_files_that_do_not_say_it_are_left_to_whoever_loads_them(tmp_path: Path)
     told = json.loads((folder / "config.json").read_text())
     for text in (json.dumps(told | {"quantization_config": {}}), "[]", "{", "[" * 100_000):
         (folder / "config.json").write_text(text)
-        assert of_files(config, folder) is None
+        assert count_in_files(config, folder) is None
     (folder / "config.json").write_text(json.dumps(told))
     (folder / "model.safetensors").write_bytes(b"no header")
-    assert of_files(config, folder) is None
-    assert of_files(config, tmp_path) is None
+    assert count_in_files(config, folder) is None
+    assert count_in_files(config, tmp_path) is None
 
 
 @pytest.mark.usefixtures("home")
@@ -81,7 +81,7 @@ def test_submit_says_first_what_trains(tmp_path: Path, capsys: pytest.CaptureFix
     options = ("--dataset", "arithmetic", "--model", str(folder), "--lora-r", "4", *asked, "--dry-run", "--json")
     out, said = agentrl(capsys, "submit", *options)
     config = json.loads(out)["config"]
-    assert said.splitlines()[0] == str(of_files(ModelConfig.model_validate(config["model"]), folder))
+    assert said.splitlines()[0] == str(count_in_files(ModelConfig.model_validate(config["model"]), folder))
     assert (config["model"]["lora_targets"], config["update"]["optimizer"]) == (["q_proj", "v_proj"], "adamw_8bit")
 
 
@@ -106,10 +106,10 @@ def test_layers_that_the_model_has_not_are_named_with_those_that_it_has(tmp_path
 
 
 def test_an_optimizer_that_is_not_to_be_had_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    require("adamw", "cpu")
+    check_optimizer("adamw", "cpu")
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
     with pytest.raises(ConfigError, match=r"adamw_8bit does not work here on cpu: .*bitsandbytes.* Take adamw"):
-        require("adamw_8bit", "cpu")
+        check_optimizer("adamw_8bit", "cpu")
     with pytest.raises(ConfigError, match=r"update\.optimizer: Input should be 'adamw' or 'adamw_8bit'"):
         build({"update.optimizer": "sgd"})
 
@@ -126,7 +126,7 @@ def test_sft_trains_what_its_options_say_and_by_that_optimizer(tmp_path: Path, c
     agentrl(capsys, *common, "--config", str(file), "--output-dir", str(tmp_path / "by file"))
     assert base_hash(tmp_path / "by file") == base_hash(made)
     config = ModelConfig.model_validate({"path": str(folder), "lora_r": 4, "lora_targets": ["q_proj", "v_proj"]})
-    assert str(of_files(config, folder)) in said
+    assert str(count_in_files(config, folder)) in said
     assert json.loads((made / RECORD).read_text())["recipe"]["optimizer"] == "adamw_8bit"
     refused = agentrl(capsys, *common, "--lora-alpha", "8", "--output-dir", str(tmp_path / "none"), code=2)[1]
     assert "--lora-alpha: of no use where all weights train.\n  Pass --lora-r 8, too." in refused

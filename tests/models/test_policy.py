@@ -19,7 +19,7 @@ from agentrl.workflow.errors import CheckpointError, ModelError
 from agentrl.workflow.models import loading
 from agentrl.workflow.models.loading import lora_config
 from agentrl.workflow.models.logprobs import token_logprobs
-from agentrl.workflow.models.lookup import base_hash, made_name, model_folder, resolve_model
+from agentrl.workflow.models.lookup import base_hash, model_folder, resolve_model, sft_model_name
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import PolicyRef
@@ -160,13 +160,13 @@ def test_a_base_that_changes_while_it_is_read_is_not_taken_for_what_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny_random(tmp_path / "m")
-    before, tokenizer = base_hash(folder), loading.tokenizer
+    before, tokenizer = base_hash(folder), loading.load_tokenizer
 
     def changing(where: Path, code: bool) -> Any:
         tiny_random(folder, seed=1)
         return tokenizer(where, code)
 
-    monkeypatch.setattr(loading, "tokenizer", changing)
+    monkeypatch.setattr(loading, "load_tokenizer", changing)
     assert Policy.load(config(lora_r=0), str(folder), device=DEVICE).base_hash == base_hash(folder) != before
 
 
@@ -272,7 +272,7 @@ def test_a_model_that_is_not_there_says_what_to_pass(monkeypatch: pytest.MonkeyP
     for name in ("./nowhere", str(tmp_path)):
         with pytest.raises(ModelError, match="or tiny"):
             model_folder(name)
-    made = tiny_random(settings().models_dir / made_name("tiny", "arithmetic"))
+    made = tiny_random(settings().models_dir / sft_model_name("tiny", "arithmetic"))
     assert resolve_model("tiny", "arithmetic") == resolve_model("tiny-arithmetic", "gsm8k") == str(made)
     assert resolve_model(str(made), "gsm8k") == str(made)
     assert resolve_model("Qwen/Qwen2.5-0.5B-Instruct", "gsm8k") == "Qwen/Qwen2.5-0.5B-Instruct"

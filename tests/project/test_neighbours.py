@@ -15,7 +15,7 @@ from agentrl.workflow.errors import InfraError
 from agentrl.workflow.plugins import find
 from agentrl.workflow.rewards import Judge, tests_passed, verdicts
 from agentrl.workflow.sandbox import Limits
-from agentrl.workflow.sandbox.fair_semaphore import Turns
+from agentrl.workflow.sandbox.fair_semaphore import FairSemaphore
 from agentrl.workflow.store.tool_calls import CallWork
 from agentrl.workflow.tools.python import sandbox
 from tests.rewards.test_code import ADD, answered
@@ -96,18 +96,18 @@ def test_eight_busy_loops_beside_eight_sessions_change_no_reward(
 
 
 def test_turns_are_taken_in_the_order_of_asking_also_where_somebody_asks_again_and_again() -> None:
-    turns, came = Turns(1), []
+    turns, came = FairSemaphore(1), []
 
     def wait_in_line() -> None:
-        with turns.one():
+        with turns.hold():
             came.append("patient")
 
-    with turns.one():
+    with turns.hold():
         patient = threading.Thread(target=wait_in_line)
         patient.start()
         while not turns._waiting:
             time.sleep(0.01)
-    with turns.one():
+    with turns.hold():
         came.append("greedy")
     patient.join()
     assert came == ["patient", "greedy"]
@@ -115,9 +115,9 @@ def test_turns_are_taken_in_the_order_of_asking_also_where_somebody_asks_again_a
 
 
 def test_who_stops_waiting_leaves_the_line() -> None:
-    turns = Turns(1)
-    with turns.one():
-        turns._left(turns._asked())
-    with turns.one():
+    turns = FairSemaphore(1)
+    with turns.hold():
+        turns._release(turns._enqueue())
+    with turns.hold():
         assert turns.running() == 1
     assert turns.running() == 0

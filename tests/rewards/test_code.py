@@ -16,7 +16,7 @@ from agentrl.workers.requests.submission import prepare
 from agentrl.workflow.config import DatasetConfig, build
 from agentrl.workflow.datasets import load_tasks
 from agentrl.workflow.datasets.code import code_metadata
-from agentrl.workflow.datasets.code_tiny import MISTAKEN, SPLITS, code_tiny
+from agentrl.workflow.datasets.code_tiny import MISTAKE_RATE, SPLITS, code_tiny
 from agentrl.workflow.envs import Env
 from agentrl.workflow.envs.code import code as env
 from agentrl.workflow.errors import DatasetError, InfraError, RewardError, SandboxUnavailable
@@ -86,7 +86,7 @@ def test_the_teacher_of_code_tiny_is_right_about_half_the_time_and_its_tool_says
     assert code_tiny.demonstrations is not None
     said = list(code_tiny.demonstrations(tasks, 0))
     right = sum(conversation[-1].content == task.reference for task, conversation in zip(tasks, said, strict=True))
-    assert (1 - MISTAKEN) ** 2 - 0.1 < right / len(tasks) < 1 - MISTAKEN + 0.1
+    assert (1 - MISTAKE_RATE) ** 2 - 0.1 < right / len(tasks) < 1 - MISTAKE_RATE + 0.1
     tool = env.toolset()["python"]
     for _, calling, told, _ in said[:5]:
         (call,) = calling.tool_calls

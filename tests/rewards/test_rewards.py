@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from agentrl.workflow.config import RolloutConfig
 from agentrl.workflow.errors import RewardError
 from agentrl.workflow.plugins import find
-from agentrl.workflow.rewards import code_hash, earned, score, total, whole
+from agentrl.workflow.rewards import assign_rewards, code_hash, part_sum, score, total_reward
 from agentrl.workflow.rewards.numeric_answer import read_answer
 from agentrl.workflow.rewards.overlong import within
 from agentrl.workflow.trajectory import Episode, FinishReason, Message, Step, StopReason, Task, ToolCall, ToolResult
@@ -129,14 +129,14 @@ def test_format_is_always_a_share(turns: list[Step]) -> None:
 
 
 def test_the_scalar_is_the_weighted_sum_and_a_hooks_part_counts_one() -> None:
-    assert total({"numeric_answer": 1.0, "format": 0.5, "bonus": 0.25}, {"numeric_answer": 1.0, "format": 0.0}) == 1.25
+    assert total_reward({"numeric_answer": 1.0, "format": 0.5, "bonus": 0.25}, {"numeric_answer": 1.0, "format": 0.0}) == 1.25
 
 
 def test_the_math_env_rewards_the_final_answer_alone_and_records_the_form() -> None:
     weights = find("envs", "math").rewards
     parts = score(episode(turn("a", CALL), turn("It must be 72")), weights)
     assert parts == {"numeric_answer": 1.0, "format": 0.5}
-    assert total(parts, weights) == 1.0
+    assert total_reward(parts, weights) == 1.0
 
 
 @pytest.fixture
@@ -179,13 +179,13 @@ def test_a_reward_by_step_has_a_finite_number_for_each_or_fails_the_episode(
 
 def test_parts_whose_weighted_sum_is_too_large_fail_the_episode() -> None:
     with pytest.raises(RewardError, match=r"the weighted sum of the reward parts is 2e\+30; the largest"):
-        total({"numeric_answer": 1.0}, {"numeric_answer": 2e30})
+        total_reward({"numeric_answer": 1.0}, {"numeric_answer": 2e30})
 
 
 def test_a_reward_by_step_is_its_sum_and_each_step_earns_its_own() -> None:
     parts = {"whole": 2.0, "steps": (0.25, 0.5), "others": (1.0, 0.0)}
     weights = {"steps": 2.0, "others": 0.0}
-    told = earned(episode(turn("", CALL), turn("1")), parts, weights)
+    told = assign_rewards(episode(turn("", CALL), turn("1")), parts, weights)
     assert [step.reward for step in told.steps] == [0.5, 1.0]
     assert (told.rewards, told.reward) == ({"whole": 2.0, "steps": 0.75, "others": 1.0}, 3.5)
 
@@ -217,7 +217,7 @@ def test_overlong_within_limits_of_ones_own_needs_no_run() -> None:
 
 def test_length_costs_each_step_its_share_of_all_that_the_run_allows() -> None:
     assert score(tokens(100, 40, 0), {"length": 0.1}) == {"length": (-0.25, -0.1, 0.0)}
-    assert whole(score(tokens(100, 100, 100, 100), {"length": 0.1})["length"]) == -1.0
+    assert part_sum(score(tokens(100, 100, 100, 100), {"length": 0.1})["length"]) == -1.0
 
 
 @pytest.mark.parametrize("name", ["length", "overlong"])

@@ -700,14 +700,14 @@ def test_a_range_of_users_that_is_none_is_refused(text: str) -> None:
 
 def test_when_all_users_are_taken_that_is_said() -> None:
     if os.geteuid() != 0:
-        assert uid_pool.take(range(0)).uid is None
+        assert uid_pool.lease_uid(range(0)).uid is None
         return
     one = range(232999, 233000)
-    seat = uid_pool.take(one)
+    seat = uid_pool.lease_uid(one)
     with pytest.raises(InfraError, match="in use"):
-        uid_pool.take(one)
-    seat.leave()
-    uid_pool.take(one).leave()
+        uid_pool.lease_uid(one)
+    seat.release()
+    uid_pool.lease_uid(one).release()
 
 
 # Control groups, where the kernel has the second version.
@@ -732,7 +732,7 @@ def test_the_second_versions_files_are_read_and_written(tmp_path: Path) -> None:
     (tmp_path / "pids.events").write_text("max 3\n")
     (tmp_path / "cpu.stat").write_text("usage_usec 1500000\nuser_usec 1\n")
     group = cgroups.Cgroup(dict.fromkeys(cgroups.CONTROLLERS, tmp_path))
-    group.bound(64, 10)
+    group.set_limits(64, 10)
     assert (tmp_path / "memory.max").read_text() == "64"
     assert (tmp_path / "memory.swap.max").read_text() == "0"
     assert (tmp_path / "pids.max").read_text() == str(10 + cgroups.SPARE_PROCESSES)

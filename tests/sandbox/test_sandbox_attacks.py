@@ -274,7 +274,7 @@ def test_an_abstract_socket_of_the_host_cannot_be_reached(sandbox: Boxed) -> Non
 
 def numbers() -> dict[str, int]:
     """The denied calls that this machine knows."""
-    found = {name: pyseccomp.resolve_syscall(pyseccomp.system_arch(), name) for name in seccomp.DENIED}
+    found = {name: pyseccomp.resolve_syscall(pyseccomp.system_arch(), name) for name in seccomp.DENIED_CALLS}
     return {name: number for name, number in found.items() if number >= 0}
 
 

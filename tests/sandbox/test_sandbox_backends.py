@@ -21,9 +21,9 @@ from agentrl.workflow.sandbox.boxed import Boxed
 from agentrl.workflow.sandbox.docker import Docker, check
 from agentrl.workflow.sandbox.find import find_sandbox
 from agentrl.workflow.sandbox.launch import Inside
-from agentrl.workflow.sandbox.session import ENDED, CellSession
+from agentrl.workflow.sandbox.session import ENDED_TEXT, CellSession
 from agentrl.workflow.settings import Settings
-from agentrl.workflow.tools.python import observed
+from agentrl.workflow.tools.python import observation
 from tests.conftest import forbidden, missing
 from tests.sandbox.test_sandbox import (
     DEATHS,
@@ -163,12 +163,12 @@ def test_a_keeper_that_ends_without_a_report_leaves_nothing_to_be_read(
         os.fstat(file)
         return seen(file, seconds)
 
-    seen = spawn.ready
-    monkeypatch.setattr(spawn, "ready", ready)
+    seen = spawn.wait_readable
+    monkeypatch.setattr(spawn, "wait_readable", ready)
     nothing = os.open(os.devnull, os.O_RDWR)
     kept = landlock_sandbox.launch.start(Limits(), Inside(("runner",), (nothing, nothing), (1, 1 << 32, 9), nothing, nothing))
     os.close(nothing)
-    assert isinstance(kept, landlock.Kept)
+    assert isinstance(kept, landlock.KeptProcess)
     kept._process.kill()
     assert kept.close() == -signal.SIGKILL
 
@@ -250,10 +250,10 @@ def test_who_writes_too_much_under_landlock_is_told_so(landlocked: Sandbox) -> N
     assert result.status == "disk"
     session = landlocked.session(limits)
     lost = session.run(FILLS["many files"] + THEN_WAITS, limits)
-    assert (lost.status, ENDED in lost.output) == ("disk", True)
+    assert (lost.status, ENDED_TEXT in lost.output) == ("disk", True)
     session.close()
     with pytest.raises(CodeFailure, match="wrote more than 4 MB of files"):
-        observed(result, limits)
+        observation(result, limits)
 
 
 def test_output_of_any_bytes_is_text(sandbox: Sandbox) -> None:

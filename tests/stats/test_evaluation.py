@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.workflow.stats.evaluation import bounds, evaluate, interval, is_right, pass_at, student, trials, wilson
+from agentrl.workflow.stats.evaluation import (
+    bounds,
+    effective_trials,
+    evaluate,
+    interval,
+    is_right,
+    pass_at,
+    student_quantile,
+    wilson_interval,
+)
 from agentrl.workflow.trajectory import Episode, Group, Status, Task
 
 
@@ -65,7 +74,7 @@ def test_the_interval_of_a_share_holds_it_within_0_and_1_and_is_no_wider_than_th
     score = evaluate(shares(tasks))
     assert 0.0 <= score.low <= score.mean <= score.high <= 1.0
     assert score.interval_by == "Wilson"
-    widest, narrowest = wilson(score.mean, len(tasks)), wilson(score.mean, sum(size for _, size in tasks))
+    widest, narrowest = wilson_interval(score.mean, len(tasks)), wilson_interval(score.mean, sum(size for _, size in tasks))
     assert widest[0] - 1e-9 <= score.low <= narrowest[0] + 1e-9
     assert narrowest[1] - 1e-9 <= score.high <= widest[1] + 1e-9
     again = evaluate(shares(tasks * 4))
@@ -74,19 +83,19 @@ def test_the_interval_of_a_share_holds_it_within_0_and_1_and_is_no_wider_than_th
 
 @given(st.floats(0, 1), st.floats(1, 1e9), st.floats(1, 1e9))
 def test_wilsons_interval_narrows_with_the_trials(share: float, some: float, more: float) -> None:
-    narrow, wide = wilson(share, max(some, more)), wilson(share, min(some, more))
+    narrow, wide = wilson_interval(share, max(some, more)), wilson_interval(share, min(some, more))
     assert 0.0 <= wide[0] <= narrow[0] + 1e-12 <= share + 2e-12
     assert share - 2e-12 <= narrow[1] - 1e-12 <= wide[1] <= 1.0
 
 
 def test_episodes_that_are_as_alike_within_a_task_as_between_are_worth_more_trials_than_tasks() -> None:
     alike, unlike = [0.5, 0.25, 0.75, 0.5] * 25, [1.0, 0.0, 1.0, 0.0] * 25
-    assert trials(alike, [4] * 100) == 400
-    assert trials(unlike, [4] * 100) == 100
-    assert trials([0.5] * 100, [4] * 100) == 100  # of the spread nothing is known
-    between = trials([0.75, 0.25, 1.0, 0.0] * 25, [4] * 100)
+    assert effective_trials(alike, [4] * 100) == 400
+    assert effective_trials(unlike, [4] * 100) == 100
+    assert effective_trials([0.5] * 100, [4] * 100) == 100  # of the spread nothing is known
+    between = effective_trials([0.75, 0.25, 1.0, 0.0] * 25, [4] * 100)
     assert between == pytest.approx(0.25 / (0.15625 / 99) * (1.959964 / 1.984217) ** 2)
-    assert trials([1.0, 0.5, 0.0], [1, 2, 1]) == 3
+    assert effective_trials([1.0, 0.5, 0.0], [1, 2, 1]) == 3
 
 
 @pytest.mark.parametrize("likeness", [0.0, 0.3, 1.0])
@@ -112,7 +121,9 @@ def test_one_task_says_nothing_of_its_spread_and_tasks_that_are_alike_have_none(
     score = evaluate([group(0.75, 0.25)])
     assert (score.low, score.mean, score.high) == (-math.inf, 0.5, math.inf)
     share = evaluate([group(1.0, 0.0)])
-    assert (share.low, share.high) == wilson(0.5, 1) == (pytest.approx(0.0546, abs=1e-4), pytest.approx(0.9454, abs=1e-4))
+    assert (
+        (share.low, share.high) == wilson_interval(0.5, 1) == (pytest.approx(0.0546, abs=1e-4), pytest.approx(0.9454, abs=1e-4))
+    )
     assert interval([0.5] * 5) == (0.5, 0.0)
 
 
@@ -125,11 +136,11 @@ PUBLISHED = {
 
 @pytest.mark.parametrize(("freedom", "quantile"), PUBLISHED.items())
 def test_the_quantiles_of_t_are_the_published_ones(freedom: int, quantile: float) -> None:
-    assert student(freedom) == pytest.approx(quantile, abs=0.6e-4)  # of it half a digit is their rounding
+    assert student_quantile(freedom) == pytest.approx(quantile, abs=0.6e-4)  # of it half a digit is their rounding
 
 
 def test_the_quantiles_of_t_fall_with_the_degrees_of_freedom() -> None:
-    found = [student(freedom) for freedom in range(1, 3000)]
+    found = [student_quantile(freedom) for freedom in range(1, 3000)]
     assert all(more > fewer > 1.96 for more, fewer in pairwise(found))
 
 

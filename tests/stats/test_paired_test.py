@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.workflow.stats import paired_test as module
-from agentrl.workflow.stats.paired_test import paired, sign_flip
+from agentrl.workflow.stats.paired_test import compare_paired, sign_flip
 
 quarters = st.integers(-4, 4).map(lambda count: count / 4)
 
@@ -30,7 +30,7 @@ def test_the_p_value_is_the_share_of_worlds_that_are_at_least_as_far_from_none(d
 
 
 def test_ten_tasks_won_and_none_lost_is_the_sign_test() -> None:
-    found = paired(dict.fromkeys(range(30), 0.0), {task: float(task < 10) for task in range(30)})
+    found = compare_paired(dict.fromkeys(range(30), 0.0), {task: float(task < 10) for task in range(30)})
     assert (found.won, found.lost, found.tied) == (10, 0, 20)
     assert found.p_value == pytest.approx(2 / 2**10)
     assert (found.first, found.second, found.difference) == (0.0, pytest.approx(1 / 3), pytest.approx(1 / 3))
@@ -39,13 +39,13 @@ def test_ten_tasks_won_and_none_lost_is_the_sign_test() -> None:
 
 
 def test_of_few_tasks_interval_and_p_value_agree_that_it_may_be_chance() -> None:
-    found = paired(dict.fromkeys(range(5), 0.0), dict(enumerate([0.0, 0.25, 0.25, 0.3125, 0.75])))
+    found = compare_paired(dict.fromkeys(range(5), 0.0), dict(enumerate([0.0, 0.25, 0.25, 0.3125, 0.75])))
     assert (found.difference, found.p_value) == (0.3125, 0.125)
     assert found.low < 0.0 < found.high
 
 
 def test_the_difference_of_one_task_is_in_no_bounds() -> None:
-    found = paired({1: 0.0}, {1: 1.0})
+    found = compare_paired({1: 0.0}, {1: 1.0})
     assert (found.low, found.difference, found.high, found.p_value) == (-math.inf, 1.0, math.inf, 1.0)
 
 
@@ -69,7 +69,7 @@ def test_drawn_worlds_give_what_counted_ones_give_and_the_seed_repeats_them(monk
 @given(st.lists(st.tuples(quarters, quarters), min_size=1, max_size=12))
 def test_exchanging_the_two_changes_the_sign_and_nothing_else(pairs: list[tuple[float, float]]) -> None:
     a, b = (dict(enumerate(side)) for side in zip(*pairs, strict=True))
-    forth, back = paired(a, b), paired(b, a)
+    forth, back = compare_paired(a, b), compare_paired(b, a)
     assert forth.difference == pytest.approx(-back.difference)
     assert forth.p_value == pytest.approx(back.p_value)
     assert (forth.won, forth.lost, forth.tied) == (back.lost, back.won, back.tied)
@@ -77,6 +77,6 @@ def test_exchanging_the_two_changes_the_sign_and_nothing_else(pairs: list[tuple[
 
 
 def test_tasks_of_one_side_only_are_left_out_and_none_at_all_has_no_p_value() -> None:
-    found = paired({1: 1.0, 2: 0.0}, {2: 0.0, 3: 1.0})
+    found = compare_paired({1: 1.0, 2: 0.0}, {2: 0.0, 3: 1.0})
     assert (found.tasks, found.tied, found.p_value) == (1, 1, 1.0)
-    assert math.isnan(paired({1: 1.0}, {3: 1.0}).p_value)
+    assert math.isnan(compare_paired({1: 1.0}, {3: 1.0}).p_value)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.workflow.stats.selection import Candidate, best, pairs
+from agentrl.workflow.stats.selection import Candidate, select_best, select_pairs
 from agentrl.workflow.store import offline_data, reward_sets, steps
 from agentrl.workflow.store.connect import Database
 from tests.support.played_runs import claim, fail, finish, sampled, start, submission
@@ -28,24 +28,24 @@ def numbers(some: list[Candidate]) -> list[int]:
 
 
 def test_the_best_of_a_task_are_taken_over_all_of_its_groups_and_the_earlier_of_equals() -> None:
-    assert numbers(best(SOME)) == [1, 2, 3, 4, 5, 6]
-    assert numbers(best(SOME, min_reward=0.5)) == [2, 3, 4, 5]
-    assert numbers(best(SOME, most=1)) == [2, 3]
-    assert numbers(best(SOME, min_reward=1.0, most=1)) == [2]
-    assert best(SOME, min_reward=2.0) == []
+    assert numbers(select_best(SOME)) == [1, 2, 3, 4, 5, 6]
+    assert numbers(select_best(SOME, min_reward=0.5)) == [2, 3, 4, 5]
+    assert numbers(select_best(SOME, most=1)) == [2, 3]
+    assert numbers(select_best(SOME, min_reward=1.0, most=1)) == [2]
+    assert select_best(SOME, min_reward=2.0) == []
 
 
 def test_the_best_of_a_group_is_paired_with_its_worst() -> None:
-    assert [(a.id, b.id) for a, b in pairs(SOME)] == [(2, 1), (5, 6)]
+    assert [(a.id, b.id) for a, b in select_pairs(SOME)] == [(2, 1), (5, 6)]
     four = [replace(one, group=1) for one in SOME[:4]]
-    assert [(a.id, b.id) for a, b in pairs(four, most=5)] == [(2, 1)]  # the two in the middle are equal
+    assert [(a.id, b.id) for a, b in select_pairs(four, most=5)] == [(2, 1)]  # the two in the middle are equal
     apart = [*four[:3], replace(four[3], reward=0.25)]
-    assert [(a.id, b.id) for a, b in pairs(apart, most=5)] == [(2, 1), (3, 4)]
+    assert [(a.id, b.id) for a, b in select_pairs(apart, most=5)] == [(2, 1), (3, 4)]
 
 
 @given(candidates_of_any_kind, st.integers(1, 5))
 def test_pairs_are_of_one_group_the_better_first_and_no_episode_is_in_two(some: list[Candidate], most: int) -> None:
-    found = pairs(some, most)
+    found = select_pairs(some, most)
     assert all(a.group == b.group and a.reward > b.reward for a, b in found)
     assert len({one.id for pair in found for one in pair}) == 2 * len(found)
     assert all(sum(a.group == group for a, _ in found) <= most for group in range(1, 5))
@@ -55,7 +55,7 @@ def test_pairs_are_of_one_group_the_better_first_and_no_episode_is_in_two(some: 
 
 @given(candidates_of_any_kind, st.integers(1, 5))
 def test_nothing_better_is_left_out_of_a_task(some: list[Candidate], most: int) -> None:
-    taken = best(some, most=most)
+    taken = select_best(some, most=most)
     for task in {one.task for one in some}:
         inside = [one.reward for one in taken if one.task == task]
         outside = [one.reward for one in some if one.task == task and one not in taken]

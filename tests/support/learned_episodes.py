@@ -8,8 +8,8 @@ import torch
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.models.parameters import Parameters
 from agentrl.workflow.models.policy import Policy
-from agentrl.workflow.training.offline_training import Start, rows_by_episode, sums_of
-from agentrl.workflow.training.supervised import likelihood
+from agentrl.workflow.training.offline_training import Start, row_logprob_sums, rows_by_episode
+from agentrl.workflow.training.supervised import likelihood_objective
 from agentrl.workflow.trajectory import Episode, Message, PolicyRef, Step, Task
 
 
@@ -62,4 +62,4 @@ def logprobs_of(folder: Path, episodes: Sequence[Episode]) -> list[float]:
     """What the model in the folder says of what each episode sampled, summed."""
     policy = Policy.load(ModelConfig(path=str(folder), lora_r=0), str(folder), device="cpu")
     with policy.sampling() as module, torch.no_grad():
-        return [float(rows.sum()) for rows in sums_of(module, rows_by_episode(episodes), likelihood())]
+        return [float(rows.sum()) for rows in row_logprob_sums(module, rows_by_episode(episodes), likelihood_objective())]

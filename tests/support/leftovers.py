@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from agentrl.workflow.sandbox import MIB, Limits, Sandbox, proc
-from agentrl.workflow.sandbox.session import ENDED, FULL
+from agentrl.workflow.sandbox.session import ENDED_TEXT, FULL_TEXT
 from tests.support.sandbox_fixtures import UIDS
 
 LIMITS = Limits(cpu_seconds=3, wall_seconds=40, memory_bytes=256 * MIB, processes=32)
@@ -134,11 +134,11 @@ def leaves_nothing(sandbox: Sandbox, name: str) -> None:
     code, allowed = LEFT[name]
     result = session.run(f"{code}\nx = 2", LIMITS)
     assert result.status in allowed, result
-    if ENDED in result.output:  # a keeper that looks ten times a second, and ends all where there is too much
+    if ENDED_TEXT in result.output:  # a keeper that looks ten times a second, and ends all where there is too much
         assert allowed is TOO_MUCH
         assert set(ours()) == before
         return
-    assert (result.status == "pids") == result.output.endswith(FULL), result
+    assert (result.status == "pids") == result.output.endswith(FULL_TEXT), result
     assert len(ours()) == len(living)
     assert stands_still(before)
     assert session.run("x").output == ("2\n" if result.status == "ok" else "1\n")

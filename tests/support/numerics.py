@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from agentrl.workflow.engines import Completion, GenerateRequest
-from agentrl.workflow.inference.sampling import distance, distribution, uniforms
+from agentrl.workflow.inference.sampling import distribution, draw_distance, uniforms
 from agentrl.workflow.models.policy import Policy
 
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")
@@ -97,7 +97,7 @@ def _tied(policy: Policy, request: GenerateRequest, said: Sequence[int], other: 
         _, cumulative = distribution(model(input_ids=ids).logits[:, -1], request.temperature)
     place = request.position + len(said) - 1
     drawn = torch.from_numpy(uniforms(np.array([request.key], dtype=np.uint64), np.array([place], dtype=np.uint64)))
-    away = [float(distance(cumulative.cpu(), drawn, torch.tensor([token]))) for token in (said[-1], other)]
+    away = [float(draw_distance(cumulative.cpu(), drawn, torch.tensor([token]))) for token in (said[-1], other)]
     return max(away) <= NEAR[PRECISION].draw
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from agentrl.workflow.engines import Completion, GenerateRequest
-from agentrl.workflow.inference.sampling import at_least, distribution, lowest, summed, uniforms
+from agentrl.workflow.inference.sampling import cumulative_probabilities, distribution, lowest_logit, mask_below, uniforms
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import FinishReason
 
@@ -21,7 +21,7 @@ def alone(policy: Policy, request: GenerateRequest) -> Completion:
         token, logprob = _token(policy, request, ids)
         ids.append(token)
         logprobs.append(logprob)
-        if policy.chat.ended(ids) or (stops is not None and stops.completed(ids)):
+        if policy.chat.has_end_token(ids) or (stops is not None and stops.is_completed(ids)):
             reason = "stop"
         elif len(ids) == request.max_new_tokens:
             reason = "length"
@@ -33,9 +33,9 @@ def _token(policy: Policy, request: GenerateRequest, ids: list[int]) -> tuple[in
         logits = model(input_ids=torch.tensor([[*request.prompt_ids, *ids]], device=policy.device)).logits[:, -1].cpu()
     everything, _ = distribution(logits, request.temperature)
     shares = torch.tensor([[request.top_p, request.min_p]], dtype=torch.float64)
-    left = at_least(everything, lowest(everything, torch.tensor([request.top_k]), shares[:, 0], shares[:, 1]))
+    left = mask_below(everything, lowest_logit(everything, torch.tensor([request.top_k]), shares[:, 0], shares[:, 1]))
     number = uniforms(np.array([request.key], dtype=np.uint64), np.array([request.position + len(ids)], dtype=np.uint64))
-    token = int(draw(summed(left), torch.from_numpy(number)))
+    token = int(draw(cumulative_probabilities(left), torch.from_numpy(number)))
     return token, float(everything[0, token].float())
 
 

@@ -12,9 +12,9 @@ OLDER = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """First every product packed that this processor can pack, however small it is; then none, as on one that can pack none."""
     if request.param == "packed":
-        monkeypatch.setattr("agentrl.workflow.models.packed_weights.WORTH", 0)
+        monkeypatch.setattr("agentrl.workflow.models.packed_weights.WORTH_PRODUCTS", 0)
     else:
-        monkeypatch.setattr("agentrl.workflow.models.packed_weights.lacking", lambda dtype: "told so by a test")
+        monkeypatch.setattr("agentrl.workflow.models.packed_weights.why_not_packed", lambda dtype: "told so by a test")
     name: str = request.param
     return name
 

@@ -52,7 +52,7 @@ class Slow:
             time.sleep(0.002)
             if request.heard is not None and not request.heard(token):
                 break
-        ended = self._chat.ended(said)
+        ended = self._chat.has_end_token(said)
         with suppress(InvalidStateError):  # who asked has gone meanwhile
             future.set_result(Completion(tuple(said), (-0.5,) * len(said), "stop" if ended else "length", 0.1))
 

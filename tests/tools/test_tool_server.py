@@ -29,7 +29,7 @@ from agentrl.workers.requests.tool_selection import chosen
 from agentrl.workers.serving.caller_sessions import ServedSessions
 from agentrl.workflow.errors import ConfigError, InfraError, NotFoundError, StateError
 from agentrl.workflow.tools import Tool
-from agentrl.workflow.tools.python import LEFT, Notebook
+from agentrl.workflow.tools.python import LEFT_RUNNING_TEXT, Notebook
 from agentrl.workflow.tools.python_session import python_session
 from agentrl.workflow.trajectory import ToolResult
 from tests.conftest import missing, put_away
@@ -385,7 +385,7 @@ def test_sigterm_ends_all_sessions_after_the_cell_that_runs(short_folder: Path) 
     left = "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(999)'])"
     with serving(short_folder, "--tools", "python_session", "--port", "0") as server, server.client() as client:
         running, idle = opened(client), opened(client)
-        assert [cell(client, session, left) for session in (running, idle)] == [(f"(no output)\n{LEFT}", None)] * 2
+        assert [cell(client, session, left) for session in (running, idle)] == [(f"(no output)\n{LEFT_RUNNING_TEXT}", None)] * 2
         resting = len(sandbox_fixtures.alive())
         assert resting >= 4
         with ThreadPoolExecutor(1) as caller, server.client() as other:

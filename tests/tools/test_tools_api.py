@@ -16,7 +16,7 @@ from agentrl.workers.jobs.tools_job import run_tool
 from agentrl.workers.requests.submission import prepare
 from agentrl.workers.stack.dispatch import NOBODY
 from agentrl.workflow.config import build
-from agentrl.workflow.envs import Env, offered
+from agentrl.workflow.envs import Env, offered_tools
 from agentrl.workflow.errors import ConfigError, InfraError, ServiceError, ToolFailure
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.runtime.lazy import Once
@@ -250,11 +250,11 @@ def user_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
 def test_a_run_adds_tools_to_its_env_by_name_and_by_path(user_tools: str) -> None:
     env = find("envs", "math")
     config = build({"tools": ["echo", f"{user_tools}:shout", "calculator"]})
-    assert list(offered(env, config)) == ["calculator", "echo", "shout"]
-    assert offered(env, config)["shout"].call({"text": "hi"}) == "HI"
-    assert offered(env, build({})).keys() == {"calculator"}
+    assert list(offered_tools(env, config)) == ["calculator", "echo", "shout"]
+    assert offered_tools(env, config)["shout"].call({"text": "hi"}) == "HI"
+    assert offered_tools(env, build({})).keys() == {"calculator"}
     with pytest.raises(ConfigError, match="Two tools are called 'calculator'"):
-        offered(env, build({"tools": f"{user_tools}:other"}))
+        offered_tools(env, build({"tools": f"{user_tools}:other"}))
 
 
 def test_an_env_takes_tools_as_they_are() -> None:

@@ -25,7 +25,7 @@ from agentrl.workers.stack import dispatch
 from agentrl.workers.stack.celery_app import make_app
 from agentrl.workers.stack.replies import Replies
 from agentrl.workflow.config import RunConfig, ServedTool, build
-from agentrl.workflow.envs import Env, offered
+from agentrl.workflow.envs import Env, offered_tools
 from agentrl.workflow.errors import ConfigError, InfraError, ToolFailure, UnknownOutcome
 from agentrl.workflow.mcp import mcp_servers, mcp_tool
 from agentrl.workflow.plugins import find
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def listed(folder: Path) -> tuple[ServedTool, ...]:
     """What it offers, asked once."""
-    return mcp_tool.ask(mcp_servers.PREFIX + shlex.join([sys.executable, str(SERVER), str(folder)]))
+    return mcp_tool.list_tools(mcp_servers.PREFIX + shlex.join([sys.executable, str(SERVER), str(folder)]))
 
 
 @pytest.fixture
@@ -206,14 +206,16 @@ def test_a_server_sees_nothing_of_the_environment_but_what_it_needs(
 )
 def test_a_server_that_is_none_is_refused_when_the_run_is_submitted(name: str, asked: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        mcp_tool.ask(asked)
+        mcp_tool.list_tools(asked)
 
 
 def test_files_in_a_command_are_named_by_their_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my server.py").touch()
-    assert mcp_tool.absolute("mcp:python 'my server.py' ./none.py -v") == f"mcp:python '{tmp_path}/my server.py' ./none.py -v"
-    assert mcp_tool.absolute("calculator") == "calculator"
+    assert (
+        mcp_tool.absolute_name("mcp:python 'my server.py' ./none.py -v") == f"mcp:python '{tmp_path}/my server.py' ./none.py -v"
+    )
+    assert mcp_tool.absolute_name("calculator") == "calculator"
 
 
 def test_an_env_cannot_name_a_server_and_two_tools_of_one_name_are_refused() -> None:
@@ -222,7 +224,7 @@ def test_an_env_cannot_name_a_server_and_two_tools_of_one_name_are_refused() -> 
     twin = ServedTool(server="mcp:x", name="calculator", parameters={"type": "object"})
     config = build({"tools": ("mcp:x",)}).model_copy(update={"served_tools": (twin,)})
     with pytest.raises(ConfigError, match="Two tools are called 'calculator'"):
-        offered(find("envs", "math"), config)
+        offered_tools(find("envs", "math"), config)
 
 
 @pytest.mark.parametrize("called", ["t" * 129, "a\x1b[2J\nb", " ", "", "größe", "a\n"])
@@ -230,7 +232,7 @@ def test_a_tool_whose_calls_would_not_be_found_again_is_not_offered(called: str)
     told = ServedTool.model_construct(server="mcp:x", name=called, description="d", parameters={"type": "object"})
     config = build({"tools": ("mcp:x",)}).model_copy(update={"served_tools": (told,)})
     with pytest.raises(ConfigError, match="of 'mcp:x' has a name that no call can have") as refused:
-        offered(find("envs", "math"), config)
+        offered_tools(find("envs", "math"), config)
     assert str(refused.value).isprintable()
     assert len(str(refused.value)) < 300
     with pytest.raises(ConfigError, match="has a name that no call can have"):

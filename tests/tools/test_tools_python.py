@@ -20,7 +20,7 @@ from agentrl.workflow.sandbox.boxed import Boxed
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.tool_calls import CallWork
-from agentrl.workflow.tools.python import LEFT, CodeTool, Notebook, observed, python, sandbox
+from agentrl.workflow.tools.python import LEFT_RUNNING_TEXT, CodeTool, Notebook, observation, python, sandbox
 from agentrl.workflow.tools.python_session import python_session
 from agentrl.workflow.trajectory import ToolResult
 from tests.support.sandbox_fixtures import machine
@@ -91,8 +91,8 @@ def test_the_model_is_told_that_what_a_cell_left_running_was_ended(box: None) ->
     sleeps = "import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()"
     said = [notebook.run(python_session, {"code": code}) for code in (sleeps, f"{sleeps}\n1 / 0", "2")]
     notebook.close()
-    assert said[0].content == f"(no output)\n{LEFT}"
-    assert said[1].content.endswith(f"ZeroDivisionError: division by zero\n{LEFT}")
+    assert said[0].content == f"(no output)\n{LEFT_RUNNING_TEXT}"
+    assert said[1].content.endswith(f"ZeroDivisionError: division by zero\n{LEFT_RUNNING_TEXT}")
     assert said[2].content == "2"
 
 
@@ -100,13 +100,13 @@ def test_the_systems_failures_are_no_observations() -> None:
     limits = Limits(cpu_seconds=5)
     for failed in (result("sandbox_fault"), result("starved", 2.0)):
         with pytest.raises(InfraError, match=failed.status):
-            observed(failed, limits)
+            observation(failed, limits)
 
 
 @pytest.mark.parametrize("cpu_seconds", [0.01, 2.0])
 def test_a_program_that_slept_is_told_so_whatever_it_did_before(cpu_seconds: float) -> None:
     with pytest.raises(CodeFailure, match=r"said\n.*it slept or waited") as slept:
-        observed(result("timeout_wall", cpu_seconds), Limits(cpu_seconds=5))
+        observation(result("timeout_wall", cpu_seconds), Limits(cpu_seconds=5))
     assert slept.value.error_class == "timeout_wall"
     assert isinstance(slept.value, ToolFailure)
 
@@ -131,7 +131,7 @@ def taken(box: None) -> Iterator[Callable[[], None]]:
     assert isinstance(made, Boxed)
     with ExitStack() as turns:
         for _ in range(os.cpu_count() or 1):
-            turns.enter_context(made._turns.one())
+            turns.enter_context(made._turns.hold())
         yield turns.close
 
 

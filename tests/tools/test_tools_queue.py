@@ -54,7 +54,7 @@ def test_the_calls_of_a_turn_run_side_by_side_and_share_a_server(stack: Stack, t
     if find_spec("mcp") is None:
         missing("the mcp SDK")
     name = mcp_servers.PREFIX + shlex.join([sys.executable, str(SERVER), str(tmp_path)])
-    served = [told.model_dump(mode="json") for told in mcp_tool.ask(name)]
+    served = [told.model_dump(mode="json") for told in mcp_tool.list_tools(name)]
     wanted = submission()
     config = {**wanted.config, "tools": ["tests.tools.test_tools_queue:meet_tool", name], "served_tools": served}
     work = claim(stack.database, start(stack.database, replace(wanted, config=config))[0])

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from agentrl.workers.jobs.tools_job import run_tool
 from agentrl.workflow.errors import ConfigError, InfraError, ServiceError, ToolFailure
 from agentrl.workflow.plugins import find
-from agentrl.workflow.runtime.html_text import plain
+from agentrl.workflow.runtime.html_text import extract_text
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store.tool_calls import CallWork
 from agentrl.workflow.tools import fetch, search
 from agentrl.workflow.tools.fetch import fetch_from
-from agentrl.workflow.tools.search import MAX_BYTES, PASSAGE, Passage, index, pieces, search_in
+from agentrl.workflow.tools.search import MAX_BYTES, PASSAGE, Passage, index, search_in, split_text
 
 Answer = tuple[int, dict[str, str], bytes]
 
@@ -129,7 +129,7 @@ EVERYTHING = index([Passage("NEAR AND OR NOT", 'title: "quoted" * ^ near(a b)')]
 
 @given(st.text())
 def test_pieces_are_the_text_in_order_and_never_too_long(text: str) -> None:
-    found = list(pieces(text * 3))
+    found = list(split_text(text * 3))
     assert all(0 < len(piece) <= PASSAGE for piece in found)
     assert "".join("".join(found).split()) == "".join((text * 3).split())
 
@@ -161,7 +161,7 @@ def test_the_plain_tool_reads_what_the_machine_names(folder: Path, monkeypatch: 
     assert "queen" in tool.call({"query": "queen"})
     monkeypatch.setenv("AGENTRL_FETCH_HOSTS", " a.org, *.b.org ")
     settings.cache_clear()
-    assert fetch._listed() == ["a.org", "*.b.org"]
+    assert fetch._allowed_hosts() == ["a.org", "*.b.org"]
     settings.cache_clear()
 
 
@@ -369,7 +369,7 @@ def test_a_name_that_leads_to_a_private_address_is_refused(site: str) -> None:
     ],
 )
 def test_the_list_means_what_it_says(allowed: str, host: str, port: int, fits: bool) -> None:
-    assert fetch._fits(allowed, host, port) is fits
+    assert fetch._is_allowed(allowed, host, port) is fits
 
 
 def test_the_tool_is_off_until_hosts_are_named(home: Path) -> None:
@@ -381,4 +381,4 @@ def test_the_tool_is_off_until_hosts_are_named(home: Path) -> None:
 
 @given(st.text())
 def test_any_page_is_text(page: str) -> None:
-    assert "\r" not in plain(page)
+    assert "\r" not in extract_text(page)

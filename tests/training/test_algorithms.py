@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentrl.workflow.algorithms import Algorithm, settled, settled_run
+from agentrl.workflow.algorithms import Algorithm, settle_options, settle_run
 from agentrl.workflow.algorithms.grpo import grpo
 from agentrl.workflow.config import AlgorithmConfig, build
 from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.training import advantages as credit
-from agentrl.workflow.training.advantages import TRL_EPSILON, VERL_EPSILON, Credit, Earned, group_relative, whitened
+from agentrl.workflow.training.advantages import TRL_EPSILON, VERL_EPSILON, Credit, Earned, group_relative, whiten
 from agentrl.workflow.training.losses import (
     AGGREGATIONS,
     KL,
@@ -86,7 +86,7 @@ CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
 
 
 def options(name: str = "grpo", **named: Any) -> AlgorithmConfig:
-    return settled(AlgorithmConfig(name=name, **named))
+    return settle_options(AlgorithmConfig(name=name, **named))
 
 
 def earned(values: Tensor | None = None) -> Earned:
@@ -175,8 +175,8 @@ def test_reinforce_plus_plus_is_that_of_verl_but_for_returns_that_reach_over_too
     lost = ours.clone()
     lost[0, :2] = 0
     lost[2, 0] = 0
-    assert whitened(lost, MASK).flatten().tolist() == close(golden["verl.reinforce++ adv*mask"])
-    assert torch.allclose(credited("reinforce_plus_plus"), whitened(ours, MASK))
+    assert whiten(lost, MASK).flatten().tolist() == close(golden["verl.reinforce++ adv*mask"])
+    assert torch.allclose(credited("reinforce_plus_plus"), whiten(ours, MASK))
     assert torch.equal(credited("reinforce"), ours)
 
 
@@ -205,7 +205,7 @@ def test_gae_over_turns_is_gae_of_turns_and_then_of_the_tokens_inside() -> None:
     assert found.returns is not None
     assert one.values is not None
     assert torch.allclose(found.returns, expected + one.values)
-    assert torch.allclose(found.advantages, whitened(expected, one.mask))
+    assert torch.allclose(found.advantages, whiten(expected, one.mask))
 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.3], ids=["", "a penalty on every token"])
@@ -286,7 +286,7 @@ def test_every_algorithm_names_parts_that_are_there_and_options_that_there_are(n
         chosen = options(name, convention=convention)
         assert chosen.aggregation in AGGREGATIONS
         find("surrogates", found.surrogate_of(chosen))
-        assert settled(chosen) == chosen
+        assert settle_options(chosen) == chosen
     assert math.isfinite(loss_of(name, OLD))
 
 
@@ -316,7 +316,7 @@ def test_an_option_that_the_algorithm_ignores_is_refused_with_those_it_takes(
 def test_a_dual_clip_within_the_other_clip_is_refused(name: str, clip_high: float) -> None:
     def chosen(dual_clip: float) -> float | None:
         run = build({"algorithm.name": name, "algorithm.dual_clip": dual_clip})
-        return settled_run(run).algorithm.dual_clip
+        return settle_run(run).algorithm.dual_clip
 
     for within in (1.0, 1 + clip_high):
         with pytest.raises(ConfigError, match=r"algorithm\.dual_clip=.* is not above 1 \+ clip_high") as refused:

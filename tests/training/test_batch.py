@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.workflow.training.batch import Row, by_row, collate, in_lines, microbatches, rows_of, size
+from agentrl.workflow.training.batch import Row, collate, microbatches, rows_of, size, split_by_row, to_lines
 from agentrl.workflow.trajectory import Episode, Message, Step, Task
 
 TASK = Task("train/1", (), "")
@@ -143,8 +143,8 @@ def test_whatever_is_shared_every_row_comes_once_and_its_values_find_their_way(
         assert len(piece) == 1 or size(piece, share) <= tokens
         batch = collate(piece, share=share)
         values = batch.behavior_logprobs[:, 1:].double()
-        known = by_row(batch, values)
+        known = split_by_row(batch, values)
         for row in piece:
             assert known[row.key].float().tolist() == torch.tensor(row.behavior_logprobs[row.prefix + 1 :]).tolist()
-        assert torch.equal(in_lines(batch, known, values), values)
+        assert torch.equal(to_lines(batch, known, values), values)
         assert torch.equal(values != 0, batch.loss_mask[:, 1:])

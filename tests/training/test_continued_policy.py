@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from agentrl.cli import submit as submitting
 from agentrl.workers.requests import submission as submission
 from agentrl.workflow.checkpoints import sealed_folder
-from agentrl.workflow.checkpoints.epoch_links import link
+from agentrl.workflow.checkpoints.epoch_links import link_epochs
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import epoch_ends, run_names
 from agentrl.workflow.store.connect import Database
@@ -131,7 +131,7 @@ def test_a_checkpoint_is_named_by_its_path_too(
     worker: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (made,) = published(worker, base, tmp_path / "out", KINDS["all weights"])
-    link(epoch_ends.ends(worker, 1))
+    link_epochs(epoch_ends.ends(worker, 1))
     for path in (made, tmp_path / "out" / "epoch_1"):
         plan = json.loads(agentrl(capsys, "submit", *SMALL, "--model", str(path), "--dry-run", "--json")[0])
         assert (plan["from"], plan["model"]) == ("first@1", str(base))

@@ -22,7 +22,7 @@ from agentrl.workflow.errors import ConfigError, Fenced
 from agentrl.workflow.hooks import Hook
 from agentrl.workflow.resolve import resolve
 from agentrl.workflow.settings import settings
-from agentrl.workflow.stats.group_variance import NO_VARIANCE, SURPLUS, choose, lacking
+from agentrl.workflow.stats.group_variance import NO_VARIANCE, SURPLUS, choose_groups, groups_to_plan
 from agentrl.workflow.store import control_reads, ledger, listings, planning, repair, run_names, train_claims, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.train_claims import IterationWork, SampledOn
@@ -72,7 +72,7 @@ def sample_on(db: Database, iteration: int, reward: float) -> None:
 
 def commit(db: Database, work: IterationWork) -> None:
     """The update on what was chosen of the work, as the train job records it."""
-    chosen, dropped = choose(work.groups, work.wanted)
+    chosen, dropped = choose_groups(work.groups, work.wanted)
     credit = {episode.id: 0.5 for group in chosen for episode in group.episodes}
     skipped: dict[str, Any] = {} if chosen else {"path": "", "sha256": "", "metrics": (), "skipped": "no group has variance"}
     train_commits.commit_update(db, work, update_of(work, advantages=credit, dropped=dropped, **skipped), 3)
@@ -259,7 +259,7 @@ def test_a_broken_checkpoint_is_made_again_of_the_groups_that_had_made_it(databa
     following = repair.mark_broken(database, 1, "out/v1", "it is gone")
     assert following is not None
     rebuild = repair.rebuild_of(database, claim_training(database, following))
-    chosen, _ = choose(rebuild.groups, rebuild.wanted)
+    chosen, _ = choose_groups(rebuild.groups, rebuild.wanted)
     assert {episode.id for group in chosen for episode in group.episodes} == rebuild.advantages.keys()
 
 
@@ -390,7 +390,7 @@ def group(slot: int, *rewards: float | None) -> Group:
 
 def test_the_first_groups_with_variance_train_and_every_other_is_dropped_with_a_reason() -> None:
     groups = [group(4, 1, 0), group(0, 0.1, 0.1, 0.1), group(1, 0, 1e-300), group(2, 1, None), group(3, 1, 0)]
-    chosen, dropped = choose(groups, 2)
+    chosen, dropped = choose_groups(groups, 2)
     assert [one.slot for one in chosen] == [1, 3]
     assert dropped == {0: NO_VARIANCE, 2: "1 of 2 episodes can train", 4: SURPLUS}
 
@@ -401,4 +401,4 @@ def test_the_first_groups_with_variance_train_and_every_other_is_dropped_with_a_
 def test_as_many_groups_are_sampled_as_lack_variance_and_fit_under_the_limit(
     varied: int, planned: int, limit: int, more: int
 ) -> None:
-    assert lacking(varied, 16, planned, limit) == more
+    assert groups_to_plan(varied, 16, planned, limit) == more

@@ -21,8 +21,8 @@ from agentrl.workflow.datasets.arithmetic import arithmetic
 from agentrl.workflow.errors import CheckpointError, ConflictError, ModelError, Stopped
 from agentrl.workflow.models.lookup import base_hash, model_folder
 from agentrl.workflow.models.parameters import Parameters
-from agentrl.workflow.training.offline_checkpoint import told_to_stop
-from agentrl.workflow.training.offline_training import Made, Recipe
+from agentrl.workflow.training.offline_checkpoint import catch_interrupt
+from agentrl.workflow.training.offline_training import Recipe, TrainedModel
 from agentrl.workflow.training.preference import dpo
 from agentrl.workflow.training.supervised import sft, sft_on_episodes
 from tests.support.learned_episodes import Told, start_of, two_turns
@@ -32,7 +32,7 @@ EPISODES = [two_turns(number + 1, seed=number) for number in range(6)]
 PAIRS = list(zip(EPISODES[::2], EPISODES[1::2], strict=True))
 RECIPE = Recipe(steps=9, batch_size=4, learning_rate=3e-3)
 
-Training = Callable[..., Made]
+Training = Callable[..., TrainedModel]
 
 
 class Interrupted(Exception):
@@ -65,7 +65,7 @@ def trainings(base: Path) -> dict[str, Training]:
     }
 
 
-def learn(training: Training, target: Path, **more: Any) -> Made:
+def learn(training: Training, target: Path, **more: Any) -> TrainedModel:
     return training(target=target, device="cpu", threads=1, **more)
 
 
@@ -112,7 +112,7 @@ def test_another_recipe_model_or_data_is_refused_and_begun_anew_only_if_asked(tm
 
 def test_a_training_that_was_not_told_how_often_is_kept_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], Told()
-    monkeypatch.setattr("agentrl.workflow.training.offline_checkpoint.APART", 0.0)
+    monkeypatch.setattr("agentrl.workflow.training.offline_checkpoint.MIN_SECONDS_APART", 0.0)
     with pytest.raises(Interrupted):
         learn(training, tmp_path / "made", progress=Breaking(5))
     learn(training, tmp_path / "made", progress=told)
@@ -163,7 +163,7 @@ def test_ctrl_c_ends_a_training_after_its_step_and_the_same_command_goes_on_ther
 
 
 def test_ctrl_c_twice_ends_it_at_once() -> None:
-    with told_to_stop() as stop:
+    with catch_interrupt() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop()
         with pytest.raises(KeyboardInterrupt):

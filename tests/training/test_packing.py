@@ -13,9 +13,9 @@ from agentrl.workflow.models.logprobs import keeps_apart
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training import batch
 from agentrl.workflow.training.batch import Row
-from agentrl.workflow.training.offline_training import accumulate, in_pieces, sums_of
-from agentrl.workflow.training.packing import filled, placed, size
-from agentrl.workflow.training.supervised import likelihood
+from agentrl.workflow.training.offline_training import accumulate, backoff_over_rows, row_logprob_sums
+from agentrl.workflow.training.packing import assign_lines, pack_rows, packed_size
+from agentrl.workflow.training.supervised import likelihood_objective
 from tests.support.small_models import tiny_random
 
 
@@ -42,12 +42,12 @@ def alone(module: Any, rows: tuple[Row, ...]) -> float:
 def test_every_row_has_its_place_and_no_line_is_longer_than_the_longest_row(seed: int) -> None:
     rng = random.Random(seed)
     rows = [row(rng.randint(1, 50), n) for n in range(rng.randint(1, 40))]
-    lines = placed(rows)
+    lines = assign_lines(rows)
     assert sorted(number for line in lines for number in line) == list(range(len(rows)))
     longest = max(len(one.input_ids) for one in rows)
     assert max(sum(len(rows[number].input_ids) for number in line) for line in lines) <= longest
-    assert size(rows) <= batch.size(rows)
-    assert (filled(rows) is None) == (len(lines) == len(rows))
+    assert packed_size(rows) <= batch.size(rows)
+    assert (pack_rows(rows) is None) == (len(lines) == len(rows))
 
 
 @pytest.mark.parametrize("lora_r", [0, 4])
@@ -57,18 +57,18 @@ def test_a_row_on_a_line_of_several_is_read_as_if_it_were_alone(lora_r: int, tmp
     with policy.training() as module, torch.no_grad():
         assert keeps_apart(module)
         assert module.training
-        found = sums_of(module, UNEQUAL, likelihood())
+        found = row_logprob_sums(module, UNEQUAL, likelihood_objective())
         wanted = [alone(module.eval(), rows) for rows in UNEQUAL]
     assert [float(one.sum()) for one in found] == pytest.approx(wanted, abs=1e-4, rel=1e-5)
 
 
 def test_a_batch_on_few_lines_has_the_loss_and_the_gradient_of_one_row_at_a_time(tmp_path: Path) -> None:
     base = tiny_random(tmp_path / "base")
-    objective, losses, gradients = likelihood(), [], []
+    objective, losses, gradients = likelihood_objective(), [], []
     for tokens in (10**6, 1):
         policy = Policy.load(ModelConfig(path=str(base), lora_r=0), str(base), device="cpu")
         with policy.training() as module:
-            losses.append(accumulate(module, UNEQUAL, objective, in_pieces(objective.rows, tokens, apart=True))["loss"])
+            losses.append(accumulate(module, UNEQUAL, objective, backoff_over_rows(objective.rows, tokens, apart=True))["loss"])
         gradients.append(torch.cat([p.grad.flatten() for p in policy.trainable().values() if p.grad is not None]))
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
@@ -78,10 +78,10 @@ def test_unequal_rows_fill_their_lines_and_a_piece_takes_more_of_them() -> None:
     rows = [one for (one,) in UNEQUAL]
     tokens = sum(len(one.input_ids) for one in rows)
     assert tokens / batch.size(rows) < 0.4
-    assert tokens / size(rows) > 0.85
-    objective = likelihood()
-    plain, apart = (in_pieces(objective.rows, 100, apart=apart) for apart in (False, True))
-    assert apart.work(UNEQUAL, len) < plain.work(UNEQUAL, len)
+    assert tokens / packed_size(rows) > 0.85
+    objective = likelihood_objective()
+    plain, apart = (backoff_over_rows(objective.rows, 100, apart=apart) for apart in (False, True))
+    assert apart.run(UNEQUAL, len) < plain.run(UNEQUAL, len)
 
 
 class Blurred(Qwen2ForCausalLM):
@@ -97,5 +97,5 @@ def test_a_model_that_does_not_keep_rows_apart_has_each_on_a_line_of_its_own(tmp
     module = Blurred.from_pretrained(tiny_random(tmp_path / "base")).eval()
     assert not keeps_apart(module)
     with torch.no_grad():
-        found = [float(one.sum()) for one in sums_of(module, UNEQUAL, likelihood())]
+        found = [float(one.sum()) for one in row_logprob_sums(module, UNEQUAL, likelihood_objective())]
         assert found == pytest.approx([alone(module, rows) for rows in UNEQUAL], abs=1e-4, rel=1e-5)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from agentrl.workflow.algorithms import settled_run
+from agentrl.workflow.algorithms import settle_run
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import CheckpointError, ConfigError
@@ -162,8 +162,8 @@ def test_explained_variance_is_one_for_who_knows_and_none_for_a_guess() -> None:
 
 def test_a_critic_s_options_are_refused_where_there_is_no_critic() -> None:
     with pytest.raises(ConfigError, match=r"critic.\* does nothing with grpo: it has no critic"):
-        settled_run(build({"critic.warmup": 2}))
-    assert settled_run(build({"critic.warmup": 2, "algorithm.name": "ppo"})).critic.warmup == 2
+        settle_run(build({"critic.warmup": 2}))
+    assert settle_run(build({"critic.warmup": 2, "algorithm.name": "ppo"})).critic.warmup == 2
 
 
 # --- every algorithm learns ---------------------------------------------------------------------------------------------------

@@ -17,8 +17,16 @@ from agentrl.workflow.errors import ConfigError, ConflictError, InfraError, Stat
 from agentrl.workflow.models.logprobs import token_logprobs
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training import offline_training
-from agentrl.workflow.training.offline_training import Recipe, accumulate, in_pieces, rows_by_episode
-from agentrl.workflow.training.preference import EMPTY, Pair, dpo, dpo_loss, preference, read_by, sampled_by
+from agentrl.workflow.training.offline_training import Recipe, accumulate, backoff_over_rows, rows_by_episode
+from agentrl.workflow.training.preference import (
+    EMPTY,
+    Pair,
+    dpo,
+    dpo_loss,
+    model_differences,
+    preference_objective,
+    sampler_differences,
+)
 from agentrl.workflow.trajectory import Episode
 from tests.support.learned_episodes import PROMPT, Told, episode, logprobs_of, start_of, step, two_turns
 from tests.support.small_models import tiny_random
@@ -54,25 +62,25 @@ def test_a_pairs_terms_are_sums_over_the_rows_of_each_side() -> None:
     three_rows = replace(two_turns(1, 0), steps=(step(0, PROMPT, (3, 4)), replace(step(1, PROMPT, (5,)), new_row="edited")))
     pair = pair_of(three_rows, two_turns(2, 1), reference=0.5)
     assert (len(pair.chosen), len(pair.rejected)) == (2, 1)
-    terms = preference(beta=0.1).terms([pair], [torch.tensor([-1.0, -2.0, -5.0])])  # the difference is -3 - -5 = 2
+    terms = preference_objective(beta=0.1).terms([pair], [torch.tensor([-1.0, -2.0, -5.0])])  # the difference is -3 - -5 = 2
     assert terms["loss"].item() == pytest.approx(0.620957, abs=1e-6)
     assert (terms["accuracy"].item(), terms["margin"].item()) == (1, pytest.approx(0.15))
 
 
 def test_what_was_not_sampled_changes_nothing(base: Path) -> None:
     better, worse = PAIRS[0]
-    objective = preference(0.1)
+    objective = preference_objective(0.1)
 
     def loss_of(one: Episode) -> float:
         policy = policy_of(base)
         with policy.training() as module:
-            return accumulate(module, [pair_of(one, worse)], objective, in_pieces(objective.rows))["loss"]
+            return accumulate(module, [pair_of(one, worse)], objective, backoff_over_rows(objective.rows))["loss"]
 
     told = [replace(better, steps=(*better.steps, step(2, tool, ()))) for tool in ((9, 10, 11), (40, 41, 42))]
     assert loss_of(told[0]) == loss_of(told[1]) == pytest.approx(loss_of(better), rel=1e-5)
     (row,) = rows_by_episode([better])[0]
     noise = tuple(value if own else 77.0 for value, own in zip(row.behavior_logprobs, row.loss_mask, strict=True))
-    assert sampled_by([Pair((replace(row, behavior_logprobs=noise),), (row,))]) == [0.0]
+    assert sampler_differences([Pair((replace(row, behavior_logprobs=noise),), (row,))]) == [0.0]
 
 
 def test_what_forks_share_with_their_parent_is_no_part_of_a_pair() -> None:
@@ -80,17 +88,17 @@ def test_what_forks_share_with_their_parent_is_no_part_of_a_pair() -> None:
     forks = [episode(n, shared, step(1, (9,), (10 + n, 20)), fork_step=1) for n in range(2)]
     pair = pair_of(*forks)
     assert [sum(row.loss_mask) for row in pair.rows] == [2, 2]
-    assert sampled_by([pair]) == [0.0]  # 2 x -4 each; the shared three are not in it
+    assert sampler_differences([pair]) == [0.0]  # 2 x -4 each; the shared three are not in it
 
 
 def test_the_gradient_does_not_depend_on_how_a_batch_is_cut(base: Path) -> None:
     pairs = [pair_of(*each) for each in PAIRS]
-    objective = preference(0.1)
+    objective = preference_objective(0.1)
     found = []
     for tokens in (10**6, 30, 1):
         policy = policy_of(base)
         with policy.training() as module:
-            metrics = accumulate(module, pairs, objective, in_pieces(objective.rows, tokens))
+            metrics = accumulate(module, pairs, objective, backoff_over_rows(objective.rows, tokens))
         gradients = [p.grad.flatten() for p in policy.trainable().values() if p.grad is not None]
         found.append((metrics["loss"], torch.cat(gradients)))
     assert found[0][1].norm() > 1e-3
@@ -178,8 +186,10 @@ def test_the_sampler_as_reference_is_what_it_recorded(base: Path) -> None:
                 kept = replace(first, behavior_logprobs=tuple(own[:3])), replace(second, behavior_logprobs=tuple(own[3:]))
                 sides.append(replace(one, steps=kept))
             recorded.append(pair_of(*sides))
-        assert sampled_by(recorded) == pytest.approx(read_by(module, recorded, preference(0.1)), abs=1e-4)
-        assert max(map(abs, sampled_by(recorded))) > 0.01
+        assert sampler_differences(recorded) == pytest.approx(
+            model_differences(module, recorded, preference_objective(0.1)), abs=1e-4
+        )
+        assert max(map(abs, sampler_differences(recorded))) > 0.01
 
 
 def test_what_cannot_be_learned_is_refused_and_leaves_no_folder(base: Path, tmp_path: Path) -> None:

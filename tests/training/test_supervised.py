@@ -17,14 +17,14 @@ from agentrl.workflow.datasets.arithmetic import arithmetic, load
 from agentrl.workflow.errors import CheckpointError, ConflictError, DatasetError, ModelError, StateError
 from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.models.policy import Policy
-from agentrl.workflow.training.merging import merged
-from agentrl.workflow.training.offline_training import Recipe, accumulate, batches, in_pieces, rows_by_episode, schedule
+from agentrl.workflow.training.merging import merge_weights
+from agentrl.workflow.training.offline_training import Recipe, accumulate, backoff_over_rows, batches, rows_by_episode, schedule
 from agentrl.workflow.training.supervised import (
     EMPTY,
     TOO_LONG,
     UNSOLVED,
     demonstrations,
-    likelihood,
+    likelihood_objective,
     segments_of,
     sft,
     sft_on_episodes,
@@ -81,7 +81,7 @@ def test_what_is_made_beside_a_quantised_base_says_what_was_trained(bits: int, t
         ids = torch.arange(3, 40)[None]
         with policy.training() as module:
             trained = module.eval()(ids).logits
-        made = merged(policy)
+        made = merge_weights(policy)
         assert not [name for name, _ in made.named_parameters() if "lora" in name]
         assert {p.dtype for p in made.parameters()} == {torch.float32}
         whole = made.eval()(ids).logits
@@ -208,8 +208,8 @@ def test_an_episodes_loss_is_that_of_its_own_sampled_tokens_at_its_temperature(t
     for one, tokens in ((EPISODES[0], 5), (inherited, 2)):
         policy = Policy.load(ModelConfig(path=str(base), lora_r=0), str(base), device="cpu")
         with policy.training() as module:
-            objective = likelihood(temperature=0.7)
-            metrics = accumulate(module, rows_by_episode([one]), objective, in_pieces(objective.rows))
+            objective = likelihood_objective(temperature=0.7)
+            metrics = accumulate(module, rows_by_episode([one]), objective, backoff_over_rows(objective.rows))
             with torch.no_grad():
                 ids = torch.tensor([rows_by_episode([one])[0][0].input_ids])
                 by_hand = (module(input_ids=ids).logits[0].float() / 0.7).log_softmax(-1)
@@ -221,12 +221,12 @@ def test_an_episodes_loss_is_that_of_its_own_sampled_tokens_at_its_temperature(t
 def test_a_batch_that_is_read_in_pieces_gives_the_same_gradient(tmp_path: Path) -> None:
     base = tiny_random(tmp_path / "base")
     uneven = [*rows_by_episode(EPISODES), *rows_by_episode([episode(9, step(0, PROMPT * 5, (3, 4, 5, 6)))])]
-    objective = likelihood()
+    objective = likelihood_objective()
     found = []
     for tokens in (10**6, 30, 1):
         policy = Policy.load(ModelConfig(path=str(base), lora_r=0), str(base), device="cpu")
         with policy.training() as module:
-            accumulate(module, uneven, objective, in_pieces(objective.rows, tokens))
+            accumulate(module, uneven, objective, backoff_over_rows(objective.rows, tokens))
         found.append(torch.cat([p.grad.flatten() for p in policy.trainable().values() if p.grad is not None]))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-6)

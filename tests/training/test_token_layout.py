@@ -10,7 +10,7 @@ from agentrl.workflow.config import AlgorithmConfig
 from agentrl.workflow.errors import RewardError, StateError
 from agentrl.workflow.training.advantages import relative_to_group
 from agentrl.workflow.training.batch import Row, rows_of
-from agentrl.workflow.training.token_layout import Tokens
+from agentrl.workflow.training.token_layout import TokenLayout
 from agentrl.workflow.trajectory import Episode, Group, Message, Step, Task
 
 TASK = Task("train/1", (), "")
@@ -26,15 +26,15 @@ def episode(*steps: Step, reward: float = 1.0, number: int = 1) -> Episode:
     return Episode(TASK, steps=steps, status="done", reward=reward, id=number)
 
 
-def tokens_of(*episodes: Episode) -> tuple[Tokens, list[Group]]:
-    return Tokens.of(episodes, rows_of(episodes)), [Group(TASK, episodes)]
+def tokens_of(*episodes: Episode) -> tuple[TokenLayout, list[Group]]:
+    return TokenLayout.of(episodes, rows_of(episodes)), [Group(TASK, episodes)]
 
 
 def test_a_step_earns_at_its_last_token_and_the_episode_at_its_own() -> None:
     tokens, groups = tokens_of(
         episode(step(0, 3, 2, reward=0.25), step(1, 4, 3, reward=0.5), reward=2.0), episode(step(0, 3, 1))
     )
-    earned = tokens.earned(groups)
+    earned = tokens.make_earned(groups)
     assert earned.rewards.tolist() == [[0, 0.25, 0, 0, 1.75], [1, 0, 0, 0, 0]]
     assert earned.mask.tolist() == [[True] * 5, [True, *[False] * 4]]
     assert earned.turns[0].tolist() == [0, 0, 1, 1, 1]
@@ -46,32 +46,32 @@ def test_what_is_said_of_tokens_comes_back_to_the_rows_they_stand_in() -> None:
     """Two rows of one episode, tool text between, and the gathering of what was scattered."""
     tokens, _ = tokens_of(episode(step(0, 3, 2), step(1, 4, 1), step(2, 6, 2, new_row="the template")), episode(step(0, 2, 3)))
     values = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 0, 0]], dtype=torch.float64)
-    scattered = tokens.scattered(values)
+    scattered = tokens.scatter(values)
     assert {key: line.tolist() for key, line in scattered.items()} == {
         (0, 0): [1, 2, 0, 0, 0, 0, 3],
         (0, 1): [4, 5],
         (1, 0): [6, 7, 8],
     }
-    assert torch.equal(tokens.gathered(scattered), values)
+    assert torch.equal(tokens.gather(scattered), values)
 
 
 def test_what_a_fork_has_from_its_parent_is_not_credited_and_its_rest_is() -> None:
     forked = replace(episode(step(0, 3, 2, reward=0.25), step(1, 4, 3, reward=0.5), reward=2.0), fork_step=1)
     tokens, groups = tokens_of(forked)
-    assert tokens.earned(groups).rewards.tolist() == [[0, 0, 1.75]], "what the inherited step earned is its parent's"
-    assert tokens.earned(groups).totals.tolist() == [2.0], "its siblings have it too"
+    assert tokens.make_earned(groups).rewards.tolist() == [[0, 0, 1.75]], "what the inherited step earned is its parent's"
+    assert tokens.make_earned(groups).totals.tolist() == [2.0], "its siblings have it too"
 
 
 def test_equal_rewards_are_equal_however_their_steps_earned_them() -> None:
     tokens, groups = tokens_of(
         episode(step(0, 3, 2, reward=0.2), step(1, 4, 3, reward=-0.1), reward=1.1), episode(step(0, 3, 1), reward=1.1)
     )
-    assert not relative_to_group(tokens.earned(groups), AlgorithmConfig(scale="group")).advantages.any()
+    assert not relative_to_group(tokens.make_earned(groups), AlgorithmConfig(scale="group")).advantages.any()
 
 
 def test_a_penalty_is_taken_off_and_a_critic_s_values_stand_beside() -> None:
     tokens, groups = tokens_of(episode(step(0, 3, 2)))
-    earned = tokens.earned(groups, torch.tensor([[0.5, 0.25]]), torch.tensor([[9.0, 8.0]]))
+    earned = tokens.make_earned(groups, torch.tensor([[0.5, 0.25]]), torch.tensor([[9.0, 8.0]]))
     assert earned.rewards.tolist() == [[-0.5, 0.75]]
     assert earned.values is not None
     assert earned.values.tolist() == [[9, 8]]
@@ -81,19 +81,19 @@ def test_a_penalty_is_taken_off_and_a_critic_s_values_stand_beside() -> None:
 def test_a_reward_that_is_no_number_is_an_error_that_names_the_episode(reward: float | None) -> None:
     tokens, groups = tokens_of(replace(episode(step(0, 3, 2), number=41), reward=reward))
     with pytest.raises(RewardError, match="Episode 41 has a reward that cannot be credited"):
-        tokens.earned(groups)
+        tokens.make_earned(groups)
 
 
 def test_a_step_s_reward_that_is_no_number_is_an_error_that_names_the_episode() -> None:
     tokens, groups = tokens_of(episode(step(0, 3, 2, reward=math.nan), number=41))
     with pytest.raises(RewardError, match=r"Episode 41 has a reward that cannot be credited: 1.0, nan."):
-        tokens.earned(groups)
+        tokens.make_earned(groups)
 
 
 def test_an_empty_episode_is_an_error_that_names_it() -> None:
     tokens, groups = tokens_of(episode(number=41), episode(step(0, 3, 2)))
     with pytest.raises(StateError, match="Episode 41 is done and has no step"):
-        tokens.earned(groups)
+        tokens.make_earned(groups)
 
 
 def test_a_row_in_which_nothing_trains_is_an_error_that_names_its_episode() -> None:

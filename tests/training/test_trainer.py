@@ -24,10 +24,10 @@ from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.errors import CheckpointError, ConfigError, InfraError
 from agentrl.workflow.inference.rolling_engine import RollingEngine
 from agentrl.workflow.models.logprobs import token_logprobs
-from agentrl.workflow.models.memory import out_of_memory, spared
+from agentrl.workflow.models.memory import out_of_memory, return_freed_memory
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.losses import TokenBatch, clipped
-from agentrl.workflow.training.reports import Update, select
+from agentrl.workflow.training.reports import Update, select_groups
 from agentrl.workflow.training.trainer import Trainer
 from agentrl.workflow.trajectory import Episode, Group, Message, PolicyRef, Step, Task
 from tests.support.grpo_formula import grpo_credits
@@ -294,8 +294,8 @@ def test_a_group_with_one_finished_episode_is_dropped_with_the_reason() -> None:
     whole, broken = groups_of(2, 3)
     lost = tuple(replace(episode, status="infra_error") for episode in broken.episodes[:2])
     broken = Group(broken.task, (*lost, broken.episodes[2]), slot=1)
-    assert select([whole, broken], needs_group=True) == ([whole], {1: "1 of 3 episodes can train"})
-    assert select([broken], needs_group=False) == ([Group(broken.task, broken.episodes[2:], slot=1)], {})
+    assert select_groups([whole, broken], needs_group=True) == ([whole], {1: "1 of 3 episodes can train"})
+    assert select_groups([broken], needs_group=False) == ([Group(broken.task, broken.episodes[2:], slot=1)], {})
 
 
 @pytest.mark.parametrize(
@@ -614,7 +614,7 @@ def test_while_memory_is_spared_what_a_freed_tensor_took_goes_back() -> None:
 GIVEN_BACK = """
 import torch
 from tests.benchmarks.processes import resident
-from agentrl.workflow.models.memory import spared
+from agentrl.workflow.models.memory import return_freed_memory
 
 def given_back():
     '''MiB, of 80 that are freed between others that are not.'''
@@ -623,7 +623,7 @@ def given_back():
     del freed
     return before - resident("VmRSS")
 
-with spared(True):
+with return_freed_memory(True):
     print(given_back())
 print(given_back())
 """
@@ -632,7 +632,7 @@ print(given_back())
 def test_with_another_c_library_nothing_is_asked_of_its_heap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     monkeypatch.setattr("agentrl.workflow.models.memory.ctypes", None)
-    with spared(True):
+    with return_freed_memory(True):
         pass
 
 

@@ -19,7 +19,7 @@ from agentrl.workers.jobs.tools_job import _failure
 from agentrl.workers.stack import broker, dispatch
 from agentrl.workers.stack.celery_app import make_app
 from agentrl.workflow.config import build
-from agentrl.workflow.envs import Env, offered
+from agentrl.workflow.envs import Env, offered_tools
 from agentrl.workflow.errors import ConfigError, InfraError
 from agentrl.workflow.plugins import find
 from agentrl.workflow.settings import Settings
@@ -348,9 +348,9 @@ def test_an_episode_that_is_begun_again_has_another_session(database: Database, 
 
 
 def test_a_run_takes_its_python_with_or_without_a_session() -> None:
-    assert offered(Env(tools=("python",)), build({}))["python"] is python
-    assert offered(Env(tools=("python",)), build({"tools": "python_session"}))["python"] is python_session
-    assert offered(Env(), build({"tools": "python_session"}))["python"] is python_session
+    assert offered_tools(Env(tools=("python",)), build({}))["python"] is python
+    assert offered_tools(Env(tools=("python",)), build({"tools": "python_session"}))["python"] is python_session
+    assert offered_tools(Env(), build({"tools": "python_session"}))["python"] is python_session
     assert find("tools", "python_session").effects == "repeatable"
 
 

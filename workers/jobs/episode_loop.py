@@ -18,10 +18,10 @@ from agentrl.workflow.agent import Action, CallTools, Finish, Generate, next_act
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.engines import Engine, GenerateRequest
-from agentrl.workflow.envs import Env, offered
+from agentrl.workflow.envs import Env, offered_tools
 from agentrl.workflow.errors import InfraError, RewardError, ServiceError
 from agentrl.workflow.hooks import Hook, load_hooks
-from agentrl.workflow.inference.turns import Draft, draft
+from agentrl.workflow.inference.turns import Draft, draft_turn
 from agentrl.workflow.plugins import find
 from agentrl.workflow.rewards import judges_of, questions
 from agentrl.workflow.runtime.faults import faultpoint
@@ -79,7 +79,7 @@ class GroupRollout:
     def __post_init__(self) -> None:
         assert self.config.env is not None
         self.env: Env = find("envs", self.config.env)
-        self.tools = offered(self.env, self.config)
+        self.tools = offered_tools(self.env, self.config)
         self.judges = judges_of(self.work.weights)
         self.schemas = [tool.schema for tool in self.tools.values()]
         self.hooks: tuple[Hook, ...] = load_hooks(self.config.hooks)
@@ -205,9 +205,9 @@ class GroupRollout:
     def _draft(self, episode: Episode, messages: tuple[Message, ...]) -> Draft:
         """The next turn's prompt; the one that an episode begins with is rendered once, for the siblings read the same."""
         if episode.steps:
-            return draft(self.chat, episode, messages, self.schemas)
+            return draft_turn(self.chat, episode, messages, self.schemas)
         if self._opening is None or self._opening.messages != messages:
-            self._opening = draft(self.chat, episode, messages, self.schemas)
+            self._opening = draft_turn(self.chat, episode, messages, self.schemas)
         return self._opening
 
     def _resume_calls(self, episode: Episode, calls: list[int]) -> None:

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from agentrl.workflow.envs import Env, scored
+from agentrl.workflow.envs import Env, score_episode
 from agentrl.workflow.errors import RewardError
 from agentrl.workflow.hooks import Hook
-from agentrl.workflow.rewards import Judge, Part, checked, earned, numbers, total, verdicts
+from agentrl.workflow.rewards import Judge, Part, assign_rewards, check_parts, numbers, total_reward, verdicts
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
 from agentrl.workflow.trajectory import Episode, ToolResult
 
@@ -28,11 +28,11 @@ def outcome_of(
         InfraError: the system failed a reward.
     """
     try:
-        parts = scored(env, ended, work.weights, verdicts(judges, said))
-        told = earned(ended, parts, work.weights)
+        parts = score_episode(env, ended, work.weights, verdicts(judges, said))
+        told = assign_rewards(ended, parts, work.weights)
         for hook in hooks:
             parts |= _hook_parts(hook, told)
-        return Outcome(ended.id, "done", ended.stop_reason, total(parts, work.weights), parts, ended.final_answer)
+        return Outcome(ended.id, "done", ended.stop_reason, total_reward(parts, work.weights), parts, ended.final_answer)
     except RewardError as error:
         return unscored(ended, error)
 
@@ -48,4 +48,4 @@ def _hook_parts(hook: Hook, told: Episode) -> dict[str, Part]:
         parts = {str(name): numbers(value) for name, value in hook.on_rollout_end(told).items()}
     except Exception as error:
         raise RewardError(f"{source} raised {type(error).__name__}: {error}") from error
-    return checked(parts, len(told.steps), source)
+    return check_parts(parts, len(told.steps), source)

@@ -163,7 +163,7 @@ class Sessions:
         assert live.session is not None
         patience = Patience()
         faultpoint("run_tool.before")
-        with patience.held():
+        with patience.hold():
             result = self._told(tool, live.session, cell)
         faultpoint("run_tool.after")
         if result.exit:

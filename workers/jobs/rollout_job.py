@@ -181,7 +181,7 @@ def _say_waiting(run_id: int, error: ServiceError) -> None:
 def _bring(works: Sequence[GroupWork]) -> None:
     """Brings their weights to this host, so that the sampler, which all jobs share, need not wait for a network."""
     for policy in {work.policy for work in works if work.policy.path}:
-        checkpoint_cache.local(policy.path, policy.sha256)
+        checkpoint_cache.local_part(policy.path, policy.sha256)
 
 
 def _count_failure(work: GroupWork, error: Exception) -> None:

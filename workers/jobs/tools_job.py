@@ -23,7 +23,7 @@ from agentrl.workers.stack.dispatch import NOBODY, send_call
 from agentrl.workers.stack.process import claim_name, database, worker_name
 from agentrl.workers.stack.replies import Waker
 from agentrl.workflow.config import RunConfig
-from agentrl.workflow.envs import Env, offered
+from agentrl.workflow.envs import Env, offered_tools
 from agentrl.workflow.errors import (
     AgentRLError,
     ConfigError,
@@ -186,7 +186,7 @@ def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -
     """
     patience = Patience()
     try:
-        with patience.held():
+        with patience.hold():
             told = notebook.run(tool, arguments)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - anybody's tool; what is the system's is raised again
         told = _failure(tool, error)
@@ -196,7 +196,7 @@ def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -
 def _timed(tool: Tool, arguments: Mapping[str, Any], patience: Patience) -> ToolResult:
     """The tool's answer, with the processor time of this thread, which did nothing else, where no sandbox told its own."""
     try:
-        with patience.held():
+        with patience.hold():
             told = tool.run(arguments)
     except ToolFailure as error:
         told = failure(tool, error)
@@ -249,7 +249,7 @@ def toolset(db: Database, run: int) -> dict[str, Tool]:
     """The tools of the run's env and its own, by the name the model writes."""
     config = RunConfig.model_validate(tool_calls.config_of(db, run))
     env: Env = find("envs", str(config.env))
-    return offered(env, config)
+    return offered_tools(env, config)
 
 
 @Once

@@ -22,11 +22,11 @@ from agentrl.workflow.checkpoints import epoch_links as links
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, ModelError, ServiceError
 from agentrl.workflow.hooks import load_hooks
-from agentrl.workflow.models.parameters import counted
+from agentrl.workflow.models.parameters import count_parameters
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.settings import is_url, settings
 from agentrl.workflow.stats.evaluation import evaluate
-from agentrl.workflow.stats.group_variance import choose
+from agentrl.workflow.stats.group_variance import choose_groups
 from agentrl.workflow.store import epoch_ends, eval_results, repair, retention, train_claims, train_commits
 from agentrl.workflow.store.iterations import staleness_of
 from agentrl.workflow.store.repair import Rebuild
@@ -133,7 +133,7 @@ def _update(trainer: Trainer, work: IterationWork) -> Update:
     """The update on the work's groups: with dynamic sampling on those that it chooses."""
     if not work.wanted:
         return trainer.update(work.groups, work.number)
-    chosen, left_out = choose(work.groups, work.wanted)
+    chosen, left_out = choose_groups(work.groups, work.wanted)
     update = trainer.update(chosen, work.number) if chosen else Update(skipped="no group has variance")
     return replace(update, dropped={**left_out, **update.dropped})
 
@@ -197,7 +197,7 @@ def _at(work: IterationWork, config: RunConfig, loaded: Loaded) -> Trainer:
         loaded.trainer, loaded.trainer_holds = None, None  # nothing is held until it is loaded whole
         trainer = trainers.start(loaded.policy, config, work.iterations)
         with loaded.policy.training() as module:
-            log.info("%s: %s", work.run, counted(module))
+            log.info("%s: %s", work.run, count_parameters(module))
         path, part = work.policy.path, _part(work, work.policy.path)
         if path:
             checkpoint_cache.read(path, work.policy.sha256, part, partial(trainer.load, fresh=part == "start"))
@@ -262,7 +262,7 @@ def _go_on(work: IterationWork, published: Published) -> None:
 def _link(work: IterationWork, version: int) -> None:
     """The checkpoint that ended an epoch has a name for people."""
     if work.kind == "train" and not is_url(work.output_dir) and epoch_ends.is_end(database(), work.run_id, version):
-        links.link(epoch_ends.ends(database(), work.run_id))
+        links.link_epochs(epoch_ends.ends(database(), work.run_id))
 
 
 def _tidy(work: IterationWork) -> None:

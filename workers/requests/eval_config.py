@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any
 
-from agentrl.workflow.config import RunConfig, build, flattened
+from agentrl.workflow.config import RunConfig, build, flatten
 from agentrl.workflow.datasets import load_tasks
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.tool_formats import HERMES
@@ -67,7 +67,7 @@ def sampling(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _told(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a stored config, its template by its hash; calls were written as Hermes does before there was a choice."""
-    values = {**RunConfig().flat(), **dict(flattened(config))}
+    values = {**RunConfig().flat(), **dict(flatten(config))}
     source = values["model.chat_template"]
     words = {"model.tool_format": values["model.tool_format"] or HERMES}
     return values | words | {"model.chat_template": sha256(source.encode()).hexdigest()[:12] if source else None}

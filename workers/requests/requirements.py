@@ -23,7 +23,7 @@ from agentrl.workers.stack.celery_app import QUEUES, app
 from agentrl.workers.stack.process import worker_name
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.engines import Backend
-from agentrl.workflow.envs import Env, offered
+from agentrl.workflow.envs import Env, offered_tools
 from agentrl.workflow.errors import AgentRLError, ConfigError, ModelError
 from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.models.lookup import check_on_hub, local_folder
@@ -226,7 +226,7 @@ def _tools(config: RunConfig, weights: Mapping[str, float]) -> list[Tool]:
         ConfigError: one of them, or the env, is not to be had here.
     """
     env: Env = find("envs", str(config.env))
-    return [*offered(env, config).values(), *judges_of(weights).values()]
+    return [*offered_tools(env, config).values(), *judges_of(weights).values()]
 
 
 def _check_tools(config: RunConfig, weights: Mapping[str, float]) -> None:
@@ -265,7 +265,7 @@ def _optimizer(config: RunConfig) -> None:
         "agentrl.workflow.training.optimizer",
     } <= sys.modules.keys():  # as in each worker that trains
         device = sys.modules["agentrl.workflow.models.loading"].pick_device(settings().device)
-        sys.modules["agentrl.workflow.training.optimizer"].require(config.update.optimizer, device)
+        sys.modules["agentrl.workflow.training.optimizer"].check_optimizer(config.update.optimizer, device)
 
 
 def _place(output_dir: str) -> None:

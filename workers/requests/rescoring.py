@@ -8,8 +8,8 @@ from typing import Any
 from agentrl.workflow.config import NAME_PATTERN, RunConfig
 from agentrl.workflow.errors import ConfigError, RewardError, StateError
 from agentrl.workflow.plugins import find
-from agentrl.workflow.resolve import weighted
-from agentrl.workflow.rewards import Part, code_hash, score, total, whole
+from agentrl.workflow.resolve import parse_weights
+from agentrl.workflow.rewards import Part, code_hash, part_sum, score, total_reward
 from agentrl.workflow.store import reward_sets, run_names
 from agentrl.workflow.store.connect import Database
 
@@ -31,7 +31,7 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
         StateError: no episode of the run is done.
     """
     row = run_names.find_run(db, run)
-    weights = weighted(rewards)
+    weights = parse_weights(rewards)
     for reward in weights:
         find("rewards", reward)
     chosen = name if name is not None else _name(next(iter(weights)))
@@ -43,7 +43,7 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
     for episode in reward_sets.done_episodes(db, row["id"]):
         try:
             parts = score(replace(episode, limits=limits), weights)
-            after.append(total(parts, weights))
+            after.append(total_reward(parts, weights))
         except RewardError as error:
             said = f"Episode {episode.id}: {' '.join(str(error).split())}"
             raise RewardError(said, "Correct the reward in its own file, and rescore again: nothing was written.") from error
@@ -60,7 +60,7 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
         "mean_before": _mean(before),
         "mean": _mean(after),
         "parts": [
-            {"part": part, "weight": weight, "mean": _mean([whole(parts[part]) for parts in scored.values()])}
+            {"part": part, "weight": weight, "mean": _mean([part_sum(parts[part]) for parts in scored.values()])}
             for part, weight in weights.items()
         ],
     }

@@ -19,7 +19,7 @@ from agentrl.workers.requests.submission import (
     remarks_on,
 )
 from agentrl.workflow import trainers
-from agentrl.workflow.algorithms import Algorithm, settled_run
+from agentrl.workflow.algorithms import Algorithm, settle_run
 from agentrl.workflow.config import RunConfig, SourceConfig, build
 from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.hooks import load_hooks
@@ -52,7 +52,7 @@ def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], p
     sources, start, first = found.sources, found.start, found.sources[0]
     name = asked.name or free_name(db, f"{first.row['name'][:50]}-stored")
     defaults = {key: value for key, value in RunConfig().flat().items() if key in KEYS}
-    config = settled_run(build(how_sampled(found.config) | defaults | chosen | ONCE | {"name": name}))
+    config = settle_run(build(how_sampled(found.config) | defaults | chosen | ONCE | {"name": name}))
     trainers.check(config)
     load_hooks(config.hooks)
     first_policy = PolicyRef(start.base, start.base_hash, start.path, start.sha256)

@@ -21,14 +21,14 @@ from agentrl import __version__
 from agentrl.workers.requests.eval_config import measuring, sized
 from agentrl.workers.stack import broker, embedded
 from agentrl.workflow import engines, trainers
-from agentrl.workflow.algorithms import settled_run
-from agentrl.workflow.chat.templates import check_template, remark_on_tools, settled
+from agentrl.workflow.algorithms import settle_run
+from agentrl.workflow.chat.templates import check_template, remark_on_tools, settle_chat
 from agentrl.workflow.checkpoints import object_store
-from agentrl.workflow.checkpoints.epoch_links import link
+from agentrl.workflow.checkpoints.epoch_links import link_epochs
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.datasets import load_tasks
 from agentrl.workflow.engines import Backend
-from agentrl.workflow.envs import Env, gives_rewards, offered, scoring_hash, told_right_by, weights_of
+from agentrl.workflow.envs import Env, correctness_rule, gives_rewards, offered_tools, reward_weights, scoring_hash
 from agentrl.workflow.errors import ConfigError, ConflictError
 from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.mcp import mcp_tool
@@ -74,9 +74,9 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     assert config.env is not None
     env: Env = find("envs", config.env)
     config = _with_served_tools(config)
-    weights = weights_of(env, config)
+    weights = reward_weights(env, config)
     judges = judges_of(weights).values()
-    for tool in (*offered(env, config).values(), *judges):
+    for tool in (*offered_tools(env, config).values(), *judges):
         tool.check()
     for judge in judges:
         if judge.admits is not None:
@@ -84,7 +84,7 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     check_rewards(weights)
     load_hooks(config.hooks)
     if kind == "train":
-        config = settled_run(config)
+        config = settle_run(config)
         trainers.check(config)
     _check_sampling(config, kind)
     trained = policy is not None and bool(policy.path)
@@ -98,10 +98,10 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     folder = _at_hand(ref.base)
     if folder is not None:
         check_code(config.model, folder)
-    config = config.model_copy(update={"model": settled(config.model, folder, policy is None or kind == "train")})
+    config = config.model_copy(update={"model": settle_chat(config.model, folder, policy is None or kind == "train")})
     _check_weights(backend, config, ref, kind == "train" or trained)
     if kind == "train" and folder is not None:
-        check_template(config.model, folder, _with_system(env, loaded.tasks), bool(offered(env, config)))
+        check_template(config.model, folder, _with_system(env, loaded.tasks), bool(offered_tools(env, config)))
     named = config.name is not None
     name = config.name or free_name(db, _stem(config, kind, policy))
     config = RunConfig.model_validate(config.model_dump() | {"name": name})
@@ -110,7 +110,7 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
         name=name,
         kind=kind,
         config=config.model_dump(mode="json"),
-        manifest=manifest(config) | ({"right_by": told_right_by(env, config)} if kind == "eval" else {}),
+        manifest=manifest(config) | ({"right_by": correctness_rule(env, config)} if kind == "eval" else {}),
         policy=ref,
         tasks=loaded.tasks,
         dataset=config.dataset.name,
@@ -124,7 +124,7 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
         output_dir=output,
         evaluation=evaluation_of(db, config, ref) if kind == "train" else None,
     )
-    untold = remark_on_tools(config.model, folder) if folder is not None and offered(env, config) else ""
+    untold = remark_on_tools(config.model, folder) if folder is not None and offered_tools(env, config) else ""
     remarks = (*(remark_on_rewards((weights, config)) if kind == "train" else ()), *remarks_on(submission))
     remarks += (untold,) if untold else ()
     older = epoch_ends.run_in(db, output) if db is not None and kind == "train" else ""
@@ -201,7 +201,7 @@ def submit(db: Database, prepared: Prepared) -> Submitted:
     made = _written(db, prepared)
     if made.created and prepared.submission.kind == "train":
         with suppress(OSError):  # links only; and whoever may not write there has none
-            link(epoch_ends.ends(db, made.id))
+            link_epochs(epoch_ends.ends(db, made.id))
     if made.created and not broker.in_memory(settings()):  # else only the stack itself can send, and its control loop does
         from agentrl.workers.stack.dispatch import dispatch  # which loads Celery: only who sends needs it
 
@@ -274,7 +274,7 @@ def _absolute(config: RunConfig) -> RunConfig:
         dataset = dataset.model_copy(update={"name": str(Path(dataset.name).expanduser().resolve())})
     if output and not is_url(output):
         output = str(Path(output).expanduser().resolve())
-    tools = tuple(mcp_tool.absolute(name) for name in config.tools)
+    tools = tuple(mcp_tool.absolute_name(name) for name in config.tools)
     return config.model_copy(update={"dataset": dataset, "output_dir": output, "tools": tools})
 
 
@@ -284,7 +284,9 @@ def _with_served_tools(config: RunConfig) -> RunConfig:
     strange = known - set(config.tools)
     if strange:
         raise ConfigError(f"served_tools tells of {min(strange)!r}, which is not among the tools.", "Name it: --tools.")
-    more = (tool for name in config.tools if mcp_tool.is_server(name) and name not in known for tool in mcp_tool.ask(name))
+    more = (
+        tool for name in config.tools if mcp_tool.is_server(name) and name not in known for tool in mcp_tool.list_tools(name)
+    )
     return config.model_copy(update={"served_tools": (*config.served_tools, *more)})
 
 
@@ -302,7 +304,7 @@ def output_folder(config: RunConfig, name: str) -> str:
 
 def check_place(place: str) -> None:
     """Makes sure that checkpoints can be written to the folder or URL from here. Raises as `output_folder`."""
-    folder = object_store.checked_place(place)
+    folder = object_store.check_place(place)
     if folder is not None:
         _check_writable(folder)
 

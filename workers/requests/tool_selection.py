@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workflow.config import RunConfig
-from agentrl.workflow.envs import Env, offered
+from agentrl.workflow.envs import Env, offered_tools
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.mcp import mcp_tool
 from agentrl.workflow.plugins import find
@@ -45,11 +45,11 @@ def chosen(env: str | None, names: Sequence[str]) -> dict[str, Tool]:
     Raises:
         ConfigError: that is none, there is none of a name or two, or this machine lacks what one needs.
     """
-    servers = {mcp_tool.absolute(name): None for name in names if mcp_tool.is_server(name)}
+    servers = {mcp_tool.absolute_name(name): None for name in names if mcp_tool.is_server(name)}
     others = dict.fromkeys(name for name in names if not mcp_tool.is_server(name))
-    served = tuple(told for name in servers for told in mcp_tool.ask(name))
+    served = tuple(told for name in servers for told in mcp_tool.list_tools(name))
     acts_in: Env = find("envs", env) if env else Env()
-    tools = offered(acts_in, RunConfig(tools=(*others, *servers), served_tools=served))
+    tools = offered_tools(acts_in, RunConfig(tools=(*others, *servers), served_tools=served))
     if not tools:
         raise ConfigError(f"The env {env!r} has no tool." if env else "No tool is named.", _SEE)
     for tool in tools.values():

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.workflow.algorithms import Algorithm, settled_run
+from agentrl.workflow.algorithms import Algorithm, settle_run
 from agentrl.workflow.config import ALGORITHM_OPTIONS, RunConfig, build
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.plugins import find
-from agentrl.workflow.resolve import assigned
+from agentrl.workflow.resolve import parse_assignments
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.update_inputs import Past, past_update
 
@@ -58,7 +58,7 @@ def question(
     """
     names = list(dict.fromkeys(algorithms))
     found: list[Algorithm] = [find("algorithms", name) for name in names]
-    asked = assigned(assignments)
+    asked = parse_assignments(assignments)
     past = past_update(db, run, iteration)
     config = RunConfig.model_validate(past.run["config"])
     _refuse_ignored(asked, config)
@@ -68,7 +68,7 @@ def question(
         if not taken:
             takes = "; ".join(f"{each.name} takes {', '.join(sorted(each.options_in(known)))}" for each in found)
             raise ConfigError(f"{key} does nothing with {', '.join(names)}.", f"{takes}.")
-    own = settled_run(build(config.flat() | WHOLE))
+    own = settle_run(build(config.flat() | WHOLE))
     others = [_variant(own, name, each, known, asked) for name, each in zip(names, found, strict=True)]
     return Question(past, [own, *(other for other in others if other != own)], takers)
 
@@ -99,4 +99,4 @@ def _variant(own: RunConfig, name: str, algorithm: Algorithm, convention: str, a
         flat = {key: value for key, value in flat.items() if not key.startswith("critic.")}
     if "algorithm.kl_coef" in asked:  # that weight, and not what the run has made of its own
         flat |= {"algorithm.kl_target": None, "algorithm.kl_horizon": None}
-    return settled_run(build(flat | {key: value for key, value in asked.items() if _takes(algorithm, key, convention)}))
+    return settle_run(build(flat | {key: value for key, value in asked.items() if _takes(algorithm, key, convention)}))

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from agentrl.workflow.errors import ConfigError
-from agentrl.workflow.runtime.gc_pause import importing
+from agentrl.workflow.runtime.gc_pause import pause_gc
 from agentrl.workflow.settings import settings
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def make_worker(roles: list[str], concurrency: int) -> "Worker":
 
     from agentrl.workers.stack.celery_app import app, own_queue
 
-    with importing():
+    with pause_gc():
         for name in (*roles, "fit"):
             import_module(MODULES[name])  # its job, or its command, becomes known to the app
     own = [own_queue()] if "tools" in roles else []
@@ -158,7 +158,7 @@ def run_together(idle: Callable[[], bool]) -> None:
     from agentrl.workers.stack.process import stopping
 
     setup_worker_optimizations(app)
-    with importing():
+    with pause_gc():
         for role in ROLES:
             import_module(MODULES[role])  # before any worker starts: each looks once for the jobs there are
     tools = make_worker(["tools"], CONCURRENCY["tools"])

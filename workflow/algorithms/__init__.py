@@ -49,7 +49,7 @@ class Algorithm:
         return {name: value for name, value in own.items() if value is not None}
 
 
-def settled(config: AlgorithmConfig) -> AlgorithmConfig:
+def settle_options(config: AlgorithmConfig) -> AlgorithmConfig:
     """The options with the algorithm's own values where none was named. Settled ones stay as they are.
 
     Raises:
@@ -74,15 +74,15 @@ def _check_dual_clip(chosen: AlgorithmConfig) -> None:
         )
 
 
-def settled_run(config: RunConfig) -> RunConfig:
+def settle_run(config: RunConfig) -> RunConfig:
     """A training run's config with the algorithm's own values where none was named.
 
     Raises:
-        ConfigError: as `settled`; a critic's option without one, a dual clip within the other, or a group of one where it
-            compares within groups.
+        ConfigError: as `settle_options`; a critic's option without one, a dual clip within the other, or a group of one where
+            it compares within groups.
     """
     algorithm: Algorithm = find("algorithms", config.algorithm.name)
-    options = settled(config.algorithm)
+    options = settle_options(config.algorithm)
     _check_dual_clip(options)
     if not algorithm.critic and config.critic != CriticConfig():
         raise ConfigError(f"critic.* does nothing with {algorithm.name}: it has no critic.", "Leave it out, or take ppo.")

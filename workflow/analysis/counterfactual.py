@@ -17,7 +17,7 @@ from agentrl.workflow.checkpoints import checkpoint_cache
 from agentrl.workflow.config import AlgorithmConfig, RunConfig
 from agentrl.workflow.errors import BrokenCheckpoint
 from agentrl.workflow.models.policy import Policy
-from agentrl.workflow.training.reports import Look, Metrics
+from agentrl.workflow.training.reports import Metrics, UpdatePreview
 from agentrl.workflow.training.trainer import Trainer
 from agentrl.workflow.trajectory import Group, PolicyRef
 
@@ -78,29 +78,29 @@ def whatif(
         CheckpointError: the checkpoint is not there, or not whole.
         InfraError, RewardError: as of `Trainer.update`.
     """
-    own: Look | None = None
+    own: UpdatePreview | None = None
     for config in configs:
-        trainer = _at(Trainer(policy, config, iterations), start, borrowed)
-        look = trainer.look(groups, iteration)
+        trainer = _load_start(Trainer(policy, config, iterations), start, borrowed)
+        look = trainer.preview(groups, iteration)
         first = own is None
         own = own or look
         yield _finding(config.algorithm, first, look, own)
 
 
-def _at(trainer: Trainer, start: PolicyRef, borrowed: bool) -> Trainer:
+def _load_start(trainer: Trainer, start: PolicyRef, borrowed: bool) -> Trainer:
     if not start.path:
         trainer.load(None)
     elif borrowed:
         checkpoint_cache.read(start.path, start.sha256, "start", partial(trainer.load, fresh=True))
     else:
         try:
-            checkpoint_cache.read(start.path, start.sha256, "all", trainer.recall)
+            checkpoint_cache.read(start.path, start.sha256, "all", trainer.load_partial)
         except BrokenCheckpoint:  # a URL's may lack the optimizer's state alone
-            checkpoint_cache.read(start.path, start.sha256, "start", trainer.recall)
+            checkpoint_cache.read(start.path, start.sha256, "start", trainer.load_partial)
     return trainer
 
 
-def _finding(options: AlgorithmConfig, is_own: bool, look: Look, own: Look) -> Finding:
+def _finding(options: AlgorithmConfig, is_own: bool, look: UpdatePreview, own: UpdatePreview) -> Finding:
     update, advantages = look.update, look.update.advantages
     values = torch.tensor(list(advantages.values()), dtype=torch.float64)
     both = [episode for episode in advantages if episode in own.update.advantages]
@@ -121,12 +121,12 @@ def _finding(options: AlgorithmConfig, is_own: bool, look: Look, own: Look) -> F
 
 
 def _cosine(one: Tensor, other: Tensor) -> float | None:
-    """Of two vectors; None where one of them is 0."""
+    """The cosine of two vectors; None where one of them is 0."""
     found = _dot(one, other) / sqrt(squares) if (squares := _dot(one, one) * _dot(other, other)) > 0 else nan
     return found if isfinite(found) else None
 
 
 def _dot(one: Tensor, other: Tensor) -> float:
-    """In float64, some at a time: all weights of a model would be much memory twice as wide."""
+    """The product in float64, some at a time: all weights of a model would be much memory twice as wide."""
     parts = (slice(start, start + CHUNK) for start in range(0, len(one), CHUNK))
     return fsum(float(one[part].double() @ other[part].double()) for part in parts)

@@ -87,8 +87,8 @@ def compare(left: Episode, right: Episode) -> Comparison:
         common=common,
         tokens=counts,
         token=token,
-        results=tuple(_differing_results(left, right)),
-        rewards=tuple(_differing_parts(left, right)),
+        results=tuple(_result_differences(left, right)),
+        rewards=tuple(_part_differences(left, right)),
         stop_reasons=reasons if reasons[0] != reasons[1] else None,
         tasks=keys if keys[0] != keys[1] else None,
     )
@@ -125,7 +125,7 @@ def _token_count(episode: Episode) -> int:
     return sum(len(part.ids) for part in _parts(episode))
 
 
-def _differing_results(left: Episode, right: Episode) -> Iterator[ResultDifference]:
+def _result_differences(left: Episode, right: Episode) -> Iterator[ResultDifference]:
     one, other = _results(left), _results(right)
     for place in sorted(one.keys() | other.keys()):
         if one.get(place) != other.get(place):
@@ -141,7 +141,7 @@ def _results(episode: Episode) -> dict[tuple[int, int], str]:
     }
 
 
-def _differing_parts(left: Episode, right: Episode) -> Iterator[tuple[str, float | None, float | None]]:
+def _part_differences(left: Episode, right: Episode) -> Iterator[tuple[str, float | None, float | None]]:
     one, other = ({**episode.rewards, SCALAR: episode.reward} for episode in (left, right))
     for part in (*dict.fromkeys((*left.rewards, *right.rewards)), SCALAR):
         if one.get(part) != other.get(part):

@@ -18,9 +18,9 @@ from typing import Any
 
 from agentrl.workflow.analysis.episode_diff import SCALAR, TokenDifference
 from agentrl.workflow.checkpoints.sealed_folder import weights_of
-from agentrl.workflow.envs import Env, scored, scoring_hash
+from agentrl.workflow.envs import Env, score_episode, scoring_hash
 from agentrl.workflow.errors import RewardError
-from agentrl.workflow.rewards import Part, total, whole
+from agentrl.workflow.rewards import Part, part_sum, total_reward
 from agentrl.workflow.settings import is_url
 from agentrl.workflow.trajectory import Episode, FinishReason, Message, PolicyRef, Step, ToolResult
 
@@ -33,7 +33,7 @@ Reads = Callable[[Episode], Sequence[Message]]
 NAME = 128
 """Characters of a tool's name that a call's row holds; what the model reads may hold more."""
 
-REFUSED = frozenset({"parse_error", "too_many_calls", "unknown_tool", "bad_arguments"})
+REFUSED_CLASSES = frozenset({"parse_error", "too_many_calls", "unknown_tool", "bad_arguments"})
 """The `error_class` of a call that was answered without running anything; see `agent.refusal`."""
 
 # tools
@@ -92,7 +92,7 @@ class ToolsReport:
         return not self.differing and not self.misread
 
     @property
-    def verified(self) -> int:
+    def compared_count(self) -> int:
         """How much was compared."""
         return self.ran + self.prompts
 
@@ -108,7 +108,7 @@ def check_tools(
         effects: of the env's tools as they are now, by name: what has become `once` since is not run either.
         reads: what the env makes of the recorded results.
     """
-    own = [(call, _not_run(call, effects)) for call in calls if call["step"] >= episode.inherited]
+    own = [(call, _why_not_run(call, effects)) for call in calls if call["step"] >= episode.inherited]
     taken = Counter(reason for _, reason in own if reason)
     inherited = sum(len(step.message.tool_calls) for step in episode.steps[: episode.inherited])
     differences = [found for call, reason in own if not reason and (found := _run_again(call, run))]
@@ -150,11 +150,11 @@ def _words(message: Message) -> tuple[str, str, str]:
     return message.role, message.content, message.name.replace("\0", "\ufffd")[:NAME]
 
 
-def _not_run(call: Mapping[str, Any], effects: Mapping[str, str]) -> str:
+def _why_not_run(call: Mapping[str, Any], effects: Mapping[str, str]) -> str:
     """Why a call is taken from the record; empty where it is run again."""
     if call["result"] is None:
         return "unanswered"
-    if call["error_class"] in REFUSED:
+    if call["error_class"] in REFUSED_CLASSES:
         return "refused"
     if "once" in (call["effects"], effects.get(call["tool"])):
         return "once"
@@ -264,12 +264,12 @@ class TokensReport:
         return self.prompt is None and self.logprob is None and self.draw is None and self.ending is None
 
     @property
-    def verified(self) -> int:
+    def compared_count(self) -> int:
         """How much was compared."""
         return self.prompts + sum(step.tokens for step in self.steps)
 
 
-def gone(policies: Mapping[int, PolicyRef], collected: Mapping[int, datetime]) -> dict[int, str]:
+def missing_weights(policies: Mapping[int, PolicyRef], collected: Mapping[int, datetime]) -> dict[int, str]:
     """Step -> a sentence on its policy's weights, for the steps whose weights cannot be read any more.
 
     Args:
@@ -323,7 +323,7 @@ class RewardsReport:
         return not self.differences
 
     @property
-    def verified(self) -> int:
+    def compared_count(self) -> int:
         """How much was compared."""
         return self.parts
 
@@ -347,21 +347,23 @@ def check_rewards(
     hooks = tuple(part for part in recorded if part not in weights)
     try:
         same_code = scoring_hash(env, weights) == code
-        found = scored(env, replace(episode, status="done", reward=None, rewards={}), weights)
+        found = score_episode(env, replace(episode, status="done", reward=None, rewards={}), weights)
         hooks = tuple(part for part in hooks if part not in found)
-        sums = {SCALAR: total({**found, **{part: recorded[part] for part in hooks}}, weights)}
+        sums = {SCALAR: total_reward({**found, **{part: recorded[part] for part in hooks}}, weights)}
     except RewardError as error:
         return RewardsReport(reward_set, 0, hooks, same_code, (RewardDifference(SCALAR, episode.reward, str(error)),))
-    differences = [difference for name, part in found.items() for difference in _differing(name, recorded.get(name), part)]
+    differences = [
+        difference for name, part in found.items() for difference in _reward_differences(name, recorded.get(name), part)
+    ]
     if reward_set == "default":
-        differences += _differing(SCALAR, episode.reward, sums[SCALAR])
+        differences += _reward_differences(SCALAR, episode.reward, sums[SCALAR])
     return RewardsReport(reward_set, len(found), hooks, same_code, tuple(differences))
 
 
-def _differing(name: str, recorded: Part | None, found: Part) -> Iterator[RewardDifference]:
+def _reward_differences(name: str, recorded: Part | None, found: Part) -> Iterator[RewardDifference]:
     if isinstance(recorded, tuple) and isinstance(found, tuple):
         for step, (ours, theirs) in enumerate(zip_longest(recorded, found)):
             if ours != theirs:
                 yield RewardDifference(name, ours, theirs, step)
     elif recorded != found:
-        yield RewardDifference(name, None if recorded is None else whole(recorded), whole(found))
+        yield RewardDifference(name, None if recorded is None else part_sum(recorded), part_sum(found))

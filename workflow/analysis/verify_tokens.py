@@ -39,11 +39,20 @@ from agentrl.workflow.analysis.verify_episode import DrawDifference, EndDifferen
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import RolloutConfig
 from agentrl.workflow.errors import ModelError
-from agentrl.workflow.inference.sampling import at_least, distance, distribution, lowest, sample, scaled, summed, uniforms
+from agentrl.workflow.inference.sampling import (
+    cumulative_probabilities,
+    distribution,
+    draw_distance,
+    lowest_logit,
+    mask_below,
+    sample,
+    scale_logits,
+    uniforms,
+)
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.tool_formats import Schema
-from agentrl.workflow.training.batch import unbroken
+from agentrl.workflow.training.batch import unbroken_runs
 from agentrl.workflow.trajectory import Episode, PolicyRef, Step
 
 TOLERANCES = {"exact": (4e-6, 1e-9), "float32": (1e-3, 1e-5), "coarse": (1.0, 0.1)}
@@ -53,7 +62,7 @@ BLOCK = 1024
 """Sampled tokens whose logits are in memory at once: 0.6 GB for 152,000 words in float32."""
 
 CHUNK = 64
-"""Of these, tokens whose distributions are: some 80 MB for each tensor of them in float64."""
+"""Tokens among these whose distributions are: some 80 MB for each tensor of them in float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +103,7 @@ def check_tokens(
 
     Args:
         policies: what each of its own steps was sampled with, by its number.
-        gone: why those weights cannot be read any more (`analysis.verify_episode.gone`), by the step's number.
+        gone: why those weights cannot be read any more (`analysis.verify_episode.missing_weights`), by the step's number.
         policy: the run's base; its published weights are changed.
         schemas: of the env's tools.
         key: of the episode's draws (`SamplingKey.bits`).
@@ -107,7 +116,7 @@ def check_tokens(
     logprob_tolerance, draw_tolerance = TOLERANCES[precision]
     own = [step for step in episode.steps if step.index >= episode.inherited]
     there = {number: ref for number, ref in policies.items() if number not in gone}
-    tokens = sorted(_rescored(episode, there, policy, key, rollout), key=lambda token: token.position)
+    tokens = sorted(_rescore(episode, there, policy, key, rollout), key=lambda token: token.position)
     chat = policy.chat
     off = next((token for token in tokens if not token.off <= logprob_tolerance), None)
     keyed = _is_keyed(rollout.engine)  # else there is no draw to repeat
@@ -117,13 +126,13 @@ def check_tokens(
         logprob_tolerance=logprob_tolerance,
         draw_tolerance=draw_tolerance,
         prompts=len(own),
-        prompt=next((found for step in own if (found := _rendered(episode, step, chat, schemas))), None),
-        steps=tuple(_score(step, list(group), draw_tolerance, keyed) for step, group in _by_step(tokens)),
+        prompt=next((found for step in own if (found := _prompt_difference(episode, step, chat, schemas))), None),
+        steps=tuple(_score(step, list(group), draw_tolerance, keyed) for step, group in _group_by_step(tokens)),
         parents=episode.inherited,
         unverified=tuple(sorted(set(gone.values()))),
         logprob=_logprob_difference(off, chat) if off else None,
         draw=_draw_difference(missed, chat) if missed else None,
-        ending=next((wrong for step in own if (wrong := _misended(step, chat, rollout.stop))), None),
+        ending=next((wrong for step in own if (wrong := _end_difference(step, chat, rollout.stop))), None),
     )
 
 
@@ -138,12 +147,12 @@ def _precision(policy: Policy) -> str:
 # prompts
 
 
-def _rendered(episode: Episode, step: Step, chat: Chat, schemas: Sequence[Schema]) -> TokenDifference | None:
+def _prompt_difference(episode: Episode, step: Step, chat: Chat, schemas: Sequence[Schema]) -> TokenDifference | None:
     """Where the recorded prompt differs from what the template makes of the recorded messages."""
     before = replace(episode, steps=episode.steps[: step.index])
     ids: tuple[int, ...] | None = None
     if before.steps:
-        ids, _ = chat.continuation(step.prompt, schemas, chat.ended(before.steps[-1].sampled_ids))
+        ids, _ = chat.continuation(step.prompt, schemas, chat.has_end_token(before.steps[-1].sampled_ids))
     if ids is None:
         ids = chat.opening((*before.messages, *step.prompt), schemas)
     if ids == step.prompt_ids:
@@ -157,11 +166,11 @@ def _rendered(episode: Episode, step: Step, chat: Chat, schemas: Sequence[Schema
 # how turns ended
 
 
-def _misended(step: Step, chat: Chat, strings: tuple[str, ...]) -> EndDifference | None:
+def _end_difference(step: Step, chat: Chat, strings: tuple[str, ...]) -> EndDifference | None:
     """A turn is over at its first end token or stop string, as `stop`, and as `length` where it has none."""
     ids = step.sampled_ids
     stops = chat.stops(strings) if strings else None
-    over = (token in chat.end_ids or (stops and stops.completed(ids, n)) for n, token in enumerate(ids, 1))
+    over = (token in chat.end_ids or (stops and stops.is_completed(ids, n)) for n, token in enumerate(ids, 1))
     found = next((n for n, is_over in enumerate(over, 1) if is_over), None)
     expected = len(ids) if step.finish_reason == "stop" else None
     return None if found == expected else EndDifference(step.index, len(ids), step.finish_reason, found)
@@ -171,12 +180,12 @@ def _misended(step: Step, chat: Chat, strings: tuple[str, ...]) -> EndDifference
 
 
 @torch.no_grad()
-def _rescored(
+def _rescore(
     episode: Episode, policies: Mapping[int, PolicyRef], policy: Policy, key: int, rollout: RolloutConfig
 ) -> Iterator[_Token]:
     """Every token of the steps that `policies` names: each row is read once for each policy that is in it."""
     starts = {step.index: sum(len(earlier.sampled_ids) for earlier in episode.steps[: step.index]) for step in episode.steps}
-    for row in unbroken(episode):
+    for row in unbroken_runs(episode):
         scored = [step for step in row if step.index in policies and step.sampled_ids]
         for ref, group in groupby(scored, key=lambda step: policies[step.index]):
             steps = list(group)
@@ -246,9 +255,9 @@ def _chunks(
         wanted, numbers = recorded[part], draws[part].to(logits.device)
         scores = everything.gather(-1, wanted[:, None])[:, 0].float().tolist()  # as the sampler records them
         if (rollout.top_k, rollout.top_p, rollout.min_p) == (0, 1.0, 0.0):
-            floor, away = None, distance(cumulative, numbers, wanted)
+            floor, away = None, draw_distance(cumulative, numbers, wanted)
         else:
-            floor = _floor(scaled(logits[part], rollout.temperature), rollout)
+            floor = _floor(scale_logits(logits[part], rollout.temperature), rollout)
             away = _distance(everything, numbers, wanted, rollout, tolerances)
         drawn, _ = sample(logits[part], numbers, rollout.temperature, floor)
         yield from zip(scores, drawn.tolist(), away.tolist(), strict=True)
@@ -262,7 +271,7 @@ def _distance(
     for side in (-1, 0, 1):
         floor = _floor(logprobs, rollout, side, tolerances)
         possible = logprobs.gather(-1, wanted[:, None])[:, 0] >= floor
-        found.append(distance(summed(at_least(logprobs, floor)), draws, wanted).where(possible, 1.0))
+        found.append(draw_distance(cumulative_probabilities(mask_below(logprobs, floor)), draws, wanted).where(possible, 1.0))
     return torch.stack(found).amin(0)
 
 
@@ -272,7 +281,7 @@ def _floor(logits: Tensor, rollout: RolloutConfig, side: int = 0, tolerances: tu
     top_p = rollout.top_p if rollout.top_p == 1 else min(1.0, max(1e-9, rollout.top_p - side * mass))
     top_k = logits.new_full((len(logits),), rollout.top_k, dtype=torch.int64)
     shares = logits.new_tensor([[top_p, rollout.min_p]], dtype=torch.float64).expand(len(logits), 2)
-    floor = lowest(logits, top_k, shares[:, 0], shares[:, 1]) + side * nats
+    floor = lowest_logit(logits, top_k, shares[:, 0], shares[:, 1]) + side * nats
     return torch.minimum(floor, logits.amax(-1))
 
 
@@ -284,7 +293,7 @@ def _is_keyed(engine: str) -> bool:
     return (":" in engine or engine in names("engines")) and bool(find("engines", engine).keyed)
 
 
-def _by_step(tokens: Sequence[_Token]) -> Iterator[tuple[Step, Iterator[_Token]]]:
+def _group_by_step(tokens: Sequence[_Token]) -> Iterator[tuple[Step, Iterator[_Token]]]:
     return cast(Iterator[tuple[Step, Iterator[_Token]]], groupby(tokens, key=lambda token: token.step))
 
 

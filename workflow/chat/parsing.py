@@ -14,13 +14,13 @@ where it stood, so that nothing the model wrote is lost:
 import re
 from collections.abc import Sequence
 
-from agentrl.workflow.call_json import Unreadable, unreadable
+from agentrl.workflow.call_json import Unreadable, unreadable_call
 from agentrl.workflow.tool_formats import Schema, ToolFormat
 from agentrl.workflow.tool_formats.hermes import hermes
 from agentrl.workflow.trajectory import Message, ToolCall
 
 MAX_CALLS = 1000
-"""In one turn; what comes after them is one call that cannot be read."""
+"""Calls in one turn; what comes after them is one call that cannot be read."""
 
 THINK, END_THINK = "<think>", "</think>"
 _THINK = re.compile(THINK)
@@ -35,7 +35,7 @@ def parse_text(text: str, tool_format: ToolFormat = hermes, tools: Sequence[Sche
     A call that cannot be read becomes `ToolCall("", {}, error=...)` and its text stays in the content, or in the thought.
     """
     thought, rest = _split_thought(text.replace("\0", "\ufffd"), tool_format)
-    calls = [] if rest is not None else _lost(thought, tool_format)
+    calls = [] if rest is not None else _lost_calls(thought, tool_format)
     content = _content(rest or "", tool_format, tools, calls)
     return Message("assistant", content.strip(), thought=thought.strip(), tool_calls=tuple(calls))
 
@@ -49,10 +49,10 @@ def _content(text: str, tool_format: ToolFormat, tools: Sequence[Schema], calls:
             assert think is not None
             found = text.find(END_THINK, think.end())
             end = len(text) if found < 0 else found + len(END_THINK)
-            calls += _lost(text[think.start() :], tool_format) if found < 0 else []
+            calls += _lost_calls(text[think.start() :], tool_format) if found < 0 else []
             kept.append(text[at:end])
         else:
-            made, end = _read(text, call.start(), tool_format, tools, MAX_CALLS - len(calls))
+            made, end = _read_calls(text, call.start(), tool_format, tools, MAX_CALLS - len(calls))
             calls += made
             kept.append(text[at : end if made[-1].error is not None else call.start()])
         at = end
@@ -61,13 +61,15 @@ def _content(text: str, tool_format: ToolFormat, tools: Sequence[Schema], calls:
     return "".join([*kept, text[at:]])
 
 
-def _read(text: str, at: int, tool_format: ToolFormat, tools: Sequence[Schema], most: int) -> tuple[tuple[ToolCall, ...], int]:
+def _read_calls(
+    text: str, at: int, tool_format: ToolFormat, tools: Sequence[Schema], most: int
+) -> tuple[tuple[ToolCall, ...], int]:
     """The calls that begin there, or the one that cannot be read, and where their text ends."""
     try:
         calls, end = tool_format.read(text, at, tools)
     except Unreadable as error:
-        return (unreadable(error.why if most > 0 else TOO_MANY),), max(error.end, at + 1)
-    return (calls if 0 < len(calls) <= most else (unreadable(TOO_MANY),)), end
+        return (unreadable_call(error.why if most > 0 else TOO_MANY),), max(error.end, at + 1)
+    return (calls if 0 < len(calls) <= most else (unreadable_call(TOO_MANY),)), end
 
 
 def _split_thought(text: str, tool_format: ToolFormat) -> tuple[str, str | None]:
@@ -83,6 +85,6 @@ def _split_thought(text: str, tool_format: ToolFormat) -> tuple[str, str | None]
     return thought.lstrip().removeprefix(THINK) if opened else thought, rest if end else None
 
 
-def _lost(thought: str, tool_format: ToolFormat) -> list[ToolCall]:
-    """What the model is told of calls in a thought that has no end; one word for all of them."""
-    return [unreadable(IN_THOUGHT)] if (tool_format.certain or tool_format.begins).search(thought) else []
+def _lost_calls(thought: str, tool_format: ToolFormat) -> list[ToolCall]:
+    """The calls in a thought that has no end, as the model is told of them; one word for all."""
+    return [unreadable_call(IN_THOUGHT)] if (tool_format.certain or tool_format.begins).search(thought) else []

@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 
 from agentrl.workflow.chat.parsing import parse_text
 from agentrl.workflow.chat.stop_strings import Spelling, Stops
-from agentrl.workflow.chat.template_probe import Manner, before, manner_of
+from agentrl.workflow.chat.template_probe import Manner, legacy_manner, manner_of
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.trajectory import Message
@@ -26,9 +26,9 @@ from agentrl.workflow.trajectory import Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ASKED = Message("user", "x")
+_PROBE_QUESTION = Message("user", "x")
 # With a thought, so that a template which drops old thoughts is caught by the prefix check.
-_ANSWERED = Message("assistant", "y", thought="t")
+_PROBE_ANSWER = Message("assistant", "y", thought="t")
 
 
 class Chat:
@@ -57,7 +57,7 @@ class Chat:
         self._prefixes: dict[str, tuple[int, ...]] = {}
         self._stops: dict[tuple[str, ...], Stops] = {}
         source = json.dumps(tokenizer.chat_template)
-        self.manner: Manner = before() if tool_format is None else manner_of(self._apply, source, tool_format)
+        self.manner: Manner = legacy_manner() if tool_format is None else manner_of(self._apply, source, tool_format)
         # Here and not at first use: that is the sampler's thread, too late to refuse a model.
         self.end_ids = frozenset({self._prefix(())[-1], *self._end_of_sequence(), *self._ends_of_calls(tool_format)})
 
@@ -77,24 +77,24 @@ class Chat:
         Args:
             messages: what is new: tool results or a user's message.
             tools: the same as in the opening.
-            ended: the turn has its end token (see `ended`); else these ids begin with it.
+            ended: the turn has its end token (see `has_end_token`); else these ids begin with it.
 
         Returns:
             The ids and an empty reason; or None and why the template cannot be continued: it renders earlier turns
             differently once others follow. Then the caller opens a new training row with `opening` of all messages.
         """
         prefix = self._prefix(tools)
-        whole = self._encode(self._render([_ASKED, _ANSWERED, *messages], tools, generate=True))
+        whole = self._encode(self._render([_PROBE_QUESTION, _PROBE_ANSWER, *messages], tools, generate=True))
         if whole[: len(prefix)] != prefix:
             return None, f"the template rewrites earlier turns before a {messages[0].role} message"
         return whole[len(prefix) - (not ended) :], ""
 
-    def ended(self, sampled_ids: Sequence[int]) -> bool:
+    def has_end_token(self, sampled_ids: Sequence[int]) -> bool:
         """Whether a sampled turn has its end token; one that a stop string ended has none."""
         return bool(sampled_ids) and sampled_ids[-1] in self.end_ids
 
     def stops(self, strings: tuple[str, ...]) -> Stops:
-        """What watches for these texts in a turn; the same for the same strings.
+        """The watcher for these texts in a turn; the same for the same strings.
 
         Raises:
             ModelError: the tokenizer does not tell the bytes of its tokens.
@@ -115,11 +115,13 @@ class Chat:
         text = self._turn_text(message, tools, self.manner)
         if message.tool_calls and not self._reads_back(text, message, tools):
             text = self._turn_text(message, tools, replace(self.manner, native=False))
-        return self._cut(self._encode(text))
+        return self._cut_after_turn(self._encode(text))
 
     def _turn_text(self, message: Message, tools: Sequence[Schema], manner: Manner) -> str:
         prompt = self._turn_prompt
-        whole = self._render([_ASKED, message], (), generate=False, turns=[*manner.plain([_ASKED, message], tools)])
+        whole = self._render(
+            [_PROBE_QUESTION, message], (), generate=False, turns=[*manner.plain([_PROBE_QUESTION, message], tools)]
+        )
         if not whole.startswith(prompt):
             raise ModelError("The chat template does not continue its own generation prompt; it cannot show demonstrations.")
         return whole[len(prompt) :]
@@ -146,7 +148,7 @@ class Chat:
 
     @cached_property
     def _turn_prompt(self) -> str:
-        return self._render([_ASKED], (), generate=True)
+        return self._render([_PROBE_QUESTION], (), generate=True)
 
     @cached_property
     def _spelling(self) -> Spelling:
@@ -179,10 +181,12 @@ class Chat:
     def _prefix(self, tools: Sequence[Schema]) -> tuple[int, ...]:
         key = json.dumps(list(tools), sort_keys=True)
         if key not in self._prefixes:
-            self._prefixes[key] = self._cut(self._encode(self._render([_ASKED, _ANSWERED], tools, generate=False)))
+            self._prefixes[key] = self._cut_after_turn(
+                self._encode(self._render([_PROBE_QUESTION, _PROBE_ANSWER], tools, generate=False))
+            )
         return self._prefixes[key]
 
-    def _cut(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+    def _cut_after_turn(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """The ids up to the last special one, which ends the last turn."""
         special = set(self._special.values())
         last = max((i for i, token in enumerate(ids) if token in special), default=None)
@@ -204,7 +208,7 @@ class Chat:
         turns = [*self.manner.plain(messages, tools)] if turns is None else turns
         for turn in turns:
             if turn["role"] != "assistant":
-                turn["content"] = self._defused(turn["content"])
+                turn["content"] = self._defuse(turn["content"])
         try:
             return self._apply(turns, tools, generate)
         except TemplateError as error:
@@ -217,7 +221,7 @@ class Chat:
         )
         return str(made)
 
-    def _defused(self, text: str) -> str:
+    def _defuse(self, text: str) -> str:
         """Text from outside must not end the turn it stands in, nor open another one."""
         for token in self._special:
             text = text.replace(token, f"{token[0]} {token[1:]}")

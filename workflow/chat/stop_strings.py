@@ -66,7 +66,7 @@ class Stops:
         self._reach = max(map(len, self._strings))
         self._may: dict[int, bool] = {}
 
-    def completed(self, ids: "Sequence[int] | NDArray[np.int64]", end: int | None = None) -> bool:
+    def is_completed(self, ids: "Sequence[int] | NDArray[np.int64]", end: int | None = None) -> bool:
         """Whether the last of the ids that a turn has sampled so far completes one of the strings. Only their end is read.
 
         Args:

@@ -22,7 +22,7 @@ FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, Recursion
 """What a template may raise that cannot take what it is given."""
 
 NAME, ARGUMENT = "zq_probe", "zqvalue"
-_TOLD: Schema = {
+_PROBE_TOOL: Schema = {
     "type": "function",
     "function": {
         "name": NAME,
@@ -58,13 +58,13 @@ class Manner:
         for message in messages:
             answered = answered + 1 if message.role == "tool" else 0
             if message.role == "assistant":
-                yield self._said(message, tools)
+                yield self._assistant_turn(message, tools)
             else:
                 named = {"name": message.name} if message.name else {}
                 named |= {"tool_call_id": _id(answered - 1)} if answered and self.ids else {}
                 yield {"role": message.role, "content": message.content, **named}
 
-    def _said(self, message: Message, tools: Sequence[Schema]) -> dict[str, Any]:
+    def _assistant_turn(self, message: Message, tools: Sequence[Schema]) -> dict[str, Any]:
         thought = f"{THINK}\n{message.thought}\n{END_THINK}\n\n" if message.thought else ""
         made = [call for call in message.tool_calls if call.error is None]  # else its text is in the content
         if made and not (self.native and (self.many or len(made) == 1)):
@@ -82,7 +82,7 @@ def _id(number: int) -> str:
     return f"call{number:05d}"
 
 
-def before() -> Manner:
+def legacy_manner() -> Manner:
     """How templates were spoken to before there were formats."""
     return Manner(find("tool_formats", HERMES))
 
@@ -111,15 +111,15 @@ def manner_of(render: Render, source: str, wanted: str = AUTO) -> Manner:
 
 def _writes(render: Render, manner: Manner, count: int) -> bool:
     """Whether the template writes so many calls of one turn in that format."""
-    asked = list(manner.plain([_USER], [_TOLD]))
+    asked = list(manner.plain([_USER], [_PROBE_TOOL]))
     calling = Message("assistant", "", tool_calls=(_CALL,) * count)
     try:
-        prompt = render(asked, [_TOLD], True)
-        whole = render([*asked, *manner.plain([calling], [_TOLD])], [_TOLD], False)
+        prompt = render(asked, [_PROBE_TOOL], True)
+        whole = render([*asked, *manner.plain([calling], [_PROBE_TOOL])], [_PROBE_TOOL], False)
     except FAULTS:
         return False
     said = whole[len(prompt) :] if whole.startswith(prompt) else whole.partition(_USER.content)[2]
-    return parse_text(said, manner.tool_format, [_TOLD]).tool_calls == calling.tool_calls
+    return parse_text(said, manner.tool_format, [_PROBE_TOOL]).tool_calls == calling.tool_calls
 
 
 def _wants_ids(render: Render, tool_format: ToolFormat) -> bool:
@@ -130,20 +130,20 @@ def _wants_ids(render: Render, tool_format: ToolFormat) -> bool:
 
 def _renders(render: Render, manner: Manner) -> bool:
     try:
-        render(list(manner.plain([_USER, _ANSWER, _RESULT], [_TOLD])), [_TOLD], True)
+        render(list(manner.plain([_USER, _ANSWER, _RESULT], [_PROBE_TOOL])), [_PROBE_TOOL], True)
     except FAULTS:
         return False
     return True
 
 
-def trouble(render: Render, manner: Manner, system: bool, tools: bool) -> str:
+def find_trouble(render: Render, manner: Manner, system: bool, tools: bool) -> str:
     """Why nothing can be trained through the template, in words that follow its name; empty where it can.
 
     Args:
         system: conversations begin with a system message; `tools`: calls are made in them.
     """
     try:
-        said = _dropped(render, manner, system, tools)
+        said = _dropped_parts(render, manner, system, tools)
         return f"drops {said}" if said else _rewrites(render, manner) if tools else ""
     except FAULTS as error:
         return f"cannot render a conversation with {_parts(system, tools)}: {' '.join(str(error).split())[:200]}"
@@ -154,7 +154,7 @@ def _parts(system: bool, tools: bool) -> str:
     return ", ".join(parts[:-1]) + " and " + parts[-1] if len(parts) > 1 else parts[0] + " and its answer"
 
 
-def _dropped(render: Render, manner: Manner, system: bool, tools: bool) -> str:
+def _dropped_parts(render: Render, manner: Manner, system: bool, tools: bool) -> str:
     calling = Message("assistant", "", tool_calls=(_CALL,))
     told = [Message("system", "zqsystem")] if system else []
     text = render(list(manner.plain([*told, _USER, *([calling, _RESULT] if tools else []), _ANSWER], [])), [], False)
@@ -165,16 +165,16 @@ def _dropped(render: Render, manner: Manner, system: bool, tools: bool) -> str:
 
 
 def _rewrites(render: Render, manner: Manner) -> str:
-    before_it = list(manner.plain([_USER, _ANSWER], [_TOLD]))
-    after_it = render([*before_it, *manner.plain([_RESULT], [_TOLD])], [_TOLD], True)
-    if after_it.startswith(render(before_it, [_TOLD], False).rstrip()):
+    before_it = list(manner.plain([_USER, _ANSWER], [_PROBE_TOOL]))
+    after_it = render([*before_it, *manner.plain([_RESULT], [_PROBE_TOOL])], [_PROBE_TOOL], True)
+    if after_it.startswith(render(before_it, [_PROBE_TOOL], False).rstrip()):
         return ""
     return "rewrites earlier turns before a tool's result, so that an episode is not one row of tokens"
 
 
-def silent_on_tools(render: Render, manner: Manner) -> bool:
+def is_silent_on_tools(render: Render, manner: Manner) -> bool:
     """Whether the template tells a model nothing of the tools that it may call."""
     try:
-        return NAME not in render(list(manner.plain([_USER], [_TOLD])), [_TOLD], True)
+        return NAME not in render(list(manner.plain([_USER], [_PROBE_TOOL])), [_PROBE_TOOL], True)
     except FAULTS:
         return False

@@ -17,7 +17,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from agentrl.workflow.chat.template_probe import Manner, Render, before, manner_of, silent_on_tools, trouble
+from agentrl.workflow.chat.template_probe import Manner, Render, find_trouble, is_silent_on_tools, legacy_manner, manner_of
 from agentrl.workflow.checkpoints.sealed_folder import RECORD
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ConfigError, ModelError
@@ -25,10 +25,10 @@ from agentrl.workflow.plugins import find
 from agentrl.workflow.tool_formats import AUTO, Schema
 
 MOST_BYTES = 131_072
-"""Of a template that a person gives; the longest that models come with have a fifth of it."""
+"""Size of a template that a person gives; the longest that models come with have a fifth of it."""
 
 MOST_CONFIG_BYTES = 1 << 24
-"""Of the file in which a tokenizer may hold its template."""
+"""Size of the file in which a tokenizer may hold its template."""
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OVERRIDE = "Pass --chat-template FILE, or another model."
@@ -54,7 +54,7 @@ def _json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
 
 
 @lru_cache(maxsize=8)
-def _compiled(source: str) -> Template:
+def _compile(source: str) -> Template:
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     made.filters["tojson"] = _json
     made.globals["raise_exception"] = _refuse
@@ -63,11 +63,11 @@ def _compiled(source: str) -> Template:
 
 
 def renderer(source: str, tokens: Mapping[str, str]) -> Render:
-    """What renders a template; `tokens` are its names of special ones."""
+    """A function that renders a template; `tokens` are its names of special ones."""
 
     def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema], generate: bool) -> str:
         told = [dict(tool) for tool in tools] or None
-        return _compiled(source).render(messages=messages, tools=told, documents=None, add_generation_prompt=generate, **tokens)
+        return _compile(source).render(messages=messages, tools=told, documents=None, add_generation_prompt=generate, **tokens)
 
     return render
 
@@ -78,11 +78,11 @@ def read_template(named: str) -> str:
     Raises:
         ConfigError: there is no such file, or it is no template.
     """
-    source = named if "{" in named or "\n" in named else _file(Path(named).expanduser())
+    source = named if "{" in named or "\n" in named else _read_template_file(Path(named).expanduser())
     if len(source.encode(errors="replace")) > MOST_BYTES:
         raise ConfigError(f"The chat template has more than {MOST_BYTES} bytes.", "Is it the right file?")
     try:
-        _compiled(source)
+        _compile(source)
     except (TemplateError, RecursionError) as error:
         where = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         said = f"The chat template is no Jinja{where}: {' '.join(str(error).split())[:200]}"
@@ -90,7 +90,7 @@ def read_template(named: str) -> str:
     return source
 
 
-def _file(path: Path) -> str:
+def _read_template_file(path: Path) -> str:
     try:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
@@ -101,7 +101,7 @@ def _file(path: Path) -> str:
         raise ConfigError(f"The chat template {str(path)!r} is no UTF-8.", "Is it the right file?") from error
 
 
-def settled(config: ModelConfig, folder: Path | None, new: bool = True) -> ModelConfig:
+def settle_chat(config: ModelConfig, folder: Path | None, new: bool = True) -> ModelConfig:
     """The section with the text of its template, and the format of the model in that folder, AUTO where it is not here.
 
     Args:
@@ -114,7 +114,7 @@ def settled(config: ModelConfig, folder: Path | None, new: bool = True) -> Model
     if config.chat_template is not None:
         chosen["chat_template"] = read_template(config.chat_template)
     if config.tool_format == AUTO or (new and config.tool_format is None):
-        found, learned = source_of(folder, chosen.get("chat_template")), "" if chosen else _recorded(folder)
+        found, learned = source_of(folder, chosen.get("chat_template")), "" if chosen else _recorded_format(folder)
         written = manner_of(renderer(*found), found[0]).tool_format.name if found and not learned else AUTO
         chosen["tool_format"] = learned or written
     elif config.tool_format is not None:
@@ -122,9 +122,9 @@ def settled(config: ModelConfig, folder: Path | None, new: bool = True) -> Model
     return config.model_copy(update=chosen)
 
 
-def _recorded(folder: Path | None) -> str:
+def _recorded_format(folder: Path | None) -> str:
     """The format in which a model that was made here learned its calls; empty where nothing says so."""
-    told = _object(folder / RECORD) if folder else {}
+    told = _read_object(folder / RECORD) if folder else {}
     named = told.get("tool_format")
     return named if isinstance(named, str) else ""
 
@@ -137,17 +137,17 @@ def source_of(folder: Path | None, source: str | None = None) -> tuple[str, dict
     """
     if folder is None or not folder.is_dir():
         return (source, {}) if source else None
-    told = _object(folder / "tokenizer_config.json")
-    tokens = {name: _token(told.get(name)) for name in _TOKENS if _token(told.get(name))}
+    told = _read_object(folder / "tokenizer_config.json")
+    tokens = {name: _token_text(told.get(name)) for name in _TOKENS if _token_text(told.get(name))}
     file = folder / "chat_template.jinja"
     try:
-        found = source or (file.read_text(encoding="utf-8") if file.is_file() else _listed(told.get("chat_template")))
+        found = source or (file.read_text(encoding="utf-8") if file.is_file() else _template_text(told.get("chat_template")))
     except (OSError, ValueError):
         return None
     return (found, tokens) if found else None
 
 
-def _listed(told: object) -> str:
+def _template_text(told: object) -> str:
     """The template of a tokenizer's config, which may have several: the one for tools."""
     if isinstance(told, str):
         return told
@@ -157,12 +157,12 @@ def _listed(told: object) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _token(told: object) -> str:
+def _token_text(told: object) -> str:
     text = told.get("content") if isinstance(told, dict) else told
     return text if isinstance(text, str) else ""
 
 
-def _object(file: Path) -> dict[str, Any]:
+def _read_object(file: Path) -> dict[str, Any]:
     try:
         if not file.is_file() or file.stat().st_size > MOST_CONFIG_BYTES:
             return {}
@@ -172,12 +172,12 @@ def _object(file: Path) -> dict[str, Any]:
     return told if isinstance(told, dict) else {}
 
 
-def _spoken(config: ModelConfig, folder: Path) -> tuple[Render, Manner] | None:
+def _renderer_and_manner(config: ModelConfig, folder: Path) -> tuple[Render, Manner] | None:
     found = source_of(folder, config.chat_template)
     if found is None:
         return None
     render = renderer(*found)
-    return render, before() if config.tool_format is None else manner_of(render, found[0], config.tool_format)
+    return render, legacy_manner() if config.tool_format is None else manner_of(render, found[0], config.tool_format)
 
 
 def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool) -> None:
@@ -190,16 +190,16 @@ def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool)
     Raises:
         ModelError: it drops what it is given, cannot be continued token for token, or cannot be rendered.
     """
-    spoken = _spoken(config, folder)
-    said = trouble(*spoken, system, tools) if spoken else ""
+    spoken = _renderer_and_manner(config, folder)
+    said = find_trouble(*spoken, system, tools) if spoken else ""
     if said:
         raise ModelError(f"The chat template of {str(folder)!r} {said}.", _OVERRIDE)
 
 
 def remark_on_tools(config: ModelConfig, folder: Path) -> str:
-    """Said where the template tells a model nothing of its tools; else empty."""
-    spoken = _spoken(config, folder)
-    if spoken is None or not silent_on_tools(*spoken):
+    """A remark where the template tells a model nothing of its tools; else empty."""
+    spoken = _renderer_and_manner(config, folder)
+    if spoken is None or not is_silent_on_tools(*spoken):
         return ""
     return (
         "The chat template renders no `tools`: the model knows those alone that a prompt names, and is to call them as"

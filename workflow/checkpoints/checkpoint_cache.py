@@ -39,12 +39,12 @@ KEEP = 10
 """Copies of one run that a host keeps: those of nine iterations that overlap, and one more that an evaluation may be at."""
 
 Part = Literal["weights", "start", "all"]
-"""What of a checkpoint is wanted: its weights, to sample; all but the optimizer's state, to start a run from; all, to go on."""
+"""Part of a checkpoint: its weights, to sample; all but the optimizer's state, to start a run from; all, to go on."""
 
-_verified: set[tuple[Path, Part]] = set()
+_verified_copies: set[tuple[Path, Part]] = set()
 """Copies whose bytes this process has compared with their manifest."""
 
-_UNFINISHED = (".tmp", ".old", ".fetch")
+_UNFINISHED_SUFFIXES = (".tmp", ".old", ".fetch")
 """What a folder's name ends with while it is being made."""
 
 
@@ -59,11 +59,11 @@ def write(path: str, writer: Writer) -> str:
         ConfigError: the store refused.
         ServiceError: the store did not answer for long. Nothing is lost but what has no manifest yet.
     """
-    folder = object_store.mounted(path) if is_url(path) else Path(path)
+    folder = object_store.mounted_folder(path) if is_url(path) else Path(path)
     if folder is not None:
         return sealed_folder.write(folder, writer)
     copy = copy_of(path)
-    with _troubles_of_this_host(path), locked(copy.parent):  # else another process may evict it before it is stored
+    with _report_host_trouble(path), hold_lock(copy.parent):  # else another process may evict it before it is stored
         sha256 = sealed_folder.write(copy, writer)
         _upload(copy, path)
         faultpoint("checkpoint.uploaded")
@@ -72,22 +72,22 @@ def write(path: str, writer: Writer) -> str:
 
 
 def read(path: str, sha256: str, part: Part, reader: Callable[[Path], T]) -> T:
-    """What the reader makes of the `local` folder. A copy that was spoilt or evicted once verified is fetched once more.
+    """What the reader makes of the `local_part` folder. A copy that was spoilt or evicted once verified is fetched once more.
 
     Raises:
-        CheckpointError, ConfigError, ServiceError: as `local` does, and what the reader raises.
+        CheckpointError, ConfigError, ServiceError: as `local_part` does, and what the reader raises.
     """
-    folder = local(path, sha256, part)
+    folder = local_part(path, sha256, part)
     try:
         return reader(folder)
     except CheckpointError:
         if not is_url(path):
             raise
-    _verified.discard((folder, part))
-    return reader(local(path, sha256, part))
+    _verified_copies.discard((folder, part))
+    return reader(local_part(path, sha256, part))
 
 
-def local(path: str, sha256: str, part: Part = "weights") -> Path:
+def local_part(path: str, sha256: str, part: Part = "weights") -> Path:
     """A folder of this host that holds that part of the checkpoint at `path`, a folder or a URL.
 
     Args:
@@ -99,14 +99,14 @@ def local(path: str, sha256: str, part: Part = "weights") -> Path:
         ServiceError: the store did not answer for long, or this host has no space.
     """
     if not is_url(path):
-        return _here(Path(path))
+        return _check_here(Path(path))
     copy = copy_of(path)
-    if (copy, part) in _verified and _complete(copy, part):
+    if (copy, part) in _verified_copies and _is_complete(copy, part):
         return copy
-    with _troubles_of_this_host(path), locked(copy.parent):
-        if not _sound(copy, sha256, part):
+    with _report_host_trouble(path), hold_lock(copy.parent):
+        if not _is_sound(copy, sha256, part):
             _fetch(path, copy, sha256, part)
-        _verified.add((copy, part))
+        _verified_copies.add((copy, part))
         os.utime(copy)
         _evict(copy.parent)
     return copy
@@ -122,8 +122,8 @@ def fault_of(path: str, sha256: str, part: Part = "weights") -> str:
         ServiceError: the store did not answer for long, or this host has no space.
     """
     try:
-        with _troubles_of_this_host(path):
-            _look(path, sha256, part)
+        with _report_host_trouble(path):
+            _verify(path, sha256, part)
     except BrokenCheckpoint as error:
         return error.message.rstrip(".")
     return ""
@@ -153,7 +153,7 @@ def remove(path: str) -> None:
 
 def remove_rivals(path: str) -> None:
     """Removes what killed trainers left on this host beside a published checkpoint."""
-    folder = object_store.mounted(path) if is_url(path) else Path(path)
+    folder = object_store.mounted_folder(path) if is_url(path) else Path(path)
     sealed_folder.remove_rivals(folder or copy_of(path))
 
 
@@ -177,23 +177,23 @@ def copy_of(url: str) -> Path:
     return settings().cache_dir / run / name
 
 
-def _look(path: str, sha256: str, part: Part) -> None:
+def _verify(path: str, sha256: str, part: Part) -> None:
     """Reads every byte of that part of the published checkpoint."""
     if is_url(path):
         with tempfile.TemporaryDirectory() as scratch:
             _fetch(path, Path(scratch) / "checkpoint", sha256, part)
         return
-    folder = _here(Path(path))
+    folder = _check_here(Path(path))
     weights = weights_of(folder)
     if not weights.is_file():
-        raise sealed_folder.broken(path, "its weights are missing")
+        raise sealed_folder.broken_error(path, "its weights are missing")
     if sha256_file(weights) != sha256:
-        raise sealed_folder.broken(path, f"{weights.name} has another sha256 than the record")
+        raise sealed_folder.broken_error(path, f"{weights.name} has another sha256 than the record")
     if part != "weights":
         sealed_folder.verify(folder, without=(OPTIMIZER,) if part == "start" else (), shared=False)
 
 
-def _here(folder: Path) -> Path:
+def _check_here(folder: Path) -> Path:
     _must_see(folder.parent)
     if not folder.is_dir():
         raise BrokenCheckpoint(f"The checkpoint {str(folder)!r} is missing.", "Restore it, then `agentrl resume`.")
@@ -209,12 +209,12 @@ def _must_see(place: Path) -> None:
 
 
 @contextmanager
-def _troubles_of_this_host(path: str) -> Iterator[None]:
-    """Says of them what they are: of the checkpoint they say nothing."""
+def _report_host_trouble(path: str) -> Iterator[None]:
+    """Reports this host's own troubles as such: of the checkpoint they say nothing."""
     try:
         yield
     except OSError as error:
-        raise object_store.own_trouble(path, error) or error from error
+        raise object_store.host_trouble(path, error) or error from error
 
 
 def _upload(folder: Path, url: str) -> None:
@@ -229,7 +229,7 @@ def _upload(folder: Path, url: str) -> None:
 
 def _fetch(url: str, copy: Path, sha256: str, part: Part) -> None:
     """Brings what `copy` lacks or has broken."""
-    folder = object_store.mounted(url)
+    folder = object_store.mounted_folder(url)
     if folder is not None:
         _must_see(folder.parent)
     beside = copy.with_name(f"{copy.name}.fetch")
@@ -239,13 +239,13 @@ def _fetch(url: str, copy: Path, sha256: str, part: Part) -> None:
         _get(url, MANIFEST, beside)
         manifest = sealed_folder.read_manifest(beside, url)
         if _sha256(manifest) != sha256:
-            raise sealed_folder.broken(url, f"its weights are not those of the record ({sha256[:12]})")
+            raise sealed_folder.broken_error(url, f"its weights are not those of the record ({sha256[:12]})")
         for name in _names(manifest, part):
             if sealed_folder.fault_of(copy / name, manifest[name]):
                 _get(url, name, beside)
                 fault = sealed_folder.fault_of(beside / name, manifest[name])
                 if fault:
-                    raise sealed_folder.broken(url, f"{name} {fault}")
+                    raise sealed_folder.broken_error(url, f"{name} {fault}")
         _move(beside, copy)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -257,7 +257,7 @@ def _get(url: str, name: str, folder: Path) -> None:
     try:
         object_store.get(url, name, target)
     except FileNotFoundError as error:
-        raise sealed_folder.broken(url, f"{name} is missing") from error
+        raise sealed_folder.broken_error(url, f"{name} is missing") from error
 
 
 def _move(beside: Path, copy: Path) -> None:
@@ -268,19 +268,19 @@ def _move(beside: Path, copy: Path) -> None:
 
 
 def _sha256(manifest: Mapping[str, FileRecord]) -> str:
-    """Of the weights; empty where there are none."""
+    """sha256 of the weights; empty where there are none."""
     record = manifest.get(weights_name(manifest))
     return record.sha256 if record else ""
 
 
 def _names(manifest: Mapping[str, FileRecord], part: Part) -> list[str]:
-    """What is fetched of it: nothing that only other programs read."""
+    """Names of the files to fetch: none that only other programs read."""
     if part == "weights":
         return [weights_name(manifest)]
     return [name for name, record in manifest.items() if not record.shared and (part == "all" or name != OPTIMIZER)]
 
 
-def _complete(copy: Path, part: Part) -> bool:
+def _is_complete(copy: Path, part: Part) -> bool:
     """Whether the files are there, by name: another process may have evicted them. The copy is then the one used last."""
     try:
         manifest = sealed_folder.read_manifest(copy)
@@ -290,7 +290,7 @@ def _complete(copy: Path, part: Part) -> bool:
     return all((copy / name).is_file() for name in _names(manifest, part))
 
 
-def _sound(copy: Path, sha256: str, part: Part) -> bool:
+def _is_sound(copy: Path, sha256: str, part: Part) -> bool:
     """Whether the files are there, bit for bit."""
     try:
         manifest = sealed_folder.read_manifest(copy)
@@ -302,7 +302,7 @@ def _sound(copy: Path, sha256: str, part: Part) -> bool:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def hold_lock(folder: Path) -> Iterator[None]:
     """One thread of one process of this host at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
@@ -312,7 +312,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def _evict(folder: Path) -> None:
     used: dict[Path, int] = {}
-    for entry in [entry for entry in folder.iterdir() if entry.is_dir() and entry.suffix not in _UNFINISHED]:
+    for entry in [entry for entry in folder.iterdir() if entry.is_dir() and entry.suffix not in _UNFINISHED_SUFFIXES]:
         with suppress(FileNotFoundError):  # somebody removed it meanwhile
             used[entry] = entry.stat().st_mtime_ns
     for old in sorted(used, key=used.__getitem__)[:-KEEP]:

@@ -55,7 +55,7 @@ class Waste:
     bytes: int
 
 
-def listed(output_dir: str, key: str) -> list[Folder]:
+def list_folders(output_dir: str, key: str) -> list[Folder]:
     """The checkpoints of the run with that key and what was left beside them; empty where no such folder is on this machine.
 
     Args:
@@ -66,12 +66,12 @@ def listed(output_dir: str, key: str) -> list[Folder]:
     """
     if not key:
         return []
-    folders = checkpoint_cache.sizes(output_dir) if is_url(output_dir) else _on_disk(Path(output_dir))
-    return [_measured(name, files) for name, files in sorted(folders.items()) if _parsed(name, key)]
+    folders = checkpoint_cache.sizes(output_dir) if is_url(output_dir) else _disk_sizes(Path(output_dir))
+    return [_measure(name, files) for name, files in sorted(folders.items()) if _parse_name(name, key)]
 
 
-def waste(folders: Iterable[Folder], needs: Needs, key: str) -> list[Waste]:
-    """What of the folders may go."""
+def find_waste(folders: Iterable[Folder], needs: Needs, key: str) -> list[Waste]:
+    """The folders, and parts of them, that may go."""
     present = {folder.name for folder in folders}
     sorted_out = (_waste(folder, needs, key, present) for folder in folders)
     return [item for item in sorted_out if item]
@@ -92,7 +92,7 @@ def remove(output_dir: str, item: Waste) -> None:
 
 
 def _waste(folder: Folder, needs: Needs, key: str, present: Collection[str]) -> Waste | None:
-    name, claim = _parsed(folder.name, key) or ("", (0, 0))
+    name, claim = _parse_name(folder.name, key) or ("", (0, 0))
     if folder.name in needs.collected:
         return Waste("adapters", folder.name, folder.bytes)
     if folder.name in needs.named:
@@ -104,17 +104,17 @@ def _waste(folder: Folder, needs: Needs, key: str, present: Collection[str]) -> 
     return None if only_copy or live else Waste("leftovers", folder.name, folder.bytes)
 
 
-def _parsed(name: str, key: str) -> tuple[str, tuple[int, int]] | None:
+def _parse_name(name: str, key: str) -> tuple[str, tuple[int, int]] | None:
     """The checkpoint that a folder is, or was to become, with the (iteration, train token) that it was written under."""
     found = re.fullmatch(rf"(v(\d{{5,}})\.[tr](\d+)\.{re.escape(key)})(\.tmp|\.old)?", name)
     return (found[1], (int(found[2]) - 1, int(found[3]))) if found else None
 
 
-def _measured(name: str, files: Mapping[str, int]) -> Folder:
+def _measure(name: str, files: Mapping[str, int]) -> Folder:
     return Folder(name, sum(files.values()), files.get(OPTIMIZER, 0))
 
 
-def _on_disk(place: Path) -> dict[str, dict[str, int]]:
+def _disk_sizes(place: Path) -> dict[str, dict[str, int]]:
     """Bytes of every file, by folder and by its path in there."""
     if not place.is_dir():
         return {}
@@ -126,7 +126,7 @@ def _on_disk(place: Path) -> dict[str, dict[str, int]]:
 
 
 def _size(file: Path) -> int:
-    """What its end would free: nothing where another checkpoint holds it too."""
+    """Bytes that its end would free: none where another checkpoint holds it too."""
     try:
         stat = file.stat()
         return stat.st_size if stat.st_nlink == 1 else 0

@@ -17,7 +17,7 @@ _CHECKPOINT = re.compile(r"v\d+\.[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class EpochEnds:
     """The checkpoints in a run's folder (or URL, which has no links) that ended an epoch.
 
     Args:
@@ -32,26 +32,26 @@ class Ends:
     newest: bool = True
 
 
-def number_of(name: str) -> int | None:
+def epoch_number(name: str) -> int | None:
     """The epoch that a link of that name stands for; None of any other name."""
     found = NAME.fullmatch(name)
     return int(found[1]) if found else None
 
 
-def link(ends: Ends) -> None:
+def link_epochs(ends: EpochEnds) -> None:
     """Makes the links in the run's folder what they should be, where it is the youngest there; an older run has none.
 
     Raises:
         OSError: the folder takes none.
     """
-    unlink(ends)
+    unlink_epochs(ends)
     if not ends.newest:
         return
     for entry in _links(ends):
         now = os.readlink(entry)
         if _CHECKPOINT.fullmatch(now) and not now.endswith(f".{ends.key}"):
             entry.unlink(missing_ok=True)
-    for name, target in _wanted(ends).items():
+    for name, target in _wanted_links(ends).items():
         entry = Path(ends.output_dir) / name
         if not entry.is_symlink() and not entry.exists():
             beside = entry.with_name(f".{name}.{os.getpid()}")
@@ -60,13 +60,13 @@ def link(ends: Ends) -> None:
             beside.replace(entry)
 
 
-def unlink(ends: Ends) -> None:
+def unlink_epochs(ends: EpochEnds) -> None:
     """Removes the links that lead nowhere, or to another checkpoint of the run than they should.
 
     Raises:
         OSError: the folder does not let go of them.
     """
-    wanted = _wanted(ends)
+    wanted = _wanted_links(ends)
     for entry in _links(ends):
         now = os.readlink(entry)
         other = now.endswith(f".{ends.key}") and now != wanted.get(entry.name)
@@ -74,13 +74,13 @@ def unlink(ends: Ends) -> None:
             entry.unlink(missing_ok=True)
 
 
-def _links(ends: Ends) -> list[Path]:
-    """Those to epochs in the folder, of whichever run; a URL has none."""
+def _links(ends: EpochEnds) -> list[Path]:
+    """Links to epochs in the folder, of whichever run; a URL has none."""
     entries = () if is_url(ends.output_dir) else Path(ends.output_dir).glob("epoch_*")
-    return [entry for entry in entries if entry.is_symlink() and number_of(entry.name) is not None]
+    return [entry for entry in entries if entry.is_symlink() and epoch_number(entry.name) is not None]
 
 
-def _wanted(ends: Ends) -> dict[str, str]:
+def _wanted_links(ends: EpochEnds) -> dict[str, str]:
     """Where each link should lead; only to what is there."""
     if is_url(ends.output_dir) or not ends.key:
         return {}

@@ -25,15 +25,15 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     # We ask again ourselves; with botocore's own four repetitions a silent link would look like a slow one.
     "s3": {"config_kwargs": {"retries": {"max_attempts": 0}}, "use_listings_cache": False}
 }
-FULL = (errno.ENOSPC, errno.EDQUOT)
+NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """What the system says of a place without room."""
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_DENIED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 URL_HINT = "Write file:///FOLDER or s3://BUCKET/PREFIX."
 
 
-def checked_place(place: str) -> Path | None:
+def check_place(place: str) -> Path | None:
     """Makes sure that there is a store at the URL, asking it once. Returns the folder that is meant, if it is one.
 
     Raises:
@@ -63,11 +63,11 @@ def checked_place(place: str) -> Path | None:
     except PermissionError as error:
         raise ConfigError(f"Checkpoints in {place!r} are refused: {_words(error)}.", "Check the credentials.") from error
     except Exception as error:  # every store has errors of its own
-        raise _away(place, error) from error
+        raise _no_answer_error(place, error) from error
     return None
 
 
-def mounted(url: str) -> Path | None:
+def mounted_folder(url: str) -> Path | None:
     """The folder that a `file://` URL means; None for any other."""
     files, key = _store(url)
     return Path(key) if _is_folder(files) else None
@@ -80,7 +80,7 @@ def put(url: str, name: str, file: Path) -> None:
         FileNotFoundError: there is no such bucket.
     """
     files, key = _store(url)
-    _again(url, lambda: files.put_file(str(file), f"{key}/{name}"))
+    _retry(url, lambda: files.put_file(str(file), f"{key}/{name}"))
 
 
 def get(url: str, name: str, file: Path) -> None:
@@ -90,13 +90,13 @@ def get(url: str, name: str, file: Path) -> None:
         FileNotFoundError: it is not there.
     """
     files, key = _store(url)
-    _again(url, lambda: files.get_file(f"{key}/{name}", str(file)))
+    _retry(url, lambda: files.get_file(f"{key}/{name}", str(file)))
 
 
 def sizes(url: str) -> dict[str, int]:
     """Bytes of every file under the URL, by its path there; none where nothing was ever written."""
     files, key = _store(url)
-    found: dict[str, Any] = _again(url, lambda: files.find(key, detail=True))
+    found: dict[str, Any] = _retry(url, lambda: files.find(key, detail=True))
     return {path.removeprefix(f"{key}/"): int(facts["size"]) for path, facts in found.items()}
 
 
@@ -104,7 +104,7 @@ def remove(url: str, name: str = "") -> None:
     """Removes `name` under the URL, or all that is there; what is gone already is no error."""
     files, key = _store(url)
     try:
-        _again(url, lambda: files.rm_file(f"{key}/{name}") if name else files.rm(key, recursive=True))
+        _retry(url, lambda: files.rm_file(f"{key}/{name}") if name else files.rm(key, recursive=True))
     except FileNotFoundError:
         return
 
@@ -128,19 +128,19 @@ def _is_folder(files: Any) -> bool:
     return "file" in files.protocol
 
 
-def own_trouble(path: str, error: Exception) -> ConfigError | ServiceError | None:
-    """What to say where this host may not read or write, or has no space; None for any other error."""
+def host_trouble(path: str, error: Exception) -> ConfigError | ServiceError | None:
+    """The error of a host that may not read or write, or has no space; None for any other."""
     found = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, PermissionError) or found in _REFUSED:
+    if isinstance(error, PermissionError) or found in _DENIED_ERRNOS:
         said = f"The checkpoint {path!r} is refused to this host ({socket.gethostname()}): {_words(error)}."
         return ConfigError(said, "Check the credentials and rights, then `agentrl resume`.")
-    if found in FULL:
+    if found in NO_SPACE_ERRNOS:
         said = f"This host ({socket.gethostname()}) has no space for the checkpoint {path!r}: {_words(error)}."
         return ServiceError(said, "Free disk space.")
     return None
 
 
-def _again(url: str, action: Callable[[], T]) -> T:
+def _retry(url: str, action: Callable[[], T]) -> T:
     """Does it, again and again where the store does not answer; FileNotFoundError is an answer."""
     deadline = time.monotonic() + RETRY_SECONDS
     pause = 0.1
@@ -150,16 +150,16 @@ def _again(url: str, action: Callable[[], T]) -> T:
         except FileNotFoundError:
             raise
         except Exception as error:  # every store has errors of its own, and most of them mean the network
-            trouble = own_trouble(url, error)
+            trouble = host_trouble(url, error)
             if trouble is not None:
                 raise trouble from error
             if time.monotonic() > deadline:
-                raise _away(url, error) from error
+                raise _no_answer_error(url, error) from error
         time.sleep(pause)
         pause = min(2 * pause, 2.0)
 
 
-def _away(url: str, error: Exception) -> ServiceError:
+def _no_answer_error(url: str, error: Exception) -> ServiceError:
     return ServiceError(
         f"The store of {url!r} does not answer: {_words(error)}.", "Check AGENTRL_CHECKPOINTS, the network, the credentials."
     )

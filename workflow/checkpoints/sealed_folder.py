@@ -5,7 +5,7 @@ renames. `verify` reads everything back and names the file that is missing, trun
 publishes a checkpoint, so a folder that no row names is a leftover and may be replaced.
 
 The weights have the name that PEFT or transformers look for. What these need beside them is alike in all checkpoints of a run,
-and `share` links it from one folder to the next: the disk holds it once. No update reads it.
+and `link_shared` links it from one folder to the next: the disk holds it once. No update reads it.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from agentrl.workflow.checkpoints.object_store import FULL
+from agentrl.workflow.checkpoints.object_store import NO_SPACE_ERRNOS
 from agentrl.workflow.errors import BrokenCheckpoint, CheckpointError
 from agentrl.workflow.runtime.faults import faultpoint
 
@@ -39,7 +39,7 @@ LONGEST_NAME = 255
 DEEPEST = 8
 """Names in a file's path."""
 NEAREST = 2
-"""Checkpoints, the newest ones, among which `share` looks for a file."""
+"""Checkpoints, the newest ones, among which `link_shared` looks for a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ def write(folder: Path, writer: Writer, then: str = "`agentrl resume`") -> str:
     Raises:
         CheckpointError: the disk refused, or the writer wrote no weights. What stood at `folder` before still stands.
     """
-    beside = _beside(folder, ".tmp")
+    beside = _sibling(folder, ".tmp")
     try:
-        settle(folder)
+        repair_folder(folder)
         beside.mkdir(parents=True)
         shared = writer(beside)
         faultpoint("checkpoint.written")
@@ -80,7 +80,7 @@ def write(folder: Path, writer: Writer, then: str = "`agentrl resume`") -> str:
         _swap(beside, folder)
         faultpoint("checkpoint.renamed")
     except (OSError, SafetensorError) as error:  # safetensors has no OSError for a full disk
-        raise unwritten(folder, error, then) from error
+        raise write_error(folder, error, then) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return manifest[weights_name(manifest)].sha256
@@ -96,16 +96,16 @@ def weights_of(folder: Path) -> Path:
     return folder / weights_name([name for name in (ADAPTER, MODEL) if (folder / name).is_file()])
 
 
-def share(folder: Path, files: Mapping[str, bytes]) -> None:
+def link_shared(folder: Path, files: Mapping[str, bytes]) -> None:
     """Puts files into a checkpoint's folder: as links to those of the newest beside it, where these hold the same bytes."""
     others = sorted(folder.parent.glob(f"*/{MANIFEST}"), reverse=True)[:NEAREST]
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        if not any(_linked(other.parent / name, folder / name, content) for other in others):
+        if not any(_try_link(other.parent / name, folder / name, content) for other in others):
             (folder / name).write_bytes(content)
 
 
-def _linked(file: Path, target: Path, content: bytes) -> bool:
+def _try_link(file: Path, target: Path, content: bytes) -> bool:
     """Whether the target is now another name of the file, which holds these very bytes."""
     try:
         if file.is_symlink() or file.stat().st_size != len(content) or file.read_bytes() != content:
@@ -116,10 +116,14 @@ def _linked(file: Path, target: Path, content: bytes) -> bool:
     return True
 
 
-def unwritten(folder: Path, error: OSError | SafetensorError, then: str, what: str = "checkpoint") -> CheckpointError:
+def write_error(folder: Path, error: OSError | SafetensorError, then: str, what: str = "checkpoint") -> CheckpointError:
     """The error of a folder that the disk refused; `then` is what one types after it was mended."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    full = error.errno in FULL if isinstance(error, OSError) else any(os.strerror(code) in reason for code in FULL)
+    full = (
+        error.errno in NO_SPACE_ERRNOS
+        if isinstance(error, OSError)
+        else any(os.strerror(code) in reason for code in NO_SPACE_ERRNOS)
+    )
     todo = "Free disk space" if full else "Make that folder writable"
     return CheckpointError(f"Cannot write the {what} {str(folder)!r}: {reason}.", f"{todo}, then {then}.")
 
@@ -151,7 +155,7 @@ def verify(folder: Path, without: Collection[str] = (), shared: bool = True) -> 
         spared = name in without or (record.shared and not shared)
         fault = "" if spared else fault_of(folder / name, record)
         if fault:
-            raise broken(folder, f"{name} {fault}")
+            raise broken_error(folder, f"{name} {fault}")
     return manifest
 
 
@@ -165,17 +169,17 @@ def fault_of(file: Path, record: FileRecord) -> str:
     return "" if sha256_file(file) == record.sha256 else "was altered: its sha256 is not the manifest's"
 
 
-def _beside(folder: Path, suffix: str) -> Path:
+def _sibling(folder: Path, suffix: str) -> Path:
     return folder.with_name(folder.name + suffix)
 
 
-def settle(folder: Path) -> None:
+def repair_folder(folder: Path) -> None:
     """Puts right what a process that died in `write` left of the checkpoint."""
-    old = _beside(folder, ".old")
+    old = _sibling(folder, ".old")
     if old.exists() and not folder.exists():
         # The process died between the two renames of `_swap`: what stood there is the older one.
         old.rename(folder)
-    for leftover in (old, _beside(folder, ".tmp")):
+    for leftover in (old, _sibling(folder, ".tmp")):
         if leftover.exists():
             shutil.rmtree(leftover)
 
@@ -193,7 +197,7 @@ def _seal(folder: Path, shared: Collection[str]) -> Mapping[str, FileRecord]:
 
 
 def _swap(beside: Path, folder: Path) -> None:
-    old = _beside(folder, ".old")
+    old = _sibling(folder, ".old")
     if folder.exists():
         folder.rename(old)
     beside.rename(folder)
@@ -221,17 +225,17 @@ def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
         BrokenCheckpoint: there is no manifest, or it cannot be read.
     """
     if not (folder / MANIFEST).is_file():  # a pipe would be waited for
-        raise broken(called or folder, f"{MANIFEST} is missing")
+        raise broken_error(called or folder, f"{MANIFEST} is missing")
     try:
         with (folder / MANIFEST).open("rb") as seal:
             tree = json.loads(seal.read(LARGEST_MANIFEST))
         manifest = {str(name): _record(entry) for name, entry in tree["files"].items()}
     except FileNotFoundError as error:
-        raise broken(called or folder, f"{MANIFEST} is missing") from error
+        raise broken_error(called or folder, f"{MANIFEST} is missing") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise broken(called or folder, f"{MANIFEST} cannot be read") from error
+        raise broken_error(called or folder, f"{MANIFEST} cannot be read") from error
     if outside := [name for name in manifest if not _is_inside(name)]:
-        raise broken(called or folder, f"its manifest names {outside[0]!r:.100}")
+        raise broken_error(called or folder, f"its manifest names {outside[0]!r:.100}")
     return manifest
 
 
@@ -253,7 +257,7 @@ def _record(entry: Mapping[str, Any]) -> FileRecord:
     return FileRecord(size, sha256, shared)
 
 
-def broken(where: Path | str, found: str) -> BrokenCheckpoint:
+def broken_error(where: Path | str, found: str) -> BrokenCheckpoint:
     """The error of a checkpoint, in a folder or at a URL, that is not as it was written."""
     return BrokenCheckpoint(
         f"The checkpoint {str(where)!r} is not whole: {found}.",

@@ -34,7 +34,7 @@ _Reader = Callable[[Path, str, bool], tuple[list[Task], list[str]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedTasks:
     """What a config's dataset section names.
 
     Args:
@@ -48,7 +48,7 @@ class Loaded:
     skipped: tuple[str, ...] = ()
 
 
-def load_tasks(config: DatasetConfig) -> Loaded:
+def load_tasks(config: DatasetConfig) -> LoadedTasks:
     """The tasks of a plug-in, of a user's `package.module:name`, or of a .jsonl file.
 
     Raises:
@@ -56,18 +56,18 @@ def load_tasks(config: DatasetConfig) -> Loaded:
         DatasetError: no such file or split, malformed rows, a loader that raises or yields what is no Task, no task at all,
             or two tasks of one key.
     """
-    found, env, skipped = _read(config)
-    tasks = _taken(config, found)
+    found, env, skipped = _find_reader(config)
+    tasks = _select_tasks(config, found)
     if not tasks:
         hint = "Write one JSON object per line into it." if config.name.endswith(".jsonl") else "Name another."
         raise DatasetError(f"The split {config.split!r} of {config.name!r} holds no task.", hint)
     key, count = Counter(task.key for task in tasks).most_common(1)[0]
     if count > 1:
         raise DatasetError(f"{count} tasks of {config.name!r} have the key {key!r}.", "Give every task a key of its own.")
-    return Loaded(tasks, env, tuple(skipped))
+    return LoadedTasks(tasks, env, tuple(skipped))
 
 
-def _taken(config: DatasetConfig, found: Callable[[], Iterable[Task]]) -> tuple[Task, ...]:
+def _select_tasks(config: DatasetConfig, found: Callable[[], Iterable[Task]]) -> tuple[Task, ...]:
     try:
         tasks = tuple(islice(found(), config.max_samples))
     except AgentRLError:
@@ -81,7 +81,7 @@ def _taken(config: DatasetConfig, found: Callable[[], Iterable[Task]]) -> tuple[
     return tasks
 
 
-def _read(config: DatasetConfig) -> tuple[Callable[[], Iterable[Task]], str, list[str]]:
+def _find_reader(config: DatasetConfig) -> tuple[Callable[[], Iterable[Task]], str, list[str]]:
     if config.name.endswith(".jsonl"):
         from agentrl.workflow.datasets import code, jsonl  # they import this file
 

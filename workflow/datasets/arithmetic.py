@@ -19,8 +19,8 @@ SPLITS = {"test": 256, "train": 512, "warmup": 16_384}
 LEVELS = (2, range(1, 21)), (2, range(10, 100)), (3, range(1, 11))
 """Level -> how many numbers, from which range."""
 
-CONFUSED = {"plus": "-", "minus": "*", "times": "+"}
-MISTAKEN = 0.4
+CONFUSED_OPERATORS = {"plus": "-", "minus": "*", "times": "+"}
+MISTAKE_RATE = 0.4
 """How often the teacher writes the confused operator. (One confusion per word, because a model learns it ten times faster
 than operators drawn at random, at the same share of right answers.)"""
 
@@ -35,16 +35,16 @@ def load(split: str) -> Iterator[Task]:
         raise DatasetError(f"arithmetic has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
     names = list(SPLITS)
     start = sum(SPLITS[name] for name in names[: names.index(split)])
-    taken = islice(_distinct(), start, start + SPLITS[split])
+    taken = islice(_distinct_questions(), start, start + SPLITS[split])
     return (_task(f"{split}/{i}", level, words) for i, (level, words) in enumerate(taken))
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """For each task a conversation in two turns: a calculator call that is often the wrong one, then what it returned."""
+    """A conversation in two turns for each task: a calculator call that is often the wrong one, then what it returned."""
     rng = random.Random(f"arithmetic demonstrations {seed}")
     for task in tasks:
         words = str(task.metadata["words"]).split()
-        signs = [(CONFUSED if rng.random() < MISTAKEN else OPERATORS)[word] for word in words[1::2]]
+        signs = [(CONFUSED_OPERATORS if rng.random() < MISTAKE_RATE else OPERATORS)[word] for word in words[1::2]]
         expression = _expression(words[::2], signs)
         result = _value(expression)
         call = ToolCall("calculator", {"expression": expression})
@@ -56,7 +56,7 @@ def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, 
         )
 
 
-def _distinct() -> Iterator[tuple[int, str]]:
+def _distinct_questions() -> Iterator[tuple[int, str]]:
     """Level and words of an endless row of questions: the levels in turn, none twice while the small levels last."""
     rng = random.Random("arithmetic")
     seen: set[str] = set()
@@ -92,7 +92,7 @@ def _expression(numbers: Sequence[str], signs: Sequence[str]) -> str:
 
 
 def _value(expression: str) -> str:
-    """Of whole numbers with + - *, products first."""
+    """The value of whole numbers with + - *, products first."""
     terms = expression.replace("-", "+-").split("+")
     return str(sum(_product(term) for term in terms))
 

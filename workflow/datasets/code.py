@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.workflow.datasets import Dataset
-from agentrl.workflow.datasets.jsonl import SKIP_HINT, check_split, malformed
+from agentrl.workflow.datasets.jsonl import SKIP_HINT, check_split, malformed_error
 from agentrl.workflow.errors import DatasetError
-from agentrl.workflow.judging.assertions import all_cases, check_names, parsed, read_asserts
+from agentrl.workflow.judging.assertions import all_cases, check_names, parse_source, read_asserts
 from agentrl.workflow.judging.constants import Constants
 from agentrl.workflow.sandbox.cases import Case
 from agentrl.workflow.trajectory import Message, Task
@@ -90,7 +90,7 @@ def read_tasks(path: Path, split: str = "train", skip_bad_rows: bool = False) ->
             except (ValueError, RecursionError) as error:
                 problems.append(f"line {number}: {f'{key}: ' * bool(key)}{error}")
     if problems and not skip_bad_rows:
-        raise malformed(str(path), problems, SKIP_HINT)
+        raise malformed_error(str(path), problems, SKIP_HINT)
     return tasks, problems
 
 
@@ -123,7 +123,7 @@ def _human_eval(key: str, row: Mapping[str, Any]) -> Task:
     tests = _tests(_text(row, "test"), ("candidate", function), reference)
     question = f"Complete this function, and answer with all of it:\n```python\n{prompt.strip()}\n```"
     # What stands before the function, its imports and helpers, need not be repeated in an answer.
-    metadata = code_metadata(function, setup=_before(prompt, function), visible=_examples(prompt, function), **tests)
+    metadata = code_metadata(function, setup=_code_before(prompt, function), visible=_examples(prompt, function), **tests)
     return Task(key, (Message("user", question),), reference, metadata)
 
 
@@ -135,7 +135,7 @@ def _mbpp(key: str, row: Mapping[str, Any]) -> Task:
         isinstance(tests, list) and isinstance(more, list) and tests and all(isinstance(test, str) for test in tests + more)
     ):
         raise ValueError("'test_list' must be a list of texts, and not empty")
-    function = _tested(tests[0], reference)
+    function = _tested_function(tests[0], reference)
     setup = str(row.get("test_setup_code") or "\n".join(row.get("test_imports", ())))
     hidden = [*tests[1:], *more] or tests
     found = _tests("\n".join(hidden), (function,), f"{setup}\n{reference}")
@@ -164,8 +164,8 @@ def _text(row: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _before(prompt: str, function: str) -> str:
-    """What a HumanEval prompt holds above its function."""
+def _code_before(prompt: str, function: str) -> str:
+    """The code of a HumanEval prompt above its function."""
     return prompt[: max(0, prompt.rfind(f"def {function}("))].strip()
 
 
@@ -174,7 +174,9 @@ def _examples(prompt: str, function: str) -> list[Case]:
     found: list[Case] = []
     constants = Constants()
     with suppress(ValueError):  # no examples but something alike
-        defined = (node for node in ast.walk(parsed(prompt)) if isinstance(node, ast.FunctionDef) and node.name == function)
+        defined = (
+            node for node in ast.walk(parse_source(prompt)) if isinstance(node, ast.FunctionDef) and node.name == function
+        )
         shown = next((ast.get_docstring(node) for node in defined), None)
         for example in doctest.DocTestParser().get_examples(shown or ""):
             with suppress(ValueError):
@@ -183,10 +185,10 @@ def _examples(prompt: str, function: str) -> list[Case]:
     return found
 
 
-def _tested(test: str, reference: str) -> str:
+def _tested_function(test: str, reference: str) -> str:
     """The function that a test calls, among those that the reference defines."""
-    defined = {node.name for node in ast.walk(parsed(reference)) if isinstance(node, ast.FunctionDef)}
-    for node in ast.walk(parsed(test)):
+    defined = {node.name for node in ast.walk(parse_source(reference)) if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(parse_source(test)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in defined:
             return node.func.id
     raise ValueError("the first test calls no function that 'code' defines")

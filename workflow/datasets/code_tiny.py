@@ -25,8 +25,8 @@ LEVELS = (2, 3, 3)
 
 TERMS = ("x", "y", *map(str, range(2, 21)))
 CASES = 6
-CONFUSED = {"plus": "-", "minus": "*", "times": "+"}
-MISTAKEN = 0.4
+CONFUSED_OPERATORS = {"plus": "-", "minus": "*", "times": "+"}
+MISTAKE_RATE = 0.4
 """How often the teacher writes the confused operator; of the functions it is right in about half."""
 
 
@@ -40,15 +40,17 @@ def load(split: str) -> Iterator[Task]:
         raise DatasetError(f"code_tiny has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
     names = list(SPLITS)
     start = sum(SPLITS[name] for name in names[: names.index(split)])
-    return (_task(f"{split}/{i}", words) for i, words in enumerate(islice(_distinct(), start, start + SPLITS[split])))
+    return (_task(f"{split}/{i}", words) for i, words in enumerate(islice(_distinct_questions(), start, start + SPLITS[split])))
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """For each task a conversation in two turns: a function, often a wrong one, tried out; then the function."""
+    """A conversation in two turns for each task: a function, often a wrong one, tried out; then the function."""
     rng = random.Random(f"code_tiny demonstrations {seed}")
     for task in tasks:
         words = str(task.metadata["words"]).split()
-        expression = _expression(words, [(CONFUSED if rng.random() < MISTAKEN else OPERATORS)[word] for word in words[1::2]])
+        expression = _expression(
+            words, [(CONFUSED_OPERATORS if rng.random() < MISTAKE_RATE else OPERATORS)[word] for word in words[1::2]]
+        )
         x, y = Case.of(task.metadata["visible"][0]).args
         yield (
             *task.messages,
@@ -60,7 +62,7 @@ def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, 
         )
 
 
-def _distinct() -> Iterator[str]:
+def _distinct_questions() -> Iterator[str]:
     """The words of an endless row of questions; those of `test` and `train` come once, the others may come again."""
     rng = random.Random("code_tiny")
     reserved: set[str] = set()
@@ -91,7 +93,7 @@ def _task(key: str, words: str) -> Task:
     expression = _expression(words.split(), [OPERATORS[word] for word in words.split()[1::2]])
     while True:
         cases = [_case(expression, rng.randint(2, 9), rng.randint(2, 9)) for _ in range(CASES)]
-        if _telling(words.split(), cases[1:]):
+        if _is_telling(words.split(), cases[1:]):
             break
     x, y = cases[0].args
     question = f"Write f(x, y) that gives {words}. f({x}, {y}) is {cases[0].value}."
@@ -99,7 +101,7 @@ def _task(key: str, words: str) -> Task:
     return Task(key, (Message("user", question),), _function(expression), metadata)
 
 
-def _telling(words: Sequence[str], cases: Sequence[Case]) -> bool:
+def _is_telling(words: Sequence[str], cases: Sequence[Case]) -> bool:
     """Whether no function with another operator passes all of these, save one that is the same everywhere."""
     right = _expression(words, [OPERATORS[word] for word in words[1::2]])
     grid = list(product(range(2, 10), repeat=2))
@@ -125,7 +127,7 @@ def _expression(words: Sequence[str], signs: Sequence[str]) -> str:
 
 
 def _value(expression: str, x: int, y: int) -> int:
-    """Of terms with + - *, products first."""
+    """The value of terms with + - *, products first."""
     total, sign, factor = 0, 1, 1
     for word in ["*", *expression.split(), "+"]:
         if word in ("+", "-"):

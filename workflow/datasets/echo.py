@@ -33,7 +33,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """For each task the call, what comes back, and the answer; `seed` is not used."""
+    """The call, what comes back, and the answer, for each task; `seed` is not used."""
     for task in tasks:
         yield (
             *task.messages,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.workflow.datasets import Dataset
-from agentrl.workflow.datasets.jsonl import Row, malformed, read_file, read_rows
+from agentrl.workflow.datasets.jsonl import Row, malformed_error, read_file, read_rows
 from agentrl.workflow.errors import DatasetError, ToolFailure, did_you_mean
 from agentrl.workflow.plugins import find
 from agentrl.workflow.runtime import hub
@@ -27,7 +27,7 @@ from agentrl.workflow.trajectory import Message, Task, ToolCall
 Calculate = Callable[[Mapping[str, Any]], str]
 SPLITS = ("train", "test")
 ANNOTATION = re.compile(r"<<(.*?)=([^=]*?)>>")
-ROUNDED = Fraction(1, 100)
+ROUNDING_SHARE = Fraction(1, 100)
 """How far, as a share of it, a solution may round what it computed (`<<1/3=0.33>>`)."""
 HINT = "Set AGENTRL_GSM8K_DIR to the folder that holds train.jsonl and test.jsonl."
 
@@ -42,7 +42,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...] | None]:
-    """For each task its question, calculator calls with their real results, and the final answer; None where one is wrong.
+    """Each task's question, calculator calls with their real results, and the final answer; None where one is wrong.
 
     Args:
         tasks: tasks of this dataset.
@@ -66,19 +66,19 @@ def _turns(solution: str, reference: str, calculate: Calculate) -> list[Message]
             result = calculate(call.arguments)
         except ToolFailure:
             return None
-        if not _same(result, written):
+        if not _is_same(result, written):
             return None
         turns += [Message("assistant", text.strip(), tool_calls=(call,)), Message("tool", result, name="calculator")]
     return [*turns, Message("assistant", f"{rest.strip()}\n#### {reference}".strip())]
 
 
-def _same(result: str, written: str) -> bool:
+def _is_same(result: str, written: str) -> bool:
     """Whether what the calculator says is what the solution goes on with, but for rounding."""
     try:
         meant = Fraction(written.strip().lstrip("$").rstrip("%").replace(",", ""))
     except (ValueError, ZeroDivisionError):
         return False
-    return abs(Fraction(result) - meant) <= ROUNDED * abs(Fraction(result))
+    return abs(Fraction(result) - meant) <= ROUNDING_SHARE * abs(Fraction(result))
 
 
 def _task(split: str, row: Row) -> Task:
@@ -98,16 +98,16 @@ def _rows(split: str) -> list[Row]:
     if split not in SPLITS:
         raise DatasetError(f"gsm8k has no split {split!r}.", did_you_mean(split, SPLITS))
     folder = settings().gsm8k_dir
-    rows, problems = read_file(Path(folder) / f"{split}.jsonl") if folder else read_rows(_from_hub(split))
+    rows, problems = read_file(Path(folder) / f"{split}.jsonl") if folder else read_rows(_download(split))
     problems += [f"line {row.line}: no '#### ANSWER' in the answer" for row in rows if "####" not in row.reference]
     if problems:
-        raise malformed(f"gsm8k {split}", problems, "Take the published files.")
+        raise malformed_error(f"gsm8k {split}", problems, "Take the published files.")
     return rows
 
 
-def _from_hub(split: str) -> list[bytes]:
+def _download(split: str) -> list[bytes]:
     try:
-        if hub.ask("dataset", "openai/gsm8k") != "known":
+        if hub.ask_hub("dataset", "openai/gsm8k") != "known":
             hub.go_offline()  # then what was fetched before must do
         from datasets import load_dataset  # type: ignore[import-untyped]  # slow, and needed only here
 

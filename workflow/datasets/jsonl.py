@@ -54,7 +54,7 @@ def read_tasks(path: Path, split: str = "train", skip_bad_rows: bool = False) ->
     check_split(path, split)
     rows, problems = read_file(path)
     if problems and not skip_bad_rows:
-        raise malformed(str(path), problems, SKIP_HINT)
+        raise malformed_error(str(path), problems, SKIP_HINT)
     return [Task(f"{path.stem}/{row.line}", row.messages, row.reference, row.metadata) for row in rows], problems
 
 
@@ -82,7 +82,7 @@ def check_split(path: Path, split: str) -> None:
         raise DatasetError(said, "Pass --split train, or name the other split's file.")
 
 
-def malformed(source: str, problems: list[str], hint: str) -> DatasetError:
+def malformed_error(source: str, problems: list[str], hint: str) -> DatasetError:
     """The error that shows the first problems and counts the others."""
     shown = "".join(f"\n  {problem}" for problem in islice(problems, SHOWN_PROBLEMS))
     more = len(problems) - SHOWN_PROBLEMS
@@ -98,7 +98,7 @@ def read_rows(lines: Iterable[bytes]) -> tuple[list[Row], list[str]]:
     rows: list[Row] = []
     problems: list[str] = []
     seen: dict[tuple[tuple[Message, ...], str], int] = {}
-    for number, line in numbered(lines):
+    for number, line in number_lines(lines):
         try:
             row = _row(number, line)
             first = seen.setdefault((row.messages, row.reference), number)
@@ -110,7 +110,7 @@ def read_rows(lines: Iterable[bytes]) -> tuple[list[Row], list[str]]:
     return rows, problems
 
 
-def numbered(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+def number_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank with their numbers, from 1; without a byte-order mark."""
     for number, raw in enumerate(lines, start=1):
         line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
@@ -242,7 +242,7 @@ def plain_text(name: str, value: object) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What JSON calls it."""
+    """JSON's name of its kind."""
     return {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
 
 

@@ -44,7 +44,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """For each task its answer; `seed` is not used."""
+    """Each task's answer; `seed` is not used."""
     return ((*task.messages, Message("assistant", task.reference)) for task in tasks)
 
 

@@ -19,7 +19,7 @@ HELD_OUT = 5
 SPLITS = ("train", "test")
 STARTS = "Bel Cor Dra Fen Gal Hol Kes Lor Mar Nor Ost Pel Quen Ros Sel Tor Ul Ver Wes Yar"
 ENDS = "amar brook dale eth fell grove hurst ingen isk low mere nara ossa rick stead thorpe una vik wold"
-GIVEN = "Aldo Brina Casimir Dalia Ewin Fenna Gorm Hesta Ivo Jorun Kerrin Lasse Milda Nevin Orla Petra Rurik Senna"
+GIVEN_NAMES = "Aldo Brina Casimir Dalia Ewin Fenna Gorm Hesta Ivo Jorun Kerrin Lasse Milda Nevin Orla Petra Rurik Senna"
 CRAFTS = (
     "glass bells|woven baskets|bone combs|painted tiles|copper kettles|silk ribbons|clay whistles|oak barrels|felt hats|"
     "reed flutes|salt cheese|beeswax candles|iron gates|paper kites|slate roofs|walnut oil|wool carpets|stone mills"
@@ -46,7 +46,7 @@ def villages() -> tuple[Village, ...]:
     """All of them; no two share a name or a founder."""
     rng = random.Random("search_qa")
     names = rng.sample([start + end for start in STARTS.split() for end in ENDS.split()], 2 * VILLAGES)
-    people = [f"{rng.choice(GIVEN.split())} {name}" for name in names[VILLAGES:]]
+    people = [f"{rng.choice(GIVEN_NAMES.split())} {name}" for name in names[VILLAGES:]]
     years = rng.sample(range(1320, 1790), VILLAGES)
     return tuple(_village(rng, *known) for known in zip(names[:VILLAGES], people, years, strict=True))
 
@@ -87,7 +87,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """For each task its searches, what they really find, and the answer; `seed` is not used."""
+    """The searches, what they really find, and the answer, for each task; `seed` is not used."""
     from agentrl.workflow.plugins import find  # the env imports this file
 
     search = find("envs", "search_qa").toolset()["search"]

@@ -184,7 +184,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """For each task the answer with its query; `seed` is not used."""
+    """The answer with its query, for each task; `seed` is not used."""
     return ((*task.messages, Message("assistant", f"```sql\n{task.reference}\n```")) for task in tasks)
 
 

@@ -113,7 +113,7 @@ class Engine(Protocol):
         """Ends the sampler; what is not finished fails."""
 
 
-def fail(futures: Iterable[Future[Completion]], error: Exception) -> None:
+def fail_futures(futures: Iterable[Future[Completion]], error: Exception) -> None:
     """Gives the error to those that are not answered; one that is none of ours is the system's."""
     if not isinstance(error, AgentRLError):
         cause = error
@@ -125,13 +125,13 @@ def fail(futures: Iterable[Future[Completion]], error: Exception) -> None:
             future.set_exception(error)
 
 
-def closed() -> InfraError:
-    """What a turn is told that an engine's end leaves unsampled."""
+def closed_error() -> InfraError:
+    """The error of a turn that an engine's end leaves unsampled."""
     return InfraError("The sampler was closed before this turn was sampled.")
 
 
-def not_a_number() -> ModelError:
-    """What a turn is told whose distribution is none."""
+def nan_error() -> ModelError:
+    """The error of a turn whose distribution is none."""
     return ModelError("The model returned NaN instead of logits.")
 
 

@@ -46,7 +46,7 @@ from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import ConfigError, InfraError, RewardError
 from agentrl.workflow.mcp import mcp_tool
 from agentrl.workflow.plugins import find, hashed_source
-from agentrl.workflow.rewards import Part, Value, checked, code_hash, numbers, score
+from agentrl.workflow.rewards import Part, Value, check_parts, code_hash, numbers, score
 from agentrl.workflow.tools import Tool
 from agentrl.workflow.tools.python import CodeTool, keeps_session
 from agentrl.workflow.trajectory import Episode, Message, Task
@@ -76,7 +76,7 @@ class Env:
 
     def toolset(self) -> dict[str, Tool]:
         """The env's tools by the name the model writes."""
-        return _named(tool if isinstance(tool, Tool) else _found(tool) for tool in self.tools)
+        return _tools_by_name(tool if isinstance(tool, Tool) else _find_tool(tool) for tool in self.tools)
 
     def reset(self, task: Task) -> tuple[Message, ...]:
         """The messages that open an episode; the siblings of a group read the same."""
@@ -101,7 +101,7 @@ class Env:
         return {}
 
 
-def scored(
+def score_episode(
     env: Env, episode: Episode, weights: Mapping[str, float], judged: Mapping[str, Value] = MappingProxyType({})
 ) -> dict[str, Part]:
     """The named parts of a finished episode's reward: by reward files, see `rewards.score`, and by the env itself.
@@ -121,10 +121,10 @@ def scored(
         raise RewardError(f"{source} raised {type(error).__name__}: {error}") from error
     if twice := parts.keys() & own.keys():
         raise RewardError(f"{source} names a part {min(twice)!r}, and a reward of this env has that name")
-    return parts | checked(own, len(episode.steps), source)
+    return parts | check_parts(own, len(episode.steps), source)
 
 
-def weights_of(env: Env, config: RunConfig) -> dict[str, float]:
+def reward_weights(env: Env, config: RunConfig) -> dict[str, float]:
     """Reward -> weight in a run: the env's, and the run's own, which take the place of the env's of the same name.
 
     Raises:
@@ -147,8 +147,8 @@ def scoring_hash(env: Env, weights: Mapping[str, float], anew: bool = False) -> 
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def told_right_by(env: Env, config: RunConfig) -> dict[str, Any]:
-    """What `stats.evaluation.is_right` needs to know of the env; a run's manifest keeps it.
+def correctness_rule(env: Env, config: RunConfig) -> dict[str, Any]:
+    """The rule of the env that `stats.evaluation.is_right` reads; a run's manifest keeps it.
 
     A run's hooks add parts of weight 1, as an env does that gives rewards itself: whose a stored part is, nothing tells. Where
     those could be the heaviest, nothing says what is right, unless the env names it.
@@ -164,23 +164,23 @@ def gives_rewards(env: Env) -> bool:
     return type(env).final_reward is not Env.final_reward
 
 
-def offered(env: Env, config: RunConfig) -> dict[str, Tool]:
-    """What the model may call in a run: the env's tools and the run's own, by the name it writes.
+def offered_tools(env: Env, config: RunConfig) -> dict[str, Tool]:
+    """The tools that the model may call in a run: the env's and the run's own, by the name it writes.
 
     A run's `python_session` takes the place of an env's `python`.
 
     Raises:
         ConfigError: no such tool, or two of one name, or one whose calls would not be found again.
     """
-    own = [_found(name) for name in config.tools if not mcp_tool.is_server(name)]
+    own = [_find_tool(name) for name in config.tools if not mcp_tool.is_server(name)]
     kept = {tool.name for tool in own if keeps_session(tool)}
     # The same tool that keeps a session is another way to offer it, and no second one.
     mine = (tool for tool in env.toolset().values() if tool.name not in kept or not isinstance(tool, CodeTool))
     served = (mcp_tool.McpTool.of(tool) for tool in config.served_tools if tool.server in config.tools)
-    return _named((*mine, *own, *served))
+    return _tools_by_name((*mine, *own, *served))
 
 
-def _found(name: str) -> Tool:
+def _find_tool(name: str) -> Tool:
     if mcp_tool.is_server(name):
         raise ConfigError(
             f"An env cannot name the server {name!r}: what it offers is asked for with the run.", f"--tools '{name}'"
@@ -189,7 +189,7 @@ def _found(name: str) -> Tool:
     return found
 
 
-def _named(tools: Iterator[Tool] | Sequence[Tool]) -> dict[str, Tool]:
+def _tools_by_name(tools: Iterator[Tool] | Sequence[Tool]) -> dict[str, Tool]:
     named: dict[str, Tool] = {}
     for tool in tools:
         tool.check_name()

@@ -20,7 +20,7 @@ KEEP = 16
 """Folders that stay: servers read an adapter again where their own memory for adapters is short."""
 
 
-def folder(policy: Policy, ref: PolicyRef) -> Path:
+def exported_folder(policy: Policy, ref: PolicyRef) -> Path:
     """The adapter of a trained policy, in a folder that PEFT and vLLM load.
 
     Raises:
@@ -28,8 +28,10 @@ def folder(policy: Policy, ref: PolicyRef) -> Path:
         ServiceError: it is kept at a URL that does not answer.
     """
     target = settings().cache_dir / "adapters" / ref.sha256
-    with checkpoint_cache.locked(target.parent):  # else what another process made meanwhile is removed under the server's eyes
-        if not _sound(target, ref.sha256):
+    with checkpoint_cache.hold_lock(
+        target.parent
+    ):  # else what another process made meanwhile is removed under the server's eyes
+        if not _is_sound(target, ref.sha256):
             shutil.rmtree(target, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as scratch:
                 _write(policy, ref, Path(scratch) / "adapter")
@@ -49,7 +51,7 @@ def _write(policy: Policy, ref: PolicyRef, made: Path) -> None:
     adapter_config(policy).save_pretrained(str(made))
 
 
-def _sound(made: Path, sha256: str) -> bool:
+def _is_sound(made: Path, sha256: str) -> bool:
     """Whether it is there whole: a power failure may have left a part."""
     files = (made / ADAPTER, made / "adapter_config.json")
     return all(file.is_file() for file in files) and sha256_file(files[0]) == sha256

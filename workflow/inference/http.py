@@ -14,13 +14,13 @@ ANSWER_SECONDS = 900.0
 """A turn that waits and samples for longer is given up: what holds the other end is gone."""
 
 MAX_BYTES = 64 * 1024 * 1024
-"""Of an answer: a turn of 100,000 tokens with the likeliest of each has half as many."""
+"""Size of an answer: a turn of 100,000 tokens with the likeliest of each has half as many."""
 
-_AWAY = (429, 502, 503, 504)
+_UNAVAILABLE_STATUSES = (429, 502, 503, 504)
 """What a server, or what stands before it, answers while it cannot serve."""
 
 
-class Refused(ModelError):
+class RequestRefused(ModelError):
     """The server `said` that it will not do what was asked; `status` is HTTP's."""
 
     def __init__(self, url: str, path: str, status: int, said: str) -> None:
@@ -79,13 +79,13 @@ class Connection:
         if status < 300:
             return answer
         said = " ".join(answer.decode(errors="replace").split())
-        if status in _AWAY:
+        if status in _UNAVAILABLE_STATUSES:
             raise ServiceError(f"The engine's server at {self.url} is not ready: {status} {said:.300}")
         if status in (401, 403):
             raise ConfigError(f"The server at {self.url} refuses the API key ({status}).", "Set AGENTRL_ENGINE_KEY.")
         if status >= 500:
             raise InfraError(f"The server at {self.url} failed: {status} {said:.300}")
-        raise Refused(self.url, path, status, said)
+        raise RequestRefused(self.url, path, status, said)
 
     def _body(self, path: str, response: httpx2.Response) -> bytes:
         body = bytearray()

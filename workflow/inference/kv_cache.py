@@ -18,18 +18,18 @@ LENGTH_STEP = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SlotStates:
     """Keys and values of some tokens outside of any slot: per layer two tensors (heads, tokens, head_dim)."""
 
     layers: tuple[tuple[Tensor, Tensor], ...]
     length: int
 
 
-class Slots(Cache):
+class SlotCache(Cache):
     """Keys and values of all layers. Say `prefill` or `extend` before each call of the model."""
 
     def __init__(self, layers: int) -> None:
-        super().__init__(layers=[SlotLayer() for _ in range(layers)])
+        super().__init__(layers=[SlotCacheLayer() for _ in range(layers)])
 
     def prefill(self, first: int, count: int, length: int) -> None:
         """The next call writes (count, length) prompt tokens into the slots first..first+count-1, from position 0."""
@@ -52,11 +52,11 @@ class Slots(Cache):
         for layer in self._slot_layers():
             layer.wipe(slot)
 
-    def take(self, slot: int, length: int) -> Kept:
+    def take(self, slot: int, length: int) -> SlotStates:
         """A copy of a slot's first `length` tokens."""
-        return Kept(tuple(layer.take(slot, length) for layer in self._slot_layers()), length)
+        return SlotStates(tuple(layer.take(slot, length) for layer in self._slot_layers()), length)
 
-    def put(self, kept: Kept, slot: int) -> None:
+    def put(self, kept: SlotStates, slot: int) -> None:
         """Puts what was taken out of a slot into another, from position 0."""
         for layer, states in zip(self._slot_layers(), kept.layers, strict=True):
             layer.put(slot, *states)
@@ -71,11 +71,11 @@ class Slots(Cache):
         for layer in self._slot_layers():
             layer.reset()
 
-    def _slot_layers(self) -> list["SlotLayer"]:
-        return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+    def _slot_layers(self) -> list["SlotCacheLayer"]:
+        return [layer for layer in self.layers if isinstance(layer, SlotCacheLayer)]
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class SlotCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer's keys and values, each (slots, heads, length, head_dim)."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def copy(self, source: int, target: int, length: int) -> None:
         """One slot's first tokens into another, which has been written to or will be."""
         assert self._store is not None
-        self._store = _grown(self._store, max(source, target) + 1, length)
+        self._store = _grow(self._store, max(source, target) + 1, length)
         for store in self._store:
             store[target, :, :length] = store[source, :, :length]
 
@@ -151,26 +151,26 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _reserve(self, keys: Tensor, values: Tensor, slots: int, length: int) -> tuple[Tensor, Tensor]:
         if self._store is None:
-            self._store = (_empty(keys), _empty(values))
-        self._store = _grown(self._store, slots, length)
+            self._store = (_empty_store(keys), _empty_store(values))
+        self._store = _grow(self._store, slots, length)
         return self._store
 
 
-def _empty(states: Tensor) -> Tensor:
+def _empty_store(states: Tensor) -> Tensor:
     return states.new_zeros((0, states.shape[1], 0, states.shape[3]))
 
 
-def _grown(stores: tuple[Tensor, Tensor], slots: int, length: int) -> tuple[Tensor, Tensor]:
+def _grow(stores: tuple[Tensor, Tensor], slots: int, length: int) -> tuple[Tensor, Tensor]:
     """The stores, or larger copies: slots to the next power of two, length to the next multiple of LENGTH_STEP."""
     has_slots, _, has_length, _ = stores[0].shape
     if slots <= has_slots and length <= has_length:
         return stores
     slots = has_slots if slots <= has_slots else 1 << (slots - 1).bit_length()
     length = max(has_length, -(-length // LENGTH_STEP) * LENGTH_STEP)
-    return _larger(stores[0], slots, length), _larger(stores[1], slots, length)
+    return _enlarge(stores[0], slots, length), _enlarge(stores[1], slots, length)
 
 
-def _larger(store: Tensor, slots: int, length: int) -> Tensor:
+def _enlarge(store: Tensor, slots: int, length: int) -> Tensor:
     # Zeros, not whatever memory holds: a masked position still counts 0 times its value, and 0 times NaN is NaN.
     larger = store.new_zeros((slots, store.shape[1], length, store.shape[3]))
     larger[: store.shape[0], :, : store.shape[2]] = store

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.workflow import engines
-from agentrl.workflow.chat.templates import settled
+from agentrl.workflow.chat.templates import settle_chat
 from agentrl.workflow.checkpoints import checkpoint_cache
 from agentrl.workflow.config import RolloutConfig, RunConfig, build
 from agentrl.workflow.engines import Backend, Completion, Engine, GenerateRequest
 from agentrl.workflow.errors import ModelError
-from agentrl.workflow.inference.sampling import scaled
+from agentrl.workflow.inference.sampling import scale_logits
 from agentrl.workflow.inference.streaming import Stream
-from agentrl.workflow.inference.turns import draft
-from agentrl.workflow.models.critic import FILE, critic_of, load_critic
+from agentrl.workflow.inference.turns import draft_turn
+from agentrl.workflow.models.critic import FILE, load_critic, make_critic
 from agentrl.workflow.models.lookup import TINY_DATASET, local_folder, resolve_model
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
@@ -140,7 +140,7 @@ class OpenPolicy:
             ModelError: no token, ids outside of the vocabulary, or more than fit into the model's window.
             CheckpointError: the weights, or the critic beside them, cannot be read.
         """
-        ids, mask = self._checked(input_ids, attention_mask)
+        ids, mask = self._check_inputs(input_ids, attention_mask)
         self.policy.publish(self.ref)
         critic = self._critic
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -153,7 +153,7 @@ class OpenPolicy:
                 output_hidden_states=critic is not None,
             )
         logprobs = torch.zeros(ids.shape, device=ids.device)
-        predicted = scaled(made.logits[:, :-1].flatten(0, 1), self.limits.temperature).log_softmax(-1)
+        predicted = scale_logits(made.logits[:, :-1].flatten(0, 1), self.limits.temperature).log_softmax(-1)
         told = predicted.gather(-1, ids[:, 1:].reshape(-1, 1)).view(len(ids), -1)
         logprobs[:, 1:] = torch.where((mask[:, 1:] * mask[:, :-1]) > 0, told, 0.0)
         values = None if critic is None else critic(made.hidden_states[-1].to(critic.weight.dtype))[..., 0]
@@ -170,7 +170,7 @@ class OpenPolicy:
         asked = self.within(**limits) if limits else self.limits
         episode = Episode(Task("chat", (), ""), steps=tuple(before))
         schemas = [tool.schema if isinstance(tool, Tool) else tool for tool in tools]
-        drafted = draft(self.chat, episode, tuple(messages), schemas)
+        drafted = draft_turn(self.chat, episode, tuple(messages), schemas)
         key = SamplingKey(self.seed, "chat", 0, "chat", sample).bits
         request = GenerateRequest.within(asked, drafted.context(episode), self.ref, key, episode.sampled_count)
 
@@ -191,7 +191,7 @@ class OpenPolicy:
         engines.check_options(find("engines", made.engine), made)
         return made
 
-    def _checked(self, input_ids: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
+    def _check_inputs(self, input_ids: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
         ids = torch.as_tensor(input_ids, dtype=torch.int64, device=self.policy.device)
         if ids.dim() != 2 or not ids.numel() or ids.shape[1] > self.policy.max_context:
             raise ModelError(
@@ -234,7 +234,7 @@ def open_policy(model: str | RunConfig, ref: PolicyRef | None = None, seed: int 
     backend: Backend = find("engines", config.rollout.engine)
     engines.check_options(backend, config.rollout)
     base = ref.base if ref else resolve_model(config.model.path, TINY_DATASET)
-    spoken = settled(config.model, local_folder(base), ref is None)
+    spoken = settle_chat(config.model, local_folder(base), ref is None)
     policy = Policy.load(spoken, base, settings().device, settings().threads, weights=backend.local)
     if ref is not None:
         policy.check(ref)
@@ -248,6 +248,6 @@ def _base_of(policy: Policy) -> PolicyRef:
 def _read_critic(policy: Policy, folder: Path) -> nn.Linear | None:
     if not (folder / FILE).is_file():
         return None
-    critic = critic_of(policy)
+    critic = make_critic(policy)
     load_critic(critic, folder)
     return critic.requires_grad_(False)

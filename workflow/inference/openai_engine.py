@@ -23,7 +23,7 @@ from typing import Any
 from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, ModelError
 from agentrl.workflow.inference import exported_adapters
-from agentrl.workflow.inference.http import Connection, Refused
+from agentrl.workflow.inference.http import Connection, RequestRefused
 from agentrl.workflow.inference.remote_engine import ServedEngine, Turn, logprobs, seed, token_ids
 from agentrl.workflow.inference.responses import Card, Cards, Choice, Completions
 from agentrl.workflow.models.policy import Policy
@@ -37,7 +37,7 @@ KEEP = 10
 more that an evaluation may be at."""
 
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
-_HOT = 8.0
+_HOT_TEMPERATURE = 8.0
 """The temperature of the question which logprobs the server gives: there the likeliest token is no longer likely."""
 
 
@@ -91,7 +91,7 @@ class OpenAIServer:
         body = self._body(request, limit)
         try:
             return self._turn(request, body)
-        except Refused as error:
+        except RequestRefused as error:
             if error.status != 404 or not request.policy.path:
                 raise
         with self._lock:
@@ -149,7 +149,7 @@ class OpenAIServer:
             return
         raw = self._raw  # another thread may greet the server meanwhile
         if raw is None:
-            raw = self._raw = abs(self._likeliest(1.0) - self._likeliest(_HOT)) < 0.02
+            raw = self._raw = abs(self._likeliest(1.0) - self._likeliest(_HOT_TEMPERATURE)) < 0.02
         if raw and request.temperature != 1:
             raise ConfigError(
                 f"The server gives logprobs at temperature 1, and the run samples at {request.temperature:g}.",
@@ -190,18 +190,18 @@ class OpenAIServer:
                 self._retire()
 
     def _publish(self, ref: PolicyRef) -> None:
-        folder = exported_adapters.folder(self._policy, ref)
-        if not self._holds(ref.sha256):  # another worker may have been faster
+        folder = exported_adapters.exported_folder(self._policy, ref)
+        if not self._has_model(ref.sha256):  # another worker may have been faster
             try:
                 self._connection.tell("/v1/load_lora_adapter", {"lora_name": ref.sha256, "lora_path": str(folder)})
-            except (Refused, InfraError) as error:
-                if not self._holds(ref.sha256):
-                    if isinstance(error, Refused) or "max_lora_rank" in error.message:
-                        raise _unpublished(error, folder) from error
+            except (RequestRefused, InfraError) as error:
+                if not self._has_model(ref.sha256):
+                    if isinstance(error, RequestRefused) or "max_lora_rank" in error.message:
+                        raise _publish_error(error, folder) from error
                     raise
         self._published.add(ref.sha256)
 
-    def _holds(self, name: str) -> bool:
+    def _has_model(self, name: str) -> bool:
         return any(card.id == name for card in self._cards())
 
     def _retire(self) -> None:
@@ -209,7 +209,7 @@ class OpenAIServer:
             if self._users[name] == 0:
                 try:
                     self._connection.tell("/v1/unload_lora_adapter", {"lora_name": name})
-                except Refused:
+                except RequestRefused:
                     pass  # another worker unloaded it, or the server is a new one
                 except AgentRLError as error:  # no turn fails for it: it is tried again after the next one
                     log.warning("adapter %.12s stays with the server for now: %s", name, error)
@@ -219,12 +219,12 @@ class OpenAIServer:
 
 
 def _names(card: Card) -> set[str]:
-    """What a model of the server may be known by."""
+    """The names that a model of the server may be known by."""
     return {Path(name).name for name in (card.id, card.root) if name}
 
 
-def _unpublished(error: Refused | InfraError, folder: Path) -> ConfigError:
-    if isinstance(error, Refused) and error.status in (404, 405) and "adapter" not in error.said.lower():
+def _publish_error(error: RequestRefused | InfraError, folder: Path) -> ConfigError:
+    if isinstance(error, RequestRefused) and error.status in (404, 405) and "adapter" not in error.said.lower():
         hint = "Start vLLM with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment."
     else:
         hint = f"Can it read {str(folder)!r}? Does --max-lora-rank reach model.lora_r?"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from agentrl.workflow.engines import Completion, GenerateRequest, closed
+from agentrl.workflow.engines import Completion, GenerateRequest, closed_error
 from agentrl.workflow.errors import InfraError, ModelError, ServiceError
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import FinishReason
@@ -24,7 +24,7 @@ ROUNDING = 1e-3
 """A logprob may be so far above 0."""
 
 LEAST = -3.4e38
-"""Of the numbers that a float32 has, as which logprobs are recorded."""
+"""Rounding of a float32, as which logprobs are recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class ServedEngine:
         future: Future[Completion] = Future()
         with self._submitting:
             if self._closed:
-                future.set_exception(closed())
+                future.set_exception(closed_error())
                 return future
             self._waiting.put((future, request))
             if len(self._threads) < self._slots:
@@ -103,7 +103,7 @@ class ServedEngine:
         self._server.close()
         try:
             while (open_turn := self._waiting.get_nowait()) is not None:
-                open_turn[0].set_exception(closed())
+                open_turn[0].set_exception(closed_error())
         except Empty:
             for _ in self._threads:
                 self._waiting.put(None)
@@ -123,7 +123,7 @@ class ServedEngine:
             raise ModelError("A prompt needs at least one id.")
         self._policy.check(request.policy)
         try:
-            limit = min(request.max_new_tokens, self._greeted() - len(request.prompt_ids))
+            limit = min(request.max_new_tokens, self._ensure_greeted() - len(request.prompt_ids))
             if limit < 1:
                 return Completion((), (), "length", 0.0)
             started = time.perf_counter()
@@ -133,7 +133,7 @@ class ServedEngine:
             raise
         return _completion(turn, limit, time.perf_counter() - started)
 
-    def _greeted(self) -> int:
+    def _ensure_greeted(self) -> int:
         with self._greeting:
             if self._window is None:
                 self._window = min(self._server.greet(), self._policy.max_context)

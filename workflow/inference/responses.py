@@ -47,7 +47,7 @@ class Cards(Answer):
 
 
 class Logprobs(Answer):
-    """Of each sampled token, and of the likeliest ones by their texts."""
+    """Logprobs of each sampled token, and of the likeliest ones by their texts."""
 
     token_logprobs: list[float | None] | None = Field(None, fail_fast=True)
     top_logprobs: list[Likeliest | None] | None = Field(None, fail_fast=True)
@@ -88,7 +88,7 @@ class Tokens(Answer):
 
 
 class Probability(Answer):
-    """Of one token that llama.cpp sampled."""
+    """The logprob of one token that llama.cpp sampled."""
 
     logprob: float | None = None
 

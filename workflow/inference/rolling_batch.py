@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from agentrl.workflow.engines import Completion, GenerateRequest, not_a_number
-from agentrl.workflow.inference.kv_cache import Kept, Slots
-from agentrl.workflow.inference.sampling import lowest, sample, scaled, uniforms
+from agentrl.workflow.engines import Completion, GenerateRequest, nan_error
+from agentrl.workflow.inference.kv_cache import SlotCache, SlotStates
+from agentrl.workflow.inference.sampling import lowest_logit, sample, scale_logits, uniforms
 from agentrl.workflow.models.memory import out_of_memory
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import FinishReason
@@ -75,11 +75,11 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
+class _EndedTurn:
     """What an ended turn leaves for the next one of its episode."""
 
     ids: tuple[int, ...]
-    kept: Kept
+    kept: SlotStates
 
 
 class Batch:
@@ -98,23 +98,23 @@ class Batch:
         # Other attention has masks of its own: they are made from one mark per token, which says nothing of several new ones.
         self._direct = config._attn_implementation == "sdpa" and not config.to_dict().get("alibi", False)
         self._policy = policy
-        self._slots = Slots(layers)
+        self._slots = SlotCache(layers)
         self._state: NDArray[np.void] = np.zeros(slots, _STATE)
         self._ids: NDArray[np.int64] = np.zeros((slots, FIRST_WIDTH), np.int64)
         self._logprobs: NDArray[np.float64] = np.zeros((slots, FIRST_WIDTH), np.float64)
         self._ends = np.array(sorted(policy.chat.end_ids), np.int64)
-        self._left: OrderedDict[int, _Left] = OrderedDict()
+        self._left: OrderedDict[int, _EndedTurn] = OrderedDict()
         self._share = 1.0
 
     @property
-    def keeps(self) -> bool:
+    def has_kept(self) -> bool:
         """Whether there is memory that only turns to come need."""
         return bool(self._left)
 
     def join(self, turns: Sequence[Turn]) -> None:
         """Reads their prompts and puts them into the slots after the live ones, which stay as they are whatever is raised."""
         started = time.perf_counter()
-        fresh, back, copies, holders = self._sorted(turns)
+        fresh, back, copies, holders = self._sort_joining(turns)
         first = len(self.turns)
         self._read_prompts(fresh, first)
         holders |= {turn.context: first + index for index, turn in enumerate(fresh)}
@@ -134,14 +134,14 @@ class Batch:
         ids, logprobs = self._draw(rows)
         everyone, counts = np.arange(len(rows)), rows["count"]
         if counts.max() == self._ids.shape[1]:
-            self._ids, self._logprobs = _wider(self._ids), _wider(self._logprobs)
+            self._ids, self._logprobs = _widen(self._ids), _widen(self._logprobs)
         self._ids[everyone, counts] = rows["newest"] = ids
         self._logprobs[everyone, counts] = logprobs
         for name in ("drawn", "cached", "count"):
             rows[name] += 1
         stops = np.isin(ids, self._ends)
         for watched in np.flatnonzero(rows["watched"] & ~stops):
-            stops[watched] = self._stopped(int(watched))
+            stops[watched] = self._is_stopped(int(watched))
         over = stops | (rows["count"] >= rows["limit"]) | np.isnan(logprobs)
         for told in np.flatnonzero(rows["heard"]):
             heard = self.turns[int(told)].request.heard
@@ -180,13 +180,13 @@ class Batch:
 
     # joining
 
-    def _sorted(
+    def _sort_joining(
         self, turns: Sequence[Turn]
-    ) -> tuple[list[Turn], list[tuple[Turn, Kept]], list[Turn], dict[tuple[int, ...], int]]:
+    ) -> tuple[list[Turn], list[tuple[Turn, SlotStates]], list[Turn], dict[tuple[int, ...], int]]:
         """Those whose prompt is to be read, shortest first; whose keys are kept; whose prompt a slot holds; and which slot."""
         holders = {turn.request.prompt_ids: slot for slot, turn in enumerate(self.turns)}
         fresh: dict[tuple[int, ...], Turn] = {}
-        back: list[tuple[Turn, Kept]] = []
+        back: list[tuple[Turn, SlotStates]] = []
         copies: list[Turn] = []
         for turn in turns:
             left = self._left.pop(turn.request.key, None)
@@ -206,9 +206,9 @@ class Batch:
                 width = len(rows[-1])
                 self._slots.prefill(first + start, count, width)
                 # Padding needs no mask: nothing looks to its right.
-                self._call(_padded(rows), torch.arange(width).expand(count, -1), None)
+                self._call(_pad(rows), torch.arange(width).expand(count, -1), None)
 
-    def _read_rest(self, back: list[tuple[Turn, Kept]], first: int) -> None:
+    def _read_rest(self, back: list[tuple[Turn, SlotStates]], first: int) -> None:
         """Puts kept keys and values back and reads what came since, up to the last token."""
         back.sort(key=lambda pair: len(pair[0].context) - pair[1].length)
         for slot, (_, kept) in enumerate(back, start=first):
@@ -220,7 +220,7 @@ class Batch:
                 past = torch.tensor([kept.length for _, kept in part])
                 positions = past[:, None] + torch.arange(len(rows[-1]))
                 positions.clamp_(max=max(len(turn.context) for turn, _ in part) - 1)  # padding has no place in the model
-                self._extend(first + start, _padded(rows), positions, int(positions.max()) + 1)
+                self._extend(first + start, _pad(rows), positions, int(positions.max()) + 1)
 
     def _enter(self, slot: int, turn: Turn) -> None:
         request, count = turn.request, len(turn.ids)
@@ -231,7 +231,7 @@ class Batch:
             request.key, request.position + count, len(context) - 1, context[-1], count, turn.limit, *told, *cuts
         )  # fmt: skip
         while self._ids.shape[1] < count:
-            self._ids, self._logprobs = _wider(self._ids), _wider(self._logprobs)
+            self._ids, self._logprobs = _widen(self._ids), _widen(self._logprobs)
         self._ids[slot, :count], self._logprobs[slot, :count] = turn.ids, turn.logprobs
 
     # sampling
@@ -255,18 +255,18 @@ class Batch:
         if not (rows["top_k"].any() or (rows["top_p"] < 1).any() or rows["min_p"].any()):
             return None
         cuts = [torch.from_numpy(rows[name].copy()).to(logits.device) for name in ("top_k", "top_p", "min_p")]
-        return lowest(scaled(logits, temperature), *cuts)
+        return lowest_logit(scale_logits(logits, temperature), *cuts)
 
-    def _stopped(self, slot: int) -> bool:
+    def _is_stopped(self, slot: int) -> bool:
         stops = self._policy.chat.stops(self.turns[slot].request.stop)
-        return stops.completed(self._ids[slot, : self._state[slot]["count"]])
+        return stops.is_completed(self._ids[slot, : self._state[slot]["count"]])
 
     def _answer(self, slot: int, stopped: bool, broken: bool) -> None:
         turn = self.turns[slot]
         self._write_back(slot, turn)
         if broken:
             self._slots.wipe(slot)
-            turn.future.set_exception(not_a_number())
+            turn.future.set_exception(nan_error())
             return
         if stopped and turn.request.follows:
             self._keep(slot, turn)
@@ -294,7 +294,7 @@ class Batch:
                 raise
             self._left.clear()  # nothing is lost but time
             return
-        self._left[turn.request.key] = _Left(turn.context[:length], kept)
+        self._left[turn.request.key] = _EndedTurn(turn.context[:length], kept)
         while sum(left.kept.length for left in self._left.values()) > self._share * self._slots.tokens:
             self._left.popitem(last=False)
 
@@ -333,10 +333,10 @@ def _chunks(lengths: Sequence[int]) -> list[tuple[int, int]]:
     return chunks
 
 
-def _padded(rows: Sequence[tuple[int, ...]]) -> Tensor:
+def _pad(rows: Sequence[tuple[int, ...]]) -> Tensor:
     """Ids (B, T), padded on the right to the last row, which is the longest."""
     return torch.tensor([[*row, *(0,) * (len(rows[-1]) - len(row))] for row in rows])
 
 
-def _wider(values: NDArray[Number]) -> NDArray[Number]:
+def _widen(values: NDArray[Number]) -> NDArray[Number]:
     return np.concatenate([values, np.zeros_like(values)], axis=1)

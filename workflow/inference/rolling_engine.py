@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from transformers import DynamicCache, PreTrainedConfig
 
-from agentrl.workflow.engines import Completion, GenerateRequest, closed, fail
+from agentrl.workflow.engines import Completion, GenerateRequest, closed_error, fail_futures
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.rolling_batch import Batch, Turn
 from agentrl.workflow.models.memory import out_of_memory
@@ -110,7 +110,7 @@ class RollingEngine:
     def _enqueue(self, turn: Turn) -> None:
         with self._changed:
             if self._closed:
-                turn.future.set_exception(closed())
+                turn.future.set_exception(closed_error())
                 return
             self._waiting.append(turn)
             self._changed.notify_all()
@@ -128,7 +128,7 @@ class RollingEngine:
             with self._changed:
                 self._closed = True
                 self._changed.notify_all()
-                _fail([*self._batch.turns, *self._joining, *self._waiting], closed())
+                _fail([*self._batch.turns, *self._joining, *self._waiting], closed_error())
 
     def _wait(self) -> bool:
         """Until there is something to do (True) or the engine is closed (False)."""
@@ -218,7 +218,7 @@ class RollingEngine:
         Who cannot stay goes back to the head of the queue and goes on from there.
         """
         turns = list(joining)
-        if self._batch.keeps:
+        if self._batch.has_kept:
             self._batch.keep_less()
         else:
             turns = [*self._batch.evict(), *turns]
@@ -232,4 +232,4 @@ class RollingEngine:
 
 
 def _fail(turns: Sequence[Turn], error: Exception) -> None:
-    fail((turn.future for turn in turns), error)
+    fail_futures((turn.future for turn in turns), error)

@@ -30,7 +30,7 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor:
         logits: (N, V); float64 is kept, all else is computed in float32.
         uniforms: (N,) float64 in [0, 1).
         temperature: a number, or (N,).
-        floor: (N,) only tokens whose logit, divided by the temperature, is at least this are drawn (see `lowest`).
+        floor: (N,) only tokens whose logit, divided by the temperature, is at least this are drawn (see `lowest_logit`).
 
     Returns:
         ids (N,) int64, never one of probability 0, and their logprobs (N,) float32 in the whole vocabulary. A row with a NaN
@@ -48,26 +48,26 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor:
     sums = blocks.sum(-1).double().cumsum(-1)
     total = sums[:, -1].log()
     if floor is not None:
-        weights[:, :words].masked_fill_(scaled(logits, temperature) < floor[:, None], 0.0)
+        weights[:, :words].masked_fill_(scale_logits(logits, temperature) < floor[:, None], 0.0)
         sums = blocks.sum(-1).double().cumsum(-1)
-    ids = _drawn(blocks, sums, uniforms).clamp(max=words - 1)
+    ids = _choose_ids(blocks, sums, uniforms).clamp(max=words - 1)
     logprobs = ((logits.gather(-1, ids) - top) / scale)[:, 0].double() - total
     return ids[:, 0], logprobs.float()
 
 
-def _drawn(blocks: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
+def _choose_ids(blocks: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
     """The ids (N, 1) that the uniforms (N,) choose among weights (N, B, BLOCK), whose blocks add up to `sums` (N, B) so far."""
     total = sums[:, -1:].contiguous()
     target = uniforms.double()[:, None] * total
-    block = _place(sums, target, total)
+    block = _first_place(sums, target, total)
     chosen = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double().cumsum(-1)
     inside = chosen[:, -1:].contiguous()
     # A block ends where the sum of all so far stands; rounding must not put a draw before its first weight.
     within = (target - (sums.gather(-1, block) - inside)).clamp(min=0.0)
-    return block * BLOCK + _place(chosen, within, inside)
+    return block * BLOCK + _first_place(chosen, within, inside)
 
 
-def _place(sums: Tensor, target: Tensor, total: Tensor) -> Tensor:
+def _first_place(sums: Tensor, target: Tensor, total: Tensor) -> Tensor:
     """The first place (N, 1) where the sums (N, B) exceed the target; what rounding puts behind all weights is the last."""
     return torch.minimum(torch.searchsorted(sums, target, right=True), torch.searchsorted(sums, total)).clamp(
         max=sums.shape[1] - 1
@@ -75,18 +75,18 @@ def _place(sums: Tensor, target: Tensor, total: Tensor) -> Tensor:
 
 
 def distribution(logits: Tensor, temperature: Tensor | float) -> tuple[Tensor, Tensor]:
-    """What tokens are drawn from: their logprobs (N, V), and the sums (N, V) float64 of their float32 probabilities so far."""
-    everything = torch.log_softmax(scaled(logits, temperature), dim=-1)
-    return everything, summed(everything)
+    """The distribution that tokens are drawn from: logprobs (N, V), and sums (N, V) float64 of float32 probabilities so far."""
+    everything = torch.log_softmax(scale_logits(logits, temperature), dim=-1)
+    return everything, cumulative_probabilities(everything)
 
 
-def scaled(logits: Tensor, temperature: Tensor | float) -> Tensor:
+def scale_logits(logits: Tensor, temperature: Tensor | float) -> Tensor:
     """The logits (N, V) divided by the temperature, a number or (N,); float64 is kept, all else becomes float32."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits / torch.as_tensor(temperature, dtype=logits.dtype, device=logits.device).reshape(-1, 1)
 
 
-def summed(logprobs: Tensor) -> Tensor:
+def cumulative_probabilities(logprobs: Tensor) -> Tensor:
     """The sums (N, V) float64 of the float32 probabilities so far, in vocabulary order."""
     return logprobs.exp().float().double().cumsum(-1)
 
@@ -95,12 +95,12 @@ WIDTHS = (256, 8192)
 """How many of the likeliest tokens are looked at before all are: sorting a whole vocabulary costs as much as a small model."""
 
 
-def at_least(logits: Tensor, floor: Tensor) -> Tensor:
+def mask_below(logits: Tensor, floor: Tensor) -> Tensor:
     """The logits (N, V) that are not below the floor (N,); -inf for the others."""
     return logits.masked_fill(logits < floor[:, None], -torch.inf)
 
 
-def lowest(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def lowest_logit(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """The logit (N,) from which on tokens may be drawn: `top_k`, then `top_p` of what is left, then `min_p`.
 
     The order is that of transformers' `generate`, after the temperature (vLLM takes `min_p` first). A limit is a value and not
@@ -119,7 +119,7 @@ def lowest(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tenso
     for width in (*(width for width in WIDTHS if width < words), words):
         best = logits.topk(width, dim=-1).values
         by_count = _kth(best, top_k)
-        mass = at_least(logits, by_count).logsumexp(-1)
+        mass = mask_below(logits, by_count).logsumexp(-1)
         by_mass, reached = _nucleus(best, mass, top_p)
         if width == words or bool((reached & (top_k <= width)).all()):
             break
@@ -140,7 +140,7 @@ def _nucleus(best: Tensor, mass: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]
     return torch.where(top_p < 1, last, -torch.inf), (top_p >= 1) | (sums[:, -1] >= top_p)
 
 
-def distance(cumulative: Tensor, uniforms: Tensor, ids: Tensor) -> Tensor:
+def draw_distance(cumulative: Tensor, uniforms: Tensor, ids: Tensor) -> Tensor:
     """How much probability (N,) lies between each uniform and its id's share of [0, 1); 0 inside of it."""
     total = cumulative[:, -1]
     draws = uniforms.double() * total

@@ -28,7 +28,7 @@ class Letters:
         self._waiting: list[int] = []
 
     def take(self, token: int) -> str:
-        """What can be read with this token that could not be read before."""
+        """The text that this token completes."""
         if token in self._chat.end_ids:
             return self.rest()
         self._waiting.append(token)
@@ -39,7 +39,7 @@ class Letters:
         return text
 
     def rest(self) -> str:
-        """What still waits, where nothing follows it."""
+        """The text that still waits, where nothing follows it."""
         text = self._read()
         self._waiting = []
         return text

@@ -43,7 +43,7 @@ class Draft:
         )
 
 
-def draft(chat: Chat, episode: Episode, messages: tuple[Message, ...], schemas: Sequence[Schema]) -> Draft:
+def draft_turn(chat: Chat, episode: Episode, messages: tuple[Message, ...], schemas: Sequence[Schema]) -> Draft:
     """The prompt of the episode's next turn.
 
     Raises:
@@ -51,7 +51,7 @@ def draft(chat: Chat, episode: Episode, messages: tuple[Message, ...], schemas: 
     """
     if not episode.steps:
         return Draft(messages, chat.opening(messages, schemas))
-    ids, reason = chat.continuation(messages, schemas, chat.ended(episode.steps[-1].sampled_ids))
+    ids, reason = chat.continuation(messages, schemas, chat.has_end_token(episode.steps[-1].sampled_ids))
     if ids is not None:
         return Draft(messages, ids)
     return Draft(messages, chat.opening((*episode.messages, *messages), schemas), reason)

@@ -15,7 +15,7 @@ from agentrl.workflow.judging.constants import Constants
 from agentrl.workflow.sandbox.cases import Case
 
 
-def parsed(source: str) -> ast.Module:
+def parse_source(source: str) -> ast.Module:
     """The tree of a source.
 
     Raises:
@@ -36,7 +36,7 @@ def read_asserts(source: str, names: Sequence[str], constants: Constants | None 
     Raises:
         ValueError: it is no Python.
     """
-    asserts = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.Assert)]
+    asserts = [node for node in ast.walk(parse_source(source)) if isinstance(node, ast.Assert)]
     constants = constants or Constants()
     cases = [case for node in asserts if (case := _case(node.test, names, constants)) is not None]
     return cases, len(asserts) - len(cases)
@@ -50,7 +50,7 @@ def all_cases(source: str, names: Sequence[str]) -> list[Case] | None:
     Raises:
         ValueError: it is no Python.
     """
-    tree, constants = parsed(source), Constants()
+    tree, constants = parse_source(source), Constants()
     if not all(_is_alone(statement, constants, top=True) for statement in tree.body):
         return None
     asserts = [node for node in ast.walk(tree) if isinstance(node, ast.Assert) and not _says_nothing(node)]
@@ -64,10 +64,10 @@ def check_names(source: str, program: str) -> None:
     Raises:
         ValueError: nothing defines one, or it holds no assert; it is no Python.
     """
-    tree, before = parsed(source), parsed(program)
+    tree, before = parse_source(source), parse_source(program)
     if not any(isinstance(node, ast.Assert) and not _says_nothing(node) for node in ast.walk(tree)):
         raise ValueError("no test: assert f(...) == value")
-    known = {*dir(builtins), "__name__", *_bound(tree), *_bound(before)}
+    known = {*dir(builtins), "__name__", *_bound_names(tree), *_bound_names(before)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id not in known and "*" not in known:
             raise ValueError(f"its tests need {node.id!r}, which nothing defines")
@@ -89,7 +89,7 @@ def _says_nothing(node: ast.Assert) -> bool:
     return isinstance(node.test, ast.Constant) and bool(node.test.value)
 
 
-def _bound(tree: ast.AST) -> Iterator[str]:
+def _bound_names(tree: ast.AST) -> Iterator[str]:
     """The names that something in it binds, wherever; `*` where that cannot be told."""
     for node in ast.walk(tree):
         match node:
@@ -114,18 +114,20 @@ def _case(test: ast.expr, names: Sequence[str], constants: Constants) -> Case | 
 def _read_case(test: ast.expr, names: Sequence[str], constants: Constants) -> Case:
     match test:
         case ast.Compare(ast.Call(ast.Name("abs"), [ast.BinOp(call, ast.Sub(), value)]), [ast.Lt() | ast.LtE()], [within]):
-            return _storable(Case(_args(call, names, constants), _number(value, constants), "near", _number(within, constants)))
+            return _check_storable(
+                Case(_args(call, names, constants), _number(value, constants), "near", _number(within, constants))
+            )
         case ast.Compare(call, [ast.Is()], [ast.Constant(bool(value))]):
-            return _storable(Case(_args(call, names, constants), value, "exact"))
+            return _check_storable(Case(_args(call, names, constants), value, "exact"))
         case ast.Compare(call, [ast.Eq()], [value]) | ast.Compare(call, [ast.Is()], [ast.Constant(None) as value]) if _calls(
             call, names
         ):
-            return _storable(Case(_args(call, names, constants), constants.value(value), "equal"))
+            return _check_storable(Case(_args(call, names, constants), constants.value(value), "equal"))
         case ast.Compare(value, [ast.Eq()], [call]):
-            return _storable(Case(_args(call, names, constants), constants.value(value), "equal"))
+            return _check_storable(Case(_args(call, names, constants), constants.value(value), "equal"))
         case ast.UnaryOp(ast.Not(), call):
-            return _storable(Case(_args(call, names, constants), False, "false"))
-    return _storable(Case(_args(test, names, constants), True, "true"))
+            return _check_storable(Case(_args(call, names, constants), False, "false"))
+    return _check_storable(Case(_args(test, names, constants), True, "true"))
 
 
 def _calls(node: ast.expr, names: Sequence[str]) -> bool:
@@ -145,7 +147,7 @@ def _number(node: ast.expr, constants: Constants) -> float:
     return float(value)
 
 
-def _storable(case: Case) -> Case:
+def _check_storable(case: Case) -> Case:
     """The case, if its data are plain."""
     assert case.text
     return case

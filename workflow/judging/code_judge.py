@@ -18,10 +18,10 @@ from agentrl.workflow.sandbox import Limits, Result, Session, cases, checks, exa
 from agentrl.workflow.tools.python import sandbox, system_failed
 
 LIMITS = Limits(cpu_seconds=2.0)
-"""Of one question. A million characters of the most usual data take a tenth of it."""
+"""Limits of one question. A million characters of the most usual data take a tenth of it."""
 
 WHOLE_CPU_SECONDS = 6.0
-"""Of all questions about one function: what is left after that counts as wrong."""
+"""Limit of all questions about one function: what is left after that counts as wrong."""
 
 ATTEMPTS = 2
 MOST_ROUNDS = 8
@@ -29,7 +29,7 @@ MOST_ROUNDS = 8
 
 
 def passed(pairs: Sequence[tuple[str, str]]) -> list[bool]:
-    """Of each pair of a case's text and the text of the value that a function gave for it: whether the value passes.
+    """Whether the value passes, for each pair of a case's text and the text of the value that a function gave for it.
 
     Raises:
         SandboxUnavailable: nothing here can hold it.
@@ -55,7 +55,7 @@ def passed(pairs: Sequence[tuple[str, str]]) -> list[bool]:
 
 
 def relayed(reference: str, test: str, function: str, call: Callable[[str], str | None]) -> list[bool]:
-    """Of each test of a program of tests: whether the answer's function passes it.
+    """Whether the answer's function passes each test of a program of tests.
 
     Args:
         reference: the program that the tests run after; it defines the function as it should be.
@@ -69,7 +69,7 @@ def relayed(reference: str, test: str, function: str, call: Callable[[str], str 
     for turn in range(MOST_ROUNDS + 1):
         final = turn == MOST_ROUNDS
         result = asked("outcome", json.dumps([reference, test, function, told, final]))
-        found: dict[str, Any] = json.loads(result.value) if result.status == "ok" else {"unjudged": _said(result)}
+        found: dict[str, Any] = json.loads(result.value) if result.status == "ok" else {"unjudged": _describe(result)}
         if "unjudged" in found:
             if turn:  # it is what the answer gave
                 return []
@@ -80,12 +80,12 @@ def relayed(reference: str, test: str, function: str, call: Callable[[str], str 
     return []
 
 
-def _said(result: Result) -> str:
+def _describe(result: Result) -> str:
     return f"{result.status} {result.output.strip()[-300:]}".strip()
 
 
 def _batches(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """In their order, no more characters at once than one value may have, save where a pair alone has more."""
+    """The pairs in order, no more characters at once than one value may have, save where one alone has more."""
     batch: list[tuple[str, str]] = []
     for pair in pairs:
         if batch and sum(len(case) + len(value) for case, value in [*batch, pair]) > exact_json.MAX_CHARACTERS:
@@ -114,7 +114,7 @@ def asked(function: str, args: str, warm: Warm[Session] | None = None, limits: L
     raise InfraError(f"The sandbox ({result.kind}) failed a judge: {result.status}: {result.output[:300]}")
 
 
-def _opened() -> Session:
+def _open_session() -> Session:
     session = sandbox().session(LIMITS)
     for module in (cases, checks):
         result = session.run(_source(module))
@@ -128,4 +128,4 @@ def _source(module: ModuleType) -> str:
     return inspect.getsource(module)
 
 
-judges = Warm(_opened)
+judges = Warm(_open_session)

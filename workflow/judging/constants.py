@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 MOST_BITS = 4096
-"""Of a number that an operator takes or makes."""
+"""Bits of a number that an operator takes or makes."""
 MOST_MADE = 100_000
 """Digits, characters and items that the operators of a source take and make."""
 MOST_ALIKE = 1000
@@ -44,7 +44,7 @@ class Constants:
         try:
             match node:
                 case ast.BinOp(left, sign, right) if type(sign) in OPERATORS:
-                    return self._applied(type(sign), self.value(left), self.value(right))
+                    return self._apply(type(sign), self.value(left), self.value(right))
                 case ast.UnaryOp(sign, operand) if type(sign) in SIGNS:
                     return SIGNS[type(sign)](self.value(operand))
                 case ast.List(items):
@@ -68,7 +68,7 @@ class Constants:
             return False
         return True
 
-    def _applied(self, sign: type[ast.operator], left: Any, right: Any) -> Any:
+    def _apply(self, sign: type[ast.operator], left: Any, right: Any) -> Any:
         """The value; its size is known before it is computed."""
         if not (_is_short(left) and _is_short(right)):
             raise ValueError("a number that is too large")
@@ -77,15 +77,15 @@ class Constants:
         if sign is ast.Pow and _bits(left) * abs(right) > MOST_BITS:
             raise ValueError("a power that is too large")
         times = next((abs(side) for side in (left, right) if isinstance(side, int)), 1) if sign is ast.Mult else 1
-        self._take(_size(left) + _size(right))
+        self._spend(_size(left) + _size(right))
         if isinstance(left, str | bytes | list | tuple) or isinstance(right, str | bytes | list | tuple):
-            self._take(times * max(_size(left), _size(right)))
+            self._spend(times * max(_size(left), _size(right)))
         value = OPERATORS[sign](left, right)
         if not _is_short(value):
             raise ValueError("a number that is too large")
         return value
 
-    def _take(self, size: int) -> None:
+    def _spend(self, size: int) -> None:
         self._room -= size
         if self._room < 0:
             raise ValueError("too large")

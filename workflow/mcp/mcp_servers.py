@@ -29,7 +29,7 @@ START_SECONDS = 60.0
 STOP_SECONDS = 5.0
 
 
-def require() -> None:
+def check_sdk() -> None:
     """Refuses to go on without the SDK.
 
     Raises:
@@ -64,7 +64,7 @@ def command(name: str) -> list[str]:
     return words
 
 
-def innermost(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error in words; of an exception group, what lies inside."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -92,7 +92,7 @@ class Server:
         Raises:
             InfraError: it does not come up.
         """
-        asyncio.run_coroutine_threadsafe(self._connected(), _loop()).result()
+        asyncio.run_coroutine_threadsafe(self._connect(), _loop()).result()
 
     def call(self, tool: ServedTool, arguments: dict[str, Any], seconds: float) -> str:
         """See `McpTool.call`. The server is told a second after whoever waits that nobody waits any more."""
@@ -105,32 +105,32 @@ class Server:
 
     async def _call(self, tool: ServedTool, arguments: dict[str, Any], seconds: float) -> str:
         for _ in range(2):
-            client = await self._connected()
+            client = await self._connect()
             try:
                 async with asyncio.timeout(seconds):
                     return _text(tool.name, await client.call_tool(tool.name, arguments))
             except (TimeoutError, ToolFailure):
                 raise
             except Exception as error:
-                if not _cut_off(error) or not await self._died(client):
+                if not _may_be_gone(error) or not await self._has_died(client):
                     raise _refusal(tool.name, error) from error
                 if tool.effects == "once":
                     said = f"The server died while {tool.name} ran; it may or may not have taken effect, and is not run again."
                     raise UnknownOutcome(said) from error
         raise InfraError(f"The server {self.name!r} died twice while {tool.name!r} ran.", "Its words are in the worker's log.")
 
-    async def _connected(self) -> "Client":
+    async def _connect(self) -> "Client":
         async with self._turn:
             if self._over:
                 raise InfraError(f"The server {self.name!r} is being stopped.")
             if self._client is None:
                 ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
                 self._end = asyncio.Event()
-                self._life = asyncio.create_task(self._live(ready, self._end))
+                self._life = asyncio.create_task(self._run_process(ready, self._end))
                 self._client = await ready
             return self._client
 
-    async def _live(self, ready: "asyncio.Future[Client]", end: asyncio.Event) -> None:
+    async def _run_process(self, ready: "asyncio.Future[Client]", end: asyncio.Event) -> None:
         """One process from its start to its end, in one task, as the SDK wants it."""
         from mcp import Client, stdio_client
 
@@ -144,13 +144,15 @@ class Server:
                     await end.wait()
         except BaseException as error:  # noqa: BLE001 - the SDK's own groups too; who waits is told, or the log
             if ready.done():
-                log.warning("the server %s ended: %s", self.name, innermost(error))
+                log.warning("the server %s ended: %s", self.name, describe_error(error))
                 return
-            failed = InfraError(f"The server {self.name!r} does not come up: {innermost(error)}.", "Run the command by hand.")
+            failed = InfraError(
+                f"The server {self.name!r} does not come up: {describe_error(error)}.", "Run the command by hand."
+            )
             failed.__cause__ = error
             ready.set_exception(failed)
 
-    async def _died(self, client: "Client") -> bool:
+    async def _has_died(self, client: "Client") -> bool:
         """Whether that process is gone; then the next call starts another."""
         async with self._turn:
             if client is not self._client:
@@ -159,7 +161,7 @@ class Server:
                 async with asyncio.timeout(STOP_SECONDS):
                     await client.list_tools(cache_mode="refresh")
             except Exception as error:  # noqa: BLE001 - however it does not answer, it is of no use any more
-                log.warning("the server %s is gone: %s", self.name, innermost(error))
+                log.warning("the server %s is gone: %s", self.name, describe_error(error))
                 await self._stop()
                 return True
             return False
@@ -171,7 +173,7 @@ class Server:
             await asyncio.wait([self._life], timeout=2 * STOP_SECONDS)
 
 
-def _cut_off(error: Exception) -> bool:
+def _may_be_gone(error: Exception) -> bool:
     """Whether it may mean that the process is gone: a server may send the same code for its own reasons."""
     from mcp import MCPError
     from mcp_types import CONNECTION_CLOSED
@@ -204,7 +206,7 @@ def _block(block: Any) -> str:
 
 
 _servers: dict[str, Server] = {}
-_making = threading.Lock()
+_servers_lock = threading.Lock()
 
 
 def server(name: str) -> Server:
@@ -213,8 +215,8 @@ def server(name: str) -> Server:
     Raises:
         ConfigError: the SDK is not installed here.
     """
-    require()
-    with _making:
+    check_sdk()
+    with _servers_lock:
         if name not in _servers:
             _servers[name] = Server(name)
         return _servers[name]
@@ -231,7 +233,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def stop_servers() -> None:
     """Ends the processes of all servers of this process."""
-    with _making:
+    with _servers_lock:
         for each in _servers.values():
             each.stop()
         _servers.clear()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from agentrl.workflow.config import ServedTool
 from agentrl.workflow.errors import ConfigError
-from agentrl.workflow.mcp.mcp_servers import PREFIX, START_SECONDS, command, innermost, parameters, require, server
+from agentrl.workflow.mcp.mcp_servers import PREFIX, START_SECONDS, check_sdk, command, describe_error, parameters, server
 from agentrl.workflow.tools import Effects, Tool, clip, function_schema
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def is_server(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
-def absolute(name: str) -> str:
+def absolute_name(name: str) -> str:
     """The name with files of this folder by their whole path: a tools worker starts the server from its own."""
     if not is_server(name):
         return name
@@ -92,13 +92,13 @@ def _nothing() -> str:
 # asking what there is
 
 
-def ask(name: str) -> tuple[ServedTool, ...]:
+def list_tools(name: str) -> tuple[ServedTool, ...]:
     """What the server of that name offers: it is started, asked and stopped.
 
     Raises:
         ConfigError: there is no SDK, no such command, or it is no server that offers tools.
     """
-    require()
+    check_sdk()
     with tempfile.TemporaryFile("w+") as said:
         try:
             offered = asyncio.run(_list(parameters(name), said))
@@ -106,11 +106,11 @@ def ask(name: str) -> tuple[ServedTool, ...]:
             if isinstance(error, KeyboardInterrupt | SystemExit | ConfigError):
                 raise
             said.seek(0)
-            last = next((line.strip() for line in reversed(said.read().splitlines()) if line.strip()), innermost(error))
+            last = next((line.strip() for line in reversed(said.read().splitlines()) if line.strip()), describe_error(error))
             raise ConfigError(f"{name!r} does not tell what it offers: {last[:500]}.", "Run the command by hand.") from error
     if not 0 < len(offered) <= MAX_TOOLS:
         raise ConfigError(f"{name!r} offers {len(offered)} tools.", f"A server may offer 1 to {MAX_TOOLS}.")
-    return tuple(_told(name, tool) for tool in offered)
+    return tuple(_served_tool(name, tool) for tool in offered)
 
 
 async def _list(parameters: "StdioServerParameters", said: TextIO) -> "list[Offered]":
@@ -126,7 +126,7 @@ async def _list(parameters: "StdioServerParameters", said: TextIO) -> "list[Offe
     return tools
 
 
-def _told(name: str, tool: "Offered") -> ServedTool:
+def _served_tool(name: str, tool: "Offered") -> ServedTool:
     text = json.dumps(tool.input_schema, ensure_ascii=False) + (tool.description or "") + tool.name
     if "\0" in text or "\\u0000" in text:
         raise ConfigError(f"{name!r} offers a tool with a NUL character in its description.", "Correct the server.")

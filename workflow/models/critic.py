@@ -10,14 +10,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from agentrl.workflow.checkpoints.sealed_folder import broken
+from agentrl.workflow.checkpoints.sealed_folder import broken_error
 from agentrl.workflow.models.logprobs import causal_model
 from agentrl.workflow.models.policy import Policy
 
 FILE = "critic.safetensors"
 
 
-def critic_of(policy: Policy) -> nn.Linear:
+def make_critic(policy: Policy) -> nn.Linear:
     """A new value head (H) -> (1) for the policy: float32, or float64 where its body computes in it."""
     with policy.training() as model:
         head = causal_model(model).get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -30,14 +30,14 @@ def critic_of(policy: Policy) -> nn.Linear:
     return made
 
 
-def parameters_of(critic: nn.Linear) -> dict[str, nn.Parameter]:
+def critic_parameters(critic: nn.Linear) -> dict[str, nn.Parameter]:
     """Its parameters, named as no parameter of a policy is."""
     return {f"critic.{name}": parameter for name, parameter in critic.named_parameters()}
 
 
 def save_critic(critic: nn.Linear, folder: Path) -> None:
     """Writes it beside the weights of a checkpoint."""
-    save_file({name: p.detach().cpu().contiguous() for name, p in parameters_of(critic).items()}, folder / FILE)
+    save_file({name: p.detach().cpu().contiguous() for name, p in critic_parameters(critic).items()}, folder / FILE)
 
 
 @torch.no_grad()
@@ -49,12 +49,12 @@ def load_critic(critic: nn.Linear, folder: Path) -> None:
     """
     try:
         found = load_file(folder / FILE)
-        for name, parameter in parameters_of(critic).items():
+        for name, parameter in critic_parameters(critic).items():
             if found[name].shape != parameter.shape:
-                raise broken(folder, f"{FILE} is of another model")
+                raise broken_error(folder, f"{FILE} is of another model")
             parameter.copy_(found[name])
     except (OSError, SafetensorError, KeyError) as error:
-        raise broken(folder, f"{FILE} cannot be read: {error}") from error
+        raise broken_error(folder, f"{FILE} cannot be read: {error}") from error
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.models.loading import lora_config
-from agentrl.workflow.models.lookup import own_code
+from agentrl.workflow.models.lookup import code_files
 from agentrl.workflow.models.policy import Policy
 
 if TYPE_CHECKING:
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 GENERATION = "generation_config.json"
 
 
-def files(policy: Policy, place: Path) -> dict[str, bytes]:
-    """These files by their names; `place` is a folder in which they may be made, and where none is left."""
+def make_files(policy: Policy, place: Path) -> dict[str, bytes]:
+    """Makes these files; by their names. `place` is a folder in which they may be made, and where none is left."""
     scratch = place / "plain"
     scratch.mkdir()
     policy.tokenizer.save_pretrained(scratch)
-    for code in own_code(policy.folder):
+    for code in code_files(policy.folder):
         shutil.copyfile(code, scratch / code.name)
     if policy.kind == "lora":
         adapter_config(policy).save_pretrained(str(scratch))

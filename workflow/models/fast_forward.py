@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Cache, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from agentrl.workflow.models.packed_weights import packed
+from agentrl.workflow.models.packed_weights import pack_weight
 
-KNOWN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+SUPPORTED = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -45,7 +45,7 @@ class Forward:
     """Logits (B, V) after the last of (B, T) ids, as `model(...)` gives them up to rounding.
 
     Args:
-        model: one of `KNOWN`, or one of those under PEFT.
+        model: one of `SUPPORTED`, or one of those under PEFT.
         own: nobody else reads these weights and they never change, so that a second, packed copy may stand beside them.
         adapter: PEFT's name for the adapter that counts.
     """
@@ -76,23 +76,23 @@ class Forward:
             slots: told what comes (`inference.kv_cache`).
         """
         hidden = self._embed(ids)
-        cos, sin = self._turns(hidden, positions)
+        cos, sin = self._rotary_factors(hidden, positions)
         bias = None if mask is None else _bias(mask, hidden.dtype)
         for number, block in enumerate(self._blocks):
-            hidden = hidden + block.out(self._attended(block, number, block.before(hidden), cos, sin, bias, slots))
+            hidden = hidden + block.out(self._attend(block, number, block.before(hidden), cos, sin, bias, slots))
             gate, up = block.widen(block.between(hidden)).chunk(2, dim=-1)
             hidden = hidden + block.narrow(self._activation(gate) * up)
         logits: Tensor = self._head(self._norm(hidden[:, -1]))
         return logits
 
-    def _turns(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotary_factors(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """What rotary positions multiply with, (B, T, 1, head_dim) each; the sine of the first half negated."""
         cos, sin = self._angles(hidden, positions)
         half = sin.shape[-1] // 2
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
         return cos[:, :, None], sin[:, :, None]
 
-    def _attended(
+    def _attend(
         self, block: _Block, number: int, inputs: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, slots: Cache
     ) -> Tensor:
         rows, length, _ = inputs.shape
@@ -106,19 +106,19 @@ class Forward:
         keys, values = slots.update(turned[:, :, queries:].transpose(1, 2), values.transpose(1, 2), number)
         if length == 1:  # the heads that share keys are the rows of one query block
             query = turned[:, 0, :queries].view(rows, shared, queries // shared, self._head_dim)
-            return _looked_up(query, keys, values, bias).reshape(rows, 1, -1)
+            return _grouped_attention(query, keys, values, bias).reshape(rows, 1, -1)
         copies = wants_copies(inputs.device.type, inputs.dtype, bias is not None)
-        out = attended(turned[:, :, :queries].transpose(1, 2), keys, values, bias, copies)
+        out = scaled_attention(turned[:, :, :queries].transpose(1, 2), keys, values, bias, copies)
         return out.transpose(1, 2).reshape(rows, length, -1)
 
 
-def known(model: Any, adapter: str = "") -> bool:
+def is_supported(model: Any, adapter: str = "") -> bool:
     """Whether `Forward` computes what this model does."""
     core = model.get_base_model() if adapter else model
-    return type(core) in KNOWN and core.config._attn_implementation == "sdpa"
+    return type(core) in SUPPORTED and core.config._attn_implementation == "sdpa"
 
 
-def as_it_is(model: Any) -> Pass:
+def transformers_pass(model: Any) -> Pass:
     """The same of any model, by transformers' own forward pass; the mask has the form that its attention wants."""
 
     def run(ids: Tensor, positions: Tensor, mask: Tensor | None, slots: Cache) -> Tensor:
@@ -161,7 +161,7 @@ def _norm(module: Any) -> Norm:
     return norm
 
 
-def attended(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, copies: bool) -> Tensor:
+def scaled_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, copies: bool) -> Tensor:
     """Attention (B, H, T, D) of several tokens of each row; without a bias each sees all up to itself.
 
     Args:
@@ -184,7 +184,7 @@ def wants_copies(device: str, dtype: torch.dtype, bias: bool) -> bool:
     return device != "cpu" and (bias or dtype not in HALVES)
 
 
-def _looked_up(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+def _grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
     """Attention (B, K, G, D) of G queries that see the same: on a CPU two products are faster than its fused kernel."""
     if queries.device.type != "cpu" or queries.dtype not in (torch.float32, torch.float64):
         return functional.scaled_dot_product_attention(queries, keys, values, attn_mask=bias)
@@ -198,13 +198,13 @@ def _product(layers: Sequence[Any], own: bool, adapter: str) -> Product:
     if own:
         weight = torch.cat([layer.weight for layer in layers])
         bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
-        return packed(weight, bias)
+        return pack_weight(weight, bias)
     tuned = [layer for layer in layers if adapter in getattr(layer, "lora_A", {})]
     if not tuned:
-        return _beside(layers)
-    base = _beside([layer.base_layer if layer in tuned else layer for layer in layers])
+        return _concat_outputs(layers)
+    base = _concat_outputs([layer.base_layer if layer in tuned else layer for layer in layers])
     down = torch.cat([layer.lora_A[adapter].weight for layer in tuned])
-    up: Tensor = torch.block_diag(*[_up(layer, layer in tuned, adapter, down) for layer in layers])  # type: ignore[no-untyped-call]
+    up: Tensor = torch.block_diag(*[_adapter_up(layer, layer in tuned, adapter, down) for layer in layers])  # type: ignore[no-untyped-call]
 
     def adapted(inputs: Tensor) -> Tensor:
         plain = base(inputs)
@@ -213,12 +213,12 @@ def _product(layers: Sequence[Any], own: bool, adapter: str) -> Product:
     return adapted
 
 
-def _up(layer: Any, tuned: bool, adapter: str, like: Tensor) -> Tensor:
+def _adapter_up(layer: Any, tuned: bool, adapter: str, like: Tensor) -> Tensor:
     """What an adapter adds to the layer's outputs (O, R); of a layer without one nothing (O, 0)."""
     return layer.lora_B[adapter].weight * layer.scaling[adapter] if tuned else like.new_empty(layer.out_features, 0)
 
 
-def _beside(layers: Sequence[Any]) -> Product:
+def _concat_outputs(layers: Sequence[Any]) -> Product:
     if len(layers) == 1:
         return layers[0]  # type: ignore[no-any-return]
     return lambda inputs: torch.cat([layer(inputs) for layer in layers], dim=-1)

@@ -45,14 +45,14 @@ def head_logprobs(
 
 def logits_logprobs(logits: Tensor, targets: Tensor, temperature: float, entropy_trains: bool = False) -> tuple[Tensor, Tensor]:
     """The same of logits (N, V) that a model made itself, again in chunks, each made twice where there is a gradient."""
-    size = _size(logits.shape[-1])
+    size = _chunk_size(logits.shape[-1])
     pairs = zip(torch.split(logits, size), torch.split(targets, size), strict=True)
     parts = [checkpoint(_scores, *pair, temperature, entropy_trains, use_reentrant=False) for pair in pairs]
     return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
 
 def _scores(logits: Tensor, targets: Tensor, temperature: float, entropy_trains: bool) -> tuple[Tensor, Tensor]:
-    everything = torch.log_softmax(_wide(logits) / temperature, dim=-1)
+    everything = torch.log_softmax(_widen(logits) / temperature, dim=-1)
     seen = everything if entropy_trains else everything.detach()
     return everything.gather(-1, targets[:, None])[:, 0], -torch.linalg.vecdot(seen.exp(), seen)
 
@@ -71,19 +71,19 @@ class _Head(Function):
         entropy_trains: bool,
     ) -> tuple[Tensor, Tensor]:
         """Scores, and what the backward pass needs: slopes (N, H) of each, or all inputs once more where the head trains."""
-        like = _wide(hidden[:0])
+        like = _widen(hidden[:0])
         logprobs, entropy = like.new_empty(len(hidden)), like.new_empty(len(hidden))
         trains = any(ctx.needs_input_grad[1:3])
         shape = hidden.shape if ctx.needs_input_grad[0] and not trains else (0,)
         slopes, spreads = like.new_empty(shape), like.new_empty(shape if entropy_trains else (0,))
-        for part in _parts(len(hidden), len(weight)):
+        for part in _chunk_slices(len(hidden), len(weight)):
             shares, logs, total = _softmax(hidden[part], weight, bias, temperature)
             logprobs[part] = logs.gather(-1, targets[part, None])[:, 0] - total.log()
             entropy[part] = total.log() - torch.linalg.vecdot(shares, logs) / total
             if len(spreads):
-                spreads[part] = _spread(shares, logs, total).to(weight.dtype) @ weight
+                spreads[part] = _entropy_gradient(shares, logs, total).to(weight.dtype) @ weight
             if len(slopes):
-                slopes[part] = _rise(shares, total, targets[part], 1.0).to(weight.dtype) @ weight
+                slopes[part] = _logit_gradient(shares, total, targets[part], 1.0).to(weight.dtype) @ weight
         ctx.save_for_backward(slopes, spreads, targets, *((hidden, weight, bias) if trains else ()))
         ctx.temperature = temperature
         ctx.dtype = hidden.dtype
@@ -94,7 +94,7 @@ class _Head(Function):
 
     @staticmethod
     def backward(ctx: "_Context", *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """From d loss / d logprobs and d entropy (N,) to those of the hidden states and, where they train, weight and bias."""
+        """Takes d loss / d logprobs and d entropy (N,) to those of the hidden states and, where they train, weight and bias."""
         scale = gradients[0] / ctx.temperature
         widening = gradients[1] / ctx.temperature if ctx.entropy_trains else None
         slopes, spreads, targets, *inputs = ctx.saved_tensors
@@ -104,12 +104,12 @@ class _Head(Function):
                 to_hidden += spreads * widening[:, None]
             return to_hidden.to(ctx.dtype), None, None, None, None, None
         hidden, weight, bias = inputs
-        to_hidden, to_weight = torch.empty_like(hidden), _wide(weight[:0]).new_zeros(weight.shape)
+        to_hidden, to_weight = torch.empty_like(hidden), _widen(weight[:0]).new_zeros(weight.shape)
         to_bias = None if bias is None else to_weight.new_zeros(len(bias))
-        for part in _parts(len(hidden), len(weight)):
+        for part in _chunk_slices(len(hidden), len(weight)):
             shares, logs, total = _softmax(hidden[part], weight, bias, ctx.temperature)
-            spread = None if widening is None else _spread(shares, logs, total) * widening[part, None]
-            rise = _rise(shares, total, targets[part], scale[part])
+            spread = None if widening is None else _entropy_gradient(shares, logs, total) * widening[part, None]
+            rise = _logit_gradient(shares, total, targets[part], scale[part])
             if spread is not None:
                 rise += spread
             narrow = rise.to(weight.dtype)
@@ -131,8 +131,8 @@ class _Context(FunctionCtx):
 
 
 def _softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a chunk: exp(l) and l (C, V), l = logits / T less their greatest, and the sums (C,) of exp(l)."""
-    logs = _wide(linear(hidden, weight, bias))
+    """exp(l) and l (C, V) of a chunk, l = logits / T less their greatest, and the sums (C,) of exp(l)."""
+    logs = _widen(linear(hidden, weight, bias))
     if temperature != 1:
         logs /= temperature
     logs -= logs.amax(-1, keepdim=True)
@@ -140,8 +140,8 @@ def _softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: f
     return shares, logs, shares.sum(-1)
 
 
-def _rise(shares: Tensor, total: Tensor, targets: Tensor, scale: Tensor | float) -> Tensor:
-    """Of a chunk: (onehot(t) - p) * scale (C, V), written over the shares.
+def _logit_gradient(shares: Tensor, total: Tensor, targets: Tensor, scale: Tensor | float) -> Tensor:
+    """(onehot(t) - p) * scale (C, V) of a chunk, written over the shares.
 
     For a sure token 1 - p is small: it is taken here, since the difference of two products in 16 bits would be noise.
     """
@@ -150,8 +150,8 @@ def _rise(shares: Tensor, total: Tensor, targets: Tensor, scale: Tensor | float)
     return rise
 
 
-def _spread(shares: Tensor, logs: Tensor, total: Tensor) -> Tensor:
-    """Of a chunk: d entropy / d (logits / T) = -p (log p + H), (C, V), in memory of its own."""
+def _entropy_gradient(shares: Tensor, logs: Tensor, total: Tensor) -> Tensor:
+    """d entropy / d (logits / T) = -p (log p + H), (C, V), of a chunk, in memory of its own."""
     ours = logs - total.log()[:, None]
     found = shares / total[:, None]
     entropy = -torch.linalg.vecdot(found, ours)
@@ -166,14 +166,14 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _parts(tokens: int, words: int) -> Iterator[slice]:
-    size = _size(words)
+def _chunk_slices(tokens: int, words: int) -> Iterator[slice]:
+    size = _chunk_size(words)
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
-def _size(words: int) -> int:
+def _chunk_size(words: int) -> int:
     return max(1, CHUNK // words)
 
 
-def _wide(values: Tensor) -> Tensor:
+def _widen(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()

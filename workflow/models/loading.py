@@ -20,8 +20,8 @@ from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import PROJECTIONS, ModelConfig
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.models.lookup import TRUST, check_code, lora_rank
-from agentrl.workflow.models.memory import spared
-from agentrl.workflow.runtime.gc_pause import importing
+from agentrl.workflow.models.memory import return_freed_memory
+from agentrl.workflow.runtime.gc_pause import pause_gc
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -37,7 +37,7 @@ warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprec
 
 _COPY = "Copy the model again, all files of one version."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_alone = threading.Lock()
+_loading_lock = threading.Lock()
 """transformers makes one model at a time: of two at once, tied weights of one come out apart."""
 
 
@@ -50,9 +50,14 @@ def load(config: ModelConfig, folder: Path, device: torch.device, kind: str) -> 
     dtype = _dtype(config, device, kind)
     extra = _placement(config, dtype, device)
     # Spared, because each weight comes whole before it is quantised.
-    with _alone, importing(), _taken_for(folder, "model"), spared(config.load_in_4bit or config.load_in_8bit):
+    with (
+        _loading_lock,
+        pause_gc(),
+        _translate_faults(folder, "model"),
+        return_freed_memory(config.load_in_4bit or config.load_in_8bit),
+    ):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_options(config.trust_remote_code), **extra)
-    return _trainable_4bit(model) if config.load_in_4bit else model
+    return _disable_repacking(model) if config.load_in_4bit else model
 
 
 def check(config: ModelConfig, folder: Path) -> None:
@@ -63,11 +68,11 @@ def check(config: ModelConfig, folder: Path) -> None:
             chat template cannot be rendered, or there is nothing that LoRA could train.
     """
     check_code(config, folder)
-    chat_of(config, folder)
-    sizes(folder, config.trust_remote_code)
-    with _taken_for(folder, "model"):
+    load_chat(config, folder)
+    context_and_vocabulary(folder, config.trust_remote_code)
+    with _translate_faults(folder, "model"):
         shapes = _written_shapes(folder)
-    with _alone, importing(), _taken_for(folder, "model"), torch.device("meta"):
+    with _loading_lock, pause_gc(), _translate_faults(folder, "model"), torch.device("meta"):
         config_of = AutoConfig.from_pretrained(folder, **_options(config.trust_remote_code))
         made = AutoModelForCausalLM.from_config(config_of, trust_remote_code=config.trust_remote_code)  # type: ignore[no-untyped-call]
     wanted = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
@@ -144,13 +149,13 @@ def lora_config(config: ModelConfig, rank: int) -> "LoraConfig":
     )
 
 
-def sizes(folder: Path, code: bool = False) -> tuple[int, int]:
+def context_and_vocabulary(folder: Path, code: bool = False) -> tuple[int, int]:
     """Tokens that fit into one row, and ids of the vocabulary as the model's last layer has them.
 
     Raises:
         ModelError: the files make no model, or it does not say.
     """
-    with _taken_for(folder, "model"):
+    with _translate_faults(folder, "model"):
         config = AutoConfig.from_pretrained(folder, **_options(code)).get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
     if longest is None:
@@ -158,32 +163,32 @@ def sizes(folder: Path, code: bool = False) -> tuple[int, int]:
     return int(longest), int(config.vocab_size)
 
 
-def tokenizer(folder: Path, code: bool = False) -> Any:
+def load_tokenizer(folder: Path, code: bool = False) -> Any:
     """Its tokenizer; `code` that the folder brings may run.
 
     Raises:
         ModelError: the files make none.
     """
-    with _taken_for(folder, "tokenizer"):
+    with _translate_faults(folder, "tokenizer"):
         return AutoTokenizer.from_pretrained(folder, **_options(code))
 
 
-def chat_of(config: ModelConfig, folder: Path) -> Chat:
+def load_chat(config: ModelConfig, folder: Path) -> Chat:
     """Its tokenizer with the chat template and the tool format that the config names.
 
     Raises:
         ModelError: the files make none, or its template cannot be rendered.
         ConfigError: there is no such format.
     """
-    made = tokenizer(folder, config.trust_remote_code)
+    made = load_tokenizer(folder, config.trust_remote_code)
     if config.chat_template is not None:
         made.chat_template = config.chat_template
     return Chat(made, config.tool_format)
 
 
 @contextmanager
-def _taken_for(folder: Path, made: str) -> Iterator[None]:
-    """The faults of the folder's files, in one sentence; those of the machine, its memory above all, pass as they are."""
+def _translate_faults(folder: Path, made: str) -> Iterator[None]:
+    """Puts faults of the folder's files in one sentence; those of the machine, its memory above all, pass as they are."""
     try:
         yield
     except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
@@ -197,12 +202,12 @@ def _taken_for(folder: Path, made: str) -> Iterator[None]:
 
 
 def _options(code: bool) -> dict[str, Any]:
-    """What every loading is told."""
+    """The options of every loading."""
     return {"local_files_only": True, "trust_remote_code": code}
 
 
 def _sentence(error: Exception) -> str:
-    """What transformers says, without its advice on how to install another transformers."""
+    """The words of transformers, without its advice on how to install another transformers."""
     said = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
     return f"it names an unknown {said}" if isinstance(error, KeyError) else said[:300]
 
@@ -227,8 +232,8 @@ def _placement(config: ModelConfig, dtype: torch.dtype, device: torch.device) ->
     return place
 
 
-def _trainable_4bit(model: Any) -> Any:
-    """Without bitsandbytes' repacking for the CPU: the first sampled token would do it for good, and then nothing trains."""
+def _disable_repacking(model: Any) -> Any:
+    """Stops bitsandbytes' repacking for the CPU: the first sampled token would do it for good, and then nothing trains."""
     from bitsandbytes.nn.modules import Linear4bit
 
     for module in model.modules():

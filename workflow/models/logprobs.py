@@ -19,10 +19,10 @@ from transformers.cache_utils import DynamicLayer
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.models.lm_head import head_logprobs, logits_logprobs
 
-_plain: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_plain_models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Whether a model's logits are its head's, of its body's last hidden states, and nothing else."""
 
-_apart: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_apart_models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Whether rows on one line do not see each other."""
 
 
@@ -43,7 +43,7 @@ class Prefixes:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of the tokens 1..T-1, each (B, T - 1) and 0 where not wanted: float32, or float64 where the model computes in it.
+    """Scores of the tokens 1..T-1, each (B, T - 1) and 0 where not wanted: float32, or float64 where the model has it.
 
     Args:
         logprobs: of each token given those before it, in nats.
@@ -80,7 +80,7 @@ def line_logprobs(model: nn.Module, input_ids: Tensor, positions: Tensor, wanted
     """
     causal = causal_model(model)
     chosen = wanted[:, 1:]
-    hidden = _on_lines(causal.base_model, input_ids, positions)[:, :-1][chosen]
+    hidden = _hidden_on_lines(causal.base_model, input_ids, positions)[:, :-1][chosen]
     head = cast(nn.Linear, causal.get_output_embeddings())  # type: ignore[no-untyped-call]
     found, _ = head_logprobs(head, hidden, input_ids[:, 1:][chosen], temperature)
     return found.new_zeros(chosen.shape).masked_scatter(chosen, found)
@@ -136,35 +136,35 @@ def shares_prefixes(model: nn.Module) -> bool:
 def keeps_apart(model: nn.Module) -> bool:
     """Whether a row may stand behind another on one line, which it then does not see; tried out, once for a model."""
     causal = causal_model(model)
-    if causal not in _apart:
+    if causal not in _apart_models:
         training = causal.training
         causal.eval()  # type: ignore[no-untyped-call]
-        _apart[causal] = _is_plain(causal) and _kept_apart(causal)
+        _apart_models[causal] = _is_plain(causal) and _probe_keeps_apart(causal)
         causal.train(training)
-    return _apart[causal]
+    return _apart_models[causal]
 
 
 @torch.no_grad()
-def _kept_apart(causal: PreTrainedModel) -> bool:
+def _probe_keeps_apart(causal: PreTrainedModel) -> bool:
     """Reads a row behind two others, and before one."""
     first, other, row = [1, 2, 3, 4], [4, 3, 2, 1], [2, 4, 1]
     lines = [[*first, *row], [*other, *row], [*row, *first]]
     positions = [[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3]]
     device = next(causal.parameters()).device
-    found = _on_lines(causal.base_model, *(torch.tensor(values, device=device) for values in (lines, positions)))
+    found = _hidden_on_lines(causal.base_model, *(torch.tensor(values, device=device) for values in (lines, positions)))
     behind, alike, before = found[0, 4:], found[1, 4:], found[2, :3]
     rounding = 1e-3 if found.dtype in (torch.float32, torch.float64) else 0.05
     return torch.equal(behind, alike) and bool((behind - before).abs().max() <= rounding * behind.abs().max())
 
 
-def _on_lines(body: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+def _hidden_on_lines(body: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
     """Last hidden states (B, T, H) of lines of several rows."""
     return cast(Tensor, body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state)
 
 
 @contextmanager
 def checkpointing(model: nn.Module, on: bool) -> Iterator[None]:
-    """In train mode layers keep only their inputs for the backward pass, and are computed again.
+    """Makes layers in train mode keep only their inputs for the backward pass, and be computed again.
 
     Raises:
         ModelError: the model cannot.
@@ -215,13 +215,13 @@ def _own_logits(causal: nn.Module, ids: Tensor, mask: Tensor, chosen: Tensor, hi
 
 
 def _is_plain(causal: PreTrainedModel) -> bool:
-    if causal not in _plain:
-        _plain[causal] = _asked(causal)
-    return _plain[causal]
+    if causal not in _plain_models:
+        _plain_models[causal] = _probe_plain_head(causal)
+    return _plain_models[causal]
 
 
 @torch.no_grad()
-def _asked(causal: PreTrainedModel) -> bool:
+def _probe_plain_head(causal: PreTrainedModel) -> bool:
     """Lets the model make logits, and compares what went in and out of its head with what it was given and what it says."""
     head, body = causal.get_output_embeddings(), causal.base_model  # type: ignore[no-untyped-call]
     if type(head) is not nn.Linear or body is causal:

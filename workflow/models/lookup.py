@@ -28,7 +28,7 @@ SMALL = 50_000_000
 TRUST = "Read it, and pass --trust-remote-code if it may run here."
 LARGEST_CONFIG = 1 << 24
 """Bytes that are read of a model's config."""
-_FETCHED = ("*.safetensors", "*.json", "*.txt", "*.jinja")
+_FETCH_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja")
 HUB_HINT = "Name a local folder that holds a model, or tiny."
 _TEXT_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -43,7 +43,7 @@ def resolve_model(name: str, dataset: str) -> str:
         ModelError: `tiny` was not made for this dataset yet.
         ConfigError: nor is there such a dataset.
     """
-    folder = settings().models_dir / (made_name(name, dataset) if name == TINY else name)
+    folder = settings().models_dir / (sft_model_name(name, dataset) if name == TINY else name)
     if (folder / "config.json").is_file():
         return str(folder.resolve())
     if name == TINY:
@@ -57,12 +57,12 @@ def starting_policy(name: str, dataset: str) -> PolicyRef:
     Raises:
         ModelError: there is no such folder, and no such model on the hub.
     """
-    base = known_model(name, dataset)
+    base = existing_model(name, dataset)
     folder = Path(base)
     return PolicyRef(base, base_hash(folder) if folder.is_dir() else "")
 
 
-def known_model(name: str, dataset: str) -> str:
+def existing_model(name: str, dataset: str) -> str:
     """As `resolve_model`, of a model that there is: a folder, or a name that the hub knows. Raises as `starting_policy`."""
     base = resolve_model(name, dataset)
     folder = Path(base)
@@ -87,7 +87,7 @@ def _no_tiny(dataset: str) -> ModelError:
     )
 
 
-def made_name(model: str, dataset: str) -> str:
+def sft_model_name(model: str, dataset: str) -> str:
     """The name that `agentrl sft` gives to what it makes: `tiny-arithmetic`."""
     return f"{Path(model).name}-{Path(dataset).stem}"
 
@@ -102,14 +102,14 @@ def refuse_existing(target: Path, overwrite: bool) -> None:
         raise ConflictError(f"{str(target)!r} was not made by agentrl (it holds no {RECORD}).", "Name another folder.")
 
 
-def own_code(folder: Path) -> tuple[Path, ...]:
+def code_files(folder: Path) -> tuple[Path, ...]:
     """The files of code that a model's folder brings, where its config or its tokenizer's names one of them."""
-    named = {name for config in ("config.json", "tokenizer_config.json") for name in _code_named(folder / config)}
+    named = {name for config in ("config.json", "tokenizer_config.json") for name in _named_modules(folder / config)}
     there = tuple(sorted(folder.glob("*.py")))
     return there if named & {file.stem for file in there} else ()
 
 
-def _code_named(file: Path) -> Iterator[str]:
+def _named_modules(file: Path) -> Iterator[str]:
     """The modules that `auto_map` names: `modeling_x` of `modeling_x.Model`, each alone or in a list."""
     try:
         with file.open("rb") as stream:
@@ -125,14 +125,14 @@ def _code_named(file: Path) -> Iterator[str]:
 
 def check_code(config: ModelConfig, folder: Path) -> None:
     """Raises ModelError where the model has code of its own and nobody said that it may run."""
-    code = own_code(folder)
+    code = code_files(folder)
     if code and not config.trust_remote_code:
         raise ModelError(f"The model in {str(folder)!r} brings code of its own ({code[0].name}).", TRUST)
 
 
 def code_hash(folder: Path) -> str:
     """sha256 over the code that a model's folder brings; empty where it brings none."""
-    lines = [f"{file.name} {sha256_file(file)}" for file in own_code(folder)]
+    lines = [f"{file.name} {sha256_file(file)}" for file in code_files(folder)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else ""
 
 
@@ -149,7 +149,7 @@ def model_folder(path: str, code: bool = False) -> Path:
         raise ModelError(f"The folder {path!r} holds no config.json.", HUB_HINT)
     if folder.is_absolute() or path.startswith("."):
         raise ModelError(f"There is no folder {path!r}.", HUB_HINT)
-    return _from_hub(path, code)
+    return _download(path, code)
 
 
 def local_folder(path: str) -> Path | None:
@@ -166,7 +166,7 @@ def local_folder(path: str) -> Path | None:
     try:
         cached = try_to_load_from_cache(path, "config.json")
     except HFValidationError as error:
-        raise _unknown(path) from error
+        raise _unknown_model(path) from error
     return Path(cached).parent if isinstance(cached, str) else None
 
 
@@ -182,32 +182,32 @@ def check_on_hub(name: str) -> None:
     try:
         cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
     except HFValidationError as error:
-        raise _unknown(name) from error
-    said = "known" if cached else hub.ask("model", name)
+        raise _unknown_model(name) from error
+    said = "known" if cached else hub.ask_hub("model", name)
     if said == "unknown":
-        raise _unknown(name)
+        raise _unknown_model(name)
     if said == "away":
-        raise _away(name)
+        raise _hub_away(name)
 
 
-def _unknown(name: str) -> ModelError:
+def _unknown_model(name: str) -> ModelError:
     return ModelError(f"No model is called {name!r}, here or on the hub.", HUB_HINT)
 
 
-def _away(name: str) -> ModelError:
+def _hub_away(name: str) -> ModelError:
     return ModelError(f"Cannot reach the hub for {name!r}.", HUB_HINT)
 
 
-def _from_hub(name: str, code: bool) -> Path:
+def _download(name: str, code: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=[*_FETCHED, *(["*.py"] if code else [])]))
+        return Path(snapshot_download(name, allow_patterns=[*_FETCH_PATTERNS, *(["*.py"] if code else [])]))
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise _unknown(name) from error
+        raise _unknown_model(name) from error
     except (LocalEntryNotFoundError, OSError) as error:
-        raise _away(name) from error
+        raise _hub_away(name) from error
 
 
 def lora_rank(config: ModelConfig, folder: Path) -> int:

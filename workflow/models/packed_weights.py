@@ -19,40 +19,40 @@ Product = Callable[[Tensor], Tensor]
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """The dtypes that are packed, and how far a product may be from the exact one, in units of its greatest entry."""
 
-WORTH = 2_000_000
+WORTH_PRODUCTS = 2_000_000
 """Below so many multiplications calling oneDNN takes longer than its product saves."""
 
 
-def packed(weight: Tensor, bias: Tensor | None) -> Product:
+def pack_weight(weight: Tensor, bias: Tensor | None) -> Product:
     """inputs (..., I) -> (..., O) for a weight (O, I) as it is now: packed where this machine can, else plain."""
-    if not packable(weight.device, weight.dtype):
+    if not can_pack(weight.device, weight.dtype):
         return lambda inputs: functional.linear(inputs, weight, bias)
-    fast = by_onednn(weight, bias)
+    fast = pack_with_onednn(weight, bias)
     outputs = len(weight)
-    plain = weight if weight.numel() < WORTH else None
+    plain = weight if weight.numel() < WORTH_PRODUCTS else None
 
     def product(inputs: Tensor) -> Tensor:
-        if plain is not None and inputs.numel() * outputs < WORTH:
+        if plain is not None and inputs.numel() * outputs < WORTH_PRODUCTS:
             return functional.linear(inputs, plain, bias)
         return fast(inputs)
 
     return product
 
 
-def packable(device: torch.device, dtype: torch.dtype) -> bool:
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether weights are packed there: on a CPU, in float32 and bfloat16, where this processor and this torch can."""
-    return device.type == "cpu" and dtype in ROUNDING and not lacking(dtype)
+    return device.type == "cpu" and dtype in ROUNDING and not why_not_packed(dtype)
 
 
 @cache
-def lacking(dtype: torch.dtype) -> str:
+def why_not_packed(dtype: torch.dtype) -> str:
     """Why this process multiplies plainly in one of the dtypes of `ROUNDING`; empty where a packed product came out right."""
     draw = torch.Generator().manual_seed(0)
     weight, bias, inputs = (torch.randn(size, generator=draw).to(dtype) for size in ((80, 48), (80,), (7, 48)))
     exact = functional.linear(inputs.double(), weight.double(), bias.double())
     try:
         with torch.no_grad():
-            product = by_onednn(weight, bias)
+            product = pack_with_onednn(weight, bias)
             found = torch.cat([product(inputs), product(inputs[:1])])
             off = float((found.double() - torch.cat([exact, exact[:1]])).abs().max() / exact.abs().max())
     except (RuntimeError, AttributeError, TypeError, ValueError) as error:
@@ -60,7 +60,7 @@ def lacking(dtype: torch.dtype) -> str:
     return "" if off <= ROUNDING[dtype] else f"a packed product is off by {off:.2g}"
 
 
-def by_onednn(weight: Tensor, bias: Tensor | None) -> Product:
+def pack_with_onednn(weight: Tensor, bias: Tensor | None) -> Product:
     """The packed product itself; raises where oneDNN has none."""
     kept = torch.ops.mkldnn._reorder_linear_weight(weight)
 

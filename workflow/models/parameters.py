@@ -32,7 +32,7 @@ class Parameters:
         return f"trainable params: {self.trainable:,} || all params: {self.all:,} || trainable%: {share:.4f}"
 
 
-def counted(module: "nn.Module") -> Parameters:
+def count_parameters(module: "nn.Module") -> Parameters:
     """The module's parameters, those of a quantised layer as they were before; the sampler's adapter is no part of it."""
     sizes = [(_size(p), p.requires_grad) for name, p in module.named_parameters() if ".sampler." not in name]
     return Parameters(sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes))
@@ -43,7 +43,7 @@ def _size(parameter: "nn.Parameter") -> int:
     return int(prod(quantised.shape)) if quantised is not None else parameter.numel()
 
 
-def of_files(config: ModelConfig, folder: Path) -> Parameters | None:
+def count_in_files(config: ModelConfig, folder: Path) -> Parameters | None:
     """What trains of the model in the folder and how much it is, by the headers of its files; None where they do not say."""
     try:
         with (folder / "config.json").open("rb") as file:

@@ -27,11 +27,11 @@ from agentrl.workflow.checkpoints.sealed_folder import ADAPTER, MODEL, sha256_fi
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import CheckpointError, ModelError
 from agentrl.workflow.models import loading
-from agentrl.workflow.models.fast_forward import Forward, Pass, as_it_is, known
+from agentrl.workflow.models.fast_forward import Forward, Pass, is_supported, transformers_pass
 from agentrl.workflow.models.lookup import base_hash, check_code, code_hash, lora_rank, model_folder
 from agentrl.workflow.trajectory import PolicyRef
 
-COPIED = 250_000_000
+COPY_LIMIT = 250_000_000
 """Below this many the sampler has its weights twice: as modules, and as its forward pass reads them fastest. Beside the trained
 copy, its gradient and two moments, that is a sixth copy."""
 
@@ -56,7 +56,7 @@ class Policy:
         self.device = torch.device(device)
         self.lock = threading.RLock()
         check_code(config, folder)
-        self.chat: Chat = loading.chat_of(config, folder)
+        self.chat: Chat = loading.load_chat(config, folder)
         self.tokenizer = self.chat.tokenizer
         self.rank = lora_rank(config, folder)
         self.kind: Literal["lora", "full"] = "lora" if self.rank else "full"
@@ -64,7 +64,7 @@ class Policy:
             raise ModelError(
                 "With LoRA the sampler shares the trainer's base.", "Set model.dtype instead of model.sampler_dtype."
             )
-        self.max_context, self.vocabulary = loading.sizes(folder, config.trust_remote_code)
+        self.max_context, self.vocabulary = loading.context_and_vocabulary(folder, config.trust_remote_code)
         self._reference: nn.Module | None = None
         self._published: str | None = ""
         self._in_memory: dict[Slot, Any] = {}
@@ -74,7 +74,7 @@ class Policy:
         self.code_hash = code_hash(folder) if config.trust_remote_code else ""
         self.base_hash = base_hash(folder)  # after all was read: what is put there meanwhile is never taken for what was there
         if loaded is not None:
-            self._take_in(loaded)
+            self._install(loaded)
 
     @classmethod
     def load(cls, config: ModelConfig, path: str, device: str = "auto", threads: int = 0, weights: bool = True) -> "Policy":
@@ -112,7 +112,7 @@ class Policy:
         """The weights of `sampling` as the engine's forward pass; the caller computes without gradient."""
         with self.sampling() as model:
             if self._pass is None:
-                self._pass = self._pass_of(model)
+                self._pass = self._forward_pass(model)
             yield self._pass
 
     @contextmanager
@@ -134,7 +134,7 @@ class Policy:
                     yield self._models["policy"]
                 return
             if self._reference is None:
-                self._reference = _frozen(self._base_again())
+                self._reference = _freeze(self._reload_base())
             yield self._reference
 
     def publish(self, ref: PolicyRef) -> bool:
@@ -148,7 +148,7 @@ class Policy:
         self.check(ref)
         if ref.sha256 == self._published:
             return False
-        weights = _published(ref) if ref.path else self._base_weights()
+        weights = _read_published(ref) if ref.path else self._base_weights()
         with self.lock:
             self._published = None  # until they are whole
             self._fill("sampler", weights)
@@ -165,12 +165,12 @@ class Policy:
             raise CheckpointError(f"Policy version {ref.version} was trained on another base ({ref.base_hash[:12]}).")
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """What the optimizer trains, by its name in the weights file."""
+        """The parameters that the optimizer trains, by their names in the weights file."""
         return self._slot("policy")
 
     @property
     def weights_name(self) -> str:
-        """What the file of the trained part is called in a checkpoint."""
+        """The name of the trained part's file in a checkpoint."""
         return ADAPTER if self.kind == "lora" else MODEL
 
     def save_weights(self, file: Path) -> None:
@@ -194,10 +194,10 @@ class Policy:
     def _models(self) -> dict[Slot, Any]:
         with self.lock:
             if not self._in_memory:
-                self._take_in(self._base_again())
+                self._install(self._reload_base())
             return self._in_memory
 
-    def _take_in(self, loaded: Any) -> None:
+    def _install(self, loaded: Any) -> None:
         self._in_memory = self._lora_slots(loaded) if self.rank else self._full_slots(loaded)
         if self.rank:
             self._initial = {name: tensor.detach().clone() for name, tensor in self._slot("policy").items()}
@@ -218,19 +218,19 @@ class Policy:
         return {"policy": model, "sampler": model}
 
     def _full_slots(self, loaded: Any) -> dict[Slot, Any]:
-        sampler = _frozen(copy.deepcopy(loaded))
+        sampler = _freeze(copy.deepcopy(loaded))
         if self.config.sampler_dtype != "auto":
             for parameter in sampler.parameters():  # not the buffers: positions stay in float32
                 parameter.data = parameter.data.to(loading.DTYPES[self.config.sampler_dtype])
         return {"policy": loaded, "sampler": sampler}
 
     @torch.no_grad()
-    def _pass_of(self, model: Any) -> Pass:
+    def _forward_pass(self, model: Any) -> Pass:
         """The engine's pass of the present published weights; a base that the trainer shares has no room for a copy."""
         adapter = "sampler" if self.kind == "lora" else ""
-        if not known(model, adapter):
-            return as_it_is(model)
-        return Forward(model, self.kind == "full" and model.num_parameters() < COPIED, adapter)
+        if not is_supported(model, adapter):
+            return transformers_pass(model)
+        return Forward(model, self.kind == "full" and model.num_parameters() < COPY_LIMIT, adapter)
 
     def _active(self, slot: Slot) -> Any:
         model = self._models[slot]
@@ -246,11 +246,11 @@ class Policy:
 
     def _base_weights(self) -> Mapping[str, Tensor]:
         if self.kind == "full":
-            return dict(self._base_again().named_parameters())
+            return dict(self._reload_base().named_parameters())
         assert self._models  # in memory, so that the initial adapter is
         return self._initial
 
-    def _base_again(self) -> Any:
+    def _reload_base(self) -> Any:
         """The base read from its folder once more; checked after reading, so that no change slips in between."""
         loaded = self._base()
         found = base_hash(self.folder)
@@ -272,11 +272,11 @@ class Policy:
             parameter.copy_(weights[name])
 
 
-def _frozen(model: Any) -> Any:
+def _freeze(model: Any) -> Any:
     return model.requires_grad_(False).eval()
 
 
-def _published(ref: PolicyRef) -> dict[str, Tensor]:
+def _read_published(ref: PolicyRef) -> dict[str, Tensor]:
     return checkpoint_cache.read(ref.path, ref.sha256, "weights", lambda folder: _read(checked_weights(folder, ref.sha256)))
 
 
@@ -305,7 +305,7 @@ def _read(file: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"Cannot read the weights {str(file)!r}: {error}.") from error
 
 
-def open_recorded(
+def open_run_base(
     config: ModelConfig, base: str, base_hash: str, manifest: Mapping[str, Any], device: str, threads: int
 ) -> Policy:
     """The base that a run was made with.
@@ -329,13 +329,13 @@ def open_recorded(
     return policy
 
 
-def open_at(ref: PolicyRef, config: ModelConfig, manifest: Mapping[str, Any], device: str, threads: int) -> Policy:
-    """The base with that policy's weights as those that train. Raises as `open_recorded`.
+def open_with_weights(ref: PolicyRef, config: ModelConfig, manifest: Mapping[str, Any], device: str, threads: int) -> Policy:
+    """The base with that policy's weights as those that train. Raises as `open_run_base`.
 
     Raises:
         CheckpointError: the weights are not as they were recorded, or of another base.
     """
-    policy = open_recorded(config, ref.base, ref.base_hash, manifest, device, threads)
+    policy = open_run_base(config, ref.base, ref.base_hash, manifest, device, threads)
     if ref.path:
         checkpoint_cache.read(ref.path, ref.sha256, "weights", lambda at: policy.load_weights(checked_weights(at, ref.sha256)))
     return policy

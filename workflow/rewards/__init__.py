@@ -130,7 +130,7 @@ def questions(episode: Episode, judges: Mapping[str, Judge]) -> dict[str, Mappin
     """
     asked = {}
     for name, judge in judges.items():
-        with _loudly(name):
+        with _raise_reward_errors(name):
             question = judge.asks(episode)
         if isinstance(question, Mapping):
             asked[name] = question
@@ -147,7 +147,7 @@ def verdicts(judges: Mapping[str, Judge], results: Mapping[str, ToolResult]) -> 
     for name, result in results.items():
         if result.error_class is not None:
             raise RewardError(f"reward {name!r} did not judge: {result.content}")
-        with _loudly(name):
+        with _raise_reward_errors(name):
             values[name] = judges[name].reads(result.content)
     return values
 
@@ -164,7 +164,7 @@ def score(
     """
     parts = {}
     for name in weights:
-        with _loudly(name):
+        with _raise_reward_errors(name):
             value = numbers(judged[name] if name in judged else find("rewards", name)(episode))
         parts[name] = part_of(value, len(episode.steps), f"reward {name!r}")
     return parts
@@ -193,34 +193,34 @@ def part_of(value: Part, steps: int, source: str, name: str = "") -> Part:
     """
     about = f" for {name!r}" if name else ""
     if isinstance(value, float):
-        if not _usable(value):
-            raise RewardError(f"{source} returned {value}{about}{_why(value)}")
+        if not _is_usable(value):
+            raise RewardError(f"{source} returned {value}{about}{_why_unusable(value)}")
         return value
     if len(value) != steps:
         raise RewardError(f"{source} returned {len(value)} numbers{about}, and the episode has {steps} steps")
     for step, number in enumerate(value):
-        if not _usable(number):
-            raise RewardError(f"{source} returned {number}{about} at step {step}{_why(number)}")
-    if not _usable(sum(value)):
-        raise RewardError(f"{source} returned numbers{about} whose sum is {sum(value)}{_why(sum(value))}")
+        if not _is_usable(number):
+            raise RewardError(f"{source} returned {number}{about} at step {step}{_why_unusable(number)}")
+    if not _is_usable(sum(value)):
+        raise RewardError(f"{source} returned numbers{about} whose sum is {sum(value)}{_why_unusable(sum(value))}")
     return value or 0.0
 
 
-def _usable(value: float) -> bool:
+def _is_usable(value: float) -> bool:
     return abs(value) <= LARGEST  # no NaN is
 
 
-def _why(value: float) -> str:
+def _why_unusable(value: float) -> str:
     return f"; the largest that can be trained on is {LARGEST:g}" if math.isfinite(value) else ""
 
 
-def whole(part: Part) -> float:
-    """What a part came to over the episode."""
+def part_sum(part: Part) -> float:
+    """The part's sum over the episode."""
     return part if isinstance(part, float) else math.fsum(part)
 
 
 @contextmanager
-def _loudly(name: str) -> Iterator[None]:
+def _raise_reward_errors(name: str) -> Iterator[None]:
     try:
         yield
     except (InfraError, SandboxUnavailable):  # it says so itself: another attempt, or another machine, may do well
@@ -229,7 +229,7 @@ def _loudly(name: str) -> Iterator[None]:
         raise RewardError(f"reward {name!r} raised {type(error).__name__}: {error}") from error
 
 
-def checked(parts: Mapping[str, Part], steps: int, source: str) -> dict[str, Part]:
+def check_parts(parts: Mapping[str, Part], steps: int, source: str) -> dict[str, Part]:
     """The parts that `source`, a hook or an env, returned for an episode of so many steps.
 
     Raises:
@@ -241,7 +241,7 @@ def checked(parts: Mapping[str, Part], steps: int, source: str) -> dict[str, Par
     return {name: part_of(value, steps, source, name) for name, value in parts.items()}
 
 
-def earned(episode: Episode, parts: Mapping[str, Part], weights: Mapping[str, float]) -> Episode:
+def assign_rewards(episode: Episode, parts: Mapping[str, Part], weights: Mapping[str, float]) -> Episode:
     """The episode with its reward, the parts of it, and what each step earned.
 
     Raises:
@@ -252,19 +252,19 @@ def earned(episode: Episode, parts: Mapping[str, Part], weights: Mapping[str, fl
         replace(step, reward=sum(part[index] * weights.get(name, 1.0) for name, part in by_step.items()))
         for index, step in enumerate(episode.steps)
     )
-    rewards = {name: whole(part) for name, part in parts.items()}
-    return replace(episode, steps=steps, rewards=rewards, reward=total(parts, weights))
+    rewards = {name: part_sum(part) for name, part in parts.items()}
+    return replace(episode, steps=steps, rewards=rewards, reward=total_reward(parts, weights))
 
 
-def total(parts: Mapping[str, Part], weights: Mapping[str, float]) -> float:
+def total_reward(parts: Mapping[str, Part], weights: Mapping[str, float]) -> float:
     """The scalar: the weighted sum of the parts; a part without a weight (from a hook) counts 1.
 
     Raises:
         RewardError: the sum is too large for a number.
     """
-    reward = sum(whole(part) * weights.get(name, 1.0) for name, part in parts.items())
-    if not _usable(reward):
-        raise RewardError(f"the weighted sum of the reward parts is {reward}{_why(reward)}")
+    reward = sum(part_sum(part) * weights.get(name, 1.0) for name, part in parts.items())
+    if not _is_usable(reward):
+        raise RewardError(f"the weighted sum of the reward parts is {reward}{_why_unusable(reward)}")
     return reward
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def importing() -> Iterator[None]:
+def pause_gc() -> Iterator[None]:
     """No collection inside, for imports and the loading of a model: it would look at all there is, again and again.
 
     That took a third of the six seconds after which a process has a model.

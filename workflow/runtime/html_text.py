@@ -14,7 +14,7 @@ CPU_SECONDS = 5
 MEMORY_BYTES = 1 << 30
 
 
-class TooMuch(Exception):
+class PageTooLong(Exception):
     """The page takes too long to read."""
 
 
@@ -29,7 +29,7 @@ def text_of(page: str) -> str:
         sent, seconds = page.encode(errors="replace"), 20 * CPU_SECONDS
         done = subprocess.run(command, input=sent, capture_output=True, timeout=seconds, check=True)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        raise TooMuch(f"{len(page)} characters of HTML") from error
+        raise PageTooLong(f"{len(page)} characters of HTML") from error
     return done.stdout.decode()
 
 
@@ -62,7 +62,7 @@ class _Words(HTMLParser):
             self.parts.append(data if self._kept else re.sub(r"\s+", " ", data))
 
 
-def plain(page: str) -> str:
+def extract_text(page: str) -> str:
     """The text, however long it takes."""
     words = _Words()
     words.feed(page)
@@ -75,7 +75,7 @@ def main() -> None:
     """The page from stdin, its text to stdout."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    text = plain(sys.stdin.buffer.read().decode(errors="replace"))
+    text = extract_text(sys.stdin.buffer.read().decode(errors="replace"))
     sys.stdout.buffer.write(text.encode(errors="replace"))
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 SECONDS = 5.0
 
 
-def ask(kind: Literal["model", "dataset"], name: str) -> Literal["known", "unknown", "away"]:
+def ask_hub(kind: Literal["model", "dataset"], name: str) -> Literal["known", "unknown", "away"]:
     """What the hub says of a model or dataset of that name; `away` where it does not answer."""
     from huggingface_hub import HfApi  # slow to import, and seldom needed
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError

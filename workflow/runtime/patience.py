@@ -24,7 +24,7 @@ class Patience:
         self._over = False
 
     @property
-    def waited(self) -> float:
+    def seconds_waited(self) -> float:
         """Seconds so far, those of a wait that goes on too."""
         since = self._since
         return self._before + (0.0 if since is None else time.monotonic() - since)
@@ -45,15 +45,15 @@ class Patience:
     @property
     def own_seconds(self) -> float:
         """On the clock since it was made, without what was waited and what the process stood still."""
-        return time.monotonic() - self._began - self.waited - self._still
+        return time.monotonic() - self._began - self.seconds_waited - self._still
 
     def end(self) -> None:
         """Nobody wants what it does any more: from now on it waits for nothing."""
         self._over = True
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """By this thread."""
+    def hold(self) -> Iterator[None]:
+        """Makes it this thread's."""
         before: Patience | None = getattr(_this, "patience", None)
         _this.patience = self
         try:
@@ -70,7 +70,7 @@ class Patience:
         try:
             yield
         finally:
-            self._before, self._since = self.waited, None
+            self._before, self._since = self.seconds_waited, None
 
 
 _this = threading.local()

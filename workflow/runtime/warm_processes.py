@@ -27,7 +27,7 @@ class Warm(Generic[Kept]):
 
     def __init__(self, opened: Callable[[], Kept]) -> None:
         self._opened = opened
-        self._places = Once(self._empty)
+        self._places = Once(self._empty_places)
 
     @contextmanager
     def one(self) -> Iterator[Kept]:
@@ -55,7 +55,7 @@ class Warm(Generic[Kept]):
         self._places.forget()
 
     @staticmethod
-    def _empty() -> "LifoQueue[Kept | None]":
+    def _empty_places() -> "LifoQueue[Kept | None]":
         places: LifoQueue[Kept | None] = LifoQueue()
         for _ in range(os.cpu_count() or 1):
             places.put(None)

@@ -13,10 +13,10 @@ from logging import getLogger
 
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.sandbox import DEFAULTS, Limits, Result, spawn
-from agentrl.workflow.sandbox.boxed_session import opened
-from agentrl.workflow.sandbox.fair_semaphore import Turns
+from agentrl.workflow.sandbox.boxed_session import open_session
+from agentrl.workflow.sandbox.fair_semaphore import FairSemaphore
 from agentrl.workflow.sandbox.launch import Launch
-from agentrl.workflow.sandbox.programs import Program, Zygote, cold
+from agentrl.workflow.sandbox.programs import Program, Zygote, run_cold
 from agentrl.workflow.sandbox.session import CellSession
 
 log = getLogger("agentrl.sandbox")
@@ -28,7 +28,7 @@ class Boxed:
     def __init__(self, launch: Launch) -> None:
         self.kind = launch.kind
         self.launch = launch
-        self._turns = Turns(os.cpu_count() or 1)
+        self._turns = FairSemaphore(os.cpu_count() or 1)
         self._lock = threading.Lock()
         self._idle: list[Zygote] = []
         self._closed = False
@@ -36,7 +36,7 @@ class Boxed:
 
     def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> Result:
         """See `Sandbox.run`."""
-        with self._turns.one():
+        with self._turns.hold():
             try:
                 return self._run(code, stdin, limits)
             except InfraError as error:
@@ -48,7 +48,7 @@ class Boxed:
 
     def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> CellSession:
         """See `Sandbox.session`."""
-        session = opened(self.launch, limits, self._turns, reads)
+        session = open_session(self.launch, limits, self._turns, reads)
         with self._lock:
             self._sessions = {other for other in self._sessions if other.alive} | {session}
         return session
@@ -70,9 +70,9 @@ class Boxed:
             for file in (source, typed):
                 files.callback(os.close, file)
             program = Program(source, typed, limits)
-            return self._warm(program) if self.launch.nests else cold(self.launch, program, self._turns.running)
+            return self._run_warm(program) if self.launch.nests else run_cold(self.launch, program, self._turns.running)
 
-    def _warm(self, program: Program) -> Result:
+    def _run_warm(self, program: Program) -> Result:
         with self._lock:
             zygote = self._idle.pop() if self._idle else None
         if zygote is None:

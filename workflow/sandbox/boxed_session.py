@@ -8,11 +8,11 @@ from contextlib import suppress
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.sandbox import Limits, freeze, spawn
 from agentrl.workflow.sandbox.cgroups import SPARE_PROCESSES, Events
-from agentrl.workflow.sandbox.fair_semaphore import Turns
+from agentrl.workflow.sandbox.fair_semaphore import FairSemaphore
 from agentrl.workflow.sandbox.launch import Inside, Launch
-from agentrl.workflow.sandbox.limits_watch import Use, drained, explained, spent, watch
+from agentrl.workflow.sandbox.limits_watch import Use, cpu_seconds_of, drain, explain_error, watch
 from agentrl.workflow.sandbox.programs import ADDRESS_BYTES, whole_seconds
-from agentrl.workflow.sandbox.session import ANSWER_SECONDS, Broken, CellSession
+from agentrl.workflow.sandbox.session import ANSWER_SECONDS, BrokenLine, CellSession
 
 CREDENTIALS = 12  # a struct ucred: process, user, group
 CHUNK = 1 << 16
@@ -37,16 +37,16 @@ class BoxedLine:
                 inside = Inside(scripts, (theirs.fileno(),), numbers, nothing.fileno(), output, True, reads=tuple(reads))
                 self._box = launch.start(limits, inside)
         except InfraError as error:
-            said = self.printed()
+            said = self.take_output()
             self._socket.close()
             os.close(self._printed)
-            raise explained(error, said) from error
+            raise explain_error(error, said) from error
         finally:
             os.close(output)
         self._state: Set[int] = set()
         self._keepers: Set[int] = set()
 
-    def printed(self) -> bytes:
+    def take_output(self) -> bytes:
         """Some of what was printed, if anything was."""
         with suppress(BlockingIOError):
             return os.read(self._printed, 500)
@@ -59,26 +59,26 @@ class BoxedLine:
 
     def part(self, seconds: float) -> tuple[bytes, int]:
         """See `Line.part`."""
-        if not spawn.ready(self._socket.fileno(), seconds):
+        if not spawn.wait_readable(self._socket.fileno(), seconds):
             return b"", 0
-        return self._received()
+        return self._receive()
 
     def forget(self) -> None:
         """See `Line.forget`."""
-        while drained(self._printed):
+        while drain(self._printed):
             pass
-        while spawn.ready(self._socket.fileno(), 0):
-            self._received()
+        while spawn.wait_readable(self._socket.fileno(), 0):
+            self._receive()
 
     def watch(self, limits: Limits, running: Callable[[], int]) -> Use:
         """See `Line.watch`."""
-        before = self._spent()
-        spent_now, members = lambda: self._spent() - before, lambda: self._box.members() - self._keepers - self._state
+        before = self._cpu_seconds()
+        spent_now, members = lambda: self._cpu_seconds() - before, lambda: self._box.members() - self._keepers - self._state
         return watch(self._printed, self._socket.fileno(), limits, spent_now, members, running)
 
-    def counted(self) -> tuple[Events, float]:
-        """See `Line.counted`."""
-        return self._box.cgroup.events(), self._spent()
+    def read_usage(self) -> tuple[Events, float]:
+        """See `Line.read_usage`."""
+        return self._box.cgroup.events(), self._cpu_seconds()
 
     def settle(self, lasting: Set[int]) -> int:
         """See `Line.settle`. What is there beside the first state, as it comes up, is the sandbox's own."""
@@ -101,18 +101,18 @@ class BoxedLine:
         os.close(self._printed)
         return Events(max(before.oom, after.oom), max(before.pids, after.pids), max(before.disk, after.disk))
 
-    def _spent(self) -> float:
-        return spent(self._box, self._keepers | self._state)
+    def _cpu_seconds(self) -> float:
+        return cpu_seconds_of(self._box, self._keepers | self._state)
 
-    def _received(self) -> tuple[bytes, int]:
+    def _receive(self) -> tuple[bytes, int]:
         part, told, _, _ = self._socket.recvmsg(CHUNK, socket.CMSG_SPACE(CREDENTIALS))
         if not part:
-            raise Broken("its processes are gone")
+            raise BrokenLine("its processes are gone")
         process = next((int.from_bytes(data[:4], "little") for _, kind, data in told if kind == socket.SCM_CREDENTIALS), 0)
         return part, process
 
 
-def opened(launch: Launch, limits: Limits, turns: Turns, reads: Sequence[str] = ()) -> CellSession:
+def open_session(launch: Launch, limits: Limits, turns: FairSemaphore, reads: Sequence[str] = ()) -> CellSession:
     """A session in a sandbox of its own.
 
     Raises:
@@ -121,7 +121,7 @@ def opened(launch: Launch, limits: Limits, turns: Turns, reads: Sequence[str] = 
     line = BoxedLine(launch, limits, reads)
     try:
         return CellSession(line, launch.kind, limits, turns, spawn.START_SECONDS)
-    except (Broken, freeze.Unsettled, OSError) as error:
-        said = line.printed()
+    except (BrokenLine, freeze.SettleError, OSError) as error:
+        said = line.take_output()
         line.close()
-        raise explained(InfraError(f"A session's sandbox did not come up: {error}."), said) from error
+        raise explain_error(InfraError(f"A session's sandbox did not come up: {error}."), said) from error

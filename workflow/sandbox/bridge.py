@@ -62,7 +62,7 @@ class Filter(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
 
 
-def exactly(length: int) -> bytes:
+def read_exactly(length: int) -> bytes:
     """The next bytes of stdin; where the host has closed it, the end of this container."""
     parts: list[bytes] = []
     while length:
@@ -74,15 +74,15 @@ def exactly(length: int) -> bytes:
     return b"".join(parts)
 
 
-def line() -> bytes:
+def read_line() -> bytes:
     """The next line of stdin, and not a byte more."""
     found = b""
     while not found.endswith(b"\n"):
-        found += exactly(1)
+        found += read_exactly(1)
     return found
 
 
-def file_of(content: bytes) -> int:
+def make_file(content: bytes) -> int:
     """A file without a name, to be read from its beginning."""
     fd = os.memfd_create("given")
     with open(fd, "wb", closefd=False) as file:
@@ -155,8 +155,8 @@ class Relay:
         while pidfd in watched:
             for fd in sorted(select.select(watched, [], [])[0], key=lambda fd: fd != self.ready):
                 if fd == 0:
-                    self.from_host()
-                elif fd == pidfd or not self.from_child(fd):
+                    self.relay_from_host()
+                elif fd == pidfd or not self.relay_from_child(fd):
                     watched.discard(fd)
             self.bury()
         while self.status is None:
@@ -164,31 +164,31 @@ class Relay:
         drain(self.output)
         return os.waitstatus_to_exitcode(self.status)
 
-    def from_host(self) -> None:
+    def relay_from_host(self) -> None:
         """One frame."""
-        kind, length = FRAME.unpack(exactly(FRAME.size))
-        data = exactly(length)
+        kind, length = FRAME.unpack(read_exactly(FRAME.size))
+        data = read_exactly(length)
         if kind == b"E":
             send(b"E", counts(self.waits.look({*self.others(), self.child})))
         elif kind == b"K":
-            send(b"K", self.settled({process for (process,) in struct.iter_unpack("<I", data)}))
+            send(b"K", self.settle_others({process for (process,) in struct.iter_unpack("<I", data)}))
         elif kind == b"G":
             signal_all(signal.SIGCONT)
         else:
             self.control.sendall(data)
 
-    def from_child(self, fd: int) -> bool:
+    def relay_from_child(self, fd: int) -> bool:
         """What is there to be read, if another has not read it meanwhile, or False at its end."""
         if not select.select([fd], [], [], 0)[0]:
             return True
         if fd == self.control.fileno():
-            return self.heard()
+            return self.relay_message()
         data = os.read(fd, CHUNK)
         if data:
             send(b"O" if fd == self.output else b"R", data)
         return bool(data)
 
-    def heard(self) -> bool:
+    def relay_message(self) -> bool:
         """What a process of the session said, after all that was printed before it."""
         data, told, _, _ = self.control.recvmsg(CHUNK, socket.CMSG_SPACE(CREDENTIALS.size))
         drain(self.output)
@@ -196,13 +196,13 @@ class Relay:
         send(b"C", process.to_bytes(4, "little") + data)  # without data: it is closed
         return bool(data)
 
-    def settled(self, lasting: set[int]) -> bytes:
+    def settle_others(self, lasting: set[int]) -> bytes:
         """Ends all but those and the keeper, and says the rest of what they said and printed; how many, as JSON."""
         try:
             ended, wrong = freeze.settle(lambda: signal_all(signal.SIGSTOP), self.others, lasting, KILL_SECONDS), ""
-        except freeze.Unsettled as error:
+        except freeze.SettleError as error:
             ended, wrong = 0, str(error)
-        while select.select([self.control], [], [], 0)[0] and self.heard():
+        while select.select([self.control], [], [], 0)[0] and self.relay_message():
             pass
         drain(self.output)
         return json.dumps([ended, wrong]).encode()
@@ -226,7 +226,7 @@ class Relay:
 
 
 def signal_all(number: int) -> None:
-    """To all processes of the container but this one, in one step that a fork cannot outrun."""
+    """Signals all processes of the container but this one, in one step that a fork cannot outrun."""
     with suppress(ProcessLookupError):
         os.kill(-1, number)
 
@@ -234,8 +234,8 @@ def signal_all(number: int) -> None:
 def main() -> None:
     """Starts the program and relays; the container ends with this process."""
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    header: Header = json.loads(line())
-    sources, code, stdin = (file_of(exactly(length)) for length in (header["sources"], header["code"], header["stdin"]))
+    header: Header = json.loads(read_line())
+    sources, code, stdin = (make_file(read_exactly(length)) for length in (header["sources"], header["code"], header["stdin"]))
     (heard, told), (ready, made_ready) = os.pipe(), os.pipe()
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)

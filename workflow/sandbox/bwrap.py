@@ -75,7 +75,7 @@ def command(profile: Profile, args: int, uid: int | None, joins: Sequence[str], 
     if uid is not None:
         number = str(uid)
         dropped = ["--reuid", number, "--regid", number, "--clear-groups", "--no-new-privs", "--bounding-set=-all"]
-        words = [_found("setpriv"), *dropped, "--inh-caps=-all", *words]
+        words = [_find_program("setpriv"), *dropped, "--inh-caps=-all", *words]
     return ["/bin/sh", "-c", JOIN, "sh", *joins, "--", *words] if joins else words
 
 
@@ -91,5 +91,5 @@ def _links() -> list[str]:
     return words
 
 
-def _found(program: str) -> str:
+def _find_program(program: str) -> str:
     return shutil.which(program) or f"/usr/bin/{program}"

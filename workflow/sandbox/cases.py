@@ -75,7 +75,7 @@ def args_of(text: str) -> str:
 
 
 def verdicts(pairs: list[list[str]]) -> list[bool]:
-    """Of each pair of a case's text and a value's: whether the value passes."""
+    """Whether the value passes, for each pair of a case's text and a value's."""
     return [_verdict(Case.of(case), value) for case, value in pairs]
 
 

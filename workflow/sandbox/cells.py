@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 from agentrl.workflow.sandbox import exact_json, runner
 
 NOBODY = -1
-LEFT_BEHIND: list[object] = []
+OLD_STREAMS: list[object] = []
 TIMERS = (ITIMER_REAL, ITIMER_VIRTUAL, ITIMER_PROF)
 SET_DUMPABLE = 4
 ORDERS = {b"s": signal.SIGSTOP, b"g": signal.SIGCONT}
@@ -50,7 +50,7 @@ def main(control: int, cpu_seconds: int, address_bytes: int, processes: int, ord
         cpu_seconds: the most that a request's budget may be.
         orders: where this is the first process of a namespace: the socket that says when all others stop and go on.
     """
-    runner.settle()
+    runner.configure_streams()
     runner.limit(address_bytes, processes)
     os.set_inheritable(control, False)
     _show_memory(False)
@@ -88,27 +88,27 @@ def _serve(control: int, most_seconds: int) -> None:
     cells = types.ModuleType("__main__")
     sys.modules["__main__"] = cells
     gc.freeze()
-    _say(control, {"started": True})
+    _send(control, {"started": True})
     number = 0
     while True:
-        asked = _heard(control)
+        asked = _receive(control)
         number += 1
-        if child := _forked():
-            _say(control, {"died": _ended(child)})
+        if child := _fork():
+            _send(control, {"died": _wait_for(child)})
             continue
         runner.budget(asked["cpu"], most_seconds)
-        _say(control, {"started": True})
-        _go(control)
+        _send(control, {"started": True})
+        _wait_for_go(control)
         process = getpid()
-        done = _done(cells, asked, f"{runner.CELL}{number}>")
+        done = _serve_request(cells, asked, f"{runner.CELL}{number}>")
         if getpid() != process:
             os._exit(done["code"])
         _hand_on(control, most_seconds / 2)
         runner.budget(most_seconds, most_seconds)
-        _say(control, {"done": done})
+        _send(control, {"done": done})
 
 
-def _forked() -> int:
+def _fork() -> int:
     """`fork`, and the child draws on: the module seeds itself anew in every child."""
     drawn = random.getstate()
     child = fork()
@@ -117,7 +117,7 @@ def _forked() -> int:
     return child
 
 
-def _ended(child: int) -> int:
+def _wait_for(child: int) -> int:
     """How the child died."""
     try:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -133,12 +133,12 @@ def _hand_on(control: int, seconds: float) -> None:
         return
     while True:
         try:
-            if _forked() == 0:
+            if _fork() == 0:
                 _renew_streams()
                 return
         except OSError:
-            _say(control, {"full": True})
-            _go(control)
+            _send(control, {"full": True})
+            _wait_for_go(control)
             continue
         while True:
             pause()
@@ -148,31 +148,31 @@ def _renew_streams() -> None:
     """A thread that was not taken along may have held the lock of the old ones, which are kept: to close them waits for it."""
     for name, file in (("stdout", 1), ("stderr", 2)):
         old = getattr(sys, f"__{name}__")
-        LEFT_BEHIND.append(old)
+        OLD_STREAMS.append(old)
         new = open(file, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115 - it stays open
         if getattr(sys, name) is old:
             setattr(sys, name, new)
         setattr(sys, f"__{name}__", new)
 
 
-def _done(cells: types.ModuleType, asked: dict[str, Any], file: str) -> dict[str, Any]:
-    """What a cell or call came to: its exit code, and a call's value."""
+def _serve_request(cells: types.ModuleType, asked: dict[str, Any], file: str) -> dict[str, Any]:
+    """Runs a cell or call; its exit code, and a call's value."""
     value = ""
     try:
         if "call" in asked:
-            value = _called(cells, asked["call"], asked["args"])
+            value = _call_function(cells, asked["call"], asked["args"])
         else:
-            _run(cells, asked["code"], file)
+            _run_cell(cells, asked["code"], file)
         code = 0
     except SystemExit as stop:
         code = 1 if "call" in asked else runner.exit_code(stop.code)
     except BaseException as error:  # noqa: BLE001 - it is shown to who wrote the cell
         runner.show(error, asked.get("code", ""), file)
         code = 1
-    return {"code": runner.flushed(code), "value": value}
+    return {"code": runner.flush_streams(code), "value": value}
 
 
-def _run(cells: types.ModuleType, source: str, file: str) -> None:
+def _run_cell(cells: types.ModuleType, source: str, file: str) -> None:
     """Runs a cell and prints the value of its last line, if that is an expression."""
     tree = ast.parse(source, file)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -183,7 +183,7 @@ def _run(cells: types.ModuleType, source: str, file: str) -> None:
             print(repr(value))
 
 
-def _called(cells: types.ModuleType, function: str, args: str) -> str:
+def _call_function(cells: types.ModuleType, function: str, args: str) -> str:
     if function not in cells.__dict__:
         raise NameError(f"name {function!r} is not defined")
     value = exact_json.encode(cells.__dict__[function](*exact_json.decode(args)))
@@ -192,13 +192,13 @@ def _called(cells: types.ModuleType, function: str, args: str) -> str:
     return value
 
 
-def _go(control: int) -> None:
+def _wait_for_go(control: int) -> None:
     """Waits for one byte; what comes after it is the next request."""
     if not os.read(control, 1):
         os._exit(0)
 
 
-def _heard(control: int) -> dict[str, Any]:
+def _receive(control: int) -> dict[str, Any]:
     parts: list[bytes] = []
     while not parts or not parts[-1].endswith(b"\n"):
         part = os.read(control, 1 << 16)
@@ -209,7 +209,7 @@ def _heard(control: int) -> dict[str, Any]:
     return asked
 
 
-def _say(control: int, message: dict[str, Any]) -> None:
+def _send(control: int, message: dict[str, Any]) -> None:
     data = json.dumps(message).encode() + b"\n"
     while data:
         data = data[os.write(control, data) :]

@@ -18,7 +18,7 @@ MOUNT = Path("/sys/fs/cgroup")
 CONTROLLERS = ("memory", "pids", "cpuacct")
 PREFIX = "agentrl-sandbox-"
 SPARE_PROCESSES = 6
-"""Of the sandbox itself, beside the program's."""
+"""Processes of the sandbox itself, beside the program's."""
 
 _numbers = count()
 
@@ -49,7 +49,7 @@ class Cgroup:
         """The files a process writes its number to in order to join."""
         return sorted({str(folder / "cgroup.procs") for folder in self._folders.values()})
 
-    def bound(self, memory_bytes: int, processes: int) -> None:
+    def set_limits(self, memory_bytes: int, processes: int) -> None:
         """Sets the limits, where they differ from those in force.
 
         Raises:
@@ -78,7 +78,7 @@ class Cgroup:
         folder = next(iter(self._folders.values()), None)
         return None if folder is None else set(map(int, (folder / "cgroup.procs").read_text().split()))
 
-    def ended_after(self, seconds: float) -> None:
+    def note_final_cpu_seconds(self, seconds: float) -> None:
         """What the first of them and all that it buried had used, where nobody else counts."""
         self._seconds = seconds
 
@@ -137,12 +137,12 @@ def parents(mount: Path = MOUNT, own: Path = Path("/proc/self/cgroup")) -> dict[
         for controller in set(names.split(",")) & set(CONTROLLERS):
             first[controller] = mount / names / path.lstrip("/")
         if names == "":
-            second = _second_version(mount, path.lstrip("/"))
+            second = _version_2_parents(mount, path.lstrip("/"))
     found = {**second, **first}
     return {controller: folder for controller, folder in found.items() if os.access(folder, os.W_OK)}
 
 
-def _second_version(mount: Path, path: str) -> dict[str, Path]:
+def _version_2_parents(mount: Path, path: str) -> dict[str, Path]:
     """Version 2: the nearest group that hands memory and pids on to groups below it, which one with processes never does."""
     for folder in (mount / path, *(mount / parent for parent in Path(path).parents)):
         with suppress(OSError):

@@ -28,19 +28,19 @@ CHECK = "check"
 RELAYED, HELD = "__relayed__", "__held__"
 MOST_CALLS = 1000
 
-Told = Sequence[tuple[str, str | None]]
+KnownCalls = Sequence[tuple[str, str | None]]
 """Calls in their order: the arguments' text, and the value's text, None where there was none."""
 
 
-class Failed(Exception):
+class CallFailed(Exception):
     """A call of the function gave no value."""
 
 
-class Unjudged(BaseException):
+class CannotJudge(BaseException):
     """These tests cannot be judged so."""
 
 
-def outcome(reference: str, test: str, function: str, told: Told, final: bool) -> dict[str, Any]:
+def outcome(reference: str, test: str, function: str, told: KnownCalls, final: bool) -> dict[str, Any]:
     """Runs the tests.
 
     Args:
@@ -62,7 +62,7 @@ def outcome(reference: str, test: str, function: str, told: Told, final: bool) -
             return relays[-1]
 
         held = tests.run(relay)
-    except Unjudged as error:
+    except CannotJudge as error:
         return {"unjudged": str(error)}
     counted = [number for number in range(tests.count) if number not in void]
     if not counted:
@@ -73,7 +73,7 @@ def outcome(reference: str, test: str, function: str, told: Told, final: bool) -
 class Relay:
     """Stands for the function of the answer."""
 
-    def __init__(self, right: Callable[..., Any], told: Told, final: bool) -> None:
+    def __init__(self, right: Callable[..., Any], told: KnownCalls, final: bool) -> None:
         self._right, self._told, self._final = right, told, final
         self.known = 0
         self.asked: list[str] = []
@@ -85,14 +85,14 @@ class Relay:
             value = self._told[self.known][1]
             self.known += 1
             if value is None:
-                raise Failed
+                raise CallFailed
             return exact_json.decode(value)
         if self._final:
-            raise Failed
+            raise CallFailed
         if len(self.asked) >= MOST_CALLS:
-            raise Unjudged(f"they call the function more than {MOST_CALLS} times")
+            raise CannotJudge(f"they call the function more than {MOST_CALLS} times")
         self.asked.append(text)
-        return self._plainly(self._right(*exact_json.decode(text)))
+        return self._plain_copy(self._right(*exact_json.decode(text)))
 
     def _text(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         if kwargs:
@@ -100,18 +100,18 @@ class Relay:
             bound.apply_defaults()
             args, kwargs = bound.args, bound.kwargs
         if kwargs:
-            raise Unjudged("they pass an argument that has no place, only a name")
+            raise CannotJudge("they pass an argument that has no place, only a name")
         try:
             return exact_json.encode(list(args))
         except (TypeError, ValueError) as error:
-            raise Unjudged(f"they pass what is no plain data: {error}") from error
+            raise CannotJudge(f"they pass what is no plain data: {error}") from error
 
     @staticmethod
-    def _plainly(value: Any) -> Any:
+    def _plain_copy(value: Any) -> Any:
         try:
             return exact_json.decode(exact_json.encode(value))
         except (TypeError, ValueError) as error:
-            raise Unjudged(f"the reference gives what is no plain data: {error}") from error
+            raise CannotJudge(f"the reference gives what is no plain data: {error}") from error
 
 
 class Tests:
@@ -126,7 +126,7 @@ class Tests:
         self._check = checks[-1] if checks else None
         self._stands_for = self._check.args.args[0].arg if self._check else None
         self._is_used = any(isinstance(node, ast.Name) and node.id == self._stands_for for node in ast.walk(self._tree))
-        noted = _Noted(function, self._stands_for)
+        noted = _AssertNoter(function, self._stands_for)
         self._code = compile(ast.fix_missing_locations(noted.visit(self._tree)), FILE, "exec")
         self._lines = noted.lines
         self._held: dict[int, bool] = {}
@@ -140,7 +140,7 @@ class Tests:
         """The numbers of the asserts that held, with what `relay` makes of the reference's function in its place."""
         random.seed(0)
         self._held = {}
-        names = self._begun()
+        names = self._make_namespace()
         names[RELAYED] = relay(names[self._function])
         names[HELD] = self._note
         if not self._is_used:
@@ -151,23 +151,23 @@ class Tests:
             if self._check is not None:
                 names[CHECK](names[RELAYED])
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the tests' own
-            kept = self._before(error.__traceback__)
+            kept = self._asserts_before(error.__traceback__)
         return {number for number, held in self._held.items() if held} & kept
 
-    def _begun(self) -> dict[str, Any]:
+    def _make_namespace(self) -> dict[str, Any]:
         module = sys.modules[MODULE] = types.ModuleType(MODULE)
         try:
             exec(compile(self._reference, "<reference>", "exec"), module.__dict__)
         except (Exception, SystemExit) as error:
-            raise Unjudged(f"the reference raises {type(error).__name__}: {error}") from error
+            raise CannotJudge(f"the reference raises {type(error).__name__}: {error}") from error
         if not callable(module.__dict__.get(self._function)):
-            raise Unjudged(f"the reference defines no {self._function!r}")
+            raise CannotJudge(f"the reference defines no {self._function!r}")
         return module.__dict__
 
     def _note(self, number: int, value: Any) -> None:
         self._held[number] = self._held.get(number, True) and bool(value)
 
-    def _before(self, trace: types.TracebackType | None) -> set[int]:
+    def _asserts_before(self, trace: types.TracebackType | None) -> set[int]:
         """The asserts that stand before the statement in which the tests, or their `check`, ended."""
         while trace is not None and trace.tb_frame.f_code.co_filename != FILE:
             trace = trace.tb_next
@@ -179,7 +179,7 @@ class Tests:
         return {number for number, line in enumerate(self._lines) if body[0].lineno <= line < ended.lineno}
 
 
-class _Noted(ast.NodeTransformer):
+class _AssertNoter(ast.NodeTransformer):
     """Makes of each assert a note of whether it holds.
 
     An assert that does not speak of the function by the name that `check` is given it under means the answer's by the

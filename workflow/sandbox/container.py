@@ -33,7 +33,7 @@ SHM_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Counted:
+class KernelCounts:
     """What the kernel counted for all of a container's processes."""
 
     events: Events
@@ -91,8 +91,8 @@ class Container:
         assert self._process.stdout is not None
         self._out, self._in = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._out, False)
-        self._waiting = bytearray(_opening(scripts, arguments, code, stdin))
-        self.counted = Counted(Events(), 0.0)
+        self._waiting = bytearray(_opening_frame(scripts, arguments, code, stdin))
+        self.counted = KernelCounts(Events(), 0.0)
 
     def ask(self, kind: bytes, data: bytes = b"") -> None:
         """A frame to the bridge; it goes out while frames are read."""
@@ -104,7 +104,7 @@ class Container:
         Raises:
             EOFError: the container has ended.
         """
-        found, self._kept = [*self._kept, *self._split()], []
+        found, self._kept = [*self._kept, *self._split_frames()], []
         deadline, counted = time.monotonic() + seconds, self.counted
         while not found and self.counted is counted and (left := deadline - time.monotonic()) > 0:
             reads, writes, _ = select.select([self._in], [self._out] if self._waiting else [], [], left)
@@ -115,10 +115,10 @@ class Container:
                 if not part:
                     raise EOFError
                 self._unread += part
-                found = self._split()
+                found = self._split_frames()
         return found
 
-    def begun(self, seconds: float) -> bool:
+    def wait_for_begin(self, seconds: float) -> bool:
         """Whether the program has begun within so many seconds; what came beside that word is kept to be read."""
         deadline = time.monotonic() + seconds
         came: list[tuple[bytes, bytes]] = []
@@ -155,11 +155,11 @@ class Container:
                 counted = self.counted
                 waited = counted.waited_seconds - before.waited_seconds
                 overrun, _ = clock.look(counted.cpu_seconds - before.cpu_seconds, waited)
-            elif clock.left <= 0:  # the bridge does not say what was used
+            elif clock.remaining <= 0:  # the bridge does not say what was used
                 overrun = "timeout_wall"
             self.ask(b"E")
         waited = self.counted.waited_seconds - before.waited_seconds
-        return Use(overrun, bytes(printed[: limits.output_bytes]), clock.passed, waited)
+        return Use(overrun, bytes(printed[: limits.output_bytes]), clock.elapsed, waited)
 
     def close(self) -> str:
         """Ends it and whatever runs in it, and waits until it is gone; what docker had to say. Twice is no error."""
@@ -167,7 +167,7 @@ class Container:
         assert self._process.stdout is not None
         if not self._log.closed:
             self._process.stdin.close()
-            if not self._gone(END_SECONDS):
+            if not self._wait_until_gone(END_SECONDS):
                 subprocess.run([*self._docker, "rm", "--force", self._name], capture_output=True, check=False)
                 self._process.kill()
                 self._process.wait()
@@ -177,7 +177,7 @@ class Container:
             self._log.close()
         return self._said
 
-    def _gone(self, seconds: float) -> bool:
+    def _wait_until_gone(self, seconds: float) -> bool:
         """Whether docker has ended within so many seconds, while nobody waits for its output to be read."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
@@ -193,7 +193,7 @@ class Container:
         except BrokenPipeError:
             self._waiting.clear()  # it has ended: reading says so
 
-    def _split(self) -> list[tuple[bytes, bytes]]:
+    def _split_frames(self) -> list[tuple[bytes, bytes]]:
         """The whole frames read so far; counts are kept, not handed out."""
         found, at = [], 0
         while len(self._unread) >= at + FRAME.size:
@@ -205,14 +205,14 @@ class Container:
             data = self._unread[at + FRAME.size : at + FRAME.size + length]
             at += FRAME.size + length
             if kind == b"E":
-                self.counted = _counted(data)
+                self.counted = _parse_counts(data)
             else:
                 found.append((kind, data))
         self._unread = self._unread[at:]
         return found
 
 
-def _opening(scripts: Sequence[str], arguments: Sequence[int], code: bytes, stdin: bytes) -> bytes:
+def _opening_frame(scripts: Sequence[str], arguments: Sequence[int], code: bytes, stdin: bytes) -> bytes:
     sources = payload.sources(*scripts)
     header: bridge.Header = {
         "argv": payload.command(PYTHON, bridge.SOURCES, *arguments),
@@ -224,7 +224,7 @@ def _opening(scripts: Sequence[str], arguments: Sequence[int], code: bytes, stdi
     return json.dumps(header).encode() + b"\n" + sources + code + stdin
 
 
-def _counted(data: bytes) -> Counted:
+def _parse_counts(data: bytes) -> KernelCounts:
     found = json.loads(data)
     cpu = found.get("cpu_ns", 0) / 1e9 or found.get("cpu_us", 0) / 1e6
-    return Counted(Events(found.get("oom", 0), found.get("pids", 0)), cpu, found["waited"])
+    return KernelCounts(Events(found.get("oom", 0), found.get("pids", 0)), cpu, found["waited"])

@@ -12,10 +12,10 @@ from agentrl.workflow.errors import InfraError
 from agentrl.workflow.sandbox import Limits
 from agentrl.workflow.sandbox.cgroups import Events
 from agentrl.workflow.sandbox.container import KIND, LOOK_SECONDS, START_SECONDS, Container
-from agentrl.workflow.sandbox.fair_semaphore import Turns
-from agentrl.workflow.sandbox.freeze import Unsettled
+from agentrl.workflow.sandbox.fair_semaphore import FairSemaphore
+from agentrl.workflow.sandbox.freeze import SettleError
 from agentrl.workflow.sandbox.limits_watch import Use
-from agentrl.workflow.sandbox.session import ANSWER_SECONDS, Broken, CellSession
+from agentrl.workflow.sandbox.session import ANSWER_SECONDS, BrokenLine, CellSession
 
 PROCESS_BYTES = 4
 
@@ -47,8 +47,8 @@ class ContainerLine:
         """See `Line.watch`."""
         return self._container.follow(limits, running, self._hears)
 
-    def counted(self) -> tuple[Events, float]:
-        """See `Line.counted`."""
+    def read_usage(self) -> tuple[Events, float]:
+        """See `Line.read_usage`."""
         before = self._container.counted
         self._container.ask(b"E")
         deadline = time.monotonic() + ANSWER_SECONDS
@@ -63,12 +63,12 @@ class ContainerLine:
         deadline = time.monotonic() + 2 * ANSWER_SECONDS
         while not self._settled:
             if time.monotonic() > deadline:
-                raise Broken("the bridge does not answer")
+                raise BrokenLine("the bridge does not answer")
             for kind, data in self._container.frames(ANSWER_SECONDS):
                 self._hears(kind, data)
         ended, said = json.loads(self._settled.pop())
         if said:
-            raise Unsettled(said)
+            raise SettleError(said)
         return int(ended)
 
     def go_on(self) -> None:
@@ -91,7 +91,7 @@ class ContainerLine:
         return kind == b"C"
 
 
-def opened(container: Container, limits: Limits, turns: Turns) -> CellSession:
+def open_session(container: Container, limits: Limits, turns: FairSemaphore) -> CellSession:
     """A session in that container.
 
     Raises:
@@ -99,6 +99,6 @@ def opened(container: Container, limits: Limits, turns: Turns) -> CellSession:
     """
     try:
         return CellSession(ContainerLine(container), KIND, limits, turns, START_SECONDS)
-    except (Broken, Unsettled, EOFError) as error:
+    except (BrokenLine, SettleError, EOFError) as error:
         said = container.close() or error
         raise InfraError(f"A session's container did not come up: {said}", "See `agentrl doctor`.") from error

@@ -19,15 +19,15 @@ from collections.abc import Sequence
 from agentrl.workflow.errors import ConfigError, InfraError, SandboxUnavailable
 from agentrl.workflow.sandbox import DEFAULTS, Limits, Result, bridge, uid_pool
 from agentrl.workflow.sandbox.container import KIND, START_SECONDS, Container
-from agentrl.workflow.sandbox.container_session import opened
-from agentrl.workflow.sandbox.fair_semaphore import Turns
-from agentrl.workflow.sandbox.limits_watch import status, text
+from agentrl.workflow.sandbox.container_session import open_session
+from agentrl.workflow.sandbox.fair_semaphore import FairSemaphore
+from agentrl.workflow.sandbox.limits_watch import decode_output, status
 from agentrl.workflow.sandbox.programs import ADDRESS_BYTES, whole_seconds
 from agentrl.workflow.sandbox.session import CellSession
 from agentrl.workflow.sandbox.trial import holds
 from agentrl.workflow.settings import Settings
 
-UNCOUNTED = 1 << 20
+PROCESS_RLIMIT = 1 << 20
 """Processes as rlimits count them, by user and so across containers: docker's own limit is the container's."""
 
 
@@ -46,18 +46,18 @@ class Docker:
         self.image = image
         self.user = user
         self.command = docker
-        self._turns = Turns(os.cpu_count() or 1)
+        self._turns = FairSemaphore(os.cpu_count() or 1)
         self._lock = threading.Lock()
         self._sessions: set[CellSession] = set()
 
     def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> Result:
         """See `Sandbox.run`."""
-        numbers = (bridge.CODE, bridge.READY, whole_seconds(limits), ADDRESS_BYTES, UNCOUNTED)
+        numbers = (bridge.CODE, bridge.READY, whole_seconds(limits), ADDRESS_BYTES, PROCESS_RLIMIT)
         given = [part.encode(errors="surrogateescape") for part in (code, stdin)]
-        with self._turns.one():
+        with self._turns.hold():
             container = Container(self.command, self.image, self.user, limits, ["runner"], numbers, *given)
             try:
-                return _followed(container, limits, self._turns)
+                return _follow_program(container, limits, self._turns)
             except InfraError as error:
                 return Result("sandbox_fault", str(error), None, 0.0, 0.0, KIND)
 
@@ -65,10 +65,10 @@ class Docker:
         """See `Sandbox.session`."""
         if reads:
             raise ConfigError(f"A container shows nothing of this host, and not {reads[0]!r}.", "Put it into the image.")
-        numbers = (bridge.CONTROL, whole_seconds(limits), ADDRESS_BYTES, UNCOUNTED)
+        numbers = (bridge.CONTROL, whole_seconds(limits), ADDRESS_BYTES, PROCESS_RLIMIT)
         scripts = ("runner", "exact_json", "cells")
         container = Container(self.command, self.image, self.user, limits, scripts, numbers)
-        session = opened(container, limits, self._turns)
+        session = open_session(container, limits, self._turns)
         with self._lock:
             self._sessions = {other for other in self._sessions if other.alive} | {session}
         return session
@@ -115,7 +115,7 @@ def check(image: str, docker: Sequence[str] = ("docker",)) -> None:
         raise SandboxUnavailable(f"The docker sandbox cannot use the image {image}: {said[0]}", f"docker pull {image}")
 
 
-def _followed(container: Container, limits: Limits, turns: Turns) -> Result:
+def _follow_program(container: Container, limits: Limits, turns: FairSemaphore) -> Result:
     """A program from its first byte to its end.
 
     Raises:
@@ -129,11 +129,11 @@ def _followed(container: Container, limits: Limits, turns: Turns) -> Result:
         return kind == b"X"
 
     try:
-        if not container.begun(START_SECONDS):
+        if not container.wait_for_begin(START_SECONDS):
             raise EOFError
         use = container.follow(limits, turns.running, over)
     except EOFError as error:
-        printed = text(b"".join(data for kind, data in container.frames(0) if kind == b"O"))
+        printed = decode_output(b"".join(data for kind, data in container.frames(0) if kind == b"O"))
         raise InfraError(f"A container did not come up: {printed}{container.close()}", "See `agentrl doctor`.") from error
     finally:
         container.close()
@@ -141,4 +141,4 @@ def _followed(container: Container, limits: Limits, turns: Turns) -> Result:
     came_to = status(limits, use.overrun, next(iter(code), None), used.cpu_seconds, used.events)
     exit_code = None if use.overrun else code[0]
     cpu, waited = used.cpu_seconds, use.waited_seconds
-    return Result(came_to, text(use.output), exit_code, cpu, use.wall_seconds, KIND, waited_seconds=waited)
+    return Result(came_to, decode_output(use.output), exit_code, cpu, use.wall_seconds, KIND, waited_seconds=waited)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from agentrl.workflow.runtime.patience import waiting
 
 
-class Turns:
+class FairSemaphore:
     """A fair semaphore that knows how many hold it: one who asks again and again does not overtake those who wait."""
 
     def __init__(self, most: int) -> None:
@@ -18,25 +18,25 @@ class Turns:
         self._waiting: deque[threading.Event] = deque()
 
     @contextmanager
-    def one(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Waits for a turn and holds it.
 
         Raises:
             InfraError: nobody waits any more for whom this thread asks.
         """
-        handed = self._asked()
+        handed = self._enqueue()
         try:
             with waiting():
                 handed.wait()
             yield
         finally:
-            self._left(handed)
+            self._release(handed)
 
     def running(self) -> int:
         """How many hold a turn."""
         return self._running
 
-    def _asked(self) -> threading.Event:
+    def _enqueue(self) -> threading.Event:
         handed = threading.Event()
         with self._lock:
             if self._running < self._most:  # then nobody waits
@@ -46,7 +46,7 @@ class Turns:
                 self._waiting.append(handed)
         return handed
 
-    def _left(self, handed: threading.Event) -> None:
+    def _release(self, handed: threading.Event) -> None:
         with self._lock:
             if not handed.is_set():  # who waited was interrupted
                 self._waiting.remove(handed)

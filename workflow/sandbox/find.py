@@ -17,7 +17,7 @@ from agentrl.workflow.sandbox.bwrap import Profile
 from agentrl.workflow.sandbox.trial import holds, interpreters
 from agentrl.workflow.settings import Settings
 
-PREFERRED = ("bwrap", "landlock")
+PREFERRED_KINDS = ("bwrap", "landlock")
 INSTALL = "apt-get install bubblewrap libseccomp2, or set AGENTRL_SANDBOX."
 
 
@@ -46,7 +46,7 @@ def attempts(settings: Settings) -> Iterator[tuple[str, Sandbox | SandboxUnavail
         ConfigError: a setting that cannot be used.
     """
     kinds = {"bwrap": find_bwrap, "landlock": landlock.find, "docker": docker.find, "none-unsafe": find_unsafe}
-    for kind in PREFERRED if settings.sandbox == "auto" else (settings.sandbox,):
+    for kind in PREFERRED_KINDS if settings.sandbox == "auto" else (settings.sandbox,):
         try:
             found = kinds[kind](settings)
         except SandboxUnavailable as error:
@@ -71,10 +71,10 @@ def find_bwrap(settings: Settings) -> Sandbox:
     # Without a /proc of its own the sandbox still holds; without bwrap's own ban the filter forbids user namespaces.
     for (python, folders), (proc, disable) in product(interpreters(settings), ((True, True), (True, False), (False, False))):
         profile = Profile(program, python, folders, proc, disable)
-        comes_up, said = tried(profile, uids)
+        comes_up, said = try_profile(profile, uids)
         if comes_up:
             warm = replace(profile, nests=True)
-            return Boxed(spawn.launch(warm if proc and tried(warm, uids)[0] else profile, uids))
+            return Boxed(spawn.launch(warm if proc and try_profile(warm, uids)[0] else profile, uids))
     raise SandboxUnavailable(f"bubblewrap is installed, and no sandbox of it comes up here: {said}", INSTALL)
 
 
@@ -84,7 +84,7 @@ def find_unsafe(settings: Settings) -> Sandbox:
     return Boxed(unsafe.launch(python))
 
 
-def tried(profile: Profile, uids: range) -> tuple[bool, str]:
+def try_profile(profile: Profile, uids: range) -> tuple[bool, str]:
     """Whether a program runs in it, and what was said instead."""
     sandbox = Boxed(spawn.launch(profile, uids))
     try:

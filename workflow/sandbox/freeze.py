@@ -20,8 +20,8 @@ PAUSE_SECONDS = 0.002
 """Before what does not yet stand still is looked at again."""
 
 
-class Unsettled(Exception):
-    """What was to end lives on, or what was to last is gone."""
+class SettleError(Exception):
+    """A process that was to end lives on, or one that was to last is gone."""
 
 
 def settle(stop: Callable[[], None], members: Callable[[], Set[int]], lasting: Set[int], seconds: float) -> int:
@@ -43,15 +43,15 @@ def settle(stop: Callable[[], None], members: Callable[[], Set[int]], lasting: S
         new = others - ended.keys()
         ended |= {process: proc.threads_of(process)[0] for process in new}
         _kill(new)
-        if not _all_gone(others, deadline):
-            raise Unsettled(f"{len(others)} processes did not end")
+        if not _wait_until_gone(others, deadline):
+            raise SettleError(f"{len(others)} processes did not end")
         seen = [proc.threads_of(process)[1] for process in lasting]  # once the others are dead nobody can set them going
         if any(state in "ZX" for state in seen):
-            raise Unsettled("its processes are gone")
+            raise SettleError("its processes are gone")
         if not new and all(state in "Tt" for state in seen):
             return sum(ended.values())
         if time.monotonic() > deadline:
-            raise Unsettled("what is to stand still does not")
+            raise SettleError("what is to stand still does not")
         if len(ended) > len(new) or not new:  # more came after the first step, or a signal set some going
             stop()
         time.sleep(PAUSE_SECONDS)
@@ -63,7 +63,7 @@ def _kill(processes: Set[int]) -> None:
             os.kill(process, signal.SIGKILL)
 
 
-def _all_gone(processes: Set[int], deadline: float) -> bool:
+def _wait_until_gone(processes: Set[int], deadline: float) -> bool:
     """Waits until all of them have ended, with all their threads."""
     for process in processes:
         try:

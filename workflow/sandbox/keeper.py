@@ -35,7 +35,7 @@ PATH_BENEATH = 1
 
 READ = EXECUTE | READ_FILE | READ_DIR
 WRITE = EVERY_FILE_RIGHT & ~(MAKE_CHAR | MAKE_SOCK | MAKE_BLOCK | IOCTL_DEV)
-OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE  # what may be granted on something that is no folder
+FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE  # what may be granted on something that is no folder
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 SECCOMP_MODE_FILTER = 2
@@ -45,7 +45,11 @@ PAGE = resource.getpagesize()
 CLOCK = os.sysconf("SC_CLK_TCK")
 ENTRIES = 10_000  # files and folders in the sandbox's own folder
 MAPPINGS = 50_000  # of all processes: what can be looked at ten times a second
-UNSEEN = (FileNotFoundError, ProcessLookupError, PermissionError)  # gone meanwhile; not to be looked at before it has executed
+GONE_ERRORS = (
+    FileNotFoundError,
+    ProcessLookupError,
+    PermissionError,
+)  # gone meanwhile; not to be looked at before it has executed
 
 
 class Spec(TypedDict):
@@ -101,7 +105,7 @@ class Program(ctypes.Structure):
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def checked(answer: int) -> int:
+def check_answer(answer: int) -> int:
     """The answer of a system call, or its error raised."""
     if answer < 0:
         number = ctypes.get_errno()
@@ -112,14 +116,14 @@ def checked(answer: int) -> int:
 def enter_domain(files: int, tcp: int, rules: list[tuple[str, int]]) -> None:
     """Gives up `files` and `tcp` rights except where a rule grants them, and all signals and abstract sockets beyond it."""
     attr = RulesetAttr(files, tcp, EVERY_SCOPE)
-    ruleset = checked(LIBC.syscall(CREATE_RULESET, ctypes.byref(attr), ctypes.c_size_t(ctypes.sizeof(attr)), 0))
+    ruleset = check_answer(LIBC.syscall(CREATE_RULESET, ctypes.byref(attr), ctypes.c_size_t(ctypes.sizeof(attr)), 0))
     for path, rights in rules:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        granted = rights if stat.S_ISDIR(os.fstat(fd).st_mode) else rights & OF_A_FILE
+        granted = rights if stat.S_ISDIR(os.fstat(fd).st_mode) else rights & FILE_RIGHTS
         beneath = PathBeneathAttr(granted, fd)
-        checked(LIBC.syscall(ADD_RULE, ruleset, PATH_BENEATH, ctypes.byref(beneath), 0))
+        check_answer(LIBC.syscall(ADD_RULE, ruleset, PATH_BENEATH, ctypes.byref(beneath), 0))
         os.close(fd)
-    checked(LIBC.syscall(RESTRICT_SELF, ruleset, 0))
+    check_answer(LIBC.syscall(RESTRICT_SELF, ruleset, 0))
     os.close(ruleset)
 
 
@@ -129,8 +133,8 @@ def scope_signals() -> None:
     Raises:
         SystemExit: the kernel does not hold to it, and `kill(-1)` would end the whole machine.
     """
-    checked(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    checked(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+    check_answer(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    check_answer(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
     enter_domain(REFER, 0, [("/", REFER)])  # a domain that does not name this right denies it
     try:
         os.kill(os.getppid(), 0)
@@ -140,7 +144,7 @@ def scope_signals() -> None:
 
 
 def confine(spec: Spec) -> None:
-    """What the child gives up, in the order in which each step still has the right to the next."""
+    """Gives up the child's rights, in the order in which each step still has the right to the next."""
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # the kernel out of memory takes these before the keeper
     for group in spec["joins"]:
@@ -152,14 +156,14 @@ def confine(spec: Spec) -> None:
         os.setgroups([])
         os.setresgid(spec["uid"], spec["uid"], spec["uid"])
         os.setresuid(spec["uid"], spec["uid"], spec["uid"])
-    checked(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+    check_answer(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
     os.chdir(spec["folder"])
     rules = [(path, READ) for path in spec["readable"]] + [(path, READ_FILE | WRITE_FILE) for path in spec["devices"]]
     enter_domain(EVERY_FILE_RIGHT, EVERY_TCP_RIGHT, [*rules, (spec["folder"], WRITE)])
     for hexadecimal in spec["filters"]:
         code = bytes.fromhex(hexadecimal)
         program = Program(len(code) // 8, code)
-        checked(LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0))
+        check_answer(LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0))
 
 
 def become(spec: Spec) -> NoReturn:
@@ -178,7 +182,7 @@ def words(path: str) -> list[str]:
     try:
         with open(path, "rb") as file:
             return file.read().rpartition(b")")[2].decode(errors="replace").split()
-    except UNSEEN:
+    except GONE_ERRORS:
         return []
 
 
@@ -186,7 +190,7 @@ def names(folder: str) -> list[str]:
     """The entries of a folder; empty where it is gone."""
     try:
         return os.listdir(folder)
-    except UNSEEN:
+    except GONE_ERRORS:
         return []
 
 
@@ -214,14 +218,14 @@ def memory(pids: list[str]) -> int:
 
 
 def cpu_seconds(pids: list[str]) -> float:
-    """Of the living, of the dead that they waited for, and of those that the keeper did."""
+    """Seconds of the living, of the dead that they waited for, and of those that the keeper waited for."""
     found = [words(f"/proc/{pid}/stat") for pid in pids]
     dead = resource.getrusage(resource.RUSAGE_CHILDREN)
     return dead.ru_utime + dead.ru_stime + sum(sum(map(int, fields[11:15])) for fields in found if fields) / CLOCK
 
 
-def below(folder: str) -> Iterator[os.stat_result]:
-    """What is in a folder and in those in it.
+def files_below(folder: str) -> Iterator[os.stat_result]:
+    """The files in a folder and in those in it.
 
     Raises:
         OSError: one cannot be listed: it is too deep for a path, or closed to the keeper.
@@ -238,12 +242,12 @@ def below(folder: str) -> Iterator[os.stat_result]:
             continue  # gone meanwhile
 
 
-def nameless(pids: list[str], device: int) -> Iterator[os.stat_result]:
+def nameless_files(pids: list[str], device: int) -> Iterator[os.stat_result]:
     """Files of a device that have no name any more, but are open."""
     for path in [f"/proc/{pid}/fd/{fd}" for pid in pids for fd in names(f"/proc/{pid}/fd")]:
         try:
             status = os.stat(path)
-        except UNSEEN:
+        except GONE_ERRORS:
             continue
         if stat.S_ISREG(status.st_mode) and status.st_nlink == 0 and status.st_dev == device:
             yield status
@@ -255,11 +259,11 @@ def mappings(pids: list[str]) -> Iterator[tuple[str, bytes]]:
         try:
             with open(f"/proc/{pid}/maps", "rb") as file:
                 yield from ((pid, line) for line in file)
-        except UNSEEN:
+        except GONE_ERRORS:
             continue
 
 
-def mapped(pids: list[str], folder: str) -> Iterator[tuple[int, int | None]]:
+def mapped_files(pids: list[str], folder: str) -> Iterator[tuple[int, int | None]]:
     """(inode, bytes) of a folder's files that have no name any more, but are mapped; None: as this user nobody is told.
 
     Raises:
@@ -277,7 +281,7 @@ def mapped(pids: list[str], folder: str) -> Iterator[tuple[int, int | None]]:
             yield int(inode), os.stat(f"/proc/{pid}/map_files/{name}").st_blocks * 512
         except PermissionError:
             yield int(inode), None
-        except UNSEEN:
+        except GONE_ERRORS:
             continue
 
 
@@ -288,18 +292,18 @@ def too_full(folder: str, pids: list[str], most: int) -> bool:
     """
     found: dict[int, int] = {}
     try:
-        for status in chain(below(folder), nameless(pids, os.stat(folder).st_dev)):
+        for status in chain(files_below(folder), nameless_files(pids, os.stat(folder).st_dev)):
             found[status.st_ino] = status.st_blocks * 512
             if len(found) > ENTRIES:
                 return True
-        for inode, size in mapped(pids, folder):
+        for inode, size in mapped_files(pids, folder):
             found.setdefault(inode, most if size is None else size)
     except OSError:
         return True
     return len(found) > ENTRIES or sum(found.values()) > most
 
 
-def passed(spec: Spec) -> str:
+def passed_limit(spec: Spec) -> str:
     """The limit that the descendants together have passed, or ""."""
     # No more than it takes to know: among the hundreds of a fork bomb this process hardly gets its turn.
     found = list(islice(descendants(os.getpid()), spec["processes"] + 1))
@@ -321,21 +325,21 @@ def watch(spec: Spec, child: int) -> tuple[int | None, str]:
     still = False
     while True:
         events = dict(poll.poll(STILL_TICK_MS if still else TICK_MS))
-        for pid, status in reaped():
+        for pid, status in reap():
             if pid == child:
                 return status, ""
         if spec["control"] in events:
             order = os.read(spec["control"], 1)
             if not order:
                 return None, "closed"
-            still = carried_out(order, spec["control"])
+            still = carry_out(order, spec["control"])
             continue
-        limit = passed(spec)
+        limit = passed_limit(spec)
         if limit:
             return None, limit
 
 
-def carried_out(order: bytes, control: int) -> bool:
+def carry_out(order: bytes, control: int) -> bool:
     """Stops all descendants, or lets them go on; whether they stand still."""
     with suppress(ProcessLookupError, PermissionError):  # none is left
         os.kill(-1, signal.SIGSTOP if order == STOP else signal.SIGCONT)
@@ -344,7 +348,7 @@ def carried_out(order: bytes, control: int) -> bool:
     return order == STOP
 
 
-def reaped() -> Iterator[tuple[int, int]]:
+def reap() -> Iterator[tuple[int, int]]:
     """The (process, wait status) of whoever has ended; orphans come to the keeper."""
     while True:
         try:

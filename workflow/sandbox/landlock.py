@@ -39,7 +39,7 @@ from agentrl.workflow.sandbox.boxed import Boxed
 from agentrl.workflow.sandbox.cgroups import Cgroup, Events
 from agentrl.workflow.sandbox.launch import Inside, Launch
 from agentrl.workflow.sandbox.trial import holds, interpreters
-from agentrl.workflow.sandbox.uid_pool import Seat
+from agentrl.workflow.sandbox.uid_pool import UidLease
 from agentrl.workflow.settings import Settings
 
 NEEDED_ABI = 6
@@ -58,9 +58,9 @@ FAMILIES = (
     *("mq_open", "mq_unlink", "migrate_pages", "move_pages", "process_mrelease", "sched_setattr"),
 )
 """What a mount, network or IPC namespace would have made harmless."""
-OF_OTHERS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam")
+PROCESS_CALLS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam")
 """Their first argument is a process; 0 is the caller."""
-OF_OWNED_FILES = (
+OWNER_CALLS = (
     *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
     *("utime", "utimes", "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat"),
     *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
@@ -98,10 +98,10 @@ def filters(owner: bool) -> tuple[str, str]:
     rules = seccomp.rules()
     denied, arg = pyseccomp.ERRNO(errno.EPERM), pyseccomp.Arg
     made = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
-    for name in (*FAMILIES, *(OF_OWNED_FILES if owner else ())):
+    for name in (*FAMILIES, *(OWNER_CALLS if owner else ())):
         if pyseccomp.resolve_syscall(pyseccomp.system_arch(), name) >= 0:
             made.add_rule(denied, name)
-    for name in OF_OTHERS:
+    for name in PROCESS_CALLS:
         made.add_rule(denied, name, arg(0, pyseccomp.NE, 0))
     for name in ("setpriority", "ioprio_set"):  # (which, who): ourselves is 0, 0 for the one and 1, 0 for the other
         made.add_rule(denied, name, arg(0, pyseccomp.GT, 1 if name == "ioprio_set" else 0))
@@ -117,8 +117,8 @@ def filters(owner: bool) -> tuple[str, str]:
         return rules.hex(), file.read().hex()
 
 
-def readable(folders: tuple[str, ...]) -> list[str]:
-    """What a program may read: /usr, the folders of older systems beside it, the interpreter's."""
+def readable_paths(folders: tuple[str, ...]) -> list[str]:
+    """The paths that a program may read: /usr, the folders of older systems beside it, the interpreter's."""
     real = [path for path in LINKS if Path(path).is_dir() and not Path(path).is_symlink()]
     return [path for path in (*READABLE, *real, *folders) if Path(path).exists()]
 
@@ -150,20 +150,20 @@ class Tally:
         self._report = report
         self._said: keeper.Report | None = None
 
-    def said(self) -> keeper.Report | None:
+    def report(self) -> keeper.Report | None:
         """The keeper's report; None before its end."""
-        if self._said is None and spawn.ready(self._report, 0):
+        if self._said is None and spawn.wait_readable(self._report, 0):
             line = os.read(self._report, 4096)
             self._said = json.loads(line) if line else None
         return self._said
 
-    def bound(self, memory_bytes: int, processes: int) -> None:
-        """See `Counts.bound`."""
-        self._cgroup.bound(memory_bytes, processes)
+    def set_limits(self, memory_bytes: int, processes: int) -> None:
+        """See `Counts.set_limits`."""
+        self._cgroup.set_limits(memory_bytes, processes)
 
     def events(self) -> Events:
         """See `Counts.events`."""
-        kernel, said = self._cgroup.events(), self.said()
+        kernel, said = self._cgroup.events(), self.report()
         passed = said["passed"] if said else ""
         return Events(kernel.oom + (passed == "oom"), kernel.pids + (passed == "pids"), int(passed == "disk"))
 
@@ -173,11 +173,11 @@ class Tally:
 
     def cpu_seconds(self) -> float | None:
         """See `Counts.cpu_seconds`; without a control group only known at the end."""
-        counted, said = self._cgroup.cpu_seconds(), self.said()
+        counted, said = self._cgroup.cpu_seconds(), self.report()
         return said["cpu_seconds"] if counted is None and said else counted
 
 
-class Kept:
+class KeptProcess:
     """A `Started` that a keeper holds.
 
     Args:
@@ -189,7 +189,7 @@ class Kept:
         self, process: "subprocess.Popen[bytes]", hold: socket.socket, uid: int | None, tally: Tally, undone: ExitStack
     ) -> None:
         self.cgroup = tally
-        self.ended = os.pidfd_open(process.pid)
+        self.end_fd = os.pidfd_open(process.pid)
         self._process = process
         self._hold = hold
         self._uid = uid
@@ -207,7 +207,7 @@ class Kept:
 
     def stop(self) -> None:
         """See `Started.stop`."""
-        spawn.obeyed(self._hold, keeper.STOP)
+        spawn.send_order(self._hold, keeper.STOP)
 
     def go_on(self) -> None:
         """See `Started.go_on`."""
@@ -218,10 +218,10 @@ class Kept:
         if not self._closed:
             self._closed = True
             self._hold.close()
-            spawn.ready(self.ended)
-            os.close(self.ended)
+            spawn.wait_readable(self.end_fd)
+            os.close(self.end_fd)
             self._process.wait()
-            self._said = self.cgroup.said()  # before its pipe is closed
+            self._said = self.cgroup.report()  # before its pipe is closed
             self._undone.close()
         return os.waitstatus_to_exitcode(self._said["status"]) if self._said else self._process.wait()
 
@@ -229,7 +229,7 @@ class Kept:
 def launch(python: str, folders: tuple[str, ...], uids: range) -> Launch:
     """Landlock around an interpreter, which needs those folders beside /usr."""
 
-    def start_one(limits: Limits, inside: Inside) -> Kept:
+    def start_one(limits: Limits, inside: Inside) -> KeptProcess:
         return start(python, folders, uids, limits, inside)
 
     return Launch("landlock", start_one)
@@ -252,19 +252,19 @@ def find(settings: Settings) -> Boxed:
     raise SandboxUnavailable(f"The kernel has Landlock, and no sandbox of it comes up here: {said}", "See `agentrl doctor`.")
 
 
-def start(python: str, folders: tuple[str, ...], uids: range, limits: Limits, inside: Inside) -> Kept:
+def start(python: str, folders: tuple[str, ...], uids: range, limits: Limits, inside: Inside) -> KeptProcess:
     """Starts a sandbox, as `spawn.start`.
 
     Raises:
         InfraError: it did not come up.
     """
     with ExitStack() as undone, ExitStack() as passed_on:
-        seat = uid_pool.take(uids)
-        undone.callback(seat.leave)
+        seat = uid_pool.lease_uid(uids)
+        undone.callback(seat.release)
         cgroup = cgroups.make()
         undone.callback(cgroup.remove)
-        cgroup.bound(limits.memory_bytes, limits.processes)
-        folder = own_folder(seat)
+        cgroup.set_limits(limits.memory_bytes, limits.processes)
+        folder = make_folder(seat)
         undone.callback(keeper.remove, folder)  # where the keeper could not
         (hold, control), (said, report) = socket.socketpair(), os.pipe()
         undone.callback(os.close, said)
@@ -274,17 +274,17 @@ def start(python: str, folders: tuple[str, ...], uids: range, limits: Limits, in
             passed_on.callback(os.close, file)
         with ExitStack() as held:
             held.enter_context(hold)
-            asked = spec(python, folders, seat, cgroup, folder, limits, inside, source, control.fileno(), report)
+            asked = make_spec(python, folders, seat, cgroup, folder, limits, inside, source, control.fileno(), report)
             command = [python, "-I", "-S", "-c", keeper_source(), json.dumps(asked)]
-            process = spawn.started(command, inside, [control.fileno(), report, source, *inside.files])
+            process = spawn.start_process(command, inside, [control.fileno(), report, source, *inside.files])
             held.pop_all()
-        return Kept(process, hold, seat.uid, Tally(cgroup, said), undone.pop_all())
+        return KeptProcess(process, hold, seat.uid, Tally(cgroup, said), undone.pop_all())
 
 
-def spec(
+def make_spec(
     python: str,
     folders: tuple[str, ...],
-    seat: Seat,
+    seat: UidLease,
     cgroup: Cgroup,
     folder: str,
     limits: Limits,
@@ -303,7 +303,7 @@ def spec(
         "folder": folder,
         "uid": seat.uid or 0,
         "joins": cgroup.joins,
-        "readable": readable((*folders, *inside.reads)),
+        "readable": readable_paths((*folders, *inside.reads)),
         "devices": [path for path in DEVICES if Path(path).exists()],
         "rlimits": {"RLIMIT_DATA": limits.memory_bytes + SLACK_BYTES, "RLIMIT_FSIZE": limits.tmp_bytes},
         "filters": list(filters(owner=seat.uid is None)),
@@ -316,7 +316,7 @@ def spec(
     }
 
 
-def own_folder(seat: Seat) -> str:
+def make_folder(seat: UidLease) -> str:
     """An empty folder that the sandbox's user alone may enter."""
     folder = tempfile.mkdtemp(prefix="agentrl-sandbox-")
     if seat.uid is not None:

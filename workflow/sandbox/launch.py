@@ -40,7 +40,7 @@ class Inside:
 class Counts(Protocol):
     """What all processes of a sandbox use together, as far as somebody counts it."""
 
-    def bound(self, memory_bytes: int, processes: int) -> None:
+    def set_limits(self, memory_bytes: int, processes: int) -> None:
         """Sets the limits."""
         ...
 
@@ -53,8 +53,8 @@ class Counts(Protocol):
         ...
 
 
-class Started(Protocol):
-    """A started sandbox. `ended` is a descriptor that can be read when what was to run has ended."""
+class RunningSandbox(Protocol):
+    """A started sandbox. `end_fd` is a descriptor that can be read when what was to run has ended."""
 
     @property
     def cgroup(self) -> Counts:
@@ -62,7 +62,7 @@ class Started(Protocol):
         ...
 
     @property
-    def ended(self) -> int:
+    def end_fd(self) -> int:
         """A pidfd, or the like."""
         ...
 
@@ -98,5 +98,5 @@ class Launch:
     """
 
     kind: str
-    start: Callable[[Limits, Inside], Started]
+    start: Callable[[Limits, Inside], RunningSandbox]
     nests: bool = False

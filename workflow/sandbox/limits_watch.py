@@ -19,7 +19,7 @@ from typing import Literal
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.sandbox import Limits, Status, proc
 from agentrl.workflow.sandbox.cgroups import Events
-from agentrl.workflow.sandbox.launch import Started
+from agentrl.workflow.sandbox.launch import RunningSandbox
 
 SHORTEST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.02, 0.5
 CHUNK = 1 << 16
@@ -58,15 +58,15 @@ class Clock:
         self._busy = self._asleep = 0.0
 
     @property
-    def passed(self) -> float:
+    def elapsed(self) -> float:
         """Seconds since it began."""
         return time.monotonic() - self._began
 
     @property
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Seconds until the limit on the clock."""
         self._crowd = min(max(self._crowd, self._running(), _runnable()), CROWD_PER_CORE * (os.cpu_count() or 1))
-        return self._limits.wall(self._crowd) - self.passed
+        return self._limits.wall(self._crowd) - self.elapsed
 
     def look(self, cpu: float, waited: float) -> tuple[Overrun | None, float]:
         """Why it must be killed now, if so; else in how many seconds to look again.
@@ -79,7 +79,7 @@ class Clock:
         if cpu + waited - self._busy < ASLEEP_SHARE * (now - self._seen):
             self._asleep += now - self._seen
         self._seen, self._busy = now, cpu + waited
-        left, wall = self.left, now - self._began
+        left, wall = self.remaining, now - self._began
         if cpu >= limits.cpu_seconds:
             return "timeout_cpu", 0.0
         if self._asleep >= limits.asleep_seconds:
@@ -127,11 +127,11 @@ def watch(
         if time.monotonic() >= due:
             overrun, left = clock.look(spent(), waits.look(members()))
             due = time.monotonic() + left
-    if clock.passed > SHORTEST_LOOK_SECONDS:
+    if clock.elapsed > SHORTEST_LOOK_SECONDS:
         waits.look(members())
     if len(printed) > limits.output_bytes:
         overrun = "output_cap"
-    return Use(overrun, bytes(printed[: limits.output_bytes]), clock.passed, waits.seconds)
+    return Use(overrun, bytes(printed[: limits.output_bytes]), clock.elapsed, waits.seconds)
 
 
 def _read(file: int, into: bytearray, most: int) -> bool:
@@ -144,12 +144,12 @@ def _read(file: int, into: bytearray, most: int) -> bool:
     return bool(part)
 
 
-def explained(error: InfraError, said: bytes) -> InfraError:
+def explain_error(error: InfraError, said: bytes) -> InfraError:
     """The error with what was printed as the sandbox came up."""
-    return InfraError(f"{error.message} {text(said).strip()}"[:1000])
+    return InfraError(f"{error.message} {decode_output(said).strip()}"[:1000])
 
 
-def drained(file: int) -> bool:
+def drain(file: int) -> bool:
     """Whether something was there to be thrown away."""
     return _read(file, bytearray(), 0)
 
@@ -161,7 +161,7 @@ def _runnable() -> int:
     return 1
 
 
-def spent(box: Started, lasting: Set[int] = frozenset()) -> float:
+def cpu_seconds_of(box: RunningSandbox, lasting: Set[int] = frozenset()) -> float:
     """Processor seconds of what runs in a sandbox so far; where no control group counts them, of its living processes.
 
     Args:
@@ -198,6 +198,6 @@ def status(limits: Limits, overrun: Overrun | None, code: int | None, cpu: float
     return "killed" if code is None or code < 0 else "error"
 
 
-def text(output: bytes) -> str:
-    """What was printed, with what is no UTF-8 escaped."""
+def decode_output(output: bytes) -> str:
+    """The printed text, with what is no UTF-8 escaped."""
     return output.decode(errors="backslashreplace")

@@ -18,10 +18,10 @@ from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.sandbox import Limits, Result, spawn
 from agentrl.workflow.sandbox.cgroups import SPARE_PROCESSES, Events
 from agentrl.workflow.sandbox.launch import Inside, Launch
-from agentrl.workflow.sandbox.limits_watch import Use, explained, spent, status, text, watch
+from agentrl.workflow.sandbox.limits_watch import Use, cpu_seconds_of, decode_output, explain_error, status, watch
 
 ADDRESS_BYTES = 4 << 30
-"""Of each process: far more than it may really use, since threads reserve much that they never touch."""
+"""Limit of each process: far more than it may really use, since threads reserve much that they never touch."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def whole_seconds(limits: Limits) -> int:
     return max(1, math.ceil(limits.cpu_seconds))
 
 
-def cold(launch: Launch, program: Program, running: Callable[[], int]) -> Result:
+def run_cold(launch: Launch, program: Program, running: Callable[[], int]) -> Result:
     """Runs a program in a sandbox of its own.
 
     Raises:
@@ -54,19 +54,19 @@ def cold(launch: Launch, program: Program, running: Callable[[], int]) -> Result
             inside = Inside(("runner",), (program.source, ready), numbers, program.stdin, output)
             box = launch.start(limits, inside)
         except InfraError as error:
-            raise explained(error, os.read(printed, 500) if spawn.ready(printed, 0) else b"") from error
+            raise explain_error(error, os.read(printed, 500) if spawn.wait_readable(printed, 0) else b"") from error
         finally:
             os.close(output)
             os.close(ready)
         try:
             faultpoint("program.begun")
-            use = watch(printed, box.ended, limits, lambda: spent(box), box.members, running)
-            events, cpu = box.cgroup.events(), spent(box)
+            use = watch(printed, box.end_fd, limits, lambda: cpu_seconds_of(box), box.members, running)
+            events, cpu = box.cgroup.events(), cpu_seconds_of(box)
         finally:
             code = box.close()
         cpu = max(cpu, box.cgroup.cpu_seconds() or 0.0)  # where nobody counted, it is known only afterwards
         if not os.read(heard, 1):
-            return Result("sandbox_fault", text(use.output), code, 0.0, use.wall_seconds, launch.kind)
+            return Result("sandbox_fault", decode_output(use.output), code, 0.0, use.wall_seconds, launch.kind)
         return _result(launch.kind, limits, use, code, cpu, events)
 
 
@@ -85,12 +85,12 @@ class Zygote:
             with open(os.devnull, "rb") as nothing, theirs:
                 inside = Inside(("runner", "zygote"), (theirs.fileno(),), (), nothing.fileno(), log, zygote=True)
                 self._box = launch.start(limits, inside)
-            if not spawn.ready(self._line.fileno(), spawn.START_SECONDS) or not self._line.recv(4096):
+            if not spawn.wait_readable(self._line.fileno(), spawn.START_SECONDS) or not self._line.recv(4096):
                 self._box.close()
                 raise InfraError("A warm sandbox did not come up.")
         except InfraError as error:
             self._line.close()
-            raise explained(error, os.pread(log, 500, 0)) from error
+            raise explain_error(error, os.pread(log, 500, 0)) from error
         finally:
             os.close(log)
         self._keepers = self._box.members()
@@ -99,11 +99,11 @@ class Zygote:
     def run(self, program: Program, running: Callable[[], int]) -> Result:
         """Runs a program; afterwards `alive` says whether the zygote can run another."""
         limits, cgroup = program.limits, self._box.cgroup
-        cgroup.bound(limits.memory_bytes, limits.processes)
-        before, cpu_before = cgroup.events(), spent(self._box, self._keepers)
+        cgroup.set_limits(limits.memory_bytes, limits.processes)
+        before, cpu_before = cgroup.events(), cpu_seconds_of(self._box, self._keepers)
 
         def used() -> float:
-            return spent(self._box, self._keepers) - cpu_before
+            return cpu_seconds_of(self._box, self._keepers) - cpu_before
 
         printed = self._begin(program)
         try:
@@ -118,7 +118,7 @@ class Zygote:
         if told["code"] is None:
             self.close()
             if use.overrun is None and not events.oom:
-                return Result("sandbox_fault", text(use.output), None, 0.0, use.wall_seconds, self._kind)
+                return Result("sandbox_fault", decode_output(use.output), None, 0.0, use.wall_seconds, self._kind)
         return _result(self._kind, limits, use, told["code"], max(told["cpu"], cpu), events)
 
     def close(self) -> None:
@@ -148,4 +148,4 @@ class Zygote:
 def _result(kind: str, limits: Limits, use: Use, code: int | None, cpu: float, events: Events) -> Result:
     came_to = status(limits, use.overrun, code, cpu, events)
     exit_code, waited = None if use.overrun else code, use.waited_seconds
-    return Result(came_to, text(use.output), exit_code, cpu, use.wall_seconds, kind, waited_seconds=waited)
+    return Result(came_to, decode_output(use.output), exit_code, cpu, use.wall_seconds, kind, waited_seconds=waited)

@@ -44,7 +44,7 @@ def connect(stdin: int, output: int) -> None:
     os.closerange(3, 1 << 16)
 
 
-def settle() -> None:
+def configure_streams() -> None:
     """Text that no encoding can write is escaped, and what was printed before a kill is not lost."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
@@ -63,7 +63,7 @@ def execute(source: str) -> int:
     except BaseException as error:  # noqa: BLE001 - it is shown to who wrote the program
         show(error, source)
         code = 1
-    return flushed(code)
+    return flush_streams(code)
 
 
 def show(error: BaseException, source: str, file: str = FILE) -> None:
@@ -96,7 +96,7 @@ def _end_threads() -> None:
         sys.modules["atexit"]._run_exitfuncs()
 
 
-def flushed(code: int) -> int:
+def flush_streams(code: int) -> int:
     """`code`, or 1 where what was printed cannot be written. A stream that the program has set to None has nothing to write."""
     try:
         for stream in filter(None, (sys.stdout, sys.stderr)):
@@ -114,6 +114,6 @@ def main(source: int, ready: int, cpu_seconds: int, address_bytes: int, processe
     budget(cpu_seconds, cpu_seconds)
     os.write(ready, b"1")
     connect(0, 1)
-    settle()
+    configure_streams()
     # The interpreter's own end would take tens of milliseconds where large packages were loaded.
     os._exit(execute(text))

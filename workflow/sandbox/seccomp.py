@@ -11,7 +11,7 @@ from tempfile import TemporaryFile
 
 from agentrl.workflow.errors import SandboxUnavailable
 
-DENIED = (
+DENIED_CALLS = (
     *("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "kcmp", "process_madvise"),
     *("unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "fsopen", "fsmount"),
     *("fsconfig", "fspick", "mount_setattr", "keyctl", "add_key", "request_key", "bpf", "perf_event_open", "userfaultfd"),
@@ -45,7 +45,7 @@ def rules() -> bytes:
         ) from error
     denied = pyseccomp.ERRNO(errno.EPERM)
     made = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
-    for name in DENIED:
+    for name in DENIED_CALLS:
         if pyseccomp.resolve_syscall(pyseccomp.system_arch(), name) >= 0:
             made.add_rule(denied, name)
     for flag in NEW_NAMESPACES:

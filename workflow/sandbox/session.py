@@ -19,9 +19,9 @@ from typing import Any, Protocol, TypeGuard
 from agentrl.workflow.errors import ConfigError, InfraError
 from agentrl.workflow.sandbox import Limits, Result, Status, exact_json
 from agentrl.workflow.sandbox.cgroups import Events
-from agentrl.workflow.sandbox.fair_semaphore import Turns
-from agentrl.workflow.sandbox.freeze import Unsettled
-from agentrl.workflow.sandbox.limits_watch import Use, status, text
+from agentrl.workflow.sandbox.fair_semaphore import FairSemaphore
+from agentrl.workflow.sandbox.freeze import SettleError
+from agentrl.workflow.sandbox.limits_watch import Use, decode_output, status
 from agentrl.workflow.sandbox.programs import whole_seconds
 
 MAX_LINE_BYTES = 2 * exact_json.MAX_CHARACTERS + 4096
@@ -37,11 +37,11 @@ GO = b"\n"
 """A cell waits for it before it begins, for its limits count from here on."""
 CALLS_OF_A_STATE = 200
 """Calls that keep nothing use up the same state's own processor time, a fork's worth each; then it is renewed."""
-ENDED = "The session has ended."
-FULL = "[nothing of this cell is kept: it left so many threads behind that there was no room to go on]"
+ENDED_TEXT = "The session has ended."
+FULL_TEXT = "[nothing of this cell is kept: it left so many threads behind that there was no room to go on]"
 
 
-class Broken(Exception):
+class BrokenLine(Exception):
     """What came over the line is none of ours, or nothing came."""
 
 
@@ -56,7 +56,7 @@ class Line(Protocol):
         ...
 
     def part(self, seconds: float) -> tuple[bytes, int]:
-        """What a process said, and which; at most a line, nothing where nothing was said in so many seconds."""
+        """The text that a process said, and which; at most a line, nothing where none said any in so many seconds."""
         ...
 
     def forget(self) -> None:
@@ -67,7 +67,7 @@ class Line(Protocol):
         """Waits until something is said, or a limit is passed."""
         ...
 
-    def counted(self) -> tuple[Events, float]:
+    def read_usage(self) -> tuple[Events, float]:
         """What the kernel did to keep the limits, and processor seconds of the cell, or of all cells."""
         ...
 
@@ -94,7 +94,7 @@ class CellSession:
         Broken, OSError, Unsettled: it did not come up.
     """
 
-    def __init__(self, line: Line, kind: str, limits: Limits, turns: Turns, seconds: float) -> None:
+    def __init__(self, line: Line, kind: str, limits: Limits, turns: FairSemaphore, seconds: float) -> None:
         self.alive = True
         self._line = line
         self._kind = kind
@@ -103,7 +103,7 @@ class CellSession:
         self._lock = threading.Lock()
         self._before = Events()
         self._calls = 0
-        self._state = self._heard(seconds)[1]
+        self._state = self._receive(seconds)[1]
         self._line.settle({self._state})
 
     def run(self, code: str, limits: Limits | None = None) -> Result:
@@ -133,16 +133,16 @@ class CellSession:
             raise ConfigError(f"{changed[0]} of a cell differs from its session's.", "Open the session with it.")
         if limits.cpu_seconds > self._limits.cpu_seconds:
             raise ConfigError("cpu_seconds of a cell are more than its session's.", "Open the session with as many.")
-        with self._lock, self._turns.one():
+        with self._lock, self._turns.hold():
             if not self.alive:
-                return Result("killed", ENDED, None, 0.0, 0.0, self._kind)
+                return Result("killed", ENDED_TEXT, None, 0.0, 0.0, self._kind)
             try:
                 self._count(keeps)
                 return self._answer({**request, "cpu": whole_seconds(limits)}, limits, keeps)
-            except (Broken, Unsettled, EOFError, OSError, InfraError) as error:
+            except (BrokenLine, SettleError, EOFError, OSError, InfraError) as error:
                 done = self._close().since(self._before)
                 came_to = status(limits, None, None, 0.0, done)
-                return Result(came_to, f"{ENDED} ({error or 'its processes are gone'})", None, 0.0, 0.0, self._kind)
+                return Result(came_to, f"{ENDED_TEXT} ({error or 'its processes are gone'})", None, 0.0, 0.0, self._kind)
             except BaseException:
                 self._close()  # the next line would answer this cell
                 raise
@@ -157,18 +157,18 @@ class CellSession:
     def _answer(self, request: dict[str, Any], limits: Limits, keeps: bool) -> Result:
         line = self._line
         line.forget()
-        self._before, cpu_before = line.counted()
+        self._before, cpu_before = line.read_usage()
         line.go_on()
         line.say(json.dumps(request).encode() + b"\n")
-        _, child = self._heard(ANSWER_SECONDS)
+        _, child = self._receive(ANSWER_SECONDS)
         line.say(GO)
         use = line.watch(limits, self._turns.running)
         most = cpu_before + limits.cpu_seconds + OVERTIME_SECONDS
-        message, speaker = ({}, 0) if use.overrun else self._heard(ANSWER_SECONDS, most=most)
+        message, speaker = ({}, 0) if use.overrun else self._receive(ANSWER_SECONDS, most=most)
         full = use.overrun is None and "full" in message
         if full:
-            message, speaker = self._retried(speaker)
-        events, cpu = line.counted()
+            message, speaker = self._retry(speaker)
+        events, cpu = line.read_usage()
         if use.overrun is None and cpu > most:  # it said that it had ended, and had not
             use, message, speaker, full = replace(use, overrun="timeout_cpu"), {}, 0, False
         events, cpu = events.since(self._before), cpu - cpu_before
@@ -176,46 +176,46 @@ class CellSession:
         if keeps and is_end(done):
             left = line.settle({speaker}) - len({self._state, child} - {speaker})
             self._state = speaker
-            return self._ended(done, limits, use, cpu, events, max(0, left))
-        code = self._undone(message, speaker)
+            return self._ended_result(done, limits, use, cpu, events, max(0, left))
+        code = self._undo(message, speaker)
         if is_end(done):
-            return self._ended(done, limits, use, cpu, events, 0)
+            return self._ended_result(done, limits, use, cpu, events, 0)
         came_to = "pids" if full else status(limits, use.overrun, code, cpu, events)
         came_to = "killed" if came_to in ("ok", "error") else came_to
-        said = text(use.output) + (FULL if full else "")
+        said = decode_output(use.output) + (FULL_TEXT if full else "")
         return self._result(came_to, said, None if use.overrun or full else code, cpu, use)
 
-    def _ended(self, done: dict[str, Any], limits: Limits, use: Use, cpu: float, events: Events, left: int) -> Result:
+    def _ended_result(self, done: dict[str, Any], limits: Limits, use: Use, cpu: float, events: Events, left: int) -> Result:
         came_to = status(limits, None, done["code"], cpu, events)
-        return self._result(came_to, text(use.output), done["code"], cpu, use, done["value"], left)
+        return self._result(came_to, decode_output(use.output), done["code"], cpu, use, done["value"], left)
 
     def _result(
         self, came_to: Status, said: str, code: int | None, cpu: float, use: Use, value: str = "", left: int = 0
     ) -> Result:
         return Result(came_to, said, code, cpu, use.wall_seconds, self._kind, value, left, use.waited_seconds)
 
-    def _retried(self, child: int) -> tuple[dict[str, Any], int]:
-        """What comes of a cell that had no room for its heir, once what it started is ended."""
+    def _retry(self, child: int) -> tuple[dict[str, Any], int]:
+        """Lets a cell that had no room for its heir go on, once what it started is ended; what comes of it."""
         self._line.settle({self._state, child})
         self._line.go_on()
         self._line.say(GO)
-        return self._heard(ANSWER_SECONDS)
+        return self._receive(ANSWER_SECONDS)
 
-    def _undone(self, message: dict[str, Any], speaker: int) -> int:
+    def _undo(self, message: dict[str, Any], speaker: int) -> int:
         """Goes back to the state from before the cell, which says how its child died."""
         if message and not (is_end(message.get("done")) or is_exit(message.get("died")) or "full" in message):
-            raise Broken("a cell's end was not told as it is")
+            raise BrokenLine("a cell's end was not told as it is")
         self._line.settle({self._state})
         if speaker != self._state:
             self._line.go_on()
-            message, _ = self._heard(ANSWER_SECONDS, self._state)
+            message, _ = self._receive(ANSWER_SECONDS, self._state)
             self._line.settle({self._state})
         code = message.get("died")
         if not is_exit(code):
-            raise Broken("a cell's end was not told as it is")
+            raise BrokenLine("a cell's end was not told as it is")
         return code
 
-    def _heard(self, seconds: float, only: int | None = None, most: float = math.inf) -> tuple[dict[str, Any], int]:
+    def _receive(self, seconds: float, only: int | None = None, most: float = math.inf) -> tuple[dict[str, Any], int]:
         """The next line, and which process wrote its end.
 
         Args:
@@ -226,11 +226,11 @@ class CellSession:
         deadline, due, process, said = now + seconds, now + LOOK_SECONDS, 0, bytearray()
         while not said.endswith(b"\n"):
             if len(said) > MAX_LINE_BYTES:
-                raise Broken("a line was too long")
+                raise BrokenLine("a line was too long")
             if (now := time.monotonic()) >= deadline:
-                raise Broken("nothing was said in time")
+                raise BrokenLine("nothing was said in time")
             if now >= due:
-                if self._line.counted()[1] > most:
+                if self._line.read_usage()[1] > most:
                     return {}, 0
                 due = now + LOOK_SECONDS
             part, process = self._line.part(min(deadline, due) - now)
@@ -248,9 +248,9 @@ def message_of(said: bytes | bytearray) -> dict[str, Any]:
     try:
         message = json.loads(said.decode())  # bytes it would take for any encoding that they begin like
     except (ValueError, RecursionError) as error:
-        raise Broken("what was said is no line") from error
+        raise BrokenLine("what was said is no line") from error
     if not isinstance(message, dict):
-        raise Broken("what was said is no line")
+        raise BrokenLine("what was said is no line")
     return message
 
 

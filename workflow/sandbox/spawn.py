@@ -21,15 +21,15 @@ from agentrl.workflow.errors import InfraError
 from agentrl.workflow.sandbox import Limits, bwrap, cgroups, keeper, payload, proc, seccomp, uid_pool
 from agentrl.workflow.sandbox.cgroups import Cgroup
 from agentrl.workflow.sandbox.launch import Inside, Launch
-from agentrl.workflow.sandbox.uid_pool import Seat
+from agentrl.workflow.sandbox.uid_pool import UidLease
 
 BWRAP_SECONDS = 5.0
-"""In which bwrap ends by itself once the first process is gone, with that one's exit code."""
-SIGNALLED = 128
+"""bwrap ends by itself in this time once the first process is gone, with that one's exit code."""
+SIGNAL_EXIT_BASE = 128
 """What bwrap adds to the number of the signal that ended a program."""
 ORDER_SECONDS = 10.0
 START_SECONDS = 60.0
-"""To come up, on a machine that is very busy."""
+"""Time to come up, on a machine that is very busy."""
 
 _spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sandbox-spawner")
 
@@ -54,11 +54,16 @@ class Box:
     """
 
     def __init__(
-        self, process: "subprocess.Popen[bytes]", first: int, cgroup: Cgroup, seat: Seat, orders: socket.socket | None = None
+        self,
+        process: "subprocess.Popen[bytes]",
+        first: int,
+        cgroup: Cgroup,
+        seat: UidLease,
+        orders: socket.socket | None = None,
     ) -> None:
         self.process = process
         self.cgroup = cgroup
-        self.ended = os.pidfd_open(process.pid)
+        self.end_fd = os.pidfd_open(process.pid)
         self._first_id = first
         self._first = os.pidfd_open(first)
         self._seat = seat
@@ -67,7 +72,7 @@ class Box:
 
     def members(self) -> set[int]:
         """See `Started.members`: the first process and its descendants; an orphan becomes a child of the first."""
-        if self._closed or ready(self._first, 0):
+        if self._closed or wait_readable(self._first, 0):
             return set()  # its number may be another's by now
         if (counted := self.cgroup.members()) is not None:
             return counted
@@ -85,7 +90,7 @@ class Box:
     def stop(self) -> None:
         """See `Started.stop`."""
         assert self._orders is not None
-        obeyed(self._orders, keeper.STOP)
+        send_order(self._orders, keeper.STOP)
 
     def go_on(self) -> None:
         """See `Started.go_on`."""
@@ -100,18 +105,18 @@ class Box:
                 self._orders.close()
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._first, signal.SIGKILL)
-            ready(self._first)
-            if not ready(self.ended, BWRAP_SECONDS):
+            wait_readable(self._first)
+            if not wait_readable(self.end_fd, BWRAP_SECONDS):
                 self.process.kill()
-            buried(self.process, self.cgroup)
+            bury(self.process, self.cgroup)
             with suppress(ChildProcessError):  # where this process is the machine's first, it inherits the other's orphan
                 os.waitid(os.P_PIDFD, self._first, os.WEXITED)
             os.close(self._first)
-            os.close(self.ended)
+            os.close(self.end_fd)
             self.cgroup.remove()
-            self._seat.leave()
+            self._seat.release()
         code = self.process.wait()
-        return SIGNALLED - code if code > SIGNALLED else code
+        return SIGNAL_EXIT_BASE - code if code > SIGNAL_EXIT_BASE else code
 
 
 def launch(profile: bwrap.Profile, uids: range) -> Launch:
@@ -141,16 +146,16 @@ def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -
         if orders and theirs:
             undone.callback(orders.close)
             files.callback(theirs.close)
-        seat = uid_pool.take(uids)
-        undone.callback(seat.leave)
+        seat = uid_pool.lease_uid(uids)
+        undone.callback(seat.release)
         cgroup = cgroups.make()
         undone.callback(cgroup.remove)
-        cgroup.bound(limits.memory_bytes, limits.processes)
+        cgroup.set_limits(limits.memory_bytes, limits.processes)
         last = [rules] if inside.zygote else [theirs.fileno()] if theirs else []
         words = payload.command(profile.python, source, *inside.files, *inside.numbers, *last)
         command = bwrap.command(profile, options, seat.uid, cgroup.joins, words)
         try:
-            process = started(command, inside, [info, waits, source, rules, options, *inside.files, *last])
+            process = start_process(command, inside, [info, waits, source, rules, options, *inside.files, *last])
         finally:
             os.close(info)
         undone.callback(process.wait)
@@ -164,14 +169,14 @@ def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -
         return box
 
 
-def buried(process: "subprocess.Popen[bytes]", cgroup: Cgroup) -> None:
+def bury(process: "subprocess.Popen[bytes]", cgroup: Cgroup) -> None:
     """Waits for a process that has ended, and notes what it and its children had used."""
     _, code, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(code)
-    cgroup.ended_after(used.ru_utime + used.ru_stime)
+    cgroup.note_final_cpu_seconds(used.ru_utime + used.ru_stime)
 
 
-def obeyed(line: socket.socket, order: bytes) -> None:
+def send_order(line: socket.socket, order: bytes) -> None:
     """Gives the order to stop and waits until it is carried out.
 
     Raises:
@@ -183,14 +188,14 @@ def obeyed(line: socket.socket, order: bytes) -> None:
         raise ConnectionResetError("its processes are gone")
 
 
-def ready(file: int, seconds: float | None = None) -> bool:
+def wait_readable(file: int, seconds: float | None = None) -> bool:
     """Whether there is something to read (or, of a pidfd, the process has ended) within so many seconds; None: however long."""
     poller = select.poll()
     poller.register(file, select.POLLIN)
     return bool(poller.poll(None if seconds is None else max(0, seconds * 1000)))
 
 
-def started(
+def start_process(
     command: Sequence[str], inside: Inside, files: Sequence[int], env: Mapping[str, str] | None = None, cwd: str = "/"
 ) -> "subprocess.Popen[bytes]":
     """A process that the one thread started, in an environment of nothing but `env`."""
@@ -213,7 +218,7 @@ def started(
 def _first_process(heard: int) -> int:
     """The process that bwrap names on its info descriptor."""
     said = b""
-    while ready(heard, START_SECONDS) and (part := os.read(heard, 4096)):
+    while wait_readable(heard, START_SECONDS) and (part := os.read(heard, 4096)):
         said += part
     try:
         return int(json.loads(said)["child-pid"])

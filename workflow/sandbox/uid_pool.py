@@ -12,13 +12,13 @@ from agentrl.workflow.errors import ConfigError, InfraError
 
 
 @dataclass(frozen=True)
-class Seat:
+class UidLease:
     """The user of one sandbox; `uid` is None where no user is changed."""
 
     uid: int | None
     _lock: socket.socket | None = None
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Gives the id back."""
         if self._lock is not None:
             self._lock.close()
@@ -36,14 +36,14 @@ def uid_range(text: str) -> range:
     return range(int(first), int(last) + 1)
 
 
-def take(uids: range) -> Seat:
+def lease_uid(uids: range) -> UidLease:
     """A free seat.
 
     Raises:
         InfraError: all ids of the range are in use.
     """
     if os.geteuid() != 0:
-        return Seat(None)
+        return UidLease(None)
     for uid in uids:
         lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
@@ -51,5 +51,5 @@ def take(uids: range) -> Seat:
         except OSError:
             lock.close()
             continue
-        return Seat(uid, lock)
+        return UidLease(uid, lock)
     raise InfraError(f"A sandbox was asked for, but all {len(uids)} user ids are in use.", "Set AGENTRL_SANDBOX_UIDS wider.")

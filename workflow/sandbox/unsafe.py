@@ -15,12 +15,12 @@ from agentrl.workflow.sandbox.launch import Inside, Launch
 
 
 class Bare:
-    """A process and its session. As `launch.Started`."""
+    """A process and its session. As `launch.RunningSandbox`."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self.process = process
         self.cgroup = Cgroup({})
-        self.ended = os.pidfd_open(process.pid)
+        self.end_fd = os.pidfd_open(process.pid)
         self._closed = False
 
     def members(self) -> set[int]:
@@ -50,8 +50,8 @@ class Bare:
         if not self._closed:
             self._closed = True
             self._signal(signal.SIGKILL)
-            spawn.buried(self.process, self.cgroup)
-            os.close(self.ended)
+            spawn.bury(self.process, self.cgroup)
+            os.close(self.end_fd)
         return self.process.wait()
 
 
@@ -62,7 +62,7 @@ def launch(python: str) -> Launch:
         source = spawn.memory_file(payload.sources(*inside.scripts))
         try:
             command = payload.command(python, source, *inside.files, *inside.numbers)
-            return Bare(spawn.started(command, inside, [source, *inside.files], env=payload.ENVIRONMENT, cwd="/tmp"))
+            return Bare(spawn.start_process(command, inside, [source, *inside.files], env=payload.ENVIRONMENT, cwd="/tmp"))
         finally:
             os.close(source)
 

@@ -24,7 +24,7 @@ NOSUID, NODEV, NOEXEC = 2, 4, 8
 SET_DUMPABLE, SET_SECCOMP, FILTER_MODE = 4, 22, 2
 CAPABILITIES_VERSION_3 = 0x20080522
 FILES_PER_REQUEST = 3
-LOADED = (
+PRELOADED_MODULES = (
     *("bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq", "itertools"),
     *("linecache", "math", "random", "re", "statistics", "string", "traceback", "typing"),
 )
@@ -41,9 +41,9 @@ def main(control: int, bpf: int) -> None:
     """Serves requests until the socket is closed: a line of JSON with the files code, stdin and output; a line back."""
     with open(bpf, "rb") as file:
         rules = file.read()
-    runner.settle()
+    runner.configure_streams()
     line = socket.socket(fileno=control)
-    for name in LOADED:
+    for name in PRELOADED_MODULES:
         import_module(name)
     gc.collect()
     gc.freeze()
@@ -82,7 +82,7 @@ def _code(said: list[bytes]) -> int | None:
 def _outermost(asked: dict[str, int], files: list[int], rules: bytes, told: int) -> None:
     """The child leaves the zygote's namespaces; process ids are new for its children only, hence one more fork."""
     user, group = os.getuid(), os.getgid()
-    _called(_libc.unshare(NEWUSER | NEWNS | NEWPID | NEWIPC))
+    _check_call(_libc.unshare(NEWUSER | NEWNS | NEWPID | NEWIPC))
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -97,9 +97,9 @@ def _outermost(asked: dict[str, int], files: list[int], rules: bytes, told: int)
 def _init(asked: dict[str, int], files: list[int], rules: bytes, told: int) -> None:
     """The first process of the namespace: mounts, starts the program, buries orphans, and takes all with it when it ends."""
     size = str(asked["tmp"])
-    _called(_libc.mount(b"tmpfs", b"/tmp", b"tmpfs", NOSUID | NODEV, f"size={size},mode=1777".encode()))
-    _called(_libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", NOSUID | NODEV, b"size=1m,mode=1777"))
-    _called(_libc.mount(b"proc", b"/proc", b"proc", NOSUID | NODEV | NOEXEC, None))
+    _check_call(_libc.mount(b"tmpfs", b"/tmp", b"tmpfs", NOSUID | NODEV, f"size={size},mode=1777".encode()))
+    _check_call(_libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", NOSUID | NODEV, b"size=1m,mode=1777"))
+    _check_call(_libc.mount(b"proc", b"/proc", b"proc", NOSUID | NODEV | NOEXEC, None))
     os.chdir("/tmp")
     _drop_capabilities()
     os.write(told, b"1 ")
@@ -131,16 +131,16 @@ def _program(asked: dict[str, int], files: list[int], rules: bytes) -> None:
 def _drop_capabilities() -> None:
     """A new user namespace gives its first process all of them."""
     header = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION_3, 0)
-    _called(_libc.capset(header, (ctypes.c_uint32 * 6)()))
+    _check_call(_libc.capset(header, (ctypes.c_uint32 * 6)()))
 
 
 def _filter(rules: bytes) -> None:
     """The system call filter that bwrap would have set; the zygote itself needs what it denies."""
     program = _Filter(len(rules) // 8, rules)
-    _called(_libc.prctl(SET_SECCOMP, FILTER_MODE, ctypes.byref(program), 0, 0))
+    _check_call(_libc.prctl(SET_SECCOMP, FILTER_MODE, ctypes.byref(program), 0, 0))
 
 
-def _called(result: int) -> None:
+def _check_call(result: int) -> None:
     if result != 0:
         number = ctypes.get_errno()
         sys.stderr.write(f"zygote: {os.strerror(number)}\n")

@@ -18,7 +18,7 @@ import psycopg
 
 from agentrl.workflow.errors import AccessDenied, AgentRLError, ConfigError, ServiceError
 from agentrl.workflow.settings import is_url
-from agentrl.workflow.sql.readonly import Table, instructions, open_sqlite, read_sqlite, refusing_sqlite
+from agentrl.workflow.sql.readonly import Table, instructions, open_sqlite, read_sqlite, translate_sqlite_errors
 from agentrl.workflow.sql.readonly_postgres import read_postgres
 
 SECONDS = 5.0
@@ -26,7 +26,7 @@ INSTRUCTIONS = 20_000_000
 """About a second of SQLite's work."""
 
 MAX_BYTES = 4_000_000
-"""Of an answer, and of a value that SQLite makes."""
+"""Bytes of an answer, and of a value that SQLite makes."""
 
 HINT = "Set AGENTRL_SQL_DATABASE to a SQLite file, a .sql script or a postgresql:// URL."
 TABLES = "SELECT sql FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite_%' ORDER BY name"
@@ -69,7 +69,7 @@ def prepare(database: str) -> None:
         ServiceError: the script is none.
     """
     if Path(database).suffix == ".sql" and not is_url(database):
-        _image(Path(database))
+        _database_image(Path(database))
 
 
 def read_here(database: str, query: str, limit: int) -> Table:
@@ -86,7 +86,7 @@ def read_here(database: str, query: str, limit: int) -> Table:
             return read_postgres(connection, query.strip() or COLUMNS, limit, SECONDS, stopped, "", MAX_BYTES)
     over = instructions(INSTRUCTIONS)
     stopped = AccessDenied("The query takes too much work and was stopped.", "Narrow it.")
-    with refusing_sqlite(over, stopped, ""), closing(_sqlite(Path(database))) as connection:
+    with translate_sqlite_errors(over, stopped, ""), closing(_sqlite(Path(database))) as connection:
         connection.execute("PRAGMA temp_store = MEMORY")  # which is limited, as the disk is not
         return read_sqlite(connection, query.strip() or TABLES, limit, over, MAX_BYTES)
 
@@ -95,16 +95,16 @@ def _sqlite(file: Path) -> sqlite3.Connection:
     if file.suffix != ".sql":
         return open_sqlite(file)
     connection = sqlite3.connect(":memory:")
-    connection.deserialize(_image(file))
+    connection.deserialize(_database_image(file))
     return connection
 
 
-def _image(script: Path) -> bytes:
-    return _made(script, script.stat().st_mtime_ns)
+def _database_image(script: Path) -> bytes:
+    return _make_database(script, script.stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=16)
-def _made(script: Path, changed: int) -> bytes:
+def _make_database(script: Path, changed: int) -> bytes:
     """The database that a script makes; `changed` is when the file was."""
     try:
         with closing(sqlite3.connect(":memory:")) as connection:
@@ -131,9 +131,9 @@ def _postgres(url: str) -> "Iterator[psycopg.Connection[tuple[Any, ...]]]":
         row = connection.execute(MAY_WRITE, [list(MIGHTY_ROLES)]).fetchone()
         connection.rollback()
         if row is None or row[0]:
-            raise _mighty()
+            raise _too_mighty_error()
         yield connection
 
 
-def _mighty() -> AgentRLError:
+def _too_mighty_error() -> AgentRLError:
     return ServiceError("The login of the tool sql may do more than read.", "Name one in its URL that may only SELECT.")

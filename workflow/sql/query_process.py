@@ -29,7 +29,7 @@ MAX_ROWS = 10_000
 CPU_SECONDS = 5
 MEMORY_BYTES = 1 << 30
 WALL_SECONDS = 20.0 * CPU_SECONDS
-"""Of one query; the last where it waits more than it works. The memory is that of the whole process."""
+"""Limits of one query; the last where it waits more than it works. The memory is the whole process's."""
 
 
 def read(database: str, query: str, limit: int = MAX_ROWS) -> Table:
@@ -50,7 +50,7 @@ def read(database: str, query: str, limit: int = MAX_ROWS) -> Table:
         return reader.ask({"database": database, "query": query, "limit": limit, "seconds": CPU_SECONDS})
 
 
-class Reader:
+class QueryProcess:
     """A process that answers queries."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Reader:
         return self._process.poll() is None
 
     def ask(self, asked: dict[str, Any]) -> Table:
-        """What it answers. Raises as `read` does."""
+        """Its answer. Raises as `read` does."""
         timer = threading.Timer(WALL_SECONDS, self._process.kill)
         timer.start()
         try:
@@ -74,7 +74,7 @@ class Reader:
             raise
         finally:
             timer.cancel()
-        found = json.loads(line, object_hook=_value)
+        found = json.loads(line, object_hook=_untag_value)
         if "error" in found:
             raise getattr(errors, found["error"])(found["message"], found["hint"])
         return found["columns"], [tuple(row) for row in found["rows"]]
@@ -99,7 +99,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         process.kill()
 
 
-readers = Warm(Reader)
+readers = Warm(QueryProcess)
 
 
 # the other end
@@ -110,17 +110,17 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for line in sys.stdin.buffer:
-        sys.stdout.buffer.write(_told(**json.loads(line)).encode() + b"\n")
+        sys.stdout.buffer.write(_answer_text(**json.loads(line)).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
-def _told(database: str, query: str, limit: int, seconds: int) -> str:
+def _answer_text(database: str, query: str, limit: int, seconds: int) -> str:
     try:
         _limit_processor_time(None)
         prepare(database)
         _limit_processor_time(seconds)
         columns, rows = read_here(database, query, limit)
-        return json.dumps({"columns": columns, "rows": rows}, default=_plain)
+        return json.dumps({"columns": columns, "rows": rows}, default=_tag_value)
     except MemoryError:
         return _refusal(AccessDenied("The query takes too much memory and was stopped.", "Ask for less at a time."))
     except AgentRLError as error:
@@ -128,7 +128,7 @@ def _told(database: str, query: str, limit: int, seconds: int) -> str:
 
 
 def _limit_processor_time(seconds: int | None) -> None:
-    """From now on; None: without end."""
+    """Limits it from now on; None: without end."""
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     limit = most if seconds is None else math.ceil(time.process_time()) + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, most))
@@ -138,12 +138,12 @@ def _refusal(error: AgentRLError) -> str:
     return json.dumps({"error": type(error).__name__, "message": error.message, "hint": error.hint})
 
 
-def _plain(value: bytes | Decimal) -> dict[str, str]:
+def _tag_value(value: bytes | Decimal) -> dict[str, str]:
     return {"bytes": value.hex()} if isinstance(value, bytes) else {"number": str(value)}
 
 
-def _value(told: dict[str, Any]) -> Any:
-    """What `_plain` made of a value, as it was."""
+def _untag_value(told: dict[str, Any]) -> Any:
+    """The value of which `_tag_value` made this."""
     if told.keys() == {"bytes"}:
         return bytes.fromhex(told["bytes"])
     return Decimal(told["number"]) if told.keys() == {"number"} else told

@@ -27,7 +27,7 @@ NUMBER_BYTES = 8
 STEP = 1000
 """Instructions of SQLite between two looks at the limit."""
 
-_ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+_ALLOWED_ACTIONS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 _FORBIDDEN_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"}
 _UNREADABLE = ("locked", "unable to open", "readonly", "not a database", "disk I/O", "image is malformed")
 
@@ -63,7 +63,7 @@ def instructions(count: int) -> Over:
     return lambda: next(left, None) is None
 
 
-def collect(rows: Iterable[tuple[Any, ...]], limit: int, size: int = MAX_ANSWER) -> list[tuple[Any, ...]]:
+def collect_rows(rows: Iterable[tuple[Any, ...]], limit: int, size: int = MAX_ANSWER) -> list[tuple[Any, ...]]:
     """The first `limit` rows, of at most `size` characters and bytes.
 
     Raises:
@@ -104,21 +104,21 @@ def read_sqlite(connection: sqlite3.Connection, sql: str, limit: int, over: Over
     connection.set_authorizer(_authorize)
     connection.set_progress_handler(over, STEP)
     cursor = connection.execute(sql)
-    rows = collect(cursor, limit, size)
+    rows = collect_rows(cursor, limit, size)
     if cursor.description is None:
-        raise no_rows()
+        raise no_rows_error()
     return [column[0] for column in cursor.description], rows
 
 
 def _authorize(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
     if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in _FORBIDDEN_FUNCTIONS:
         return sqlite3.SQLITE_DENY
-    return sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY
+    return sqlite3.SQLITE_OK if action in _ALLOWED_ACTIONS else sqlite3.SQLITE_DENY
 
 
 @contextmanager
-def refusing_sqlite(over: Over, stopped: AgentRLError, hint: str) -> Iterator[None]:
-    """What SQLite raises as one of our errors.
+def translate_sqlite_errors(over: Over, stopped: AgentRLError, hint: str) -> Iterator[None]:
+    """Raises what SQLite raises as one of our errors.
 
     Args:
         over: the limit of the query inside; past it `stopped` is raised.
@@ -133,9 +133,9 @@ def refusing_sqlite(over: Over, stopped: AgentRLError, hint: str) -> Iterator[No
 def _sqlite_refusal(error: Exception, hint: str) -> AgentRLError:
     message = " ".join(str(error).split())
     if "one statement" in message:
-        return only_one()
+        return several_statements_error()
     if any(words in message for words in ("not authorized", "authorization denied", "prohibited")):
-        return writes(message)
+        return write_error(message)
     if "too big" in message or "too large" in message:
         return AccessDenied(f"The query asks for too much: {message}.", "Ask for less at a time.")
     if any(words in message for words in _UNREADABLE):
@@ -146,16 +146,16 @@ def _sqlite_refusal(error: Exception, hint: str) -> AgentRLError:
 # what is said of both
 
 
-def no_rows() -> AccessDenied:
-    """Of a statement that answers nothing."""
+def no_rows_error() -> AccessDenied:
+    """The error of a statement that answers nothing."""
     return AccessDenied("The query gives no rows.", "Write one SELECT.")
 
 
-def only_one() -> AccessDenied:
-    """Of several statements."""
+def several_statements_error() -> AccessDenied:
+    """The error of several statements."""
     return AccessDenied("Only one statement is allowed.", "Write one SELECT.")
 
 
-def writes(message: str) -> AccessDenied:
-    """Of a statement that does more than read."""
+def write_error(message: str) -> AccessDenied:
+    """The error of a statement that does more than read."""
     return AccessDenied(f"The query does more than read: {message}.", "Write one SELECT.")

@@ -13,7 +13,7 @@ from psycopg.abc import Buffer
 from psycopg.adapt import Loader
 
 from agentrl.workflow.errors import AccessDenied, AgentRLError, ConfigError, ServiceError
-from agentrl.workflow.sql.readonly import MAX_ANSWER, Table, collect, no_rows, only_one, writes
+from agentrl.workflow.sql.readonly import MAX_ANSWER, Table, collect_rows, no_rows_error, several_statements_error, write_error
 
 NUMBERS = {"bool", "bytea", "int2", "int4", "int8", "oid", "float4", "float8", "numeric"}
 """Types of Postgres whose values are Python's."""
@@ -54,8 +54,8 @@ def read_postgres(
         cursor = connection.cursor()
         for kind in (0, *_texts(connection)):  # 0: any other
             cursor.adapters.register_loader(kind, AnyText)
-        with closing(_streamed(cursor, sql)) as streamed:  # until it is closed it holds the connection, which is rolled back
-            rows = collect(streamed, limit, size)
+        with closing(_stream_rows(cursor, sql)) as streamed:  # until it is closed it holds the connection, which is rolled back
+            rows = collect_rows(streamed, limit, size)
         if cursor.description is None:  # an empty stream does not name its columns
             cursor.execute(sql.encode(), prepare=True)
     except UnicodeDecodeError as error:  # a column's name, in SQL_ASCII
@@ -67,11 +67,11 @@ def read_postgres(
         with suppress(psycopg.OperationalError):  # it is lost, and nothing is left of it
             connection.rollback()
     if cursor.description is None:
-        raise no_rows()
+        raise no_rows_error()
     return [column.name for column in cursor.description], rows
 
 
-def _streamed(cursor: "psycopg.Cursor[tuple[Any, ...]]", sql: str) -> Generator[tuple[Any, ...], None, None]:
+def _stream_rows(cursor: "psycopg.Cursor[tuple[Any, ...]]", sql: str) -> Generator[tuple[Any, ...], None, None]:
     """The rows as they come, by the extended protocol: of one statement."""
     yield from cursor.stream(sql.encode())
 
@@ -88,9 +88,9 @@ def _postgres_refusal(error: psycopg.Error, hint: str) -> AgentRLError:
     if not state and "memory" in message:
         return AccessDenied(f"The query asks for too much: {message}.", "Ask for less at a time.")
     if "multiple commands" in message:
-        return only_one()
+        return several_statements_error()
     if state in ("42501", "25006") or state == "" or state.startswith(("0A", "2D")):
-        return writes(message)
+        return write_error(message)
     if state.startswith(("08", "53", "57")):
         return ServiceError(f"The database stopped answering: {message}.", "Try again; `agentrl doctor`.")
     return ConfigError(f"The query does not work: {message}.", hint)

@@ -16,12 +16,12 @@ Z95 = 1.959964
 """Two-sided 95% quantile of the normal distribution: of Student's t with endless degrees of freedom."""
 
 T95 = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157)
-"""Two-sided 95% quantiles of Student's t with 1, 2, ... degrees of freedom, where the expansion of `student` is too coarse."""
+"""Two-sided 95% quantiles of Student's t with 1, 2, ... degrees of freedom, where `student_quantile` expands too coarsely."""
 
 IntervalBy = Literal["Wilson", "Student"]
-"""Whose 95% interval: Wilson's of a share, which never leaves 0 to 1, Student's of any other mean."""
+"""Name of the 95% interval: Wilson's of a share, which never leaves 0 to 1, Student's of any other mean."""
 
-FULL = 1 - 1e-9
+FULL_VALUE = 1 - 1e-9
 """A part of a reward that is at least this is at its full value."""
 
 
@@ -63,25 +63,25 @@ def evaluate(groups: Sequence[Group], right: Collection[int] | None = None) -> S
         return Score(math.nan, math.nan, math.nan, 0, errors)
     mean, low, high, by = bounds(rewards)
     counts = [(len(some), sum(e.id in right for e in some)) for some in done if some] if right is not None else []
-    passed = passes(counts, max(len(group.episodes) for group in groups))
+    passed = pass_at_ks(counts, max(len(group.episodes) for group in groups))
     return Score(mean, low, high, count, errors, len(rewards), passed.get(1), passed, by)
 
 
 def bounds(tasks: Sequence[Sequence[float]]) -> tuple[float, float, float, IntervalBy]:
     """The mean over tasks of the mean of each one's values, its 95% interval, and whose that is.
 
-    Values that are all 0 or 1 make a share: Wilson's interval of as many trials as `trials` says. The means of others have
-    Student's, which knows nothing of the bounds that a reward may have.
+    Values that are all 0 or 1 make a share: Wilson's interval of as many trials as `effective_trials` says. The means of others
+    have Student's, which knows nothing of the bounds that a reward may have.
     """
     means = [math.fsum(values) / len(values) for values in tasks]
     mean, margin = interval(means)
     if any(value not in (0.0, 1.0) for values in tasks for value in values):
         return mean, mean - margin, mean + margin, "Student"
-    low, high = wilson(mean, trials(means, [len(values) for values in tasks]))
+    low, high = wilson_interval(mean, effective_trials(means, [len(values) for values in tasks]))
     return mean, low, high, "Wilson"
 
 
-def wilson(share: float, trials: float) -> tuple[float, float]:
+def wilson_interval(share: float, trials: float) -> tuple[float, float]:
     """The 95% interval of a share of so many independent trials; it holds the share, and never leaves 0 to 1.
 
     Wilson 1927, Probable inference, the law of succession, and statistical inference.
@@ -92,7 +92,7 @@ def wilson(share: float, trials: float) -> tuple[float, float]:
     return max(0.0, min(share, middle - margin)), min(1.0, max(share, middle + margin))
 
 
-def trials(shares: Sequence[float], sizes: Sequence[int]) -> float:
+def effective_trials(shares: Sequence[float], sizes: Sequence[int]) -> float:
     """How many independent trials the mean of tasks' shares is worth, which have so many episodes each.
 
     With one episode a task, as many as tasks. With several, the effective sample size p (1 - p) / variance, where the variance
@@ -105,7 +105,7 @@ def trials(shares: Sequence[float], sizes: Sequence[int]) -> float:
     if max(shares) == min(shares):
         return tasks
     variance = math.fsum((share - mean) ** 2 for share in shares) / (tasks - 1) / tasks
-    worth = mean * (1 - mean) / variance * (Z95 / student(tasks - 1)) ** 2
+    worth = mean * (1 - mean) / variance * (Z95 / student_quantile(tasks - 1)) ** 2
     return min(max(worth, tasks), tasks**2 / math.fsum(1 / size for size in sizes))
 
 
@@ -119,10 +119,10 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     if len(values) < 2:
         return mean, math.inf
     variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return mean, student(len(values) - 1) * math.sqrt(variance / len(values))
+    return mean, student_quantile(len(values) - 1) * math.sqrt(variance / len(values))
 
 
-def student(freedom: int) -> float:
+def student_quantile(freedom: int) -> float:
     """The two-sided 95% quantile of Student's t with that many degrees of freedom, at least 1; off by less than 1e-5.
 
     From 10 on the Cornish-Fisher expansion around the normal quantile: Abramowitz and Stegun 1964, eq. 26.7.5.
@@ -139,7 +139,7 @@ def student(freedom: int) -> float:
     return z + math.fsum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
-def passes(counts: Sequence[tuple[int, int]], size: int) -> dict[int, float]:
+def pass_at_ks(counts: Sequence[tuple[int, int]], size: int) -> dict[int, float]:
     """pass@k for k = 1, 2, 4, ... and `size`, each over the tasks that have at least k done episodes.
 
     Args:
@@ -169,7 +169,7 @@ def is_right(
     penalty of its own, never above 0, would let no episode be right.
     """
     says = correct or _heaviest(weights, given)
-    return all(parts.get(name, 0.0) >= FULL for name in says) if says else None
+    return all(parts.get(name, 0.0) >= FULL_VALUE for name in says) if says else None
 
 
 def _heaviest(weights: Mapping[str, float], given: Collection[str]) -> Collection[str]:

@@ -22,7 +22,7 @@ def varies(rewards: Collection[float]) -> bool:
     return len(set(rewards)) > 1
 
 
-def lacking(varied: int, wanted: int, planned: int, limit: int) -> int:
+def groups_to_plan(varied: int, wanted: int, planned: int, limit: int) -> int:
     """How many more groups to plan.
 
     Args:
@@ -34,7 +34,7 @@ def lacking(varied: int, wanted: int, planned: int, limit: int) -> int:
     return max(0, min(wanted - varied, limit * wanted - planned))
 
 
-def choose(groups: Sequence[Group], wanted: int) -> tuple[list[Group], dict[int, str]]:
+def choose_groups(groups: Sequence[Group], wanted: int) -> tuple[list[Group], dict[int, str]]:
     """The first `wanted` groups with variance in the order of their slots, and why the others are dropped, by slot."""
     kept: list[Group] = []
     dropped = {}

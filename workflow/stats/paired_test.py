@@ -19,14 +19,14 @@ DRAWS = 9_999
 """Worlds drawn where they are too many to be counted; the smallest p-value is then 1 / (DRAWS + 1)."""
 
 MOST_STEPS = 1_000_000
-"""Of counting, at most: about a second."""
+"""Steps of counting, at most: about a second."""
 
-SAME = 1e-9
+SAME_TOLERANCE = 1e-9
 """Differences that differ by less are one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Paired:
+class PairedComparison:
     """How much better the second is than the first on the tasks that both have a reward for.
 
     Args:
@@ -60,7 +60,7 @@ class Paired:
         return self.won + self.lost + self.tied
 
 
-def paired(first: Mapping[int, float], second: Mapping[int, float], seed: int = 0) -> Paired:
+def compare_paired(first: Mapping[int, float], second: Mapping[int, float], seed: int = 0) -> PairedComparison:
     """Compares the mean rewards of tasks; those that only one of them has are left out.
 
     Args:
@@ -69,12 +69,12 @@ def paired(first: Mapping[int, float], second: Mapping[int, float], seed: int = 
     tasks = [task for task in first if task in second]
     if not tasks:
         nothing = math.nan
-        return Paired(nothing, nothing, nothing, nothing, nothing, nothing, "exact", 0, 0, 0)
+        return PairedComparison(nothing, nothing, nothing, nothing, nothing, nothing, "exact", 0, 0, 0)
     differences = [second[task] - first[task] for task in tasks]
     mean, margin = interval(differences)
     p_value, method = sign_flip(differences, seed)
-    won, lost = sum(d > SAME for d in differences), sum(d < -SAME for d in differences)
-    return Paired(
+    won, lost = sum(d > SAME_TOLERANCE for d in differences), sum(d < -SAME_TOLERANCE for d in differences)
+    return PairedComparison(
         first=_mean(first, tasks),
         second=_mean(second, tasks),
         difference=mean,
@@ -98,18 +98,18 @@ def sign_flip(differences: Sequence[float], seed: int = 0) -> tuple[float, Liter
     Fisher 1935, The Design of Experiments, section 21. Drawn worlds count this one too, so that the test keeps its level
     (Phipson and Smyth 2010, eq. 2).
     """
-    sizes = Counter(round(abs(d) / SAME) for d in differences)
+    sizes = Counter(round(abs(d) / SAME_TOLERANCE) for d in differences)
     del sizes[0]
-    seen = abs(sum(round(d / SAME) for d in differences)) - len(differences)  # each was rounded by half at most
-    worlds = _counted(sizes)
+    seen = abs(sum(round(d / SAME_TOLERANCE) for d in differences)) - len(differences)  # each was rounded by half at most
+    worlds = _count_worlds(sizes)
     if worlds is not None:
         return min(1.0, math.fsum(share for total, share in worlds.items() if abs(total) >= seen)), "exact"
     draw = random.Random(seed)
-    extreme = sum(abs(_drawn(sizes, draw)) >= seen for _ in range(DRAWS))
+    extreme = sum(abs(_draw_world(sizes, draw)) >= seen for _ in range(DRAWS))
     return (1 + extreme) / (1 + DRAWS), "drawn"
 
 
-def _counted(sizes: Mapping[int, int]) -> dict[int, float] | None:
+def _count_worlds(sizes: Mapping[int, int]) -> dict[int, float] | None:
     """Sum of the flipped differences -> the share of worlds with it; None where they are too many."""
     worlds, steps = {0: 1.0}, 0
     for size, count in sizes.items():
@@ -125,6 +125,6 @@ def _counted(sizes: Mapping[int, int]) -> dict[int, float] | None:
     return worlds
 
 
-def _drawn(sizes: Mapping[int, int], draw: random.Random) -> int:
+def _draw_world(sizes: Mapping[int, int], draw: random.Random) -> int:
     """The sum in one world: of the differences of each size as many are positive as bits are set."""
     return sum(size * (2 * draw.getrandbits(count).bit_count() - count) for size, count in sizes.items())

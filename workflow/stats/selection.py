@@ -15,8 +15,8 @@ class Candidate:
     reward: float
 
 
-def best(candidates: Sequence[Candidate], min_reward: float | None = None, most: int | None = None) -> list[Candidate]:
-    """Those of at least that reward, of each task at most so many, in the order of their numbers.
+def select_best(candidates: Sequence[Candidate], min_reward: float | None = None, most: int | None = None) -> list[Candidate]:
+    """Candidates of at least that reward, at most so many of each task, in the order of their numbers.
 
     Of a task's the better ones are taken, and of equals those that were made first: older policies are nearer to the start.
     """
@@ -26,8 +26,8 @@ def best(candidates: Sequence[Candidate], min_reward: float | None = None, most:
     return sorted(taken, key=lambda one: one.id)
 
 
-def pairs(candidates: Sequence[Candidate], most: int = 1) -> list[tuple[Candidate, Candidate]]:
-    """Of each group at most so many pairs (better, worse): best and worst, second best and second worst, ...
+def select_pairs(candidates: Sequence[Candidate], most: int = 1) -> list[tuple[Candidate, Candidate]]:
+    """At most so many pairs (better, worse) of each group: best and worst, second best and second worst, ...
 
     No episode is in two of them, and those of a pair have different rewards.
     """

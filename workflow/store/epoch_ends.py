@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from agentrl.workflow.checkpoints.epoch_links import Ends
+from agentrl.workflow.checkpoints.epoch_links import EpochEnds
 from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import reading, rows
 
@@ -43,7 +43,7 @@ def is_end(tx: Any, run_id: int, version: int) -> bool:
 
 
 @reading
-def ends(tx: Any, run_id: int) -> Ends:
+def ends(tx: Any, run_id: int) -> EpochEnds:
     """The checkpoints that ended an epoch of the run and stand in its own folder."""
     query = "SELECT id, name, iterations, output_dir, config, manifest FROM runs WHERE id = :id"
     (run,) = rows(tx, query, ("config", "manifest"), id=run_id)
@@ -54,7 +54,7 @@ def ends(tx: Any, run_id: int) -> Ends:
     names = {
         epoch: paths[version].name for epoch, version in versions.items() if version in paths and paths[version].parent == own
     }
-    return Ends(run["output_dir"], run["manifest"].get("id", "")[:8], names, _run_in(tx, run["output_dir"]) == run["name"])
+    return EpochEnds(run["output_dir"], run["manifest"].get("id", "")[:8], names, _run_in(tx, run["output_dir"]) == run["name"])
 
 
 @reading

@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection, func, select, update
 
-from agentrl.workflow.stats.group_variance import lacking, varies
+from agentrl.workflow.stats.group_variance import groups_to_plan, varies
 from agentrl.workflow.store.connect import transaction
 from agentrl.workflow.store.groups import load_groups
 from agentrl.workflow.store.iterations import dynamic_sampling_of, insert_more, wanted_groups
@@ -29,7 +29,7 @@ class IterationWork:
 
     `policy` is what the update starts from, with its optimizer state; `key` tells this run's checkpoints from all others. With
     `rebuilds` the run's checkpoint is to be made again first, and there are no groups yet. `wanted`: with dynamic sampling so
-    many of the groups train at most, and only those with variance (`dynamic.choose`); without it 0, and all train.
+    many of the groups train at most, and only those with variance (`choose_groups`); without it 0, and all train.
     `iterations` is how many the run has.
     """
 
@@ -140,7 +140,7 @@ def _rewards(tx: Connection, iteration: int) -> list[list[float]] | None:
 def _sample_on(tx: Connection, row: Mapping[str, Any], rewards: Sequence[Sequence[float]]) -> SampledOn | None:
     """Plans as many more groups as lack variance; None if none does, or the limit is reached."""
     varied, planned = sum(map(varies, rewards)), len(rewards)
-    more = lacking(varied, planned - row["more_groups"], planned, dynamic_sampling_of(row["config"]))
+    more = groups_to_plan(varied, planned - row["more_groups"], planned, dynamic_sampling_of(row["config"]))
     if not more:
         return None
     # Locked: what cancels or pauses the run meanwhile comes before this, or sees all of it.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.errors import AccessDenied, ConfigError, NotFoundError, ServiceError, did_you_mean
 from agentrl.workflow.settings import Settings
-from agentrl.workflow.sql.readonly import Table, check_text, deadline, open_sqlite, read_sqlite, refusing_sqlite
+from agentrl.workflow.sql.readonly import Table, check_text, deadline, open_sqlite, read_sqlite, translate_sqlite_errors
 from agentrl.workflow.store.driver_reader import sqlite_path
 from agentrl.workflow.store.row_values import unpack
 from agentrl.workflow.tables.views import VIEWS
@@ -108,7 +108,7 @@ def _sqlite(file: Path, sql: str, limit: int, seconds: float) -> Table:
     if not file.exists():
         raise NotFoundError(f"There is no database {str(file)!r} yet.", "agentrl runs")
     late = deadline(seconds)
-    with refusing_sqlite(late, _too_slow(seconds), _VIEWS), closing(open_sqlite(file, seconds)) as connection:
+    with translate_sqlite_errors(late, _too_slow(seconds), _VIEWS), closing(open_sqlite(file, seconds)) as connection:
         connection.create_function("rl_i4", 1, rl_i4, deterministic=True)
         connection.create_function("rl_f4", 1, rl_f4, deterministic=True)
         return read_sqlite(connection, sql, limit, late)

@@ -52,12 +52,12 @@ class ToolFormat:
         return tuple(mark for mark in self.marks if self.begins.match(mark))
 
 
-def after(content: str, calls: str) -> str:
+def append_calls(content: str, calls: str) -> str:
     """The calls on a line of their own after what the turn says, if anything."""
     return f"{content}\n{calls}" if content else calls
 
 
-def past(text: str, at: int, mark: str) -> int:
+def skip_mark(text: str, at: int, mark: str) -> int:
     """Where the text goes on after the next such mark; its end where there is none."""
     found = text.find(mark, at)
     return len(text) if found < 0 else found + len(mark)

@@ -6,8 +6,8 @@ A call at the end of a turn without its closing tag is one if its object is comp
 import re
 from collections.abc import Sequence
 
-from agentrl.workflow.call_json import Unreadable, decoded, read_arguments, spelled
-from agentrl.workflow.tool_formats import Schema, ToolFormat, after
+from agentrl.workflow.call_json import Unreadable, decode_json, read_arguments, spell_json
+from agentrl.workflow.tool_formats import Schema, ToolFormat, append_calls
 from agentrl.workflow.trajectory import UNCLOSED, ToolCall
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
@@ -23,7 +23,7 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
 
 def _call(text: str, closed: bool, end: int) -> ToolCall:
     try:
-        call, why = decoded(text)
+        call, why = decode_json(text)
     except ValueError as error:
         nested = f"{CALL} inside {CALL}; " if CALL in text else ""
         raise Unreadable(f"{nested}{error}" if closed else UNCLOSED, end) from error
@@ -40,11 +40,11 @@ def _call(text: str, closed: bool, end: int) -> ToolCall:
 
 
 def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
-    return after(content, "\n".join(f"{CALL}\n{_spelled(call)}\n{END_CALL}" for call in calls))
+    return append_calls(content, "\n".join(f"{CALL}\n{_spell_call(call)}\n{END_CALL}" for call in calls))
 
 
-def _spelled(call: ToolCall) -> str:
-    return spelled({"name": call.name, "arguments": dict(call.arguments)}).replace(END_CALL, END_CALL.replace("/", "\\/"))
+def _spell_call(call: ToolCall) -> str:
+    return spell_json({"name": call.name, "arguments": dict(call.arguments)}).replace(END_CALL, END_CALL.replace("/", "\\/"))
 
 
 hermes = ToolFormat(

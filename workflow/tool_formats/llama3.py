@@ -7,7 +7,7 @@
 import re
 from collections.abc import Sequence
 
-from agentrl.workflow.call_json import Unreadable, made, scanned, spelled
+from agentrl.workflow.call_json import Unreadable, make_call, scan_json, spell_json
 from agentrl.workflow.tool_formats import Schema, ToolFormat, nothing_after
 from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
@@ -24,7 +24,7 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
         raise Unreadable(UNFINISHED if nothing_after(text, end) else _HOW, end)
     calls: list[ToolCall] = []
     while found is not None:
-        value, end = scanned(text, found.end())
+        value, end = scan_json(text, found.end())
         calls.append(_call(value, end))
         found = _NEXT.match(text, end)
     return tuple(calls), end
@@ -33,11 +33,11 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
 def _call(value: dict[str, object], end: int) -> ToolCall:
     if not isinstance(value.get("name"), str) or not value["name"]:
         raise Unreadable('a call is an object with a "name" and "parameters"', end)
-    return made(value["name"], value.get("parameters", value.get("arguments", {})), end)
+    return make_call(value["name"], value.get("parameters", value.get("arguments", {})), end)
 
 
 def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
-    said = "; ".join(spelled({"name": call.name, "parameters": dict(call.arguments)}) for call in calls)
+    said = "; ".join(spell_json({"name": call.name, "parameters": dict(call.arguments)}) for call in calls)
     return f"{content}{MARK}{said}" if content else said
 
 

@@ -6,8 +6,8 @@ What else an object holds, an "id" above all, is passed over. The newer form is 
 import re
 from collections.abc import Sequence
 
-from agentrl.workflow.call_json import Unreadable, made, scanned, spelled
-from agentrl.workflow.tool_formats import Schema, ToolFormat, after, nothing_after
+from agentrl.workflow.call_json import Unreadable, make_call, scan_json, spell_json
+from agentrl.workflow.tool_formats import Schema, ToolFormat, append_calls, nothing_after
 from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
 MARK = "[TOOL_CALLS]"
@@ -20,15 +20,15 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
     found = _LIST.match(text, begin)
     if found is None or text.startswith(MARK, found.end()):
         raise Unreadable(UNFINISHED if nothing_after(text, begin) else _HOW, begin)
-    value, end = scanned(text, found.end())
+    value, end = scan_json(text, found.end())
     if not value or not all(isinstance(item, dict) for item in value):
         raise Unreadable(_HOW, end)
-    return tuple(made(item.get("name"), item.get("arguments", {}), end) for item in value), end
+    return tuple(make_call(item.get("name"), item.get("arguments", {}), end) for item in value), end
 
 
 def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
-    said = spelled([{"name": call.name, "arguments": dict(call.arguments)} for call in calls])
-    return after(content, f"{MARK} {said}")
+    said = spell_json([{"name": call.name, "arguments": dict(call.arguments)} for call in calls])
+    return append_calls(content, f"{MARK} {said}")
 
 
 mistral = ToolFormat(name="mistral", begins=re.compile(re.escape(MARK)), read=_read, write=_write, marks=(MARK,))

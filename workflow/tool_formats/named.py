@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from html import escape, unescape
 
-from agentrl.workflow.call_json import Unreadable, decoded, made, spelled
-from agentrl.workflow.tool_formats import Schema, ToolFormat, after
+from agentrl.workflow.call_json import Unreadable, decode_json, make_call, spell_json
+from agentrl.workflow.tool_formats import Schema, ToolFormat, append_calls
 from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
 CALL, END_CALL = "<tool_call name=", "</tool_call>"
@@ -23,20 +23,20 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
         raise Unreadable(f'a call begins with {CALL}"NAME">' if found >= 0 else UNFINISHED, end)
     inside = text[opens.end() : found if found >= 0 else end]
     try:
-        arguments, why = decoded(inside) if inside.strip() else ({}, "" if found >= 0 else UNFINISHED)
+        arguments, why = decode_json(inside) if inside.strip() else ({}, "" if found >= 0 else UNFINISHED)
     except ValueError as error:
         raise Unreadable(str(error) if found >= 0 else UNFINISHED, end) from error
     if why:
         raise Unreadable(why, end)
-    return (made(unescape(opens[1]), arguments, end),), end
+    return (make_call(unescape(opens[1]), arguments, end),), end
 
 
 def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
-    return after(content, "\n".join(map(_spelled, calls)))
+    return append_calls(content, "\n".join(map(_spell_call, calls)))
 
 
-def _spelled(call: ToolCall) -> str:
-    arguments = spelled(dict(call.arguments)).replace(END_CALL, END_CALL.replace("/", "\\/"))
+def _spell_call(call: ToolCall) -> str:
+    arguments = spell_json(dict(call.arguments)).replace(END_CALL, END_CALL.replace("/", "\\/"))
     return f'{CALL}"{escape(call.name)}">\n{arguments}\n{END_CALL}'
 
 

@@ -14,11 +14,11 @@ from agentrl.workflow.call_json import (
     MAX_NESTING,
     TOO_LONG,
     Unreadable,
-    made,
-    spelled,
-    stands_twice,
-    unfit,
-    whole,
+    duplicate_key_message,
+    make_call,
+    parse_digits,
+    spell_json,
+    why_unfit,
 )
 from agentrl.workflow.tool_formats import Schema, ToolFormat, nothing_after
 from agentrl.workflow.trajectory import UNFINISHED, ToolCall
@@ -36,7 +36,7 @@ _TOKEN = re.compile(
 )
 _QUOTED = re.compile(r"\s*+[\"']")
 _ESCAPE = re.compile(r"\\(?:(\n)|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([\\'\"abfnrtv0]))")
-_ESCAPED = dict(zip("\\'\"abfnrtv0", "\\'\"\a\b\f\n\r\t\v\0", strict=True))
+_ESCAPE_VALUES = dict(zip("\\'\"abfnrtv0", "\\'\"\a\b\f\n\r\t\v\0", strict=True))
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HOW = "calls are a list, [name(arg=1), ...]"
@@ -113,7 +113,7 @@ class _Reader:
                 raise self.wrong("the keys of a dict must be texts")
             self.need(":")
             if key in found:
-                raise self.wrong(stands_twice(key))
+                raise self.wrong(duplicate_key_message(key))
             found[key] = self.value(depth)
             if not self.take(","):
                 self.need("}")
@@ -135,19 +135,19 @@ class _Reader:
 def _literal(token: re.Match[str]) -> Any:
     if token["number"]:
         digits = token["number"].lstrip("+-")
-        size = whole(digits) if digits.isdecimal() else float(digits)
+        size = parse_digits(digits) if digits.isdecimal() else float(digits)
         return -size if token["number"].startswith("-") else size
     if token["name"]:
         return _WORDS[token["name"]]
     quotes = 3 if token["text"].startswith(('"""', "'''")) else 1
-    return _ESCAPE.sub(_unescaped, token["text"][quotes:-quotes])
+    return _ESCAPE.sub(_unescape, token["text"][quotes:-quotes])
 
 
-def _unescaped(escape: re.Match[str]) -> str:
+def _unescape(escape: re.Match[str]) -> str:
     if escape[1]:
         return ""
     digits = escape[2] or escape[3] or escape[4]
-    return chr(int(digits, 16)) if digits else _ESCAPED[escape[5]]
+    return chr(int(digits, 16)) if digits else _ESCAPE_VALUES[escape[5]]
 
 
 def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:
@@ -179,18 +179,18 @@ def _call(reader: _Reader) -> ToolCall:
         if not isinstance(more, dict):
             raise reader.wrong("after ** stands a dict")
         for key in more.keys() & arguments.keys():
-            raise reader.wrong(stands_twice(key))
+            raise reader.wrong(duplicate_key_message(key))
         arguments |= more
         if not reader.take(","):
             reader.need(")")
             break
     try:
-        why = unfit(arguments)
+        why = why_unfit(arguments)
     except ValueError as error:
         raise reader.wrong(str(error)) from error
     if why:
         raise reader.wrong(why)
-    return made(name, arguments, reader.at)
+    return make_call(name, arguments, reader.at)
 
 
 def _keyword(reader: _Reader) -> dict[str, Any]:
@@ -209,16 +209,16 @@ def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> 
 def _arguments(call: ToolCall) -> str:
     named = {key: value for key, value in call.arguments.items() if _IDENTIFIER.fullmatch(key)}
     others = {key: value for key, value in call.arguments.items() if key not in named}
-    words = [f"{key}={_spelled(value)}" for key, value in named.items()]
-    return ", ".join([*words, f"**{_spelled(others)}"] if others else words)
+    words = [f"{key}={_spell_value(value)}" for key, value in named.items()]
+    return ", ".join([*words, f"**{_spell_value(others)}"] if others else words)
 
 
-def _spelled(value: Any) -> str:
+def _spell_value(value: Any) -> str:
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{spelled(key)}: {_spelled(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{spell_json(key)}: {_spell_value(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_spelled, value))}]"
-    return str(value) if value is None or isinstance(value, bool) else spelled(value)
+        return f"[{', '.join(map(_spell_value, value))}]"
+    return str(value) if value is None or isinstance(value, bool) else spell_json(value)
 
 
 pythonic = ToolFormat(

@@ -10,8 +10,17 @@ from collections.abc import Mapping, Sequence
 from html import escape, unescape
 from typing import Any
 
-from agentrl.workflow.call_json import MAX_CHARACTERS, TOO_LONG, Unreadable, decoded, made, spelled, stands_twice, unfit
-from agentrl.workflow.tool_formats import Schema, ToolFormat, after, nothing_after, past
+from agentrl.workflow.call_json import (
+    MAX_CHARACTERS,
+    TOO_LONG,
+    Unreadable,
+    decode_json,
+    duplicate_key_message,
+    make_call,
+    spell_json,
+    why_unfit,
+)
+from agentrl.workflow.tool_formats import Schema, ToolFormat, append_calls, nothing_after, skip_mark
 from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
@@ -19,7 +28,7 @@ END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"
 _FUNCTION = re.compile(r"(?:<tool_call>\s*+)?<function=([^<>\n]++)>\s*+")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]*+)>")
 _END = re.compile(r"</function>(?:\s*+</tool_call>)?")
-_BEGUN = re.compile(r"(?:<tool_call>\s*+)?(?:<[a-z=]*+[^<>\n]*+)?\Z")
+_BEGUN_CALL = re.compile(r"(?:<tool_call>\s*+)?(?:<[a-z=]*+[^<>\n]*+)?\Z")
 _SPACE = re.compile(r"\s*+")
 _CONSTANTS = {"True": True, "False": False, "None": None}
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
@@ -32,7 +41,7 @@ Kinds = frozenset[str]
 def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:
     opens = _FUNCTION.match(text, at)
     if opens is None:
-        raise _otherwise(text, at, at + 1)
+        raise _explain_wrong(text, at, at + 1)
     name, end = unescape(opens[1]), opens.end()
     kinds = _kinds(name, tools)
     arguments: dict[str, Any] = {}
@@ -42,27 +51,27 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
             raise Unreadable(UNFINISHED, len(text))
         key, end = unescape(parameter[1]), found + len(END_PARAMETER)
         if key in arguments:
-            raise Unreadable(stands_twice(key), past(text, end, END_CALL))
+            raise Unreadable(duplicate_key_message(key), skip_mark(text, end, END_CALL))
         arguments[key] = _argument(text[parameter.end() : found], kinds.get(key, frozenset()), end)
         space = _SPACE.match(text, end)
         end = space.end() if space else end
     closes = _END.match(text, end)
     if closes is None:
-        raise _otherwise(text, end, end)
+        raise _explain_wrong(text, end, end)
     try:
-        why = TOO_LONG if closes.end() - at > MAX_CHARACTERS else unfit(arguments)
+        why = TOO_LONG if closes.end() - at > MAX_CHARACTERS else why_unfit(arguments)
     except ValueError as error:
         raise Unreadable(str(error), closes.end()) from error
     if why:
         raise Unreadable(why, closes.end())
-    return (made(name, arguments, closes.end()),), closes.end()
+    return (make_call(name, arguments, closes.end()),), closes.end()
 
 
-def _otherwise(text: str, at: int, read: int) -> Unreadable:
+def _explain_wrong(text: str, at: int, read: int) -> Unreadable:
     """What is wrong with a call that goes on so."""
-    if _BEGUN.match(text, at) or nothing_after(text, at):
+    if _BEGUN_CALL.match(text, at) or nothing_after(text, at):
         return Unreadable(UNFINISHED, len(text))
-    return Unreadable(_HOW, past(text, read, END_CALL))
+    return Unreadable(_HOW, skip_mark(text, read, END_CALL))
 
 
 def _argument(text: str, kinds: Kinds, end: int) -> Any:
@@ -75,18 +84,18 @@ def _argument(text: str, kinds: Kinds, end: int) -> Any:
 def _value(text: str, kinds: Kinds) -> Any:
     """What a text between the tags means; Unreadable where it is JSON that cannot be taken."""
     try:
-        value, why = (_CONSTANTS[text], "") if text in _CONSTANTS else decoded(text)
+        value, why = (_CONSTANTS[text], "") if text in _CONSTANTS else decode_json(text)
     except ValueError:
         return text
     if isinstance(value, str):
-        return text if _as_it_is(value, kinds) else value
+        return text if _is_plain(value, kinds) else value
     kind = _KINDS[type(value)]
     if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds) and "string" in kinds:
         return text
     return Unreadable(why, 0) if why else value
 
 
-def _as_it_is(text: str, kinds: Kinds) -> bool:
+def _is_plain(text: str, kinds: Kinds) -> bool:
     """Whether the text can stand between the tags without quotes."""
     return END_PARAMETER not in text and "\0" not in text and _value(text, kinds) == text
 
@@ -115,25 +124,25 @@ def _types(schema: object) -> Kinds:
 
 
 def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
-    return after(content, "\n".join(_call(call, _kinds(call.name, tools)) for call in calls))
+    return append_calls(content, "\n".join(_spell_call(call, _kinds(call.name, tools)) for call in calls))
 
 
-def _call(call: ToolCall, kinds: Mapping[str, Kinds]) -> str:
+def _spell_call(call: ToolCall, kinds: Mapping[str, Kinds]) -> str:
     lines = (
-        f"<parameter={_key(key)}>\n{_spelled(value, kinds.get(key, frozenset()))}\n{END_PARAMETER}\n"
+        f"<parameter={_escape_name(key)}>\n{_spell_value(value, kinds.get(key, frozenset()))}\n{END_PARAMETER}\n"
         for key, value in call.arguments.items()
     )
-    return f"{CALL}\n<function={_key(call.name)}>\n{''.join(lines)}{END_FUNCTION}\n{END_CALL}"
+    return f"{CALL}\n<function={_escape_name(call.name)}>\n{''.join(lines)}{END_FUNCTION}\n{END_CALL}"
 
 
-def _key(name: str) -> str:
+def _escape_name(name: str) -> str:
     return escape(name, quote=False).replace("\n", "&#10;")
 
 
-def _spelled(value: Any, kinds: Kinds) -> str:
-    if isinstance(value, str) and _as_it_is(value, kinds):
+def _spell_value(value: Any, kinds: Kinds) -> str:
+    if isinstance(value, str) and _is_plain(value, kinds):
         return value
-    return spelled(value).replace(END_PARAMETER, END_PARAMETER.replace("/", "\\/"))
+    return spell_json(value).replace(END_PARAMETER, END_PARAMETER.replace("/", "\\/"))
 
 
 qwen_coder = ToolFormat(

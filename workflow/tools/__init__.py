@@ -218,7 +218,7 @@ def function_schema(name: str, description: str, parameters: Mapping[str, Any]) 
 
 
 def clip(text: str, limit: int) -> str:
-    """At most `limit` characters of the text, and where it was longer how much is missing."""
+    """Cuts the text to `limit` characters, and says where it was longer how much is missing."""
     return text if len(text) <= limit else f"{text[:limit]}\n[cut: {len(text) - limit} more characters]"
 
 

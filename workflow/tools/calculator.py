@@ -18,7 +18,7 @@ MAX_CHARACTERS = 500
 MAX_DEPTH = 300  # a sum of n terms nests n deep
 MAX_BITS = 1024  # of a numerator or denominator
 MAX_DIGITS = 300
-ROUNDED = Context(prec=10)
+ROUNDING_CONTEXT = Context(prec=10)
 
 FOREIGN = re.compile(r"[^0-9.+\-*/%()\s]")
 THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
@@ -57,7 +57,7 @@ def _value(node: ast.expr, text: str, depth: int) -> Fraction:
     match node:
         case ast.Constant(value=int() | float()):
             # The text itself, because the parser has already rounded a decimal to a float.
-            return _bounded(Fraction(text[node.col_offset : node.end_col_offset]))
+            return _check_bits(Fraction(text[node.col_offset : node.end_col_offset]))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value(operand, text, depth - 1)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
@@ -69,7 +69,7 @@ def _value(node: ast.expr, text: str, depth: int) -> Fraction:
 
 def _apply(operation: Operation, left: Fraction, right: Fraction) -> Fraction:
     try:
-        return _bounded(operation(left, right))
+        return _check_bits(operation(left, right))
     except ZeroDivisionError as error:
         raise ToolFailure("division by zero") from error
 
@@ -99,7 +99,7 @@ OPERATIONS: dict[type[ast.operator], Operation] = {
 }
 
 
-def _bounded(value: Fraction) -> Fraction:
+def _check_bits(value: Fraction) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise ToolFailure(f"a number with more than about {MAX_DIGITS} digits is too large")
     return value
@@ -108,7 +108,7 @@ def _bounded(value: Fraction) -> Fraction:
 def _print(value: Fraction) -> str:
     places = _decimal_places(value.denominator)
     if places is None:
-        return f"{ROUNDED.divide(Decimal(value.numerator), Decimal(value.denominator)):f}"
+        return f"{ROUNDING_CONTEXT.divide(Decimal(value.numerator), Decimal(value.denominator)):f}"
     digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
     sign = "-" if value < 0 else ""
     return sign + (f"{digits[:-places]}.{digits[-places:]}" if places else digits)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import httpx2
 
 from agentrl.workflow.errors import ConfigError, ToolFailure
-from agentrl.workflow.runtime.html_text import TooMuch, text_of
+from agentrl.workflow.runtime.html_text import PageTooLong, text_of
 from agentrl.workflow.runtime.time_limit import within
 from agentrl.workflow.settings import settings
 from agentrl.workflow.tools import Tool
@@ -55,7 +55,7 @@ def check(hosts: Sequence[str]) -> None:
     if not hosts:
         raise ConfigError("The tool fetch is off: no host is named that it may ask.", HINT)
     for host in hosts:
-        _fits(host, "", 0)
+        _is_allowed(host, "", 0)
 
 
 def get(url: str, hosts: Sequence[str]) -> str:
@@ -67,7 +67,7 @@ def get(url: str, hosts: Sequence[str]) -> str:
     check(hosts)
     end = time.monotonic() + SECONDS
     for _ in range(MAX_REDIRECTS + 1):
-        found = _one(_url(url), hosts, end)
+        found = _fetch_once(_url(url), hosts, end)
         if isinstance(found, str):
             return found
         url = str(found)
@@ -86,11 +86,11 @@ def _url(text: str) -> httpx2.URL:
     return url
 
 
-def _one(url: httpx2.URL, hosts: Sequence[str], end: float) -> str | httpx2.URL:
+def _fetch_once(url: httpx2.URL, hosts: Sequence[str], end: float) -> str | httpx2.URL:
     """One request: the text, or where it was redirected to."""
     address = _address(url, hosts)
     try:
-        response, read = within(max(0.1, end - time.monotonic()), _answered(url, address))
+        response, read = within(max(0.1, end - time.monotonic()), _request(url, address))
         if response.has_redirect_location:
             return url.join(response.headers["Location"])
         return _text(response, read)
@@ -100,7 +100,7 @@ def _one(url: httpx2.URL, hosts: Sequence[str], end: float) -> str | httpx2.URL:
         raise ToolFailure(f"{url.host} does not answer: {type(error).__name__}: {str(error)[:300]}") from error
 
 
-async def _answered(url: httpx2.URL, address: str) -> tuple[httpx2.Response, bytes]:
+async def _request(url: httpx2.URL, address: str) -> tuple[httpx2.Response, bytes]:
     """The answer and, where it is no redirect, what it holds."""
     headers = {"Host": url.netloc.decode("ascii"), "Accept": "text/*, application/json", "Accept-Encoding": "identity"}
     # The address itself is asked, so that a second look at the name cannot lead elsewhere; certificates are for the name.
@@ -115,7 +115,7 @@ async def _answered(url: httpx2.URL, address: str) -> tuple[httpx2.Response, byt
 def _address(url: httpx2.URL, hosts: Sequence[str]) -> str:
     """An address of the URL's host that may be asked."""
     port = url.port or PORTS[url.scheme]
-    if not any(_fits(host, url.host, port) for host in hosts):
+    if not any(_is_allowed(host, url.host, port) for host in hosts):
         raise ToolFailure(f"{url.host}:{port} may not be fetched; allowed: {', '.join(hosts)}")
     try:
         found = socket.getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
@@ -124,12 +124,12 @@ def _address(url: httpx2.URL, hosts: Sequence[str]) -> str:
     addresses = [str(item[4][0]) for item in found]
     for address in addresses:
         # As it stands in the list it is meant, private or not.
-        if url.host != address and not _public(address):
+        if url.host != address and not _is_public(address):
             raise ToolFailure(f"{url.host} is at a private address and is not fetched")
     return addresses[0]
 
 
-def _fits(allowed: str, host: str, port: int) -> bool:
+def _is_allowed(allowed: str, host: str, port: int) -> bool:
     entry = ENTRY.fullmatch(allowed.strip().lower())
     if entry is None:
         raise ConfigError(f"{allowed!r} is no host that fetch could be allowed.", HINT)
@@ -138,14 +138,14 @@ def _fits(allowed: str, host: str, port: int) -> bool:
     return port in ports and (host.lower().endswith(name[1:]) if name.startswith("*.") else host.lower() == name)
 
 
-def _public(address: str) -> bool:
+def _is_public(address: str) -> bool:
     found = ipaddress.ip_address(address.partition("%")[0])
     mapped = getattr(found, "ipv4_mapped", None)
     return (mapped or found).is_global and not (mapped or found).is_multicast
 
 
 async def _read(response: httpx2.Response) -> bytes:
-    kind = _kind(response)
+    kind = _content_type(response)
     if response.status_code >= 300:
         raise ToolFailure(f"the page answers {response.status_code} {response.reason_phrase}")
     if not kind.startswith(TEXTS):
@@ -163,12 +163,12 @@ async def _read(response: httpx2.Response) -> bytes:
 def _text(response: httpx2.Response, read: bytes) -> str:
     text = read.decode(_charset(response), errors="replace")
     try:
-        return text_of(text) if "html" in _kind(response) else text
-    except TooMuch as error:
+        return text_of(text) if "html" in _content_type(response) else text
+    except PageTooLong as error:
         raise ToolFailure("the page takes too long to read") from error
 
 
-def _kind(response: httpx2.Response) -> str:
+def _content_type(response: httpx2.Response) -> str:
     return str(response.headers.get("Content-Type", "text/plain")).lower()
 
 
@@ -181,8 +181,8 @@ def _charset(response: httpx2.Response) -> str:
     return name if CHARSETS.match(name) else "utf-8"
 
 
-def _listed() -> list[str]:
+def _allowed_hosts() -> list[str]:
     return [host.strip() for host in settings().fetch_hosts.split(",") if host.strip()]
 
 
-fetch = _tool(_listed, ("AGENTRL_FETCH_HOSTS",))
+fetch = _tool(_allowed_hosts, ("AGENTRL_FETCH_HOSTS",))

@@ -25,7 +25,7 @@ MEMORY_MB = 512
 MAX_CHARACTERS = 8000
 OUTPUT_BYTES = 64 * 1024
 CALL_SECONDS = 60.0
-LEFT = "[ended: processes and threads that were left running; they do not outlast their cell]"
+LEFT_RUNNING_TEXT = "[ended: processes and threads that were left running; they do not outlast their cell]"
 SANDBOX = ("AGENTRL_SANDBOX", "AGENTRL_SANDBOX_PYTHON", "AGENTRL_SANDBOX_IMAGE")
 """The variables that say what holds a program."""
 
@@ -62,11 +62,11 @@ class CodeTool(Tool):
             InfraError: the system failed the program.
             ConfigError: the tool keeps a session, and there is none here.
         """
-        return self._observed(self._ran(arguments))
+        return self._observation(self._run_program(arguments))
 
     def run(self, arguments: Mapping[str, Any]) -> ToolResult:
         """See `Tool.run`; a program that did not end well is a result too."""
-        return self._told(self._ran(arguments))
+        return self._tool_result(self._run_program(arguments))
 
     def open(self) -> Session:
         """A session of the process's sandbox, with this tool's limits.
@@ -83,9 +83,9 @@ class CodeTool(Tool):
             ToolFailure: arguments of the wrong names or types: the session saw nothing of it.
             InfraError: the system failed the cell.
         """
-        return self._told(session.run(self._program(arguments)))
+        return self._tool_result(session.run(self._program(arguments)))
 
-    def _ran(self, arguments: Mapping[str, Any]) -> Result:
+    def _run_program(self, arguments: Mapping[str, Any]) -> Result:
         if self.keeps:
             raise ConfigError(f"The tool {self.name!r} keeps its names for an episode, and here is none.", "Take python.")
         return sandbox().run(self._program(arguments), limits=self.limits)
@@ -98,12 +98,12 @@ class CodeTool(Tool):
             raise ToolFailure("the code holds half a surrogate pair, which no file can hold") from error
         return program
 
-    def _observed(self, result: Result) -> str:
-        return clip(observed(result, self.limits), self.max_characters)
+    def _observation(self, result: Result) -> str:
+        return clip(observation(result, self.limits), self.max_characters)
 
-    def _told(self, result: Result) -> ToolResult:
+    def _tool_result(self, result: Result) -> ToolResult:
         try:
-            told = ToolResult(self._observed(result))
+            told = ToolResult(self._observation(result))
         except CodeFailure as error:
             told = failure(self, error)
         seen = Exit(result.kind, result.status, result.exit_code)
@@ -152,7 +152,7 @@ def keeps_session(tool: object) -> TypeGuard[CodeTool]:
     return isinstance(tool, CodeTool) and tool.keeps
 
 
-def observed(result: Result, limits: Limits) -> str:
+def observation(result: Result, limits: Limits) -> str:
     """What the model reads of a program that ended well.
 
     Raises:
@@ -161,7 +161,7 @@ def observed(result: Result, limits: Limits) -> str:
     """
     if system_failed(result):
         raise InfraError(f"The sandbox ({result.kind}) failed a program: {result.status}: {result.output[:300]}")
-    left = LEFT if result.left else ""
+    left = LEFT_RUNNING_TEXT if result.left else ""
     if result.status == "ok":
         return "\n".join(filter(None, (result.output.rstrip("\n") or "(no output)", left)))
     said = result.output.rstrip("\n")

@@ -100,9 +100,9 @@ def open_search(collection: str | Path | Callable[[], Iterable[Passage]]) -> Sea
     if callable(collection):
         return index(collection())
     if is_url(str(collection)):
-        return lambda query, k: _ask(str(collection), query, k)
+        return lambda query, k: _search_server(str(collection), query, k)
     path = Path(collection).expanduser()
-    return index(_of_lines(path) if path.is_file() else _of_folder(path))
+    return index(_line_passages(path) if path.is_file() else _folder_passages(path))
 
 
 # an index of our own
@@ -145,18 +145,18 @@ def _utf8(text: str) -> str:
     return text.replace("\0", " ").encode("utf-8", "replace").decode()
 
 
-def _of_folder(folder: Path) -> Iterator[Passage]:
+def _folder_passages(folder: Path) -> Iterator[Passage]:
     for file in sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()):
         title = str(file.relative_to(folder))
-        yield from (Passage(title, text) for text in pieces(file.read_text(encoding="utf-8", errors="replace")))
+        yield from (Passage(title, text) for text in split_text(file.read_text(encoding="utf-8", errors="replace")))
 
 
-def _of_lines(file: Path) -> Iterator[Passage]:
+def _line_passages(file: Path) -> Iterator[Passage]:
     with file.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 title, text = _document(file, number, line)
-                yield from (Passage(title, piece) for piece in pieces(text))
+                yield from (Passage(title, piece) for piece in split_text(text))
 
 
 def _document(file: Path, number: int, line: str) -> tuple[str, str]:
@@ -171,7 +171,7 @@ def _document(file: Path, number: int, line: str) -> tuple[str, str]:
         raise ConfigError(f"Line {number} of {str(file)!r} is no object with a 'text': {said}.", "Correct the file.") from error
 
 
-def pieces(text: str) -> Iterator[str]:
+def split_text(text: str) -> Iterator[str]:
     """The text in passages of at most PASSAGE characters, cut between paragraphs where that is possible."""
     piece = ""
     for paragraph in re.split(r"\n\s*\n", text):
@@ -192,9 +192,9 @@ def pieces(text: str) -> Iterator[str]:
 # somebody else's
 
 
-def _ask(url: str, query: str, k: int) -> list[Passage]:
+def _search_server(url: str, query: str, k: int) -> list[Passage]:
     try:
-        status, body = within(ANSWER_SECONDS, _posted(url, {"query": _utf8(query), "k": k}))
+        status, body = within(ANSWER_SECONDS, _post(url, {"query": _utf8(query), "k": k}))
     except TimeoutError as error:
         raise ServiceError(f"The search at {url} took longer than {ANSWER_SECONDS:g} s to answer.", HINT) from error
     except (httpx2.TransportError, httpx2.InvalidURL) as error:
@@ -204,12 +204,12 @@ def _ask(url: str, query: str, k: int) -> list[Passage]:
     if status != 200:
         raise ServiceError(f"The search at {url} answered {status}: {body[:300].decode(errors='replace')}.", HINT)
     try:
-        return [_found(row) for row in json.loads(body.decode())["results"][:k]]
+        return [_passage(row) for row in json.loads(body.decode())["results"][:k]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ServiceError(f"The search at {url} answered what is no list of results: {str(error)[:300]}.", HINT) from error
 
 
-async def _posted(url: str, asked: dict[str, Any]) -> tuple[int, bytes]:
+async def _post(url: str, asked: dict[str, Any]) -> tuple[int, bytes]:
     """The status and the body of the answer, of which no more is read than one may be.
 
     Raises:
@@ -228,7 +228,7 @@ async def _posted(url: str, asked: dict[str, Any]) -> tuple[int, bytes]:
         return response.status_code, bytes(body)
 
 
-def _found(row: dict[str, Any]) -> Passage:
+def _passage(row: dict[str, Any]) -> Passage:
     title, text = row.get("title", ""), row["text"]
     if not isinstance(title, str) or not isinstance(text, str):
         raise TypeError("title and text must be text")

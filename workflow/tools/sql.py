@@ -31,14 +31,14 @@ def _tool(named: Callable[[], str], variables: tuple[str, ...] = ()) -> Tool:
     def sql(query: str = "") -> str:
         """Runs one SELECT on the database and returns its rows. Without a query it lists the tables and their columns."""
         try:
-            return written(read(named(), query, MAX_ROWS + 1))
+            return format_rows(read(named(), query, MAX_ROWS + 1))
         except (AccessDenied, ConfigError) as error:
             raise ToolFailure(error.message) from error
 
     return Tool(sql, timeout_seconds=15.0, max_characters=MAX_CHARACTERS, needs=lambda: check(named()), variables=variables)
 
 
-def written(table: Table) -> str:
+def format_rows(table: Table) -> str:
     """The rows as text, a line each: `a | b`."""
     columns, rows = table
     lines = [" | ".join(map(_cell, row)) for row in (columns, *rows[:MAX_ROWS])]

@@ -57,7 +57,7 @@ class Credited:
 
 
 Credit = Callable[[Earned, AlgorithmConfig], Credited]
-"""What was earned, and the run's options -> one advantage per token."""
+"""Function of what was earned and the run's options -> one advantage per token."""
 
 
 # Whole episodes against their group: all tokens of one share its advantage.
@@ -78,10 +78,10 @@ def group_relative(rewards: Tensor, epsilon: float = VERL_EPSILON) -> Tensor:
     """
     if len(rewards) == 1:
         return rewards.double() / (1 + epsilon)
-    return centred(rewards) / (rewards.double().std() + epsilon)
+    return center_on_mean(rewards) / (rewards.double().std() + epsilon)
 
 
-def centred(rewards: Tensor) -> Tensor:
+def center_on_mean(rewards: Tensor) -> Tensor:
     """R - mean of one group (G,), exactly 0 where all are equal. Source: Dr.GRPO, arXiv 2503.20783, equation 3."""
     rewards = rewards.double()
     # The rounded mean of equal numbers need not be that number, and the tiny rest may be divided by something as tiny.
@@ -98,8 +98,8 @@ def relative_to_group(earned: Earned, options: AlgorithmConfig) -> Credited:
     """
     epsilon = TRL_EPSILON if options.convention == "trl" else VERL_EPSILON
     if options.scale == "group":
-        return _by_group(earned, lambda rewards: group_relative(rewards, epsilon))
-    credited = _by_group(earned, centred)
+        return _credit_groups(earned, lambda rewards: group_relative(rewards, epsilon))
+    credited = _credit_groups(earned, center_on_mean)
     totals = earned.totals
     if options.scale == "batch" and len(totals) > 1:
         return Credited(credited.advantages / (totals.double().std() + epsilon))
@@ -108,7 +108,7 @@ def relative_to_group(earned: Earned, options: AlgorithmConfig) -> Credited:
 
 def leave_one_out(earned: Earned, options: AlgorithmConfig) -> Credited:
     """RLOO: R - mean of the others = (R - mean) G / (G - 1). Source: arXiv 2402.14740, equation 8."""
-    return _by_group(earned, lambda rewards: centred(rewards) * (len(rewards) / max(1, len(rewards) - 1)))
+    return _credit_groups(earned, lambda rewards: center_on_mean(rewards) * (len(rewards) / max(1, len(rewards) - 1)))
 
 
 def best_of_group(earned: Earned, options: AlgorithmConfig) -> Credited:
@@ -124,7 +124,7 @@ def best_of_group(earned: Earned, options: AlgorithmConfig) -> Credited:
             found[place] = (first - second) / (rewards.std() + VERL_EPSILON) if first > second else 0.0
         return found
 
-    return _by_group(earned, credit)
+    return _credit_groups(earned, credit)
 
 
 def optimal_baseline(earned: Earned, options: AlgorithmConfig) -> Credited:
@@ -136,7 +136,7 @@ def optimal_baseline(earned: Earned, options: AlgorithmConfig) -> Credited:
 
     def credit(rewards: Tensor, lengths: Tensor) -> Tensor:
         # Relative to the mean first, so that equal rewards give exactly 0.
-        offsets = centred(rewards)
+        offsets = center_on_mean(rewards)
         return offsets - (lengths * offsets).sum() / lengths.sum()
 
     found = torch.zeros_like(lengths)
@@ -144,7 +144,7 @@ def optimal_baseline(earned: Earned, options: AlgorithmConfig) -> Credited:
     for group in torch.unique(earned.groups):
         members = earned.groups == group
         found[members] = credit(totals[members], lengths[members])
-    return _spread(found, earned.mask)
+    return _credit_all_tokens(found, earned.mask)
 
 
 def group_baseline_whitened(earned: Earned, options: AlgorithmConfig) -> Credited:
@@ -152,7 +152,7 @@ def group_baseline_whitened(earned: Earned, options: AlgorithmConfig) -> Credite
 
     Source: arXiv 2501.03262, equation 9.
     """
-    return Credited(whitened(_by_group(earned, centred).advantages, earned.mask))
+    return Credited(whiten(_credit_groups(earned, center_on_mean).advantages, earned.mask))
 
 
 # Token by token.
@@ -171,7 +171,7 @@ def returns_whitened(earned: Earned, options: AlgorithmConfig) -> Credited:
 
     The return is carried over tool tokens, unlike verl's, see above.
     """
-    return Credited(whitened(_returns(earned, options), earned.mask))
+    return Credited(whiten(_returns(earned, options), earned.mask))
 
 
 def gae(earned: Earned, options: AlgorithmConfig) -> Credited:
@@ -181,8 +181,8 @@ def gae(earned: Earned, options: AlgorithmConfig) -> Credited:
     whitening. Source: arXiv 1506.02438, equations 11 to 16; whitening as in verl and OpenAI's lm-human-preferences.
     """
     values = _values(earned)
-    advantages = _accumulated(earned.rewards, values, earned.mask, *_decays(options))
-    return Credited(whitened(advantages, earned.mask), torch.where(earned.mask, advantages + values, 0.0))
+    advantages = _accumulate_backwards(earned.rewards, values, earned.mask, *_decays(options))
+    return Credited(whiten(advantages, earned.mask), torch.where(earned.mask, advantages + values, 0.0))
 
 
 def turn_gae(earned: Earned, options: AlgorithmConfig) -> Credited:
@@ -213,10 +213,10 @@ def turn_gae(earned: Earned, options: AlgorithmConfig) -> Credited:
                 found[t] = rewards[t] + value[t + 1] - value[t] + lambda_ * found[t + 1]
             after = value[start] + lambda_ * (math.fsum(rewards[start:end]) + discount * after - value[start])
         advantages[row, :length] = torch.tensor(found, dtype=advantages.dtype)
-    return Credited(whitened(advantages, earned.mask), torch.where(earned.mask, advantages + values, 0.0))
+    return Credited(whiten(advantages, earned.mask), torch.where(earned.mask, advantages + values, 0.0))
 
 
-def whitened(values: Tensor, mask: Tensor) -> Tensor:
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """(values - mean) / sqrt(variance + 1e-8) over what the mask names, variance unbiased; 0 elsewhere.
 
     Equal values give exactly 0; a single one too.
@@ -227,23 +227,23 @@ def whitened(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, (values - chosen.mean()) * (chosen.var() + WHITEN_EPSILON).rsqrt(), 0.0)
 
 
-def _by_group(earned: Earned, credit: Callable[[Tensor], Tensor]) -> Credited:
+def _credit_groups(earned: Earned, credit: Callable[[Tensor], Tensor]) -> Credited:
     totals = earned.totals.double()
     found = torch.zeros_like(totals)
     for group in torch.unique(earned.groups):
         members = earned.groups == group
         found[members] = credit(totals[members])
-    return _spread(found, earned.mask)
+    return _credit_all_tokens(found, earned.mask)
 
 
-def _spread(per_episode: Tensor, mask: Tensor) -> Credited:
+def _credit_all_tokens(per_episode: Tensor, mask: Tensor) -> Credited:
     return Credited(torch.where(mask, per_episode[:, None], 0.0))
 
 
 def _returns(earned: Earned, options: AlgorithmConfig) -> Tensor:
     assert options.discount is not None  # settled
     zeros = torch.zeros_like(earned.rewards)
-    return _accumulated(earned.rewards, zeros, earned.mask, options.discount, 1.0)
+    return _accumulate_backwards(earned.rewards, zeros, earned.mask, options.discount, 1.0)
 
 
 def _decays(options: AlgorithmConfig) -> tuple[float, float]:
@@ -258,7 +258,7 @@ def _values(earned: Earned) -> Tensor:
     return torch.where(earned.mask, earned.values, 0.0)
 
 
-def _accumulated(rewards: Tensor, values: Tensor, mask: Tensor, discount: float, lambda_: float) -> Tensor:
+def _accumulate_backwards(rewards: Tensor, values: Tensor, mask: Tensor, discount: float, lambda_: float) -> Tensor:
     """A_t = delta_t + discount lambda A_t+1 over (N, T), from the last token backwards; 0 where there is none."""
     advantages = torch.zeros_like(values)
     following, next_value = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])

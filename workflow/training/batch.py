@@ -23,10 +23,10 @@ from agentrl.workflow.trajectory import Episode, Step
 PAD_ID = 0
 """What fills a row's end; the attention mask hides it, so any id of the vocabulary will do."""
 
-CALL = 128
+CALL_TOKENS = 128
 """Calling the model once more, for the beginnings, costs about as much as so many tokens."""
 
-KEPT = 16
+PREFIX_TOKENS_PER_TOKEN = 16
 """So many tokens of a beginning that a row only looks back at take the memory of one that it reads."""
 
 
@@ -91,7 +91,7 @@ def rows_of(episodes: Sequence[Episode]) -> list[Row]:
     return [
         _row(number, index, steps, episode.fork_step)
         for number, episode in enumerate(episodes)
-        for index, steps in enumerate(unbroken(episode))
+        for index, steps in enumerate(unbroken_runs(episode))
         if any(step.index >= episode.fork_step and step.sampled_ids for step in steps)
     ]
 
@@ -105,11 +105,11 @@ def microbatches(rows: Sequence[Row], tokens: int, at_least: int = 1, share: boo
     most = max(1, len(rows) // at_least)
     by_length = sorted(rows, key=lambda row: (-len(row.input_ids), row.episode, row.index))
     if not share:
-        return _filled([(row, None) for row in by_length], tokens, most)[0]
+        return _fill_microbatches([(row, None) for row in by_length], tokens, most)[0]
     longest: dict[tuple[int, ...], int] = {}
     named = [(row, longest.setdefault(_beginning(row), place)) for place, row in enumerate(by_length)]
-    plans = [_filled(order, tokens, most) for order in (named, sorted(named, key=lambda pair: pair[1]))]
-    return min(plans, key=lambda plan: plan[1] + len(plan[0]) * CALL)[0]
+    plans = [_fill_microbatches(order, tokens, most) for order in (named, sorted(named, key=lambda pair: pair[1]))]
+    return min(plans, key=lambda plan: plan[1] + len(plan[0]) * CALL_TOKENS)[0]
 
 
 def size(rows: Sequence[Row], share: bool = False) -> int:
@@ -140,21 +140,21 @@ def collate(rows: Sequence[Row], device: torch.device | str = "cpu", share: bool
     )
 
 
-def by_row(batch: Microbatch, values: Tensor) -> dict[tuple[int, int], Tensor]:
-    """What values (B, T - 1) say of each row's tokens after its prefix, by `Row.key`, however the batch is laid out."""
+def split_by_row(batch: Microbatch, values: Tensor) -> dict[tuple[int, int], Tensor]:
+    """Splits values (B, T - 1) into those of each row's tokens after its prefix, by `Row.key`, whatever the layout."""
     lines = zip(batch.rows, batch.starts, values, strict=True)
     return {row.key: line[row.prefix - start : len(row.input_ids) - 1 - start] for row, start, line in lines}
 
 
-def in_lines(batch: Microbatch, known: Mapping[tuple[int, int], Tensor], like: Tensor) -> Tensor:
-    """The reverse: values of the shape, type and place of `like` (B, T - 1), 0 where nothing is known."""
+def to_lines(batch: Microbatch, known: Mapping[tuple[int, int], Tensor], like: Tensor) -> Tensor:
+    """Reverses `split_by_row`: shape, type and place of `like` (B, T - 1), 0 where nothing is known."""
     whole = torch.zeros_like(like)
     for row, start, line in zip(batch.rows, batch.starts, whole, strict=True):
         line[row.prefix - start : len(row.input_ids) - 1 - start] = known[row.key]
     return whole
 
 
-def unbroken(episode: Episode) -> Iterator[list[Step]]:
+def unbroken_runs(episode: Episode) -> Iterator[list[Step]]:
     """The episode's steps, cut where one opens a new training row."""
     current: list[Step] = []
     for step in episode.steps:
@@ -200,11 +200,11 @@ class _Extent:
         whole = self.rows * self._longest
         if not self._beginnings:
             return whole
-        lines = self.rows * (self._line + self._prefix // KEPT)
-        return min(whole, len(self._beginnings) * self._prefix + lines + CALL)
+        lines = self.rows * (self._line + self._prefix // PREFIX_TOKENS_PER_TOKEN)
+        return min(whole, len(self._beginnings) * self._prefix + lines + CALL_TOKENS)
 
 
-def _filled(order: Sequence[tuple[Row, Hashable | None]], tokens: int, most: int) -> tuple[list[list[Row]], int]:
+def _fill_microbatches(order: Sequence[tuple[Row, Hashable | None]], tokens: int, most: int) -> tuple[list[list[Row]], int]:
     """Microbatches of the rows in this order, each as long as it may be, and the sum of their sizes."""
     pieces: list[list[Row]] = []
     extent, total, last = _Extent(), 0, 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from agentrl.workflow.call_json import read_arguments
-from agentrl.workflow.datasets.jsonl import kind_of, malformed, numbered, only_one_of, plain_text, read_object
+from agentrl.workflow.datasets.jsonl import kind_of, malformed_error, number_lines, only_one_of, plain_text, read_object
 from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.trajectory import Message, Role, ToolCall
 
@@ -21,7 +21,7 @@ QUESTIONS = ("question", "prompt")
 ANSWERS = ("answer", "response", "completion")
 ROLES: tuple[Role, ...] = get_args(Role)
 MOST_BYTES = 4_000_000
-"""Of one line: a conversation that any model could read is shorter."""
+"""Bytes of one line: a conversation that any model could read is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def read_demonstrations(path: Path, most: int | None = None) -> list[Demonstrati
     problems: list[str] = []
     try:
         with path.open("rb") as lines:
-            for number, line in numbered(lines):
+            for number, line in number_lines(lines):
                 if most is not None and len(found) + len(problems) == most:
                     break
                 try:
@@ -55,7 +55,7 @@ def read_demonstrations(path: Path, most: int | None = None) -> list[Demonstrati
     except OSError as error:
         raise DatasetError(f"Cannot read the dataset {str(path)!r}: {error.strerror}.", "Check the path.") from error
     if problems:
-        raise malformed(str(path), problems, "Correct them.")
+        raise malformed_error(str(path), problems, "Correct them.")
     if not found:
         raise DatasetError(f"{str(path)!r} holds no demonstration.", "Write one JSON object per line into it.")
     return found
@@ -97,14 +97,14 @@ def _message(where: str, item: object) -> Message:
     if role != "assistant":
         if calls:
             raise ValueError(f"{where}.tool_calls: only an assistant calls tools")
-        return Message(role, text, name=_optional(f"{where}.name", item.get("name")))
+        return Message(role, text, name=_optional_text(f"{where}.name", item.get("name")))
     if not isinstance(calls, list):
         raise ValueError(f"{where}.tool_calls must be a list, not {kind_of(calls)}")
     made = tuple(_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls))
-    return Message(role, text, _optional(f"{where}.reasoning_content", item.get("reasoning_content")), made)
+    return Message(role, text, _optional_text(f"{where}.reasoning_content", item.get("reasoning_content")), made)
 
 
-def _optional(where: str, value: object) -> str:
+def _optional_text(where: str, value: object) -> str:
     return "" if value in (None, "") else plain_text(where, value)
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from agentrl.workflow.checkpoints.sealed_folder import RECORD, unwritten
+from agentrl.workflow.checkpoints.sealed_folder import RECORD, write_error
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.models import loading
-from agentrl.workflow.models.policy import Policy, open_at
-from agentrl.workflow.training.offline_checkpoint import AGAIN
+from agentrl.workflow.models.policy import Policy, open_with_weights
+from agentrl.workflow.training.offline_checkpoint import AGAIN_HINT
 from agentrl.workflow.trajectory import PolicyRef
 
 
@@ -31,10 +31,10 @@ def merge(
         ModelError: the base cannot be loaded, is another than the run's, or the model made does not fit the disk.
         CheckpointError: the policy's weights are not as they were recorded.
     """
-    policy = open_at(ref, config, manifest, device, threads)
+    policy = open_with_weights(ref, config, manifest, device, threads)
     record = {"stage": "merge", **asdict(ref), "kind": policy.kind, "dequantised": config.load_in_4bit or config.load_in_8bit}
     record["tool_format"] = policy.chat.manner.tool_format.name
-    write_model(target, merged(policy), policy.tokenizer, record)
+    write_model(target, merge_weights(policy), policy.tokenizer, record)
     return record
 
 
@@ -55,7 +55,7 @@ def write_model(folder: Path, module: Any, tokenizer: Any, record: Mapping[str, 
         shutil.rmtree(folder, ignore_errors=True)
         beside.rename(folder)
     except (OSError, SafetensorError) as error:
-        raise unwritten(folder, error, AGAIN, "model") from error
+        raise write_error(folder, error, AGAIN_HINT, "model") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
@@ -69,7 +69,7 @@ def _check_room(folder: Path, module: Any) -> None:
         raise ModelError(said, "Free disk space, or name a folder on another disk.")
 
 
-def merged(policy: Policy) -> Any:
+def merge_weights(policy: Policy) -> Any:
     """The trained weights as a model that needs no adapter and no quantisation; the policy is of no use afterwards.
 
     A 4-bit or 8-bit base is dequantised first, so that the sum is of the very numbers that were trained beside, and not rounded

@@ -23,21 +23,21 @@ from torch import nn
 
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.errors import BrokenCheckpoint, CheckpointError, ConflictError
-from agentrl.workflow.training.optimizer import moments, set_moments
+from agentrl.workflow.training.optimizer import optimizer_state, set_optimizer_state
 
-AGAIN = "type the same command again"
-ANEW = "Type its command again to go on with it, or pass --force to begin anew."
-APART = 60.0
+AGAIN_HINT = "type the same command again"
+INTERRUPTED_HINT = "Type its command again to go on with it, or pass --force to begin anew."
+MIN_SECONDS_APART = 60.0
 """Seconds between two checkpoints, at least, where nobody says how many steps."""
-SHARE = 20
-"""Of the time of a training its checkpoints take one part in so many, at most, where nobody says how many steps."""
+MAX_TIME_SHARE = 20
+"""Checkpoints take at most one part in so many of a training's time, where nobody says how many steps."""
 LARGEST_STATE = 1 << 16
 """Bytes of what is read of where a training stands."""
 
 
 @contextmanager
-def told_to_stop() -> Iterator[Callable[[], bool]]:
-    """Whether ctrl-C was pressed: once is noted, so that a step ends whole; twice ends the process at once, as ever."""
+def catch_interrupt() -> Iterator[Callable[[], bool]]:
+    """Notes ctrl-C, which the value then says, so that a step ends whole; twice ends the process at once, as ever."""
     pressed = False
     if threading.current_thread() is not threading.main_thread():  # only that one hears of it
         yield lambda: False
@@ -61,14 +61,14 @@ class Resumable:
     Args:
         folder: its last checkpoint, or where it will be.
         key: of recipe, model and data: a checkpoint with another is another training's.
-        every: steps between two checkpoints; None: seldom enough to cost little (`APART`, `SHARE`).
+        every: steps between two checkpoints; None: seldom enough to cost little (`MIN_SECONDS_APART`, `MAX_TIME_SHARE`).
     """
 
     def __init__(self, folder: Path, key: str, every: int | None) -> None:
         self._folder = folder
         self._key = key
         self._every = every
-        self._wait = APART
+        self._wait = MIN_SECONDS_APART
         self._written = time.monotonic()
 
     def load(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
@@ -89,10 +89,10 @@ class Resumable:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(weights[name])
-        set_moments(optimizer, parameters, state)
-        return stands(self._folder)[1]
+        set_optimizer_state(optimizer, parameters, state)
+        return read_progress(self._folder)[1]
 
-    def after(
+    def save_if_due(
         self,
         done: int,
         steps: int,
@@ -105,30 +105,30 @@ class Resumable:
         Raises:
             CheckpointError: the disk refused; the one before it still stands.
         """
-        if done == steps or not (now or self._due(done)):
+        if done == steps or not (now or self._is_due(done)):
             return
 
         def writer(folder: Path) -> None:
             tensors = {name: p.detach().to("cpu", copy=True).contiguous() for name, p in parameters.items()}
             save_file(tensors, folder / sealed_folder.WEIGHTS)
-            save_file(moments(optimizer, parameters), folder / sealed_folder.OPTIMIZER)
+            save_file(optimizer_state(optimizer, parameters), folder / sealed_folder.OPTIMIZER)
             (folder / sealed_folder.STATE).write_text(json.dumps({"key": self._key, "done": done, "steps": steps}))
 
         began = time.monotonic()
-        sealed_folder.write(self._folder, writer, AGAIN)
+        sealed_folder.write(self._folder, writer, AGAIN_HINT)
         self._written = time.monotonic()
-        self._wait = max(APART, SHARE * (self._written - began))
+        self._wait = max(MIN_SECONDS_APART, MAX_TIME_SHARE * (self._written - began))
 
     def drop(self) -> None:
         """Removes the checkpoint of a training from which nothing can come."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _due(self, done: int) -> bool:
+    def _is_due(self, done: int) -> bool:
         return time.monotonic() - self._written > self._wait if self._every is None else done % self._every == 0
 
 
 @contextmanager
-def resumable(target: Path, key: str, every: int | None, overwrite: bool) -> Iterator[Resumable]:
+def open_resumable(target: Path, key: str, every: int | None, overwrite: bool) -> Iterator[Resumable]:
     """The training that makes the model `target`, with what an earlier one of the same key left; nothing is left at its end.
 
     Args:
@@ -139,9 +139,9 @@ def resumable(target: Path, key: str, every: int | None, overwrite: bool) -> Ite
         CheckpointError: a checkpoint is broken, or none can be written there.
     """
     place = target.with_name(f".{target.name}.training")
-    with _alone(place, target):
+    with _lock_folder(place, target):
         last = place / "last"
-        sealed_folder.settle(last)
+        sealed_folder.repair_folder(last)
         kept = Resumable(last, key, every)
         try:
             _check(last, key, target)
@@ -153,7 +153,7 @@ def resumable(target: Path, key: str, every: int | None, overwrite: bool) -> Ite
         shutil.rmtree(place, ignore_errors=True)
 
 
-def stands(folder: Path) -> tuple[str, int, int]:
+def read_progress(folder: Path) -> tuple[str, int, int]:
     """The key of the training that wrote a checkpoint, the steps that were done, and of how many.
 
     Raises:
@@ -178,10 +178,10 @@ def _check(last: Path, key: str, target: Path) -> None:
         sealed_folder.verify(last)
     except BrokenCheckpoint as error:
         raise _unusable(last) from error
-    found, done, steps = stands(last)
+    found, done, steps = read_progress(last)
     if found != key:
         said = f"A training of another recipe, model or data was interrupted at step {done} of {steps} of {str(target)!r}."
-        raise ConflictError(said, ANEW)
+        raise ConflictError(said, INTERRUPTED_HINT)
 
 
 def _unusable(folder: Path) -> CheckpointError:
@@ -191,13 +191,13 @@ def _unusable(folder: Path) -> CheckpointError:
 
 
 @contextmanager
-def _alone(place: Path, target: Path) -> Iterator[None]:
+def _lock_folder(place: Path, target: Path) -> Iterator[None]:
     """The folder is there, and this process alone is at work in it; empty, it goes."""
     try:
         place.mkdir(parents=True, exist_ok=True)
         lock = os.open(place, os.O_RDONLY)
     except OSError as error:
-        raise sealed_folder.unwritten(place, error, AGAIN) from error
+        raise sealed_folder.write_error(place, error, AGAIN_HINT) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:  # other than that somebody has it: a file system without locks keeps nobody out

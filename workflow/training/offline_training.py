@@ -22,15 +22,15 @@ from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ModelError, Stopped
 from agentrl.workflow.models.logprobs import keeps_apart, line_logprobs, token_logprobs
-from agentrl.workflow.models.parameters import Parameters, counted
-from agentrl.workflow.models.policy import Policy, open_at
+from agentrl.workflow.models.parameters import Parameters, count_parameters
+from agentrl.workflow.models.policy import Policy, open_with_weights
 from agentrl.workflow.training import packing
 from agentrl.workflow.training.batch import Row, collate, rows_of, size
-from agentrl.workflow.training.merging import merged, write_model
-from agentrl.workflow.training.offline_checkpoint import Resumable, told_to_stop
-from agentrl.workflow.training.oom_backoff import Pieces
-from agentrl.workflow.training.optimizer import optimizer_of
-from agentrl.workflow.training.row_scorer import drawing
+from agentrl.workflow.training.merging import merge_weights, write_model
+from agentrl.workflow.training.offline_checkpoint import Resumable, catch_interrupt
+from agentrl.workflow.training.oom_backoff import OomBackoff
+from agentrl.workflow.training.optimizer import make_optimizer
+from agentrl.workflow.training.row_scorer import seed_dropout
 from agentrl.workflow.trajectory import Episode, PolicyRef
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Progress(Protocol):
         """After each step: how many are done, of how many; the tokens it read; its metrics, `loss` first."""
 
 
-class _Untold:
+class _SilentProgress:
     def begins(self, parameters: Parameters, steps: int, done: int) -> None:
         pass
 
@@ -56,11 +56,11 @@ class _Untold:
         pass
 
 
-UNTOLD: Progress = _Untold()
+SILENT: Progress = _SilentProgress()
 
 
 BETAS, WEIGHT_DECAY = (0.9, 0.98), 0.01
-"""Of the optimizer."""
+"""Options of the optimizer."""
 
 BATCH_SIZE = 16
 """Examples per step, unless asked for otherwise."""
@@ -121,7 +121,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class TrainedModel:
     """A model that was made.
 
     Args:
@@ -168,20 +168,20 @@ class Learner:
     policy: Policy | None = None
 
 
-def learner_of(policy: Policy) -> Learner:
+def make_learner(policy: Policy) -> Learner:
     """The trainable weights of a policy."""
     with policy.training() as module:
         return Learner(module, policy.chat, policy.kind, policy.max_context, policy)
 
 
-def started(start: Start, device: str, threads: int) -> Learner:
+def load_learner(start: Start, device: str, threads: int) -> Learner:
     """The model that stored episodes are learned by.
 
     Raises:
         ModelError: it cannot be loaded, or is another than the run's.
         CheckpointError: the policy's weights are not as they were recorded.
     """
-    return learner_of(open_at(start.policy, start.model, start.manifest, device, threads))
+    return make_learner(open_with_weights(start.policy, start.model, start.manifest, device, threads))
 
 
 def rows_by_episode(episodes: Sequence[Episode]) -> list[tuple[Row, ...]]:
@@ -192,7 +192,7 @@ def rows_by_episode(episodes: Sequence[Episode]) -> list[tuple[Row, ...]]:
     return [tuple(rows) for rows in found]
 
 
-def key_of(learner: Learner, recipe: Recipe, source: Mapping[str, Any], examples: Iterable[Sequence[Row]]) -> str:
+def training_key(learner: Learner, recipe: Recipe, source: Mapping[str, Any], examples: Iterable[Sequence[Row]]) -> str:
     """Names a training by all that it comes from: what learns, how, and every token; wherever the files are.
 
     Args:
@@ -208,8 +208,8 @@ def key_of(learner: Learner, recipe: Recipe, source: Mapping[str, Any], examples
     return found.hexdigest()
 
 
-def apart(examples: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
-    """Those that are learned and those held out: that share of them, at least one of each; none where the share is 0."""
+def split_examples(examples: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
+    """The examples to learn and those held out: that share, at least one of each; none where it is 0."""
     if not share:
         return list(examples), []
     count = min(max(1, round(share * len(examples))), len(examples) - 1)
@@ -222,7 +222,7 @@ def train(
     examples: Sequence[T],
     recipe: Recipe,
     objective: Objective[T],
-    progress: Progress = UNTOLD,
+    progress: Progress = SILENT,
     held_out: Sequence[T] = (),
     kept: Resumable | None = None,
 ) -> Metrics:
@@ -240,19 +240,19 @@ def train(
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     device = next(module.parameters()).device
-    optimizer = optimizer_of(recipe.optimizer, parameters, recipe.learning_rate, BETAS, WEIGHT_DECAY)
+    optimizer = make_optimizer(recipe.optimizer, parameters, recipe.learning_rate, BETAS, WEIGHT_DECAY)
     done = kept.load(parameters, optimizer) if kept else 0
     order = batches(len(examples), recipe.batch_size, recipe.seed)
-    pieces = in_pieces(objective.rows, at_least=recipe.gradient_accumulation_steps, apart=keeps_apart(module))
+    pieces = backoff_over_rows(objective.rows, at_least=recipe.gradient_accumulation_steps, apart=keeps_apart(module))
     metrics: Metrics = {}
-    progress.begins(counted(module), recipe.steps, done)
+    progress.begins(count_parameters(module), recipe.steps, done)
     module.train()
-    with told_to_stop() as stop:
+    with catch_interrupt() as stop:
         for step, numbers in islice(enumerate(order), done, recipe.steps):
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rate * schedule(step, recipe.steps)
             batch = [examples[number] for number in numbers]
-            with drawing(f"{recipe.seed}|{step}", device):
+            with seed_dropout(f"{recipe.seed}|{step}", device):
                 metrics = accumulate(module, batch, objective, pieces)
             norm = float(nn.utils.clip_grad_norm_(parameters.values(), 1.0))
             if not math.isfinite(metrics["loss"]) or not math.isfinite(norm):
@@ -267,7 +267,7 @@ def train(
                 metrics = {**metrics, "held_out": measure(module, held_out, objective, pieces)}
             stopped = stop() and step + 1 < recipe.steps
             if kept:
-                kept.after(step + 1, recipe.steps, parameters, optimizer, now=stopped)
+                kept.save_if_due(step + 1, recipe.steps, parameters, optimizer, now=stopped)
             progress.step(
                 step + 1, recipe.steps, sum(len(row.input_ids) for one in batch for row in objective.rows(one)), metrics
             )
@@ -278,7 +278,7 @@ def train(
     return metrics
 
 
-def accumulate(module: nn.Module, batch: Sequence[T], objective: Objective[T], pieces: Pieces[T]) -> Metrics:
+def accumulate(module: nn.Module, batch: Sequence[T], objective: Objective[T], pieces: OomBackoff[T]) -> Metrics:
     """The gradient of one batch, which does not depend on how it is cut, and its metrics."""
     whole = sum(map(objective.weight, batch))
 
@@ -286,49 +286,52 @@ def accumulate(module: nn.Module, batch: Sequence[T], objective: Objective[T], p
         module.zero_grad(set_to_none=True)  # of an attempt for which memory did not suffice
         sums: dict[str, float] = {}
         for piece in cut:
-            terms = {name: value / whole for name, value in objective.terms(piece, sums_of(module, piece, objective)).items()}
+            terms = {
+                name: value / whole
+                for name, value in objective.terms(piece, row_logprob_sums(module, piece, objective)).items()
+            }
             terms["loss"].backward()  # type: ignore[no-untyped-call]
             for name, value in terms.items():
                 sums[name] = sums.get(name, 0.0) + value.item()
         return sums
 
-    return pieces.work(batch, on)
+    return pieces.run(batch, on)
 
 
 @torch.no_grad()
-def measure(module: nn.Module, examples: Sequence[T], objective: Objective[T], pieces: Pieces[T]) -> float:
+def measure(module: nn.Module, examples: Sequence[T], objective: Objective[T], pieces: OomBackoff[T]) -> float:
     """The loss of these examples, from which nothing is learned."""
     module.eval()
     whole = sum(map(objective.weight, examples))
 
     def on(cut: Sequence[Sequence[T]]) -> float:
-        return sum(float(objective.terms(piece, sums_of(module, piece, objective))["loss"]) for piece in cut) / whole
+        return sum(float(objective.terms(piece, row_logprob_sums(module, piece, objective))["loss"]) for piece in cut) / whole
 
-    loss = pieces.work(examples, on)
+    loss = pieces.run(examples, on)
     module.train()
     return loss
 
 
-def sums_of(module: nn.Module, examples: Sequence[T], objective: Objective[T]) -> list[Tensor]:
-    """For each example the logprobs of its rows (rows,), summed over the tokens that train, in nats."""
+def row_logprob_sums(module: nn.Module, examples: Sequence[T], objective: Objective[T]) -> list[Tensor]:
+    """The logprobs of each example's rows (rows,), summed over the tokens that train, in nats."""
     counts = [len(objective.rows(example)) for example in examples]
     rows = [row for example in examples for row in objective.rows(example)]
-    return list(torch.split(_summed(module, rows, objective.temperature), counts))
+    return list(torch.split(_sum_logprobs(module, rows, objective.temperature), counts))
 
 
-def _summed(module: nn.Module, rows: Sequence[Row], temperature: float) -> Tensor:
+def _sum_logprobs(module: nn.Module, rows: Sequence[Row], temperature: float) -> Tensor:
     """The logprobs of each row's trained tokens, added up (rows,)."""
     device = next(module.parameters()).device
-    several = packing.filled(rows, device) if keeps_apart(module) else None
+    several = packing.pack_rows(rows, device) if keeps_apart(module) else None
     if several is not None:
         return several.sums(line_logprobs(module, several.input_ids, several.positions, several.wanted, temperature))
     batch = collate(rows, device)
     return token_logprobs(module, batch.input_ids, batch.attention_mask, temperature, batch.loss_mask)[0].sum(1)
 
 
-def in_pieces(
+def backoff_over_rows(
     rows: Callable[[T], Sequence[Row]], tokens: int = PIECE_TOKENS, at_least: int = 1, apart: bool = False
-) -> Pieces[T]:
+) -> OomBackoff[T]:
     """How examples of such rows are read: as they are where they fit, else cut, those of like length together.
 
     Args:
@@ -337,7 +340,7 @@ def in_pieces(
     """
 
     def extent(piece: Sequence[T]) -> int:
-        return (packing.size if apart else size)([row for example in piece for row in rows(example)])
+        return (packing.packed_size if apart else size)([row for example in piece for row in rows(example)])
 
     def cut(examples: Sequence[T], tokens: int) -> list[list[T]]:
         most = max(1, len(examples) // at_least)
@@ -350,7 +353,7 @@ def in_pieces(
             found[-1].append(example)
         return found
 
-    return Pieces(tokens, cut, extent, "example", "Take a smaller model, or a device with more memory.")
+    return OomBackoff(tokens, cut, extent, "example", "Take a smaller model, or a device with more memory.")
 
 
 def schedule(step: int, steps: int) -> float:
@@ -366,13 +369,13 @@ def batches(rows: int, size: int, seed: int) -> Iterator[list[int]]:
         yield from (order[i : i + size] for i in range(0, rows, size))
 
 
-def save(learner: Learner, made: Made, source: Mapping[str, Any]) -> Made:
+def save(learner: Learner, made: TrainedModel, source: Mapping[str, Any]) -> TrainedModel:
     """Makes the model folder, whole or not at all, with the record of how it was made.
 
     Raises:
         CheckpointError: the disk refused.
     """
-    module = merged(learner.policy) if learner.policy else learner.module
+    module = merge_weights(learner.policy) if learner.policy else learner.module
     told = {
         "tool_format": learner.chat.manner.tool_format.name,
         "examples": made.examples,

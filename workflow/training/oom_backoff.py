@@ -10,7 +10,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class Pieces(Generic[T]):
+class OomBackoff(Generic[T]):
     """How items are cut; what once was too much stays too much.
 
     Args:
@@ -35,7 +35,7 @@ class Pieces(Generic[T]):
         self._item = item
         self._hint = hint
 
-    def work(self, items: Sequence[T], on: Callable[[Sequence[Sequence[T]]], S]) -> S:
+    def run(self, items: Sequence[T], on: Callable[[Sequence[Sequence[T]]], S]) -> S:
         """Runs `on` on the pieces of these items; where memory runs out, again on smaller ones, which later calls keep.
 
         Raises:

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from agentrl.workflow.errors import CheckpointError, ConfigError
 
 BETAS = (0.9, 0.999)
-QUANTISED = 4096
+QUANTISED_ELEMENTS = 4096
 """Elements from which on bitsandbytes keeps a parameter's moments in 8 bits."""
 
 
-def optimizer_of(
+def make_optimizer(
     name: str, parameters: Mapping[str, nn.Parameter], learning_rate: float, betas: tuple[float, float], weight_decay: float
 ) -> torch.optim.Optimizer:
     """An optimizer by its name in the config.
@@ -28,7 +28,7 @@ def optimizer_of(
     return made
 
 
-def require(name: str, device: str) -> None:
+def check_optimizer(name: str, device: str) -> None:
     """Refuses an optimizer that this machine cannot run, by one step of it.
 
     Raises:
@@ -37,9 +37,9 @@ def require(name: str, device: str) -> None:
     if name == "adamw":
         return
     try:
-        weight = nn.Parameter(torch.ones(QUANTISED, device=device))
+        weight = nn.Parameter(torch.ones(QUANTISED_ELEMENTS, device=device))
         weight.grad = torch.ones_like(weight)
-        optimizer_of(name, {"": weight}, 0.1, BETAS, 0.0).step()
+        make_optimizer(name, {"": weight}, 0.1, BETAS, 0.0).step()
         moved = float(weight.detach().max()) < 1
     except (ImportError, OSError, RuntimeError, NotImplementedError, AttributeError) as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -54,7 +54,7 @@ def _unusable(name: str, device: str, why: str) -> ConfigError:
     )
 
 
-def moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Its state by `<parameter>:<moment>`, on the CPU; empty before the first step."""
     return {
         f"{name}:{moment}": torch.as_tensor(value).cpu().contiguous()
@@ -63,10 +63,10 @@ def moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parame
     }
 
 
-def set_moments(
+def set_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Gives it copies of what `moments` returned.
+    """Gives it copies of what `optimizer_state` returned.
 
     Raises:
         CheckpointError: they are of other parameters, or of another optimizer.
@@ -76,7 +76,7 @@ def set_moments(
         name, _, moment = key.rpartition(":")
         states.setdefault(name, {})[moment] = tensor
     for name, state in states.items():
-        if name not in parameters or not _fits(optimizer, parameters[name], state):
+        if name not in parameters or not _state_fits(optimizer, parameters[name], state):
             raise CheckpointError("The optimizer's state in the checkpoint is of another model or optimizer.")
     for name, state in states.items():
         parameter = parameters[name]
@@ -87,14 +87,14 @@ def set_moments(
         }
 
 
-def _fits(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> bool:
+def _state_fits(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> bool:
     """Whether that is what the optimizer would remember of the parameter."""
     shape = tuple(parameter.shape)
     if isinstance(optimizer, torch.optim.AdamW):
         wanted: dict[str, tuple[int, ...]] = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
     else:
         wanted = {"step": (), "state1": shape, "state2": shape}
-        if parameter.numel() >= QUANTISED:
+        if parameter.numel() >= QUANTISED_ELEMENTS:
             blocks = (-(-parameter.numel() // 256),)
             wanted |= {"qmap1": (256,), "qmap2": (256,), "absmax1": blocks, "absmax2": blocks}
     return {moment: tuple(tensor.shape) for moment, tensor in state.items()} == wanted

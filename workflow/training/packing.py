@@ -13,7 +13,7 @@ from agentrl.workflow.training.batch import PAD_ID, Row
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class PackedLines:
     """Rows as tensors, each (B, T).
 
     Args:
@@ -30,12 +30,12 @@ class Lines:
     rows: int
 
     def sums(self, values: Tensor) -> Tensor:
-        """Of values (B, T - 1), one for each token but the first, those of wanted tokens added up for each row (rows,)."""
+        """Sums (rows,) over each row's wanted tokens of values (B, T - 1), one for each token but the first."""
         wanted = self.wanted[:, 1:]
         return values.new_zeros(self.rows).index_add(0, self.owner[:, 1:][wanted], values[wanted])
 
 
-def placed(rows: Sequence[Row]) -> list[list[int]]:
+def assign_lines(rows: Sequence[Row]) -> list[list[int]]:
     """The rows of each line, by their numbers: no line is longer than the longest row. Longest first, where it first fits."""
     lengths = [len(row.input_ids) for row in rows]
     lines: list[list[int]] = []
@@ -50,14 +50,14 @@ def placed(rows: Sequence[Row]) -> list[list[int]]:
     return lines
 
 
-def size(rows: Sequence[Row]) -> int:
+def packed_size(rows: Sequence[Row]) -> int:
     """Tokens that the model reads for them, padding included."""
-    return len(placed(rows)) * max(len(row.input_ids) for row in rows)
+    return len(assign_lines(rows)) * max(len(row.input_ids) for row in rows)
 
 
-def filled(rows: Sequence[Row], device: torch.device | str = "cpu") -> Lines | None:
+def pack_rows(rows: Sequence[Row], device: torch.device | str = "cpu") -> PackedLines | None:
     """The rows on fewer lines than there are rows; None where that cannot be."""
-    lines = placed(rows)
+    lines = assign_lines(rows)
     if len(lines) == len(rows):
         return None
     shape = len(lines), max(len(row.input_ids) for row in rows)
@@ -75,4 +75,4 @@ def filled(rows: Sequence[Row], device: torch.device | str = "cpu") -> Lines | N
             wanted[line, span] = torch.tensor(row.loss_mask)
             wanted[line, start] = False  # nothing of its row stands before it
             start = span.stop
-    return Lines(ids.to(device), positions.to(device), wanted.to(device), owner.to(device), len(rows))
+    return PackedLines(ids.to(device), positions.to(device), wanted.to(device), owner.to(device), len(rows))

@@ -24,25 +24,25 @@ from agentrl.workflow.models.loading import pick_device
 from agentrl.workflow.models.logprobs import keeps_apart
 from agentrl.workflow.models.lookup import refuse_existing
 from agentrl.workflow.training.batch import Row
-from agentrl.workflow.training.offline_checkpoint import resumable
+from agentrl.workflow.training.offline_checkpoint import open_resumable
 from agentrl.workflow.training.offline_training import (
-    UNTOLD,
-    Made,
+    SILENT,
     Objective,
     Progress,
     Recipe,
     Start,
-    in_pieces,
-    key_of,
+    TrainedModel,
+    backoff_over_rows,
+    load_learner,
     recipe_for,
+    row_logprob_sums,
     rows_by_episode,
     save,
-    started,
-    sums_of,
     train,
+    training_key,
 )
-from agentrl.workflow.training.oom_backoff import Pieces
-from agentrl.workflow.training.optimizer import require
+from agentrl.workflow.training.oom_backoff import OomBackoff
+from agentrl.workflow.training.optimizer import check_optimizer
 from agentrl.workflow.trajectory import Episode
 
 Reference = Literal["start", "sampler"]
@@ -86,12 +86,12 @@ def dpo(
     threads: int = 0,
     overwrite: bool = False,
     save_every: int | None = None,
-    progress: Progress = UNTOLD,
-) -> Made:
+    progress: Progress = SILENT,
+) -> TrainedModel:
     """Trains a run's model to prefer the first episode of each pair to the second, and saves it.
 
     Args:
-        pairs: already chosen (`stats.selection.pairs`), of one base and temperature.
+        pairs: already chosen (`stats.selection.select_pairs`), of one base and temperature.
         start: the model and the weights that learn.
         target: the model folder to make.
         beta: how much a nat counts; the smaller, the further the policy goes from the reference.
@@ -101,7 +101,7 @@ def dpo(
         ConflictError: the target exists, and overwrite is off.
         StateError: in no pair both episodes sampled a token of their own.
         ConfigError: beta is not above 0, or the recipe's optimizer does not work here.
-        ModelError, CheckpointError: as `training.offline_training.started` and `train` do.
+        ModelError, CheckpointError: as `training.offline_training.load_learner` and `train` do.
     """
     refuse_existing(target, overwrite)
     if not 0 < beta < float("inf"):
@@ -111,18 +111,20 @@ def dpo(
     if not both:
         raise StateError(f"In none of {len(pairs)} pairs both episodes sampled anything to learn from.", "agentrl episodes RUN")
     recipe = recipe or recipe_for(len(both), PASSES, 1e-4)
-    require(recipe.optimizer, pick_device(device))
-    learner = started(start, device, threads)
+    check_optimizer(recipe.optimizer, pick_device(device))
+    learner = load_learner(start, device, threads)
     examples = [pair for _, pair in both]
-    objective = preference(beta, start.temperature)
-    known = sampled_by(examples) if reference == "sampler" else read_by(learner.module, examples, objective)
+    objective = preference_objective(beta, start.temperature)
+    known = sampler_differences(examples) if reference == "sampler" else model_differences(learner.module, examples, objective)
     examples = [Pair(pair.chosen, pair.rejected, value) for pair, value in zip(examples, known, strict=True)]
     ids = [[better.id, worse.id] for (better, worse), _ in both]
     source = start.record("dpo") | {"beta": beta, "reference": reference, "pairs": ids}
-    key = key_of(learner, recipe, source, [pair.rows for pair in examples])
-    with resumable(target, key, save_every, overwrite) as kept:
+    key = training_key(learner, recipe, source, [pair.rows for pair in examples])
+    with open_resumable(target, key, save_every, overwrite) as kept:
         metrics = train(learner.module, examples, recipe, objective, progress, kept=kept)
-        return save(learner, Made(target, recipe, len(both), +Counter({EMPTY: len(pairs) - len(both)}), metrics), source)
+        return save(
+            learner, TrainedModel(target, recipe, len(both), +Counter({EMPTY: len(pairs) - len(both)}), metrics), source
+        )
 
 
 def dpo_loss(difference: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -140,11 +142,11 @@ def dpo_loss(difference: Tensor, reference: Tensor, beta: float) -> tuple[Tensor
     return -logsigmoid(margin), margin
 
 
-def preference(beta: float, temperature: float = 1.0) -> Objective[Pair]:
+def preference_objective(beta: float, temperature: float = 1.0) -> Objective[Pair]:
     """The mean of `dpo_loss` over a batch's pairs."""
 
     def terms(pairs: Sequence[Pair], logprobs: Sequence[Tensor]) -> dict[str, Tensor]:
-        difference = differences(pairs, logprobs)
+        difference = pair_differences(pairs, logprobs)
         loss, margin = dpo_loss(difference, difference.new_tensor([pair.reference for pair in pairs]), beta)
         margin = margin.detach()
         return {"loss": loss.sum(), "accuracy": (margin > 0).sum(), "margin": margin.sum()}
@@ -152,24 +154,24 @@ def preference(beta: float, temperature: float = 1.0) -> Objective[Pair]:
     return Objective(rows=lambda pair: pair.rows, weight=lambda pair: 1.0, terms=terms, temperature=temperature)
 
 
-def differences(pairs: Sequence[Pair], logprobs: Sequence[Tensor]) -> Tensor:
-    """Of each pair (N,): the logprob of the chosen rows minus that of the rejected ones, which come after them."""
+def pair_differences(pairs: Sequence[Pair], logprobs: Sequence[Tensor]) -> Tensor:
+    """The logprob of each pair's (N,) chosen rows minus that of the rejected ones, which come after them."""
     return torch.stack(
         [rows[: len(pair.chosen)].sum() - rows[len(pair.chosen) :].sum() for pair, rows in zip(pairs, logprobs, strict=True)]
     )
 
 
-def sampled_by(pairs: Sequence[Pair]) -> list[float]:
+def sampler_differences(pairs: Sequence[Pair]) -> list[float]:
     """Each pair's difference as the sampler computed it, when it sampled."""
-    return [_recorded(pair.chosen) - _recorded(pair.rejected) for pair in pairs]
+    return [_recorded_logprob(pair.chosen) - _recorded_logprob(pair.rejected) for pair in pairs]
 
 
-def _recorded(rows: Sequence[Row]) -> float:
+def _recorded_logprob(rows: Sequence[Row]) -> float:
     return sum(value for row in rows for value, own in zip(row.behavior_logprobs, row.loss_mask, strict=True) if own)
 
 
 @torch.no_grad()
-def read_by(module: nn.Module, pairs: Sequence[Pair], objective: Objective[Pair]) -> list[float]:
+def model_differences(module: nn.Module, pairs: Sequence[Pair], objective: Objective[Pair]) -> list[float]:
     """Each pair's difference under the module as it is, without dropout."""
     module.eval()
 
@@ -177,8 +179,8 @@ def read_by(module: nn.Module, pairs: Sequence[Pair], objective: Objective[Pair]
         found: dict[int, float] = {}
         for piece in cut:
             some = [pairs[number] for number in piece]
-            found |= zip(piece, differences(some, sums_of(module, some, objective)).tolist(), strict=True)
+            found |= zip(piece, pair_differences(some, row_logprob_sums(module, some, objective)).tolist(), strict=True)
         return found
 
-    pieces: Pieces[int] = in_pieces(lambda number: pairs[number].rows, apart=keeps_apart(module))
-    return [difference for _, difference in sorted(pieces.work(range(len(pairs)), on).items())]
+    pieces: OomBackoff[int] = backoff_over_rows(lambda number: pairs[number].rows, apart=keeps_apart(module))
+    return [difference for _, difference in sorted(pieces.run(range(len(pairs)), on).items())]

@@ -9,7 +9,7 @@ from torch import Tensor
 from agentrl.workflow.training.advantages import Credited
 from agentrl.workflow.training.batch import Row
 from agentrl.workflow.training.losses import Normaliser
-from agentrl.workflow.training.token_layout import Constants, Tokens
+from agentrl.workflow.training.token_layout import Constants, TokenLayout
 from agentrl.workflow.trajectory import Group
 
 Metrics = Mapping[str, float]
@@ -46,7 +46,7 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class UpdatePreview:
     """The first optimizer step of an update, of which nothing was kept.
 
     Args:
@@ -63,8 +63,8 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What was found out about the rows before the update begins, by row; empty where it is not needed.
+class RowConstants:
+    """Values known of the rows before the update begins, by row; empty where they are not needed.
 
     `start`: logprobs of the policy; the others are named as in `training.losses` and `training.advantages`. `kl`: the mean over
     all tokens of what was taken off their rewards, for a weight of 1; None where nothing was.
@@ -92,7 +92,7 @@ class Minibatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PreparedUpdate:
     """An update before its first step.
 
     Args:
@@ -104,7 +104,7 @@ class Begun:
     """
 
     minibatches: Sequence[Minibatch]
-    known: Known
+    known: RowConstants
     episodes: int
     beside: Metrics
     whole: Metrics
@@ -112,7 +112,7 @@ class Begun:
     dropped: Mapping[int, str]
 
 
-def select(groups: Sequence[Group], needs_group: bool) -> tuple[list[Group], dict[int, str]]:
+def select_groups(groups: Sequence[Group], needs_group: bool) -> tuple[list[Group], dict[int, str]]:
     """The groups with their trainable episodes only, and why others are dropped, by slot.
 
     A group-relative algorithm needs 2 finished episodes in a group, any other 1.
@@ -127,7 +127,7 @@ def select(groups: Sequence[Group], needs_group: bool) -> tuple[list[Group], dic
     return kept, dropped
 
 
-def per_episode(credited: Credited, tokens: Tokens) -> list[float]:
+def episode_advantages(credited: Credited, tokens: TokenLayout) -> list[float]:
     """Each episode's advantage: that of all of its tokens, or their mean; 0 where none of them trains."""
     found = []
     for line, length in zip(credited.advantages, tokens.lengths.tolist(), strict=True):
@@ -137,14 +137,14 @@ def per_episode(credited: Credited, tokens: Tokens) -> list[float]:
     return found
 
 
-def why_strayed(groups: Sequence[Group], strayed: Set[int]) -> dict[int, str]:
-    """By slot; the episodes of all groups are counted through."""
+def mismatch_reasons(groups: Sequence[Group], strayed: Set[int]) -> dict[int, str]:
+    """Reasons by slot; the episodes of all groups are counted through."""
     slots = [group.slot for group in groups for _ in group.episodes]
     counts = Counter(slots[number] for number in strayed)
     return {slot: f"{n} of {slots.count(slot)} episodes: sampler and trainer differ" for slot, n in counts.items()}
 
 
-def overall(steps: Sequence[Metrics]) -> dict[str, float]:
+def combine_metrics(steps: Sequence[Metrics]) -> dict[str, float]:
     """The steps' metrics as one: maxima are maxima, all else is weighed by tokens; what trained is counted once a pass."""
     tokens = sum(step["tokens"] for step in steps)
     combined = {name: sum(step[name] * step["tokens"] for step in steps) / tokens for name in steps[0]}

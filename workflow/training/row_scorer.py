@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.models.logprobs import Scores, shares_prefixes, token_scores
 from agentrl.workflow.models.policy import Policy
-from agentrl.workflow.training.batch import Microbatch, Row, by_row, collate, microbatches, size
+from agentrl.workflow.training.batch import Microbatch, Row, collate, microbatches, size, split_by_row
 from agentrl.workflow.training.losses import k3
-from agentrl.workflow.training.oom_backoff import Pieces
+from agentrl.workflow.training.oom_backoff import OomBackoff
 from agentrl.workflow.training.token_layout import Constants
 
 NO_ROOM = "Set update.gradient_checkpointing=true or model.load_in_4bit=true, or lower rollout.max_new_tokens."
 
 
-class Reader:
+class RowScorer:
     """Scores rows at the run's temperature, in pieces that fit into memory; with `share` the beginning that rows have in common
     is read once.
     """
@@ -27,10 +27,10 @@ class Reader:
         self._policy = policy
         self._config = config
         self.share = _may_share(policy, config)
-        self.pieces = Pieces(config.update.microbatch_tokens, self._cut, self._size, "row", NO_ROOM)
+        self.oom_backoff = OomBackoff(config.update.microbatch_tokens, self._make_microbatches, self._size, "row", NO_ROOM)
 
     def scores(self, model: nn.Module, batch: Microbatch, critic: nn.Linear | None, trains: bool = False) -> Scores:
-        """Of a microbatch; `trains`: with all gradients that the loss wants."""
+        """Scores a microbatch; `trains`: with all gradients that the loss wants."""
         return token_scores(
             model,
             batch.input_ids,
@@ -42,7 +42,7 @@ class Reader:
             entropy_trains=trains and self._config.algorithm.entropy_coef > 0,
         )
 
-    def read(
+    def read_constants(
         self, rows: Sequence[Row], module: Callable[[], AbstractContextManager[nn.Module]], critic: nn.Linear | None = None
     ) -> tuple[Constants, Constants]:
         """Logprobs, and a critic's values, of the rows as the module says them before the update, without dropout."""
@@ -55,30 +55,30 @@ class Reader:
                 for piece in pieces:
                     batch = collate(piece, self._policy.device, self.share)
                     scores = self.scores(model, batch, critic)
-                    logprobs |= by_row(batch, scores.logprobs)
-                    values |= {} if scores.values is None else by_row(batch, scores.values)
+                    logprobs |= split_by_row(batch, scores.logprobs)
+                    values |= {} if scores.values is None else split_by_row(batch, scores.values)
             return logprobs, values
 
-        return self.pieces.work(rows, on)
+        return self.oom_backoff.run(rows, on)
 
     @torch.no_grad()
-    def moved(self, rows: Sequence[Row], start: Constants) -> float:
+    def kl_from_start(self, rows: Sequence[Row], start: Constants) -> float:
         """The KL of the policy to where it began: the mean of k3 over the rows' trained tokens.
 
         Args:
             start: the logprobs that it began with.
         """
-        now, _ = self.read(rows, self._policy.training)
+        now, _ = self.read_constants(rows, self._policy.training)
         masks = {row.key: torch.tensor(row.loss_mask[row.prefix + 1 :], device=self._policy.device) for row in rows}
         return float(torch.cat([k3(start[key], now[key])[mask] for key, mask in masks.items()]).mean())
 
-    def strayed(self, rows: Sequence[Row]) -> set[int]:
+    def sampler_mismatch(self, rows: Sequence[Row]) -> set[int]:
         """Episodes whose sampled tokens have, on average, other logprobs here than the sampler recorded."""
         limit = self._config.update.max_sampler_difference
         if limit is None:
             return set()
         apart: dict[int, list[Tensor]] = {}
-        ours, _ = self.read(rows, self._policy.training)
+        ours, _ = self.read_constants(rows, self._policy.training)
         for row in rows:
             start = row.prefix + 1
             mask = torch.tensor(row.loss_mask[start:], device=self._policy.device)
@@ -87,7 +87,7 @@ class Reader:
         # What is not a number is left to the guard against it.
         return {episode for episode, found in apart.items() if float(torch.cat(found).mean()) > limit}
 
-    def _cut(self, rows: Sequence[Row], tokens: int) -> Sequence[Sequence[Row]]:
+    def _make_microbatches(self, rows: Sequence[Row], tokens: int) -> Sequence[Sequence[Row]]:
         return microbatches(rows, tokens, self._config.update.gradient_accumulation_steps, self.share)
 
     def _size(self, rows: Sequence[Row]) -> int:
@@ -95,7 +95,7 @@ class Reader:
 
 
 @contextmanager
-def drawing(key: str, device: torch.device) -> Iterator[None]:
+def seed_dropout(key: str, device: torch.device) -> Iterator[None]:
     """Dropout inside draws from the key, and nothing outside notices."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little"))

@@ -28,25 +28,25 @@ from agentrl.workflow.plugins import find
 from agentrl.workflow.tool_formats import AUTO
 from agentrl.workflow.training.batch import Row
 from agentrl.workflow.training.demonstrations import Demonstration
-from agentrl.workflow.training.offline_checkpoint import resumable
+from agentrl.workflow.training.offline_checkpoint import open_resumable
 from agentrl.workflow.training.offline_training import (
-    UNTOLD,
+    SILENT,
     Learner,
-    Made,
     Objective,
     Progress,
     Recipe,
     Start,
-    apart,
-    key_of,
-    learner_of,
+    TrainedModel,
+    load_learner,
+    make_learner,
     recipe_for,
     rows_by_episode,
     save,
-    started,
+    split_examples,
     train,
+    training_key,
 )
-from agentrl.workflow.training.optimizer import require
+from agentrl.workflow.training.optimizer import check_optimizer
 from agentrl.workflow.trajectory import Episode, Message, Task
 
 Segments = list[tuple[tuple[int, ...], bool]]
@@ -86,14 +86,14 @@ def sft(
     threads: int = 0,
     overwrite: bool = False,
     save_every: int | None = None,
-    progress: Progress = UNTOLD,
-) -> Made:
+    progress: Progress = SILENT,
+) -> TrainedModel:
     """Fine-tunes a model on a dataset's demonstrations and saves it.
 
     Args:
         dataset: one with demonstrations, or these themselves.
         model: `tiny` for a new tiny model, else a folder or hub name.
-        target: the model folder to make; see `models.lookup.made_name`.
+        target: the model folder to make; see `models.lookup.sft_model_name`.
         recipe: unset: `default_recipe`.
         epochs: passes over the demonstrations, in place of the recipe's steps.
         max_samples: only the first so many tasks.
@@ -112,11 +112,13 @@ def sft(
     if threads:
         torch.set_num_threads(threads)
     if recipe is not None:
-        require(recipe.optimizer, pick_device(device))
+        check_optimizer(recipe.optimizer, pick_device(device))
     if start is not None:
-        learner = started(start, device, threads)
+        learner = load_learner(start, device, threads)
     else:
-        learner = _tiny(dataset, recipe, device, config) if model == TINY else _existing(model, config, device, threads)
+        learner = (
+            _make_tiny(dataset, recipe, device, config) if model == TINY else _load_existing(model, config, device, threads)
+        )
     recipe = recipe or default_recipe(model, learner.kind == "full")
     most = None if epochs else recipe.steps * recipe.batch_size
     found = demonstrations(dataset, most if max_samples is None else max_samples, recipe.seed)
@@ -127,15 +129,15 @@ def sft(
     if not fitting:
         said = f"None of {len(shown)} tasks has a demonstration that fits into {learner.context} tokens."
         raise DatasetError(said, "Shorten them, or take a model that reads more.")
-    learned, held_out = apart(fitting, recipe.held_out, recipe.seed)
+    learned, held_out = split_examples(fitting, recipe.held_out, recipe.seed)
     if epochs:
         recipe = replace(recipe, steps=epochs * math.ceil(len(learned) / recipe.batch_size))
     source = start.record("sft") if start else {"stage": "sft", "base": model}
     source |= {"env": dataset.env} if isinstance(dataset, Dataset) else {}
-    key = key_of(learner, recipe, source, [*learned, *held_out])
-    with resumable(target, key, save_every, overwrite) as kept:
-        metrics = train(learner.module, learned, recipe, likelihood(), progress, held_out, kept)
-        return save(learner, Made(target, recipe, len(learned), +left_out, metrics), source)
+    key = training_key(learner, recipe, source, [*learned, *held_out])
+    with open_resumable(target, key, save_every, overwrite) as kept:
+        metrics = train(learner.module, learned, recipe, likelihood_objective(), progress, held_out, kept)
+        return save(learner, TrainedModel(target, recipe, len(learned), +left_out, metrics), source)
 
 
 def sft_on_episodes(
@@ -148,12 +150,12 @@ def sft_on_episodes(
     threads: int = 0,
     overwrite: bool = False,
     save_every: int | None = None,
-    progress: Progress = UNTOLD,
-) -> Made:
+    progress: Progress = SILENT,
+) -> TrainedModel:
     """Fine-tunes a run's model on what these episodes sampled, and saves it.
 
     Args:
-        episodes: already chosen (`stats.selection.best`), of one base and temperature.
+        episodes: already chosen (`stats.selection.select_best`), of one base and temperature.
         start: the model and the weights that learn.
         target: the model folder to make.
         recipe: unset: `PASSES` over them at 1e-4.
@@ -161,7 +163,7 @@ def sft_on_episodes(
     Raises:
         ConflictError: the target exists, and overwrite is off.
         StateError: no episode sampled a token of its own.
-        ModelError, CheckpointError: as `training.offline_training.started` and `train` do.
+        ModelError, CheckpointError: as `training.offline_training.load_learner` and `train` do.
     """
     refuse_existing(target, overwrite)
     rows = rows_by_episode(episodes)
@@ -169,17 +171,17 @@ def sft_on_episodes(
     if not taken:
         raise StateError(f"None of {len(episodes)} episodes sampled anything to learn from.", "agentrl episodes RUN")
     recipe = recipe or recipe_for(len(taken), PASSES, 1e-4)
-    require(recipe.optimizer, pick_device(device))
-    learner = started(start, device, threads)
+    check_optimizer(recipe.optimizer, pick_device(device))
+    learner = load_learner(start, device, threads)
     examples = [example for _, example in taken]
     source = start.record("sft") | {"episodes": [number for number, _ in taken]}
-    with resumable(target, key_of(learner, recipe, source, examples), save_every, overwrite) as kept:
-        metrics = train(learner.module, examples, recipe, likelihood(start.temperature), progress, kept=kept)
-        made = Made(target, recipe, len(taken), +Counter({EMPTY: len(episodes) - len(taken)}), metrics)
+    with open_resumable(target, training_key(learner, recipe, source, examples), save_every, overwrite) as kept:
+        metrics = train(learner.module, examples, recipe, likelihood_objective(start.temperature), progress, kept=kept)
+        made = TrainedModel(target, recipe, len(taken), +Counter({EMPTY: len(episodes) - len(taken)}), metrics)
         return save(learner, made, source)
 
 
-def likelihood(temperature: float = 1.0) -> Objective[Example]:
+def likelihood_objective(temperature: float = 1.0) -> Objective[Example]:
     """Mean cross entropy over a batch's learned tokens, in nats per token."""
     return Objective(
         rows=lambda example: example,
@@ -193,7 +195,7 @@ def _negative_sum(examples: Sequence[Example], logprobs: Sequence[Tensor]) -> di
     return {"loss": -torch.cat(list(logprobs)).sum()}
 
 
-def _tiny(
+def _make_tiny(
     dataset: Dataset | Sequence[Demonstration], recipe: Recipe | None, device: str, config: ModelConfig | None
 ) -> Learner:
     seed = recipe.seed if recipe else 0
@@ -206,9 +208,9 @@ def _tiny(
     )
 
 
-def _existing(model: str, config: ModelConfig | None, device: str, threads: int) -> Learner:
+def _load_existing(model: str, config: ModelConfig | None, device: str, threads: int) -> Learner:
     config = config or ModelConfig.model_validate({"path": model, "tool_format": AUTO})
-    return learner_of(Policy.load(config, model, device, threads))
+    return make_learner(Policy.load(config, model, device, threads))
 
 
 def demonstrations(dataset: Dataset | Sequence[Demonstration], most: int | None, seed: int) -> Iterator[Demonstration | None]:
@@ -218,11 +220,11 @@ def demonstrations(dataset: Dataset | Sequence[Demonstration], most: int | None,
         DatasetError: the dataset has no demonstrations.
     """
     if isinstance(dataset, Dataset):
-        return _played(dataset, list(islice(dataset.load(dataset.sft_split), most)), seed)
+        return _demonstrate_in_env(dataset, list(islice(dataset.load(dataset.sft_split), most)), seed)
     return iter(dataset[:most])
 
 
-def _played(dataset: Dataset, tasks: Sequence[Task], seed: int) -> Iterator[Demonstration | None]:
+def _demonstrate_in_env(dataset: Dataset, tasks: Sequence[Task], seed: int) -> Iterator[Demonstration | None]:
     if dataset.demonstrations is None:
         raise DatasetError("This dataset has no demonstrations to learn from.", "Try: agentrl sft --dataset arithmetic")
     env: Env = find("envs", dataset.env)

@@ -1,7 +1,7 @@
 """From episodes to what credit sees, and from its advantages back to training rows.
 
 Credit works on (N, T): the trained tokens of N episodes, one after another. Rows hold the same tokens among others: prompts,
-what tools said, what a fork has from its parent. `Tokens` knows which is which.
+what tools said, what a fork has from its parent. `TokenLayout` knows which is which.
 """
 
 import math
@@ -21,7 +21,7 @@ Constants = dict[tuple[int, int], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenLayout:
     """The trained tokens of some episodes, and where in their rows they are.
 
     Args:
@@ -35,8 +35,8 @@ class Tokens:
     lengths: Tensor
 
     @classmethod
-    def of(cls, episodes: Sequence[Episode], rows: Sequence[Row]) -> "Tokens":
-        """Of these episodes and their rows (`training.batch.rows_of`)."""
+    def of(cls, episodes: Sequence[Episode], rows: Sequence[Row]) -> "TokenLayout":
+        """The layout of these episodes and their rows (`training.batch.rows_of`)."""
         lengths = torch.zeros(len(episodes), dtype=torch.long)
         for row in rows:
             lengths[row.episode] += sum(row.loss_mask)
@@ -47,23 +47,23 @@ class Tokens:
         """(N, T), True where there is a token."""
         return torch.arange(int(self.lengths.max()) if len(self.lengths) else 0)[None] < self.lengths[:, None]
 
-    def gathered(self, known: Mapping[tuple[int, int], Tensor]) -> Tensor:
-        """What is known of the rows' tokens, as (N, T) float64."""
+    def gather(self, known: Mapping[tuple[int, int], Tensor]) -> Tensor:
+        """Gathers values of the rows' tokens as (N, T) float64."""
         whole = torch.zeros(self.mask.shape, dtype=torch.float64)
         filled = [0] * len(self.episodes)
         for row in self.rows:
-            values = known[row.key][_trains(row)].double().cpu()
+            values = known[row.key][_trained_mask(row)].double().cpu()
             start = filled[row.episode]
             whole[row.episode, start : start + len(values)] = values
             filled[row.episode] += len(values)
         return whole
 
-    def scattered(self, values: Tensor) -> Constants:
-        """The reverse: (N, T) -> by row, 0 where nothing trains."""
+    def scatter(self, values: Tensor) -> Constants:
+        """Reverses `gather`: (N, T) -> by row, 0 where nothing trains."""
         found: Constants = {}
         filled = [0] * len(self.episodes)
         for row in self.rows:
-            trains = _trains(row)
+            trains = _trained_mask(row)
             line = torch.zeros(len(trains), dtype=torch.float64)
             count, start = int(trains.sum()), filled[row.episode]
             line[trains] = values[row.episode, start : start + count]
@@ -71,7 +71,7 @@ class Tokens:
             found[row.key] = line
         return found
 
-    def earned(self, groups: Sequence[Group], penalty: Tensor | None = None, values: Tensor | None = None) -> Earned:
+    def make_earned(self, groups: Sequence[Group], penalty: Tensor | None = None, values: Tensor | None = None) -> Earned:
         """What each token earned.
 
         Args:
@@ -86,7 +86,7 @@ class Tokens:
         rewards, turns = torch.zeros(self.mask.shape, dtype=torch.float64), torch.zeros(self.mask.shape, dtype=torch.long)
         for number, episode in enumerate(self.episodes):
             _check(episode)
-            _fill(episode, rewards[number], turns[number])
+            _fill_rewards(episode, rewards[number], turns[number])
         of = torch.tensor([number for number, group in enumerate(groups) for _ in group.episodes])
         outcomes = torch.tensor([episode.reward for episode in self.episodes], dtype=torch.float64)
         if penalty is not None:
@@ -108,7 +108,7 @@ def _check(episode: Episode) -> None:
         raise RewardError(f"Episode {episode.id} has a reward that cannot be credited: {', '.join(map(str, rewards))}.")
 
 
-def _fill(episode: Episode, rewards: Tensor, turns: Tensor) -> None:
+def _fill_rewards(episode: Episode, rewards: Tensor, turns: Tensor) -> None:
     """A step's reward goes to its last token, what no step earned to the episode's own last one.
 
     What a fork's inherited steps earned is none of its own tokens'.
@@ -124,5 +124,5 @@ def _fill(episode: Episode, rewards: Tensor, turns: Tensor) -> None:
         rewards[end - 1] += rest
 
 
-def _trains(row: Row) -> Tensor:
+def _trained_mask(row: Row) -> Tensor:
     return torch.tensor(row.loss_mask[row.prefix + 1 :])

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
-from agentrl.workflow.algorithms import Algorithm, settled
+from agentrl.workflow.algorithms import Algorithm, settle_options
 from agentrl.workflow.config import AlgorithmConfig, RunConfig
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.plugins import find, names
@@ -21,15 +21,15 @@ VERSION = "1.16.0"
 INSTALL = "pip install 'agentrl[trl]'"
 CREDIT = "agentrl.workflow.training.advantages:relative_to_group"
 
-_CLIPPED = {
+_CLIPPED_LOSSES = {
     "token-mean": "dapo",
     "seq-mean-token-mean": "grpo",
     "seq-mean-token-sum": "luspo",
     "seq-mean-token-sum-norm-trl": "dr_grpo",
 }
 LOSSES: Mapping[str, Mapping[str, str]] = {
-    "agentrl.workflow.training.losses:clipped": _CLIPPED,
-    "agentrl.workflow.training.losses:clipped_sequence_mean": _CLIPPED,
+    "agentrl.workflow.training.losses:clipped": _CLIPPED_LOSSES,
+    "agentrl.workflow.training.losses:clipped_sequence_mean": _CLIPPED_LOSSES,
     "agentrl.workflow.training.losses:clipped_weight": {"token-mean": "cispo"},
     "agentrl.workflow.training.losses:soft_gate": {"seq-mean-token-mean": "sapo"},
 }
@@ -77,10 +77,10 @@ def check_trl(config: RunConfig) -> None:
 
 def grpo_options(config: RunConfig) -> dict[str, Any]:
     """What is minimised, as fields of `trl.GRPOConfig`; the KL is not among them (`training.trl_trainer`)."""
-    options, limits = settled(config.algorithm), config.rollout
+    options, limits = settle_options(config.algorithm), config.rollout
     fields = {
         "loss_type": _loss_type(options),
-        "importance_sampling_level": "sequence" if _of_sequences(options) else "token",
+        "importance_sampling_level": "sequence" if _is_sequence_level(options) else "token",
         "scale_rewards": options.scale,
         "epsilon": options.clip_low,
         "epsilon_high": options.clip_high,
@@ -98,8 +98,8 @@ def grpo_options(config: RunConfig) -> dict[str, Any]:
 
 
 def _refusals(config: RunConfig) -> Iterator[str]:
-    yield from _of_the_algorithm(settled(config.algorithm))
-    yield from _of_the_episodes(config)
+    yield from _algorithm_refusals(settle_options(config.algorithm))
+    yield from _episode_refusals(config)
     update = config.update
     if update.batch_size is not None:
         yield "update.batch_size, since TRL's minibatches must be equal, and an iteration may lose groups"
@@ -112,14 +112,14 @@ def _refusals(config: RunConfig) -> Iterator[str]:
         yield "a quantised base, whose adapters TRL rounds to bfloat16"
 
 
-def _of_the_algorithm(options: AlgorithmConfig) -> Iterator[str]:
+def _algorithm_refusals(options: AlgorithmConfig) -> Iterator[str]:
     if options.convention != "trl":
         yield f"algorithm.convention={options.convention}, where TRL computes in its own"
     if _loss_type(options) is None:
         yield _no_loss(options)
     if options.kl_coef and (options.kl_in, options.kl_estimator[:2]) != ("loss", "k3"):
         yield f"algorithm.kl_in={options.kl_in} with {options.kl_estimator}, where TRL has a k3 in the loss"
-    if options.kl_coef and options.kl_estimator == "k3-corrected" and _of_sequences(options):
+    if options.kl_coef and options.kl_estimator == "k3-corrected" and _is_sequence_level(options):
         yield f"algorithm.kl_estimator=k3-corrected with {options.name}, where TRL multiplies it by the ratio of the whole row"
     if options.kl_target is not None:
         yield "algorithm.kl_target, where TRL's weight of the KL stays"
@@ -127,7 +127,7 @@ def _of_the_algorithm(options: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.entropy_coef with aggregation={options.aggregation}, where TRL's bonus is a mean over tokens"
 
 
-def _of_the_episodes(config: RunConfig) -> Iterator[str]:
+def _episode_refusals(config: RunConfig) -> Iterator[str]:
     if config.source.given:
         yield "stored episodes, whose ratio to their sampler TRL knows only from vLLM"
     if config.rollout.max_staleness:
@@ -141,7 +141,7 @@ def _algorithm(options: AlgorithmConfig) -> Algorithm:
     return found
 
 
-def _of_sequences(options: AlgorithmConfig) -> bool:
+def _is_sequence_level(options: AlgorithmConfig) -> bool:
     """Whether a whole row has one ratio."""
     return _algorithm(options).surrogate_of(options).endswith(":clipped_sequence_mean")
 

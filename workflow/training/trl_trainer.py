@@ -29,11 +29,11 @@ from transformers import PrinterCallback
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.models.logprobs import causal_model, checkpointing
-from agentrl.workflow.models.memory import out_of_memory, spared
+from agentrl.workflow.models.memory import out_of_memory, return_freed_memory
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.batch import Row, rows_of
-from agentrl.workflow.training.reports import Metrics, Update, per_episode, select
-from agentrl.workflow.training.token_layout import Tokens
+from agentrl.workflow.training.reports import Metrics, Update, episode_advantages, select_groups
+from agentrl.workflow.training.token_layout import TokenLayout
 from agentrl.workflow.training.trainer import NotFinite, Trainer
 from agentrl.workflow.training.trl_options import check_trl, grpo_options, require_trl
 from agentrl.workflow.trajectory import Group
@@ -69,19 +69,19 @@ class TrlTrainer(Trainer):
             RewardError: an episode's reward is no finite number.
         """
         started = time.perf_counter()
-        kept, dropped = whole(groups, self._config.rollout.group_size)
+        kept, dropped = select_whole_groups(groups, self._config.rollout.group_size)
         episodes = [episode for group in kept for episode in group.episodes]
         if not episodes:
             return Update(dropped=dropped, skipped="no group is whole")
         self._set_rates(iteration)
-        tokens = Tokens.of(episodes, rows_of(episodes))
-        credited = self._credit(tokens.earned(kept), self._options)
-        advantages = {e.id: value for e, value in zip(episodes, per_episode(credited, tokens), strict=True)}
+        tokens = TokenLayout.of(episodes, rows_of(episodes))
+        credited = self._credit(tokens.make_earned(kept), self._options)
+        advantages = {e.id: value for e, value in zip(episodes, episode_advantages(credited, tokens), strict=True)}
         if not (credited.advantages.any() or self._options.kl_coef or self._options.entropy_coef):
             return Update(advantages=advantages, dropped=dropped, skipped="no advantage differs from 0")
         try:
-            with self._policy.lock, spared(self._config.lean):
-                steps = self._by_trl(tokens.rows, [float(e.reward or 0.0) for e in episodes], iteration)
+            with self._policy.lock, return_freed_memory(self._config.lean):
+                steps = self._run_trl(tokens.rows, [float(e.reward or 0.0) for e in episodes], iteration)
         except NotFinite as error:
             return Update(advantages=advantages, dropped=dropped, skipped=str(error), bad=True)
         self.iteration = iteration
@@ -90,7 +90,7 @@ class TrlTrainer(Trainer):
         counted = {name: mean[name] * len(steps) for name in ("tokens", "rows")}
         return Update(mean | counted | {"seconds": time.perf_counter() - started}, tuple(steps), advantages, dropped)
 
-    def _by_trl(self, rows: Sequence[Row], rewards: Sequence[float], iteration: int) -> list[Metrics]:
+    def _run_trl(self, rows: Sequence[Row], rewards: Sequence[float], iteration: int) -> list[Metrics]:
         """The metrics of each optimizer step."""
         again = self._config.update.gradient_checkpointing
         coef, full = self._options.kl_coef, self._policy.kind == "full"
@@ -98,14 +98,14 @@ class TrlTrainer(Trainer):
         try:
             with (
                 TemporaryDirectory(prefix="arl-trl-") as written,
-                _own_draws(self._policy.device),
+                _isolate_rng(self._policy.device),
                 beside as reference,
                 self._policy.training() as model,
                 checkpointing(model, again),
-                _as_before(model, reference),
+                _restore_model(model, reference),
             ):
-                trl = self._made(model, rows, rewards, self._arguments(written, rows, iteration))
-                _anchored(trl, coef, reference)
+                trl = self._make_trl_trainer(model, rows, rewards, self._arguments(written, rows, iteration))
+                _set_kl_anchor(trl, coef, reference)
                 trl.train()
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
@@ -140,7 +140,7 @@ class TrlTrainer(Trainer):
             max_steps=self._config.update.epochs,
             learning_rate=self.learning_rate,
             lr_scheduler_type="constant",
-            beta=0.0,  # see `_anchored`
+            beta=0.0,  # see `_set_kl_anchor`
             seed=_seed(self._config.seed, iteration),
             use_cpu=on_cpu,
             bf16=False,
@@ -158,12 +158,12 @@ class TrlTrainer(Trainer):
         arguments._n_gpu = 1  # the policy is on one, however many there are
         return arguments
 
-    def _made(self, model: nn.Module, rows: Sequence[Row], rewards: Sequence[float], arguments: Any) -> Any:
+    def _make_trl_trainer(self, model: nn.Module, rows: Sequence[Row], rewards: Sequence[float], arguments: Any) -> Any:
         """TRL's trainer of our model and our optimizer, for one update."""
         from datasets import Dataset  # type: ignore[import-untyped]
         from trl import GRPOTrainer
 
-        _quiet()
+        _silence_trl()
         for group in self._optimizer.param_groups:
             group.pop("initial_lr", None)  # of the schedule of the last update
         made = GRPOTrainer(
@@ -175,15 +175,15 @@ class TrlTrainer(Trainer):
             ),
             processing_class=self._policy.tokenizer,
             optimizers=(self._optimizer, None),
-            rollout_func=_Recorded(rows, rewards, arguments.num_generations),
+            rollout_func=_RecordedRollouts(rows, rewards, arguments.num_generations),
         )
         made.remove_callback(PrinterCallback)
         return made
 
 
-def whole(groups: Sequence[Group], size: int) -> tuple[list[Group], dict[int, str]]:
+def select_whole_groups(groups: Sequence[Group], size: int) -> tuple[list[Group], dict[int, str]]:
     """The groups of which every episode can train, each as one row, and why others are dropped, by slot."""
-    chosen, dropped = select(groups, needs_group=True)
+    chosen, dropped = select_groups(groups, needs_group=True)
     kept = []
     for group in chosen:
         reason = _why_not(group, size)
@@ -213,7 +213,7 @@ def rows_at_once(rows: Sequence[Row], tokens: int, at_least: int) -> int:
     return next(count for count in range(most, 0, -1) if len(rows) % count == 0)
 
 
-class _Recorded:
+class _RecordedRollouts:
     """TRL's `rollout_func`: a prompt is the number of its group, and its n-th occurrence gets the group's n-th row."""
 
     def __init__(self, rows: Sequence[Row], rewards: Sequence[float], size: int) -> None:
@@ -239,7 +239,7 @@ def _rewards(reward: list[float], **_: Any) -> list[float]:
     return reward
 
 
-def _anchored(trl: Any, coef: float, reference: nn.Module | None) -> None:
+def _set_kl_anchor(trl: Any, coef: float, reference: nn.Module | None) -> None:
     """Gives TRL the weight of the KL and our reference: it would load the base again for each update, and knows one adapter."""
     from trl.trainer.utils import add_fused_lm_head
 
@@ -249,19 +249,19 @@ def _anchored(trl: Any, coef: float, reference: nn.Module | None) -> None:
         trl.ref_model = reference
 
 
-def _quiet() -> None:
+def _silence_trl() -> None:
     """TRL would tell the hub of each update, and a person that `rollout_func` may change: the version is pinned."""
     constants.HF_HUB_DISABLE_TELEMETRY = True
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 
 def _seed(seed: int, iteration: int) -> int:
-    """What TRL seeds everything with: dropout draws from it."""
+    """The seed of everything in TRL: dropout draws from it."""
     return int.from_bytes(hashlib.sha256(f"{seed}|{iteration}".encode()).digest()[:4], "little") >> 1
 
 
 @contextmanager
-def _own_draws(device: torch.device) -> Iterator[None]:
+def _isolate_rng(device: torch.device) -> Iterator[None]:
     """TRL seeds every generator of the process; outside nobody notices."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -273,9 +273,9 @@ def _own_draws(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _as_before(*models: nn.Module | None) -> Iterator[None]:
+def _restore_model(*models: nn.Module | None) -> Iterator[None]:
     """TRL gives a model another forward, other special tokens and marks of its own; afterwards all that is taken back."""
-    mine = [thing for model in models if model is not None for thing in _changed_by_trl(model)]
+    mine = [thing for model in models if model is not None for thing in _objects_trl_changes(model)]
     before: list[tuple[Any, Mapping[str, Any]]] = [(thing, dict(vars(thing))) for thing in mine]
     try:
         yield
@@ -285,7 +285,7 @@ def _as_before(*models: nn.Module | None) -> Iterator[None]:
             vars(thing).update(values)
 
 
-def _changed_by_trl(model: nn.Module) -> list[Any]:
+def _objects_trl_changes(model: nn.Module) -> list[Any]:
     causal = causal_model(model)
     found = [model, causal, causal.config, causal.config.get_text_config(), causal.generation_config]
     return [thing for number, thing in enumerate(found) if not any(thing is other for other in found[:number])]
