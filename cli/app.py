@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from agentrl.cli.commands import Commands, hyphens
+from agentrl.cli.commands import Commands, with_hyphens
 from agentrl.cli.output import say
 from agentrl.workflow.errors import AgentRLError, ConfigError
 
@@ -18,7 +18,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 128, "token_normalize_func": hyphens},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 128, "token_normalize_func": with_hyphens},
 )
 
 

@@ -13,49 +13,49 @@ from agentrl.cli.targets import (
     NewestRun,
     existing_database,
     existing_reader,
-    first_run,
+    first_run_hint,
+    pick_episode,
+    pick_run,
     stored_reader,
-    the_episode,
-    the_run,
 )
-from agentrl.cli.transcript import as_document, transcript
+from agentrl.cli.transcript import as_document, transcript_lines
 from agentrl.cli.verify import verify as verified
-from agentrl.cli.watch import trained_on
+from agentrl.cli.watch import trained_on_query
 from agentrl.workflow.errors import ConfigError
 
 RUN_COLUMNS = (
     "id", "run", "kind", "status", "dataset", "model", "done=iterations", "episodes_done=episodes", "last_reward=reward",
     "best", "seconds",
 )  # fmt: skip
-RUN_LEAST = ("best", "kind", "seconds", "dataset", "model", "episodes_done")
+RUN_MINOR_COLUMNS = ("best", "kind", "seconds", "dataset", "model", "episodes_done")
 """What a narrow terminal may have no room for, the more important first."""
 EPISODE_COLUMNS = (
     "id", "iteration", "task", "sample", "status", "stop_reason", "reward", "advantage", "steps", "tool_calls=calls",
     "tool_errors=errors", "sampled_tokens=tokens", "seconds", "final_answer=answer",
 )  # fmt: skip
-EPISODE_LEAST = (
+EPISODE_MINOR_COLUMNS = (
     "iteration", "final_answer", "tool_calls", "tool_errors", "sampled_tokens", "steps", "seconds", "sample", "advantage",
 )  # fmt: skip
-ANSWER = 18
+ANSWER_CHARS = 18
 """Characters of an answer that a list shows, at most; `replay` shows it whole."""
 
 
-GREATEST = 2**63 - 1
+MAX_INTEGER = 2**63 - 1
 """No database takes a greater number."""
 
 
-def _filter(text: str) -> Any:
+def _filter_option(text: str) -> Any:
     return typer.Option(help=text, show_default=False)
 
 
-def _whole_filter(text: str, least: int | None = None) -> Any:
-    return typer.Option(help=text, show_default=False, min=least, max=GREATEST)
+def _integer_filter(text: str, least: int | None = None) -> Any:
+    return typer.Option(help=text, show_default=False, min=least, max=MAX_INTEGER)
 
 
 Limit = Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")]
 
 
-def _sort(default: str) -> Any:
+def _sort_option(default: str) -> Any:
     text = f"By which column, the greatest first; -COLUMN: the least [{default}]."
     return typer.Option(metavar="COLUMN", help=text, show_default=False)
 
@@ -69,7 +69,7 @@ def _check_sort(sort: str, known: Mapping[str, str]) -> None:
 
 def runs(
     limit: Limit = 50,
-    sort: Annotated[str, _sort("id")] = "id",
+    sort: Annotated[str, _sort_option("id")] = "id",
     tree: Annotated[bool, typer.Option("--tree", help="Show which run comes from which.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -85,12 +85,12 @@ def runs(
     if as_json:
         show_json(rows)
     elif rows:
-        show_rows([_short(row) for row in rows], RUN_COLUMNS, RUN_LEAST, below=("reason",))
+        show_rows([_run_row(row) for row in rows], RUN_COLUMNS, RUN_MINOR_COLUMNS, below=("reason",))
     else:
-        say(f"There is no run yet. {first_run()}")
+        say(f"There is no run yet. {first_run_hint()}")
 
 
-def _short(run: Any) -> dict[str, Any]:
+def _run_row(run: Any) -> dict[str, Any]:
     done = f"{run['iterations_done']}/{run['iterations']}"
     best = None if run["best_version"] is None else f"{cell(run['best_reward'])} @{run['best_version']}"
     return {**run, "model": run["model"].rstrip("/").rpartition("/")[2], "done": done, "best": best}
@@ -98,18 +98,18 @@ def _short(run: Any) -> dict[str, Any]:
 
 def episodes(
     run: NewestRun = None,
-    iteration: Annotated[int | None, _whole_filter("Only of this iteration (from 1).", least=1)] = None,
-    status: Annotated[str | None, _filter("Only planned, running, done, failed, infra_error or cancelled ones.")] = None,
+    iteration: Annotated[int | None, _integer_filter("Only of this iteration (from 1).", least=1)] = None,
+    status: Annotated[str | None, _filter_option("Only planned, running, done, failed, infra_error or cancelled ones.")] = None,
     stop_reason: Annotated[
-        str | None, _filter("Only answered, max_steps, max_tokens, parse_error, tool_error or timeout.")
+        str | None, _filter_option("Only answered, max_steps, max_tokens, parse_error, tool_error or timeout.")
     ] = None,
-    task: Annotated[str | None, _filter("Only of the task of this key.")] = None,
-    min_reward: Annotated[float | None, _filter("Only with at least this reward.")] = None,
-    max_reward: Annotated[float | None, _filter("Only with at most this reward.")] = None,
-    tool_errors: Annotated[int | None, _whole_filter("Only with at least so many failed tool calls.")] = None,
-    sort: Annotated[str, _sort("-id")] = "-id",
+    task: Annotated[str | None, _filter_option("Only of the task of this key.")] = None,
+    min_reward: Annotated[float | None, _filter_option("Only with at least this reward.")] = None,
+    max_reward: Annotated[float | None, _filter_option("Only with at most this reward.")] = None,
+    tool_errors: Annotated[int | None, _integer_filter("Only with at least so many failed tool calls.")] = None,
+    sort: Annotated[str, _sort_option("-id")] = "-id",
     limit: Limit = 50,
-    offset: Annotated[int, typer.Option(min=0, max=GREATEST, help="Pass over so many.")] = 0,
+    offset: Annotated[int, typer.Option(min=0, max=MAX_INTEGER, help="Pass over so many.")] = 0,
     as_json: Json = False,
 ) -> None:
     """List a run's episodes."""
@@ -122,19 +122,19 @@ def episodes(
     _check_words(status, stop_reason)
     _check_sort(sort, listings.EPISODE_ORDERS)
     db = stored_reader()
-    run = the_run(db, run)
+    run = pick_run(db, run)
     filters = {name: value for name, value in asked.items() if value is not None}
     rows = listings.list_episodes(db, run, filters, limit + 1, offset, sort)
     if as_json:
         show_json(rows[:limit])
     elif rows:
-        short = [{**row, "final_answer": one_line(row["final_answer"] or "", ANSWER)} for row in rows[:limit]]
-        show_rows(short, EPISODE_COLUMNS, EPISODE_LEAST, below=("error",))
+        short = [{**row, "final_answer": one_line(row["final_answer"] or "", ANSWER_CHARS)} for row in rows[:limit]]
+        show_rows(short, EPISODE_COLUMNS, EPISODE_MINOR_COLUMNS, below=("error",))
         say(f"Transcript: agentrl replay {rows[0]['id']}")
     else:
         say("No episode is like that.")
         if not filters and listings.describe_run(db, run)["iterations_done"]:
-            say(f"It learned from stored ones: {trained_on(run)}")
+            say(f"It learned from stored ones: {trained_on_query(run)}")
     if len(rows) > limit:
         say(f"There are more: --offset {offset + limit}")
 
@@ -175,7 +175,7 @@ def replay(
     if sum(option is not None for option in (step, verify, diff)) > 1:
         raise ConfigError("--step, --verify and --diff are three different questions.", "Ask one at a time.")
     db = stored_reader()
-    episode = the_episode(db, episode)
+    episode = pick_episode(db, episode)
     if verify is not None:
         raise typer.Exit(verified(episode, verify, as_json))
     if diff is not None:
@@ -190,19 +190,21 @@ def replay(
     if as_json:
         show_json(as_document(record, step))
     else:
-        show_lines(transcript(record, step))
+        show_lines(transcript_lines(record, step))
 
 
 def events(
     run: NewestRun = None,
-    limit: Annotated[int | None, typer.Option(min=1, max=GREATEST, help="Only the newest so many.", show_default=False)] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, max=MAX_INTEGER, help="Only the newest so many.", show_default=False)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List what happened to a run, oldest first."""
     from agentrl.workflow.store import listings
 
     db = stored_reader()
-    rows = listings.list_events(db, the_run(db, run))[-limit if limit else 0 :]
+    rows = listings.list_events(db, pick_run(db, run))[-limit if limit else 0 :]
     if as_json:
         show_json(rows)
     else:

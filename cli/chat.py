@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.chat_history import History
-from agentrl.cli.keyboard import Keyboard, readable
+from agentrl.cli.keyboard import Keyboard, replace_invalid
 from agentrl.cli.output import console, one_line, say, show_lines
-from agentrl.cli.transcript import conversation
+from agentrl.cli.transcript import conversation_lines
 from agentrl.cli.turn_display import Voice
 from agentrl.workflow.errors import AgentRLError, ConfigError, did_you_mean
 
@@ -56,13 +56,13 @@ class Loading:
             return self._made.result()
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether there will be none."""
         return self._made.done() and self._made.exception() is not None
 
     def close(self) -> None:
         """Ends it, where it was made."""
-        if self._made.done() and not self.failed:
+        if self._made.done() and not self.has_failed:
             self._made.result().close()
 
     def _run(self, make: "Callable[[], Talk]") -> None:
@@ -72,15 +72,15 @@ class Loading:
             self._made.set_exception(error)
 
 
-def in_a_pipe(talk: "Talk") -> None:
+def chat_in_pipe(talk: "Talk") -> None:
     """One line in, one answer out, until an empty line."""
-    for line in _lines_in():
+    for line in _read_lines():
         for text in talk.answer(line):
             show_lines([text])
             sys.stdout.flush()
 
 
-def at_a_terminal(loading: Loading, greeting: str, home: Path) -> None:
+def chat_at_terminal(loading: Loading, greeting: str, home: Path) -> None:
     """Asks and answers until ctrl-D. Ctrl-C stops what is being answered, or gives up what is being typed."""
     keyboard = Keyboard(History(home / "chat_history"))
     say(greeting)
@@ -88,7 +88,7 @@ def at_a_terminal(loading: Loading, greeting: str, home: Path) -> None:
         try:
             words = keyboard.message()
             if words:
-                _heed(loading, words)
+                _handle_line(loading, words)
         except EOFError:
             print(file=sys.stderr)
             return
@@ -97,12 +97,12 @@ def at_a_terminal(loading: Loading, greeting: str, home: Path) -> None:
         except UnicodeDecodeError:
             say("That was no UTF-8; nothing was asked.")
         except AgentRLError as error:
-            if loading.failed:
+            if loading.has_failed:
                 raise
             say(" ".join(filter(None, (error.message, error.hint))))
 
 
-def _heed(loading: Loading, words: str) -> None:
+def _handle_line(loading: Loading, words: str) -> None:
     command, _, given = words.partition(" ")
     if command in COMMANDS:
         COMMANDS[command](loading, given.strip())
@@ -117,7 +117,7 @@ def _answer(talk: "Talk", words: str) -> None:
     """Shows the answer as it is sampled; a question whose answer is stopped, or fails, is taken back."""
     screen = console()
     try:
-        with closing(talk.answer(words, lambda thinks, opens: Voice(_writer(screen), thinks, opens))) as lines:
+        with closing(talk.answer(words, lambda thinks, opens: Voice(_screen_writer(screen), thinks, opens))) as lines:
             for line in lines:
                 show_lines([line])
     except BaseException as error:
@@ -128,7 +128,7 @@ def _answer(talk: "Talk", words: str) -> None:
         say("(stopped; the question is taken back)")
 
 
-def _writer(screen: Any) -> Callable[[str, str], None]:
+def _screen_writer(screen: Any) -> Callable[[str, str], None]:
     from rich.text import Text
 
     def write(text: str, style: str) -> None:
@@ -160,7 +160,7 @@ def _tools(loading: Loading, given: str) -> None:
         if name and name not in talk.tools:
             raise ConfigError(f"There is no tool {one_line(name)!r} here.", did_you_mean(name, talk.tools))
         meant = {name} if name else set(talk.tools)
-        talk.offer(talk.off - meant if word == "on" else talk.off | meant)
+        talk.set_tools_off(talk.off - meant if word == "on" else talk.off | meant)
     if not talk.tools:
         say("There are no tools here; --env NAME brings some.")
     width = max(map(len, talk.tools), default=0)
@@ -172,11 +172,11 @@ def _tools(loading: Loading, given: str) -> None:
 def _temperature(loading: Loading, given: str) -> None:
     policy = loading.talk().policy
     if given:
-        policy.limits = policy.within(temperature=_heat(given))
+        policy.limits = policy.within(temperature=_parse_temperature(given))
     say(f"temperature {policy.limits.temperature:g}")
 
 
-def _heat(given: str) -> float:
+def _parse_temperature(given: str) -> float:
     try:
         asked = float(given)
     except ValueError:
@@ -198,13 +198,13 @@ def _save(loading: Loading, given: str) -> None:
     except ValueError as error:
         raise ConfigError(f"Nobody could learn from this conversation: {error}.", "Begin anew: /reset") from error
     try:
-        _append(file, line)
+        _append_line(file, line)
     except OSError as error:
         raise ConfigError(f"Cannot write to {str(file)!r}: {error.strerror}.", "Name another file.") from error
     say(f"Appended to {str(file)!r}; to learn from it: agentrl sft --dataset {file}")
 
 
-def _append(file: Path, line: bytes) -> None:
+def _append_line(file: Path, line: bytes) -> None:
     """Writes it as the file's last line, whole or not at all."""
     if file.exists() and not file.is_file():
         raise OSError(errno.EINVAL, "it is no file")
@@ -222,7 +222,7 @@ def _append(file: Path, line: bytes) -> None:
 
 
 def _replay(loading: Loading, given: str) -> None:
-    show_lines(conversation(loading.talk().steps))
+    show_lines(conversation_lines(loading.talk().steps))
 
 
 def _exit(loading: Loading, given: str) -> None:
@@ -240,7 +240,7 @@ COMMANDS: dict[str, Callable[[Loading, str], None]] = {
 }
 
 
-def _lines_in() -> Iterator[str]:
+def _read_lines() -> Iterator[str]:
     """The lines of stdin up to an empty one.
 
     Raises:
@@ -255,7 +255,7 @@ def _lines_in() -> Iterator[str]:
             raise ConfigError("What was typed is no UTF-8.", "Convert it: iconv -t UTF-8") from error
         if not line.strip():
             return
-        yield readable(line.strip())
+        yield replace_invalid(line.strip())
 
 
 @contextmanager

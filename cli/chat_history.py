@@ -12,13 +12,13 @@ from pathlib import Path
 from agentrl.cli.output import clean, say
 
 HEADER = "agentrl chat history 1"
-MOST = 1000
+MAX_MESSAGES = 1000
 """Messages that are remembered."""
-LONGEST = 10_000
+MAX_MESSAGE_CHARS = 10_000
 """Characters of one; a longer one is not remembered."""
-LARGEST = 1 << 20
+MAX_FILE_BYTES = 1 << 20
 """Bytes of a file that may be ours."""
-FULL = LARGEST // 2
+SHORTENED_BYTES = MAX_FILE_BYTES // 2
 """Bytes from which on its older half goes."""
 
 
@@ -32,17 +32,17 @@ class History:
     def read(self) -> list[str]:
         """The newest messages, oldest first; where the file is not ours that is said, and nothing is kept."""
         try:
-            found = self._entries()
+            found = self._read_entries()
         except FileNotFoundError:
             return []
         except (OSError, ValueError) as error:
             self._give_up(error)
             return []
-        return found[-MOST:]
+        return found[-MAX_MESSAGES:]
 
     def add(self, message: str) -> None:
         """Remembers one more."""
-        if not self._kept or len(message) > LONGEST:
+        if not self._kept or len(message) > MAX_MESSAGE_CHARS:
             return
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ class History:
                 os.write(place, f"{head}{json.dumps(message)}\n".encode())
             finally:
                 os.close(place)
-            if size > FULL:
+            if size > SHORTENED_BYTES:
                 self._shorten()
         except (OSError, ValueError) as error:
             self._give_up(error)
@@ -63,34 +63,36 @@ class History:
         why = f"cannot be had: {error.strerror}" if isinstance(error, OSError) else str(error)
         say(f"What is typed here is not remembered: {str(self._file)!r} {why}.")
 
-    def _entries(self) -> list[str]:
+    def _read_entries(self) -> list[str]:
         """Raises ValueError where the file is not ours."""
         place = os.open(self._file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(place, "rb") as file:
             found = os.fstat(place)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > LARGEST:
+            if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_FILE_BYTES:
                 raise ValueError("is no history of agentrl's chat")
-            data = file.read(LARGEST)
+            data = file.read(MAX_FILE_BYTES)
         try:
             lines = data.decode().splitlines()
         except UnicodeDecodeError as error:
             raise ValueError("is no history of agentrl's chat: it is no text") from error
         if data and lines[:1] != [HEADER]:
             raise ValueError("is no history of agentrl's chat")
-        return [message for line in lines[1:] if (message := _message(line))]
+        return [message for line in lines[1:] if (message := _parse_message(line))]
 
     def _shorten(self) -> None:
-        kept = self._entries()
-        text = "".join(f"{json.dumps(message)}\n" for message in kept[len(kept) // 2 :][-MOST:])
+        kept = self._read_entries()
+        text = "".join(f"{json.dumps(message)}\n" for message in kept[len(kept) // 2 :][-MAX_MESSAGES:])
         with tempfile.NamedTemporaryFile(dir=self._file.parent, prefix=".history.", delete=False) as beside:
             beside.write(f"{HEADER}\n{text}".encode())
         os.replace(beside.name, self._file)
 
 
-def _message(line: str) -> str:
+def _parse_message(line: str) -> str:
     """The message of a line; empty where it holds none, or what no keyboard types."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
         return ""
-    return found if isinstance(found, str) and found.strip() and len(found) <= LONGEST and clean(found) == found else ""
+    return (
+        found if isinstance(found, str) and found.strip() and len(found) <= MAX_MESSAGE_CHARS and clean(found) == found else ""
+    )

@@ -69,7 +69,7 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
     },
 }
 COMMANDS: Mapping[str, Entry] = {name: entry for group in GROUPS.values() for name, entry in group.items()}
-COMPLETING = "_AGENTRL_COMPLETE"
+COMPLETION_VARIABLE = "_AGENTRL_COMPLETE"
 """The variable with which a shell asks what a word may become."""
 
 
@@ -91,7 +91,7 @@ class Command(TyperCommand):
                     formatter.write_dl(records)
 
 
-class Imported(Mapping[str, Any]):
+class LazyCommands(Mapping[str, Any]):
     """The commands by their names; one is imported when it is asked for."""
 
     def __getitem__(self, name: str) -> Any:
@@ -105,11 +105,11 @@ class Imported(Mapping[str, Any]):
         if isinstance(found, Typer):
             info = TyperInfo(found, name=name)
             return get_group_from_info(info, pretty_exceptions_short=True, suggest_commands=True, rich_markup_mode=None)
-        if COMPLETING in os.environ:
+        if COMPLETION_VARIABLE in os.environ:
             from agentrl.cli.completion import complete
 
             complete(found)
-        settings = {"token_normalize_func": hyphens}
+        settings = {"token_normalize_func": with_hyphens}
         wanted = CommandInfo(name, cls=Command, callback=found, context_settings=settings)
         return get_command_from_info(wanted, pretty_exceptions_short=True, rich_markup_mode=None)
 
@@ -122,7 +122,7 @@ class Imported(Mapping[str, Any]):
         return len(COMMANDS)
 
 
-def hyphens(word: str) -> str:
+def with_hyphens(word: str) -> str:
     """Options and commands are spelled with `-` or `_` alike."""
     return word.replace("_", "-")
 
@@ -132,7 +132,7 @@ class Commands(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         """With the commands that there are."""
-        super().__init__(**attributes | {"commands": Imported()})
+        super().__init__(**attributes | {"commands": LazyCommands()})
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Their names."""

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.eval_pairs import OTHER, OTHER_CODE, Pair, Row, find_pair, scored_by
-from agentrl.cli.output import Json, cell, interval, say, show, show_json
+from agentrl.cli.eval_pairs import OTHER_CODE, OTHER_REWARDS, Pair, Row, counted_rewards, find_pair
+from agentrl.cli.output import Json, cell, format_interval, say, show, show_json
 from agentrl.cli.targets import stored_reader
 from agentrl.workflow.errors import ConfigError
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 MEASURES = ("difference", "low", "high", "interval_by", "p_value", "method", "won", "lost", "tied")
 
 
-def _side(which: str) -> Any:
+def _side_argument(which: str) -> Any:
     help_text = f"The {which}: an evaluation's run, or a policy, whose newest evaluation of the same tasks is meant."
     return typer.Argument(metavar="EVAL|POLICY", help=help_text, show_default=False)
 
 
 def compare(
-    first: Annotated[str, _side("one")],
-    second: Annotated[str, _side("other")],
+    first: Annotated[str, _side_argument("one")],
+    second: Annotated[str, _side_argument("other")],
     dataset: Annotated[str | None, typer.Option(help="Only evaluations on this dataset.", show_default=False)] = None,
     split: Annotated[str | None, typer.Option(help="Only evaluations on this split.", show_default=False)] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the test, where its worlds are too many to count.")] = 0,
@@ -38,7 +38,7 @@ def compare(
 
     pair = find_pair(first, second, dataset, split)
     one, other = pair.one, pair.other
-    means = [eval_results.task_means(stored_reader(), row["id"]) for row in (one, other)]
+    means = [eval_results.load_task_means(stored_reader(), row["id"]) for row in (one, other)]
     if means[0].keys() != means[1].keys():
         shared = len(means[0].keys() & means[1].keys())
         raise ConfigError(
@@ -47,28 +47,28 @@ def compare(
             f"-n {len(means[0])}",
         )
     scored = [{task: mean for task, mean in side.items() if mean is not None} for side in means]
-    rights = compare_paired(_shares(one), _shares(other), seed)
+    rights = compare_paired(_right_shares(one), _right_shares(other), seed)
     document = _document(pair, compare_paired(scored[0], scored[1], seed), rights, len(means[0]))
     if as_json:
         show_json(document)
     else:
-        _show(document)
-    for remark in _remarks(pair, document):
+        _show_comparison(document)
+    for remark in _list_remarks(pair, document):
         say(remark)
 
 
-def _shares(row: Row) -> dict[int, float]:
-    """Of each task with a done episode the share of these that are right; empty where nothing tells."""
+def _right_shares(row: Row) -> dict[int, float]:
+    """The share of right ones among each task's done episodes, where it has some; empty where nothing tells."""
     from agentrl.workflow.store import eval_results
 
-    right = eval_results.right_episodes(stored_reader(), row["iteration"])
+    right = eval_results.find_right_episodes(stored_reader(), row["iteration"])
     if right is None:
         return {}
-    done = eval_results.done_episodes(stored_reader(), row["id"])
+    done = eval_results.load_done_episodes(stored_reader(), row["id"])
     return {task: len(right.intersection(its)) / len(its) for task, its in done.items()}
 
 
-def _told_by(row: Row) -> list[str]:
+def _right_by_names(row: Row) -> list[str]:
     """The names of what says that an episode is right: see `stats.evaluation.is_right`."""
     told = row["manifest"].get("right_by", {})
     if told.get("correct"):
@@ -79,30 +79,30 @@ def _told_by(row: Row) -> list[str]:
     return [*heaviest, f"env {row['config']['env']}"] if told.get("gives") else heaviest
 
 
-def _remarks(pair: Pair, document: Mapping[str, Any]) -> Iterator[str]:
+def _list_remarks(pair: Pair, document: Mapping[str, Any]) -> Iterator[str]:
     """What a person should know of the two before a difference is taken for one of the policies."""
-    from agentrl.workers.requests.eval_config import sampled_otherwise
+    from agentrl.workers.requests.eval_config import sampling_differences
 
     one, other = pair.one, pair.other
     if pair.newest != "yes":
         made = " and ".join(f"{row['run']} of {cell(row['created_at'])}" for row in (one, other))
         yield f"Their newest evaluations do not have the same {pair.newest}; the newest that do are {made} (UTC)."
-    otherwise = sampled_otherwise(one["config"], other["config"]).items()
+    otherwise = sampling_differences(one["config"], other["config"]).items()
     if otherwise:
         said = ", ".join(f"{key} {cell(a)} and {cell(b)}" for key, (a, b) in otherwise)
         yield f"They were sampled otherwise: {said}: the difference may be of that."
     if pair.rewards == OTHER_CODE:
         yield "Their rewards were computed by different code: the difference may be of the rewards."
-    if pair.rewards == OTHER:
-        made = "; ".join(f"{side} {_made_of(row)}" for side, row in (("A", one), ("B", other)))
+    if pair.rewards == OTHER_REWARDS:
+        made = "; ".join(f"{side} {_describe_rewards(row)}" for side, row in (("A", one), ("B", other)))
         instead = "accuracy is" if document["accuracy"] else "nothing else is told by both"
         yield f"Their rewards differ ({made}): their means are not compared; {instead}."
-    if _told_by(one) != _told_by(other):
+    if _right_by_names(one) != _right_by_names(other):
         yield "Different parts of the rewards say what is right: their accuracies are not compared."
 
 
-def _made_of(row: Row) -> str:
-    parts = scored_by(row).items()
+def _describe_rewards(row: Row) -> str:
+    parts = counted_rewards(row).items()
     return ", ".join(f"env {value}" if name == "env" else f"{name} x {cell(value)}" for name, value in parts) or "none"
 
 
@@ -112,26 +112,26 @@ def _document(pair: Pair, rewards: "PairedComparison", rights: "PairedComparison
     sides = {
         side: {
             **{"run": row["run"], "mean": mean, "accuracy": accuracy, "episodes": row["episodes"], "errors": row["errors"]},
-            "rewards": scored_by(row),
+            "rewards": counted_rewards(row),
         }
         for side, row, mean, accuracy in zip(
             "ab", (pair.one, pair.other), (rewards.first, rewards.second), accuracies, strict=True
         )
     }
-    comparable = bool(rights.tasks) and _told_by(pair.one) == _told_by(pair.other)
+    comparable = bool(rights.tasks) and _right_by_names(pair.one) == _right_by_names(pair.other)
     return {
         "dataset": pair.one["dataset"],
         "split": pair.one["split"],
         **sides,
         "tasks": rewards.tasks,
         "left_out": tasks - rewards.tasks,
-        "rewards_differ": pair.rewards == OTHER,
-        **{name: None if pair.rewards == OTHER else getattr(rewards, name) for name in MEASURES},
+        "rewards_differ": pair.rewards == OTHER_REWARDS,
+        **{name: None if pair.rewards == OTHER_REWARDS else getattr(rewards, name) for name in MEASURES},
         "accuracy": {name: getattr(rights, name) for name in MEASURES} if comparable else None,
     }
 
 
-def _show(found: Mapping[str, Any]) -> None:
+def _show_comparison(found: Mapping[str, Any]) -> None:
     show(f"{found['tasks']} tasks of {found['dataset']} ({found['split']})")
     for side in ("a", "b"):
         row = found[side]
@@ -139,14 +139,14 @@ def _show(found: Mapping[str, Any]) -> None:
         show(f"  {side.upper()}  {measures}  {row['run']}")
     rights = found["accuracy"]
     if not found["rewards_differ"]:
-        show(f"  B - A  {_difference(found)}")
+        show(f"  B - A  {_format_difference(found)}")
         show(f"  B better on {found['won']}, worse on {found['lost']}, equal on {found['tied']}")
     if rights:
-        show(f"  B - A of accuracy  {_difference(rights)}")
+        show(f"  B - A of accuracy  {_format_difference(rights)}")
         show(f"  B right more often on {rights['won']}, less on {rights['lost']}, as often on {rights['tied']}")
     if found["left_out"]:
         show(f"  left out: {found['left_out']} tasks without a done episode on one side")
 
 
-def _difference(found: Mapping[str, Any]) -> str:
-    return f"{cell(found['difference'])}  {interval(found)}  p {cell(found['p_value'])} ({found['method']})"
+def _format_difference(found: Mapping[str, Any]) -> str:
+    return f"{cell(found['difference'])}  {format_interval(found)}  p {cell(found['p_value'])} ({found['method']})"

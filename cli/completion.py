@@ -16,7 +16,7 @@ from typer.models import ParameterInfo
 Choice = str | tuple[str, str]
 """A word, or one with what is said beside it."""
 
-MOST = 100
+MAX_CHOICES = 100
 """Words that are offered at a time."""
 
 
@@ -24,53 +24,56 @@ def complete(command: Callable[..., Any]) -> None:
     """Tells typer of each parameter of a command what its words may become."""
     for name, hint in get_type_hints(command, include_extras=True).items():
         for told in getattr(hint, "__metadata__", ()):
-            if isinstance(told, ParameterInfo) and name in WORDS:
-                told.autocompletion = _quiet(WORDS[name])
+            if isinstance(told, ParameterInfo) and name in CHOICES:
+                told.autocompletion = _without_errors(CHOICES[name])
 
 
-def _quiet(words: Callable[[str], list[Choice]]) -> Callable[[str], list[Choice]]:
-    def offered(incomplete: str) -> list[Choice]:
+def _without_errors(words: Callable[[str], list[Choice]]) -> Callable[[str], list[Choice]]:
+    def complete_quietly(incomplete: str) -> list[Choice]:
         with suppress(Exception):  # a traceback in the middle of somebody's line is worse than no word
             return words(incomplete)
         return []
 
-    return offered
+    return complete_quietly
 
 
-def _asked(query: Callable[[Any], list[Any]]) -> list[Any]:
+def _query_database(query: Callable[[Any], list[Any]]) -> list[Any]:
     """Rows of the database as it is; none where it would have to be made or upgraded first."""
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.driver_reader import Reader
     from agentrl.workflow.store.user_sql import sqlite_file
 
-    def leave() -> NoReturn:
+    def refuse_full() -> NoReturn:
         raise LookupError("the driver does not suffice")
 
     file = sqlite_file(settings())
-    return [] if file is not None and not file.exists() else Reader(settings().database, leave).ask(query)
+    return [] if file is not None and not file.exists() else Reader(settings().database, refuse_full).ask(query)
 
 
-def _runs(incomplete: str) -> list[Choice]:
-    from agentrl.workflow.store.driver_reader import rows
+def _run_choices(incomplete: str) -> list[Choice]:
+    from agentrl.workflow.store.driver_reader import select_rows
 
     newest = "SELECT name, kind, status FROM runs WHERE name LIKE :begin ORDER BY id DESC LIMIT :most"
     begin = incomplete.replace("%", "").replace("_", "%") + "%"  # typer leaves out what begins otherwise
     return [
-        (row["name"], f"{row['kind']}, {row['status']}") for row in _asked(lambda tx: rows(tx, newest, begin=begin, most=MOST))
+        (row["name"], f"{row['kind']}, {row['status']}")
+        for row in _query_database(lambda tx: select_rows(tx, newest, begin=begin, most=MAX_CHOICES))
     ]
 
 
-def _episodes(incomplete: str) -> list[Choice]:
-    from agentrl.workflow.store.driver_reader import rows
+def _episode_choices(incomplete: str) -> list[Choice]:
+    from agentrl.workflow.store.driver_reader import select_rows
 
     newest = """
         SELECT e.id, r.name, e.status, e.reward FROM episodes e JOIN runs r ON r.id = e.run_id
         WHERE e.status <> 'planned' AND CAST(e.id AS TEXT) LIKE :begin ORDER BY e.id DESC LIMIT :most"""
-    found = _asked(lambda tx: rows(tx, newest, begin=f"{int(incomplete) if incomplete else ''}%", most=MOST))
+    found = _query_database(
+        lambda tx: select_rows(tx, newest, begin=f"{int(incomplete) if incomplete else ''}%", most=MAX_CHOICES)
+    )
     return [(str(row["id"]), f"{row['name']}, {row['status']}, reward {row['reward']}") for row in found]
 
 
-def _models(incomplete: str) -> list[Choice]:
+def _model_choices(incomplete: str) -> list[Choice]:
     """What `agentrl sft` made here, and what the hub's cache has."""
     from agentrl.workflow.settings import settings
 
@@ -79,24 +82,24 @@ def _models(incomplete: str) -> list[Choice]:
     return ["tiny", *sorted(file.parent.name for file in settings().models_dir.glob("*/config.json")), *sorted(hub)]
 
 
-def _policies(incomplete: str) -> list[Choice]:
-    return [*_runs(incomplete.partition("@")[0]), *_models(incomplete)]
+def _policy_choices(incomplete: str) -> list[Choice]:
+    return [*_run_choices(incomplete.partition("@")[0]), *_model_choices(incomplete)]
 
 
-def _plugins(kind: str) -> Callable[[str], list[Choice]]:
-    def found(incomplete: str) -> list[Choice]:
+def _plugin_choices(kind: str) -> Callable[[str], list[Choice]]:
+    def complete_plugin(incomplete: str) -> list[Choice]:
         spec = find_spec(f"agentrl.workflow.{kind}")
         places = (spec.submodule_search_locations if spec else None) or []
         return sorted(module.name for module in pkgutil.iter_modules(places))
 
-    return found
+    return complete_plugin
 
 
-def _datasets(incomplete: str) -> list[Choice]:
-    return [*_plugins("datasets")(incomplete), *sorted(glob(f"{escape(incomplete)}*.jsonl"))[:MOST]]
+def _dataset_choices(incomplete: str) -> list[Choice]:
+    return [*_plugin_choices("datasets")(incomplete), *sorted(glob(f"{escape(incomplete)}*.jsonl"))[:MAX_CHOICES]]
 
 
-def _assignments(incomplete: str) -> list[Choice]:
+def _assignment_choices(incomplete: str) -> list[Choice]:
     """`key=`, and after it what the key may be where that is a plug-in or one of few words."""
     from agentrl.workflow.config import DESCRIPTIONS, KEYS
 
@@ -104,40 +107,42 @@ def _assignments(incomplete: str) -> list[Choice]:
     if not given:
         return [(f"{each}=", DESCRIPTIONS.get(each, "")) for each in KEYS]
     last = {"dataset.name": "dataset", "model.path": "model", "rollout.engine": "engine", "algorithm.name": "algorithm"}
-    values = WORDS.get(last.get(key, key))
+    values = CHOICES.get(last.get(key, key))
     return [f"{key}={value if isinstance(value, str) else value[0]}" for value in (values(word) if values else [])]
 
 
-def _one_of(*words: str) -> Callable[[str], list[Choice]]:
+def _fixed_choices(*words: str) -> Callable[[str], list[Choice]]:
     return lambda incomplete: list(words)
 
 
-def _statuses(incomplete: str) -> list[Choice]:
+def _status_choices(incomplete: str) -> list[Choice]:
     from agentrl.workflow.trajectory import TRANSITIONS
 
     return list(TRANSITIONS)
 
 
-def _stop_reasons(incomplete: str) -> list[Choice]:
+def _stop_reason_choices(incomplete: str) -> list[Choice]:
     from agentrl.workflow.trajectory import StopReason
 
     return list(get_args(StopReason))
 
 
-def _queries(incomplete: str) -> list[Choice]:
+def _view_choices(incomplete: str) -> list[Choice]:
     """The views, as `sql --schema` takes them."""
     from agentrl.workflow.tables.descriptions import VIEWS
 
     return list(VIEWS.items())
 
 
-WORDS: Mapping[str, Callable[[str], list[Choice]]] = {
-    "run": _runs, "runs": _runs, "from_episodes": _runs, "from_groups": _runs, "first": _policies, "second": _policies,
-    "policy": _policies, "reference": _policies, "model": _models, "episode": _episodes, "diff": _episodes,
-    "dataset": _datasets, "split": _one_of("train", "test"), "env": _plugins("envs"), "tools": _plugins("tools"),
-    "reward": _plugins("rewards"), "algorithm": _plugins("algorithms"), "engine": _plugins("engines"),
-    "trainer": _plugins("trainers"), "assignments": _assignments, "status": _statuses, "stop_reason": _stop_reasons,
-    "verify": _one_of("tools", "tokens", "rewards", "all"), "query": _queries,
-    "role": _one_of("rollout", "tools", "train", "control", "rollout,train", "supervisor", "redis"),
+CHOICES: Mapping[str, Callable[[str], list[Choice]]] = {
+    "run": _run_choices, "runs": _run_choices, "from_episodes": _run_choices, "from_groups": _run_choices,
+    "first": _policy_choices, "second": _policy_choices, "policy": _policy_choices, "reference": _policy_choices,
+    "model": _model_choices, "episode": _episode_choices, "diff": _episode_choices, "dataset": _dataset_choices,
+    "split": _fixed_choices("train", "test"), "env": _plugin_choices("envs"), "tools": _plugin_choices("tools"),
+    "reward": _plugin_choices("rewards"), "algorithm": _plugin_choices("algorithms"), "engine": _plugin_choices("engines"),
+    "trainer": _plugin_choices("trainers"), "assignments": _assignment_choices, "status": _status_choices,
+    "stop_reason": _stop_reason_choices,
+    "verify": _fixed_choices("tools", "tokens", "rewards", "all"), "query": _view_choices,
+    "role": _fixed_choices("rollout", "tools", "train", "control", "rollout,train", "supervisor", "redis"),
 }  # fmt: skip
 """Name of a command's parameter -> what its words may become."""

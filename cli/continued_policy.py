@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.output import say
-from agentrl.cli.targets import is_stored_policy, trained_policy
+from agentrl.cli.targets import find_trained_policy, is_stored_policy
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentrl.workers.requests.submission import Prepared
+    from agentrl.workers.requests.submission import PreparedRun
     from agentrl.workflow.trajectory import PolicyRef
 
-QUANTISED = "The base was dequantised, as the LoRA was learned beside it, and then merged: what is made is whole."
-FREE = ("path", "lora", "lora_dropout", "dtype", "sampler_dtype", "numerics")
-"""Of the section `model`, what may be other than it was in the run that the weights are from."""
+DEQUANTISED_NOTE = "The base was dequantised, as the LoRA was learned beside it, and then merged: what is made is whole."
+FREE_KEYS = ("path", "lora", "lora_dropout", "dtype", "sampler_dtype", "numerics")
+"""Keys of the section `model` that may be other than they were in the run that the weights are from."""
 
 
-def start_of(asked: RunConfig, origins: Mapping[str, str]) -> "tuple[RunConfig, PolicyRef | None]":
+def resolve_start(asked: RunConfig, origins: Mapping[str, str]) -> "tuple[RunConfig, PolicyRef | None]":
     """The config and the weights that `model.path` means where it names a run's policy; else the config as it is, and None.
 
     Raises:
@@ -33,35 +33,35 @@ def start_of(asked: RunConfig, origins: Mapping[str, str]) -> "tuple[RunConfig, 
         if asked.model.lora == "new":
             raise ConfigError("--lora new goes with a run's policy.", "Write --model RUN@3, or leave --lora out.")
         return asked, None
-    made, ref, _ = trained_policy(asked.model.path, "--model")
+    made, ref, _ = find_trained_policy(asked.model.path, "--model")
     named = {"path": f"{made.name}@{ref.version}", "lora": asked.model.lora}
     if asked.model.lora == "new":
         section = asked.model.model_copy(update=named)
         return asked.model_copy(update={"model": section}), PolicyRef(ref.base, ref.base_hash)
     chosen = {key: value for key, value in asked.model.model_dump().items() if origins[f"model.{key}"] != "default"}
-    _refuse_other(chosen, made, str(ref.base))
-    section = made.model.model_copy(update={key: value for key, value in chosen.items() if key in FREE} | named)
+    _refuse_other_options(chosen, made, str(ref.base))
+    section = made.model.model_copy(update={key: value for key, value in chosen.items() if key in FREE_KEYS} | named)
     config = RunConfig.model_validate(asked.model_dump() | {"model": section.model_dump()})
     return config, replace(ref, version=0)
 
 
-def told_of(prepared: "Prepared", policy: str, lora: str = "continue", merges: bool = False) -> "Prepared":
+def with_origin(prepared: "PreparedRun", policy: str, lora: str = "continue", merges: bool = False) -> "PreparedRun":
     """The request whose manifest tells which run and version it comes `from`; it starts from them merged if it `merges`.
 
     Raises:
         ModelError, CheckpointError: they cannot be merged.
     """
-    made, ref, manifest = trained_policy(policy, "--model")
+    made, ref, manifest = find_trained_policy(policy, "--model")
     submission = prepared.submission
     origin = {"run": made.name, "version": ref.version, "lora": lora}
     submission = replace(submission, manifest={**submission.manifest, "from": origin})
     if merges:
-        base, measured = merged_base(made, ref, manifest), submission.evaluation
+        base, measured = merge_base(made, ref, manifest), submission.evaluation
         submission = replace(submission, policy=base, evaluation=measured and replace(measured, policy=base))
     return replace(prepared, submission=submission)
 
 
-def merged_base(made: RunConfig, ref: "PolicyRef", manifest: Mapping[str, Any]) -> "PolicyRef":
+def merge_base(made: RunConfig, ref: "PolicyRef", manifest: Mapping[str, Any]) -> "PolicyRef":
     """The policy as a model among agentrl's own, `RUN-vN`; made now unless it is there already.
 
     Raises:
@@ -81,7 +81,7 @@ def merged_base(made: RunConfig, ref: "PolicyRef", manifest: Mapping[str, Any]) 
 
         say(f"Merging {made.name}@{ref.version} into {str(target)!r}, on which training begins anew.")
         if merge(ref, made.model, manifest, target, where.device, where.threads)["dequantised"]:
-            say(QUANTISED)
+            say(DEQUANTISED_NOTE)
     return PolicyRef(str(target), base_hash(target))
 
 
@@ -96,13 +96,13 @@ def _is_made_of(target: Path, ref: "PolicyRef") -> bool:
         return False
 
 
-def _refuse_other(chosen: Mapping[str, Any], made: RunConfig, base: str) -> None:
+def _refuse_other_options(chosen: Mapping[str, Any], made: RunConfig, base: str) -> None:
     from agentrl.workflow.models.lookup import lora_rank
 
     there = made.model.model_dump()
     if "lora_r" in chosen and there["lora_r"] is None and Path(base).is_dir():
         there["lora_r"] = lora_rank(made.model, Path(base))
-    other = [key for key, value in chosen.items() if key not in FREE and value != there[key]]
+    other = [key for key, value in chosen.items() if key not in FREE_KEYS and value != there[key]]
     if other:
         told = ", ".join(f"model.{key}={there[key]}" for key in other)
         raise ConfigError(f"The weights of {made.name!r} go on as they are, with {told}.", "Leave it out, or pass --lora new.")

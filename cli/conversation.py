@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from agentrl.cli.output import Line
-from agentrl.cli.turn_display import Voice, said
+from agentrl.cli.turn_display import Voice, turn_lines
 from agentrl.workflow.agent import refusal
 from agentrl.workflow.chat.parsing import THINK
 from agentrl.workflow.envs import Env
@@ -22,11 +22,11 @@ from agentrl.workflow.training.demonstrations import Demonstration
 from agentrl.workflow.trajectory import Episode, Message, Step, Task, ToolCall, ToolResult
 
 MakesVoice = Callable[[bool, Sequence[str]], Voice]
-OTHER_TOOLS = "other tools are offered from here on"
+OTHER_TOOLS_NOTE = "other tools are offered from here on"
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Checkpoint:
     """Where a conversation stood before a question."""
 
     steps: tuple[Step, ...]
@@ -51,7 +51,7 @@ class Talk:
         self.steps: tuple[Step, ...] = ()
         self._row: tuple[Step, ...] = ()
         self._unheard: tuple[Message, ...] = ()
-        self._before = _Place((), (), ())
+        self._before = _Checkpoint((), (), ())
         self._draws = 0
         self._notebook = Notebook()
 
@@ -61,11 +61,11 @@ class Talk:
         self._notebook.close()
 
     @property
-    def offered(self) -> dict[str, Tool]:
+    def offered_tools(self) -> dict[str, Tool]:
         """The tools that the policy is told of."""
         return {name: tool for name, tool in self.tools.items() if name not in self.off}
 
-    def offer(self, off: frozenset[str]) -> None:
+    def set_tools_off(self, off: frozenset[str]) -> None:
         """All tools but these from now on; what was said before is read again, as the template tells of tools first."""
         self.off = off
         self._row = ()
@@ -90,20 +90,20 @@ class Talk:
             voice: makes what shows a turn while it is sampled (told whether the turn begins inside of a thought, and what a
                 call begins with); the lines are then the rest.
         """
-        self._before = _Place(self.steps, self._row, self._unheard)
+        self._before = _Checkpoint(self.steps, self._row, self._unheard)
         asked = Message("user", words)
         system = (Message("system", self.env.system_prompt),) if self.env.system_prompt and not self.steps else ()
         new = (*system, *self._unheard, asked)
         episode = Episode(Task("chat", (asked,), ""))
         for _ in range(self.policy.limits.max_steps):
-            step = yield from self._turn(new, voice)
-            cut = self._cut(step)
+            step = yield from self._sample_turn(new, voice)
+            cut = self._cut_reason(step)
             if cut:
                 yield f"(cut at {cut})", "yellow"
             if not step.message.tool_calls or cut:
                 self._unheard = ()
                 return
-            step = replace(step, results=(yield from self._results(step.message.tool_calls)))
+            step = replace(step, results=(yield from self._run_calls(step.message.tool_calls)))
             self.steps, self._row = (*self.steps[:-1], step), (*self._row[:-1], replace(self._row[-1], results=step.results))
             episode = episode.with_step(replace(step, index=len(episode.steps)))
             self._unheard = new = tuple(self.env.step(episode))
@@ -122,13 +122,13 @@ class Talk:
         if any(step.finish_reason == "length" for step in self.steps):
             raise StateError("An answer was cut, and nobody should learn to stop there.", "Begin anew: /reset")
         messages = tuple(message for step in self.steps for message in (*step.prompt, step.message))
-        return Demonstration(messages, tuple(tool.schema for tool in self.offered.values()))
+        return Demonstration(messages, tuple(tool.schema for tool in self.offered_tools.values()))
 
-    def _turn(self, new: tuple[Message, ...], voice: MakesVoice | None) -> Generator[Line, None, Step]:
+    def _sample_turn(self, new: tuple[Message, ...], voice: MakesVoice | None) -> Generator[Line, None, Step]:
         """Samples the next turn, and shows it."""
         again = bool(self.steps) and not self._row
         heard = (*(message for step in self.steps for message in (*step.prompt, step.message)), *new) if again else new
-        stream = self.policy.stream(heard, tuple(self.offered.values()), before=self._row, sample=self._draws)
+        stream = self.policy.stream(heard, tuple(self.offered_tools.values()), before=self._row, sample=self._draws)
         try:
             opens = self.policy.chat.manner.tool_format.opens
             shown = voice(self._thinks_first(stream.context), opens) if voice else None
@@ -138,23 +138,23 @@ class Talk:
         finally:
             stream.stop()
         self._row = (*self._row, step)
-        told = replace(step, index=len(self.steps), prompt=new, new_row=OTHER_TOOLS if again else step.new_row)
+        told = replace(step, index=len(self.steps), prompt=new, new_row=OTHER_TOOLS_NOTE if again else step.new_row)
         self.steps = (*self.steps, told)
-        yield from shown.rest(step.message) if shown else said(step.message)
+        yield from shown.rest(step.message) if shown else turn_lines(step.message)
         return told
 
     def _thinks_first(self, context: tuple[int, ...]) -> bool:
         """Whether the template opens the policy's thought for it."""
         return self.policy.chat.decode(context[-8:]).rstrip().endswith(THINK)
 
-    def _results(self, calls: tuple[ToolCall, ...]) -> Generator[Line, None, tuple[ToolResult, ...]]:
+    def _run_calls(self, calls: tuple[ToolCall, ...]) -> Generator[Line, None, tuple[ToolResult, ...]]:
         results = []
         for index, call in enumerate(calls):
-            results.append(self._call(index, call))
+            results.append(self._run_tool_call(index, call))
             yield f"  -> {results[-1].content}", "red" if results[-1].error_class else "blue"
         return tuple(results)
 
-    def _cut(self, step: Step) -> str:
+    def _cut_reason(self, step: Step) -> str:
         """What cut a turn short; empty if it came to its end."""
         if step.finish_reason == "stop":
             return ""
@@ -165,13 +165,13 @@ class Talk:
         whole = len(Episode(Task("chat", (), ""), steps=self._row).context_ids) >= window
         return f"the model's window of {window} tokens" if whole else "the server's window"
 
-    def _call(self, index: int, call: ToolCall) -> ToolResult:
-        refused = refusal(call, index, self.offered, self.policy.limits)
+    def _run_tool_call(self, index: int, call: ToolCall) -> ToolResult:
+        refused = refusal(call, index, self.offered_tools, self.policy.limits)
         if refused is not None:
             return refused
         tool, answer, began = self.tools[call.name], Future[ToolResult](), time.monotonic()
         # A thread of its own, so that one that never ends keeps nobody.
-        threading.Thread(target=_run, args=(self._notebook, tool, call, answer), daemon=True).start()
+        threading.Thread(target=_run_call, args=(self._notebook, tool, call, answer), daemon=True).start()
         try:
             told = answer.result(None if keeps_session(tool) else tool.timeout_seconds)
         except KeyboardInterrupt:
@@ -186,7 +186,7 @@ class Talk:
         self._notebook = Notebook()
 
 
-def _run(notebook: Notebook, tool: Tool, call: ToolCall, answer: "Future[ToolResult]") -> None:
+def _run_call(notebook: Notebook, tool: Tool, call: ToolCall, answer: "Future[ToolResult]") -> None:
     try:
         answer.set_result(notebook.run(tool, call.arguments))
     except BaseException as error:  # noqa: BLE001 - it goes to whoever waits

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from agentrl.cli.output import Json, show_json, show_lines
-from agentrl.cli.probe_process import probed
+from agentrl.cli.probe_process import probe_facts
 from agentrl.workflow.errors import AgentRLError
 
 PACKAGES = ("transformers", "peft", "bitsandbytes", "celery", "redis", "sqlalchemy", "alembic", "psycopg", "typer", "rich")
@@ -34,7 +34,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Check the machine, the services, the models; exit 4 on a fail."""
-    checks = list(_checks(model))
+    checks = list(_run_checks(model))
     if as_json:
         show_json([asdict(check) for check in checks])
     else:
@@ -49,7 +49,7 @@ def doctor(
         raise typer.Exit(4)
 
 
-def _checks(model: str | None) -> Iterator[Check]:
+def _run_checks(model: str | None) -> Iterator[Check]:
     from agentrl.workflow.settings import settings
 
     where = settings()
@@ -89,7 +89,7 @@ def _packages() -> Check:
 
 
 def _torch(where: Any) -> Iterator[Check]:
-    facts = probed("torch", where.device)
+    facts = probe_facts("torch", where.device)
     if "error" in facts:
         yield Check("torch", "fail", facts["error"], "Install torch again.")
         return
@@ -138,30 +138,30 @@ def _broker(where: Any) -> Iterator[Check]:
             )
         else:
             yield Check("redis", "ok", server)
-        if embedded.running(where) is None:
+        if embedded.find_supervisor(where) is None:
             yield Check("stack", "ok", "does not run; `agentrl submit` starts it")
             return
-    if not broker.answers(where):
+    if not broker.is_answering(where):
         yield Check("broker", "fail", "does not answer", "Check AGENTRL_BROKER_URL." if where.broker_url else "agentrl up")
         return
     yield Check("broker", "ok", "answers")
     log = embedded.log_file(where, "supervisor")
-    yield from _workers(f"The stack starts it; if it does not come, see {log}" if embedded.running(where) else "")
+    yield from _workers(f"The stack starts it; if it does not come, see {log}" if embedded.find_supervisor(where) else "")
 
 
 def _workers(coming: str) -> Iterator[Check]:
     """Who serves the queues, and who lacks; `coming` says what to do where a stack that runs starts them by itself."""
     from agentrl.cli.targets import existing_database
-    from agentrl.workers.stack.presence import served_queues, without_control, without_worker
+    from agentrl.workers.stack.presence import count_workers_by_queue, missing_control_hints, missing_worker_hints
 
     try:
         db = existing_database()
-        lost = without_control(db) if db else []  # a database that is not there yet has no control loop either
+        lost = missing_control_hints(db) if db else []  # a database that is not there yet has no control loop either
     except AgentRLError as error:
         yield Check("workers", "fail", error.message, error.hint)
         return
-    served = served_queues()
-    for said in (*without_worker(queue for queue in served if not served[queue]), *lost):
+    served = count_workers_by_queue()
+    for said in (*missing_worker_hints(queue for queue in served if not served[queue]), *lost):
         found, _, start = said.partition(". Start one: ")
         yield Check("workers", "warn", found, coming or start)
     there = [f"{queue} {count}" for queue, count in served.items() if count and "." not in queue]
@@ -204,14 +204,14 @@ def _sandbox(where: Any) -> Check:
     lacking = [f"{kind}: {found.message}" for kind, found in tries.items() if isinstance(found, SandboxUnavailable)]
     for kind, found in tries.items():
         if not isinstance(found, SandboxUnavailable):
-            return Check("sandbox", "ok", "; ".join([f"{kind} {_held(found)}", *lacking]))
+            return Check("sandbox", "ok", "; ".join([f"{kind} {_describe_sandbox(found)}", *lacking]))
     refused = f"none: code tools refuse, the rest works. {' '.join(lacking)}"
     if where.sandbox == "auto":
         return Check("sandbox", "warn", refused, INSTALL)
     return Check("sandbox", "fail", refused, "Mend it, or unset AGENTRL_SANDBOX.")
 
 
-def _held(sandbox: Any) -> str:
+def _describe_sandbox(sandbox: Any) -> str:
     """What runs inside, and how its memory is held."""
     from agentrl.workflow.sandbox.cgroups import parents
 
@@ -252,7 +252,7 @@ def _template(model: str) -> Check:
         folder = model_folder(resolve_model(model, "arithmetic"))
     except AgentRLError as error:
         return Check("template", "fail", error.message, error.hint)
-    facts = probed("template", str(folder))
+    facts = probe_facts("template", str(folder))
     if "error" in facts:
         return Check("template", "fail", facts["error"], "Pass an instruct model.")
     if facts["reason"]:

@@ -10,16 +10,16 @@ from agentrl.cli.offline_options import (
     Force,
     Optimizer,
     OutputDir,
-    Place,
+    OutputPlace,
     RewardSet,
     SaveEvery,
     StartPolicy,
-    Stored,
+    StoredEpisodes,
     find_stored,
     recipe_options,
-    say_next,
+    say_next_steps,
     show_made,
-    watched,
+    train_with_progress,
 )
 from agentrl.cli.output import Json, say
 from agentrl.workflow.errors import ConfigError, StateError
@@ -59,15 +59,15 @@ def dpo(
         raise ConfigError(f"--reference does not know {reference!r}.", "Write start or sampler.")
     stored = find_stored(from_episodes, reward_set, policy, least=2)
     options = {"beta": beta, "reference": reference}
-    _on_pairs(stored, pairs, options, asked, Place(name, output_dir, force, save_every), as_json)
+    _train_on_pairs(stored, pairs, options, asked, OutputPlace(name, output_dir, force, save_every), as_json)
 
 
-def _on_pairs(
-    stored: Stored,
+def _train_on_pairs(
+    stored: StoredEpisodes,
     most: int,
     options: Mapping[str, Any],
     asked: Mapping[str, Any],
-    place: Place,
+    place: OutputPlace,
     as_json: bool,
 ) -> None:
     from agentrl.workflow.stats import selection
@@ -90,6 +90,8 @@ def _on_pairs(
     recipe = stored.recipe(len(pairs), PASSES, asked)
     sides = [stored.episodes([pair[side] for pair in pairs]) for side in (0, 1)]
     episodes = list(zip(*sides, strict=True))
-    made = watched(target, partial(dpo, episodes, stored.start, target, **options, recipe=recipe, **place.writing))
+    made = train_with_progress(
+        target, partial(dpo, episodes, stored.start, target, **options, recipe=recipe, **place.writing_options)
+    )
     show_made(made, f"{made.examples} pairs", {"groups": paired, "of": groups, **options}, as_json)
-    say_next(stored, target)
+    say_next_steps(stored, target)

@@ -16,7 +16,7 @@ from agentrl.workflow.errors import ConfigError, NotFoundError
 
 Row = Mapping[str, Any]
 
-SAME, OTHER_CODE, OTHER = 0, 1, 2
+SAME_REWARDS, OTHER_CODE, OTHER_REWARDS = 0, 1, 2
 """How alike the rewards of two evaluations are: the same, of the same parts and weights by other code, of others."""
 
 
@@ -33,12 +33,12 @@ class Pair:
 
     @property
     def rewards(self) -> int:
-        """SAME, OTHER_CODE or OTHER."""
-        return _rewards(self.one, self.other)
+        """SAME_REWARDS, OTHER_CODE or OTHER_REWARDS."""
+        return _compare_rewards(self.one, self.other)
 
 
 @dataclass(frozen=True)
-class _Measured:
+class _Candidate:
     row: Row
     foreign: bool
 
@@ -54,24 +54,32 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
         NotFoundError: one has no evaluation.
         ConfigError: they have none on the same split of the same dataset, or only one between them.
     """
-    from agentrl.workers.requests.eval_config import sampling
+    from agentrl.workers.requests.eval_config import stored_sampling_values
     from agentrl.workflow.store import eval_results
 
     asked = {key: value for key, value in (("dataset", dataset), ("split", split)) if value is not None}
-    sides = [[each for each in _evals(name, dataset) if asked.items() <= dict(each.row).items()] for name in (first, second)]
-    tasks = cache(partial(eval_results.measured_tasks, stored_reader()))
+    sides = [
+        [each for each in _find_candidates(name, dataset) if asked.items() <= dict(each.row).items()]
+        for name in (first, second)
+    ]
+    tasks = cache(partial(eval_results.load_measured_tasks, stored_reader()))
     for name, mine, others in ((first, sides[0], sides[1]), (second, sides[1], sides[0])):
         if not mine:
             where = "".join(f" --{key} {value}" for key, value in asked.items())
-            there = _there(others[0].row, len(tasks(others[0].row["id"]))) if others else where
+            there = _same_tasks_options(others[0].row, len(tasks(others[0].row["id"]))) if others else where
             raise NotFoundError(f"{name!r} has no finished evaluation{where}.", f"agentrl eval --policy {name}{there}")
-    pairs = _alike(first, second, sides, tasks)
-    made = {each.row["id"]: sampling(each.row["config"]) for side in sides for each in side}
+    pairs = _pairs_on_one_split(first, second, sides, tasks)
+    made = {each.row["id"]: stored_sampling_values(each.row["config"]) for side in sides for each in side}
 
-    def unlike(pair: tuple[_Measured, _Measured]) -> tuple[bool, int, bool, int]:
+    def unlike(pair: tuple[_Candidate, _Candidate]) -> tuple[bool, int, bool, int]:
         one, other = (each.row for each in pair)
         otherwise = made[one["id"]] != made[other["id"]]
-        return tasks(one["id"]) != tasks(other["id"]), _rewards(one, other), otherwise, sum(each.foreign for each in pair)
+        return (
+            tasks(one["id"]) != tasks(other["id"]),
+            _compare_rewards(one, other),
+            otherwise,
+            sum(each.foreign for each in pair),
+        )
 
     found = min(pairs, key=unlike)  # of those alike the first, which is the newest
     newest = tuple(min(side, key=lambda each: each.foreign) for side in sides)
@@ -80,46 +88,47 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
     one, other = (each.row for each in newest)
     if tasks(one["id"]) != tasks(other["id"]):
         return Pair(found[0].row, found[1].row, "tasks")
-    same_rewards = _rewards(one, other) == _rewards(found[0].row, found[1].row)
+    same_rewards = _compare_rewards(one, other) == _compare_rewards(found[0].row, found[1].row)
     return Pair(found[0].row, found[1].row, "limits" if same_rewards else "rewards")
 
 
-def _alike(
-    first: str, second: str, sides: Sequence[Sequence[_Measured]], tasks: Callable[[int], frozenset[int]]
-) -> list[tuple[_Measured, _Measured]]:
+def _pairs_on_one_split(
+    first: str, second: str, sides: Sequence[Sequence[_Candidate]], tasks: Callable[[int], frozenset[int]]
+) -> list[tuple[_Candidate, _Candidate]]:
     """Pairs of two evaluations on the same split of a dataset. Raises as `find_pair`."""
-    pairs = [(a, b) for a, b in product(*sides) if _measured_on(a.row) == _measured_on(b.row)]
+    pairs = [(a, b) for a, b in product(*sides) if _dataset_and_split(a.row) == _dataset_and_split(b.row)]
     one, other = sides[0][0].row, sides[1][0].row
     if not pairs:
         raise ConfigError(
-            f"{first!r} was measured on {_split(one)} and {second!r} on {_split(other)}.",
-            f"Measure it there too: agentrl eval --policy {second}{_there(one, len(tasks(one['id'])))}",
+            f"{first!r} was measured on {_split_name(one)} and {second!r} on {_split_name(other)}.",
+            f"Measure it there too: agentrl eval --policy {second}{_same_tasks_options(one, len(tasks(one['id'])))}",
         )
     found = [(a, b) for a, b in pairs if a.row["id"] != b.row["id"]]
     if not found:
         row = pairs[0][0].row
+        again = _same_tasks_options(row, len(tasks(row["id"])))
         raise ConfigError(
             f"{first!r} and {second!r} are measured by one evaluation, {row['run']}: there is nothing to compare.",
-            f"Measure once more what are the same weights: agentrl eval --policy {second}{_there(row, len(tasks(row['id'])))}",
+            f"Measure once more what are the same weights: agentrl eval --policy {second}{again}",
         )
     return found
 
 
-def scored_by(row: Row) -> dict[str, float | str]:
+def counted_rewards(row: Row) -> dict[str, float | str]:
     """What an evaluation's rewards are made of: the weights that count and, where the env gives some itself, its name."""
     gives = row["manifest"].get("right_by", {}).get("gives")
     counting = {name: weight for name, weight in row["weights"].items() if weight}
     return {**counting, **({"env": row["config"]["env"]} if gives else {})}
 
 
-def _rewards(one: Row, other: Row) -> int:
-    if scored_by(one) != scored_by(other):
-        return OTHER
+def _compare_rewards(one: Row, other: Row) -> int:
+    if counted_rewards(one) != counted_rewards(other):
+        return OTHER_REWARDS
     told = one["weights"] == other["weights"]  # the hash is of the weights too, also of those that count nothing
-    return OTHER_CODE if told and one["code_hash"] != other["code_hash"] else SAME
+    return OTHER_CODE if told and one["code_hash"] != other["code_hash"] else SAME_REWARDS
 
 
-def _evals(name: str, dataset: str | None) -> Sequence[_Measured]:
+def _find_candidates(name: str, dataset: str | None) -> Sequence[_Candidate]:
     """The evaluations that a name means, newest first."""
     from agentrl.workflow.models.lookup import TINY, starting_policy
     from agentrl.workflow.store import eval_results
@@ -129,16 +138,18 @@ def _evals(name: str, dataset: str | None) -> Sequence[_Measured]:
     except NotFoundError:
         its = []
     if its:
-        return [_Measured(row, False) for row in its]
+        return [_Candidate(row, False) for row in its]
     config, policy = find_policy(name)
     if policy is None and config.model.path == TINY:
-        return _evals_of_tiny([dataset] if dataset else eval_results.measured_datasets(stored_reader()))
-    found = eval_results.evals_of_policy(stored_reader(), policy or starting_policy(config.model.path, config.dataset.name))
-    return [_Measured(row, _foreign(row, config)) for row in found]
+        return _tiny_candidates([dataset] if dataset else eval_results.list_measured_datasets(stored_reader()))
+    found = eval_results.find_evals_of_policy(
+        stored_reader(), policy or starting_policy(config.model.path, config.dataset.name)
+    )
+    return [_Candidate(row, _is_foreign(row, config)) for row in found]
 
 
-def _evals_of_tiny(datasets: Sequence[str]) -> list[_Measured]:
-    """Of the tiny model of each dataset those on that dataset: another's is another model of that name."""
+def _tiny_candidates(datasets: Sequence[str]) -> list[_Candidate]:
+    """The evaluations of each dataset's tiny model on that dataset: another's is another model of that name."""
     from agentrl.workflow.models.lookup import TINY, sft_model_name, starting_policy
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store import eval_results
@@ -147,12 +158,12 @@ def _evals_of_tiny(datasets: Sequence[str]) -> list[_Measured]:
     for dataset in datasets:
         if (settings().models_dir / sft_model_name(TINY, dataset) / "config.json").is_file():
             config = build({"model.path": TINY, "dataset.name": dataset})
-            rows = eval_results.evals_of_policy(stored_reader(), starting_policy(TINY, config.dataset.name))
-            found += [_Measured(row, _foreign(row, config)) for row in rows if row["dataset"] == dataset]
+            rows = eval_results.find_evals_of_policy(stored_reader(), starting_policy(TINY, config.dataset.name))
+            found += [_Candidate(row, _is_foreign(row, config)) for row in rows if row["dataset"] == dataset]
     return sorted(found, key=lambda each: -each.row["id"])
 
 
-def _foreign(row: Row, config: RunConfig) -> bool:
+def _is_foreign(row: Row, config: RunConfig) -> bool:
     """Whether another run asked for the evaluation than the one with the config, or for a model's own, which has no name, any.
 
     One by hand tells whose policy was named; where it is too old for that, its rewards tell.
@@ -164,14 +175,14 @@ def _foreign(row: Row, config: RunConfig) -> bool:
     return bool(row["config"].get("rewards", {}) != config.rewards)
 
 
-def _measured_on(row: Row) -> tuple[str, str]:
+def _dataset_and_split(row: Row) -> tuple[str, str]:
     return row["dataset"], row["split"]
 
 
-def _split(row: Row) -> str:
+def _split_name(row: Row) -> str:
     return f"{row['dataset']} ({row['split']})"
 
 
-def _there(row: Row, tasks: int) -> str:
+def _same_tasks_options(row: Row, tasks: int) -> str:
     """The words that measure another on the same tasks."""
     return f" --dataset {row['dataset']} --split {row['split']} -n {tasks}"

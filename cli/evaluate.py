@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.output import Json, cell, interval, one_line, say, show, show_json
+from agentrl.cli.output import Json, cell, format_interval, one_line, say, show, show_json
 from agentrl.cli.targets import Trust, existing_database, find_policy
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import ConfigError, ModelError
@@ -15,7 +15,7 @@ from agentrl.workflow.runtime.gc_pause import pause_gc
 
 if TYPE_CHECKING:
     from agentrl.cli.conversation import Talk
-    from agentrl.workers.requests.submission import Prepared
+    from agentrl.workers.requests.submission import PreparedRun
 
 PolicyName = Annotated[
     str,
@@ -45,7 +45,19 @@ TemplateFile = Annotated[
     typer.Option("--chat-template", metavar="FILE", help="A Jinja file in place of the model's template.", show_default=False),
 ]
 
-SHOWN = ("tasks", "episodes", "errors", "mean_reward", "low", "high", "interval_by", "accuracy", "pass_at", "dataset", "split")
+SCORE_COLUMNS = (
+    "tasks",
+    "episodes",
+    "errors",
+    "mean_reward",
+    "low",
+    "high",
+    "interval_by",
+    "accuracy",
+    "pass_at",
+    "dataset",
+    "split",
+)
 """What `eval --json` says of an evaluation."""
 
 
@@ -93,10 +105,10 @@ def evaluate(
 
     drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "max_steps": max_steps, "engine": engine}
-    asked |= {"group_size": group_size, "stop": stop or None, **(_greedily(drawn, group_size) if greedy else drawn)}
-    config, ref = evaluation_of(policy, dataset, split, n, asked, env, trust_remote_code)
-    config = build(config.flat() | _spoken(tool_format, chat_template))
-    prepared = _told_of(submission.prepare(existing_database(), config, kind="eval", policy=ref), policy)
+    asked |= {"group_size": group_size, "stop": stop or None, **(_greedy_options(drawn, group_size) if greedy else drawn)}
+    config, ref = eval_run_of(policy, dataset, split, n, asked, env, trust_remote_code)
+    config = build(config.flat() | _chat_values(tool_format, chat_template))
+    prepared = _with_policy_name(submission.prepare(existing_database(), config, kind="eval", policy=ref), policy)
     made, missing = start_run(prepared, required=True)
     if n is not None and len(prepared.submission.tasks) < n:
         say(f"{config.dataset.name} ({split}) has {len(prepared.submission.tasks)} tasks, fewer than -n {n}.")
@@ -109,7 +121,7 @@ def evaluate(
     result = listings.evaluation(database(), made.name)
     _show_score(made.name, policy, result, as_json)
     if not result["episodes"]:
-        failure = listings.most_frequent_failure(database(), made.name)
+        failure = listings.find_most_frequent_failure(database(), made.name)
         why = f": {one_line(failure['error'])[:300]}" if failure else ""
         say(f"No episode could be scored{why}. See them: agentrl episodes {made.name}")
         raise typer.Exit(1)
@@ -118,13 +130,13 @@ def evaluate(
         raise typer.Exit(1)
 
 
-def _told_of(prepared: "Prepared", policy: str) -> "Prepared":
+def _with_policy_name(prepared: "PreparedRun", policy: str) -> "PreparedRun":
     """The evaluation's manifest tells of which run (empty: none) the policy was named, as several may have the same weights."""
     manifest = {**prepared.submission.manifest, "of": find_policy(policy)[0].name or ""}
     return replace(prepared, submission=replace(prepared.submission, manifest=manifest))
 
 
-def _greedily(drawn: Mapping[str, Any], group_size: int) -> dict[str, Any]:
+def _greedy_options(drawn: Mapping[str, Any], group_size: int) -> dict[str, Any]:
     """How the likeliest token is taken: alike for each policy, whatever its run drew from.
 
     Raises:
@@ -138,7 +150,7 @@ def _greedily(drawn: Mapping[str, Any], group_size: int) -> dict[str, Any]:
     return {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
 
 
-def evaluation_of(
+def eval_run_of(
     policy: str,
     dataset: str | None,
     split: str,
@@ -151,31 +163,31 @@ def evaluation_of(
 
     What `rollout` leaves out, or gives as None, is the run's. `trust`: the model's own code may run.
     """
-    from agentrl.workers.requests.eval_config import measuring, sized
+    from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
     from agentrl.workflow.models.lookup import existing_model
 
-    base, ref = _found(policy, trust)
-    config = measuring(base, dataset, split, n, rollout, env)
+    base, ref = _find_policy(policy, trust)
+    config = eval_config(base, dataset, split, n, rollout, env)
     if ref is None:  # before the dataset, which may be far away and is not what is wrong with an unknown name
         try:
             existing_model(config.model.path, config.dataset.name)
         except ModelError as error:
             raise ModelError(f"No run is called {policy!r}, and no model is found: {error.message}", error.hint) from error
-    return sized(config), ref
+    return in_one_iteration(config), ref
 
 
-def _found(policy: str, trust: bool) -> tuple[RunConfig, Any]:
+def _find_policy(policy: str, trust: bool) -> tuple[RunConfig, Any]:
     """What `find_policy` finds, whose own code may run if a person says so here, or said so when the run was submitted."""
     config, ref = find_policy(policy)
     trusted = config.model.trust_remote_code or trust
     return config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": trusted})}), ref
 
 
-def _given(rollout: Mapping[str, Any]) -> dict[str, Any]:
+def _rollout_values(rollout: Mapping[str, Any]) -> dict[str, Any]:
     return {f"rollout.{key}": value for key, value in rollout.items() if value is not None}
 
 
-def _spoken(tool_format: str | None, chat_template: str | None) -> dict[str, Any]:
+def _chat_values(tool_format: str | None, chat_template: str | None) -> dict[str, Any]:
     """The keys of the config that say how a model is spoken to, as far as a person did."""
     given = {"model.tool_format": tool_format, "model.chat_template": chat_template}
     return {key: value for key, value in given.items() if value is not None}
@@ -183,10 +195,10 @@ def _spoken(tool_format: str | None, chat_template: str | None) -> dict[str, Any
 
 def _show_score(run: str, policy: str, result: Any, as_json: bool) -> None:
     if as_json:
-        show_json({"run": run, "policy": policy, **{key: result[key] for key in SHOWN}})
+        show_json({"run": run, "policy": policy, **{key: result[key] for key in SCORE_COLUMNS}})
         return
     show(f"{policy} on {result['dataset']} ({result['split']})")
-    show(f"  n {result['episodes']}  mean {cell(result['mean_reward'])}  {interval(result)}  errors {result['errors']}")
+    show(f"  n {result['episodes']}  mean {cell(result['mean_reward'])}  {format_interval(result)}  errors {result['errors']}")
     if result["accuracy"] is not None:
         chances = "".join(f"  pass@{k} {cell(chance)}" for k, chance in result["pass_at"].items())
         show(f"  accuracy {cell(result['accuracy'])}{chances}")
@@ -217,18 +229,18 @@ def chat(
     """
     from contextlib import closing
 
-    from agentrl.cli.chat import Loading, at_a_terminal, in_a_pipe
+    from agentrl.cli.chat import Loading, chat_at_terminal, chat_in_pipe
     from agentrl.workflow import engines
     from agentrl.workflow.config import build
     from agentrl.workflow.plugins import find
     from agentrl.workflow.settings import settings
 
-    config, ref = _found(policy, trust_remote_code)
+    config, ref = _find_policy(policy, trust_remote_code)
     found, tools = _env_at_hand(config, env)
 
     asked: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "engine": engine}
     asked |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
-    config = build(config.flat() | _given(asked) | _spoken(tool_format, chat_template))
+    config = build(config.flat() | _rollout_values(asked) | _chat_values(tool_format, chat_template))
     engines.check_options(find("engines", config.rollout.engine), config.rollout)
     if ref is None:
         _check_model(config.model.path, trust_remote_code)
@@ -243,10 +255,10 @@ def chat(
 
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         with closing(make()) as talk:
-            in_a_pipe(talk)
+            chat_in_pipe(talk)
         return
     with closing(Loading(make, policy)) as loading:
-        at_a_terminal(loading, _greeting(policy, tools), settings().root)
+        chat_at_terminal(loading, _greeting(policy, tools), settings().root)
 
 
 def _check_model(name: str, trusted: bool) -> None:

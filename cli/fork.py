@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from agentrl.cli.output import Json, Line, cell, one_line, say, show, show_json, show_lines, show_rows
-from agentrl.cli.targets import LastEpisode, stored_database, stored_reader, the_episode
+from agentrl.cli.targets import LastEpisode, pick_episode, stored_database, stored_reader
 from agentrl.cli.watch import RunName
 
 EpisodeNumber = Annotated[int, typer.Argument(metavar="EPISODE", help="Number of the episode.", show_default=False)]
@@ -30,14 +30,14 @@ def fork(
     as_json: Json = False,
 ) -> None:
     """Go on with an episode from one of its steps, several times; prints the fork run's name."""
-    from agentrl.cli.submit import send
+    from agentrl.cli.submit import send_run
     from agentrl.workers.requests.fork_request import ForkRequest, prepare_fork
 
     asked = ForkRequest(episode, step, n, edit_message, policy, with_parent, name)
     prepared = prepare_fork(stored_database(), asked)
     for remark in prepared.remarks:
         say(remark)
-    send(prepared, wait or None, as_json)
+    send_run(prepared, wait or None, as_json)
     say(f"Train on it: agentrl submit --from-groups {prepared.submission.name}")
 
 
@@ -71,12 +71,12 @@ def why(episode: LastEpisode = None, as_json: Json = False) -> None:
     from agentrl.workflow.store import ledger
 
     db = stored_reader()
-    found = ledger.why(db, the_episode(db, episode))
+    found = ledger.explain_fate(db, pick_episode(db, episode))
     if as_json:
         show_json(found)
         return
-    show_lines(_told(found))
-    show_rows(_table(found["iterations"], found["iteration"]), COLUMNS)
+    show_lines(_fate_lines(found))
+    show_rows(_iteration_rows(found["iterations"], found["iteration"]), COLUMNS)
 
 
 NEIGHBOURS = 3
@@ -108,25 +108,25 @@ SENTENCES = {
 """Fate -> what a person is told."""
 
 
-def _told(found: Any) -> Iterator[Line]:
+def _fate_lines(found: Any) -> Iterator[Line]:
     yield f"episode {found['id']}  of {found['run']}, iteration {found['iteration']}, task {found['task']}", "bold"
-    yield f"  {_sentence(found)}", ""
+    yield f"  {_fate_sentence(found)}", ""
     if found["attempt"]:
         yield f"  begun again {found['attempt']} times: the steps of earlier attempts are superseded, and kept", "yellow"
     if found["parent_id"] is not None:
         yield f"  forked from episode {found['parent_id']} at step {found['fork_step']}", ""
     for other in found["elsewhere"]:
-        yield f"  in run {other['run']}: {_sentence(found | other)}", ""
+        yield f"  in run {other['run']}: {_fate_sentence(found | other)}", ""
     yield "", ""
 
 
-def _sentence(fate: Mapping[str, Any]) -> str:
+def _fate_sentence(fate: Mapping[str, Any]) -> str:
     error = one_line(fate["error"] or "", 1000)
     shown = {**fate, "error": error, "advantage": cell(fate["advantage"])}
     return SENTENCES[fate["fate"]].format(**shown)
 
 
-def _table(iterations: Sequence[Mapping[str, Any]], here: int) -> list[dict[str, Any]]:
+def _iteration_rows(iterations: Sequence[Mapping[str, Any]], here: int) -> list[dict[str, Any]]:
     """The iterations, of a long run those about the episode's, and the sum over all."""
     near = [row for row in iterations if abs(row["iteration"] - here) <= NEIGHBOURS]
     shown = iterations if len(iterations) <= 2 * len(near) else near

@@ -10,7 +10,7 @@ from agentrl.cli.chat_history import History
 from agentrl.workflow.errors import ConfigError
 
 BLOCK = '"""'
-LONGEST = 1_000_000
+MAX_MESSAGE_CHARS = 1_000_000
 """Characters of a message."""
 
 
@@ -23,7 +23,7 @@ class Keyboard:
 
     def __init__(self, history: History) -> None:
         self._history = history
-        self._readline: Any = _readline()
+        self._readline: Any = _find_readline()
         self._last = ""
         for message in history.read() if self._readline else ():
             self._readline.add_history(message)
@@ -37,7 +37,7 @@ class Keyboard:
             UnicodeDecodeError: it is no UTF-8.
             ConfigError: it is too long.
         """
-        text = whole(lambda prompt: readable(input(prompt))).rstrip()
+        text = read_message(lambda prompt: replace_invalid(input(prompt))).rstrip()
         if text and text != self._last:
             self._last = text
             self._history.add(text)
@@ -46,7 +46,7 @@ class Keyboard:
         return text
 
 
-def whole(line: Callable[[str], str]) -> str:
+def read_message(line: Callable[[str], str]) -> str:
     """A message of one line or several; `line` is given a prompt and gives the next line.
 
     Raises:
@@ -62,19 +62,19 @@ def whole(line: Callable[[str], str]) -> str:
             lines[-1] = lines[-1][:-1]
         lines.append(line("... "))
         typed += len(lines[-1]) + 1
-        if typed > LONGEST:
-            raise ConfigError(f"A message may have {LONGEST} characters.", "Say it in less.")
+        if typed > MAX_MESSAGE_CHARS:
+            raise ConfigError(f"A message may have {MAX_MESSAGE_CHARS} characters.", "Say it in less.")
     if block:
         lines[-1] = lines[-1].rstrip().removesuffix(BLOCK)
     return "\n".join(lines).strip("\n")
 
 
-def readable(line: str) -> str:
+def replace_invalid(line: str) -> str:
     """The line with U+FFFD for what was no UTF-8."""
     return line.encode("utf-8", "replace").decode()
 
 
-def _readline() -> Any:
+def _find_readline() -> Any:
     """The module, where Python has it."""
     try:
         import readline

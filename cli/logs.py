@@ -16,7 +16,7 @@ PAUSE_SECONDS = 0.3
 MOST_LINES = 10_000
 END_BYTES = 1_000_000
 """What is read of the end of a log."""
-LINE = 2_000
+MAX_LINE_CHARS = 2_000
 """Characters of a line that are shown, at most."""
 
 
@@ -31,14 +31,14 @@ def logs(
     """Show what the workers of this home's embedded stack wrote; `agentrl worker` writes to its own terminal."""
     from agentrl.workflow.settings import settings
 
-    files = _chosen(settings().stack_dir, role)
+    files = _pick_logs(settings().stack_dir, role)
     places = {name: _show_end(name, file, lines, len(files) > 1) for name, file in files.items()}
     while follow:
         _show_new(files, places)
         time.sleep(PAUSE_SECONDS)
 
 
-def _chosen(folder: Path, role: str | None) -> dict[str, Path]:
+def _pick_logs(folder: Path, role: str | None) -> dict[str, Path]:
     """The log of each process by its name, or those that a role writes to.
 
     Raises:
@@ -72,11 +72,11 @@ def _show_new(files: Mapping[str, Path], places: dict[str, int]) -> None:
         with file.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(places[name] if size >= places[name] else 0)  # a shorter one was begun anew
-            _show_lines(_whole_lines(log), f"{name}: " if len(files) > 1 else "")
+            _show_lines(_read_whole_lines(log), f"{name}: " if len(files) > 1 else "")
             places[name] = log.tell()
 
 
-def _whole_lines(log: BinaryIO) -> list[bytes]:
+def _read_whole_lines(log: BinaryIO) -> list[bytes]:
     """The lines that are there, and the file after the last that is whole, unless that has no end."""
     start = log.tell()
     found = log.read(END_BYTES)
@@ -87,6 +87,6 @@ def _whole_lines(log: BinaryIO) -> list[bytes]:
 
 def _show_lines(lines: Iterable[bytes], begin: str = "") -> None:
     for line in lines:
-        text = line[: 4 * LINE].decode(errors="replace")
-        show(begin + clean(text[:LINE]).replace("\n", " ") + ("..." if len(text) > LINE else ""))
+        text = line[: 4 * MAX_LINE_CHARS].decode(errors="replace")
+        show(begin + clean(text[:MAX_LINE_CHARS]).replace("\n", " ") + ("..." if len(text) > MAX_LINE_CHARS else ""))
     sys.stdout.flush()

@@ -32,21 +32,21 @@ def gc(
     from agentrl.workflow.store import retention
 
     db = stored_database() if runs else existing_database()
-    places = retention.checkpoints(db, tuple(runs or ())) if db else []
-    freed = {place.run: _collect(db, place, keep_last, dry_run) for place in places}
+    places = retention.list_checkpoint_folders(db, tuple(runs or ())) if db else []
+    freed = {place.run: _collect_run(db, place, keep_last, dry_run) for place in places}
     totals = {kind: sum(run[kind] for run in freed.values()) for kind in KINDS}
     if as_json:
         show_json(
             {"dry_run": dry_run, "bytes": totals, "runs": {run: part for run, part in freed.items() if any(part.values())}}
         )
         return
-    rows = [(run, *(_size(part[kind]) for kind in KINDS)) for run, part in freed.items() if any(part.values())]
+    rows = [(run, *(_format_bytes(part[kind]) for kind in KINDS)) for run, part in freed.items() if any(part.values())]
     if rows:
-        show_table(("run", *KINDS), [*rows, ("all", *(_size(totals[kind]) for kind in KINDS))])
-    show(f"{_size(sum(totals.values()))} {'would be' if dry_run else 'were'} freed.")
+        show_table(("run", *KINDS), [*rows, ("all", *(_format_bytes(totals[kind]) for kind in KINDS))])
+    show(f"{_format_bytes(sum(totals.values()))} {'would be' if dry_run else 'were'} freed.")
 
 
-def _collect(db: Any, place: Any, keep_last: int | None, dry_run: bool) -> dict[str, int]:
+def _collect_run(db: Any, place: Any, keep_last: int | None, dry_run: bool) -> dict[str, int]:
     """One run; bytes by kind."""
     from agentrl.workflow.checkpoints import checkpoint_gc
     from agentrl.workflow.checkpoints.epoch_links import unlink_epochs
@@ -54,10 +54,10 @@ def _collect(db: Any, place: Any, keep_last: int | None, dry_run: bool) -> dict[
 
     folders = checkpoint_gc.list_folders(place.output_dir, place.key)
     present = {folder.name for folder in folders}
-    decide = retention.needs if dry_run else retention.collect
+    decide = retention.find_needs if dry_run else retention.collect
     waste = checkpoint_gc.find_waste(folders, decide(db, place.run_id, present, keep_last), place.key)
     if not dry_run:
-        unlink_epochs(epoch_ends.ends(db, place.run_id))  # none leads to what goes now
+        unlink_epochs(epoch_ends.load_epoch_ends(db, place.run_id))  # none leads to what goes now
     for item in () if dry_run else waste:
         checkpoint_gc.remove(place.output_dir, item)
     return {kind: sum(item.bytes for item in waste if item.kind == kind) for kind in checkpoint_gc.KINDS}
@@ -71,12 +71,12 @@ def vacuum(as_json: Json = False) -> None:
     if as_json:
         show_json({"before": done.before, "after": done.after})
     else:
-        show(f"{_size(done.before)} -> {_size(done.after)}")
+        show(f"{_format_bytes(done.before)} -> {_format_bytes(done.after)}")
     if done.left:
         say("Somebody reads an older state: the log beside the file shrinks at the next vacuum.")
 
 
-def _size(count: int) -> str:
+def _format_bytes(count: int) -> str:
     """Bytes in the unit that keeps the number short."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if count >= 1 << power:

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from agentrl.cli.continued_policy import QUANTISED
+from agentrl.cli.continued_policy import DEQUANTISED_NOTE
 from agentrl.cli.output import Json, say, show, show_json
-from agentrl.cli.targets import trained_policy
+from agentrl.cli.targets import find_trained_policy
 
 
 def merge(
@@ -25,7 +25,7 @@ def merge(
     from agentrl.workflow.models.lookup import refuse_existing
     from agentrl.workflow.settings import settings
 
-    config, ref, manifest = trained_policy(policy, "agentrl merge")
+    config, ref, manifest = find_trained_policy(policy, "agentrl merge")
     target = out.expanduser().absolute()
     refuse_existing(target, force)
     try:
@@ -40,7 +40,7 @@ def merge(
     where = settings()
     record = make(ref, config.model, manifest, target, where.device, where.threads)
     if record["dequantised"]:
-        say(QUANTISED)
+        say(DEQUANTISED_NOTE)
     if as_json:
         show_json({"model": target, "run": config.name, "version": ref.version, "kind": record["kind"]})
     else:

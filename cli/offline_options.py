@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.output import console, duration, say, show, show_json
-from agentrl.cli.targets import stored_start
+from agentrl.cli.output import console, format_duration, say, show, show_json
+from agentrl.cli.targets import find_stored_start
 from agentrl.workflow.config import NAME_PATTERN, build
 from agentrl.workflow.errors import ConfigError, Stopped, did_you_mean
 from agentrl.workflow.models.lookup import refuse_existing
 from agentrl.workflow.resolve import read_yaml
 
 if TYPE_CHECKING:
-    from agentrl.workers.requests.stored_groups import Material
+    from agentrl.workers.requests.stored_groups import StoredGroups
     from agentrl.workflow.stats.selection import Candidate
     from agentrl.workflow.store.connect import Database
     from agentrl.workflow.training.offline_training import Recipe, Start, TrainedModel
@@ -33,7 +33,7 @@ StartPolicy = Annotated[
 ]
 
 
-def _from_file(ctx: typer.Context, file: Path | None) -> Path | None:
+def _read_options_file(ctx: typer.Context, file: Path | None) -> Path | None:
     """Takes the options of a YAML file, whose keys are their names, as what is not typed."""
     if file is None:
         return None
@@ -51,7 +51,12 @@ def _from_file(ctx: typer.Context, file: Path | None) -> Path | None:
 OptionsFile = Annotated[
     Path | None,
     typer.Option(
-        "--config", metavar="FILE", callback=_from_file, is_eager=True, help="A YAML file of these options.", show_default=False
+        "--config",
+        metavar="FILE",
+        callback=_read_options_file,
+        is_eager=True,
+        help="A YAML file of these options.",
+        show_default=False,
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a model of that name, or another's interrupted training.")]
@@ -72,7 +77,7 @@ OutputDir = Annotated[
 
 
 @dataclass(frozen=True)
-class Place:
+class OutputPlace:
     """Where the model is to be made, as it was asked for, and how often on the way it is kept."""
 
     name: str | None
@@ -81,7 +86,7 @@ class Place:
     save_every: int | None
 
     @property
-    def writing(self) -> dict[str, Any]:
+    def writing_options(self) -> dict[str, Any]:
         """What a training is told of it, beside the folder."""
         return {"overwrite": self.force, "save_every": self.save_every}
 
@@ -118,7 +123,7 @@ def recipe_options(
     return {key: value for key, value in wanted.items() if value is not None}
 
 
-def refuse(options: Mapping[str, Any], why: str, hint: str) -> None:
+def refuse_options(options: Mapping[str, Any], why: str, hint: str) -> None:
     """Raises ConfigError naming those of the options that were given."""
     given = [option for option, value in options.items() if value is not None]
     if given:
@@ -126,11 +131,11 @@ def refuse(options: Mapping[str, Any], why: str, hint: str) -> None:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredEpisodes:
     """Stored episodes to choose from, and what learns from them."""
 
     db: "Database"
-    found: "Material"
+    found: "StoredGroups"
     candidates: "list[Candidate]"
 
     @property
@@ -158,26 +163,28 @@ class Stored:
         """The chosen ones with their tokens."""
         from agentrl.workflow.store import offline_data
 
-        return offline_data.chosen(self.db, [one.id for one in chosen])
+        return offline_data.load_chosen_episodes(self.db, [one.id for one in chosen])
 
 
-def find_stored(runs: list[str], reward_set: str | None, policy: str | None, least: int) -> Stored:
+def find_stored(runs: list[str], reward_set: str | None, policy: str | None, least: int) -> StoredEpisodes:
     """What these runs have stored; `least` done episodes make a group of use."""
-    from agentrl.workers.requests.stored_groups import material
+    from agentrl.workers.requests.stored_groups import load_stored_groups
     from agentrl.workflow.store import offline_data
 
-    db, start = stored_start(policy)
+    db, start = find_stored_start(policy)
     source = build({"source.runs": runs, "source.reward_set": reward_set or "default"}).source
-    found = material(db, source, least, start)
+    found = load_stored_groups(db, source, least, start)
     for remark in found.remarks:
         say(remark)
     candidates = [
-        one for each in found.sources for one in offline_data.candidates(db, each.row["id"], each.groups, source.reward_set)
+        one
+        for each in found.sources
+        for one in offline_data.load_candidates(db, each.row["id"], each.groups, source.reward_set)
     ]
-    return Stored(db, found, candidates)
+    return StoredEpisodes(db, found, candidates)
 
 
-def watched(target: Path, training: "Callable[..., TrainedModel]") -> "TrainedModel":
+def train_with_progress(target: Path, training: "Callable[..., TrainedModel]") -> "TrainedModel":
     """Trains as this machine is set up to, and shows how far it is; first of all there is a place for what it makes."""
     from agentrl.workflow.settings import settings
 
@@ -195,18 +202,18 @@ def watched(target: Path, training: "Callable[..., TrainedModel]") -> "TrainedMo
         raise
 
 
-def called(target: Path) -> str:
+def model_name(target: Path) -> str:
     """How a command names the model made: by its folder where that is not among agentrl's own."""
     from agentrl.workflow.settings import settings
 
     return target.name if target.parent == settings().models_dir else str(target)
 
 
-def say_next(stored: Stored, target: Path) -> None:
+def say_next_steps(stored: StoredEpisodes, target: Path) -> None:
     """What one does with the model made."""
     dataset = stored.found.config.dataset.name
-    say(f"Measure it: agentrl eval --policy {called(target)} --dataset {dataset}")
-    say(f"Train it: agentrl submit --dataset {dataset} --model {called(target)}")
+    say(f"Measure it: agentrl eval --policy {model_name(target)} --dataset {dataset}")
+    say(f"Train it: agentrl submit --dataset {dataset} --model {model_name(target)}")
 
 
 def show_made(made: "TrainedModel", learned: str, more: Mapping[str, Any], as_json: bool) -> None:
@@ -252,7 +259,9 @@ class Progress:
         self._tokens += tokens
         seconds = time.monotonic() - self._began
         said = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in metrics.items())
-        pace = f"{self._tokens / seconds:,.0f} tokens/s  {duration(seconds * (steps - done) / (done - self._before))} left"
+        pace = (
+            f"{self._tokens / seconds:,.0f} tokens/s  {format_duration(seconds * (steps - done) / (done - self._before))} left"
+        )
         if self._bar is not None:
             self._bar.update(self._task, total=steps, completed=done, description=f"{said}  {pace}")
         elif done == steps or done % max(1, steps // 10) == 0:

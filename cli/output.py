@@ -28,14 +28,14 @@ _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
     "\u00ad\u180e\u200b\u2028\u2029\u2060-\u2064\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f\ud800-\udfff]"
 )
-CELL = 60
+CELL_CHARS = 60
 """Longest text in a cell of a table."""
-DEEPEST = 100
+MAX_DEPTH = 100
 """Levels of a value that are shown; what lies deeper is `...`."""
 MOST_BITS = 10_000
-"""Of a whole number that is written in decimal; Python writes no more than 4300 digits."""
+"""Bits of a whole number that is written in decimal; Python writes no more than 4300 digits."""
 MOST_DIGITS = 300
-"""Of a number of Postgres that is written in decimal; no float has more."""
+"""Digits of a number of Postgres that is written in decimal; no float has more."""
 
 Line = tuple[str, str]
 """A text, of one line or several, and rich's name of its style."""
@@ -46,7 +46,7 @@ def clean(text: str) -> str:
     return _CONTROLS.sub("\ufffd", _ESCAPES.sub("", text.replace("\r\n", "\n")))
 
 
-def one_line(text: str, limit: int = CELL) -> str:
+def one_line(text: str, limit: int = CELL_CHARS) -> str:
     """The text cleaned, on one line, cut at `limit` characters."""
     flat = " ".join(clean(text[: 4 * limit + 1000]).split())
     return flat if len(flat) <= limit else flat[: limit - 3] + "..."
@@ -78,10 +78,10 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """A table on stdout; on a terminal that is too narrow its lines are wrapped, and nothing is left out."""
     titles = [one_line(column) for column in columns]
     cells = [[cell(value) for value in row] for row in rows]
-    if sys.stdout.isatty() and max(map(len, _aligned(titles, cells))) + len(titles) < console().width:
+    if sys.stdout.isatty() and max(map(len, _align_rows(titles, cells))) + len(titles) < console().width:
         _rich_table(titles, cells)
         return
-    show_lines((line, "" if index else "bold") for index, line in enumerate(_aligned(titles, cells)))
+    show_lines((line, "" if index else "bold") for index, line in enumerate(_align_rows(titles, cells)))
 
 
 def show_rows(
@@ -99,7 +99,7 @@ def show_rows(
     base = [column for column in told if column.partition("=")[0] not in least]
     for key in least:
         wider = [column for column in told if column in base or column.partition("=")[0] == key]
-        base = wider if _natural(rows, wider) <= width else base
+        base = wider if _natural_width(rows, wider) <= width else base
     left_out = [column.rpartition("=")[2] for column in told if column not in base]
     told = base
     titles, cells = [column.rpartition("=")[2] for column in told], _cells(rows, told)
@@ -107,7 +107,7 @@ def show_rows(
         [f"    {key}: {one_line(str(row[key]), max(width - 6 - len(key), 20))}" for key in below if row[key]] for row in rows
     ]
     if any(notes):
-        head, *lines = _aligned(titles, cells)
+        head, *lines = _align_rows(titles, cells)
         show_lines([(head, "bold"), *((text, "") for line, more in zip(lines, notes, strict=True) for text in (line, *more))])
     else:
         show_table(titles, cells)
@@ -125,13 +125,13 @@ def _cells(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[li
     return [[cell(row[column.partition("=")[0]]) for column in columns] for row in rows]
 
 
-def _natural(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> int:
+def _natural_width(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> int:
     """How wide the table is."""
     titles = [column.rpartition("=")[2] for column in columns]
-    return max(len(line) for line in _aligned(titles, _cells(rows, columns)))
+    return max(len(line) for line in _align_rows(titles, _cells(rows, columns)))
 
 
-def _aligned(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+def _align_rows(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
     """A line for the titles and one for each row."""
     widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
     padded = [[text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in (titles, *cells)]
@@ -179,13 +179,13 @@ def cell(value: Any) -> str:
             return one_line(str(value))
 
 
-def interval(found: Mapping[str, Any]) -> str:
+def format_interval(found: Mapping[str, Any]) -> str:
     """`95% Wilson [0.15, 0.85]`: from `low` to `high`, and whose it is, which of older evaluations nothing tells."""
     whose = f"{found['interval_by']} " if found["interval_by"] else ""
     return f"95% {whose}[{cell(found['low'])}, {cell(found['high'])}]"
 
 
-def decimals(value: float) -> str:
+def format_decimals(value: float) -> str:
     """A number of a curve, with three decimals; one of five digits or more as `cell` writes it."""
     return f"{value:.3f}" if abs(value) < 10_000 else cell(value)
 
@@ -203,19 +203,19 @@ def plain(value: Any, depth: int = 0) -> Any:
             return value.astimezone(UTC).isoformat()
         case bytes() | memoryview():
             return bytes(value).hex()
-        case Mapping() | list() | tuple() if depth >= DEEPEST:
+        case Mapping() | list() | tuple() if depth >= MAX_DEPTH:
             return "..."
         case Mapping():
             return {str(key): plain(item, depth + 1) for key, item in value.items()}
         case list() | tuple():
             return [plain(item, depth + 1) for item in value]
         case Decimal():  # what Postgres makes of a sum
-            return _number(value)
+            return _plain_number(value)
         case _:
             return str(value)
 
 
-def _number(value: Decimal) -> int | float | str | None:
+def _plain_number(value: Decimal) -> int | float | str | None:
     if not value.is_finite():
         return None
     if value.adjusted() > MOST_DIGITS:
@@ -241,7 +241,7 @@ def _is_number(text: str) -> bool:
     return text == "-" or re.fullmatch(r"-?[0-9.]+(e[+-]?[0-9]+)?", text) is not None
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`75 s`, `12 min`, `3.4 h`."""
     if seconds < 120:
         return f"{seconds:.0f} s"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from agentrl.cli.output import decimals
+from agentrl.cli.output import format_decimals
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -33,11 +33,11 @@ def plot(values: Sequence[float], width: int = 60, height: int = 8) -> list[str]
     if low == high:
         height = 1
     levels = _levels(points, height)
-    beside = max(8, len(decimals(low)), len(decimals(high)))
+    beside = max(8, len(format_decimals(low)), len(format_decimals(high)))
     lines = []
     for level in reversed(range(height)):
         label = high if level == height - 1 else low if level == 0 else None
-        margin = decimals(label) if label is not None else ""
+        margin = format_decimals(label) if label is not None else ""
         lines.append(f"{margin:>{beside}} |{''.join('*' if here == level else ' ' for here in levels)}".rstrip())
     return [*lines, f"{' ' * beside} +{'-' * len(points)}"]
 

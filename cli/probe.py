@@ -28,13 +28,13 @@ def torch_facts(device: str) -> dict[str, Any]:
         "version": torch.__version__,
         "threads": torch.get_num_threads(),
         "gpus": [f"{gpu.name} {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
-        "unusable": "" if device == "auto" else _trouble(device),
+        "unusable": "" if device == "auto" else _device_trouble(device),
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "lacking": {str(dtype).removeprefix("torch."): why_not_packed(dtype) for dtype in ROUNDING},
     }
 
 
-def _trouble(device: str) -> str:
+def _device_trouble(device: str) -> str:
     import torch
 
     try:

@@ -12,7 +12,7 @@ from agentrl.workflow.settings import settings
 PROBE_SECONDS = 120
 
 
-def probed(*arguments: str) -> dict[str, Any]:
+def probe_facts(*arguments: str) -> dict[str, Any]:
     """Facts from `cli.probe`; `error` where it has none."""
     command = [sys.executable, "-P", "-m", "agentrl.cli.probe", *arguments]
     try:
@@ -31,7 +31,7 @@ def check_model(config: ModelConfig, base: str) -> None:
     Raises:
         ModelError: they do not, or not as the config wants it.
     """
-    facts = probed("model", base, config.model_dump_json())
+    facts = probe_facts("model", base, config.model_dump_json())
     if "error" in facts:
         raise ModelError(facts["error"], facts.get("hint", ""))
 
@@ -42,6 +42,6 @@ def check_optimizer(name: str) -> None:
     Raises:
         ConfigError: it does not.
     """
-    facts = probed("optimizer", name, settings().device) if name != "adamw" else {}
+    facts = probe_facts("optimizer", name, settings().device) if name != "adamw" else {}
     if "error" in facts:
         raise ConfigError(facts["error"], facts.get("hint", ""))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.cli.output import Line, cell, show_json, show_lines
 from agentrl.cli.targets import stored_database
-from agentrl.cli.verify import colour, number, parting, quoted
+from agentrl.cli.verify import full_number, line_style, parting_lines, quote
 from agentrl.workflow.trajectory import Episode
 
 if TYPE_CHECKING:
@@ -21,17 +21,17 @@ def diff(episode: int, other: int, as_json: bool) -> int:
     from agentrl.workflow.store.provenance import find_origin
 
     sides = (find_origin(stored_database(), episode), find_origin(stored_database(), other))
-    found = compare(*map(_scored, sides))
+    found = compare(*map(_with_reward_parts, sides))
     if found.token is not None:
-        found = replace(found, token=_spelled(found.token, sides))
+        found = replace(found, token=_with_token_texts(found.token, sides))
     if as_json:
         show_json({"left": episode, "right": other, "same": found.same, **asdict(found)})
     else:
-        show_lines(_report(found, (episode, other)))
+        show_lines(_report_lines(found, (episode, other)))
     return 0 if found.same else 1
 
 
-def _scored(origin: "Origin") -> Episode:
+def _with_reward_parts(origin: "Origin") -> Episode:
     """With the parts of its own reward set, which a record keeps apart."""
     from agentrl.workflow.rewards import part_sum
 
@@ -39,12 +39,12 @@ def _scored(origin: "Origin") -> Episode:
     return replace(origin.record.episode, rewards={name: part_sum(part) for name, part in parts.items()})
 
 
-def _spelled(token: "TokenDifference", sides: "tuple[Origin, Origin]") -> "TokenDifference":
-    left, right = (_text(origin.base, number) for origin, number in zip(sides, token.ids, strict=True))
+def _with_token_texts(token: "TokenDifference", sides: "tuple[Origin, Origin]") -> "TokenDifference":
+    left, right = (_token_text(origin.base, number) for origin, number in zip(sides, token.ids, strict=True))
     return replace(token, texts=(left, right))
 
 
-def _text(base: str, token: int | None) -> str:
+def _token_text(base: str, token: int | None) -> str:
     """What the id spells for that base, if its tokenizer is on this machine; without transformers, which take a second."""
     from huggingface_hub import try_to_load_from_cache
     from tokenizers import Tokenizer
@@ -57,21 +57,21 @@ def _text(base: str, token: int | None) -> str:
     return str(Tokenizer.from_file(str(file)).decode([token], skip_special_tokens=False))
 
 
-def _report(found: "Comparison", ids: tuple[int, int]) -> Iterator[Line]:
+def _report_lines(found: "Comparison", ids: tuple[int, int]) -> Iterator[Line]:
     left, right = (f"episode {number}:" for number in ids)
     if found.tasks is not None:
         yield f"They answer different tasks: {found.tasks[0]} and {found.tasks[1]}.", "yellow"
-    yield f"tokens   {found.common} of {found.tokens[0]} and {found.tokens[1]} in common", colour(found.token is None)
+    yield f"tokens   {found.common} of {found.tokens[0]} and {found.tokens[1]} in common", line_style(found.token is None)
     if found.token is not None:
-        yield from parting(found.token, left, right)
-    yield f"results  {len(found.results) or 'none'} differ", colour(not found.results)
+        yield from parting_lines(found.token, left, right)
+    yield f"results  {len(found.results) or 'none'} differ", line_style(not found.results)
     for result in found.results:
         yield f"  step {result.step}, call {result.call}", "red"
         for name, text in ((left, result.left), (right, result.right)):
-            yield f"    {name} {'(none)' if text is None else quoted(text)}", ""
-    yield f"rewards  {len(found.rewards) or 'none'} differ", colour(not found.rewards)
+            yield f"    {name} {'(none)' if text is None else quote(text)}", ""
+    yield f"rewards  {len(found.rewards) or 'none'} differ", line_style(not found.rewards)
     for part, one, other in found.rewards:
-        yield f"  {part}: {number(one)} and {number(other)}", "red"
+        yield f"  {part}: {full_number(one)} and {full_number(other)}", "red"
     if found.stop_reasons is not None:
         yield f"ended    {cell(found.stop_reasons[0])} and {cell(found.stop_reasons[1])}", "red"
     yield ("the same", "green") if found.same else ("NOT the same", "bold red")

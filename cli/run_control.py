@@ -9,26 +9,26 @@ from uuid import uuid4
 import typer
 
 from agentrl.cli.output import Json, say, show, show_json
-from agentrl.cli.run_view import numbers
+from agentrl.cli.run_view import iteration_numbers
 from agentrl.cli.targets import stored_database
 from agentrl.cli.watch import RunName
 from agentrl.workflow.config import MOST
 from agentrl.workflow.errors import ConfigError, ServiceError, WorkerError
 
 
-def _more(what: str) -> Any:
+def _more_option(what: str) -> Any:
     return typer.Option(min=1, max=MOST, metavar="N", help=f"Make the run so many {what} longer, also when it is done.")
 
 
 def resume(
     run: RunName,
-    epochs: Annotated[int | None, _more("epochs")] = None,
-    iterations: Annotated[int | None, _more("iterations")] = None,
+    epochs: Annotated[int | None, _more_option("epochs")] = None,
+    iterations: Annotated[int | None, _more_option("iterations")] = None,
     as_json: Json = False,
 ) -> None:
     """Set a paused, failed or stranded run going again, or make it longer."""
-    from agentrl.cli.services import ready_workers, to_resume
-    from agentrl.workers.requests.requirements import question
+    from agentrl.cli.services import ready_workers, with_resume_hint
+    from agentrl.workers.requests.requirements import requirements_of
     from agentrl.workers.stack import broker
     from agentrl.workers.stack.control_loop import send_missing
     from agentrl.workflow.models.lookup import check_base
@@ -39,26 +39,26 @@ def resume(
     if epochs and iterations:
         raise ConfigError("--epochs and --iterations both say how much longer.", "Leave one out.")
     longer = bool(epochs or iterations)
-    row = control_reads.run_to_serve(stored_database(), run)
+    row = control_reads.load_run_to_serve(stored_database(), run)
     if longer:
         extending.check_extendable(row, row["stored"])
     else:
         planning.check_resumable(row)
     check_base(row["base"], row["base_hash"])
-    asked = question(row["config"], row["weights"], row["base"], row["output_dir"], rolls_out=not row["stored"])
+    asked = requirements_of(row["config"], row["weights"], row["base"], row["output_dir"], rolls_out=not row["stored"])
     separate = staleness_of(row["config"]) > 0
     try:
         missing = ready_workers(row["name"], asked, separate, there=False, fit=True)  # before the run is running again
     except (ServiceError, WorkerError) as error:
         options = f" --epochs {epochs}" if epochs else f" --iterations {iterations}" if iterations else ""
-        raise to_resume(error, row["name"], options) from error
+        raise with_resume_hint(error, row["name"], options) from error
     if longer:
         before = extending.extend(stored_database(), run, uuid4().hex[:8], epochs, iterations)
     else:
         before = planning.resume(stored_database(), run)
-    if not broker.in_memory(settings()):
+    if not broker.is_in_memory(settings()):
         send_missing()  # also where no control loop runs
-    _show(run, "running", before["status"], as_json, before["iterations"])
+    _show_run(run, "running", before["status"], as_json, before["iterations"])
     for line in missing:
         say(line)
     say(f"Follow it: agentrl watch {run}")
@@ -70,7 +70,7 @@ def pause(run: RunName, as_json: Json = False) -> None:
 
     before = run_names.find_run(stored_database(), run)["status"]
     planning.stop(stored_database(), run, "paused", "paused by hand")
-    _show(run, "paused", before, as_json)
+    _show_run(run, "paused", before, as_json)
     say(f"Go on: agentrl resume {run}")
 
 
@@ -80,15 +80,15 @@ def cancel(run: RunName, as_json: Json = False) -> None:
 
     before = run_names.find_run(stored_database(), run)["status"]
     planning.stop(stored_database(), run, "cancelled", "cancelled by hand")
-    _show(run, "cancelled", before, as_json)
+    _show_run(run, "cancelled", before, as_json)
 
 
-def _show(run: str, status: str, before: str, as_json: bool, length: int | None = None) -> None:
+def _show_run(run: str, status: str, before: str, as_json: bool, length: int | None = None) -> None:
     """What became of the run; `length`: its iterations before, where it may be longer now."""
     from agentrl.workflow.store import listings
 
-    row, now = listings.describe_run(stored_database(), run), listings.progress(stored_database(), run)
-    kept, redone = _kept(row, now), _redone(status, now)
+    row, now = listings.describe_run(stored_database(), run), listings.count_progress(stored_database(), run)
+    kept, redone = _describe_kept(row, now), _describe_redone(status, now)
     if as_json:
         told = {"run": row["run"], "status": status, "before": before, "iterations": row["iterations"]}
         show_json({**told, "kept": kept, "redone": redone})
@@ -102,22 +102,24 @@ def _show(run: str, status: str, before: str, as_json: bool, length: int | None 
     show(f"  redone: {redone}")
 
 
-def _kept(row: Any, now: Any) -> str:
+def _describe_kept(row: Any, now: Any) -> str:
     done = f"{row['iterations_done']} of {row['iterations']} iterations, policy version {row['policy_version']}, "
-    which = "open iteration" if not now or now["iteration"] == now["through"] else f"open {numbers(now)}"
+    which = "open iteration" if not now or now["iteration"] == now["through"] else f"open {iteration_numbers(now)}"
     over = f"; of the {which} {now['finished']} of {now['episodes']} are over, done or failed" if now else ""
     return f"{done}{row['episodes_done']} episodes done{over}"
 
 
-def _redone(status: str, now: Any) -> str:
+def _describe_redone(status: str, now: Any) -> str:
     if status == "cancelled" or not now:
         return "nothing"
     left = now["episodes"] - now["finished"]
     if not left:
-        return f"no episode; {numbers(now)} train{'s' * (now['iteration'] == now['through'])} with those that are done"
+        return (
+            f"no episode; {iteration_numbers(now)} train{'s' * (now['iteration'] == now['through'])} with those that are done"
+        )
     if not now["running"]:
-        return f"nothing; {left} episodes of {numbers(now)} are still to be sampled"
+        return f"nothing; {left} episodes of {iteration_numbers(now)} are still to be sampled"
     return (
-        f"{left} episodes of {numbers(now)} are not over; {now['running']} of them "
+        f"{left} episodes of {iteration_numbers(now)} are not over; {now['running']} of them "
         "go on from their last committed step. Only a turn in mid-sampling and an update without its commit are redone."
     )

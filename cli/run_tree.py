@@ -6,7 +6,7 @@ from typing import Any
 
 from agentrl.cli.output import cell, one_line, say, show_json, show_lines
 
-NARROWEST, LONGEST_NAME = 60, 32
+MIN_WIDTH, MAX_NAME_CHARS = 60, 32
 TITLES = ("run", "status", "done", "reward", "from")
 
 Relative = Any
@@ -16,43 +16,43 @@ Children = Mapping[int, Sequence[Relative]]
 
 def show_tree(db: Any, limit: int, as_json: bool) -> None:
     """The newest runs and what they come from: each under the first run that it comes from."""
-    from agentrl.workflow.store.lineage import family
+    from agentrl.workflow.store.lineage import load_family
 
     children: dict[int, list[Relative]] = {}
-    for relative in family(db, limit):
+    for relative in load_family(db, limit):
         children.setdefault(relative.sources[0].id if relative.sources else 0, []).append(relative)
     roots = children.get(0, [])[::-1]  # newest first, as in the list
     if as_json:
-        show_json([_document(root, children) for root in roots])
+        show_json([_run_document(root, children) for root in roots])
     elif roots:
-        show_lines(_table([line for root in roots for line in _lines(root, children)]))
+        show_lines(_tree_lines([line for root in roots for line in _tree_rows(root, children)]))
     else:
         say("There is no run yet.")
 
 
-def _document(relative: Relative, children: Children) -> dict[str, Any]:
+def _run_document(relative: Relative, children: Children) -> dict[str, Any]:
     sources = [{"run": source.run, "what": source.what} for source in relative.sources]
-    below = [_document(child, children) for child in children.get(relative.row["id"], ())]
+    below = [_run_document(child, children) for child in children.get(relative.row["id"], ())]
     return {**relative.row, "from": sources, "children": below}
 
 
-def _lines(relative: Relative, children: Children, first: str = "", rest: str = "") -> Iterator[tuple[str, ...]]:
+def _tree_rows(relative: Relative, children: Children, first: str = "", rest: str = "") -> Iterator[tuple[str, ...]]:
     """The cells of the run and of those under it; `first` is drawn before its name, `rest` before theirs."""
     row, sources = relative.row, relative.sources
     told = [f"{source.run}: {source.what}" if index else source.what for index, source in enumerate(sources)]
     done = f"{row['iterations_done']}/{row['iterations']}"
-    name = one_line(row["run"], max(10, LONGEST_NAME - len(first)))
+    name = one_line(row["run"], max(10, MAX_NAME_CHARS - len(first)))
     kind = [] if row["kind"] == "train" else [row["kind"]]
     yield f"{first}{name}", row["status"], done, cell(row["last_reward"]), ": ".join([*kind, "; ".join(told)])
     below = children.get(row["id"], ())
     for index, child in enumerate(below):
         last = index + 1 == len(below)
-        yield from _lines(child, children, f"{rest}{'`- ' if last else '|- '}", f"{rest}{'   ' if last else '|  '}")
+        yield from _tree_rows(child, children, f"{rest}{'`- ' if last else '|- '}", f"{rest}{'   ' if last else '|  '}")
 
 
-def _table(cells: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
+def _tree_lines(cells: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
     """Lines no wider than the screen: long names and sources are cut."""
-    width = max(NARROWEST, get_terminal_size((80, 24)).columns)
+    width = max(MIN_WIDTH, get_terminal_size((80, 24)).columns)
     widths = [max(map(len, column)) for column in zip(TITLES, *cells, strict=True)][:-1]
     for index, (*columns, source) in enumerate((TITLES, *cells)):
         line = "  ".join(text.ljust(size) for text, size in zip(columns, widths, strict=True))

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.cli.output import decimals
+from agentrl.cli.output import format_decimals
 
-GOING = ("planned", "running")
+OPEN_STATUSES = ("planned", "running")
 
 Row = Any
 
 
 @dataclass
-class View:
+class RunView:
     """What is known of a run: its row, its finished iterations, the counts of its open ones, its failures, a warning, and the
     evaluations that it makes of its own policies."""
 
@@ -30,13 +30,13 @@ class View:
         return [row["mean_reward"] for row in self.iterations if row["mean_reward"] is not None]
 
     @property
-    def going(self) -> bool:
+    def is_active(self) -> bool:
         """Whether something of it goes on: the run itself, or the evaluations of one that is done."""
-        left = self.run["status"] == "done" and any(row["status"] in GOING for row in self.evals)
-        return left or self.run["status"] in GOING
+        left = self.run["status"] == "done" and any(row["status"] in OPEN_STATUSES for row in self.evals)
+        return left or self.run["status"] in OPEN_STATUSES
 
     @property
-    def begun(self) -> bool:
+    def has_episodes(self) -> bool:
         """Whether there is an episode to look at: one with a turn, or one that ended."""
         open_ones = self.progress and (self.progress["finished"] or self.progress["sampled_tokens"])
         return bool(self.rewards or self.failure or open_ones or self.run["episodes_done"])
@@ -48,20 +48,20 @@ class View:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of the newest five finished iterations."""
-        seconds = sum(own_seconds(self.iterations)[-5:])
+        """The pace of the newest five finished iterations."""
+        seconds = sum(iteration_seconds(self.iterations)[-5:])
         return sum(row["tokens"] for row in self.iterations[-5:]) / seconds if seconds else None
 
     @property
     def seconds_left(self) -> float | None:
         """At the pace of the newest ten finished iterations."""
-        newest = [seconds for seconds in own_seconds(self.iterations)[-10:] if seconds]
+        newest = [seconds for seconds in iteration_seconds(self.iterations)[-10:] if seconds]
         left = self.run["iterations"] - self.run["iterations_done"]
         return left * sum(newest) / len(newest) if newest else None
 
 
-def own_seconds(rows: Sequence[Row]) -> list[float]:
-    """Of each iteration the seconds after the end of the one before: rollouts that go on during updates count once."""
+def iteration_seconds(rows: Sequence[Row]) -> list[float]:
+    """The seconds of each iteration after the end of the one before: rollouts that go on during updates count once."""
     found, ended = [], None
     for row in rows:
         shared = (ended - row["started_at"]).total_seconds() if ended and row["started_at"] else 0.0
@@ -70,15 +70,19 @@ def own_seconds(rows: Sequence[Row]) -> list[float]:
     return found
 
 
-def held_out(view: View) -> str:
+def held_out_line(view: RunView) -> str:
     """How the held-out scores went, in one line."""
     run, scores = view.run, view.scores
-    went = decimals(scores[0]) if len(scores) == 1 else f"{decimals(scores[0])} -> {decimals(scores[-1])}"
-    best = "" if run["best_version"] is None else f", best {decimals(run['best_reward'])}: {run['run']}@{run['best_version']}"
+    went = format_decimals(scores[0]) if len(scores) == 1 else f"{format_decimals(scores[0])} -> {format_decimals(scores[-1])}"
+    best = (
+        ""
+        if run["best_version"] is None
+        else f", best {format_decimals(run['best_reward'])}: {run['run']}@{run['best_version']}"
+    )
     return f"held out {went}{best}"
 
 
-def numbers(now: Row) -> str:
+def iteration_numbers(now: Row) -> str:
     """`iteration 3`, or `iterations 3 to 4` where rollouts go on during updates: the open ones."""
     start, end = now["iteration"], now["through"]
     return f"iteration {start}" if start == end else f"iterations {start} to {end}"

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from textwrap import wrap
 
-from agentrl.cli.output import cell, clean, decimals, duration, interval
+from agentrl.cli.output import cell, clean, format_decimals, format_duration, format_interval
 from agentrl.cli.plot import plot, sparkline
-from agentrl.cli.run_view import GOING, Row, View, numbers, own_seconds
+from agentrl.cli.run_view import OPEN_STATUSES, Row, RunView, iteration_numbers, iteration_seconds
 
 LABEL, VALUES, BAR = 14, 24, 40
-LOWEST = 6
+MIN_CURVE_LINES = 6
 """Lines that a screen of iterations is worth having."""
-TALL = 36
+TALL_SCREEN = 36
 """Lines from which on a screen has room for every curve, and for the reward's as a plot."""
 
 
@@ -38,8 +38,8 @@ CURVES: dict[str, Callable[[Row], float | None]] = {
 }
 """What is drawn of the finished iterations, the first of it where there is little room; what none of them has is left out."""
 
-MOST_CURVES = 7
-MOST_SAID = 3
+MAX_CURVES = 7
+MAX_REASON_LINES = 3
 """Lines of what a run waits for, or why it is sampled on."""
 
 COLUMNS: dict[str, Callable[[Row], float | None]] = {
@@ -52,25 +52,25 @@ COLUMNS: dict[str, Callable[[Row], float | None]] = {
     "errors": lambda row: row["tool_errors"],
     "held out": lambda row: row["eval_reward"],
 }
-"""Of each of the newest iterations; tokens are those of an episode."""
+"""What the table tells of each of the newest iterations; tokens are those of an episode."""
 
 
-def live_lines(view: View, width: int = 80, height: int = 24) -> list[str]:
+def live_lines(view: RunView, width: int = 80, height: int = 24) -> list[str]:
     """The run in at most `height` lines of `width` characters, one of them left for the cursor."""
-    tall = height > TALL
-    lines = [*_head(view), ""] if height > LOWEST else list(_head(view))
-    lines += list(_curves(view, width, len(CURVES) if tall else MOST_CURVES))
-    below = [line for text in (view.sampled_on, view.warning) for line in wrap(clean(text), width)[:MOST_SAID]]
+    tall = height > TALL_SCREEN
+    lines = [*_head_lines(view), ""] if height > MIN_CURVE_LINES else list(_head_lines(view))
+    lines += list(_curve_lines(view, width, len(CURVES) if tall else MAX_CURVES))
+    below = [line for text in (view.sampled_on, view.warning) for line in wrap(clean(text), width)[:MAX_REASON_LINES]]
     room = height - 1 - len(lines) - len(below)
     if tall and len(view.rewards) > 1:
         drawn = ["", *plot(view.rewards, width - 12, min(8, room // 3))]
         lines, room = lines + drawn, room - len(drawn)
-    newest = _newest(view, room - 1)
+    newest = _newest_table(view, room - 1)
     lines += ["", *newest] if newest else []
     return [clean(line)[:width] for line in (*lines[: max(0, height - 1 - len(below))], *below)]
 
 
-def _head(view: View) -> Iterator[str]:
+def _head_lines(view: RunView) -> Iterator[str]:
     """Its state, its bar, the open iterations and the pace."""
     run, now = view.run, view.progress
     done, total = run["iterations_done"], run["iterations"]
@@ -79,56 +79,56 @@ def _head(view: View) -> Iterator[str]:
     filled = BAR * done // max(total, 1)
     bar = f"[{'#' * filled}{'.' * (BAR - filled)}] {done}/{total} {'iteration' if total == 1 else 'iterations'}"
     left = view.seconds_left
-    yield bar + (f", about {duration(left)} left" if left else "")
+    yield bar + (f", about {format_duration(left)} left" if left else "")
     if now:
         yield (
-            f"{numbers(now)}: {now['finished']}/{now['episodes']} episodes, "
+            f"{iteration_numbers(now)}: {now['finished']}/{now['episodes']} episodes, "
             f"{now['sampled_tokens']} tokens sampled, {now['tool_calls']} tool calls"
         )
     if view.tokens_per_second is not None:
         yield f"{view.tokens_per_second:.0f} tokens/s"
 
 
-def _curves(view: View, width: int, most: int) -> Iterator[str]:
+def _curve_lines(view: RunView, width: int, most: int) -> Iterator[str]:
     drawn = 0
     for label, of in CURVES.items():
         values = [value for row in view.iterations if (value := of(row)) is not None]
         if values and drawn < most:
             drawn += 1
-            yield _curve(label, values, width)
+            yield _curve_line(label, values, width)
         if label == "reward" and view.scores:
-            yield _curve("held out", view.scores, width)
-            yield f"{'':<{LABEL}} {_measured(view)}"
+            yield _curve_line("held out", view.scores, width)
+            yield f"{'':<{LABEL}} {_eval_line(view)}"
 
 
-def _curve(label: str, values: Sequence[float], width: int) -> str:
+def _curve_line(label: str, values: Sequence[float], width: int) -> str:
     room = max(8, width - LABEL - VALUES - 2)
-    went = f"{_short(values[0])} -> {_short(values[-1])}" if len(values) > 1 else _short(values[0])
+    went = f"{_short_number(values[0])} -> {_short_number(values[-1])}" if len(values) > 1 else _short_number(values[0])
     return f"{label:<{LABEL}} {sparkline(values, room):<{min(room, len(values))}} {went}"
 
 
-def _short(value: float) -> str:
+def _short_number(value: float) -> str:
     """With three decimals, unless little of it is left then."""
-    return cell(value) if 0 < abs(value) < 0.01 else decimals(value)
+    return cell(value) if 0 < abs(value) < 0.01 else format_decimals(value)
 
 
-def _measured(view: View) -> str:
+def _eval_line(view: RunView) -> str:
     """The newest evaluation, whose version is best, and how many wait."""
     run, scored = view.run, [row for row in view.evals if row["mean_reward"] is not None]
     newest = scored[-1]
-    told = [f"version {newest['policy_version']}: {interval(newest)}"]
+    told = [f"version {newest['policy_version']}: {format_interval(newest)}"]
     if run["best_version"] is not None:
-        told.append(f"best {decimals(run['best_reward'])} @{run['best_version']}")
-    waiting = sum(row["status"] in GOING for row in view.evals)
+        told.append(f"best {format_decimals(run['best_reward'])} @{run['best_version']}")
+    waiting = sum(row["status"] in OPEN_STATUSES for row in view.evals)
     return ", ".join([*told, *([f"{waiting} to come"] if waiting else [])])
 
 
-def _newest(view: View, room: int) -> list[str]:
+def _newest_table(view: RunView, room: int) -> list[str]:
     """A table of the newest iterations that fits into so many lines; empty where that is none."""
     rows = view.iterations[-(room - 1) :] if room > 1 else []
     if not rows:
         return []
-    seconds = own_seconds(view.iterations)[-len(rows) :]
+    seconds = iteration_seconds(view.iterations)[-len(rows) :]
     told = {name: [of(row) for row in rows] for name, of in COLUMNS.items()} | {"seconds": seconds}
     columns = [[name, *map(cell, values)] for name, values in told.items() if any(value is not None for value in values)]
     widths = [max(map(len, column)) for column in columns]

@@ -24,7 +24,7 @@ tools = typer.Typer(help="What a model may call: listed, and served over HTTP.",
 
 
 @tools.callback(invoke_without_command=True)
-def listed(ctx: typer.Context, as_json: Json = False) -> None:
+def list_tools(ctx: typer.Context, as_json: Json = False) -> None:
     """List the tools there are; --json with the schemas of their arguments."""
     if ctx.invoked_subcommand is not None:
         if as_json:
@@ -33,11 +33,11 @@ def listed(ctx: typer.Context, as_json: Json = False) -> None:
     from agentrl.workflow.plugins import find, names
 
     envs = {name: find("envs", name).toolset() for name in names("envs")}
-    rows = [{"tool": name, **_row(find("tools", name), envs)} for name in names("tools")]
+    rows = [{"tool": name, **_tool_row(find("tools", name), envs)} for name in names("tools")]
     if as_json:
         show_json(rows)
         return
-    show_table(("tool", "called", "arguments", "effects", "seconds", "works_here"), map(_cells, rows))
+    show_table(("tool", "called", "arguments", "effects", "seconds", "works_here"), map(_table_cells, rows))
     for row in rows:
         if row["lacks"]:
             brought = f" Not needed in the env {' or '.join(row['works_in'])}, which brings its own." if row["works_in"] else ""
@@ -45,18 +45,18 @@ def listed(ctx: typer.Context, as_json: Json = False) -> None:
     say("package.module:name and mcp:COMMAND are tools too.")
 
 
-def _row(tool: "Tool", envs: "Mapping[str, Mapping[str, Tool]]") -> dict[str, Any]:
+def _tool_row(tool: "Tool", envs: "Mapping[str, Mapping[str, Tool]]") -> dict[str, Any]:
     """`works_in`: the envs that bring a tool of that name of their own, which works here."""
     from dataclasses import asdict
 
     from agentrl.workers.requests.tool_selection import Description
 
     own = {name: tools[tool.name] for name, tools in envs.items() if tools.get(tool.name, tool) is not tool}
-    works_in = [name for name, brought in own.items() if _lack(brought) is None]
-    return {**asdict(Description.of(tool)), "lacks": _lack(tool), "works_in": works_in}
+    works_in = [name for name, brought in own.items() if _find_lack(brought) is None]
+    return {**asdict(Description.of(tool)), "lacks": _find_lack(tool), "works_in": works_in}
 
 
-def _lack(tool: "Tool") -> str | None:
+def _find_lack(tool: "Tool") -> str | None:
     from agentrl.workflow.errors import AgentRLError
 
     try:
@@ -66,7 +66,7 @@ def _lack(tool: "Tool") -> str | None:
     return None
 
 
-def _cells(row: dict[str, Any]) -> list[Any]:
+def _table_cells(row: dict[str, Any]) -> list[Any]:
     arguments = row["parameters"].get("properties", {})
     told = ", ".join(f"{name}: {spec.get('type', json.dumps(spec))}" for name, spec in arguments.items())
     works = f"in {', '.join(row['works_in'])}" if row["lacks"] and row["works_in"] else row["lacks"] is None
@@ -98,24 +98,28 @@ def serve(
         from agentrl.workers.serving import tool_server
     except ModuleNotFoundError as error:
         raise ConfigError(f"The tool server needs FastAPI and uvicorn: {error}.", "pip install 'agentrl[server]'") from error
-    from agentrl.workers.requests.tool_selection import chosen
+    from agentrl.workers.requests.tool_selection import select_tools
     from agentrl.workers.stack.worker import set_up_logging
 
-    token, own = _token()
+    token, own = _read_token()
     if path is not None and (host, port) != (HOST, PORT):
         raise ConfigError("--socket and --host or --port exclude each other.", "Choose one.")
-    offer = chosen(env, [name for words in named or () for name in _names(words)])
+    offer = select_tools(env, [name for words in named or () for name in _tool_names(words)])
     where: AbstractContextManager[socket.socket]
-    where = tool_server.at_path(path.expanduser().absolute()) if path is not None else tool_server.at_address(host, port, own)
+    where = (
+        tool_server.listen_at_path(path.expanduser().absolute())
+        if path is not None
+        else tool_server.listen_at_address(host, port, own)
+    )
     with where as listener:
-        show(f"{', '.join(offer)} at {_address(listener)}")
+        show(f"{', '.join(offer)} at {_format_address(listener)}")
         if not own:
             show(f"token {token}")
         set_up_logging()
         tool_server.serve(offer, listener, token)
 
 
-def _token() -> tuple[str, bool]:
+def _read_token() -> tuple[str, bool]:
     """The token, and whether a person chose it."""
     from secrets import token_urlsafe
 
@@ -128,11 +132,11 @@ def _token() -> tuple[str, bool]:
     return given or token_urlsafe(24), bool(given)
 
 
-def _names(words: str) -> list[str]:
+def _tool_names(words: str) -> list[str]:
     return [words] if words.startswith("mcp:") else [name for name in map(str.strip, words.split(",")) if name]
 
 
-def _address(listener: "socket.socket") -> str:
+def _format_address(listener: "socket.socket") -> str:
     name = listener.getsockname()
     if isinstance(name, str):
         return f"unix:{name}"

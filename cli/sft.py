@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from agentrl.cli.continued_policy import QUANTISED, merged_base
+from agentrl.cli.continued_policy import DEQUANTISED_NOTE, merge_base
 from agentrl.cli.offline_options import (
     Force,
     Optimizer,
     OptionsFile,
     OutputDir,
-    Place,
+    OutputPlace,
     RewardSet,
     SaveEvery,
     StartPolicy,
-    Stored,
-    called,
+    StoredEpisodes,
     find_stored,
+    model_name,
     recipe_options,
-    refuse,
-    say_next,
+    refuse_options,
+    say_next_steps,
     show_made,
-    watched,
+    train_with_progress,
 )
 from agentrl.cli.output import Json, cell, say
-from agentrl.cli.targets import Trust, is_stored_policy, trained_policy
+from agentrl.cli.targets import Trust, find_trained_policy, is_stored_policy
 from agentrl.workflow.config import build
 from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.runtime.gc_pause import pause_gc
@@ -132,25 +132,29 @@ def sft(
     if epochs is not None and steps is not None:
         raise ConfigError("--epochs and --steps both say how long.", "Leave one out.")
     chosen = {"--min-reward": min_reward, "--best": best, "--reward-set": reward_set, "--policy": policy}
-    place = Place(name, output_dir, force, save_every)
+    place = OutputPlace(name, output_dir, force, save_every)
     targets = tuple(name for text in lora_targets or () for name in text.split(","))
     parts = {"lora_r": lora_r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout, "lora_targets": targets or None}
     words = {"tool_format": tool_format, "chat_template": chat_template}
-    how = _How(asked, epochs, max_samples, parts | {"load_in_4bit": load_in_4bit or None}, words, lora, trust_remote_code)
+    how = _LearningOptions(
+        asked, epochs, max_samples, parts | {"load_in_4bit": load_in_4bit or None}, words, lora, trust_remote_code
+    )
     of_dataset = {"--dataset": dataset, "--model": model, "--max-samples": max_samples, "--held-out": held_out or None}
     if not from_episodes:
-        refuse(chosen, "of use with stored episodes only.", "Add --from-episodes RUN.")
-        asked["held_out"] = _share(held_out)
-        _on_demonstrations(dataset or "arithmetic", model or "tiny", how, place, as_json)
+        refuse_options(chosen, "of use with stored episodes only.", "Add --from-episodes RUN.")
+        asked["held_out"] = _held_out_share(held_out)
+        _train_on_demonstrations(dataset or "arithmetic", model or "tiny", how, place, as_json)
         return
     of_dataset |= {"--lora": "new" if lora == "new" else None, "--trust-remote-code": trust_remote_code or None}
-    refuse(of_dataset | how.of_model | how.of_words, "of no use with stored episodes, which have theirs.", "Leave it out.")
+    refuse_options(
+        of_dataset | how.of_model | how.of_words, "of no use with stored episodes, which have theirs.", "Leave it out."
+    )
     stored = find_stored(from_episodes, reward_set, policy, least=1)
-    _on_episodes(stored, min_reward, best, how, place, as_json)
+    _train_on_episodes(stored, min_reward, best, how, place, as_json)
 
 
 @dataclass(frozen=True)
-class _How:
+class _LearningOptions:
     """How it is to be learned: `asked` of the recipe; of the model's section in a config what trains of it (`parts`) and how it
     is spoken to (`words`), None what was not asked for.
     """
@@ -166,12 +170,12 @@ class _How:
     @property
     def of_model(self) -> dict[str, Any]:
         """The options that say what of a model trains, None where they were not given."""
-        return _options(self.parts)
+        return _as_flags(self.parts)
 
     @property
     def of_words(self) -> dict[str, Any]:
         """Those that say how it is spoken to."""
-        return _options(self.words)
+        return _as_flags(self.words)
 
     def model(self, path: str, trusted: bool) -> "ModelConfig":
         """The model, and what of it trains.
@@ -184,17 +188,17 @@ class _How:
         return build({**given, "model.path": path, "model.trust_remote_code": trusted}).model
 
 
-def _options(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _as_flags(asked: Mapping[str, Any]) -> dict[str, Any]:
     return {f"--{name.replace('_', '-')}": value for name, value in asked.items()}
 
 
-def _share(held_out: float) -> float:
+def _held_out_share(held_out: float) -> float:
     if not 0 <= held_out < 1:
         raise ConfigError(f"--held-out must be at least 0 and below 1, not {held_out:g}.", "0.05 holds one in twenty out.")
     return held_out
 
 
-def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_json: bool) -> None:
+def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, place: OutputPlace, as_json: bool) -> None:
     from agentrl.workflow.chat.templates import settle_chat
     from agentrl.workflow.datasets import Dataset
     from agentrl.workflow.models.lookup import model_folder, resolve_model, sft_model_name
@@ -205,7 +209,7 @@ def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_jso
         place.of("")  # before anything is merged
     found: Dataset | list[Demonstration]
     found = read_demonstrations(Path(dataset), how.max_samples) if dataset.endswith(".jsonl") else find("datasets", dataset)
-    config, policy, manifest = _policy_named(model, how)
+    config, policy, manifest = _find_named_policy(model, how)
     path = policy.base if policy else model if model == "tiny" else resolve_model(config.path, dataset)
     at = None if path == "tiny" else model_folder(path, config.trust_remote_code)
     config = settle_chat(config, at, policy is None)
@@ -216,17 +220,17 @@ def _on_demonstrations(dataset: str, model: str, how: _How, place: Place, as_jso
         from agentrl.workflow.training.supervised import sft as fine_tune
 
     start = Start(config, policy, manifest=manifest) if policy else None
-    learn = partial(fine_tune, found, path, target, recipe=_recipe(path, how, config), start=start, config=config)
-    made = watched(target, partial(learn, epochs=how.epochs, max_samples=how.max_samples, **place.writing))
+    learn = partial(fine_tune, found, path, target, recipe=_build_recipe(path, how, config), start=start, config=config)
+    made = train_with_progress(target, partial(learn, epochs=how.epochs, max_samples=how.max_samples, **place.writing_options))
     if config.load_in_4bit or config.load_in_8bit:
-        say(QUANTISED)
+        say(DEQUANTISED_NOTE)
     show_made(made, f"{made.examples} demonstrations", {}, as_json)
     usual = model == "tiny" and not (place.name or place.output_dir)
     if isinstance(found, list) and not _has_references(Path(dataset)):
-        say(f"Talk to it: agentrl chat --model {called(target)}")
-        say(f"Train it on what has answers: agentrl submit --dataset NAME --model {called(target)}")
+        say(f"Talk to it: agentrl chat --model {model_name(target)}")
+        say(f"Train it on what has answers: agentrl submit --dataset NAME --model {model_name(target)}")
     else:
-        say(f"Train it: agentrl submit --dataset {dataset} --model {'tiny' if usual else called(target)}")
+        say(f"Train it: agentrl submit --dataset {dataset} --model {'tiny' if usual else model_name(target)}")
 
 
 def _has_references(file: Path) -> bool:
@@ -236,7 +240,7 @@ def _has_references(file: Path) -> bool:
     return not read_file(file)[1]
 
 
-def _policy_named(model: str, how: _How) -> "tuple[ModelConfig, PolicyRef | None, Mapping[str, Any]]":
+def _find_named_policy(model: str, how: _LearningOptions) -> "tuple[ModelConfig, PolicyRef | None, Mapping[str, Any]]":
     """What `RUN@V` means: the run's section on its model, the policy and the run's manifest; of any other name no policy.
 
     Nor of one that is merged, so that a new LoRA begins.
@@ -248,35 +252,35 @@ def _policy_named(model: str, how: _How) -> "tuple[ModelConfig, PolicyRef | None
         if how.lora == "new":
             raise ConfigError("--lora new goes with a run's policy.", "Write --model RUN@3, or leave --lora out.")
         if model == "tiny":
-            refuse(how.of_model, "a new model is made whole.", "Leave it out.")
+            refuse_options(how.of_model, "a new model is made whole.", "Leave it out.")
         return how.model(model, how.trust_remote_code), None, {}
     if how.lora == "continue":
         given = how.of_model | how.of_words
-        refuse(given, "of no use with a run's policy, which has its own.", "Leave it out, or pass --lora new.")
-    made, policy, manifest = trained_policy(model, "--model")
+        refuse_options(given, "of no use with a run's policy, which has its own.", "Leave it out, or pass --lora new.")
+    made, policy, manifest = find_trained_policy(model, "--model")
     if how.lora == "continue":
         return made.model.model_copy(update={"path": f"{made.name}@{policy.version}"}), policy, manifest
-    merged = merged_base(made, policy, manifest).base
+    merged = merge_base(made, policy, manifest).base
     return how.model(merged, made.model.trust_remote_code or how.trust_remote_code), None, {}
 
 
-def _recipe(model: str, how: _How, config: "ModelConfig") -> "Recipe":
+def _build_recipe(model: str, how: _LearningOptions, config: "ModelConfig") -> "Recipe":
     from agentrl.workflow.models.lookup import lora_rank, model_folder
     from agentrl.workflow.training.supervised import default_recipe
 
     full = model == "tiny" or lora_rank(config, model_folder(model, config.trust_remote_code)) == 0
     if full:
         others = {option: value for option, value in how.of_model.items() if option != "--lora-r"}
-        refuse(others, "of no use where all weights train.", "Pass --lora-r 8, too.")
+        refuse_options(others, "of no use where all weights train.", "Pass --lora-r 8, too.")
     return replace(default_recipe(model, full), **how.asked)
 
 
-def _on_episodes(
-    stored: Stored,
+def _train_on_episodes(
+    stored: StoredEpisodes,
     min_reward: float | None,
     best: int | None,
-    how: _How,
-    place: Place,
+    how: _LearningOptions,
+    place: OutputPlace,
     as_json: bool,
 ) -> None:
     from agentrl.workflow.stats import selection
@@ -297,6 +301,8 @@ def _on_episodes(
 
     recipe = stored.recipe(len(chosen), how.epochs or PASSES, how.asked)
     episodes = stored.episodes(chosen)
-    made = watched(target, partial(sft_on_episodes, episodes, stored.start, target, recipe=recipe, **place.writing))
+    made = train_with_progress(
+        target, partial(sft_on_episodes, episodes, stored.start, target, recipe=recipe, **place.writing_options)
+    )
     show_made(made, f"{made.examples} episodes", {"of": len(stored.candidates), "mean_reward": mean}, as_json)
-    say_next(stored, target)
+    say_next_steps(stored, target)

@@ -7,7 +7,7 @@ import typer
 from agentrl.cli.output import Json, say, show, show_csv, show_json, show_table
 from agentrl.cli.targets import stored_database
 
-LIMIT = 10_000
+MAX_ROWS = 10_000
 
 
 def sql(
@@ -40,20 +40,20 @@ def sql(
     if file is not None and not file.exists():
         stored_database()  # says so
     if schema or query is None:
-        _explain(query, as_csv, as_json)
+        _explain_views(query, as_csv, as_json)
         return
-    columns, rows = store.query(settings(), query, LIMIT)
+    columns, rows = store.run_query(settings(), query, MAX_ROWS)
     if as_json:
         show_json([dict(zip(columns, row, strict=True)) for row in rows])
     elif as_csv:
         show_csv(columns, rows)
     else:
         show_table(columns, rows)
-    if len(rows) == LIMIT:
-        say(f"Stopped at {LIMIT} rows; there may be more.")
+    if len(rows) == MAX_ROWS:
+        say(f"Stopped at {MAX_ROWS} rows; there may be more.")
 
 
-def _explain(view: str | None, as_csv: bool, as_json: bool) -> None:
+def _explain_views(view: str | None, as_csv: bool, as_json: bool) -> None:
     """The columns of a view with what they mean, or the views with their columns.
 
     Raises:
@@ -61,7 +61,7 @@ def _explain(view: str | None, as_csv: bool, as_json: bool) -> None:
     """
     from agentrl.workflow.errors import NotFoundError, did_you_mean
     from agentrl.workflow.settings import settings
-    from agentrl.workflow.store.user_sql import columns_of
+    from agentrl.workflow.store.user_sql import list_columns
     from agentrl.workflow.tables import descriptions
 
     if view is not None and view not in descriptions.VIEWS:
@@ -70,7 +70,9 @@ def _explain(view: str | None, as_csv: bool, as_json: bool) -> None:
         {
             "view": name,
             "meaning": descriptions.VIEWS[name],
-            "columns": [{"column": each, "meaning": descriptions.meaning(name, each)} for each in columns_of(settings(), name)],
+            "columns": [
+                {"column": each, "meaning": descriptions.column_meaning(name, each)} for each in list_columns(settings(), name)
+            ],
         }
         for name in ([view] if view else descriptions.VIEWS)
     ]

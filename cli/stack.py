@@ -30,14 +30,14 @@ def up(
 
     where = settings()
     database()
-    before = embedded.running(where)
+    before = embedded.find_supervisor(where)
     if foreground and before is None:
         embedded.check_separate(where, separate)
         say(f"The stack runs here until Ctrl-C; its logs are in {where.stack_dir}.")
         supervisor.main(stay=True, separate=separate)
         return
-    started = embedded.ensure(where, stay=True, separate=separate)
-    pid = embedded.running(where)
+    started = embedded.ensure_running(where, stay=True, separate=separate)
+    pid = embedded.find_supervisor(where)
     if as_json:
         show_json({"started": started, "pid": pid, "logs": where.stack_dir})
         return
@@ -56,7 +56,7 @@ def down() -> None:
         return
     show("The stack is stopped.")
     db = existing_database()
-    if db is not None and (waiting := control_reads.unfinished_runs(db)):
+    if db is not None and (waiting := control_reads.count_running_runs(db)):
         say(f"{'A run stands' if waiting == 1 else f'{waiting} runs stand'} still until `agentrl up`.")
 
 
@@ -72,9 +72,9 @@ def worker(
 
     roles = [word.strip() for word in role.split(",") if word.strip()]
     # A broker that somebody named may come up later; the embedded one comes with a stack, or not at all.
-    known = set(roles) <= worker.SHARED or (len(roles) == 1 and roles[0] in worker.ROLES)
+    known = set(roles) <= worker.SHARED_ROLES or (len(roles) == 1 and roles[0] in worker.ROLES)
     if known and not settings().broker_url:
-        broker.require(settings())
+        broker.require_broker(settings())
     worker.run(roles, concurrency)
 
 
@@ -130,7 +130,7 @@ def show_config(
 
     What the algorithm makes of options that are left out is a comment there, so that another algorithm takes the file too.
     """
-    values, origins, settled = _values(file, assignments, run)
+    values, origins, settled = _config_values(file, assignments, run)
     if as_json:
         show_json([{"key": k, "value": v, "origin": origins[k]} for k, v in values.items()] if origin else values)
     elif origin:
@@ -140,7 +140,9 @@ def show_config(
             show(f"# {key}: {_yaml(value)} ({origins[key]})" if key in settled else f"{key}: {_yaml(value)}")
 
 
-def _values(file: Any, assignments: list[str] | None, run: str | None) -> tuple[dict[str, Any], dict[str, str], set[str]]:
+def _config_values(
+    file: Any, assignments: list[str] | None, run: str | None
+) -> tuple[dict[str, Any], dict[str, str], set[str]]:
     """Values and origins by key, and the keys whose value is the algorithm's own.
 
     Raises:

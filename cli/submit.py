@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from agentrl.cli.continued_policy import start_of, told_of
+from agentrl.cli.continued_policy import resolve_start, with_origin
 from agentrl.cli.output import Json, cell, say, show, show_json, show_table
 from agentrl.cli.probe_process import check_model, check_optimizer
-from agentrl.cli.targets import existing_database, stored_start
+from agentrl.cli.targets import existing_database, find_stored_start
 from agentrl.workflow.config import DESCRIPTIONS, RunConfig
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.resolve import parse_weights
@@ -75,7 +75,7 @@ EXAMPLES = """Name a dataset, a file or stored episodes:
     agentrl submit --from-episodes RUN"""
 
 
-def _flag(parameter: str, *names: str) -> Any:
+def _flag_option(parameter: str, *names: str) -> Any:
     key = FLAGS[parameter]
     default = _DEFAULTS[key]
     shown = (
@@ -98,13 +98,13 @@ Assignments = Annotated[
 
 def submit(
     ctx: typer.Context,
-    dataset: Annotated[str | None, _flag("dataset")] = None,
-    split: Annotated[str | None, _flag("split")] = None,
-    epochs: Annotated[int | None, _flag("epochs", "--epochs", "--total-epochs")] = None,
-    iterations: Annotated[int | None, _flag("iterations")] = None,
-    model: Annotated[str | None, _flag("model", "--model", "--model-path")] = None,
-    env: Annotated[str | None, _flag("env")] = None,
-    tools: Annotated[list[str] | None, _flag("tools")] = None,
+    dataset: Annotated[str | None, _flag_option("dataset")] = None,
+    split: Annotated[str | None, _flag_option("split")] = None,
+    epochs: Annotated[int | None, _flag_option("epochs", "--epochs", "--total-epochs")] = None,
+    iterations: Annotated[int | None, _flag_option("iterations")] = None,
+    model: Annotated[str | None, _flag_option("model", "--model", "--model-path")] = None,
+    env: Annotated[str | None, _flag_option("env")] = None,
+    tools: Annotated[list[str] | None, _flag_option("tools")] = None,
     reward: Annotated[
         list[str] | None,
         typer.Option(
@@ -114,30 +114,30 @@ def submit(
             rich_help_panel=_PANELS["rewards"],
         ),
     ] = None,
-    algorithm: Annotated[str | None, _flag("algorithm")] = None,
-    trainer: Annotated[str | None, _flag("trainer")] = None,
-    engine: Annotated[str | None, _flag("engine")] = None,
-    group_size: Annotated[int | None, _flag("group_size", "--group-size", "--samples-per-prompt")] = None,
-    tasks_per_iteration: Annotated[int | None, _flag("tasks_per_iteration")] = None,
-    batch_size: Annotated[int | None, _flag("batch_size")] = None,
-    gradient_accumulation_steps: Annotated[int | None, _flag("gradient_accumulation_steps")] = None,
-    max_new_tokens: Annotated[int | None, _flag("max_new_tokens")] = None,
-    max_steps: Annotated[int | None, _flag("max_steps")] = None,
-    max_staleness: Annotated[int | None, _flag("max_staleness")] = None,
-    max_samples: Annotated[int | None, _flag("max_samples")] = None,
-    temperature: Annotated[float | None, _flag("temperature")] = None,
-    learning_rate: Annotated[float | None, _flag("learning_rate")] = None,
-    lora: Annotated[str | None, _flag("lora")] = None,
-    lora_r: Annotated[int | None, _flag("lora_r")] = None,
-    load_in_4bit: Annotated[bool | None, _flag("load_in_4bit", "--load-in-4bit/--no-load-in-4bit")] = None,
-    trust_remote_code: Annotated[bool | None, _flag("trust_remote_code", "--trust-remote-code")] = None,
-    tool_format: Annotated[str | None, _flag("tool_format")] = None,
-    chat_template: Annotated[str | None, _flag("chat_template")] = None,
-    eval_every: Annotated[int | None, _flag("eval_every")] = None,
-    save_every: Annotated[int | None, _flag("save_every")] = None,
-    seed: Annotated[int | None, _flag("seed")] = None,
-    name: Annotated[str | None, _flag("name")] = None,
-    output_dir: Annotated[str | None, _flag("output_dir")] = None,
+    algorithm: Annotated[str | None, _flag_option("algorithm")] = None,
+    trainer: Annotated[str | None, _flag_option("trainer")] = None,
+    engine: Annotated[str | None, _flag_option("engine")] = None,
+    group_size: Annotated[int | None, _flag_option("group_size", "--group-size", "--samples-per-prompt")] = None,
+    tasks_per_iteration: Annotated[int | None, _flag_option("tasks_per_iteration")] = None,
+    batch_size: Annotated[int | None, _flag_option("batch_size")] = None,
+    gradient_accumulation_steps: Annotated[int | None, _flag_option("gradient_accumulation_steps")] = None,
+    max_new_tokens: Annotated[int | None, _flag_option("max_new_tokens")] = None,
+    max_steps: Annotated[int | None, _flag_option("max_steps")] = None,
+    max_staleness: Annotated[int | None, _flag_option("max_staleness")] = None,
+    max_samples: Annotated[int | None, _flag_option("max_samples")] = None,
+    temperature: Annotated[float | None, _flag_option("temperature")] = None,
+    learning_rate: Annotated[float | None, _flag_option("learning_rate")] = None,
+    lora: Annotated[str | None, _flag_option("lora")] = None,
+    lora_r: Annotated[int | None, _flag_option("lora_r")] = None,
+    load_in_4bit: Annotated[bool | None, _flag_option("load_in_4bit", "--load-in-4bit/--no-load-in-4bit")] = None,
+    trust_remote_code: Annotated[bool | None, _flag_option("trust_remote_code", "--trust-remote-code")] = None,
+    tool_format: Annotated[str | None, _flag_option("tool_format")] = None,
+    chat_template: Annotated[str | None, _flag_option("chat_template")] = None,
+    eval_every: Annotated[int | None, _flag_option("eval_every")] = None,
+    save_every: Annotated[int | None, _flag_option("save_every")] = None,
+    seed: Annotated[int | None, _flag_option("seed")] = None,
+    name: Annotated[str | None, _flag_option("name")] = None,
+    output_dir: Annotated[str | None, _flag_option("output_dir")] = None,
     hook: Annotated[
         list[str] | None,
         typer.Option(
@@ -192,15 +192,17 @@ def submit(
     flags["tools"] = tools or None
     flags["hooks"] = hook or None
     flags["rewards"] = parse_weights(reward or ()) or None
-    flags |= _source(from_groups or [], from_episodes or [], reward_set)
+    flags |= _source_values(from_groups or [], from_episodes or [], reward_set)
     asked, origins = resolve(config, flags, tuple(assignments or ()), os.environ)
     if not asked.source.given and config is None and origins["dataset.name"] == "default":
         raise ConfigError("Nothing to train on was named.", EXAMPLES)
     if not asked.source.given and (policy or asked.source.reward_set != "default"):
         raise ConfigError("--policy and --reward-set go with stored episodes only.", "Add --from-episodes RUN.")
-    prepared = _from_stored(asked, origins, policy) if asked.source.given else _from_model(asked, origins, dry_run)
+    prepared = (
+        _prepare_from_stored(asked, origins, policy) if asked.source.given else _prepare_from_model(asked, origins, dry_run)
+    )
     _say_skipped(prepared.skipped_rows)
-    for remark in (*_trains(prepared), *prepared.remarks):
+    for remark in (*_trainable_lines(prepared), *prepared.remarks):
         say(remark)
     if dry_run:
         check_model(prepared.config.model, prepared.submission.policy.base)
@@ -208,10 +210,10 @@ def submit(
         check_separate(prepared.config.rollout.max_staleness > 0)
         _show_plan(prepared, as_json)
         return
-    send(prepared, wait, as_json)
+    send_run(prepared, wait, as_json)
 
 
-def _trains(prepared: Any) -> Iterator[str]:
+def _trainable_lines(prepared: Any) -> Iterator[str]:
     """What trains, of a model that is here; of another the worker's log says it."""
     from agentrl.workflow.models.lookup import local_folder
     from agentrl.workflow.models.parameters import count_in_files
@@ -222,7 +224,7 @@ def _trains(prepared: Any) -> Iterator[str]:
         yield str(parameters)
 
 
-def _source(groups: list[str], runs: list[str], reward_set: str | None) -> dict[str, Any]:
+def _source_values(groups: list[str], runs: list[str], reward_set: str | None) -> dict[str, Any]:
     """The flags that name stored episodes, as keys of the config."""
     numbers = [word for word in groups if word.isascii() and word.isdigit() and len(word) < 19]  # more no database takes
     named = [*(word for word in groups if word not in numbers), *runs]
@@ -233,25 +235,25 @@ def _source(groups: list[str], runs: list[str], reward_set: str | None) -> dict[
     }
 
 
-def _from_stored(asked: RunConfig, origins: dict[str, str], policy: str | None) -> Any:
+def _prepare_from_stored(asked: RunConfig, origins: dict[str, str], policy: str | None) -> Any:
     from agentrl.workers.requests.stored_groups import prepare_stored
 
-    db, start = stored_start(policy)
+    db, start = find_stored_start(policy)
     prepared = prepare_stored(db, asked, origins, start)
-    return told_of(prepared, policy) if policy else prepared
+    return with_origin(prepared, policy) if policy else prepared
 
 
-def _from_model(asked: RunConfig, origins: dict[str, str], dry_run: bool) -> Any:
+def _prepare_from_model(asked: RunConfig, origins: dict[str, str], dry_run: bool) -> Any:
     from agentrl.workers.requests import submission as submission
 
-    config, start = start_of(asked, origins)
+    config, start = resolve_start(asked, origins)
     prepared = submission.prepare(existing_database(), config, policy=start)
     if start is None:
         return prepared
-    return told_of(prepared, config.model.path, config.model.lora, merges=config.model.lora == "new" and not dry_run)
+    return with_origin(prepared, config.model.path, config.model.lora, merges=config.model.lora == "new" and not dry_run)
 
 
-def send(prepared: Any, wait: bool | None, as_json: bool) -> None:
+def send_run(prepared: Any, wait: bool | None, as_json: bool) -> None:
     """Starts what must run, writes the run, and follows it if asked to. Only who detaches may leave it to workers to come."""
     from agentrl.cli.services import start_run
     from agentrl.cli.watch import follow_to_end
@@ -282,16 +284,16 @@ def _say_skipped(rows: tuple[str, ...]) -> None:
             say(f"  {row}")
 
 
-def _came_from(origin: dict[str, Any]) -> str:
+def _describe_origin(origin: dict[str, Any]) -> str:
     return f"{origin['run']}@{origin['version']}{', merged' if origin['lora'] == 'new' else ''}"
 
 
-def _told(evaluation: Any, every: int) -> str:
+def _describe_evaluation(evaluation: Any, every: int) -> str:
     tasks = f"{len(evaluation.tasks)} tasks of {evaluation.dataset} ({evaluation.config['dataset']['split']})"
     return f"every {every} versions: {tasks} x {evaluation.group_size}"
 
 
-def _update_of(config: RunConfig) -> dict[str, Any]:
+def _describe_update(config: RunConfig) -> dict[str, Any]:
     """What an update is, as far as it is not the ordinary one."""
     from agentrl.workflow.algorithms import Algorithm
     from agentrl.workflow.plugins import find
@@ -312,17 +314,17 @@ def _show_plan(prepared: Any, as_json: bool) -> None:
         "name": submission.name,
         "dataset": f"{config.dataset.name} ({config.dataset.split})",
         "model": submission.policy.base,
-        **({"from": _came_from(submission.manifest["from"])} if "from" in submission.manifest else {}),
+        **({"from": _describe_origin(submission.manifest["from"])} if "from" in submission.manifest else {}),
         "env": config.env,
         "rewards": ", ".join(f"{name} x {cell(weight)}" for name, weight in submission.weights.items()),
         "algorithm": config.algorithm.name,
-        **_update_of(config),
+        **_describe_update(config),
         **({"hooks": ", ".join(config.hooks)} if config.hooks else {}),
         "tasks": tasks or f"{len(submission.groups)} stored groups",
         "epochs": submission.passes,
         "iterations": submission.iterations,
         "group_size": submission.group_size,
-        **({"held_out": _told(submission.evaluation, config.eval.every)} if submission.evaluation else {}),
+        **({"held_out": _describe_evaluation(submission.evaluation, config.eval.every)} if submission.evaluation else {}),
         "episodes": planned or "stored",
         **({"dynamic_sampling": f"up to {planned * more} episodes ({more} x)"} if planned and more > 1 else {}),
         "output_dir": submission.output_dir,

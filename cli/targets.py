@@ -22,7 +22,7 @@ LastEpisode = Annotated[
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code that the model's folder brings.")]
 
 
-def the_run(db: Any, run: str | None) -> str:
+def pick_run(db: Any, run: str | None) -> str:
     """The run, or where none is named the newest one, which is said.
 
     Raises:
@@ -31,15 +31,15 @@ def the_run(db: Any, run: str | None) -> str:
     from agentrl.workflow.errors import NotFoundError
     from agentrl.workflow.store import listings
 
-    found = run or listings.newest_run(db)
+    found = run or listings.find_newest_run(db)
     if not found:
-        raise NotFoundError("There is no run yet.", first_run())
+        raise NotFoundError("There is no run yet.", first_run_hint())
     if not run:
         say(f"The newest run: {found}")
     return found
 
 
-def the_episode(db: Any, episode: int | None) -> int:
+def pick_episode(db: Any, episode: int | None) -> int:
     """The episode, or where none is named the last one that is done, which is said.
 
     Raises:
@@ -48,7 +48,7 @@ def the_episode(db: Any, episode: int | None) -> int:
     from agentrl.workflow.errors import NotFoundError
     from agentrl.workflow.store import listings
 
-    found = listings.last_episode(db) if episode is None else episode
+    found = listings.find_last_episode(db) if episode is None else episode
     if found is None:
         raise NotFoundError("No episode is done yet.", "Follow the newest run: agentrl watch")
     if episode is None:
@@ -73,10 +73,10 @@ def existing_reader() -> "Reader | None":
     from agentrl.workflow.store.user_sql import sqlite_file
 
     file = sqlite_file(settings())
-    return None if file is not None and not file.exists() else Reader(settings().database, _whole)
+    return None if file is not None and not file.exists() else Reader(settings().database, _open_database)
 
 
-def _whole() -> Any:
+def _open_database() -> Any:
     from agentrl.workers.stack.process import database
 
     return database()
@@ -88,7 +88,7 @@ def stored_reader() -> "Reader":
     Raises:
         NotFoundError: there is none yet.
     """
-    return existing_reader() or _nothing_stored()
+    return existing_reader() or _refuse_empty()
 
 
 def stored_database() -> Any:
@@ -97,17 +97,17 @@ def stored_database() -> Any:
     Raises:
         NotFoundError: there is none yet.
     """
-    return existing_database() or _nothing_stored()
+    return existing_database() or _refuse_empty()
 
 
-def _nothing_stored() -> NoReturn:
+def _refuse_empty() -> NoReturn:
     from agentrl.workflow.errors import NotFoundError
     from agentrl.workflow.settings import settings
 
-    raise NotFoundError(f"Nothing is stored in {str(settings().root)!r} yet.", first_run())
+    raise NotFoundError(f"Nothing is stored in {str(settings().root)!r} yet.", first_run_hint())
 
 
-def first_run() -> str:
+def first_run_hint() -> str:
     """What to type where there is no run yet, with what can be had everywhere."""
     from agentrl.workflow.settings import settings
 
@@ -130,9 +130,9 @@ def find_policy(policy: str) -> "tuple[RunConfig, Any]":
     from agentrl.workflow.store.epoch_ends import Epoch
 
     db = existing_reader()
-    at = _checkpoint(db, policy)
+    at = _policy_of_checkpoint(db, policy)
     name, _, word = at.partition("@") if at else policy.partition("@")
-    version = run_names.version_number(word) if word else None
+    version = run_names.parse_version(word) if word else None
     if db is not None:
         try:
             run = run_names.find_run(db, name)
@@ -140,7 +140,7 @@ def find_policy(policy: str) -> "tuple[RunConfig, Any]":
             if version is not None:
                 raise
         else:
-            ref = run_names.stored_policy(db, name, version)
+            ref = run_names.find_stored_policy(db, name, version)
             if isinstance(version, Epoch):
                 _link_again(db, run["id"])
             return RunConfig.model_validate(run["config"]), ref
@@ -154,7 +154,7 @@ def find_policy(policy: str) -> "tuple[RunConfig, Any]":
     return build({"model.path": policy}), None
 
 
-def trained_policy(words: str, option: str) -> "tuple[RunConfig, Any, Mapping[str, Any]]":
+def find_trained_policy(words: str, option: str) -> "tuple[RunConfig, Any, Mapping[str, Any]]":
     """The policy of a run that the words mean, with the run's config and manifest.
 
     Raises:
@@ -182,14 +182,14 @@ def is_stored_policy(words: str) -> bool:
     from agentrl.workflow.store import run_names
 
     db = existing_reader()
-    if _checkpoint(db, words):
+    if _policy_of_checkpoint(db, words):
         return True
     if is_url(words) or Path(words).expanduser().exists():
         return False
     return "@" in words or (db is not None and not _may_be_a_model(words) and run_names.is_run(db, words))
 
 
-def stored_start(policy: str | None) -> tuple[Any, Any]:
+def find_stored_start(policy: str | None) -> tuple[Any, Any]:
     """The database that stored episodes are in, and the policy of a run to start from; None for theirs.
 
     Raises:
@@ -200,8 +200,8 @@ def stored_start(policy: str | None) -> tuple[Any, Any]:
 
     db = existing_database()
     if db is None:
-        raise NotFoundError("There is no run yet, and so no stored episode.", first_run())
-    return db, trained_policy(policy, "--policy")[1] if policy else None
+        raise NotFoundError("There is no run yet, and so no stored episode.", first_run_hint())
+    return db, find_trained_policy(policy, "--policy")[1] if policy else None
 
 
 def _may_be_a_model(name: str) -> bool:
@@ -222,10 +222,10 @@ def _link_again(db: Any, run_id: int) -> None:
     from agentrl.workflow.store import epoch_ends
 
     with suppress(OSError):  # whoever may not write there needs none
-        link_epochs(epoch_ends.ends(db, run_id))
+        link_epochs(epoch_ends.load_epoch_ends(db, run_id))
 
 
-def _checkpoint(db: Any, policy: str) -> str:
+def _policy_of_checkpoint(db: Any, policy: str) -> str:
     """`RUN@VERSION` of the checkpoint that the words are the path of; empty where they are no path of a checkpoint.
 
     Raises:
@@ -246,13 +246,13 @@ def _checkpoint(db: Any, policy: str) -> str:
     typed = typed if typed.exists() or not (settings().root / typed).parent.is_dir() else settings().root / typed
     folder, epoch = typed.resolve(), epoch_number(typed.name)
     if db is not None and epoch is not None:  # the link may not be made yet, or lead to an older run's
-        run = epoch_ends.run_in(db, str(typed.parent.resolve()))
+        run = epoch_ends.find_run_of_folder(db, str(typed.parent.resolve()))
         if run:
             return f"{run}@epoch{epoch}"
     is_checkpoint = not is_url(policy) and (folder / MANIFEST).is_file() and (folder / STATE).is_file()
     if not is_url(policy) and not is_checkpoint:
         return ""
-    found = "" if db is None else run_names.policy_at(db, policy.rstrip("/") if is_url(policy) else str(folder))
+    found = "" if db is None else run_names.find_policy_at(db, policy.rstrip("/") if is_url(policy) else str(folder))
     if not found:
         raise NotFoundError(
             f"{policy!r} is a checkpoint of no run in this database, which alone knows its base model.",

@@ -11,27 +11,27 @@ from agentrl.workflow.trajectory import Step, ToolCall, ToolResult
 STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue"}
 
 
-def transcript(record: Any, only: int | None = None) -> Iterator[Line]:
+def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
     """The episode (an `EpisodeRecord`) as lines to print; of its steps only `only`, if given."""
-    yield from _head(record.row)
+    yield from _head_lines(record.row)
     for step in record.episode.steps:
         if only in (None, step.index):
             calls = [call for call in record.calls if call["step"] == step.index]
             before = record.episode.steps[step.index - 1].results if step.index else None
-            yield from _step(step, record.steps[step.index], calls, {result.content for result in before or ()})
+            yield from _step_lines(step, record.steps[step.index], calls, {result.content for result in before or ()})
             for part in record.rewards:
                 if part["step"] == step.index and part["reward_set"] == "default":
                     yield f"  earned {part['part']}: {cell(part['value'])} x {cell(part['weight'])}", "green"
-    yield from _end(record)
+    yield from _end_lines(record)
 
 
-def conversation(steps: Sequence[Step]) -> Iterator[Line]:
-    """Turns that no database holds, as `transcript` shows those of an episode."""
+def conversation_lines(steps: Sequence[Step]) -> Iterator[Line]:
+    """Turns that no database holds, as `transcript_lines` shows those of an episode."""
     heard: set[str] = set()
     for step in steps:
         row = {"policy_version": step.policy_version, "generate_seconds": step.seconds}
         made = zip_longest(step.message.tool_calls, step.results or ())
-        yield from _step(step, row, [_call_row(index, *pair) for index, pair in enumerate(made)], heard)
+        yield from _step_lines(step, row, [_call_row(index, *pair) for index, pair in enumerate(made)], heard)
         heard = {result.content for result in step.results or ()}
     prompt, sampled = (sum(len(getattr(step, name)) for step in steps) for name in ("prompt_ids", "sampled_ids"))
     yield "", ""
@@ -70,7 +70,7 @@ def as_document(record: Any, only: int | None = None) -> dict[str, Any]:
     }
 
 
-def _head(row: Any) -> Iterator[Line]:
+def _head_lines(row: Any) -> Iterator[Line]:
     yield (
         f"episode {row['id']}  of {row['run']}, iteration {row['iteration']}, task {row['task']}, sample {row['sample']}",
         "bold",
@@ -86,53 +86,56 @@ def _head(row: Any) -> Iterator[Line]:
         yield "  tainted: a tool gave another output when its state was rebuilt", "yellow"
 
 
-def _step(step: Step, row: Any, calls: list[Any], shown: set[str]) -> Iterator[Line]:
+def _step_lines(step: Step, row: Any, calls: list[Any], shown: set[str]) -> Iterator[Line]:
     """`shown`: the results that stand under the step before; a tool's message that is none of them was edited."""
     yield "", ""
-    yield f"--- step {step.index}  policy v{row['policy_version']}, {cell(row['generate_seconds'])} s, {_tokens(step)}", "bold"
+    yield (
+        f"--- step {step.index}  policy v{row['policy_version']}, {cell(row['generate_seconds'])} s, {_token_text(step)}",
+        "bold",
+    )
     if step.new_row:
         yield f"  a new training row begins here: {step.new_row}", "yellow"
     for message in step.prompt:
         if message.role != "tool":
-            yield from _said(message.role, message.content, STYLES[message.role])
+            yield from _message_lines(message.role, message.content, STYLES[message.role])
         elif message.content not in shown:
-            yield from _said("tool (edited)", message.content, STYLES["tool"])
+            yield from _message_lines("tool (edited)", message.content, STYLES["tool"])
     if step.message.thought:
-        yield from _said("thought", step.message.thought, "italic dim")
+        yield from _message_lines("thought", step.message.thought, "italic dim")
     if step.message.content or not calls:
-        yield from _said("assistant", step.message.content, STYLES["assistant"])
+        yield from _message_lines("assistant", step.message.content, STYLES["assistant"])
     for call in calls:
-        yield from _call(call)
-    yield f"  {_logprobs(step)}", "dim"
+        yield from _call_lines(call)
+    yield f"  {_logprob_text(step)}", "dim"
 
 
-def _said(who: str, text: str, style: str) -> Iterator[Line]:
+def _message_lines(who: str, text: str, style: str) -> Iterator[Line]:
     yield f"  {who}:", "bold"
-    yield _indented(text or "(nothing)"), style
+    yield _indent(text or "(nothing)"), style
 
 
-def _call(call: Any) -> Iterator[Line]:
+def _call_lines(call: Any) -> Iterator[Line]:
     yield f"  call {call['call']}: {call['tool'] or '(unreadable)'}", "bold blue"
     for name, value in call["arguments"].items():
-        yield _indented(f"{name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"), "blue"
+        yield _indent(f"{name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"), "blue"
     error = f"{call['error_class']}, " if call["error_class"] else ""
     waited = f", {call['queue_seconds']:.3f} s in the queue" if call["queue_seconds"] is not None else ""
-    seen = f"{call['seconds']:.3f} s{_seen(call)}{waited}"
+    seen = f"{call['seconds']:.3f} s{_sandbox_note(call)}{waited}"
     if call["result"] is None:
         yield f"    {call['status']}: no result yet", "yellow"
         return
     yield f"  result ({error}{seen}):", "red" if error else "blue"
-    yield _indented(call["result"]), "red" if error else "blue"
+    yield _indent(call["result"]), "red" if error else "blue"
 
 
-def _seen(call: Any) -> str:
+def _sandbox_note(call: Any) -> str:
     """What its sandbox saw, and how often it was sent."""
     code = f", exit code {call['exit_code']}" if call["exit_code"] else ""
     seen = f", {call['cpu_seconds']:.3f} s of processor time in {call['sandbox']}{code}" if call["sandbox"] else ""
     return seen + (f", sent {call['attempts']} times" if call["attempts"] > 1 else "")
 
 
-def _end(record: Any) -> Iterator[Line]:
+def _end_lines(record: Any) -> Iterator[Line]:
     row = record.row
     yield "", ""
     outcome = row["stop_reason"] or row["error_class"] or "not over"
@@ -143,7 +146,7 @@ def _end(record: Any) -> Iterator[Line]:
         said = grade["status"] if grade["result"] is None else f"{one_line(grade['result'], 200)} ({grade['seconds']:.3f} s)"
         yield f"  judged by {grade['tool']}: {said}", "red" if grade["error_class"] else ""
     for (chosen, name), rows in groupby(record.rewards, lambda row: (row["reward_set"], row["part"])):
-        yield f"  {name}: {_came_to(list(rows))}" + ("" if chosen == "default" else f" (reward set {chosen})"), ""
+        yield f"  {name}: {_format_part(list(rows))}" + ("" if chosen == "default" else f" (reward set {chosen})"), ""
     if row["status"] == "done":  # no other has its final answer recorded, whatever its last turn said
         yield f"  answer:    {one_line(row['final_answer'], 400) or '(none)'}", ""
     yield f"  reference: {one_line(row['reference'], 400)}", ""
@@ -154,18 +157,18 @@ def _end(record: Any) -> Iterator[Line]:
     )
 
 
-def _came_to(rows: list[Any]) -> str:
+def _format_part(rows: list[Any]) -> str:
     """What a part came to, the sum of its steps where these earned it."""
     by_steps = "" if rows[0]["step"] is None else f" (over {len(rows)} steps)"
     return f"{cell(sum(row['value'] for row in rows))} x {cell(rows[0]['weight'])}{by_steps}"
 
 
-def _tokens(step: Step) -> str:
+def _token_text(step: Step) -> str:
     cut = ", cut at the limit" if step.finish_reason == "length" else ""
     return f"{len(step.prompt_ids)} new + {len(step.sampled_ids)} sampled tokens{cut}"
 
 
-def _logprobs(step: Step) -> str:
+def _logprob_text(step: Step) -> str:
     if not step.behavior_logprobs:
         return "logprobs: none"
     values = step.behavior_logprobs
@@ -174,5 +177,5 @@ def _logprobs(step: Step) -> str:
     return f"logprobs: mean {mean:.3f}, lowest {values[least]:.3f} at token {least} (id {step.sampled_ids[least]})"
 
 
-def _indented(text: str) -> str:
+def _indent(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())

@@ -38,27 +38,27 @@ class Voice:
         """Shows what came; what may be the beginning of a mark waits for the rest of it."""
         self._held += piece.replace("\0", "\ufffd")
         while not self._calls and (mark := self._mark.search(self._held)):
-            self._say(self._held[: mark.start()])
+            self._write_text(self._held[: mark.start()])
             self._held = self._held[mark.end() :]
-            self._turn(mark.group())
+            self._handle_mark(mark.group())
         if not self._calls:
-            kept = _unfinished(self._held, self._marks)
-            self._say(self._held[: len(self._held) - kept])
+            kept = _unfinished_chars(self._held, self._marks)
+            self._write_text(self._held[: len(self._held) - kept])
             self._held = self._held[len(self._held) - kept :]
 
     def rest(self, message: Message) -> Iterator[Line]:
         """The lines that say what the whole turn has beside what was shown."""
         if not self._calls:
-            self._say(self._held)
+            self._write_text(self._held)
         self._end_line()
         if message.thought and not self._thought:
             yield f"(thinks) {message.thought}", DIM
         left = message.content.removeprefix(self._shown).lstrip("\n")
         if left:
             yield left, PLAIN
-        yield from called(message)
+        yield from call_lines(message)
 
-    def _say(self, text: str) -> None:
+    def _write_text(self, text: str) -> None:
         """Writes it without the white space at either end, as the turn that is read has none either."""
         text = self._space + text
         if not (self._thought if self._thinks else self._shown):
@@ -76,7 +76,7 @@ class Voice:
         else:
             self._shown += words
 
-    def _turn(self, mark: str) -> None:
+    def _handle_mark(self, mark: str) -> None:
         """A thought begins before all else, and ends once; any other mark of one is text."""
         if mark not in (THINK, END_THINK):
             self._calls = True
@@ -88,7 +88,7 @@ class Voice:
             self._begun, self._thinks, self._space = True, False, ""
             self._end_line()
         else:
-            self._say(mark)
+            self._write_text(mark)
 
     def _end_line(self) -> None:
         if self._wrote:
@@ -96,23 +96,23 @@ class Voice:
         self._wrote = False
 
 
-def said(message: Message) -> Iterator[Line]:
+def turn_lines(message: Message) -> Iterator[Line]:
     """A whole turn."""
     if message.thought:
         yield f"(thinks) {message.thought}", DIM
     if message.content:
         yield message.content, PLAIN
-    yield from called(message)
+    yield from call_lines(message)
 
 
-def called(message: Message) -> Iterator[Line]:
+def call_lines(message: Message) -> Iterator[Line]:
     """The calls of a turn."""
     for call in message.tool_calls:
         shown: Any = call.error if call.error else json.dumps(dict(call.arguments), ensure_ascii=False)
         yield f"  {call.name or '(unreadable call)'} {shown}", "bold blue"
 
 
-def _unfinished(text: str, marks: Sequence[str]) -> int:
+def _unfinished_chars(text: str, marks: Sequence[str]) -> int:
     """How many characters at its end may be the beginning of a mark."""
     longest = max(map(len, marks)) - 1
     return next((size for size in range(min(longest, len(text)), 0, -1) if any(m.startswith(text[-size:]) for m in marks)), 0)

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from agentrl.workflow.store.provenance import Origin
 
 TOOLS, TOKENS, REWARDS = "tools", "tokens", "rewards"
-WHAT = (TOOLS, TOKENS, REWARDS, "all")
+CHECK_CHOICES = (TOOLS, TOKENS, REWARDS, "all")
 """What can be verified."""
 
-SHOWN = 200
+MAX_QUOTED = 200
 """Characters of a text in a report, at most."""
 
 
@@ -34,10 +34,10 @@ def verify(episode: int, what: str, as_json: bool) -> int:
     """
     from agentrl.workflow.store.provenance import find_origin
 
-    if what not in WHAT:
-        raise ConfigError(f"--verify does not know {what!r}.", did_you_mean(what, WHAT))
+    if what not in CHECK_CHOICES:
+        raise ConfigError(f"--verify does not know {what!r}.", did_you_mean(what, CHECK_CHOICES))
     origin = find_origin(stored_database(), episode)
-    asked = WHAT[:3] if what == "all" else (what,)
+    asked = CHECK_CHOICES[:3] if what == "all" else (what,)
     reports: dict[str, Any] = {name: check(origin) for name, check in _CHECKS.items() if name in asked}
     every = [report for found in reports.values() for report in (found if isinstance(found, list) else [found])]
     same = all(report.same for report in every)
@@ -45,12 +45,12 @@ def verify(episode: int, what: str, as_json: bool) -> int:
     if as_json:
         made = origin.record.episode
         told = {"same": same if verified or not same else None, "parent": made.parent_id, "inherited": made.inherited}
-        show_json({"episode": episode, **told, **{name: _document(found) for name, found in reports.items()}})
+        show_json({"episode": episode, **told, **{name: _report_document(found) for name, found in reports.items()}})
     else:
-        show_lines(_report(origin, what, reports, _verdict(origin, reports, same, verified)))
+        show_lines(_report_lines(origin, what, reports, _verdict_line(origin, reports, same, verified)))
     tokens: TokensReport | None = reports.get(TOKENS)
     if tokens is not None:
-        _remark(tokens)
+        _say_remark(tokens)
     if what == TOKENS and same and tokens and tokens.unverified and not tokens.steps:
         raise CheckpointError(
             f"No token of episode {episode} was verified.", "Verify what is left: --verify tools, --verify rewards."
@@ -58,15 +58,15 @@ def verify(episode: int, what: str, as_json: bool) -> int:
     return 0 if same else 1
 
 
-def _remark(report: "TokensReport") -> None:
+def _say_remark(report: "TokensReport") -> None:
     for sentence in report.unverified:
         say(f"NOT VERIFIED: {sentence}")
     if report.precision == "float32" and (report.logprob or report.draw):
         say("This was computed in float32. A LoRA policy with dtype: auto samples in bfloat16 on a GPU: verify it on one.")
 
 
-def _document(found: Any) -> Any:
-    return [_document(report) for report in found] if isinstance(found, list) else {"same": found.same, **asdict(found)}
+def _report_document(found: Any) -> Any:
+    return [_report_document(report) for report in found] if isinstance(found, list) else {"same": found.same, **asdict(found)}
 
 
 # doing it again
@@ -154,7 +154,7 @@ _CHECKS: Mapping[str, Callable[["Origin"], Any]] = {TOOLS: _check_tools, TOKENS:
 # the report
 
 
-def _report(origin: "Origin", what: str, reports: Mapping[str, Any], verdict: Line) -> Iterator[Line]:
+def _report_lines(origin: "Origin", what: str, reports: Mapping[str, Any], verdict: Line) -> Iterator[Line]:
     row, made = origin.record.row, origin.record.episode
     yield (
         f"episode {row['id']}  of {row['run']}, iteration {row['iteration']}, task {row['task']}, sample {row['sample']}",
@@ -164,15 +164,15 @@ def _report(origin: "Origin", what: str, reports: Mapping[str, Any], verdict: Li
         parent = f"the parent {made.parent_id}: agentrl replay {made.parent_id} --verify {what}"
         yield f"{made.inherited} steps are taken from {parent}", ""
     if TOOLS in reports:
-        yield from _tools(reports[TOOLS])
+        yield from _tool_lines(reports[TOOLS])
     if TOKENS in reports:
-        yield from _tokens(reports[TOKENS])
+        yield from _token_lines(reports[TOKENS])
     if REWARDS in reports:
-        yield from _rewards(reports[REWARDS], row["status"])
+        yield from _reward_lines(reports[REWARDS], row["status"])
     yield verdict
 
 
-def _verdict(origin: "Origin", reports: Mapping[str, Any], same: bool, verified: int) -> Line:
+def _verdict_line(origin: "Origin", reports: Mapping[str, Any], same: bool, verified: int) -> Line:
     inherited = origin.record.episode.inherited
     if not same:
         return "NOT the same", "bold red"
@@ -183,99 +183,102 @@ def _verdict(origin: "Origin", reports: Mapping[str, Any], same: bool, verified:
     return ("the same, in what is its own" if inherited else "the same"), "green"
 
 
-def _tools(report: "ToolsReport") -> Iterator[Line]:
+def _tool_lines(report: "ToolsReport") -> Iterator[Line]:
     taken = ", ".join(f"{count} {reason}" for reason, count in report.taken.items())
     said = f", from the record: {taken}" if taken else ""
-    yield f"tools    {report.ran} calls run again, {report.differing} differ{said}", colour(report.same)
+    yield f"tools    {report.ran} calls run again, {report.differing} differ{said}", line_style(report.same)
     if (first := report.first) is not None:
         yield f"  first: step {first.step}, call {first.call} ({first.tool})", "red"
-        yield f"    recorded: {_result(first.recorded)}", ""
-        yield f"    now:      {_result(first.found)}", ""
-    yield f"messages {report.prompts} prompts made again of the results, {report.misread} differ", colour(not report.misread)
+        yield f"    recorded: {_result_text(first.recorded)}", ""
+        yield f"    now:      {_result_text(first.found)}", ""
+    yield (
+        f"messages {report.prompts} prompts made again of the results, {report.misread} differ",
+        line_style(not report.misread),
+    )
     if (reading := report.reading) is not None:
         yield f"  first: step {reading.step}, message {reading.index}", "red"
-        yield f"    recorded: {_message(reading.recorded)}", ""
-        yield f"    now:      {_message(reading.found)}", ""
+        yield f"    recorded: {_message_text(reading.recorded)}", ""
+        yield f"    now:      {_message_text(reading.found)}", ""
 
 
-def _message(message: Message | str | None) -> str:
+def _message_text(message: Message | str | None) -> str:
     if message is None:
         return "(no more)"
     if isinstance(message, str):
-        return f"the env raised {one_line(message, SHOWN)}"
-    return f"{message.role}{f' {message.name}' if message.name else ''}: {quoted(message.content)}"
+        return f"the env raised {one_line(message, MAX_QUOTED)}"
+    return f"{message.role}{f' {message.name}' if message.name else ''}: {quote(message.content)}"
 
 
-def _result(result: ToolResult) -> str:
-    return f"{f'({result.error_class}) ' if result.error_class else ''}{quoted(result.content)}"
+def _result_text(result: ToolResult) -> str:
+    return f"{f'({result.error_class}) ' if result.error_class else ''}{quote(result.content)}"
 
 
-def _tokens(report: "TokensReport") -> Iterator[Line]:
+def _token_lines(report: "TokensReport") -> Iterator[Line]:
     differ = 0 if report.prompt is None else 1
-    yield f"prompts  {report.prompts} rendered again, {'one' if differ else 'none'} differs", colour(not differ)
+    yield f"prompts  {report.prompts} rendered again, {'one' if differ else 'none'} differs", line_style(not differ)
     if report.prompt is not None:
-        yield from parting(report.prompt, "recorded:", "rendered:")
-    yield from _scores(report)
+        yield from parting_lines(report.prompt, "recorded:", "rendered:")
+    yield from _score_lines(report)
     if (off := report.logprob) is not None:
-        yield f"  first: step {off.step}, token {off.token} ({off.id} {quoted(off.text)})", "red"
+        yield f"  first: step {off.step}, token {off.token} ({off.id} {quote(off.text)})", "red"
         yield f"    recorded: {off.recorded:.7g}", ""
         yield f"    now:      {off.found:.7g}", ""
-    yield from _draws(report)
+    yield from _draw_lines(report)
     if (end := report.ending) is not None:
         found = "nothing ends it" if end.found is None else f"token {end.found - 1} ends it"
         yield f"endings  step {end.step}: recorded as {end.recorded!r} after {end.tokens} tokens, and {found}", "red"
 
 
-def _scores(report: "TokensReport") -> Iterator[Line]:
+def _score_lines(report: "TokensReport") -> Iterator[Line]:
     tokens = sum(step.tokens for step in report.steps)
     greatest = max((step.max_difference for step in report.steps), default=0.0)
     said = f"|difference| at most {greatest:.2g} (tolerance {report.logprob_tolerance:g})"
-    yield f"logprobs {tokens} scored again in {report.precision}, {said}", colour(report.logprob is None)
+    yield f"logprobs {tokens} scored again in {report.precision}, {said}", line_style(report.logprob is None)
     for step in report.steps:
         difference = f"|difference| at most {step.max_difference:.2g}, mean {step.mean_difference:.2g}"
         yield f"  step {step.step}, policy v{step.policy_version}: {step.tokens} tokens, {difference}", "dim"
 
 
-def _draws(report: "TokensReport") -> Iterator[Line]:
+def _draw_lines(report: "TokensReport") -> Iterator[Line]:
     same, ties, mismatches = (sum(getattr(step, name) for step in report.steps) for name in ("same", "ties", "mismatches"))
     said = f"{same} same, {ties} ties (within {report.draw_tolerance:g}), {mismatches} mismatches"
-    yield f"draws    {same + ties + mismatches} drawn again: {said}", colour(report.draw is None)
+    yield f"draws    {same + ties + mismatches} drawn again: {said}", line_style(report.draw is None)
     if (missed := report.draw) is not None:
         yield f"  first: step {missed.step}, token {missed.token} (position {missed.position})", "red"
-        yield f"    recorded: {missed.recorded_id} {quoted(missed.recorded)}", ""
-        yield f"    drawn:    {missed.drawn_id} {quoted(missed.drawn)}, {missed.distance:.2g} beyond", ""
+        yield f"    recorded: {missed.recorded_id} {quote(missed.recorded)}", ""
+        yield f"    drawn:    {missed.drawn_id} {quote(missed.drawn)}, {missed.distance:.2g} beyond", ""
 
 
-def _rewards(reports: "list[RewardsReport]", status: str) -> Iterator[Line]:
+def _reward_lines(reports: "list[RewardsReport]", status: str) -> Iterator[Line]:
     if not reports:
         yield f"rewards  none: the episode is {status}", ""
     for report in reports:
         hooks = f"; from the record: {', '.join(report.hooks)} (hooks)" if report.hooks else ""
         code = "" if report.same_code else "; the rewards' code is another now"
         said = f"{report.parts} parts computed again, {len(report.differences) or 'none'} differ{hooks}{code}"
-        yield f"rewards  {report.reward_set}: {said}", colour(report.same)
+        yield f"rewards  {report.reward_set}: {said}", line_style(report.same)
         for item in report.differences:
             at = "" if item.step is None else f" of step {item.step}"
-            yield f"  {item.part}{at}: recorded {number(item.recorded)}, now {number(item.found)}", "red"
+            yield f"  {item.part}{at}: recorded {full_number(item.recorded)}, now {full_number(item.found)}", "red"
 
 
-def parting(found: "TokenDifference", left: str, right: str) -> Iterator[Line]:
+def parting_lines(found: "TokenDifference", left: str, right: str) -> Iterator[Line]:
     """Where two token sequences part, one line for each side after its name."""
     yield f"  first: step {found.step}, {found.part} token {found.index}", "red"
     for name, token, text in zip((left, right), found.ids, found.texts, strict=True):
-        yield f"    {name} {'(no more)' if token is None else f'{token} {quoted(text)}'}", ""
+        yield f"    {name} {'(no more)' if token is None else f'{token} {quote(text)}'}", ""
 
 
-def colour(same: bool) -> str:
+def line_style(same: bool) -> str:
     """The style of a line of the report."""
     return "" if same else "red"
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """A text in quotation marks, what cannot be seen escaped."""
-    return repr(one_line(text, SHOWN)) if len(text) > SHOWN else repr(text)
+    return repr(one_line(text, MAX_QUOTED)) if len(text) > MAX_QUOTED else repr(text)
 
 
-def number(value: float | str | None) -> str:
+def full_number(value: float | str | None) -> str:
     """A number with all its digits; what was raised instead of it as it is."""
-    return one_line(value, SHOWN) if isinstance(value, str) else cell(value) if value is None else repr(value)
+    return one_line(value, MAX_QUOTED) if isinstance(value, str) else cell(value) if value is None else repr(value)

@@ -16,9 +16,9 @@ from agentrl.cli.output import (
     Line,
     cell,
     console,
-    decimals,
-    duration,
-    interval,
+    format_decimals,
+    format_duration,
+    format_interval,
     one_line,
     say,
     show,
@@ -26,32 +26,32 @@ from agentrl.cli.output import (
     show_lines,
 )
 from agentrl.cli.plot import plot
-from agentrl.cli.run_view import GOING, Row, View, held_out, own_seconds
+from agentrl.cli.run_view import OPEN_STATUSES, Row, RunView, held_out_line, iteration_seconds
 from agentrl.cli.screen import live_lines
-from agentrl.cli.targets import NewestRun, stored_reader, the_run
+from agentrl.cli.targets import NewestRun, pick_run, stored_reader
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name or number of the run.", show_default=False)]
 POLL_SECONDS = 0.5
-EVERY, FEW, LONGEST_SILENCE = 8, 16, 15.0
+LINE_EVERY, FEW_ITERATIONS, MAX_SILENCE_SECONDS = 8, 16, 15.0
 """Where no terminal is: each Nth iteration has a line, of a run of few each, and one after so many seconds without."""
 ALONE_SECONDS = 10.0
 """Without a control loop for so long, a run is said to be stranded."""
-ENDED = ("done", "cancelled")
+ENDED_STATUSES = ("done", "cancelled")
 
-OVER = " (trains with the episodes there are)"
-NOTHING = " (goes on without an update of that iteration: none of its episodes can train)"
+TOO_FEW_NOTE = " (trains with the episodes there are)"
+SKIPPED_NOTE = " (goes on without an update of that iteration: none of its episodes can train)"
 """What going on means for an open iteration none of whose episodes is left to run, and where none of them can train."""
 
-MENDED = "Once what it says is mended"
+RESUME_HINT = "Once what it says is mended"
 """When a run that failed can go on: nothing has changed by itself."""
 
 
 def watch(run: NewestRun = None, as_json: Json = False) -> None:
     """Follow a run to its end (with --json: its state now)."""
     db = stored_reader()
-    run = the_run(db, run)
+    run = pick_run(db, run)
     if as_json:
-        view = look(db, run)
+        view = load_view(db, run)
         show_json({"run": view.run, "iterations": view.iterations, "progress": view.progress, "evals": view.evals})
         return
     view = follow(db, run, sys.stdout.isatty(), show)
@@ -73,7 +73,7 @@ def follow_to_end(db: Any, run: str) -> None:
         raise typer.Exit(1)
 
 
-def look(db: Any, run: str, before: View | None = None) -> View:
+def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
     """The run now; of its iterations only those that `before` does not have are read."""
     from agentrl.workflow.store import listings
 
@@ -81,24 +81,28 @@ def look(db: Any, run: str, before: View | None = None) -> View:
     evals = listings.list_evals(db, run)  # before the row, which names the best of them
     row = listings.describe_run(db, run)
     after = known[-1]["iteration"] if known else 0
-    fresh = [item for item in listings.list_iterations(db, run, after) if item["status"] in ENDED]
-    failure = {} if row["status"] in GOING else listings.most_frequent_failure(db, run)
-    return View(row, [*known, *fresh], listings.progress(db, run), failure, listings.sampled_on(db, run), evals=evals)
+    fresh = [item for item in listings.list_iterations(db, run, after) if item["status"] in ENDED_STATUSES]
+    failure = {} if row["status"] in OPEN_STATUSES else listings.find_most_frequent_failure(db, run)
+    return RunView(
+        row, [*known, *fresh], listings.count_progress(db, run), failure, listings.why_sampling_on(db, run), evals=evals
+    )
 
 
-def follow(db: Any, run: str, live: bool, write: Any) -> View:
+def follow(db: Any, run: str, live: bool, write: Any) -> RunView:
     """Shows the run until it is done, paused, failed or cancelled. Ctrl-C says how to stop it, and ends with 130."""
     view, seen = None, time.monotonic()
     try:
         with _Live() if live else _Lines(write) as screen:
             while True:
-                view = look(db, run, view)
+                view = load_view(db, run, view)
                 if view.run["status"] != "done":  # else there is nobody to look for
-                    if somebody_works(db):
+                    if is_somebody_working(db):
                         seen = time.monotonic()
-                    view.warning = _stranded(run) if time.monotonic() - seen > ALONE_SECONDS else _waits(db, view.run)
+                    view.warning = (
+                        _no_control_loop_hint(run) if time.monotonic() - seen > ALONE_SECONDS else _wait_line(db, view.run)
+                    )
                 screen.show(view)
-                if not view.going:
+                if not view.is_active:
                     return view
                 time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
@@ -112,7 +116,7 @@ class _Lines:
 
     write: Any
     shown: int = 0
-    wrote: float = -LONGEST_SILENCE
+    wrote: float = -MAX_SILENCE_SECONDS
     measured: set[int] = field(default_factory=set)
     warned: str = ""
 
@@ -122,15 +126,15 @@ class _Lines:
     def __exit__(self, *ending: object) -> None:
         return None
 
-    def show(self, view: View) -> None:
+    def show(self, view: RunView) -> None:
         """Writes the lines that are new."""
-        for row, seconds in list(zip(view.iterations, own_seconds(view.iterations), strict=True))[self.shown :]:
+        for row, seconds in list(zip(view.iterations, iteration_seconds(view.iterations), strict=True))[self.shown :]:
             if self._is_due(row, view.run["iterations"]):
                 self.write(iteration_line(row, view.run["iterations"], seconds))
                 self.wrote = time.monotonic()
         self.shown = len(view.iterations)
         for row in view.evals:
-            if row["status"] not in GOING and row["id"] not in self.measured:
+            if row["status"] not in OPEN_STATUSES and row["id"] not in self.measured:
                 self.measured.add(row["id"])
                 self.write(eval_line(row, view.run["best_version"]))
         if view.warning and view.warning != self.warned:
@@ -138,8 +142,10 @@ class _Lines:
         self.warned = view.warning
 
     def _is_due(self, row: Row, iterations: int) -> bool:
-        told = iterations <= FEW or row["iteration"] % EVERY == 0 or row["iteration"] == iterations
-        return told or row["status"] == "cancelled" or bool(row["skipped"]) or time.monotonic() - self.wrote >= LONGEST_SILENCE
+        told = iterations <= FEW_ITERATIONS or row["iteration"] % LINE_EVERY == 0 or row["iteration"] == iterations
+        return (
+            told or row["status"] == "cancelled" or bool(row["skipped"]) or time.monotonic() - self.wrote >= MAX_SILENCE_SECONDS
+        )
 
 
 class _Live:
@@ -157,7 +163,7 @@ class _Live:
     def __exit__(self, *ending: Any) -> None:
         self.live.__exit__(*ending)
 
-    def show(self, view: View) -> None:
+    def show(self, view: RunView) -> None:
         """Renews the lines."""
         from rich.text import Text
 
@@ -190,46 +196,46 @@ def eval_line(row: Row, best: int | None) -> str:
     head = f"held out  version {row['policy_version']}"
     if row["mean_reward"] is None:
         return f"{head}  {row['status']}  {row['reason']}".rstrip()
-    parts = [head, f"mean {cell(row['mean_reward'])}", interval(row), f"n {row['episodes']}", f"errors {row['errors']}"]
+    parts = [head, f"mean {cell(row['mean_reward'])}", format_interval(row), f"n {row['episodes']}", f"errors {row['errors']}"]
     return "  ".join([*parts, "best so far"] if row["policy_version"] == best else parts)
 
 
-def summary(view: View) -> list[Line]:
+def summary(view: RunView) -> list[Line]:
     """How the run went, and the commands to look closer."""
     run, name = view.run, view.run["run"]
-    lines = [(f"{name}: {run['status']}" + (f" after {duration(run['seconds'])}" if run["seconds"] else ""), "bold")]
+    lines = [(f"{name}: {run['status']}" + (f" after {format_duration(run['seconds'])}" if run["seconds"] else ""), "bold")]
     if run["reason"]:
         lines.append((f"  {run['reason']}", "yellow"))
     if view.rewards:
-        lines.append((f"  {_rewards(view.rewards)}", ""))
+        lines.append((f"  {_describe_rewards(view.rewards)}", ""))
         lines += [(line, "cyan") for line in plot(view.rewards)]
     if view.scores:
-        lines.append((f"  {held_out(view)}", ""))
-    lines += _failures(view)
+        lines.append((f"  {held_out_line(view)}", ""))
+    lines += _failure_lines(view)
     if run["status"] in ("paused", "failed"):
         now = view.progress
         over = now and now["finished"] == now["episodes"]
-        meant = (OVER if now["done"] else NOTHING) if over else ""
-        lines.append((f"  {'Go on' if run['status'] == 'paused' else MENDED}: agentrl resume {name}{meant}", ""))
-    if not view.begun:
+        meant = (TOO_FEW_NOTE if now["done"] else SKIPPED_NOTE) if over else ""
+        lines.append((f"  {'Go on' if run['status'] == 'paused' else RESUME_HINT}: agentrl resume {name}{meant}", ""))
+    if not view.has_episodes:
         return lines
     curve = f"    agentrl sql \"SELECT iteration, mean_reward, kl, tokens FROM v_iterations WHERE run = '{name}'\""
     listed = f"agentrl episodes {name}" + (" --max-reward 0" if view.rewards else "")
     return [
         *lines,
         ("  Look closer:", ""),
-        (f"    {listed if run['episodes_done'] or not view.rewards else trained_on(name)}", ""),
+        (f"    {listed if run['episodes_done'] or not view.rewards else trained_on_query(name)}", ""),
         ("    agentrl replay EPISODE", ""),
         *([(curve, "")] if view.rewards else []),
     ]
 
 
-def trained_on(run: str) -> str:
+def trained_on_query(run: str) -> str:
     """The command that lists the stored episodes that a run learns from: it has none of its own."""
     return f"agentrl sql \"SELECT episode_id, task, advantage, fate FROM v_ledger WHERE run = '{run}' LIMIT 50\""
 
 
-def _failures(view: View) -> list[Line]:
+def _failure_lines(view: RunView) -> list[Line]:
     most, name = view.failure, view.run["run"]
     if not most:
         return []
@@ -239,16 +245,16 @@ def _failures(view: View) -> list[Line]:
     ]
 
 
-def _rewards(rewards: Sequence[float]) -> str:
+def _describe_rewards(rewards: Sequence[float]) -> str:
     some = max(1, len(rewards) // 10)
     if len(rewards) == 1:
-        return f"reward {decimals(rewards[0])} (one iteration)"
+        return f"reward {format_decimals(rewards[0])} (one iteration)"
     first, last = sum(rewards[:some]) / some, sum(rewards[-some:]) / some
     meant = "the first and the last of" if some == 1 else f"mean of the first and the last {some} of"
-    return f"reward {decimals(first)} -> {decimals(last)} ({meant} {len(rewards)} iterations)"
+    return f"reward {format_decimals(first)} -> {format_decimals(last)} ({meant} {len(rewards)} iterations)"
 
 
-def somebody_works(db: Any) -> bool:
+def is_somebody_working(db: Any) -> bool:
     """Whether a control loop runs, or a supervisor that starts one: on a slow machine that takes a while."""
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
@@ -256,18 +262,18 @@ def somebody_works(db: Any) -> bool:
 
     where = settings()
     return control_reads.service_holder(db, "control") is not None or (
-        not where.broker_url and embedded.running(where) is not None
+        not where.broker_url and embedded.find_supervisor(where) is not None
     )
 
 
-def _waits(db: Any, run: Row) -> str:
+def _wait_line(db: Any, run: Row) -> str:
     from agentrl.workflow.store import waiting_runs
 
-    waited = waiting_runs.waits_for(db, run["id"])
+    waited = waiting_runs.find_wait_reason(db, run["id"])
     return f"{run['run']} waits: {waited}" if waited else ""
 
 
-def _stranded(run: str) -> str:
+def _no_control_loop_hint(run: str) -> str:
     from agentrl.workflow.settings import settings
 
     start = "agentrl worker control" if settings().broker_url else f"agentrl resume {run}"

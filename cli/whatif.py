@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from agentrl.cli.browse import GREATEST
+from agentrl.cli.browse import MAX_INTEGER
 from agentrl.cli.output import Json, Line, say, show_json, show_lines
 from agentrl.cli.targets import stored_database
 from agentrl.cli.watch import RunName
 
 if TYPE_CHECKING:
-    from agentrl.workers.requests.whatif_request import Question
+    from agentrl.workers.requests.whatif_request import WhatIfRequest
     from agentrl.workflow.analysis.counterfactual import Finding
-    from agentrl.workflow.store.update_inputs import Past
+    from agentrl.workflow.store.update_inputs import UpdateInputs
 
 WIDTH = 80
-NAMES = 13
+NAME_CHARS = 13
 """Columns of a line, and of a name in front of its numbers; a longer one has a line of its own."""
 
 COLUMNS = (
@@ -37,7 +37,7 @@ def whatif(
         str, typer.Option(metavar="NAME,...", help="Algorithms to look at beside the run's own.", show_default=False)
     ],
     iteration: Annotated[
-        int | None, typer.Option(min=1, max=GREATEST, help="Of this iteration (from 1) [last trained].", show_default=False)
+        int | None, typer.Option(min=1, max=MAX_INTEGER, help="Of this iteration (from 1) [last trained].", show_default=False)
     ] = None,
     convention: Annotated[
         Literal["verl", "trl"] | None,
@@ -54,20 +54,20 @@ def whatif(
     On the stored episodes of the iteration, from the policy that its update started from. The run, its checkpoints and the
     database stay as they are.
     """
-    from agentrl.workers.requests.whatif_request import question
+    from agentrl.workers.requests.whatif_request import prepare_whatif
 
     names = [name.strip() for name in algorithm.split(",")]
-    asked = question(stored_database(), run, iteration, names, convention, assignments or [])
-    found = _look(asked)
+    asked = prepare_whatif(stored_database(), run, iteration, names, convention, assignments or [])
+    found = _run_whatif(asked)
     if as_json:
-        show_json(_document(asked, found))
+        show_json(_whatif_document(asked, found))
     else:
-        show_lines(_table(asked, found))
-    if not _as_recorded(asked, found[0]):
+        show_lines(_table_lines(asked, found))
+    if not _is_as_recorded(asked, found[0]):
         say("The run's own advantages are not the recorded ones: rewards, code or numerics are others now.")
 
 
-def _look(asked: "Question") -> "list[Finding]":
+def _run_whatif(asked: "WhatIfRequest") -> "list[Finding]":
     from agentrl.workflow.analysis.counterfactual import whatif as look
     from agentrl.workflow.models.policy import open_run_base
     from agentrl.workflow.settings import settings
@@ -77,10 +77,10 @@ def _look(asked: "Question") -> "list[Finding]":
     groups = choose_groups(past.groups, past.wanted)[0] if past.wanted else past.groups
     model, run = asked.configs[0].model, past.run
     policy = open_run_base(model, run["base"], run["base_hash"], run["manifest"], where.device, where.threads)
-    return list(look(policy, asked.configs, past.policy, past.borrowed, groups, past.number, run["iterations"]))
+    return list(look(policy, asked.configs, past.policy, past.is_borrowed, groups, past.number, run["iterations"]))
 
 
-def _as_recorded(asked: "Question", own: "Finding") -> bool:
+def _is_as_recorded(asked: "WhatIfRequest", own: "Finding") -> bool:
     from agentrl.workflow.algorithms import credits_alike
 
     return not asked.past.advantages or credits_alike(own.options, own.advantages, asked.past.advantages)
@@ -89,27 +89,31 @@ def _as_recorded(asked: "Question", own: "Finding") -> bool:
 # as a document
 
 
-def _document(asked: "Question", found: "Sequence[Finding]") -> dict[str, Any]:
+def _whatif_document(asked: "WhatIfRequest", found: "Sequence[Finding]") -> dict[str, Any]:
     past = asked.past
     return {
         "run": past.run["name"],
         "iteration": past.iteration,
         "policy_version": past.policy.version,
-        "algorithms": [_algorithm(each) for each in found],
+        "algorithms": [_algorithm_document(each) for each in found],
         "groups": [
-            {"slot": group.slot, "task": group.task.key, "episodes": [_episode(episode, found) for episode in group.episodes]}
+            {
+                "slot": group.slot,
+                "task": group.task.key,
+                "episodes": [_episode_document(episode, found) for episode in group.episodes],
+            }
             for group in past.groups
         ],
     }
 
 
-def _algorithm(found: "Finding") -> dict[str, Any]:
+def _algorithm_document(found: "Finding") -> dict[str, Any]:
     told = ("own", "skipped", "spread", "zero", "correlation", "start", "cosine", "after", "blank")
     options = found.options.model_dump(mode="json", exclude_none=True)
-    return {"algorithm": _name(found, plain=True), "options": options} | {name: getattr(found, name) for name in told}
+    return {"algorithm": _algorithm_name(found, plain=True), "options": options} | {name: getattr(found, name) for name in told}
 
 
-def _episode(episode: Any, found: "Sequence[Finding]") -> dict[str, Any]:
+def _episode_document(episode: Any, found: "Sequence[Finding]") -> dict[str, Any]:
     """Its advantages are in the order of the algorithms; null where one does not credit it."""
     return {"id": episode.id, "reward": episode.reward, "advantages": [each.advantages.get(episode.id) for each in found]}
 
@@ -117,48 +121,51 @@ def _episode(episode: Any, found: "Sequence[Finding]") -> dict[str, Any]:
 # as a table
 
 
-def _table(asked: "Question", found: "Sequence[Finding]") -> Iterator[Line]:
+def _table_lines(asked: "WhatIfRequest", found: "Sequence[Finding]") -> Iterator[Line]:
     spans = (("advantages", 19), ("at the start", 25), ("after one step", 23))
-    yield (" " * NAMES + "".join(f" {title:-^{width - 1}}" for title, width in spans), "bold")
-    yield ("algorithm".ljust(NAMES) + "".join(title.rjust(width) for title, width in COLUMNS), "bold")
+    yield (" " * NAME_CHARS + "".join(f" {title:-^{width - 1}}" for title, width in spans), "bold")
+    yield ("algorithm".ljust(NAME_CHARS) + "".join(title.rjust(width) for title, width in COLUMNS), "bold")
     for each in found:
-        name, numbers = _name(each), "".join(text.rjust(width) for text, (_, width) in zip(_cells(each), COLUMNS, strict=True))
-        if len(name) >= NAMES:
+        name, numbers = (
+            _algorithm_name(each),
+            "".join(text.rjust(width) for text, (_, width) in zip(_table_cells(each), COLUMNS, strict=True)),
+        )
+        if len(name) >= NAME_CHARS:
             yield name, ""
-        yield ("" if len(name) >= NAMES else name).ljust(NAMES) + numbers, ""
+        yield ("" if len(name) >= NAME_CHARS else name).ljust(NAME_CHARS) + numbers, ""
     yield "", ""
-    for sentence in _sentences(asked, found):
+    for sentence in _whatif_sentences(asked, found):
         for line in wrap(sentence, WIDTH):
             yield line, ""
     for line in wrap(MEANINGS, WIDTH):
         yield line, "dim"
 
 
-def _name(found: "Finding", plain: bool = False) -> str:
+def _algorithm_name(found: "Finding", plain: bool = False) -> str:
     trl = " trl" if found.options.convention == "trl" else ""
     return found.options.name + ("" if plain else trl + (" *" if found.own else ""))
 
 
-def _cells(found: "Finding") -> list[str]:
+def _table_cells(found: "Finding") -> list[str]:
     start, after = found.start, found.after
     return [
-        _number(found.spread, ".3g"),
-        _number(found.zero, ".0%"),
-        _number(found.correlation, ".3f"),
-        _number(start.get("loss"), ".2g"),
-        _number(start.get("grad_norm"), ".3g"),
-        _number(found.cosine, ".3f"),
-        _number(after.get("ratio"), ".4f"),
-        _number(after.get("clip_fraction"), ".1%"),
-        _number(after.get("policy_kl"), ".2g"),
+        _format_number(found.spread, ".3g"),
+        _format_number(found.zero, ".0%"),
+        _format_number(found.correlation, ".3f"),
+        _format_number(start.get("loss"), ".2g"),
+        _format_number(start.get("grad_norm"), ".3g"),
+        _format_number(found.cosine, ".3f"),
+        _format_number(after.get("ratio"), ".4f"),
+        _format_number(after.get("clip_fraction"), ".1%"),
+        _format_number(after.get("policy_kl"), ".2g"),
     ]
 
 
-def _number(value: float | None, form: str) -> str:
+def _format_number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _sentences(asked: "Question", found: "Sequence[Finding]") -> Iterator[str]:
+def _whatif_sentences(asked: "WhatIfRequest", found: "Sequence[Finding]") -> Iterator[str]:
     past, own = asked.past, asked.configs[0]
     credited = {episode for each in found for episode in each.advantages}
     groups = sum(any(episode.id in credited for episode in group.episodes) for group in past.groups)
@@ -167,15 +174,16 @@ def _sentences(asked: "Question", found: "Sequence[Finding]") -> Iterator[str]:
         f"and policy version {past.policy.version}, from which its update started."
     )
     ratio = "to the sampler's logprobs" if own.source.given else "which is 1 before it"
-    yield f"Ratio ({ratio}), clip and kl: after one step of AdamW ({_memory(past, found)}) on all episodes, which was put back."
+    optimizer = _describe_optimizer(past, found)
+    yield f"Ratio ({ratio}), clip and kl: after one step of AdamW ({optimizer}) on all episodes, which was put back."
     if past.run["config"]["update"].get("trainer", "agentrl") != "agentrl":
         yield f"The run's updates are {past.run['config']['update']['trainer']}'s; here our trainer computes all of them."
     for key, takers in asked.options.items():
         yield f"{key} is taken by {', '.join(takers)}."
     for each in found:
         if "critic" in each.blank:
-            yield f"{_name(each, plain=True)}'s critic knows nothing yet: its values are 0."
-    critical = list(dict.fromkeys(_name(each, plain=True) for each in found if "value_loss" in each.start))
+            yield f"{_algorithm_name(each, plain=True)}'s critic knows nothing yet: its values are 0."
+    critical = list(dict.fromkeys(_algorithm_name(each, plain=True) for each in found if "value_loss" in each.start))
     if critical:
         yield f"Loss and grad of {', '.join(critical)} include the critic's; the cosine is of the policy's gradient alone."
     warmup = asked.configs[0].critic.warmup
@@ -186,11 +194,11 @@ def _sentences(asked: "Question", found: "Sequence[Finding]") -> Iterator[str]:
         )
     for each in found:
         if each.skipped:
-            yield f"{_name(each, plain=True)} takes no step: {each.skipped}."
+            yield f"{_algorithm_name(each, plain=True)} takes no step: {each.skipped}."
 
 
-def _memory(past: "Past", found: "Sequence[Finding]") -> str:
+def _describe_optimizer(past: "UpdateInputs", found: "Sequence[Finding]") -> str:
     """What the optimizer knows of earlier steps: a run's later updates had something, which is collected first."""
     if all("optimizer" not in each.blank for each in found):
         return "as the run had it"
-    return "whose state was removed since" if past.policy.path and not past.borrowed else "that remembers nothing yet"
+    return "whose state was removed since" if past.policy.path and not past.is_borrowed else "that remembers nothing yet"

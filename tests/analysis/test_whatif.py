@@ -15,7 +15,7 @@ from sqlalchemy import text
 from agentrl.cli.main import main
 from agentrl.workers.requests.stored_groups import prepare_stored
 from agentrl.workers.requests.submission import prepare
-from agentrl.workers.requests.whatif_request import question
+from agentrl.workers.requests.whatif_request import prepare_whatif
 from agentrl.workflow.analysis import counterfactual as module
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import RunConfig, build
@@ -25,7 +25,7 @@ from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import planning
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.run_names import stored_policy
+from agentrl.workflow.store.run_names import find_stored_policy
 from agentrl.workflow.training.trainer import Trainer
 from tests.faults.test_mending import a_worker, do_jobs
 from tests.support.played_runs import altered, value, values
@@ -51,7 +51,7 @@ def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dat
         submitted(db, folder, "choosy", **{"rollout.dynamic_sampling": 3})
         do_jobs()
         keys = {"name": "again", "source.runs": ["plain"], "rollout.tasks_per_iteration": 6}
-        stored = prepare_stored(db, build(keys), dict.fromkeys(keys, "flag"), stored_policy(db, "plain", None))
+        stored = prepare_stored(db, build(keys), dict.fromkeys(keys, "flag"), find_stored_policy(db, "plain", None))
         planning.submit(db, stored.submission)
         do_jobs()
         submitted(db, folder, "waiting")
@@ -325,7 +325,7 @@ def test_a_run_that_trains_nothing_is_refused(runs: Database, capsys: pytest.Cap
 def configs(
     db: Database, run: str, *names: str, convention: str | None = None, assigned: tuple[str, ...] = ()
 ) -> list[RunConfig]:
-    return list(question(db, run, None, names, convention, assigned).configs)
+    return list(prepare_whatif(db, run, None, names, convention, assigned).configs)
 
 
 def test_what_all_algorithms_read_stays_the_run_s_and_the_rest_is_each_one_s_own(runs: Database) -> None:

@@ -91,7 +91,7 @@ class Caller:
         taken: dict[int, float] = {}
         while len(taken) < len(calls):
             woken = [answered.get(timeout=60), *(answered.get() for _ in range(answered.qsize()))]
-            results = steps.results_of(self._db, woken)
+            results = steps.load_results(self._db, woken)
             taken |= dict.fromkeys(results, time.perf_counter() - began)
         return list(taken.values())
 

@@ -89,14 +89,14 @@ def whole_database() -> dict[str, Read]:
     found: dict[str, Read] = {
         "list_runs": listings.list_runs,
         "snapshot": lambda database: control_reads.snapshot(database, LEASE),
-        "unfinished_runs": control_reads.unfinished_runs,
+        "unfinished_runs": control_reads.count_running_runs,
         "some_run_overlaps": control_reads.some_run_overlaps,
         "service_holder": lambda database: control_reads.service_holder(database, "control"),
         "lost_calls": rolled_back(tool_calls.lost_calls, 5),
         "keep sessions": rolled_back(tool_sessions.keep, "nobody", LEASE),
-        "measured_datasets": eval_results.measured_datasets,
-        "policy_at": lambda database: run_names.policy_at(database, "runs/none/v1"),
-        "gc: checkpoints": retention.checkpoints,
+        "measured_datasets": eval_results.list_measured_datasets,
+        "policy_at": lambda database: run_names.find_policy_at(database, "runs/none/v1"),
+        "gc: checkpoints": retention.list_checkpoint_folders,
     }
     for view in VIEWS:
         found[f"of no run: {view}"] = _query(f"SELECT * FROM {view} LIMIT 50")
@@ -110,8 +110,8 @@ def pages(episode: int) -> dict[str, Read]:
     found: dict[str, Read] = {
         f"episode {episode}: find_episode": lambda database: listings.find_episode(database, episode),
         f"episode {episode}: find_origin": lambda database: provenance.find_origin(database, episode),
-        f"episode {episode}: fork_point": lambda database: forks.fork_point(database, episode, 1),
-        f"episode {episode}: chosen": lambda database: offline_data.chosen(database, [episode]),
+        f"episode {episode}: fork_point": lambda database: forks.load_fork_point(database, episode, 1),
+        f"episode {episode}: chosen": lambda database: offline_data.load_chosen_episodes(database, [episode]),
         f"episode {episode}: call": lambda database: tool_calls.find_call(database, 3 * episode),
     }
     for view in OF_EPISODE:
@@ -123,15 +123,15 @@ def pages_of(run: Run) -> dict[str, Read]:
     """Name -> what is read of a run by people, its workers and the control loop, a page or an iteration at a time."""
     name = run.name
     found: dict[str, Read] = {
-        "progress": lambda database: listings.progress(database, name),
-        "sampled_on": lambda database: listings.sampled_on(database, name),
-        "waits_for": lambda database: waiting_runs.waits_for(database, run.id),
+        "progress": lambda database: listings.count_progress(database, name),
+        "sampled_on": lambda database: listings.why_sampling_on(database, name),
+        "waits_for": lambda database: waiting_runs.find_wait_reason(database, run.id),
         "list_iterations, new": lambda database: listings.list_iterations(database, name, run.iterations - 1),
-        "waiting_evals": lambda database: evals.waiting_evals(database, run.id),
+        "waiting_evals": lambda database: evals.list_open_evals(database, run.id),
         "find_policy": lambda database: run_names.find_policy(database, name, None),
         "find_policy, best": lambda database: run_names.find_policy(database, name, "best"),
         "open_iterations": lambda database: open_iterations(database, run.id),
-        "optimizer_to_drop": lambda database: train_commits.optimizer_to_drop(database, run.id),
+        "optimizer_to_drop": lambda database: train_commits.find_optimizer_to_drop(database, run.id),
         "claim a group": lambda database: _claim_group(database, run.id),
         **_of_eval(f"{name}-eval-0"),
     }
@@ -146,8 +146,8 @@ def loads(run: Run) -> dict[str, Read]:
     """Name -> what loads an iteration's episodes, or 500, with every step and token."""
     return {
         f"{run.name}: what an update reads": lambda database: _load(database, run.id),
-        f"{run.name}: whatif": lambda database: update_inputs.past_update(database, run.name, None),
-        f"{run.name}: rescore, 500 episodes": lambda database: next(reward_sets.done_episodes(database, run.id)),
+        f"{run.name}: whatif": lambda database: update_inputs.load_update_inputs(database, run.name, None),
+        f"{run.name}: rescore, 500 episodes": lambda database: next(reward_sets.iterate_done_episodes(database, run.id)),
     }
 
 
@@ -160,7 +160,7 @@ def lists(run: Run) -> dict[str, Read]:
         "list_evals": lambda database: listings.list_evals(database, name),
         "list_events": lambda database: listings.list_events(database, name),
         "list_episodes, last page": lambda database: listings.list_episodes(database, name, {}, 51, last),
-        "versions_before": lambda database: repair.versions_before(database, run.id, run.published),
+        "versions_before": lambda database: repair.list_versions_before(database, run.id, run.published),
     }
     found |= {_shown(filters): _page(name, filters) for filters in FILTERS}
     for view in LISTED:
@@ -190,10 +190,10 @@ def _of_eval(name: str) -> dict[str, Read]:
     return {
         "evaluation": lambda database: listings.evaluation(database, name),
         "find_evals": lambda database: eval_results.find_evals(database, name),
-        "evals_of_policy": lambda database: eval_results.evals_of_policy(database, PolicyRef("tiny", "b" * 64)),
-        "task_means": of_run(eval_results.task_means),
-        "done_episodes": of_run(eval_results.done_episodes),
-        "right_episodes": lambda database: eval_results.right_episodes(
+        "evals_of_policy": lambda database: eval_results.find_evals_of_policy(database, PolicyRef("tiny", "b" * 64)),
+        "task_means": of_run(eval_results.load_task_means),
+        "done_episodes": of_run(eval_results.load_done_episodes),
+        "right_episodes": lambda database: eval_results.find_right_episodes(
             database, eval_results.find_evals(database, name)[0]["iteration"]
         ),
     }
@@ -203,13 +203,15 @@ def sums(run: Run) -> dict[str, Read]:
     """Name -> what counts over all of the run, or over all runs: `why`, `gc`, `submit --from-groups`, every view."""
     episode = max(1, run.iterations * PER_ITERATION // 2)
     found: dict[str, Read] = {
-        "why": lambda database: ledger.why(database, episode),
-        "most_frequent_failure": lambda database: listings.most_frequent_failure(database, run.name),
-        "gc: needs": lambda database: retention.needs(database, run.id, {f"v{n}" for n in range(run.published)}, None),
-        "stored_run": lambda database: forks.stored_run(database, run.id, (), "default", 2),
-        "stored_run, rescored": lambda database: forks.stored_run(database, run.id, (), _newest_set(database, run.id), 2),
-        "counted_twice": lambda database: forks.counted_twice(database, range(1, run.iterations * TASKS_PER_ITERATION)),
-        "candidates": lambda database: offline_data.candidates(database, run.id, range(1, 100), "default"),
+        "why": lambda database: ledger.explain_fate(database, episode),
+        "most_frequent_failure": lambda database: listings.find_most_frequent_failure(database, run.name),
+        "gc: needs": lambda database: retention.find_needs(database, run.id, {f"v{n}" for n in range(run.published)}, None),
+        "stored_run": lambda database: forks.load_stored_run(database, run.id, (), "default", 2),
+        "stored_run, rescored": lambda database: forks.load_stored_run(database, run.id, (), _newest_set(database, run.id), 2),
+        "counted_twice": lambda database: forks.find_episode_counted_twice(
+            database, range(1, run.iterations * TASKS_PER_ITERATION)
+        ),
+        "candidates": lambda database: offline_data.load_candidates(database, run.id, range(1, 100), "default"),
     }
     for view in VIEWS:
         found[f"count {view}"] = _query(f"SELECT count(*) FROM {view} WHERE {OF_RUN.get(view, 'run')} = '{run.name}'")

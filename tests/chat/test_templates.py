@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from agentrl.workers.requests.eval_config import sampled_otherwise
-from agentrl.workers.requests.requirements import question
+from agentrl.workers.requests.eval_config import sampling_differences
+from agentrl.workers.requests.requirements import requirements_of
 from agentrl.workers.requests.submission import prepare
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.chat.template_probe import NAME
@@ -294,13 +294,13 @@ def test_a_run_of_before_there_was_a_choice_means_what_it_meant(tmp_path: Path) 
 
 def test_two_measurements_by_other_words_are_said_to_be_made_otherwise() -> None:
     before, now, other = (build({"model.tool_format": way}).model_dump() for way in (None, "hermes", "llama3"))
-    assert sampled_otherwise(before, now) == {}
-    assert sampled_otherwise(before, other) == {"model.tool_format": ("hermes", "llama3")}
-    assert "model.chat_template" in sampled_otherwise(now, build({"model.chat_template": PLAIN}).model_dump())
+    assert sampling_differences(before, now) == {}
+    assert sampling_differences(before, other) == {"model.tool_format": ("hermes", "llama3")}
+    assert "model.chat_template" in sampling_differences(now, build({"model.chat_template": PLAIN}).model_dump())
 
 
 def test_a_workers_copy_of_a_format_of_ones_own_is_compared() -> None:
     config = build({"model.tool_format": "tests.support.own_format:shouted", "env": "arithmetic"}).model_dump(mode="json")
-    asked = question(config, {}, "base", "out", rolls_out=True)
+    asked = requirements_of(config, {}, "base", "out", rolls_out=True)
     assert asked.own
     assert "tool_formats tests.support.own_format:shouted" in asked.code

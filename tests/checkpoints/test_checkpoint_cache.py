@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.workers.requests.submission import output_folder
+from agentrl.workers.requests.submission import pick_output_folder
 from agentrl.workflow.checkpoints import checkpoint_cache, object_store
 from agentrl.workflow.checkpoints.sealed_folder import MANIFEST, OPTIMIZER, STATE, WEIGHTS, verify
 from agentrl.workflow.config import RunConfig
@@ -344,18 +344,18 @@ def test_new_runs_keep_their_checkpoints_where_the_settings_say(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = RunConfig()
-    assert output_folder(config, "run") == f"{home}/runs/run"
+    assert pick_output_folder(config, "run") == f"{home}/runs/run"
     for asked, expected in ((f"file://{tmp_path}/mount/", f"file://{tmp_path}/mount/run"), (str(tmp_path), f"{tmp_path}/run")):
         monkeypatch.setenv("AGENTRL_CHECKPOINTS", asked)
         settings.cache_clear()
-        assert output_folder(config, "run") == expected
+        assert pick_output_folder(config, "run") == expected
     config = config.model_copy(update={"output_dir": f"file://{tmp_path}/chosen"})
-    assert output_folder(config, "run") == f"file://{tmp_path}/chosen"
+    assert pick_output_folder(config, "run") == f"file://{tmp_path}/chosen"
     (tmp_path / "file").touch()
     for refused in (f"file://{tmp_path}/file", "/proc/checkpoints"):
         with pytest.raises(ConfigError, match="No checkpoint can be written"):
-            output_folder(config.model_copy(update={"output_dir": refused}), "run")
+            pick_output_folder(config.model_copy(update={"output_dir": refused}), "run")
     monkeypatch.setenv("AGENTRL_CHECKPOINTS", "s3://")
     settings.cache_clear()
     with pytest.raises(ConfigError, match="names no place"):
-        output_folder(RunConfig(), "run")
+        pick_output_folder(RunConfig(), "run")

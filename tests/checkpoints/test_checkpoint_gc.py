@@ -16,13 +16,13 @@ from sqlalchemy import text
 
 from agentrl.cli import maintenance
 from agentrl.cli.main import main
-from agentrl.workers.jobs.train_job import _tidy
+from agentrl.workers.jobs.train_job import _remove_leftovers
 from agentrl.workers.stack.process import database as process_database
 from agentrl.workflow.checkpoints import checkpoint_cache, sealed_folder
 from agentrl.workflow.errors import CheckpointError, NotFoundError, ServiceError
 from agentrl.workflow.store import listings, planning, retention, run_names, train_commits, vacuum
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.run_names import stored_policy
+from agentrl.workflow.store.run_names import find_stored_policy
 from agentrl.workflow.store.train_claims import IterationWork
 from tests.conftest import forget_process
 from tests.faults.cluster import small_disk
@@ -68,8 +68,8 @@ def make_run(db: Database, out: Path | str, iterations: int, trained: int, name:
 
 
 def gc(db: Database, run: str = "first", keep_last: int | None = None, dry_run: bool = False) -> dict[str, int]:
-    (place,) = retention.checkpoints(db, (run,))
-    return maintenance._collect(db, place, keep_last, dry_run)
+    (place,) = retention.list_checkpoint_folders(db, (run,))
+    return maintenance._collect_run(db, place, keep_last, dry_run)
 
 
 def names(folder: Path) -> set[str]:
@@ -133,10 +133,10 @@ def test_keep_last_drops_the_adapters_of_a_run_that_is_over_and_says_when(databa
     assert said["adapters"] > 2 * (WEIGHTS + OPTIMIZER)
     assert names(tmp_path / "out") == {made[-1].name}
     with pytest.raises(CheckpointError, match=r"version 1 of 'first' was collected on 20\d\d-\d\d-\d\d\.") as refused:
-        stored_policy(database, "first", 1)
+        find_stored_policy(database, "first", 1)
     assert refused.value.exit_code == 9
-    assert stored_policy(database, "first", None).path == str(made[-1])
-    assert stored_policy(database, "first", 0).path == ""
+    assert find_stored_policy(database, "first", None).path == str(made[-1])
+    assert find_stored_policy(database, "first", 0).path == ""
     assert [event["kind"] for event in listings.list_events(database, "first")].count("collected") == 1
 
 
@@ -153,14 +153,14 @@ def test_keep_last_leaves_what_a_run_needs_to_go_on(database: Database, tmp_path
 
 def test_an_adapter_that_another_run_is_using_stays(database: Database, tmp_path: Path) -> None:
     made = make_run(database, tmp_path / "out", iterations=3, trained=3)
-    start(database, replace(submission("second", kind="eval"), policy=stored_policy(database, "first", 1)))
+    start(database, replace(submission("second", kind="eval"), policy=find_stored_policy(database, "first", 1)))
     gc(database, keep_last=1)
     assert names(tmp_path / "out") == {made[0].name, made[2].name}
     planning.stop(database, "second", "cancelled")
     gc(database, keep_last=1)
     assert names(tmp_path / "out") == {made[2].name}
     with pytest.raises(CheckpointError, match="of 'second' was collected"):
-        stored_policy(database, "second", 1)
+        find_stored_policy(database, "second", 1)
 
 
 def test_two_runs_in_one_folder_are_kept_apart(database: Database, tmp_path: Path) -> None:
@@ -187,10 +187,10 @@ def test_killed_anywhere_it_leaves_the_truth_and_the_next_one_ends_it(
     assert len(names(tmp_path / "out")) == left
     for version, folder in enumerate(made[:-1], 1):
         if point == "collect.before":
-            assert stored_policy(sqlite, "first", version).path == str(folder)
+            assert find_stored_policy(sqlite, "first", version).path == str(folder)
         else:
             with pytest.raises(CheckpointError, match="was collected"):
-                stored_policy(sqlite, "first", version)
+                find_stored_policy(sqlite, "first", version)
     assert subprocess.run(command, env=os.environ | asked, check=False).returncode == 0
     assert names(tmp_path / "out") == {made[-1].name}
     assert sum(gc(sqlite, keep_last=1).values()) == 0
@@ -208,7 +208,7 @@ def test_behind_a_url_the_same_goes_and_the_same_stays(home: Path, sqlite: Datab
 
 def test_a_run_that_is_not_there_is_named(sqlite: Database) -> None:
     with pytest.raises(NotFoundError, match="There is no run 'nobody'"):
-        retention.checkpoints(sqlite, ("nobody",))
+        retention.list_checkpoint_folders(sqlite, ("nobody",))
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def here(home: Path) -> Iterator[Database]:
 def test_gc_tells_the_bytes_by_kind(here: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(here, tmp_path / "out", iterations=3, trained=3)
     make_run(here, tmp_path / "other", iterations=1, trained=1, name="second")
-    (tmp_path / "out" / f"v00009.t1.{retention.checkpoints(here, ('first',))[0].key}.tmp").mkdir()
+    (tmp_path / "out" / f"v00009.t1.{retention.list_checkpoint_folders(here, ('first',))[0].key}.tmp").mkdir()
     assert main(["gc", "first", "--dry-run", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["dry_run"] is True
@@ -334,7 +334,7 @@ def kept_by(db: Database, out: Path, every: int, iterations: int, trained: int, 
             play(db, group)
         work = claim_training(db, iteration)
         train(db, work)
-        _tidy(work)
+        _remove_leftovers(work)
     return {name[:6] for name in names(out)}
 
 
@@ -346,13 +346,13 @@ def test_a_run_that_saves_every_fourth_checkpoint_keeps_those_that_end_epochs_th
     assert sum(gc(own_database, "second").values()) == 0
     assert kept_by(own_database, tmp_path / "one", 1, 4, 4, "third") == {"v00001", "v00002", "v00003", "v00004"}
     with pytest.raises(CheckpointError, match="version 5 of 'second' was collected"):
-        stored_policy(own_database, "second", 5)
-    assert stored_policy(own_database, "second", 6).version == 6
+        find_stored_policy(own_database, "second", 5)
+    assert find_stored_policy(own_database, "second", 6).version == 6
 
 
 def test_a_checkpoint_that_another_run_starts_from_is_kept_until_that_is_over(own_database: Database, tmp_path: Path) -> None:
     kept_by(own_database, tmp_path / "out", 9, 8, trained=2)
-    planning.submit(own_database, replace(submission("second"), policy=stored_policy(own_database, "first", 1)))
+    planning.submit(own_database, replace(submission("second"), policy=find_stored_policy(own_database, "first", 1)))
     for _ in range(2):
         iteration = planning.open_iterations(own_database, 1)[0]
         for group in planning.start_iteration(own_database, iteration):

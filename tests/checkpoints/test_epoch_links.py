@@ -19,7 +19,7 @@ from agentrl.workflow.settings import settings
 from agentrl.workflow.store import epoch_ends, planning, run_names, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.epoch_ends import Epoch
-from agentrl.workflow.store.run_names import stored_policy, version_number
+from agentrl.workflow.store.run_names import find_stored_policy, parse_version
 from tests.support.played_runs import claim_training, play, start, submission, update_of
 from tests.support.published import published
 from tests.support.small_models import tiny_random
@@ -51,7 +51,7 @@ def go_on(db: Database, versions: int, links: bool = True) -> list[Path]:
             db, work, update_of(work, path=str(folder), sha256=checkpoint_cache.write(str(folder), fill)), 3
         )
         if links:
-            train_job._link(work, work.number + 1)
+            train_job._link_epoch(work, work.number + 1)
         made.append(folder)
     return made
 
@@ -75,11 +75,11 @@ def job_database(database: Database, monkeypatch: pytest.MonkeyPatch) -> Databas
 def test_each_epoch_names_the_version_after_its_last_iteration(job_database: Database, tmp_path: Path) -> None:
     out = tmp_path / "out"
     made = trained(job_database, out, epochs=3, tasks=3, versions=5)  # two iterations an epoch
-    assert stored_policy(job_database, "first", Epoch(1)).path == str(made[1])
-    assert stored_policy(job_database, "first", Epoch(2)).version == 4
+    assert find_stored_policy(job_database, "first", Epoch(1)).path == str(made[1])
+    assert find_stored_policy(job_database, "first", Epoch(2)).version == 4
     for epoch in (3, 4, 0, 10**19):
         with pytest.raises(NotFoundError, match=f"Epoch {epoch} of 'first' is not over"):
-            stored_policy(job_database, "first", Epoch(epoch))
+            find_stored_policy(job_database, "first", Epoch(epoch))
     assert leads(out) == {"epoch_1": made[1].name, "epoch_2": made[3].name}
     assert (out / "epoch_2" / sealed_folder.WEIGHTS).is_file()
 
@@ -91,7 +91,7 @@ def test_the_last_epoch_ends_with_the_run_and_one_that_is_cut_short_does_not(job
     go_on(job_database, 1)
     assert run_names.find_run(job_database, "first")["status"] == "done"
     with pytest.raises(NotFoundError, match="Epoch 2 of 'first' is not over"):
-        stored_policy(job_database, "first", Epoch(2))
+        find_stored_policy(job_database, "first", Epoch(2))
     assert leads(tmp_path / "out").keys() == {"epoch_1"}
 
 
@@ -130,7 +130,7 @@ def test_a_checkpoint_that_is_made_again_has_the_link(job_database: Database, tm
     made.rename(again)
     with job_database.engine.begin() as tx:
         tx.execute(text("UPDATE policies SET path = :path WHERE version = 1"), {"path": str(again)})
-    link_epochs(epoch_ends.ends(job_database, run_id(job_database)))
+    link_epochs(epoch_ends.load_epoch_ends(job_database, run_id(job_database)))
     assert leads(out) == {"epoch_1": again.name}
 
 
@@ -157,21 +157,21 @@ def test_of_several_runs_in_one_folder_the_youngest_has_the_links_and_the_paths(
     older = trained(own_database, out, epochs=2, tasks=2, versions=2)
     assert leads(out) == {"epoch_1": older[0].name, "epoch_2": older[1].name}
     planning.submit(own_database, replace(submission("second", tasks=2, epochs=2), output_dir=str(out)))
-    assert not epoch_ends.ends(own_database, run_id(own_database)).newest
+    assert not epoch_ends.load_epoch_ends(own_database, run_id(own_database)).newest
     with pytest.raises(NotFoundError, match="Epoch 2 of 'second' is not over"):
         targets.find_policy(str(out / "epoch_2"))
-    link_epochs(epoch_ends.ends(own_database, run_id(own_database, "second")))
+    link_epochs(epoch_ends.load_epoch_ends(own_database, run_id(own_database, "second")))
     assert leads(out) == {}
-    link_epochs(epoch_ends.ends(own_database, run_id(own_database)))
+    link_epochs(epoch_ends.load_epoch_ends(own_database, run_id(own_database)))
     assert leads(out) == {}, "an older run has none"
     assert targets.find_policy("first@epoch2")[1].path == str(older[1])
 
 
 def test_a_version_is_a_number_the_best_or_an_epoch() -> None:
-    assert [version_number(word) for word in ("3", "v3", "best", "epoch3")] == [3, 3, "best", Epoch(3)]
+    assert [parse_version(word) for word in ("3", "v3", "best", "epoch3")] == [3, 3, "best", Epoch(3)]
     for word in ("", "x", "epoch", "epoch-1", "epochv1", "epoch3x", "vepoch3", "1" * 30, "epoch" + "1" * 30):
         with pytest.raises(ConfigError, match="is no policy version"):
-            version_number(word)
+            parse_version(word)
 
 
 def test_an_epoch_is_evaluated_merged_and_talked_to_by_its_path(
@@ -182,11 +182,11 @@ def test_an_epoch_is_evaluated_merged_and_talked_to_by_its_path(
     base = tiny_random(tmp_path / "base")
     out = settings().root / "runs" / "first"
     made = published(own_database, base, out, ALL_WEIGHTS, versions=2, epochs=2)
-    link_epochs(epoch_ends.ends(own_database, run_id(own_database)))
+    link_epochs(epoch_ends.load_epoch_ends(own_database, run_id(own_database)))
     place = os.path.relpath(out / "epoch_2")
     assert main(["merge", place, "--out", str(tmp_path / "plain"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["version"] == 2
     words = ("arithmetic", "test", 4, {})
-    assert [evaluate.evaluation_of(name, *words)[1].path for name in (place, "first@epoch1")] == [str(made[1]), str(made[0])]
+    assert [evaluate.eval_run_of(name, *words)[1].path for name in (place, "first@epoch1")] == [str(made[1]), str(made[0])]
     monkeypatch.setattr("sys.stdin", StringIO())  # nobody says a word
     assert main(["chat", "--model-path", "runs/first/epoch_2"]) == 0

@@ -23,9 +23,9 @@ from sqlalchemy import text as sql
 from agentrl.cli.main import main
 from agentrl.cli.output import cell, clean, one_line, show_json
 from agentrl.cli.plot import buckets, plot, sparkline
-from agentrl.cli.run_view import View, held_out
+from agentrl.cli.run_view import RunView, held_out_line
 from agentrl.cli.screen import live_lines
-from agentrl.cli.watch import look, somebody_works, summary
+from agentrl.cli.watch import is_somebody_working, load_view, summary
 from agentrl.workers.stack import broker, embedded, presence
 from agentrl.workers.stack.celery_app import QUEUES, make_app
 from agentrl.workers.stack.process import database as process_database
@@ -48,7 +48,7 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database
 from agentrl.workflow.store.planning import Submission
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
-from agentrl.workflow.store.steps import CallRecord, Sampled
+from agentrl.workflow.store.steps import CallRecord, SampledStep
 from agentrl.workflow.store.train_commits import UpdateRecord
 from agentrl.workflow.trajectory import Message, PolicyRef, Step, Task, ToolCall, ToolResult
 from tests.conftest import forget_process, missing
@@ -107,7 +107,7 @@ def _play(data: Database, work: GroupWork, episode: int, reward: float) -> None:
     opening = (Message("user", f"What is it? {EVIL}"),)
     first = Step(0, opening, (1, 2, 3), (7, 8, 9), (-0.5, -2.25, -0.25), "stop", asked, 0, 0.5)
     ((call_id,),) = steps.commit_sampled(
-        data, work.fence, [Sampled(episode, first, work.policy_id, "text", (CallRecord(call, "none", None),))]
+        data, work.fence, [SampledStep(episode, first, work.policy_id, "text", (CallRecord(call, "none", None),))]
     )
     result = ToolResult(f"4 {EVIL}", seconds=0.003)
     tool_calls.record_result(data, call_id, result, datetime.now(UTC), "tools:1")
@@ -115,7 +115,7 @@ def _play(data: Database, work: GroupWork, episode: int, reward: float) -> None:
     steps.commit_observed(data, work.fence, [(episode, done)])
     said = Message("assistant", f"The answer is 4. {EVIL}")
     second = Step(1, (Message("tool", result.content, name="calculator"),), (4,), (5, 6), (-1.0, -1.0), "stop", said, 0, 0.25)
-    steps.commit_sampled(data, work.fence, [Sampled(episode, second, work.policy_id, "text", ())])
+    steps.commit_sampled(data, work.fence, [SampledStep(episode, second, work.policy_id, "text", ())])
     outcome = Outcome(episode, "done", "answered", reward, {"numeric_answer": reward}, f"4 {EVIL}")
     rollout_claims.finish_episodes(data, work.fence, [outcome], work.reward_set, work.weights)
 
@@ -131,7 +131,7 @@ def tcp_redis(tmp_path: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     url = f"redis://127.0.0.1:{port}/0"
     server = subprocess.Popen([binary, "--port", str(port), "--dir", str(tmp_path), "--save", ""], stdout=subprocess.DEVNULL)
-    while not broker.answers(Settings(broker_url=url)):
+    while not broker.is_answering(Settings(broker_url=url)):
         assert server.poll() is None
         time.sleep(0.02)
     yield url
@@ -514,7 +514,7 @@ def test_failed_episodes_are_told_with_their_most_frequent_error(data: Database,
         failed = [Outcome(e.id, "failed", error_class="RewardError", error=next(errors)) for e in work.episodes]
         rollout_claims.finish_episodes(data, work.fence, failed, work.reward_set, work.weights)
     planning.stop(data, run, "paused", "only 0 of 4 episodes can train")
-    text = "\n".join(line for line, _ in summary(look(data, run)))
+    text = "\n".join(line for line, _ in summary(load_view(data, run)))
     assert "4 episodes failed, 3 of them with: reward 'x' raised KeyError" in text
     assert f"agentrl episodes {run} --status failed" in text
     assert f"agentrl resume {run} (goes on without an update" in text
@@ -527,7 +527,7 @@ def test_a_run_without_a_reward_is_given_no_hint_that_shows_nothing(data: Databa
         for position in range(len(work.episodes)):
             fail(data, work, position)
     planning.stop(data, "first", "paused", "none of 4 episodes can train")
-    lines = [line.strip() for line, _ in summary(look(data, "first"))]
+    lines = [line.strip() for line, _ in summary(load_view(data, "first"))]
     assert lines[lines.index("Look closer:") :] == ["Look closer:", "agentrl episodes first", "agentrl replay EPISODE"]
 
 
@@ -536,7 +536,7 @@ def test_a_run_without_a_reward_is_given_no_hint_that_shows_nothing(data: Databa
 def test_a_run_that_ended_before_it_began_is_given_no_hint_that_shows_nothing(data: Database, status: str) -> None:
     start(data, submission())
     planning.stop(data, "first", status, "The files make no model.")
-    lines = [line.strip() for line, _ in summary(look(data, "first"))]
+    lines = [line.strip() for line, _ in summary(load_view(data, "first"))]
     hints = {"failed": ["Once what it says is mended: agentrl resume first"], "paused": ["Go on: agentrl resume first"]}
     assert lines[0].startswith(f"first: {status}")
     assert lines[1:] == ["The files make no model.", *hints.get(status, [])]
@@ -549,7 +549,7 @@ def _fails_after_its_answer(data: Database, error: str) -> str:
     assert work is not None
     episode = work.episodes[0].id
     said = Step(0, (Message("user", "?"),), (1,), (2,), (-1.0,), "stop", Message("assistant", "The answer is 4."), 0, 0.5)
-    steps.commit_sampled(data, work.fence, [Sampled(episode, said, work.policy_id, "text", ())])
+    steps.commit_sampled(data, work.fence, [SampledStep(episode, said, work.policy_id, "text", ())])
     outcome = Outcome(episode, "failed", error_class="RewardError", error=error)
     rollout_claims.finish_episodes(data, work.fence, [outcome], work.reward_set, work.weights)
     return str(episode)
@@ -728,13 +728,13 @@ def test_watch_says_what_the_run_waits_for(run: str, data: Database) -> None:
 
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
 def test_a_stack_whose_supervisor_runs_is_not_said_to_lack_a_control_loop(data: Database) -> None:
-    assert not somebody_works(data)
+    assert not is_somebody_working(data)
     folder = settings().stack_dir
     folder.mkdir(parents=True)
     with (folder / "supervisor.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (folder / "supervisor.json").write_text(json.dumps({"pid": os.getpid()}))
-        assert somebody_works(data)
+        assert is_somebody_working(data)
 
 
 @pytest.mark.slow
@@ -833,9 +833,9 @@ def test_doctor_exits_with_4_where_a_service_is_away(
 def test_doctor_leaves_workers_that_a_stack_is_starting_to_the_stack(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(embedded, "running", lambda where: 1)
-    monkeypatch.setattr(broker, "answers", lambda where: True)
-    monkeypatch.setattr(presence, "served_queues", lambda: dict.fromkeys(QUEUES, 0))
+    monkeypatch.setattr(embedded, "find_supervisor", lambda where: 1)
+    monkeypatch.setattr(broker, "is_answering", lambda where: True)
+    monkeypatch.setattr(presence, "count_workers_by_queue", lambda: dict.fromkeys(QUEUES, 0))
     main(["doctor"])
     said = [line for line in capsys.readouterr().out.splitlines() if "No worker serves" in line]
     assert len(said) == len(QUEUES)
@@ -931,8 +931,8 @@ def test_huge_rewards_are_short_wherever_a_curve_is_told() -> None:
     empty: defaultdict[str, Any] = defaultdict(lambda: None, tokens=0, epoch=1)
     scored: defaultdict[str, Any] = defaultdict(lambda: None, status="done", policy_version=1, low=worst, high=0.5)
     iterations = [empty | {"iteration": number, "mean_reward": reward} for number, reward in enumerate(rewards, 1)]
-    view = View(row, iterations, evals=[scored | {"mean_reward": reward} for reward in (0.5, worst)])
-    assert held_out(view) == "held out 0.500 -> -3.403e+38, best -3.403e+38: r@1"
+    view = RunView(row, iterations, evals=[scored | {"mean_reward": reward} for reward in (0.5, worst)])
+    assert held_out_line(view) == "held out 0.500 -> -3.403e+38, best -3.403e+38: r@1"
     told = [line for line, _ in summary(view)]
     assert "  reward 0.500 -> -3.4e+38 (the first and the last of 2 iterations)" in told
     assert any(line.endswith("0.500 -> -3.4e+38") for line in live_lines(view))

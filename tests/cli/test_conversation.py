@@ -260,7 +260,7 @@ def test_a_turn_continues_the_exact_tokens_and_other_tools_begin_them_anew(talk:
     made = talk(CALLING, ANSWER, ANSWER, ANSWER, asked=asked)
     assert [text for text, _ in made.answer("What is 6*7?")] == ['  calculator {"expression": "6*7"}', "  -> 42", "42"]
     list(made.answer("Sure?"))
-    made.offer(frozenset({"calculator"}))
+    made.set_tools_off(frozenset({"calculator"}))
     list(made.answer("Without it?"))
     first, second, third, fourth = (request.prompt_ids for request in asked)
     assert second[: len(first)] == first

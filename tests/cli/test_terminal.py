@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.cli.commands import COMMANDS, GROUPS
 from agentrl.cli.main import main
-from agentrl.cli.output import CELL
+from agentrl.cli.output import CELL_CHARS
 from agentrl.workers.stack.process import database as process_database
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import planning
@@ -117,7 +117,7 @@ def test_every_column_of_every_view_has_a_meaning_that_the_schema_tells(
     assert told.keys() == VIEWS.keys() == descriptions.VIEWS.keys()
     assert not [(view, each["column"]) for view, columns in told.items() for each in columns if not each["meaning"]]
     assert {each["column"] for columns in told.values() for each in columns} == descriptions.COLUMNS.keys()
-    assert max(len(each["meaning"]) for columns in told.values() for each in columns) <= CELL
+    assert max(len(each["meaning"]) for columns in told.values() for each in columns) <= CELL_CHARS
     monkeypatch.setenv("COLUMNS", "80")
     for words in (["--schema"], *(["--schema", view] for view in VIEWS)):
         assert max(map(len, agentrl(capsys, "sql", *words).splitlines())) <= 80

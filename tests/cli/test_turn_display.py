@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.cli.chat_history import HEADER, LARGEST, MOST, History
-from agentrl.cli.keyboard import whole
+from agentrl.cli.chat_history import HEADER, MAX_FILE_BYTES, MAX_MESSAGES, History
+from agentrl.cli.keyboard import read_message
 from agentrl.cli.output import clean
 from agentrl.cli.turn_display import Voice
 from agentrl.workflow.chat.parsing import parse_text
@@ -21,7 +21,7 @@ from agentrl.workflow.tool_formats.hermes import hermes
 def test_blocks_and_lines_that_go_on() -> None:
     def typed(*lines: str) -> str:
         rest = iter(lines)
-        return whole(lambda prompt: next(rest))
+        return read_message(lambda prompt: next(rest))
 
     assert typed("plain") == "plain"
     assert typed("a\\", "b\\", "c") == "a\nb\nc"
@@ -29,7 +29,7 @@ def test_blocks_and_lines_that_go_on() -> None:
     assert typed('"""one"""') == "one"
     assert typed('""""""') == ""
     with pytest.raises(ConfigError, match="1000000"):
-        whole(lambda prompt: "x" * 1000 + "\\")
+        read_message(lambda prompt: "x" * 1000 + "\\")
 
 
 def test_history_is_bounded_and_survives_torn_lines(tmp_path: Path) -> None:
@@ -42,13 +42,15 @@ def test_history_is_bounded_and_survives_torn_lines(tmp_path: Path) -> None:
         history.add(f"{number} " + "x" * 400)
     history.add("y" * 20_000)
     assert history.read()[-1].startswith("2999")
-    assert len(history.read()) <= MOST
-    assert file.stat().st_size < LARGEST
+    assert len(history.read()) <= MAX_MESSAGES
+    assert file.stat().st_size < MAX_FILE_BYTES
     assert file.read_text().startswith(HEADER)
     assert [other.name for other in file.parent.iterdir()] == ["chat_history"]
 
 
-@pytest.mark.parametrize("found", ["a letter to a friend\n", b"\xff\xfe\x00", "x" * (LARGEST + 1), "folder", "link", "pipe"])
+@pytest.mark.parametrize(
+    "found", ["a letter to a friend\n", b"\xff\xfe\x00", "x" * (MAX_FILE_BYTES + 1), "folder", "link", "pipe"]
+)
 def test_a_history_that_is_not_ours_is_said_to_be_and_left_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], found: str | bytes
 ) -> None:

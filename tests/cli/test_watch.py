@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.cli.run_view import View
+from agentrl.cli.run_view import RunView
 from agentrl.cli.screen import live_lines
-from agentrl.cli.watch import look
+from agentrl.cli.watch import load_view
 from agentrl.workflow.store import planning, steps, tool_calls, train_commits
 from agentrl.workflow.store.connect import Database
 from tests.store.test_evals import measure, measured
@@ -28,7 +28,7 @@ from tests.support.played_runs import (
 )
 
 
-def going(db: Database, iterations: int) -> View:
+def going(db: Database, iterations: int) -> RunView:
     """A run that measures itself, after so many iterations, in the middle of the next."""
     planning.submit(db, measured(every=4, epochs=iterations + 10))
     for number in range(iterations):
@@ -41,7 +41,7 @@ def going(db: Database, iterations: int) -> View:
         train_commits.commit_update(db, work, update_of(work, metrics=metrics, path=f"out/v{number + 1}"), 3)
     measure(db, "first-eval-0", 1.0, 0.0)
     planning.start_iteration(db, planning.open_iterations(db, 1)[0])
-    return look(db, "first")
+    return load_view(db, "first")
 
 
 def _play_with_calls(db: Database, group: int) -> None:

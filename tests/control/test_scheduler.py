@@ -12,8 +12,8 @@ from agentrl.workflow.control.scheduler import (
     Dispatch,
     SendRollouts,
     SendTrain,
-    headers,
     plan,
+    split_into_headers,
 )
 from agentrl.workflow.control.snapshot import Claim, GroupState, IterationState, RunState, Snapshot
 from agentrl.workflow.store import control_reads, planning, train_commits
@@ -166,12 +166,12 @@ def test_whatever_nobody_holds_is_sent_in_the_end(snapshot: Snapshot) -> None:
     trained = {action.iteration for action in actions if isinstance(action, SendTrain)}
     for iteration in iterations:
         assert {group.id for group in iteration.groups if not group.claim.held} <= reached
-        assert (iteration.id in trained) == (iteration.ready and not iteration.train.held)
+        assert (iteration.id in trained) == (iteration.is_ready and not iteration.train.held)
 
 
 @given(st.integers(0, 1000))
 def test_headers_hold_every_group_once_in_at_most_128_jobs(number: int) -> None:
-    parts = headers(tuple(range(number)))
+    parts = split_into_headers(tuple(range(number)))
     assert [group for part in parts for group in part] == list(range(number))
     assert len(parts) <= MAX_HEADER
     assert all(parts)
@@ -183,11 +183,11 @@ def test_a_small_run_behind_a_big_one_has_its_turn_after_each_iteration_of_the_b
     planning.submit(sqlite, submission("small", tasks=1, epochs=3, seed=1))
     queue: list[tuple[str, tuple[int, ...]]] = []
     ended: list[str] = []
-    while control_reads.unfinished_runs(sqlite):
+    while control_reads.count_running_runs(sqlite):
         for action in plan(control_reads.snapshot(sqlite, LEASE)):
             if isinstance(action, Dispatch):
                 groups = planning.start_iteration(sqlite, action.iteration)
-                queue += [("rollout", tuple(part)) for part in headers(tuple(groups))]
+                queue += [("rollout", tuple(part)) for part in split_into_headers(tuple(groups))]
                 planning.mark_groups_sent(sqlite, groups)
             elif isinstance(action, SendTrain):
                 queue.append(("train", (action.iteration,)))

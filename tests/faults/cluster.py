@@ -57,7 +57,7 @@ class Crew(Stack):
         command = [str(binary), "--port", "0", "--unixsocket", str(self.socket), "--save", "", "--appendonly", "no"]
         with (self.folder / "redis.log").open("ab") as log:
             process = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        self.wait(lambda: broker.answers(self.settings), "a Redis")
+        self.wait(lambda: broker.is_answering(self.settings), "a Redis")
         return process
 
     def start(self, target: str, *arguments: Any, name: str = "other", **environment: str) -> Child:
@@ -106,7 +106,7 @@ class Crew(Stack):
 
     def waiting(self) -> int:
         """How many messages nobody took yet."""
-        with broker.client(self.settings) as connection:
+        with broker.connect_redis(self.settings) as connection:
             return sum(connection.llen(f"agentrl.{queue}") for queue in QUEUES)
 
     def refused(self, *words: str, code: int) -> str:

@@ -92,7 +92,7 @@ def ready_pids(database: Database) -> set[int]:
     again before it has, on a busy machine, it does nothing ever, and its rows are rightly given up as poison.
     """
     try:
-        with broker.client(settings()) as connection:
+        with broker.connect_redis(settings()) as connection:
             members = connection.smembers(_PIDBOX)
         holder = control_reads.service_holder(database, "control")
     except (redis.RedisError, OSError, ServiceError):

@@ -25,7 +25,7 @@ def main(cgroup: str, group: str) -> None:
     process.communicate(b"\n")
     assert process.returncode == -signal.SIGKILL, process.returncode
     supervisor = Supervisor(settings())
-    supervisor._revive(child)
+    supervisor._restart_ended(child)
     supervisor.news.join()
 
 

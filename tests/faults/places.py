@@ -87,7 +87,7 @@ class Embedded:
     def _supervisor(self) -> int | None:
         from agentrl.workers.stack import embedded
 
-        return embedded.running(self._stack.settings)
+        return embedded.find_supervisor(self._stack.settings)
 
     def _children(self) -> dict[str, int]:
         supervisor = self._supervisor()

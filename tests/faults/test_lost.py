@@ -44,7 +44,7 @@ def test_a_worker_that_was_killed_is_named_with_its_signal_and_what_it_held(tmp_
     steps.commit_sampled(own_database, work.fence, [sampled(work, calls=(CALL,))])
     watching = Supervisor(Settings(home=tmp_path))
     for child in died.values():
-        watching._revive(child)
+        watching._restart_ended(child)
     watching.news.join()
     told = "the worker {} was killed by SIGKILL, and is started again; it held {}"
     assert lost_events(own_database) == [
@@ -54,7 +54,7 @@ def test_a_worker_that_was_killed_is_named_with_its_signal_and_what_it_held(tmp_
     ]
     for _ in range(3):  # it does not come up
         again = killed("control", signal.SIGKILL)
-        watching._revive(again)
+        watching._restart_ended(again)
     watching.news.join()
     assert len(lost_events(own_database)) == 3
 
@@ -72,7 +72,7 @@ def test_a_database_that_does_not_answer_keeps_no_process_from_being_started_aga
     monkeypatch.setattr(supervisor, "record_loss", away)
     monkeypatch.setattr(watching, "_start", lambda role: (order.append("started"), new.process)[1])
     died = replace(killed("control", signal.SIGKILL), started=-1e9)  # it lived long
-    watching._revive(died)
+    watching._restart_ended(died)
     answers.set()
     watching.news.join()
     assert order == ["started", "told"]
@@ -124,6 +124,6 @@ def test_a_run_that_waits_still_does_after_a_worker_was_lost(own_database: Datab
     waiting_runs.wait_for(own_database, run, "The server is away.")
     rollout_claims.claim_group(own_database, group, "far:7/1", EXPIRED)
     rollout_claims.claim_group(own_database, group, "near:8/2", 60)
-    assert waiting_runs.waits_for(own_database, run) == "The server is away."
+    assert waiting_runs.find_wait_reason(own_database, run) == "The server is away."
     waiting_runs.wait_for(own_database, run, "The server is away.")
     assert values(own_database, "SELECT count(*) FROM events WHERE kind = 'waiting'") == [1]

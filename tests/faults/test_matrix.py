@@ -311,7 +311,7 @@ def forge(crew: Crew, fired: Path) -> None:
     app = make_app(crew.settings)
     app.conf.task_routes = ()
     pickled = pickle.dumps(([Harmful(fired)], {}, {}))
-    with app.connection_for_write() as connection, broker.client(crew.settings) as redis:
+    with app.connection_for_write() as connection, broker.connect_redis(crew.settings) as redis:
         producer = app.amqp.Producer(connection)
         for queue, job in zip(QUEUES, ("agentrl.rollout", "agentrl.call", "agentrl.train"), strict=True):
             headers = {"task": job, "id": str(uuid4()), "lang": "py"}

@@ -42,7 +42,7 @@ from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
 from agentrl.workflow.settings import Settings, settings
 from agentrl.workflow.store import connect, control_reads, listings, planning, rollout_claims, train_claims, train_commits
-from agentrl.workflow.store.connect import POOL, Database
+from agentrl.workflow.store.connect import POOL_SIZE, Database
 from agentrl.workflow.store.lost_workers import OOM_HINT
 from agentrl.workflow.store.tool_calls import CallWork
 from agentrl.workflow.training.trainer import Trainer
@@ -87,7 +87,7 @@ def test_more_threads_than_connections_take_turns(own_server: Server) -> None:
     with own_server.database() as url, ThreadPoolExecutor(40) as pool:
         mine, other = Database(url), Database(url)
         most = max(pool.map(lambda number: (mine if number % 2 else other).write(write), range(80)))
-        assert POOL < most <= 12
+        assert POOL_SIZE < most <= 12
         assert len(values(mine, "SELECT id FROM events")) == 80
         mine.close()
         other.close()
@@ -95,13 +95,13 @@ def test_more_threads_than_connections_take_turns(own_server: Server) -> None:
 
 def refusals(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once the database has refused a transaction, which is then waited for."""
-    refused, passing = threading.Event(), connect._passing
+    refused, passing = threading.Event(), connect._is_transient
 
     def seen(error: DBAPIError) -> bool:
         refused.set()
         return passing(error)
 
-    monkeypatch.setattr(connect, "_passing", seen)
+    monkeypatch.setattr(connect, "_is_transient", seen)
     return refused
 
 
@@ -128,8 +128,8 @@ def test_a_postgres_without_a_free_connection_is_said_and_waited_for(
 
 
 def test_a_lock_that_somebody_keeps_is_said_and_waited_for(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert connect._SILENCE_THERE["lock_timeout"] < 1000 * connect.RETRY_SECONDS
-    monkeypatch.setitem(connect._SILENCE_THERE, "lock_timeout", 100)
+    assert connect._SERVER_TIMEOUTS["lock_timeout"] < 1000 * connect.RETRY_SECONDS
+    monkeypatch.setitem(connect._SERVER_TIMEOUTS, "lock_timeout", 100)
     monkeypatch.setattr(connect, "RETRY_SECONDS", 0.2)
     with own_server.database() as url:
         database, somebody = Database(url), create_engine(url)
@@ -151,7 +151,7 @@ def test_a_thread_that_gets_no_connection_in_time_is_told_so(own_server: Server,
     monkeypatch.setattr(connect, "POOL_SECONDS", 0.1)
     with own_server.database() as url:
         database = Database(url)
-        held = [database.engine.connect() for _ in range(POOL)]
+        held = [database.engine.connect() for _ in range(POOL_SIZE)]
         with pytest.raises(ServiceError, match=r"all 8 connections of this process have been busy for 0\.1 s"):
             planning.submit(database, submission())
         for connection in held:
@@ -185,7 +185,7 @@ def test_every_malformed_call_is_an_observation_and_the_episode_goes_on_to_its_a
     engine = ScriptedEngine([*map(ids, MALFORMED), *[ids("#### 6")] * len(MALFORMED)], workers=1)
     driver = GroupRollout(own_database, work, RunConfig.model_validate(config), engine, chat(), SimpleQueue(), set())
     driver.start()
-    while driver.live:
+    while driver.is_live:
         driver.handle([driver.inbox.get(timeout=60)])
         for number in values(own_database, "SELECT id FROM tool_calls WHERE result IS NULL"):
             tools_job.call(number, episode_loop._replies().address)
@@ -386,7 +386,7 @@ def memory_cgroup() -> Iterator[Path]:
 def test_the_counter_of_the_out_of_memory_killer_is_found(tmp_path: Path, mine: str, file: str) -> None:
     (tmp_path / "mine").write_text(mine)
     counter = tmp_path / "cgroups" / file
-    assert oom_kills.kills(tmp_path / "cgroups", tmp_path / "mine") == 0
+    assert oom_kills.count_kills(tmp_path / "cgroups", tmp_path / "mine") == 0
     counter.parent.mkdir(parents=True)
     counter.write_text("low 0\noom 7\noom_kill 3\n")
-    assert oom_kills.kills(tmp_path / "cgroups", tmp_path / "mine") == 3
+    assert oom_kills.count_kills(tmp_path / "cgroups", tmp_path / "mine") == 3

@@ -14,9 +14,9 @@ from sqlalchemy import text
 
 from agentrl.workers.jobs import broken_checkpoints
 from agentrl.workers.jobs.model_slot import models
-from agentrl.workers.jobs.rollout_job import _refuse, rollout
+from agentrl.workers.jobs.rollout_job import _fail_run, rollout
 from agentrl.workers.jobs.train_job import train
-from agentrl.workers.requests.eval_config import measuring, sized
+from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
 from agentrl.workers.requests.submission import prepare
 from agentrl.workers.stack import control_loop, dispatch, process
 from agentrl.workers.stack.celery_app import make_app
@@ -41,7 +41,7 @@ from agentrl.workflow.store import (
 from agentrl.workflow.store import rollout_claims as rollouts
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.repair import Rebuild
-from agentrl.workflow.store.run_names import stored_policy
+from agentrl.workflow.store.run_names import find_stored_policy
 from agentrl.workflow.training.reports import Update
 from agentrl.workflow.trajectory import PolicyRef
 from tests.conftest import forget_process
@@ -81,7 +81,7 @@ def restart() -> None:
     if models._loaded is not None:
         models._loaded.engine.close()
     models._loaded, models._key = None, ""
-    process._confirm.cache_clear()
+    process._confirm_hashes.cache_clear()
 
 
 def do_jobs(until: Callable[[], bool] = lambda: False) -> None:
@@ -279,8 +279,10 @@ def test_another_runs_policy_that_was_put_back_is_used_without_its_optimizers_st
 
 def measured(db: Database) -> str:
     """An evaluation of the run's newest policy; its name."""
-    config = sized(measuring(RunConfig.model_validate(run_names.find_run(db, RUN)["config"]), None, "train", 2, {}))
-    return planning.submit(db, prepare(db, config, "eval", stored_policy(db, RUN, None)).submission).name
+    config = in_one_iteration(
+        eval_config(RunConfig.model_validate(run_names.find_run(db, RUN)["config"]), None, "train", 2, {})
+    )
+    return planning.submit(db, prepare(db, config, "eval", find_stored_policy(db, RUN, None)).submission).name
 
 
 def test_an_evaluation_of_a_damaged_checkpoint_ends_well_once_its_run_has_made_it_again(worker: Database, model: Path) -> None:
@@ -337,7 +339,7 @@ def test_groups_are_handed_back_though_the_store_is_away(
     group, *_ = values(worker, "SELECT id FROM groups WHERE status <> 'done'")
     work = rollouts.claim_group(worker, group, "host:1/a", 60)
     assert work is not None
-    _refuse([work], CheckpointError("Some reader found it not whole."))
+    _fail_run([work], CheckpointError("Some reader found it not whole."))
     assert value(worker, "SELECT worker FROM groups WHERE id = :id", id=group) == ""
     assert listings.describe_run(worker, RUN)["status"] == "running"
 
@@ -413,7 +415,7 @@ def test_a_broken_checkpoint_keeps_rollouts_from_being_sent_until_it_is_whole(da
     claimed = claim_training(database, following)
     assert (claimed.rebuilds, claimed.groups) == (True, ())
     (made,) = values(database, "SELECT id FROM policies WHERE version = 1")
-    rebuild = repair.rebuild_of(database, claimed)
+    rebuild = repair.load_rebuild(database, claimed)
     assert (rebuild.broken.version, rebuild.start.version, rebuild.groups) == (1, 0, work.groups)
     repair.commit_rebuild(database, claimed, rebuild.broken, "out/v1.again", "abc")
     repair.commit_rebuild(database, claimed, rebuild.broken, "out/v1.again", "abc")  # the commit's answer was lost
@@ -427,7 +429,7 @@ def test_of_two_trainers_one_makes_the_checkpoint_again(database: Database) -> N
     assert train_claims.claim_iteration(database, work.id, "another", 60) is None
     train_claims.hand_back_iteration(database, work.id, work.token)
     heir = claim_training(database, work.id)
-    rebuild = repair.rebuild_of(database, work)
+    rebuild = repair.load_rebuild(database, work)
     with pytest.raises(Fenced):
         repair.commit_rebuild(database, work, rebuild.broken, "out/mine", "abc")
     repair.commit_rebuild(database, heir, rebuild.broken, "out/theirs", "abc")
@@ -444,7 +446,7 @@ def test_advantages_are_the_recorded_ones_as_far_as_they_are_made_of_rewards(dat
         config = {**work.config, "algorithm": {**work.config["algorithm"], **algorithm}}
         found = {episode: value + apart for episode, value in list(credit.items())[without:]}
         rebuild = Rebuild(broken, work.policy, work.groups, credit)
-        broken_checkpoints.check_repeated(replace(work, config=config), rebuild, Update(advantages=found))
+        broken_checkpoints.check_same_update(replace(work, config=config), rebuild, Update(advantages=found))
 
     of_the_model: list[dict[str, Any]] = [{"name": "ppo"}, {"name": "rloo", "kl_coef": 0.1, "kl_in": "reward"}]
     for algorithm in of_the_model:
@@ -458,7 +460,7 @@ def test_advantages_are_the_recorded_ones_as_far_as_they_are_made_of_rewards(dat
 
 def test_a_late_report_of_what_is_whole_again_changes_nothing(database: Database) -> None:
     work = broken(database)
-    repair.commit_rebuild(database, work, repair.rebuild_of(database, work).broken, "out/again", "other")
+    repair.commit_rebuild(database, work, repair.load_rebuild(database, work).broken, "out/again", "other")
     repair.mark_broken(database, work.run_id, "out/v1", "a slow worker saw it")
     assert values(database, "SELECT broken FROM policies WHERE broken <> ''") == []
     assert "differ in rounding" in listings.list_events(database, "first")[-1]["detail"]
@@ -466,8 +468,8 @@ def test_a_late_report_of_what_is_whole_again_changes_nothing(database: Database
 
 def test_a_rebuild_whose_answer_was_lost_is_recognised_after_another_claim(database: Database) -> None:
     work = broken(database)
-    rebuild = repair.rebuild_of(database, work)
-    assert not repair.is_named(database, "out/again")
+    rebuild = repair.load_rebuild(database, work)
+    assert not repair.is_checkpoint_named(database, "out/again")
     repair.commit_rebuild(database, work, rebuild.broken, "out/again", "abc")
     train_commits.fail_run(database, work.run_id, "thought lost")
     planning.resume(database, "first")
@@ -476,7 +478,7 @@ def test_a_rebuild_whose_answer_was_lost_is_recognised_after_another_claim(datab
     heir = claim_training(database, work.id)
     assert heir.token != work.token
     repair.commit_rebuild(database, work, rebuild.broken, "out/again", "abc")
-    assert repair.is_named(database, "out/again")
+    assert repair.is_checkpoint_named(database, "out/again")
     with pytest.raises(Fenced):
         repair.commit_rebuild(database, work, rebuild.broken, "out/another", "abc")
 
@@ -506,7 +508,7 @@ def test_no_group_is_claimed_while_a_checkpoint_is_broken(database: Database) ->
     repair.mark_broken(database, work.run_id, "out/v1", "it is gone")
     assert rollouts.claim_group(database, group, "host:1/a", 60) is None
     again = claim_training(database, following)
-    repair.commit_rebuild(database, again, repair.rebuild_of(database, again).broken, "out/again", "abc")
+    repair.commit_rebuild(database, again, repair.load_rebuild(database, again).broken, "out/again", "abc")
     assert [type(action) for action in plan(control_reads.snapshot(database, 60))] == [
         SendRollouts
     ]  # their messages were refused
@@ -529,13 +531,13 @@ def test_an_evaluation_waits_until_the_run_that_goes_on_has_made_its_checkpoint_
     assert repair.mark_broken(database, measure, "out/v1", "it is gone") == following
     assert repair.mark_broken(database, measure, "out/v1", "so a second worker says") == following
     assert rollouts.claim_group(database, group, "host:1/a", 60) is None
-    assert waiting_runs.waits_for(database, measure) == "first makes its checkpoint again (it is gone)."
-    assert waiting_runs.waits_for(database, work.run_id) == ""
+    assert waiting_runs.find_wait_reason(database, measure) == "first makes its checkpoint again (it is gone)."
+    assert waiting_runs.find_wait_reason(database, work.run_id) == ""
     assert plan(control_reads.snapshot(database, 60)) == [SendTrain(following)]
     again = claim_training(database, following)
-    repair.commit_rebuild(database, again, repair.rebuild_of(database, again).broken, "out/again", "abc")
-    assert waiting_runs.waits_for(database, measure) == ""
-    assert repair.how_to_go_on(database, "measure", "out/v1") == (
+    repair.commit_rebuild(database, again, repair.load_rebuild(database, again).broken, "out/again", "abc")
+    assert waiting_runs.find_wait_reason(database, measure) == ""
+    assert repair.recovery_hint(database, "measure", "out/v1") == (
         "It was made again in another folder: type `agentrl resume measure`."
     )
     assert [type(action) for action in plan(control_reads.snapshot(database, 60))] == [SendRollouts, SendRollouts]
@@ -558,25 +560,25 @@ def test_an_evaluation_of_what_no_run_makes_again_waits_for_nobody(database: Dat
     measure = run_names.find_run(database, "measure")["id"]
     assert repair.mark_broken(database, measure, "out/v1", "gone") is None
     resumed = "`agentrl resume first` makes it again, then type `agentrl resume measure`."
-    assert repair.how_to_go_on(database, "measure", "out/v1") == resumed
+    assert repair.recovery_hint(database, "measure", "out/v1") == resumed
     planning.resume(database, "first")
     assert repair.mark_broken(database, measure, "out/v1", "gone") == following
     for kept in ("measure", "first"):
-        assert waiting_runs.waits_for(database, measure) == "first makes its checkpoint again (gone)."
+        assert waiting_runs.find_wait_reason(database, measure) == "first makes its checkpoint again (gone)."
         planning.stop(database, kept, "paused")
-        assert waiting_runs.waits_for(database, measure) == ""
+        assert waiting_runs.find_wait_reason(database, measure) == ""
         planning.resume(database, kept)
     planning.stop(database, "first", "paused")  # then nobody makes it again, and the evaluation's workers find that out
     assert rollouts.claim_group(database, group, "host:1/a", 60) is not None
     planning.resume(database, "first")
     again = claim_training(database, following)
-    repair.commit_rebuild(database, again, repair.rebuild_of(database, again).broken, "out/v1", "abc")
+    repair.commit_rebuild(database, again, repair.load_rebuild(database, again).broken, "out/v1", "abc")
     for open_group in planning.start_iteration(database, following):
         play(database, open_group)
     second = claim_training(database, following)
     train_commits.commit_update(database, second, update_of(second, path="out/v2", sha256="def"), 3)
     assert repair.mark_broken(database, measure, "out/v1", "gone, and left behind") is None
-    assert repair.how_to_go_on(database, "measure", "out/v1") == "Put the files back and type `agentrl resume measure`."
+    assert repair.recovery_hint(database, "measure", "out/v1") == "Put the files back and type `agentrl resume measure`."
     assert values(database, "SELECT broken FROM policies WHERE broken <> ''") == []
 
 
@@ -592,7 +594,7 @@ def test_through_real_workers_a_run_whose_newest_checkpoint_is_cut_short_goes_on
         planning.stop(stack.database, run, "paused")
         open_gate(stack.home, "update")
         stack.agentrl("down")
-        truncate(Path(stored_policy(stack.database, run, None).path))
+        truncate(Path(find_stored_policy(stack.database, run, None).path))
         stack.agentrl("resume", run)
         stack.wait_for(run)
         assert (short_folder / "hits" / "commit_rebuild.before").stat().st_size == 2

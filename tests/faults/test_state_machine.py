@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from sqlalchemy import select, text
 
-from agentrl.workflow.control.scheduler import Dispatch, SendRollouts, SendTrain, headers, plan
+from agentrl.workflow.control.scheduler import Dispatch, SendRollouts, SendTrain, plan, split_into_headers
 from agentrl.workflow.errors import Fenced
 from agentrl.workflow.stats.group_variance import choose_groups
 from agentrl.workflow.store import (
@@ -38,9 +38,9 @@ from agentrl.workflow.store import (
 )
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
-from agentrl.workflow.store.steps import CallRecord, Sampled
+from agentrl.workflow.store.steps import CallRecord, SampledStep
 from agentrl.workflow.store.tool_calls import UNKNOWN_OUTCOME
-from agentrl.workflow.store.train_claims import IterationWork, SampledOn
+from agentrl.workflow.store.train_claims import IterationWork, MoreGroupsPlanned
 from agentrl.workflow.tables import schema as tables
 from agentrl.workflow.tables.columns import now_ms
 from agentrl.workflow.trajectory import TERMINAL, Episode
@@ -178,7 +178,7 @@ class World(RuleBasedStateMachine):
 
     def sample(self, roller: Roller, episode: Episode, made: tuple[CallRecord, ...], send: bool, twice: bool) -> None:
         turn = replace(step(len(episode.steps), made), sampled_ids=(next(self.number), 4))
-        record = Sampled(episode.id, turn, roller.work.policy_id, "42", made)
+        record = SampledStep(episode.id, turn, roller.work.policy_id, "42", made)
         (ids,) = steps.commit_sampled(self.db, roller.work.fence, [record])
         if twice:
             assert steps.commit_sampled(self.db, roller.work.fence, [record]) == [ids]
@@ -188,8 +188,8 @@ class World(RuleBasedStateMachine):
 
     def observe(self, roller: Roller, episode: Episode, send: bool, twice: bool) -> bool:
         last = episode.steps[-1]
-        ids = steps.calls_of(self.db, episode.id, last.index)
-        results = steps.results_of(self.db, ids)
+        ids = steps.list_calls(self.db, episode.id, last.index)
+        results = steps.load_results(self.db, ids)
         if len(results) < len(ids):  # only calls without a result are sent again
             self.bag += [("call", (call,)) for call in ids if send and call not in results]
             return False
@@ -278,7 +278,7 @@ class World(RuleBasedStateMachine):
         if work is None:
             return
         assert free, "two trainers held one iteration"
-        if isinstance(work, SampledOn):
+        if isinstance(work, MoreGroupsPlanned):
             if next(self.number) % 3:  # else who planned them dies before they are sent
                 self.dispatch(iteration)
             return
@@ -369,7 +369,7 @@ class World(RuleBasedStateMachine):
         self.bag.append(("train", (iteration,)))  # the chord's body, that may come at any time
 
     def send_rollouts(self, groups: tuple[int, ...], write: bool = True) -> None:
-        self.bag += [("rollout", tuple(part)) for part in headers(groups)]
+        self.bag += [("rollout", tuple(part)) for part in split_into_headers(groups)]
         if write:
             planning.mark_groups_sent(self.db, groups)
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.cli import submit as submitting
-from agentrl.cli.evaluate import evaluation_of
+from agentrl.cli.evaluate import eval_run_of
 from agentrl.workers.requests import submission as submission
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ModelError
@@ -77,7 +77,7 @@ def worker(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     with a_worker(home) as database:
-        monkeypatch.setattr(submitting, "send", lambda prepared, *_: submission.submit(database, prepared))
+        monkeypatch.setattr(submitting, "send_run", lambda prepared, *_: submission.submit(database, prepared))
         yield database
 
 
@@ -146,7 +146,7 @@ def test_with_the_flag_sft_learns_it_and_chat_talks_to_what_was_made(
     out, _ = agentrl(capsys, "chat", "--policy", "made", "--trust-remote-code", "--max-new-tokens", "4")
     assert out
     assert "brings code of its own" in agentrl(capsys, "chat", "--policy", "made", code=8)[1]
-    measured, _ = evaluation_of(str(own), "arithmetic", "test", 2, {}, trust=True)
+    measured, _ = eval_run_of(str(own), "arithmetic", "test", 2, {}, trust=True)
     assert submission.prepare(worker, measured, kind="eval").submission.manifest["trust_remote_code"] is True
 
 

@@ -53,7 +53,9 @@ def test_only_control_knows_the_readers_password() -> None:
 
 def test_the_tools_log_in_as_a_role_that_control_makes_and_know_no_other_password() -> None:
     logins = {name: make_url(shown(SERVICES[name]["environment"]["AGENTRL_DATABASE_URL"])) for name in OURS}
-    assert {name: login.username for name, login in logins.items()} == dict.fromkeys(OURS, "agentrl") | {"tools": migrate.TOOLS}
+    assert {name: login.username for name, login in logins.items()} == dict.fromkeys(OURS, "agentrl") | {
+        "tools": migrate.TOOLS_ROLE
+    }
     assert logins["tools"].password == shown(SERVICES["control"]["environment"]["AGENTRL_TOOLS_PASSWORD"])
     assert set(re.findall(r"\w*PASSWORD", str(SERVICES["tools"]["environment"]))) == {"AGENTRL_TOOLS_PASSWORD"}
 

@@ -13,7 +13,7 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.workers.jobs import episode_loop
 from agentrl.workers.jobs.episode_loop import RESENDS, GroupRollout
-from agentrl.workers.jobs.rollout_job import _guarded
+from agentrl.workers.jobs.rollout_job import _run_guarded
 from agentrl.workers.requests.rescoring import rescore
 from agentrl.workers.stack import broker, dispatch
 from agentrl.workers.stack.celery_app import make_app
@@ -101,14 +101,14 @@ def test_an_episode_that_is_over_waits_for_its_judge_and_the_model_knows_nothing
     worker = Worker(database, group_of(database), [ASK, ASK, ANSWER, ANSWER]).takes(2)
     assert [schema["function"]["name"] for schema in worker.driver.schemas] == ["calculator"]
     say(database, ToolResult("42"), "call")
-    worker.driver.look()
+    worker.driver.poll_calls()
     worker.takes(2)
     asked = "SELECT status || ' ' || tool || ' ' || step || ' ' || call FROM tool_calls WHERE kind = 'grade'"
     assert values(database, asked) == [f"pending {HERE}:length 1 0"] * 2
     assert values(database, "SELECT status FROM episodes") == ["running"] * 2
     say(database, ToolResult("7", seconds=3.0))
-    worker.driver.look()
-    assert not worker.driver.live
+    worker.driver.poll_calls()
+    assert not worker.driver.is_live
     for episode in found(database):
         assert (episode.status, episode.stop_reason, episode.reward) == ("done", "answered", 1.0 + 0.5 * 7)
         assert [len(step.message.tool_calls) for step in episode.steps] == [1, 0]
@@ -137,12 +137,12 @@ def test_who_goes_on_with_an_episode_that_is_over_asks_nothing_twice_and_hears_w
     assert values(database, "SELECT id FROM tool_calls ORDER BY id") == rows
     record_result(database, rows[0], ToolResult("7"), datetime.now(UTC), "host:2")
     check_promises(database, seen)
-    assert first.driver.live
+    assert first.driver.is_live
     second = Worker(database, group, [])
     assert values(database, "SELECT status FROM episodes ORDER BY id") == ["done", "running", "planned", "planned"]
     record_result(database, rows[1], ToolResult("8"), datetime.now(UTC), "host:2")
     record_result(database, rows[1], ToolResult("9"), datetime.now(UTC), "host:3")  # delivered twice: the first counts
-    second.driver.look()
+    second.driver.poll_calls()
     assert values(database, "SELECT reward FROM episodes ORDER BY id")[:2] == [3.5, 4.0]
     check_promises(database, seen)
 
@@ -153,10 +153,10 @@ def test_a_worker_that_is_no_longer_the_groups_asks_no_judge(sqlite: Database, i
     events = [zombie.driver.inbox.get(timeout=60) for _ in range(2)]
     heir = Worker(sqlite, group, [ANSWER] * 2).takes(2)
     before = dump(sqlite)
-    _guarded(zombie.driver, lambda: zombie.driver.handle(events))
-    assert not zombie.driver.live
+    _run_guarded(zombie.driver, lambda: zombie.driver.handle(events))
+    assert not zombie.driver.is_live
     assert dump(sqlite) == before
-    assert heir.driver.live
+    assert heir.driver.is_live
 
 
 def test_a_judge_that_nobody_answers_is_asked_again_a_few_times_and_then_the_attempt_fails(
@@ -165,9 +165,9 @@ def test_a_judge_that_nobody_answers_is_asked_again_a_few_times_and_then_the_att
     monkeypatch.setattr(episode_loop, "RESEND_SECONDS", -1000.0)
     worker = Worker(sqlite, group_of(sqlite), [ANSWER] * 2).takes(2)
     for _ in range(RESENDS):
-        worker.driver.look()
+        worker.driver.poll_calls()
     with pytest.raises(InfraError, match="sent 6 times and not answered"):
-        worker.driver.look()
+        worker.driver.poll_calls()
     assert set(values(sqlite, "SELECT status FROM episodes")) == {"running"}
     assert set(values(sqlite, "SELECT sends FROM tool_calls")) == {RESENDS + 1}
 
@@ -180,7 +180,7 @@ def test_a_judge_that_raises_or_gives_no_number_fails_its_episode_loudly(
 ) -> None:
     worker = Worker(sqlite, group_of(sqlite), [ANSWER] * 2).takes(2)
     say(sqlite, told)
-    worker.driver.look()
+    worker.driver.poll_calls()
     for episode in found(sqlite):
         assert (episode.status, episode.reward) == ("failed", None)
         assert told.content in episode.error
@@ -229,7 +229,7 @@ def drive(driver: GroupRollout, ended: Callable[[], bool]) -> None:
         try:
             driver.handle([driver.inbox.get(timeout=0.2)])
         except Empty:
-            driver.look()
+            driver.poll_calls()
 
 
 @pytest.mark.slow
@@ -248,8 +248,8 @@ def test_judging_whose_worker_is_killed_is_done_again_by_the_next_and_counts_onc
     stack.worker("tools")
     with monkeypatch.context() as patch:
         patch.setattr(episode_loop, "RESEND_SECONDS", -1000.0)
-        worker.driver.look()
-    drive(worker.driver, lambda: not worker.driver.live)
+        worker.driver.poll_calls()
+    drive(worker.driver, lambda: not worker.driver.is_live)
     for episode in found(stack.database):
         assert (episode.status, episode.reward) == ("done", 1.1)
         grades = listings.find_episode(stack.database, episode.id).grades

@@ -37,7 +37,7 @@ def test_threads_write_everything_once_and_each_gets_its_own_answer(database: Da
 
 def until_in_line(database: Database, threads: int) -> None:
     """Waits until so many threads of this process wait for the one that writes."""
-    while len(database._together._line) < threads:
+    while len(database._group_commit._line) < threads:
         time.sleep(0.001)
 
 

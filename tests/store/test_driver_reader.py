@@ -45,22 +45,22 @@ LISTS: dict[str, Callable[[Any], object]] = {
     "by number": lambda db: listings.describe_run(db, "1"),
     "list_iterations": lambda db: listings.list_iterations(db, "by-hand"),
     "list_evals": lambda db: listings.list_evals(db, "by-hand"),
-    "progress": lambda db: listings.progress(db, "by-hand"),
-    "sampled_on": lambda db: listings.sampled_on(db, "by-hand"),
-    "most_frequent_failure": lambda db: listings.most_frequent_failure(db, "by-hand"),
+    "progress": lambda db: listings.count_progress(db, "by-hand"),
+    "sampled_on": lambda db: listings.why_sampling_on(db, "by-hand"),
+    "most_frequent_failure": lambda db: listings.find_most_frequent_failure(db, "by-hand"),
     "list_episodes": lambda db: listings.list_episodes(db, "by-hand", {"min_reward": 1.0, "task": "train/1"}, 7, 0),
     "list_events": lambda db: listings.list_events(db, "by-hand"),
     "find_episode": lambda db: listings.find_episode(db, 1),
-    "why": lambda db: ledger.why(db, 1),
+    "why": lambda db: ledger.explain_fate(db, 1),
     "find_run": lambda db: run_names.find_run(db, "by-hand"),
     "newest policy": lambda db: run_names.find_policy(db, "by-hand", None),
-    "policy by epoch": lambda db: run_names.stored_policy(db, "1", epoch_ends.Epoch(1)),
-    "policy_at": lambda db: run_names.policy_at(db, run_names.find_policy(db, "by-hand", None)["path"]),
-    "ends": lambda db: epoch_ends.ends(db, 1),
-    "measured_tasks": lambda db: eval_results.measured_tasks(db, 1),
-    "task_means": lambda db: eval_results.task_means(db, 1),
-    "done_episodes": lambda db: eval_results.done_episodes(db, 1),
-    "right_episodes": lambda db: eval_results.right_episodes(db, 1),
+    "policy by epoch": lambda db: run_names.find_stored_policy(db, "1", epoch_ends.Epoch(1)),
+    "policy_at": lambda db: run_names.find_policy_at(db, run_names.find_policy(db, "by-hand", None)["path"]),
+    "ends": lambda db: epoch_ends.load_epoch_ends(db, 1),
+    "measured_tasks": lambda db: eval_results.load_measured_tasks(db, 1),
+    "task_means": lambda db: eval_results.load_task_means(db, 1),
+    "done_episodes": lambda db: eval_results.load_done_episodes(db, 1),
+    "right_episodes": lambda db: eval_results.find_right_episodes(db, 1),
 }
 
 
@@ -111,7 +111,7 @@ def test_a_database_of_another_revision_is_left_to_the_whole_one_which_upgrades_
 
 def test_a_query_that_the_driver_cannot_run_goes_to_the_whole_database(data: Database, run: str) -> None:  # noqa: F811
     asked = Reader(data.url.render_as_string(hide_password=False), lambda: data)
-    assert planning.free_name(asked, "by") == planning.free_name(data, "by") == "by-1"
+    assert planning.find_free_name(asked, "by") == planning.find_free_name(data, "by") == "by-1"
 
 
 def test_the_newest_revision_is_the_head_of_the_migrations() -> None:

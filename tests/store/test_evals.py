@@ -13,11 +13,11 @@ import pytest
 from sqlalchemy import text
 
 from agentrl.cli import maintenance
-from agentrl.cli.evaluate import evaluation_of
+from agentrl.cli.evaluate import eval_run_of
 from agentrl.cli.main import main
 from agentrl.cli.output import cell
 from agentrl.cli.targets import find_policy
-from agentrl.workers.requests.eval_config import sampled_otherwise
+from agentrl.workers.requests.eval_config import sampling_differences
 from agentrl.workers.requests.submission import prepare
 from agentrl.workers.stack.process import database as process_database
 from agentrl.workflow.checkpoints import checkpoint_cache, sealed_folder
@@ -31,7 +31,7 @@ from agentrl.workflow.stats.evaluation import evaluate
 from agentrl.workflow.store import control_reads, eval_results, evals, listings, planning, retention, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.planning import Submission
-from agentrl.workflow.store.run_names import find_run, stored_policy, version_number
+from agentrl.workflow.store.run_names import find_run, find_stored_policy, parse_version
 from agentrl.workflow.trajectory import Episode
 from tests.cli.test_cli import LOADED
 from tests.conftest import forget_process
@@ -82,7 +82,7 @@ def _flat(run: Submission) -> dict[str, Any]:
     }
 
 
-def train(db: Database, run: str = "first", **fields: Any) -> train_commits.Published:
+def train(db: Database, run: str = "first", **fields: Any) -> train_commits.PublishedUpdate:
     """The run's next iteration, rolled out and trained."""
     iteration = planning.open_iterations(db, find_run(db, run)["id"])[0]
     for group in planning.start_iteration(db, iteration):
@@ -105,7 +105,7 @@ def measure(db: Database, run: str, *rewards: float | None) -> None:
         else:
             play(db, group, reward)
     work = claim_training(db, iteration)
-    train_commits.finish_eval(db, work, evaluate(work.groups, eval_results.right_episodes(db, work.id)))
+    train_commits.finish_eval(db, work, evaluate(work.groups, eval_results.find_right_episodes(db, work.id)))
 
 
 def test_the_first_every_nth_and_the_last_version_are_measured_on_the_same_tasks(database: Database) -> None:
@@ -153,7 +153,7 @@ def test_training_goes_on_while_evaluations_lie_unplayed_and_they_are_sent_like_
     assert find_run(database, "first")["status"] == "done"
     waiting = [run.name for run in control_reads.snapshot(database, 60).runs]
     assert waiting == ["first-eval-0", "first-eval-1", "first-eval-2"]
-    assert control_reads.unfinished_runs(database) == 3
+    assert control_reads.count_running_runs(database) == 3
 
 
 def test_a_database_that_was_downgraded_meanwhile_keeps_no_update_from_its_commit(database: Database) -> None:
@@ -196,7 +196,7 @@ def test_a_version_published_while_its_run_is_paused_is_measured_when_that_goes_
     assert train_commits.commit_update(database, work, update_of(work), 3).measured_by == ()
     assert values(database, EXPECTED) == ["first-eval-0 paused", "first-eval-1 paused"]
     planning.resume(database, "first")
-    assert len(evals.waiting_evals(database, 1)) == 2
+    assert len(evals.list_open_evals(database, 1)) == 2
 
 
 def test_the_evaluations_of_a_run_that_ends_while_it_is_paused_go_on(database: Database) -> None:
@@ -213,7 +213,7 @@ def test_the_evaluations_of_a_run_that_ends_while_it_is_paused_go_on(database: D
     assert published.measured_by == tuple(planning.open_iterations(database, find_run(database, "first-eval-2")["id"]))
     for version in range(3):
         measure(database, f"first-eval-{version}", 1.0, 0.0)
-    assert control_reads.unfinished_runs(database) == 0
+    assert control_reads.count_running_runs(database) == 0
 
 
 def test_an_evaluation_that_somebody_paused_alone_stays_so_when_its_run_ends(database: Database) -> None:
@@ -240,17 +240,17 @@ def test_an_iteration_shows_how_the_version_that_it_sampled_with_did(database: D
 def test_the_best_version_is_known_by_name_and_of_those_alike_it_is_the_first(database: Database) -> None:
     planning.submit(database, measured(every=1))
     with pytest.raises(NotFoundError, match="No policy version of 'first' was measured yet"):
-        stored_policy(database, "first", "best")
+        find_stored_policy(database, "first", "best")
     for version, rewards in enumerate([(0.0, 1.0), (1.0, 1.0), (1.0, 1.0)]):
         measure(database, f"first-eval-{version}", *rewards)
         train(database)
-    assert stored_policy(database, "first", version_number("best")).version == 1
+    assert find_stored_policy(database, "first", parse_version("best")).version == 1
     row = listings.describe_run(database, "first")
     assert (row["best_version"], row["best_reward"], row["eval_reward"]) == (1, 0.5, 0.5)
     assert [row["eval_reward"] for row in listings.list_iterations(database, "first")] == [0.25, 0.5, 0.5, None]
     planning.submit(database, submission("second"))
     with pytest.raises(NotFoundError, match="--eval-every"):
-        stored_policy(database, "second", "best")
+        find_stored_policy(database, "second", "best")
 
 
 def test_an_evaluation_of_which_most_episodes_failed_names_no_best_version(database: Database) -> None:
@@ -267,7 +267,7 @@ def test_what_is_right_is_read_from_the_heaviest_part_or_from_what_the_env_names
     for name, manifest in (("by-weight", {}), ("by-name", {"right_by": {"correct": ["format"]}})):
         wanted = submission(name, kind="eval")
         work = ready(database, replace(wanted, manifest={**wanted.manifest, **manifest}))
-        right = eval_results.right_episodes(database, work.id)
+        right = eval_results.find_right_episodes(database, work.id)
         assert right == ({group.episodes[1].id for group in work.groups} if name == "by-weight" else set())
         train_commits.finish_eval(database, work, evaluate(work.groups, right))
         (found,) = eval_results.find_evals(database, name)
@@ -294,7 +294,7 @@ def test_what_a_run_adds_to_the_rewards_never_says_what_is_right(
         for position in range(2):
             finish(database, work, position, parts={parts: float(position), "overlong": -1.0, "format": 0.5})
     work = claim_training(database, iteration)
-    assert eval_results.right_episodes(database, work.id) == {group.episodes[1].id for group in work.groups}
+    assert eval_results.find_right_episodes(database, work.id) == {group.episodes[1].id for group in work.groups}
 
 
 tied = Guessing(rewards={"numeric_answer": 1.0})
@@ -319,7 +319,7 @@ def test_what_a_run_s_hook_adds_never_says_what_is_right(
             finish(database, work, position, parts=given | ({parts: 2.0 * position} if parts else {}))
     work = claim_training(database, iteration)
     right = {group.episodes[1].id for group in work.groups} if parts else None
-    assert eval_results.right_episodes(database, work.id) == right
+    assert eval_results.find_right_episodes(database, work.id) == right
     train_commits.finish_eval(database, work, evaluate(work.groups, right))
     assert listings.evaluation(database, work.run)["accuracy"] == (0.5 if parts else None)
 
@@ -354,10 +354,10 @@ def test_gc_never_takes_the_best_checkpoint(database: Database, tmp_path: Path) 
     made = [train_for_real(database) for _ in range(3)]
     for version, reward in enumerate([0.0, 1.0, 0.5, 0.5]):
         measure(database, f"first-eval-{version}", reward, reward)
-    (place,) = retention.checkpoints(database, ("first",))
-    maintenance._collect(database, place, 1, dry_run=False)
+    (place,) = retention.list_checkpoint_folders(database, ("first",))
+    maintenance._collect_run(database, place, 1, dry_run=False)
     assert {folder.name for folder in (tmp_path / "out").iterdir()} == {made[0].name, made[2].name}
-    assert stored_policy(database, "first", "best").path == str(made[0])
+    assert find_stored_policy(database, "first", "best").path == str(made[0])
 
 
 @pytest.fixture
@@ -539,15 +539,15 @@ def test_compare_does_not_take_an_evaluation_by_other_limits_for_the_same(
 
 def test_an_evaluations_limits_and_env_are_those_asked_for(home: Path, model: Path) -> None:
     limits = {"max_new_tokens": 9, "max_steps": 2, "top_k": 1, "group_size": 1}
-    config, _ = evaluation_of(str(model), "arithmetic", "test", 3, limits, "qa")
+    config, _ = eval_run_of(str(model), "arithmetic", "test", 3, limits, "qa")
     stored = prepare(None, config, "eval").submission.config
     assert stored["env"] == "qa"
     assert {key: stored["rollout"][key] for key in limits} == limits
-    usual, _ = evaluation_of(str(model), "arithmetic", "test", 3, {})
-    assert set(sampled_otherwise(config.model_dump(mode="json"), prepare(None, usual, "eval").submission.config)) == {
+    usual, _ = eval_run_of(str(model), "arithmetic", "test", 3, {})
+    assert set(sampling_differences(config.model_dump(mode="json"), prepare(None, usual, "eval").submission.config)) == {
         "rollout.max_new_tokens", "rollout.max_steps", "rollout.top_k", "env",
     }  # fmt: skip
-    nowhere, _ = evaluation_of(str(model), "arithmetic", "test", 3, {}, "nowhere")
+    nowhere, _ = eval_run_of(str(model), "arithmetic", "test", 3, {}, "nowhere")
     with pytest.raises(ConfigError, match="nowhere"):
         prepare(None, nowhere, "eval")
 

@@ -29,7 +29,7 @@ PLANNED = """
     ORDER BY i.id"""
 
 
-def trained(db: Database) -> train_commits.Published:
+def trained(db: Database) -> train_commits.PublishedUpdate:
     """The run's next iteration, rolled out and trained."""
     iteration = planning.open_iterations(db, 1)[0]
     for group in planning.start_iteration(db, iteration):

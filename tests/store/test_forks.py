@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from agentrl.cli.watch import look, summary
+from agentrl.cli.watch import load_view, summary
 from agentrl.workers.jobs import rollout_job as worker
 from agentrl.workers.requests.fork_request import OTHER_CODE, ForkRequest, prepare_fork
 from agentrl.workers.requests.rescoring import rescore
@@ -25,7 +25,7 @@ from agentrl.workflow.plugins import find
 from agentrl.workflow.resolve import resolve
 from agentrl.workflow.store import ledger, listings, train_commits
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.forks import counted_twice, stored_run
+from agentrl.workflow.store.forks import find_episode_counted_twice, load_stored_run
 from agentrl.workflow.store.run_names import find_run
 from agentrl.workflow.training.batch import rows_of
 from agentrl.workflow.trajectory import Episode
@@ -168,8 +168,8 @@ def test_what_cannot_be_forked_is_refused_with_the_reason(stack: Stack) -> None:
 def test_more_groups_than_a_database_takes_values_can_be_trained_on(database: Database) -> None:
     start(database, submission())
     groups = range(1, 40_000)
-    assert counted_twice(database, groups) is None
-    assert stored_run(database, find_run(database, "first")["id"], groups, "default", 2).planned == len(groups)
+    assert find_episode_counted_twice(database, groups) is None
+    assert load_stored_run(database, find_run(database, "first")["id"], groups, "default", 2).planned == len(groups)
 
 
 def test_the_groups_of_forks_train_with_the_parent_as_a_sibling_and_no_rollout(stack: Stack) -> None:
@@ -218,7 +218,7 @@ def test_new_rewards_stand_beside_the_old_and_train_without_a_rollout(stack: Sta
     assert "tests.store.test_forks:shorter: " in transcript
     assert transcript.count("(reward set short)") == 1
     trained = stack.agentrl("submit", "--from-episodes", RUN, "--reward-set", "short", "--wait").strip()
-    (command,) = [line.strip() for line, _ in summary(look(stack.database, trained)) if "v_ledger" in line]
+    (command,) = [line.strip() for line, _ in summary(load_view(stack.database, trained)) if "v_ledger" in line]
     assert stack.agentrl(*shlex.split(command)[1:]).count("trained") == 8
     assert select(stack, "SELECT id FROM v_episodes WHERE run = :run", run=trained) == []
     with stack.database.engine.begin() as tx:  # as if a group had ended after the rescoring
@@ -302,7 +302,7 @@ def test_the_ledger_tells_what_became_of_an_episode_and_sums_to_what_was_planned
     assert "trained: advantage" in stack.agentrl("why", str(chosen))
     for run in {row["run"] for row in select(stack, "SELECT DISTINCT run FROM v_ledger")}:
         with stack.database.read() as tx:
-            table = ledger.fates(tx, run)
+            table = ledger.count_fates(tx, run)
         assert table
         for row in table:
             assert sum(row[fate] for fate in ledger.FATES) == row["planned"]
@@ -340,8 +340,8 @@ def test_a_reward_that_was_edited_is_not_scored_by_workers_that_hold_the_older_c
     for run, number in (("edited-1", "1.0"), ("edited-2", "22.0")):
         (own(stack) / "edited_rewards.py").write_text(f"def mine(episode): return {number}\n")
         stack.agentrl("submit", *flags, "--name", run)
-        first = first or embedded.running(stack.settings)
-    assert embedded.running(stack.settings) != first, "the stack that read the older file was started anew"
+        first = first or embedded.find_supervisor(stack.settings)
+    assert embedded.find_supervisor(stack.settings) != first, "the stack that read the older file was started anew"
     given = "SELECT DISTINCT run, value FROM v_rewards WHERE part = 'edited_rewards:mine' ORDER BY run"
     assert [tuple(row.values()) for row in select(stack, given)] == [("edited-1", 1.0), ("edited-2", 22.0)]
     for run, remarks in (("edited-1", (OTHER_CODE,)), ("edited-2", ())):

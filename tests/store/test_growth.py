@@ -22,7 +22,7 @@ from agentrl.workers.stack import process
 from agentrl.workflow.store import ledger, listings, steps, tool_calls, train_commits, vacuum
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import downgrade, open_database, upgrade
-from agentrl.workflow.store.prepared_statements import Prepared
+from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.views import VIEWS
 from tests.benchmarks import reads, synthetic
@@ -223,7 +223,7 @@ def test_a_runs_newest_rows_are_one_range_of_an_index_on_postgres(postgres: Data
 
 
 def test_a_prepared_statement_fails_as_any_other_does(database: Database) -> None:
-    twice = Prepared(schema.events.insert().inline())
+    twice = PreparedStatement(schema.events.insert().inline())
     with pytest.raises(IntegrityError), database.engine.begin() as tx:
         twice.run(tx, {"id": 1, "kind": "first"}, {"id": 1, "kind": "second"})
     with database.read() as tx:

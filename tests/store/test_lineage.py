@@ -11,9 +11,9 @@ from agentrl.workflow.config import build
 from agentrl.workflow.store import planning
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import Fork
-from agentrl.workflow.store.lineage import family
+from agentrl.workflow.store.lineage import load_family
 from agentrl.workflow.store.planning import Submission
-from agentrl.workflow.store.run_names import stored_policy
+from agentrl.workflow.store.run_names import find_stored_policy
 from agentrl.workflow.tables import schema as tables
 from agentrl.workflow.trajectory import PolicyRef
 from tests.support.played_runs import play, start, submission, values
@@ -29,7 +29,7 @@ def curriculum(db: Database) -> None:
     planning.submit(db, fork)
     groups = values(db, "SELECT id FROM groups WHERE run_id <= 2 ORDER BY id")
     planning.submit(db, replace(submission("again"), tasks=(), groups=groups[1:]))
-    planning.submit(db, replace(submission("on"), policy=stored_policy(db, "first", 1)))
+    planning.submit(db, replace(submission("on"), policy=find_stored_policy(db, "first", 1)))
     planning.submit(db, replace(submission("measured", kind="eval"), policy=PolicyRef("tiny", "hash", "out/v1", "one", 1)))
     planning.submit(db, _named_after(submission("merged"), "on@3"))
     planning.submit(db, submission("stranger"))
@@ -42,7 +42,7 @@ def _named_after(wanted: Submission, model: str) -> Submission:
 
 def test_every_run_stands_under_what_it_comes_from(database: Database) -> None:
     curriculum(database)
-    found = {each.row["run"]: [(source.run, source.what) for source in each.sources] for each in family(database, 50)}
+    found = {each.row["run"]: [(source.run, source.what) for source in each.sources] for each in load_family(database, 50)}
     assert found == {
         "first": [],
         "forked": [("first", "episode 1, step 0")],
@@ -52,13 +52,13 @@ def test_every_run_stands_under_what_it_comes_from(database: Database) -> None:
         "merged": [("on", "version 3")],
         "stranger": [],
     }
-    assert [each.row["run"] for each in family(database, 2)] == ["first", "on", "merged", "stranger"]
+    assert [each.row["run"] for each in load_family(database, 2)] == ["first", "on", "merged", "stranger"]
 
 
 def test_a_run_that_names_itself_or_nobody_as_its_model_comes_from_none(database: Database) -> None:
     planning.submit(database, _named_after(submission("loop"), "loop@1"))
     planning.submit(database, _named_after(submission("odd"), "nobody@1"))
-    assert [each.sources for each in family(database, 50)] == [(), ()]
+    assert [each.sources for each in load_family(database, 50)] == [(), ()]
 
 
 def test_the_tree_fits_80_columns_and_is_whole_in_json(own_database: Database, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,7 @@ def test_every_view_and_trigger_is_in_the_database(database: Database) -> None:
     query = "SELECT name FROM sqlite_master WHERE type = 'trigger'" if database.is_sqlite else "SELECT tgname FROM pg_trigger"
     with database.read() as tx:
         triggers = set(tx.execute(text(query)).scalars())
-    assert {f"guard_{table}" for table in views.GUARDED} <= triggers
+    assert {f"guard_{table}" for table in views.FINAL_STATUSES} <= triggers
 
 
 def test_a_downgrade_to_base_leaves_nothing_and_can_be_upgraded_again(database: Database) -> None:

@@ -23,7 +23,7 @@ from agentrl.workflow.store import (
 )
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.iterations import task_order
-from agentrl.workflow.store.planning import Submitted
+from agentrl.workflow.store.planning import SubmittedRun
 from agentrl.workflow.store.rollout_claims import MAX_LOSSES, Fence
 from agentrl.workflow.tables import schema as tables
 from agentrl.workflow.tables import views
@@ -51,7 +51,7 @@ from tests.support.played_runs import (
 
 def test_a_submission_writes_the_run_and_its_first_iteration_whole(database: Database) -> None:
     made = planning.submit(database, submission(tasks=5, epochs=2))
-    assert made == Submitted(1, "first", True, 6)
+    assert made == SubmittedRun(1, "first", True, 6)
     assert values(database, "SELECT count(*) FROM iterations") == [1]
     assert values(database, "SELECT status FROM episodes") == ["planned"] * 4
     assert run_names.find_policy(database, "first", None)["version"] == 0
@@ -92,7 +92,7 @@ def test_runs_on_the_same_tasks_share_their_rows(database: Database) -> None:
     planning.submit(database, submission())
     planning.submit(database, submission("second"))
     assert value(database, "SELECT count(*) FROM tasks") == 2
-    assert planning.free_name(database, "first") == "first-1"
+    assert planning.find_free_name(database, "first") == "first-1"
 
 
 def test_an_epoch_holds_every_task_once_in_an_order_of_its_own() -> None:
@@ -113,7 +113,7 @@ def test_the_iterations_of_an_epoch_take_the_tasks_in_that_order(database: Datab
 
 def test_a_run_of_so_many_iterations_ends_in_the_middle_of_an_epoch(database: Database) -> None:
     wanted = replace(submission(tasks=5), epochs=None, length=4)  # two tasks each: an epoch has three
-    assert planning.submit(database, wanted) == Submitted(1, "first", True, 4)
+    assert planning.submit(database, wanted) == SubmittedRun(1, "first", True, 4)
     assert values(database, "SELECT epochs || ' ' || iterations FROM v_runs") == ["2 4"]
     assert wanted.episodes == (5 + 2) * 2
     for number in range(4):
@@ -215,13 +215,13 @@ def test_failures_of_the_system_end_a_group_after_max_attempts(database: Databas
 def test_the_last_episode_closes_its_group_and_the_last_group_its_iteration(database: Database) -> None:
     first, second = start(database, submission())
     work = claim(database, first)
-    assert finish(database, work, 0, 1.0, {"numeric_answer": 1.0, "format": 0.0}) == rollout_claims.Finished(False, None)
-    assert finish(database, work, 1, 0.0) == rollout_claims.Finished(True, None)
-    assert rollout_claims.all_closed(database, [first])
-    assert rollout_claims.ready_iteration(database, first) is None
+    assert finish(database, work, 0, 1.0, {"numeric_answer": 1.0, "format": 0.0}) == rollout_claims.CompletedWork(False, None)
+    assert finish(database, work, 1, 0.0) == rollout_claims.CompletedWork(True, None)
+    assert rollout_claims.are_all_closed(database, [first])
+    assert rollout_claims.find_ready_iteration(database, first) is None
     ended = play(database, second)
     assert ended.group
-    assert ended.iteration == rollout_claims.ready_iteration(database, second)
+    assert ended.iteration == rollout_claims.find_ready_iteration(database, second)
     with database.read() as tx:
         row = tx.execute(select(tables.groups).where(tables.groups.c.id == first)).one()
     assert (row.mean_reward, row.std_reward) == (0.5, pytest.approx(0.5**0.5))
@@ -232,7 +232,7 @@ def test_the_largest_rewards_close_their_group(database: Database) -> None:
     group, _ = start(database, submission())
     work = claim(database, group)
     finish(database, work, 0, LARGEST)
-    assert finish(database, work, 1, -LARGEST) == rollout_claims.Finished(True, None)
+    assert finish(database, work, 1, -LARGEST) == rollout_claims.CompletedWork(True, None)
     assert values(database, "SELECT std_reward FROM groups WHERE id = :g", g=group) == [pytest.approx(2**0.5 * LARGEST)]
 
 
@@ -284,7 +284,7 @@ def test_every_view_can_be_read_and_holds_plain_values(database: Database) -> No
             rows = tx.execute(text(f"SELECT * FROM {view}")).mappings().all()
         assert rows or view in ("v_tool_calls", "v_tool_sessions", "v_evals"), view
         assert not [item for row in rows for item in row.values() if isinstance(item, Decimal | bytes | memoryview)], view
-    assert not [item for item in listings.progress(database, "first").values() if isinstance(item, Decimal)]
+    assert not [item for item in listings.count_progress(database, "first").values() if isinstance(item, Decimal)]
 
 
 def test_lists_for_people_filter_and_page(database: Database) -> None:
@@ -322,12 +322,12 @@ def test_what_a_run_waits_for_is_one_event_however_many_jobs_meet_it(database: D
     start(database, submission())
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: waiting_runs.wait_for(database, 1, "the server is away"), range(8)))
-    assert waiting_runs.waits_for(database, 1) == "the server is away"
+    assert waiting_runs.find_wait_reason(database, 1) == "the server is away"
     for what in ("it is not ready", "the server is away", "it is not ready"):
         waiting_runs.wait_for(database, 1, what)
     waiting_runs.wait_no_more(database, 1)
     waiting_runs.wait_no_more(database, 1)
-    assert waiting_runs.waits_for(database, 1) == ""
+    assert waiting_runs.find_wait_reason(database, 1) == ""
     waiting_runs.wait_for(database, 1, "the server is away")
     kinds = [event["kind"] for event in listings.list_events(database, "first")]
     assert kinds == ["submitted", "waiting", "waiting", "going_on", "waiting"]

@@ -29,7 +29,7 @@ def test_a_step_comes_back_exactly_as_it_was_sampled_and_observed(database: Data
     for call in (second, first):
         assert tool_calls.record_result(database, call, answered(f"answer {call}"), datetime.now(UTC), "tools:1")
     work = claim(database, group, "host:3", EXPIRED)
-    results = steps.results_of(database, [first, second])
+    results = steps.load_results(database, [first, second])
     observed = replace(one.step, results=(results[first], results[second]))
     steps.commit_observed(database, work.fence, [(one.episode, observed)])
     assert claim(database, group, "host:4").episodes[0].steps == (observed,)
@@ -43,7 +43,7 @@ def test_a_repeated_commit_of_a_step_changes_nothing(database: Database) -> None
     ids = steps.commit_sampled(database, work.fence, [one])
     other = replace(one, step=replace(one.step, sampled_ids=(9,), behavior_logprobs=(-9.0,)))
     assert steps.commit_sampled(database, work.fence, [other]) == ids
-    assert steps.calls_of(database, one.episode, 0) == ids[0]
+    assert steps.list_calls(database, one.episode, 0) == ids[0]
     counted = listings.find_episode(database, one.episode)
     assert counted.episode.steps == (one.step,)
     assert (counted.row["steps"], counted.row["sampled_tokens"], counted.row["tool_calls"]) == (1, 2, 1)
@@ -60,7 +60,7 @@ def test_the_first_result_of_a_call_counts(database: Database) -> None:
     assert tool_calls.find_call(database, call) is not None
     assert tool_calls.record_result(database, call, answered("42"), datetime.now(UTC), "tools:1")
     assert not tool_calls.record_result(database, call, answered("43"), datetime.now(UTC), "tools:2")
-    assert steps.results_of(database, [call])[call] == answered("42")
+    assert steps.load_results(database, [call])[call] == answered("42")
     assert tool_calls.find_call(database, call) is None
 
 
@@ -74,7 +74,7 @@ def test_of_ten_threads_that_answer_a_call_one_counts(database: Database) -> Non
             pool.map(lambda n: tool_calls.record_result(database, call, answered(str(n)), now, "tools:1"), range(10))
         )
     assert sum(counted) == 1
-    assert steps.results_of(database, [call])[call].content == str(counted.index(True))
+    assert steps.load_results(database, [call])[call].content == str(counted.index(True))
 
 
 def test_a_call_with_effects_is_started_once_and_then_has_an_unknown_outcome(database: Database) -> None:

@@ -165,9 +165,9 @@ def test_an_episode_that_an_update_left_out_is_consumed_and_its_fate_says_so(dat
     reason = "1 of 2 episodes: sampler and trainer differ"
     train_commits.commit_update(database, work, update_of(work, advantages=credit | {first: 0.0}, dropped={0: reason}), 3)
     assert value(database, "SELECT count(*) FROM consumptions") == len(credit)
-    told = ledger.why(database, first)
+    told = ledger.explain_fate(database, first)
     assert (told["fate"], told["dropped"]) == ("strayed", reason)
-    assert {ledger.why(database, other)["fate"] for other in others} == {"trained"}
+    assert {ledger.explain_fate(database, other)["fate"] for other in others} == {"trained"}
     (row,) = told["iterations"]
     assert (row["planned"], row["trained"], row["strayed"]) == (4, 3, 1)
 
@@ -182,8 +182,8 @@ def test_a_group_without_variance_is_told_so_also_where_an_episode_of_it_was_lef
     credit = dict.fromkeys((*of_flat, *of_varied), 0.0)
     left_out = update_of(work, advantages=credit, dropped={0: reason, 1: reason}, path="", sha256="", skipped="they differ")
     train_commits.commit_update(database, work, left_out, 3)
-    assert {ledger.why(database, episode)["fate"] for episode in of_flat if episode is not None} == {"no_variance"}
-    assert {ledger.why(database, episode)["fate"] for episode in of_varied if episode is not None} == {"strayed"}
+    assert {ledger.explain_fate(database, episode)["fate"] for episode in of_flat if episode is not None} == {"no_variance"}
+    assert {ledger.explain_fate(database, episode)["fate"] for episode in of_varied if episode is not None} == {"strayed"}
 
 
 def test_a_group_without_variance_trained_where_a_critic_s_values_did(database: Database) -> None:
@@ -192,7 +192,7 @@ def test_a_group_without_variance_trained_where_a_critic_s_values_did(database: 
     credit = {episode.id: 0.0 for group in work.groups for episode in group.episodes if episode.id is not None}
     metrics = [{"loss": 0.5, "value_loss": 0.25, "rows": 4, "tokens": 8}]
     train_commits.commit_update(database, work, update_of(work, advantages=credit, metrics=metrics), 3)
-    assert {ledger.why(database, episode)["fate"] for episode in credit} == {"trained"}
+    assert {ledger.explain_fate(database, episode)["fate"] for episode in credit} == {"trained"}
 
 
 def test_what_a_critic_explains_stands_beside_the_iteration_and_in_its_line(database: Database) -> None:
@@ -231,7 +231,7 @@ def test_the_run_is_done_after_its_last_iteration(database: Database) -> None:
     work = ready(database, submission())
     assert train_commits.commit_update(database, work, update_of(work), 3).next_iteration is None
     assert status_of_run(database) == "done"
-    assert control_reads.unfinished_runs(database) == 0
+    assert control_reads.count_running_runs(database) == 0
     with pytest.raises(StateError, match="done"):
         planning.resume(database, "first")
 

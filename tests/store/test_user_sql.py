@@ -19,7 +19,7 @@ from agentrl.workflow.settings import Settings, settings
 from agentrl.workflow.sql.readonly import MAX_SQL
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import upgrade
-from agentrl.workflow.store.user_sql import query, rl_f4, rl_i4
+from agentrl.workflow.store.user_sql import rl_f4, rl_i4, run_query
 from agentrl.workflow.tables.views import VIEWS
 
 IDS = (1, -2, 2**31 - 1, -(2**31), 0)
@@ -28,7 +28,7 @@ LOGPROBS = (-0.6931471824645996, 0.0, -1e-42, 3.4e38, float("nan"), -12.25, 1.5)
 
 @pytest.fixture
 def asked(database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
-    """Settings that lead `query` to the database."""
+    """Settings that lead `run_query` to the database."""
     url = database.url.render_as_string(hide_password=False)
     monkeypatch.setenv("AGENTRL_READER_PASSWORD", "it's %secret% :p")
     settings.cache_clear()
@@ -45,28 +45,28 @@ def rows_of(database: Database, statement: str) -> int:
 
 
 def test_a_select_gives_columns_and_rows(asked: Settings) -> None:
-    columns, rows = query(asked, "SELECT 1 AS one, 'a %s :b' AS words, NULL AS nil")
+    columns, rows = run_query(asked, "SELECT 1 AS one, 'a %s :b' AS words, NULL AS nil")
     assert columns == ["one", "words", "nil"]
     assert [tuple(row) for row in rows] == [(1, "a %s :b", None)]
 
 
 def test_every_view_can_be_asked_and_an_empty_answer_has_columns(asked: Settings) -> None:
     for view in VIEWS:
-        columns, rows = query(asked, f"SELECT * FROM {view};  -- with a comment")
+        columns, rows = run_query(asked, f"SELECT * FROM {view};  -- with a comment")
         assert len(columns) > 5
         assert not rows
 
 
 def test_no_more_rows_come_than_the_limit(asked: Settings) -> None:
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
-    _, rows = query(asked, endless, limit=7)
+    _, rows = run_query(asked, endless, limit=7)
     assert [row[0] for row in rows] == list(range(1, 8))
 
 
 def test_an_endless_query_is_stopped_at_its_deadline(asked: Settings) -> None:
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
     with pytest.raises(AccessDenied, match="longer than"):
-        query(asked, endless, seconds=0.3)
+        run_query(asked, endless, seconds=0.3)
 
 
 ATTACKS = {
@@ -117,7 +117,7 @@ def not_refused(where: Settings, attacks: dict[str, str], folder: Path) -> list[
     passed = []
     for name, attack in attacks.items():
         try:
-            query(where, attack.format(folder=folder), seconds=1)
+            run_query(where, attack.format(folder=folder), seconds=1)
         except (AccessDenied, ConfigError):
             continue
         passed.append(name)
@@ -129,7 +129,7 @@ def test_what_is_no_plain_read_is_refused_and_changes_nothing(asked: Settings, d
     assert not_refused(asked, ATTACKS, tmp_path) == []
     assert rows_of(database, "SELECT count(*) FROM events") == events
     with pytest.raises(AccessDenied):
-        query(asked, ATTACKS["commit and insert"])
+        run_query(asked, ATTACKS["commit and insert"])
 
 
 def test_sqlite_writes_and_reads_no_other_file(sqlite: Database, tmp_path: Path) -> None:
@@ -146,15 +146,15 @@ def test_postgres_gives_the_reader_nothing_but_reading(postgres: Database, tmp_p
 
 def test_a_query_that_is_too_long_or_holds_a_nul_is_refused(asked: Settings) -> None:
     with pytest.raises(AccessDenied, match="characters"):
-        query(asked, "SELECT " + "1 + " * MAX_SQL + "1")
+        run_query(asked, "SELECT " + "1 + " * MAX_SQL + "1")
     with pytest.raises(AccessDenied, match="NUL"):
-        query(asked, "SELECT 1\0")
+        run_query(asked, "SELECT 1\0")
 
 
 def test_a_query_that_the_database_does_not_understand_is_bad_input(asked: Settings) -> None:
     for wrong in ("SELECT nothing FROM v_runs", "SELEC 1", "SELECT * FROM nowhere"):
         with pytest.raises(ConfigError):
-            query(asked, wrong)
+            run_query(asked, wrong)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_query_that_the_database_does_not_understand_is_bad_input(asked: Setti
 )
 def test_a_view_or_column_that_is_none_is_told_the_nearest(asked: Settings, wrong: str, hint: str) -> None:
     with pytest.raises(ConfigError, match="does not work") as refused:
-        query(asked, wrong)
+        run_query(asked, wrong)
     assert refused.value.hint == hint
 
 
@@ -179,39 +179,39 @@ def test_an_upgrade_gives_the_reader_the_password_of_the_settings(asked: Setting
     if not database.is_sqlite:
         stored = "SELECT count(*) FROM pg_authid WHERE rolname = 'agentrl_reader' AND rolpassword IS NOT NULL AND NOT rolsuper"
         assert rows_of(database, stored) == 1
-    assert query(asked, "SELECT 1")[1]
+    assert run_query(asked, "SELECT 1")[1]
 
 
 def test_what_the_url_says_of_the_connection_is_no_hindrance(postgres: Database, tmp_path: Path) -> None:
     url = postgres.url.update_query_dict({"connect_timeout": "7", "client_encoding": "latin1", "application_name": "mine"})
     where = Settings(home=tmp_path, database_url=url.render_as_string(hide_password=False))
-    _, rows = query(where, "SELECT current_setting('application_name') AS name, '\u65e5' AS day")
+    _, rows = run_query(where, "SELECT current_setting('application_name') AS name, '\u65e5' AS day")
     assert [tuple(row) for row in rows] == [("mine", "\u65e5")]
 
 
 def test_the_application_s_own_login_is_refused_as_reader(postgres: Database, tmp_path: Path) -> None:
     url = postgres.url.render_as_string(hide_password=False)
     with pytest.raises(AccessDenied, match="may write"):
-        query(Settings(home=tmp_path, database_url=url, database_reader_url=url), "SELECT 1")
+        run_query(Settings(home=tmp_path, database_url=url, database_reader_url=url), "SELECT 1")
 
 
 def test_without_a_reader_login_the_query_is_refused_and_says_what_to_do(postgres: Database, tmp_path: Path) -> None:
     url = postgres.url.render_as_string(hide_password=False)
     nobody = postgres.url.set(username="nobody_like_that").render_as_string(hide_password=False)
     with pytest.raises(AccessDenied, match="AGENTRL_DATABASE_READER_URL"):
-        query(Settings(home=tmp_path, database_url=url, database_reader_url=nobody), "SELECT 1")
+        run_query(Settings(home=tmp_path, database_url=url, database_reader_url=nobody), "SELECT 1")
 
 
 def test_a_postgres_that_is_away_is_a_service_error(tmp_path: Path) -> None:
     where = Settings(home=tmp_path, database_url="postgresql://someone:secret@127.0.0.1:1/nothing")
     with pytest.raises(ServiceError) as caught:
-        query(where, "SELECT 1")
+        run_query(where, "SELECT 1")
     assert "secret" not in str(caught.value)
 
 
 def test_before_the_first_run_there_is_nothing_to_ask_and_nothing_is_made(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
-        query(Settings(home=tmp_path / "home"), "SELECT 1")
+        run_query(Settings(home=tmp_path / "home"), "SELECT 1")
     assert not (tmp_path / "home").exists()
 
 
@@ -219,7 +219,7 @@ def test_a_query_reads_while_another_writes(sqlite: Database, tmp_path: Path) ->
     writer = sqlite3.connect(str(sqlite.url.database), isolation_level=None)
     writer.execute("BEGIN IMMEDIATE")
     writer.execute("INSERT INTO events (kind) VALUES ('x')")
-    _, rows = query(Settings(home=tmp_path, database_url=str(sqlite.url)), "SELECT count(*) FROM events")
+    _, rows = run_query(Settings(home=tmp_path, database_url=str(sqlite.url)), "SELECT count(*) FROM events")
     assert [tuple(row) for row in rows] == [(0,)]
     writer.close()
 
@@ -229,7 +229,7 @@ def test_packed_ids_and_logprobs_are_json_on_both_databases(asked: Settings, dat
     logprobs = struct.pack(f"<{len(LOGPROBS)}f", *LOGPROBS)
     blob = "X'{}'" if database.is_sqlite else "'\\x{}'::bytea"
     asking = f"SELECT rl_i4({blob.format(ids)}), rl_f4({blob.format(logprobs.hex())}), rl_i4({blob.format('')}), rl_f4(NULL)"
-    _, ((got_ids, got_logprobs, empty, nothing),) = query(asked, asking)
+    _, ((got_ids, got_logprobs, empty, nothing),) = run_query(asked, asking)
     expected = [None if value != value else value for value in struct.unpack(f"<{len(LOGPROBS)}f", logprobs)]
     assert json.loads(got_ids) == list(IDS)
     assert json.loads(got_logprobs) == expected
@@ -248,21 +248,22 @@ def test_what_was_packed_as_ids_is_what_the_functions_show(values: list[int]) ->
 
 
 def test_columns_of_one_name_are_numbered(asked: Settings) -> None:
-    assert query(asked, "SELECT 1 AS a, 2 AS a, 3 AS a_2, 4 AS a")[0] == ["a", "a_2", "a_2_2", "a_3"]
+    assert run_query(asked, "SELECT 1 AS a, 2 AS a, 3 AS a_2, 4 AS a")[0] == ["a", "a_2", "a_2_2", "a_3"]
 
 
 def test_half_a_surrogate_pair_is_bad_input(asked: Settings) -> None:
     with pytest.raises(ConfigError, match="surrogate"):
-        query(asked, "SELECT '\udcff'")
+        run_query(asked, "SELECT '\udcff'")
 
 
 def test_a_database_that_may_not_be_written_is_read(sqlite: Database, short_folder: Path) -> None:
     sqlite.close()
     shutil.copy(str(sqlite.url.database), short_folder / "sealed.db")
     short_folder.chmod(0o555)
-    code = "import os, sys; from agentrl.workflow.settings import Settings; from agentrl.workflow.store.user_sql import query\n"
+    code = "import os, sys\nfrom agentrl.workflow.settings import Settings\n"
+    code += "from agentrl.workflow.store.user_sql import run_query\n"
     code += "os.getuid() or os.setuid(65534)  # nothing is sealed for root\n"
-    code += "print(query(Settings(database_url=sys.argv[1]), 'SELECT count(*) FROM v_runs')[1])"
+    code += "print(run_query(Settings(database_url=sys.argv[1]), 'SELECT count(*) FROM v_runs')[1])"
     words = [sys.executable, "-c", code, f"sqlite:///{short_folder / 'sealed.db'}"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.stdout == "[(0,)]\n", done.stderr
@@ -272,4 +273,4 @@ def test_a_file_that_is_no_database_and_a_folder_cannot_be_read(tmp_path: Path) 
     (tmp_path / "text.db").write_text("This is no database.\n" * 1000)
     for file in (tmp_path / "text.db", tmp_path):
         with pytest.raises(ServiceError, match="cannot be read"):
-            query(Settings(database_url=f"sqlite:///{file}"), "SELECT * FROM v_runs")
+            run_query(Settings(database_url=f"sqlite:///{file}"), "SELECT * FROM v_runs")

@@ -12,8 +12,8 @@ from agentrl.workflow.config import build
 from agentrl.workflow.store import planning, rollout_claims, steps, train_claims
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.planning import Submission
-from agentrl.workflow.store.rollout_claims import Finished, GroupWork, Outcome
-from agentrl.workflow.store.steps import CallRecord, Sampled
+from agentrl.workflow.store.rollout_claims import CompletedWork, GroupWork, Outcome
+from agentrl.workflow.store.steps import CallRecord, SampledStep
 from agentrl.workflow.store.train_claims import IterationWork
 from agentrl.workflow.store.train_commits import UpdateRecord
 from agentrl.workflow.trajectory import Message, PolicyRef, Step, Task, ToolCall, ToolResult
@@ -87,11 +87,11 @@ def step(index: int = 0, calls: tuple[CallRecord, ...] = (), text: str = "42") -
     )
 
 
-def sampled(work: GroupWork, position: int = 0, index: int = 0, calls: tuple[CallRecord, ...] = ()) -> Sampled:
+def sampled(work: GroupWork, position: int = 0, index: int = 0, calls: tuple[CallRecord, ...] = ()) -> SampledStep:
     """T1 of one step of the work's episode at that position."""
     episode = work.episodes[position].id
     assert episode is not None
-    return Sampled(episode, step(index, calls), work.policy_id, "42", calls)
+    return SampledStep(episode, step(index, calls), work.policy_id, "42", calls)
 
 
 def answered(content: str = "42", error_class: str | None = None) -> ToolResult:
@@ -101,7 +101,7 @@ def answered(content: str = "42", error_class: str | None = None) -> ToolResult:
 
 def finish(
     db: Database, work: GroupWork, position: int, reward: float = 1.0, parts: Mapping[str, float] | None = None
-) -> Finished:
+) -> CompletedWork:
     """Ends the episode at that position as answered."""
     episode = work.episodes[position].id
     assert episode is not None
@@ -109,7 +109,7 @@ def finish(
     return rollout_claims.finish_episodes(db, work.fence, [outcome], work.reward_set, work.weights)
 
 
-def fail(db: Database, work: GroupWork, position: int) -> Finished:
+def fail(db: Database, work: GroupWork, position: int) -> CompletedWork:
     """Ends the episode at that position as failed."""
     episode = work.episodes[position].id
     assert episode is not None
@@ -117,7 +117,7 @@ def fail(db: Database, work: GroupWork, position: int) -> Finished:
     return rollout_claims.finish_episodes(db, work.fence, [outcome], work.reward_set, work.weights)
 
 
-def play(db: Database, group: int, reward: float = 1.0) -> Finished:
+def play(db: Database, group: int, reward: float = 1.0) -> CompletedWork:
     """Claims a group, gives each of its episodes one step, and ends them."""
     work = claim(db, group)
     steps.commit_sampled(db, work.fence, [sampled(work, position) for position in range(len(work.episodes))])

@@ -25,7 +25,7 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.workers.jobs.tools_job import run_cell
-from agentrl.workers.requests.tool_selection import chosen
+from agentrl.workers.requests.tool_selection import select_tools
 from agentrl.workers.serving.caller_sessions import ServedSessions
 from agentrl.workflow.errors import ConfigError, InfraError, NotFoundError, StateError
 from agentrl.workflow.tools import Tool
@@ -549,11 +549,11 @@ def test_the_tools_of_an_env_and_of_a_server_are_offered_together() -> None:
     if find_spec("mcp") is None:
         missing("the mcp SDK")
     server = "mcp:" + shlex.join([sys.executable, str(Path(__file__).parents[1] / "support" / "mcp_server.py"), "/nowhere"])
-    tools = chosen("math", ["calculator", "echo", server, "echo", server])
+    tools = select_tools("math", ["calculator", "echo", server, "echo", server])
     assert {"calculator", "echo", "add"} <= set(tools)
     assert tools["add"].effects == "none"
     with pytest.raises(ConfigError, match="Two tools are called 'search'"):
-        chosen("search_qa", ["search"])
+        select_tools("search_qa", ["search"])
 
 
 def test_all_tools_are_listed_with_what_they_lack(

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from agentrl.workers.jobs import tools_job
 from agentrl.workers.jobs.tools_job import run_tool
 from agentrl.workers.requests.submission import prepare
-from agentrl.workers.stack.dispatch import NOBODY
+from agentrl.workers.stack.dispatch import NO_REPLY
 from agentrl.workflow.config import build
 from agentrl.workflow.envs import Env, offered_tools
 from agentrl.workflow.errors import ConfigError, InfraError, ServiceError, ToolFailure
@@ -206,11 +206,11 @@ def asked(db: Database, tool: str, call: ToolCall) -> int:
 
 def test_a_call_that_is_sent_again_while_it_runs_runs_once(own_database: Database) -> None:
     number = asked(own_database, f"{__name__}:lingering_tool", ToolCall("lingering", {}))
-    first = threading.Thread(target=tools_job.call, args=(number, NOBODY))
+    first = threading.Thread(target=tools_job.call, args=(number, NO_REPLY))
     first.start()
     assert entered.get(timeout=60)
     threading.Timer(0.5, may_end.set).start()
-    tools_job.call(number, NOBODY)
+    tools_job.call(number, NO_REPLY)
     first.join()
     assert entered.empty()
     assert values(own_database, "SELECT result FROM tool_calls") == ["done"]

@@ -290,7 +290,7 @@ def test_a_servers_tool_works_from_submit_to_the_transcript(
     driver = GroupRollout(own_database, work, config, engine, spoken, SimpleQueue(), set())
     assert {schema["function"]["name"] for schema in driver.schemas} >= {"calculator", "echo", "add", "slow"}
     driver.start()
-    while driver.live:
+    while driver.is_live:
         driver.handle([driver.inbox.get(timeout=60)])
         for number in values(own_database, "SELECT id FROM tool_calls WHERE result IS NULL"):
             tools_job.call(number, episode_loop._replies().address)

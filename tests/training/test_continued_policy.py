@@ -44,7 +44,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def worker(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
     """The database of this process, which does the jobs of what is submitted in it."""
     with a_worker(home) as database:
-        monkeypatch.setattr(submitting, "send", lambda prepared, *_: submission.submit(database, prepared))
+        monkeypatch.setattr(submitting, "send_run", lambda prepared, *_: submission.submit(database, prepared))
         yield database
 
 
@@ -131,7 +131,7 @@ def test_a_checkpoint_is_named_by_its_path_too(
     worker: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (made,) = published(worker, base, tmp_path / "out", KINDS["all weights"])
-    link_epochs(epoch_ends.ends(worker, 1))
+    link_epochs(epoch_ends.load_epoch_ends(worker, 1))
     for path in (made, tmp_path / "out" / "epoch_1"):
         plan = json.loads(agentrl(capsys, "submit", *SMALL, "--model", str(path), "--dry-run", "--json")[0])
         assert (plan["from"], plan["model"]) == ("first@1", str(base))

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.cli.evaluate import evaluation_of
-from agentrl.cli.run_view import View, own_seconds
+from agentrl.cli.evaluate import eval_run_of
+from agentrl.cli.run_view import RunView, iteration_seconds
 from agentrl.cli.screen import live_lines
-from agentrl.cli.watch import iteration_line, look
+from agentrl.cli.watch import iteration_line, load_view
 from agentrl.workers.requests.fork_request import ForkRequest, prepare_fork
 from agentrl.workers.requests.stored_groups import prepare_stored
 from agentrl.workers.requests.submission import prepare
@@ -25,7 +25,7 @@ from agentrl.workflow.settings import settings
 from agentrl.workflow.stats.group_variance import NO_VARIANCE, SURPLUS, choose_groups, groups_to_plan
 from agentrl.workflow.store import control_reads, ledger, listings, planning, repair, run_names, train_claims, train_commits
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.train_claims import IterationWork, SampledOn
+from agentrl.workflow.store.train_claims import IterationWork, MoreGroupsPlanned
 from agentrl.workflow.trajectory import Episode, Group, SamplingKey, Task
 from tests.faults.test_mending import a_worker, do_jobs, facts, restart
 from tests.support.played_runs import (
@@ -57,7 +57,7 @@ def begin(db: Database, *rewards: float, tasks: int = 8, limit: int = 3, **field
     return int(value(db, "SELECT iteration_id FROM groups WHERE id = :id", id=groups[0]))
 
 
-def asked(db: Database, iteration: int) -> IterationWork | SampledOn | None:
+def asked(db: Database, iteration: int) -> IterationWork | MoreGroupsPlanned | None:
     """What a train job gets that comes now."""
     return train_claims.claim_iteration(db, iteration, "trainer:1", LEASE)
 
@@ -80,7 +80,7 @@ def commit(db: Database, work: IterationWork) -> None:
 
 def fates(db: Database) -> dict[str, int]:
     """Of the first iteration's episodes, and that every planned one has one."""
-    row, *_ = ledger.why(db, value(db, "SELECT min(id) FROM episodes"))["iterations"]
+    row, *_ = ledger.explain_fate(db, value(db, "SELECT min(id) FROM episodes"))["iterations"]
     counts = {fate: row[fate] for fate in ledger.FATES if row[fate]}
     assert sum(counts.values()) == row["planned"] == value(db, "SELECT episodes FROM iterations WHERE number = 0")
     return counts
@@ -91,9 +91,9 @@ def fates(db: Database) -> dict[str, int]:
 
 def test_more_groups_are_sampled_until_enough_of_them_have_variance(database: Database) -> None:
     iteration = begin(database, FLAT, VARIED)
-    assert asked(database, iteration) == SampledOn(iteration, varied=1, groups=2, more=1)
+    assert asked(database, iteration) == MoreGroupsPlanned(iteration, varied=1, groups=2, more=1)
     sample_on(database, iteration, FLAT)
-    assert asked(database, iteration) == SampledOn(iteration, varied=1, groups=3, more=1)
+    assert asked(database, iteration) == MoreGroupsPlanned(iteration, varied=1, groups=3, more=1)
     sample_on(database, iteration, VARIED)
     work = claim_training(database, iteration)
     assert (len(work.groups), work.wanted) == (4, 2)
@@ -118,7 +118,7 @@ def test_at_the_limit_it_trains_with_what_there_is_or_takes_no_step(
     database: Database, reward: float, expected: dict[str, int]
 ) -> None:
     iteration = begin(database, FLAT, FLAT, limit=2)
-    assert asked(database, iteration) == SampledOn(iteration, varied=0, groups=2, more=2)
+    assert asked(database, iteration) == MoreGroupsPlanned(iteration, varied=0, groups=2, more=2)
     sample_on(database, iteration, reward)
     commit(database, claim_training(database, iteration))
     assert fates(database) == expected
@@ -133,7 +133,7 @@ def test_without_dynamic_sampling_flat_groups_are_read_as_ever(database: Databas
 
 def test_a_short_last_iteration_wants_no_more_than_its_own_groups(database: Database) -> None:
     iteration = begin(database, FLAT, tasks=1)
-    assert asked(database, iteration) == SampledOn(iteration, varied=0, groups=1, more=1)
+    assert asked(database, iteration) == MoreGroupsPlanned(iteration, varied=0, groups=1, more=1)
 
 
 # which tasks
@@ -184,7 +184,7 @@ def test_a_train_message_that_comes_twice_plans_once(database: Database) -> None
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(come, range(2))
-    assert {type(first), type(second)} == {SampledOn, type(None)}
+    assert {type(first), type(second)} == {MoreGroupsPlanned, type(None)}
     assert asked(database, iteration) is None
     assert value(database, "SELECT count(*) FROM groups") == 3
 
@@ -195,7 +195,7 @@ def test_a_trainer_whose_iteration_is_sampled_on_after_all_is_fenced(database: D
     iteration = planning.open_iterations(database, 1)[0]
     work = claim_training(database, iteration, lease=EXPIRED)
     with altered(database, "episodes", "tainted", "id = 1", True):
-        assert asked(database, iteration) == SampledOn(iteration, varied=1, groups=2, more=1)
+        assert asked(database, iteration) == MoreGroupsPlanned(iteration, varied=1, groups=2, more=1)
     with pytest.raises(Fenced):
         commit(database, work)
 
@@ -206,7 +206,7 @@ def test_a_paused_run_is_not_sampled_on_until_it_is_resumed(database: Database) 
     assert asked(database, iteration) is None
     planning.resume(database, "first")
     assert plan(control_reads.snapshot(database, LEASE)) == [SendTrain(iteration)]
-    assert isinstance(asked(database, iteration), SampledOn)
+    assert isinstance(asked(database, iteration), MoreGroupsPlanned)
     planning.stop(database, "first", "paused")
     assert plan(control_reads.snapshot(database, LEASE)) == []
     planning.resume(database, "first")
@@ -244,7 +244,7 @@ def test_an_iteration_is_sampled_on_with_its_own_policy_before_its_update_may_be
     for group in planning.start_iteration(database, second):
         play(database, group, FLAT)
     work = claim_training(database, first)
-    assert asked(database, second) == SampledOn(second, varied=0, groups=2, more=2)
+    assert asked(database, second) == MoreGroupsPlanned(second, varied=0, groups=2, more=2)
     commit(database, work)
     assert asked(database, second) is None
     sampled_with = [claim(database, group).policy.version for group in planning.start_iteration(database, second)]
@@ -258,7 +258,7 @@ def test_a_broken_checkpoint_is_made_again_of_the_groups_that_had_made_it(databa
     commit(database, claim_training(database, iteration))
     following = repair.mark_broken(database, 1, "out/v1", "it is gone")
     assert following is not None
-    rebuild = repair.rebuild_of(database, claim_training(database, following))
+    rebuild = repair.load_rebuild(database, claim_training(database, following))
     chosen, _ = choose_groups(rebuild.groups, rebuild.wanted)
     assert {episode.id for group in chosen for episode in group.episodes} == rebuild.advantages.keys()
 
@@ -314,7 +314,7 @@ def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
             trained = row["groups"] - row["dropped_groups"]
             assert trained == min(2, row["groups"] - row["flat_groups"])
             assert trained == 2 or row["groups"] == 4
-        assert {row["trained"] + row["no_variance"] - row["planned"] for row in ledger.why(db, 1)["iterations"]} == {0}
+        assert {row["trained"] + row["no_variance"] - row["planned"] for row in ledger.explain_fate(db, 1)["iterations"]} == {0}
         return {**facts(db), "sampled_on": min(row["iteration"] for row in rows if row["more_groups"])}
 
 
@@ -328,7 +328,7 @@ def test_a_run_that_is_left_in_mid_sampling_goes_on_as_if_nothing_had_happened(
     worker: Database, model: Path, undisturbed: dict[str, Any]
 ) -> None:
     submitted(worker, model)
-    do_jobs(until=lambda: listings.sampled_on(worker, "first") != "")
+    do_jobs(until=lambda: listings.why_sampling_on(worker, "first") != "")
     assert resumed(worker).items() <= undisturbed.items()
 
 
@@ -359,7 +359,7 @@ def test_dynamic_sampling_is_refused_where_nothing_is_rolled_out_for_an_update(o
         prepare_stored(own_database, *resolve(flags={"source.runs": ["first"], "rollout.dynamic_sampling": 2}))
     stored = prepare_stored(own_database, *resolve(flags={"source.runs": ["first"]}))
     fork = prepare_fork(own_database, ForkRequest(episode=1, step=0, n=1))
-    measured, _ = evaluation_of("first@1", "arithmetic", "test", 2, {})
+    measured, _ = eval_run_of("first@1", "arithmetic", "test", 2, {})
     for config in (stored.config, fork.config, measured):
         assert config.rollout.dynamic_sampling == 1
 
@@ -369,14 +369,14 @@ def test_dynamic_sampling_is_refused_where_nothing_is_rolled_out_for_an_update(o
 
 def test_watch_says_why_an_iteration_is_sampled_on(database: Database) -> None:
     iteration = begin(database, FLAT, VARIED)
-    assert look(database, "first").sampled_on == ""
+    assert load_view(database, "first").sampled_on == ""
     assert asked(database, iteration) is not None
-    assert "1 of 2 groups have variance; 1 more is sampled" in live_lines(look(database, "first"))
+    assert "1 of 2 groups have variance; 1 more is sampled" in live_lines(load_view(database, "first"))
     sample_on(database, iteration, VARIED)
     commit(database, claim_training(database, iteration))
-    view: View = look(database, "first")
+    view: RunView = load_view(database, "first")
     assert view.sampled_on == ""
-    line = iteration_line(view.iterations[0], 4, own_seconds(view.iterations)[0])
+    line = iteration_line(view.iterations[0], 4, iteration_seconds(view.iterations)[0])
     assert "episodes 6/6  groups 2/3" in line
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from agentrl.cli.evaluate import evaluation_of
-from agentrl.cli.run_view import numbers, own_seconds
+from agentrl.cli.evaluate import eval_run_of
+from agentrl.cli.run_view import iteration_numbers, iteration_seconds
 from agentrl.workers.requests.fork_request import ForkRequest, prepare_fork
 from agentrl.workers.requests.stored_groups import prepare_stored
 from agentrl.workflow import trainers
@@ -30,7 +30,7 @@ from agentrl.workflow.store import (
 )
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.train_claims import IterationWork
-from agentrl.workflow.store.train_commits import Published
+from agentrl.workflow.store.train_commits import PublishedUpdate
 from tests.support.played_runs import bad_update, claim, claim_training, play, start, submission, update_of, value, values
 
 LEASE = 60.0
@@ -48,7 +48,7 @@ def roll_out(db: Database, iteration: int) -> None:
         play(db, group)
 
 
-def commit(db: Database, work: IterationWork, **fields: Any) -> Published:
+def commit(db: Database, work: IterationWork, **fields: Any) -> PublishedUpdate:
     """The work's update, under a checkpoint of its own name."""
     path = f"out/v{work.number + 1}"
     return train_commits.commit_update(db, work, update_of(work, **{"path": path, "sha256": path, **fields}), 3)
@@ -148,7 +148,7 @@ def test_an_update_whose_successor_is_not_rolled_out_yet_starts_none(database: D
 def test_a_paused_run_starts_nothing_and_goes_on_where_it_stood(database: Database) -> None:
     work = rolled_out_twice(database)
     planning.stop(database, "first", "paused")
-    assert commit(database, work) == Published(1, None, None)
+    assert commit(database, work) == PublishedUpdate(1, None, None)
     assert plan(control_reads.snapshot(database, LEASE)) == []
     planning.resume(database, "first")
     second, third = planning.open_iterations(database, 1)
@@ -162,7 +162,7 @@ def test_a_cancelled_run_accounts_for_every_iteration_that_was_planned(database:
     commit(database, rolled_out_twice(database))
     planning.stop(database, "first", "cancelled")
     assert planning.open_iterations(database, 1) == []
-    fates = ledger.why(database, 1)["iterations"]
+    fates = ledger.explain_fate(database, 1)["iterations"]
     assert [(row["planned"], row["trained"], row["cancelled"]) for row in fates] == [(4, 4, 0), (4, 0, 4), (4, 0, 4)]
 
 
@@ -190,7 +190,7 @@ def test_an_older_checkpoint_that_rollouts_still_read_is_made_again_from_the_one
     assert rollout_claims.claim_group(database, group, "host:1/a", LEASE) is None
     assert plan(control_reads.snapshot(database, LEASE)) == [SendTrain(waiting)]
     work = claim_training(database, waiting)
-    rebuild = repair.rebuild_of(database, work)
+    rebuild = repair.load_rebuild(database, work)
     assert (rebuild.broken.version, rebuild.start.version) == (2, 1)
     assert {episode.id for made_of in rebuild.groups for episode in made_of.episodes} == {5, 6, 7, 8}, "iteration 1's"
     repair.commit_rebuild(database, work, rebuild.broken, "out/again", "again")
@@ -209,7 +209,7 @@ def test_a_mark_outlives_an_update_as_long_as_something_samples_with_the_checkpo
     assert values(database, BROKEN) == [1]
     again = claim_training(database, third)
     assert again.rebuilds
-    repair.commit_rebuild(database, again, repair.rebuild_of(database, again).broken, "out/again", "again")
+    repair.commit_rebuild(database, again, repair.load_rebuild(database, again).broken, "out/again", "again")
     roll_out(database, third)
     work = claim_training(database, third)
     repair.mark_broken(database, 1, "out/again", "nobody reads it any more")
@@ -236,7 +236,7 @@ def test_all_versions_of_a_checkpoint_keep_their_mark_while_something_samples_wi
     commit(database, work)
     assert values(database, BROKEN) == [1, 2]
     again = claim_training(database, fourth)
-    rebuild = repair.rebuild_of(database, again)
+    rebuild = repair.load_rebuild(database, again)
     assert (rebuild.broken.version, rebuild.start.path) == (1, "")
     repair.commit_rebuild(database, again, rebuild.broken, "out/again", "again")
     roll_out(database, fourth)
@@ -249,15 +249,15 @@ def test_a_checkpoint_that_was_put_back_after_a_skipped_update_loses_its_mark(da
     commit(database, work, **SKIPPED)
     assert values(database, BROKEN) == [1]
     again = claim_training(database, planning.open_iterations(database, 1)[0])
-    repair.commit_rebuild(database, again, repair.rebuild_of(database, again).broken, "out/v1", "out/v1")
+    repair.commit_rebuild(database, again, repair.load_rebuild(database, again).broken, "out/v1", "out/v1")
     assert values(database, BROKEN) == []
 
 
 def test_one_more_optimizer_is_kept_for_each_version_that_rollouts_lag_behind(database: Database) -> None:
     ahead_of_its_rollouts(database)
-    assert train_commits.optimizer_to_drop(database, 1, staleness=0) == "out/v1"
-    assert train_commits.optimizer_to_drop(database, 1, staleness=1) is None
-    needs = retention.needs(database, 1, {"v1", "v2", "v3"}, None)
+    assert train_commits.find_optimizer_to_drop(database, 1, staleness=0) == "out/v1"
+    assert train_commits.find_optimizer_to_drop(database, 1, staleness=1) is None
+    needs = retention.find_needs(database, 1, {"v1", "v2", "v3"}, None)
     assert needs.resumable == {"v1", "v2", "v3"}
 
 
@@ -274,21 +274,21 @@ def test_the_time_that_iterations_share_is_counted_once() -> None:
             "seconds": end - begin,
         }
 
-    assert own_seconds([row(0, 10), row(10, 14)]) == [10, 4]
-    assert own_seconds([row(0, 10), row(2, 14), row(11, 19)]) == [10, 4, 5]
+    assert iteration_seconds([row(0, 10), row(10, 14)]) == [10, 4]
+    assert iteration_seconds([row(0, 10), row(2, 14), row(11, 19)]) == [10, 4, 5]
     cancelled = {"started_at": start, "finished_at": None, "seconds": None}
-    assert own_seconds([cancelled, row(0, 10), cancelled]) == [0, 10, 0]
+    assert iteration_seconds([cancelled, row(0, 10), cancelled]) == [0, 10, 0]
 
 
 def test_the_counts_of_all_open_iterations_are_shown_together(database: Database) -> None:
     first, _ = overlapping(database)
     roll_out(database, first)
-    now = listings.progress(database, "first")
+    now = listings.count_progress(database, "first")
     assert (now["iteration"], now["through"], now["finished"], now["episodes"]) == (1, 2, 4, 8)
-    assert numbers(now) == "iterations 1 to 2"
-    assert numbers({**now, "through": 1}) == "iteration 1"
+    assert iteration_numbers(now) == "iterations 1 to 2"
+    assert iteration_numbers({**now, "through": 1}) == "iteration 1"
     planning.stop(database, "first", "cancelled")
-    assert listings.progress(database, "first") == {}
+    assert listings.count_progress(database, "first") == {}
 
 
 @pytest.mark.parametrize("cap", [3.0, None])
@@ -313,7 +313,7 @@ def test_what_is_made_of_such_a_run_waits_for_no_update(own_database: Database, 
     fork = prepare_fork(own_database, ForkRequest(episode=1, step=0, n=2))
     asked, origins = resolve(flags={"source.runs": ["first"]})
     stored = prepare_stored(own_database, asked, origins)
-    measured, _ = evaluation_of("first@1", "arithmetic", "test", 2, {})
+    measured, _ = eval_run_of("first@1", "arithmetic", "test", 2, {})
     for config in (fork.config, stored.config, measured):
         assert config.rollout.max_staleness == 0
     with pytest.raises(ConfigError, match=r"rollout\.max_staleness: decided when"):

@@ -184,7 +184,7 @@ def rolled_out(db: Database, asked: Mapping[str, Any]) -> None:
     driver.start()
     for _ in SAID:
         driver.handle([driver.inbox.get(timeout=60)])
-    assert not driver.live
+    assert not driver.is_live
 
 
 WEIGHTED = "SELECT part || ' ' || coalesce(CAST(step AS TEXT), '-') || ' ' || value || ' x ' || weight FROM v_rewards " \

@@ -16,7 +16,7 @@ from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import offline_data, steps, train_commits
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.steps import Sampled
+from agentrl.workflow.store.steps import SampledStep
 from agentrl.workflow.training.trainer import Trainer
 from agentrl.workflow.trajectory import PolicyRef
 from tests.support.learned_episodes import logprobs_of, two_turns
@@ -45,7 +45,7 @@ def played(db: Database, base: Path, name: str = "first", rewards: Sequence[Sequ
         for position, reward in enumerate(rewards[number]):
             turns = two_turns(0, seed=10 * number + position).steps
             for turn in turns:
-                steps.commit_sampled(db, work.fence, [Sampled(work.episodes[position].id, turn, work.policy_id, "", ())])
+                steps.commit_sampled(db, work.fence, [SampledStep(work.episodes[position].id, turn, work.policy_id, "", ())])
             finish(db, work, position, reward)
 
 
@@ -62,7 +62,7 @@ def test_sft_learns_from_the_best_episodes_of_a_run_and_says_how_many(
     made = settings().models_dir / "first-sft"
     assert told["model"] == str(made)
     record = json.loads((made / "training.json").read_text())
-    taken = offline_data.chosen(own_database, record["episodes"])
+    taken = offline_data.load_chosen_episodes(own_database, record["episodes"])
     assert [episode.reward for episode in taken] == [1.0, 0.75]
     gained = zip(logprobs_of(made, taken), logprobs_of(base, taken), strict=True)
     assert all(new > old + 1 for new, old in gained)
@@ -97,7 +97,7 @@ def test_dpo_learns_from_the_pairs_of_a_run_and_reports_loss_accuracy_and_margin
     assert told["loss"] < 0.69
     made = settings().models_dir / "first-dpo"
     pairs = json.loads((made / "training.json").read_text())["pairs"]
-    sides = [offline_data.chosen(own_database, [pair[side] for pair in pairs]) for side in (0, 1)]
+    sides = [offline_data.load_chosen_episodes(own_database, [pair[side] for pair in pairs]) for side in (0, 1)]
     assert [[episode.reward for episode in side] for side in sides] == [[1.0, 0.75], [0.0, 0.5]]
     better, worse = ([n - o for n, o in zip(logprobs_of(made, s), logprobs_of(base, s), strict=True)] for s in sides)
     assert all(a > b + 1 for a, b in zip(better, worse, strict=True))

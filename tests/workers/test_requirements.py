@@ -55,18 +55,18 @@ def texts(tmp_path: Path) -> Path:
     return tmp_path / "texts"
 
 
-def asked(folder: Path, weights: dict[str, float] | None = None, **config: Any) -> requirements.Question:
+def asked(folder: Path, weights: dict[str, float] | None = None, **config: Any) -> requirements.Requirements:
     """About a run of a model in the folder, here."""
     made: RunConfig = build({"env": "qa", **config})
     model, runs = folder / "model", str(folder / "runs")
     if not model.exists():
         tiny_random(model)
-    return requirements.question(
+    return requirements.requirements_of(
         made.model_dump(mode="json"), weights or {"numeric_answer": 1.0}, str(model), runs, rolls_out=True
     )
 
 
-def searching(folder: Path) -> requirements.Question:
+def searching(folder: Path) -> requirements.Requirements:
     return asked(folder, tools=("search",))
 
 
@@ -76,11 +76,11 @@ def test_a_process_without_a_tools_setting_lacks_it_for_the_tools_and_nothing_el
     monkeypatch.setenv("AGENTRL_SEARCH", str(texts))
     settings.cache_clear()
     question = searching(tmp_path)
-    assert requirements.lacking(question, QUEUES) == []
+    assert requirements.list_lacks(question, QUEUES) == []
     monkeypatch.delenv("AGENTRL_SEARCH")
     settings.cache_clear()
-    assert requirements.lacking(question, ["rollout", "train"]) == []
-    (said,) = requirements.lacking(question, ["tools"])
+    assert requirements.list_lacks(question, ["rollout", "train"]) == []
+    (said,) = requirements.list_lacks(question, ["tools"])
     assert "no collection is named" in said
     assert "It was started without AGENTRL_SEARCH." in said
 
@@ -92,10 +92,10 @@ def test_another_value_is_named_and_never_travels(
     settings.cache_clear()
     question = searching(tmp_path)
     assert "secret" not in json.dumps(asdict(question))
-    assert requirements.differing(question, ["tools"]) == []
+    assert requirements.list_differences(question, ["tools"]) == []
     monkeypatch.setenv("AGENTRL_SEARCH", str(texts))
-    assert requirements.differing(question, ["tools"]) == ["AGENTRL_SEARCH"]
-    assert requirements.differing(question, ["rollout", "train"]) == []
+    assert requirements.list_differences(question, ["tools"]) == ["AGENTRL_SEARCH"]
+    assert requirements.list_differences(question, ["rollout", "train"]) == []
 
 
 def test_a_folder_is_the_same_folder_from_wherever_it_is_named(
@@ -106,13 +106,13 @@ def test_a_folder_is_the_same_folder_from_wherever_it_is_named(
     question = searching(tmp_path)
     monkeypatch.chdir("/")
     monkeypatch.setenv("AGENTRL_SEARCH", str(texts))
-    assert requirements.differing(question, ["tools"]) == []
+    assert requirements.list_differences(question, ["tools"]) == []
 
 
 def test_an_env_that_brings_its_own_index_needs_no_setting(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AGENTRL_SEARCH", raising=False)
     settings.cache_clear()
-    assert requirements.lacking(asked(tmp_path, env="search_qa"), QUEUES) == []
+    assert requirements.list_lacks(asked(tmp_path, env="search_qa"), QUEUES) == []
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_an_env_that_brings_its_own_index_needs_no_setting(home: Path, tmp_path:
 def test_what_is_not_here_is_said_by_the_worker_that_needs_it(
     home: Path, tmp_path: Path, changes: dict[str, Any], role: str, said: str
 ) -> None:
-    found = requirements.lacking(replace(asked(tmp_path), **changes), [role])
+    found = requirements.list_lacks(replace(asked(tmp_path), **changes), [role])
     assert said in " ".join(found)
 
 
@@ -138,8 +138,8 @@ def test_an_optimizer_that_does_not_work_there_is_said_by_the_worker_that_trains
     import_module("agentrl.workflow.training.optimizer")  # as a worker that trains has
     question = asked(tmp_path, **{"update.optimizer": "adamw_8bit"})
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
-    assert requirements.lacking(question, ["rollout", "tools"]) == []
-    (said,) = requirements.lacking(question, ["train"])
+    assert requirements.list_lacks(question, ["rollout", "tools"]) == []
+    (said,) = requirements.list_lacks(question, ["train"])
     assert "The optimizer adamw_8bit does not work here on " in said
 
 
@@ -147,7 +147,7 @@ def test_code_that_leaves_the_process_is_a_sentence_too(home: Path, tmp_path: Pa
     (tmp_path / "leaving_here.py").write_text("raise SystemExit('no')\n")
     monkeypatch.syspath_prepend(tmp_path)
     for role in ("rollout", "tools"):
-        (said,) = requirements.lacking(asked(tmp_path, env="leaving_here:env"), [role])
+        (said,) = requirements.list_lacks(asked(tmp_path, env="leaving_here:env"), [role])
         assert "leaving_here.py:1: SystemExit" in said
 
 
@@ -160,7 +160,7 @@ def test_a_file_that_was_edited_since_a_process_read_it_is_named(
     monkeypatch.syspath_prepend(tmp_path)
     weights = {"edited_here:mine": 1.0}
     before = asked(tmp_path, weights)
-    assert requirements.differing(before, ["rollout"]) == []
+    assert requirements.list_differences(before, ["rollout"]) == []
     file.write_text("def mine(episode): return 2.0\n")
     anew = (
         "import json, sys; from tests.workers.test_requirements import *; "
@@ -173,9 +173,9 @@ def test_a_file_that_was_edited_since_a_process_read_it_is_named(
         text=True,
         check=True,
     )
-    after = requirements.Question(**json.loads(done.stdout))
-    assert requirements.differing(after, ["rollout"]) == ["the file of rewards edited_here:mine"]
-    assert requirements.differing(after, ["train"]) == []
+    after = requirements.Requirements(**json.loads(done.stdout))
+    assert requirements.list_differences(after, ["rollout"]) == ["the file of rewards edited_here:mine"]
+    assert requirements.list_differences(after, ["train"]) == []
 
 
 def test_a_worker_that_imports_slowly_says_that_it_is_still_looking(
@@ -187,10 +187,10 @@ def test_a_worker_that_imports_slowly_says_that_it_is_still_looking(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(requirements, "REPLY_SECONDS", 0.05)
     question = replace(asked(tmp_path), weights={"slow_here:mine": 1.0})
-    first = requirements._answered(question, ["rollout"])
+    first = requirements._answer_question(question, ["rollout"])
     assert not first["found"]
     going_on.touch()
-    while not (told := requirements._answered(question, ["rollout"]))["found"]:
+    while not (told := requirements._answer_question(question, ["rollout"]))["found"]:
         pass
     assert told["lacks"] == ()
 
@@ -200,16 +200,16 @@ def test_a_stack_in_memory_is_known_by_what_it_was_started_with(tmp_path: Path, 
     where.stack_dir.mkdir(parents=True)
     monkeypatch.setenv("AGENTRL_SEARCH", "one")
     embedded.write_state(where, stopping=False, separate=False)
-    assert embedded.other_environment(where, ["AGENTRL_SEARCH"]) == []
+    assert embedded.changed_variables(where, ["AGENTRL_SEARCH"]) == []
     monkeypatch.setenv("AGENTRL_SEARCH", "other")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert embedded.other_environment(where, ["AGENTRL_SEARCH"]) == ["AGENTRL_SEARCH"]
-    where_modules_are = embedded.other_environment(where, ["AGENTRL_SEARCH", *embedded.PATHS])
+    assert embedded.changed_variables(where, ["AGENTRL_SEARCH"]) == ["AGENTRL_SEARCH"]
+    where_modules_are = embedded.changed_variables(where, ["AGENTRL_SEARCH", *embedded.PATH_VARIABLES])
     assert where_modules_are == ["AGENTRL_SEARCH", "PYTHONPATH", "PWD"]
     assert "other" not in (where.stack_dir / "supervisor.json").read_text()
     (where.stack_dir / "supervisor.json").write_text(json.dumps({"pid": 1, "stopping": False}))
-    assert embedded.other_environment(where, ["AGENTRL_SEARCH"]) == [], "of a release that said nothing nothing is known"
+    assert embedded.changed_variables(where, ["AGENTRL_SEARCH"]) == [], "of a release that said nothing nothing is known"
 
 
 # workers of a broker that is named
@@ -219,9 +219,9 @@ def on_broker(
     monkeypatch: pytest.MonkeyPatch, answers: Sequence[requirements.Fitness], served: dict[str, int], control: bool = True
 ) -> None:
     """Workers that answer so; others that `served` counts are mute."""
-    monkeypatch.setattr(requirements, "ask", lambda question: list(answers))
-    monkeypatch.setattr(presence, "served_queues", lambda: served)
-    monkeypatch.setattr(presence, "without_control", lambda db: [] if control else ["No control loop runs."])
+    monkeypatch.setattr(requirements, "ask_workers", lambda question: list(answers))
+    monkeypatch.setattr(presence, "count_workers_by_queue", lambda: served)
+    monkeypatch.setattr(presence, "missing_control_hints", lambda db: [] if control else ["No control loop runs."])
 
 
 def worker(
@@ -242,18 +242,18 @@ def test_a_worker_that_lacks_something_is_refused_where_fit_ones_are_asked_for_e
     on_broker(monkeypatch, found, ONE_EACH)
     question = asked(tmp_path)
     with pytest.raises(WorkerError, match="Nothing was started") as refused:
-        services._named_broker(question, there=True, fit=True)
+        services._check_named_broker(question, there=True, fit=True)
     assert refused.value.exit_code == 11
     assert refused.value.message.split("\n  ")[1:] == [lacks]
-    assert services._named_broker(question, there=True, fit=False) == [lacks, mute]
-    assert services._named_broker(question, there=False, fit=False) == [lacks, mute]
+    assert services._check_named_broker(question, there=True, fit=False) == [lacks, mute]
+    assert services._check_named_broker(question, there=False, fit=False) == [lacks, mute]
 
 
 def test_what_differs_and_who_is_mute_is_told_and_refuses_nothing(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_broker(monkeypatch, [worker(1, "rollout", "train", other=("AGENTRL_SEARCH", "the file of rewards mine"))], ONE_EACH)
-    assert services._named_broker(asked(tmp_path), there=True, fit=True) == [
+    assert services._check_named_broker(asked(tmp_path), there=True, fit=True) == [
         "The worker of the queue 'tools' has not said whether it can run this: it is busy, or of another agentrl.",
         "The rollout and train worker on host (pid 1) has another AGENTRL_SEARCH, the file of rewards mine than this command.",
     ]
@@ -265,9 +265,9 @@ def test_a_queue_without_a_worker_is_an_error_where_workers_must_be_there_else_t
     on_broker(monkeypatch, [worker(1, "rollout", "train")], {**ONE_EACH, "tools": 0}, control=False)
     lines = ["No worker serves the queue 'tools'. Start one: agentrl worker tools", "No control loop runs."]
     with pytest.raises(ServiceError, match="Nothing was started") as refused:
-        services._named_broker(asked(tmp_path), there=True, fit=True)
+        services._check_named_broker(asked(tmp_path), there=True, fit=True)
     assert refused.value.message.split("\n  ")[1:] == lines
-    assert services._named_broker(asked(tmp_path), there=False, fit=False) == lines
+    assert services._check_named_broker(asked(tmp_path), there=False, fit=False) == lines
 
 
 def test_on_a_named_broker_without_workers_nobody_is_waited_for(
@@ -278,9 +278,9 @@ def test_on_a_named_broker_without_workers_nobody_is_waited_for(
     question = asked(tmp_path)
     monkeypatch.setenv("AGENTRL_BROKER_URL", "redis://127.0.0.1:1/0")
     settings.cache_clear()
-    monkeypatch.setattr(broker, "require", lambda where: None)
+    monkeypatch.setattr(broker, "require_broker", lambda where: None)
     monkeypatch.setattr(requirements.app.control, "broadcast", lambda *args, **options: calls.append("fit"))
-    monkeypatch.setattr(presence, "_answers", lambda: calls.append("served") or {})
+    monkeypatch.setattr(presence, "_ask_queues", lambda: calls.append("served") or {})
     mine, sleep = threading.current_thread(), time.sleep  # what other threads do is no concern of this command
     seen = lambda seconds: calls.append("sleep") if threading.current_thread() is mine else sleep(seconds)  # noqa: E731
     monkeypatch.setattr(time, "sleep", seen)
@@ -315,7 +315,7 @@ def test_a_stack_in_memory_may_stand_in_another_folder_unless_the_run_has_a_modu
     question = replace(question, config={**question.config, **changes})
     embedded.write_state(settings(), stopping=False, separate=False)
     monkeypatch.chdir(tmp_path)
-    found = list(services._unfit_embedded(question))
+    found = list(services._list_unfit(question))
     assert found == [f"The embedded stack was started with another {name} than this command has." for name in elsewhere]
 
 
@@ -324,9 +324,9 @@ def test_a_worker_that_is_still_looking_is_told_of_and_keeps_nobody_from_submitt
     own_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: bool
 ) -> None:
     slow = requirements.Fitness("host:7", QUEUES, found)
-    monkeypatch.setattr(requirements, "ask", lambda *question, **more: [slow])
-    monkeypatch.setattr(presence, "served_queues", lambda: dict.fromkeys(QUEUES, 1))
-    told = services._named_broker(asked(tmp_path), there=False, fit=True)
+    monkeypatch.setattr(requirements, "ask_workers", lambda *question, **more: [slow])
+    monkeypatch.setattr(presence, "count_workers_by_queue", lambda: dict.fromkeys(QUEUES, 1))
+    told = services._check_named_broker(asked(tmp_path), there=False, fit=True)
     assert [line for line in told if "(pid 7) has not said whether it can run this" in line] == told[-1:] * (not found)
 
 
@@ -334,9 +334,9 @@ def test_a_stack_is_not_started_anew_under_a_run_that_came_while_this_command_lo
     own_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renewed = list[object]()
-    monkeypatch.setattr(embedded, "renew", lambda *stack: renewed.append(stack))
-    monkeypatch.setattr(services, "_unfit_embedded", lambda question: iter(["It lacks a module."]))
-    monkeypatch.setattr(requirements, "lacking", lambda *question: (start(own_database, submission("came")), [])[1])
+    monkeypatch.setattr(embedded, "restart", lambda *stack: renewed.append(stack))
+    monkeypatch.setattr(services, "_list_unfit", lambda question: iter(["It lacks a module."]))
+    monkeypatch.setattr(requirements, "list_lacks", lambda *question: (start(own_database, submission("came")), [])[1])
     with pytest.raises(WorkerError, match="came at work in the embedded stack"):
         services._renew_embedded(asked(tmp_path), False, "mine")
     assert not renewed
@@ -352,7 +352,7 @@ def command(stack: Stack, folder: Path, *words: str, **environment: str) -> "sub
 def up(stack: Stack) -> None:
     """The stack runs, and its tools worker, which is the first to be there, hears."""
     stack.agentrl("up")
-    code = "from agentrl.workers.stack.presence import served_queues as s; import sys; sys.exit(not s()['tools'])"
+    code = "from agentrl.workers.stack.presence import count_workers_by_queue as s; import sys; sys.exit(not s()['tools'])"
     stack.wait(
         lambda: not subprocess.run([sys.executable, "-c", code], env=stack.environment, check=False).returncode,
         "a tools worker",
@@ -371,12 +371,12 @@ def about_own(stack: Stack, folder: Path) -> list[str]:
 def test_an_idle_stack_that_lacks_what_a_run_needs_starts_anew(stack: Stack, tmp_path: Path) -> None:
     words = about_own(stack, tmp_path)
     up(stack)
-    first = embedded.running(stack.settings)
+    first = embedded.find_supervisor(stack.settings)
     done = command(stack, tmp_path, *words)
     assert done.returncode == 0, done.stderr + stack.logs()
     assert "No module named 'own_here'" in done.stderr
     assert "starts anew" in done.stderr
-    assert embedded.running(stack.settings) not in (None, first)
+    assert embedded.find_supervisor(stack.settings) not in (None, first)
     assert embedded.stay_file(stack.settings).exists(), "as `agentrl up` wished"
 
 
@@ -387,7 +387,7 @@ def test_a_stack_that_lacks_what_a_run_needs_is_left_to_the_runs_at_work_there(
     words = about_own(stack, tmp_path)[:-2]
     stack.environment["AGENTRL_LEASE_SECONDS"] = "3600"  # what is claimed here stays claimed
     up(stack)
-    first = embedded.running(stack.settings)
+    first = embedded.find_supervisor(stack.settings)
     (held,) = start(stack.database, submission("elsewhere", tasks=1))
     claim(stack.database, held, lease=3600)
     refused = command(stack, tmp_path, *words, "--env", "qa", "--tools", "search", AGENTRL_SEARCH=str(texts))
@@ -395,7 +395,7 @@ def test_a_stack_that_lacks_what_a_run_needs_is_left_to_the_runs_at_work_there(
     for said in ("It was started without AGENTRL_SEARCH.", "elsewhere", "agentrl down"):
         assert said in refused.stderr
     assert str(texts) not in refused.stderr, "values are nobody's business"
-    assert embedded.running(stack.settings) == first
+    assert embedded.find_supervisor(stack.settings) == first
     left, other = listings.list_runs(stack.database)
     assert (left["run"], left["status"], other["run"], other["status"]) == ("own", "failed", "elsewhere", "running")
     assert "elsewhere" in left["reason"]

@@ -13,11 +13,11 @@ import pytest
 from celery.exceptions import Ignore
 
 from agentrl.workers.jobs.episode_loop import GroupRollout
-from agentrl.workers.jobs.rollout_job import _guarded
+from agentrl.workers.jobs.rollout_job import _run_guarded
 from agentrl.workers.jobs.rollout_job import rollout as rollout_job
 from agentrl.workers.jobs.tools_job import call as call_job
 from agentrl.workers.stack import dispatch
-from agentrl.workers.stack.dispatch import MOST_SENDS, NOBODY
+from agentrl.workers.stack.dispatch import MAX_SENDS, NO_REPLY
 from agentrl.workers.stack.process import stopping
 from agentrl.workers.stack.supervisor import Child, Supervisor
 from agentrl.workflow.config import RunConfig
@@ -109,7 +109,7 @@ def test_a_job_that_is_sent_again_goes_on_from_exactly_the_committed_tokens(
     group = group_of(sqlite)
     first = Worker(sqlite, group).starts().samples()
     answer(sqlite)
-    first.driver.look()  # it observes, asks for the second turn, and dies
+    first.driver.poll_calls()  # it observes, asks for the second turn, and dies
     prefixes = stored(sqlite)
     heir = Worker(sqlite, group).starts().samples()
     assert set(values(sqlite, "SELECT status FROM episodes")) == {"done"}
@@ -130,15 +130,15 @@ def test_what_a_lost_tools_worker_may_have_begun_is_sent_again_as_soon_as_it_is_
     with subprocess.Popen(["true"]) as lost:
         lost.wait()
     watching = Supervisor(Settings(home=tmp_path))
-    for _ in range(1, MOST_SENDS):
-        watching._revive(Child("control", lost, started=time.monotonic()))
-        watching._revive(Child("tools", lost, started=time.monotonic()))
+    for _ in range(1, MAX_SENDS):
+        watching._restart_ended(Child("control", lost, started=time.monotonic()))
+        watching._restart_ended(Child("tools", lost, started=time.monotonic()))
         watching.news.join()
         assert sent() == [asked[0], *asked[2:]]
-    watching._revive(Child("tools", lost, started=time.monotonic()))
+    watching._restart_ended(Child("tools", lost, started=time.monotonic()))
     watching.news.join()
     assert sent() == []
-    call_job(asked[0], NOBODY)
+    call_job(asked[0], NO_REPLY)
     assert values(own_database, "SELECT count(*) FROM tool_calls WHERE result IS NULL") == [2]
 
 
@@ -157,7 +157,7 @@ def test_a_sampled_step_is_never_sampled_again_and_only_its_calls_without_a_resu
     assert dump(sqlite)["steps"] == before["steps"]
     assert dump(sqlite)["step_tokens"] == before["step_tokens"]
     answer(sqlite, calls[1:])
-    heir.driver.look()
+    heir.driver.poll_calls()
     heir.samples()
     assert values(sqlite, "SELECT number FROM steps ORDER BY id") == [0, 0, 1, 1]
     assert values(sqlite, "SELECT starts FROM tool_calls") == [1] * 4
@@ -194,7 +194,7 @@ def test_an_env_that_is_not_replayed_begins_again_with_the_same_key_and_keeps_th
     )
     assert old == new
     answer(sqlite)
-    heir.driver.look()
+    heir.driver.poll_calls()
     heir.samples()
     assert values(sqlite, "SELECT steps FROM episodes") == [2, 2]
 
@@ -227,7 +227,7 @@ def test_a_message_that_comes_again_after_its_group_is_finished_counts_and_chang
     group = group_of(own_database)
     worker = Worker(own_database, group, LEASE).starts().samples()
     answer(own_database)
-    worker.driver.look()
+    worker.driver.poll_calls()
     worker.samples()
     before = dump(own_database)
     assert rollout_job([group]) == 1
@@ -244,29 +244,29 @@ def test_a_worker_that_wakes_up_after_its_group_was_taken_over_writes_nothing(
         zombie.samples()
     if asleep == "before its last turn is stored":
         answer(sqlite)
-        zombie.driver.look()
+        zombie.driver.poll_calls()
     heir = Worker(sqlite, group, LEASE).starts()
     if asleep == "waiting for tools":
         answer(sqlite)
     before = dump(sqlite)
     if asleep == "waiting for tools":
-        _guarded(zombie.driver, zombie.driver.look)
+        _run_guarded(zombie.driver, zombie.driver.poll_calls)
     else:
-        _guarded(zombie.driver, lambda: zombie.driver.handle([zombie.driver.inbox.get(timeout=60)]))
-    assert not zombie.driver.live
+        _run_guarded(zombie.driver, lambda: zombie.driver.handle([zombie.driver.inbox.get(timeout=60)]))
+    assert not zombie.driver.is_live
     fence = zombie.driver.work.fence
     rollout_claims.hand_back(sqlite, fence)
     rollout_claims.fail_attempt(sqlite, fence, "InfraError", "too late", 1)
     assert rollout_claims.extend_leases(sqlite, [fence], LEASE) == set()
     assert dump(sqlite) == before
-    assert heir.driver.live
+    assert heir.driver.is_live
 
 
 def test_what_a_finished_group_says_of_its_worker_is_not_erased(sqlite: Database, sent: Callable[[], list[int]]) -> None:
     group = group_of(sqlite)
     worker = Worker(sqlite, group).starts().samples()
     answer(sqlite)
-    worker.driver.look()
+    worker.driver.poll_calls()
     worker.samples()
     before = dump(sqlite)
     rollout_claims.hand_back(sqlite, worker.driver.work.fence)

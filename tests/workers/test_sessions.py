@@ -14,8 +14,8 @@ from sqlalchemy import text
 
 from agentrl.cli.main import main
 from agentrl.cli.verify import _check_tools
-from agentrl.workers.jobs.interpreters import NOTE, Sessions
-from agentrl.workers.jobs.tools_job import _failure
+from agentrl.workers.jobs.interpreters import RERUN_NOTE, Sessions
+from agentrl.workers.jobs.tools_job import _failure_result
 from agentrl.workers.stack import broker, dispatch
 from agentrl.workers.stack.celery_app import make_app
 from agentrl.workflow.config import build
@@ -56,7 +56,7 @@ class Worker(Sessions):
     """A tools worker's sessions, in this process, closed by the test."""
 
     def __init__(self, db: Database, name: str = "tools.first", **options: Any) -> None:
-        super().__init__(db, name, LEASE, _failure, **options)
+        super().__init__(db, name, LEASE, _failure_result, **options)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_a_cell_that_comes_to_something_else_taints_the_episode_and_the_model_is
     work = begun(database)
     said(database, worker, work, 0, f"x = 5\n{CLOCK}")
     worker.close()
-    assert said(database, worker, work, 1, "x") == [f"{NOTE}5"]
+    assert said(database, worker, work, 1, "x") == [f"{RERUN_NOTE}5"]
     assert values(database, "SELECT tainted FROM episodes ORDER BY id") == [True, False, False, False]
     assert "came to ok" in value(database, "SELECT differs FROM v_tool_sessions")
     assert said(database, worker, work, 2, "x") == ["5"], "it is told once"
@@ -230,7 +230,7 @@ def test_no_update_trains_on_a_tainted_episode_and_the_ledger_says_so(database: 
     assert tainted not in trainable
     assert len(trainable) == 3
     train_commits.commit_update(database, train, update_of(train, advantages=dict.fromkeys(trainable, 0.5)), 3)
-    assert ledger.why(database, tainted)["fate"] == "tainted"
+    assert ledger.explain_fate(database, tainted)["fate"] == "tainted"
 
 
 def test_what_another_worker_recorded_first_is_what_the_next_cell_follows(database: Database, worker: Worker) -> None:
@@ -284,8 +284,8 @@ def test_a_tools_workers_own_login_may_do_all_of_it(postgres: Database, box: Non
     worker = Worker(login)
     said(postgres, worker, work, 0, CLOCK)
     worker.close()
-    assert said(postgres, worker, work, 1, "1") == [f"{NOTE}1"]
-    worker.look_after()
+    assert said(postgres, worker, work, 1, "1") == [f"{RERUN_NOTE}1"]
+    worker.renew_and_clean()
     tool_sessions.leave(login, worker.owner)
     worker.close()
     login.close()
@@ -310,7 +310,7 @@ def test_who_was_not_used_for_long_is_put_away_and_comes_back(database: Database
     worker = Worker(database, idle_seconds=0.0)
     work = begun(database)
     said(database, worker, work, 0, "x = 1")
-    worker.look_after()
+    worker.renew_and_clean()
     assert not worker._lives
     assert said(database, worker, work, 1, "x") == ["1"]
     worker.close()
@@ -322,7 +322,7 @@ def test_a_session_ends_with_its_episode_and_its_lease_is_renewed_until_then(dat
         said(database, worker, work, 0, "x = 1", position=position)
     fail(database, work, 0)
     expire(database)
-    worker.look_after()
+    worker.renew_and_clean()
     assert list(worker._lives) == [key(work, 1)]
     assert values(database, "SELECT owner FROM tool_sessions ORDER BY episode_id") == ["", worker.owner]
     second = Worker(database, "tools.second")
@@ -340,7 +340,7 @@ def test_an_episode_that_is_begun_again_has_another_session(database: Database, 
     (call,) = turn(database, work, 0, "x")
     worker.answer(replace(key(work), attempt=1), call, python_session)
     assert "NameError" in results(database, [call])[0]
-    worker.look_after()
+    worker.renew_and_clean()
     assert [live.attempt for live in worker._lives] == [1]
 
 

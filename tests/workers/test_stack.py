@@ -59,7 +59,7 @@ def processes(stack: Stack) -> list[str]:
 def ensure(stack: Stack, stay: bool = False) -> bool:
     """As a command does it."""
     code = "from agentrl.workers.stack import embedded as s; from agentrl.workflow.settings import settings; "
-    code += f"print(s.ensure(settings(), {stay}))"
+    code += f"print(s.ensure_running(settings(), {stay}))"
     done = subprocess.run([sys.executable, "-c", code], env=stack.environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr + stack.logs()
     return done.stdout == "True\n"
@@ -68,45 +68,45 @@ def ensure(stack: Stack, stay: bool = False) -> bool:
 @pytest.mark.slow
 def test_who_asks_while_the_idle_stack_is_stopping_gets_a_new_one(stack: Stack) -> None:
     assert ensure(stack)
-    first = embedded.running(stack.settings)
+    first = embedded.find_supervisor(stack.settings)
     asked_long_ago(stack)
     where = stack.settings
-    stack.wait(lambda: embedded.state(where)["stopping"] or embedded.running(where) is None, "the idle stop")
+    stack.wait(lambda: embedded.read_state(where)["stopping"] or embedded.find_supervisor(where) is None, "the idle stop")
     assert ensure(stack)
-    second = embedded.running(stack.settings)
+    second = embedded.find_supervisor(stack.settings)
     assert second not in (None, first)
-    assert broker.answers(stack.settings)
+    assert broker.is_answering(stack.settings)
     assert not ensure(stack), "it was asked for lately, and is kept for a while"
-    assert embedded.running(stack.settings) == second
+    assert embedded.find_supervisor(stack.settings) == second
 
 
 @pytest.mark.slow
 def test_up_keeps_a_stack_that_submit_started(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Supervisor, "_busy", lambda self: False)
+    monkeypatch.setattr(Supervisor, "_is_busy", lambda self: False)
     assert ensure(stack)
     assert '"started": false' in stack.agentrl("up", "--json")
-    pid = embedded.running(stack.settings)
+    pid = embedded.find_supervisor(stack.settings)
     asked_long_ago(stack)
     looks = Supervisor(stack.settings)
     looks.busy_at = -math.inf
-    assert not looks._idle(), "as the stack's own looks every second"
-    assert embedded.running(stack.settings) == pid
+    assert not looks._is_idle(), "as the stack's own looks every second"
+    assert embedded.find_supervisor(stack.settings) == pid
     stack.agentrl("down")
     embedded.stay_file(stack.settings).unlink()
     looks.busy_at = -math.inf
-    assert looks._quiet(), "it was that wish alone that kept it"
-    assert embedded.running(stack.settings) is None
+    assert looks._is_quiet(), "it was that wish alone that kept it"
+    assert embedded.find_supervisor(stack.settings) is None
     assert ensure(stack)
     asked_long_ago(stack)
-    stack.wait(lambda: embedded.running(stack.settings) is None, "the end of a stack that nobody asked to keep")
+    stack.wait(lambda: embedded.find_supervisor(stack.settings) is None, "the end of a stack that nobody asked to keep")
 
 
 def test_nothing_outlives_a_supervisor_that_was_killed(stack: Stack) -> None:
     ensure(stack, stay=True)
     stack.wait(lambda: processes(stack) == WHOLE, "the supervisor, Redis and three workers")
-    os.kill(embedded.running(stack.settings) or 0, signal.SIGKILL)
+    os.kill(embedded.find_supervisor(stack.settings) or 0, signal.SIGKILL)
     stack.wait(lambda: not processes(stack), "the end of the workers", 90)
-    stack.wait(lambda: not broker.answers(stack.settings), "the end of Redis", 10)
+    stack.wait(lambda: not broker.is_answering(stack.settings), "the end of Redis", 10)
 
 
 def test_many_who_start_the_stack_at_once_get_one(stack: Stack) -> None:
@@ -115,7 +115,7 @@ def test_many_who_start_the_stack_at_once_get_one(stack: Stack) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    pid = embedded.running(stack.settings)
+    pid = embedded.find_supervisor(stack.settings)
     assert pid is not None
     stack.wait(lambda: processes(stack) == WHOLE, "one supervisor, one Redis and three workers")
 
@@ -127,7 +127,7 @@ def test_a_database_that_is_away_is_no_reason_to_stop_the_stack(short_folder: Pa
     forget_process()
     settings().stack_dir.mkdir()
     watching = supervisor.Supervisor(settings())
-    assert not watching._idle()
+    assert not watching._is_idle()
     forget_process()
 
 
@@ -140,7 +140,7 @@ def left_behind(where: Settings) -> None:
 def test_a_supervisor_of_the_release_before_is_taken_for_one_whose_workers_share(tmp_path: Path) -> None:
     where = Settings(home=tmp_path)
     left_behind(where)
-    assert embedded.state(where) == {"pid": 2**30, "stopping": False, "separate": False}
+    assert embedded.read_state(where) == {"pid": 2**30, "stopping": False, "separate": False}
 
 
 def test_a_supervisor_that_still_looks_into_the_database_is_not_taken_for_one_that_was_killed(stack: Stack) -> None:
@@ -152,7 +152,7 @@ def test_a_supervisor_that_still_looks_into_the_database_is_not_taken_for_one_th
         with subprocess.Popen(command, env=stack.environment | {"AGENTRL_DATABASE_URL": away}) as starting:
             connection, _ = silent.accept()
             with connection:
-                found = embedded.running(stack.settings)
+                found = embedded.find_supervisor(stack.settings)
                 starting.kill()
     assert found == 0, "it has the lock, and has not said yet what it is"
 
@@ -177,9 +177,9 @@ def test_a_plug_in_that_is_not_there_is_still_said(tmp_path: Path, monkeypatch: 
 
 def test_a_dead_result_store_is_said_as_a_service_that_is_away() -> None:
     for error in (RuntimeError("\nRetry limit exceeded while trying to reconnect\n"), redis.ConnectionError("gone")):
-        with pytest.raises(ServiceError, match="broker does not take messages"), dispatch._reaching("chord"):
+        with pytest.raises(ServiceError, match="broker does not take messages"), dispatch._broker_errors("chord"):
             raise error
-    with pytest.raises(RuntimeError, match="a mistake"), dispatch._reaching("chord"):
+    with pytest.raises(RuntimeError, match="a mistake"), dispatch._broker_errors("chord"):
         raise RuntimeError("a mistake")
 
 

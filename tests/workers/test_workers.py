@@ -22,7 +22,7 @@ from sqlalchemy import text
 from agentrl.workers.jobs import episode_loop
 from agentrl.workers.jobs.episode_loop import RESENDS, GroupRollout
 from agentrl.workers.jobs.model_slot import Models
-from agentrl.workers.jobs.rollout_job import _guarded
+from agentrl.workers.jobs.rollout_job import _run_guarded
 from agentrl.workers.jobs.tools_job import call, run_tool
 from agentrl.workers.stack import broker, dispatch
 from agentrl.workers.stack.celery_app import make_app
@@ -180,7 +180,7 @@ def test_who_waits_for_a_call_whose_tool_cannot_be_loaded_is_told_why_at_once_an
             call(number, replies.address)
     assert [found for found, _ in told] == [number, number]
     assert f"The tools worker {worker_name()} cannot load calculator: " in told[0][1]
-    assert steps.results_of(own_database, [number]) == {}
+    assert steps.load_results(own_database, [number]) == {}
 
 
 def test_a_tool_that_its_worker_was_not_told_of_is_said_in_the_runs_events_until_a_call_is_answered(
@@ -201,13 +201,13 @@ def test_a_tool_that_its_worker_was_not_told_of_is_said_in_the_runs_events_until
         assert part in said
     monkeypatch.setattr(episode_loop, "RESEND_SECONDS", -1000.0)
     for _ in range(RESENDS):
-        driver.look()
+        driver.poll_calls()
         for number in pending:  # whoever gets it says so again
             with pytest.raises(Unready):
                 call(number, episode_loop._replies().address)
             driver.handle([driver.inbox.get(timeout=60)])
     with pytest.raises(ServiceError, match="no collection is named"):  # its attempt is no attempt: nothing was tried
-        driver.look()
+        driver.poll_calls()
     answer(own_database, driver)
     for _ in range(2):
         driver.handle([driver.inbox.get(timeout=60)])
@@ -235,7 +235,7 @@ def test_a_call_that_was_run_and_that_the_system_fails_each_time_fails_its_attem
                 call(number, episode_loop._replies().address)
         while not driver.inbox.empty():
             driver.handle([driver.inbox.get()])
-        _guarded(driver, driver.look)
+        _run_guarded(driver, driver.poll_calls)
     assert not [said for said in values(own_database, "SELECT detail FROM events") if "anew" in said]
     assert values(own_database, "SELECT failures FROM groups") == [1], "an attempt of the group's"
 
@@ -250,16 +250,16 @@ def test_who_was_refused_once_and_failed_by_the_system_since_fails_an_attempt(
         episode_loop._replies().answer(number, "It has no calculator.")
         driver.handle([driver.inbox.get(timeout=60)])
     for _ in range(RESENDS):
-        driver.look()
+        driver.poll_calls()
     with pytest.raises(InfraError, match="sent 6 times and not answered"):
-        driver.look()
+        driver.poll_calls()
 
 
 def test_a_reply_that_somebody_else_pushed_is_cut_and_changes_nothing(redis_server: Settings) -> None:
     replies, told = Replies(redis_server), list[str]()
     heard = threading.Event()
     replies.expect(7, lambda call, reason: (told.append(reason), heard.set())[0])
-    with broker.client(redis_server) as connection:
+    with broker.connect_redis(redis_server) as connection:
         connection.rpush(replies.address, b"7 " + b"\xff" * 100_000, b"no number", b"7" * 100)
     assert heard.wait(30)
     assert len(told[0]) <= 500
@@ -438,7 +438,7 @@ def answer(db: Database, driver: GroupRollout) -> None:
     """Records a result for every call, as a tools worker would, and looks."""
     for number in values(db, "SELECT id FROM tool_calls WHERE result IS NULL"):
         tool_calls.record_result(db, number, ToolResult("42"), datetime.now(UTC), "host:2")
-    driver.look()
+    driver.poll_calls()
 
 
 @pytest.mark.parametrize(("env", "error"), [("no_step", "KeyError: 'state'"), ("mute", "the env must give messages with text")])
@@ -449,7 +449,7 @@ def test_an_env_that_cannot_go_on_fails_its_episode(sqlite: Database, in_memory:
     ((status, error_class, found, _),) = ends(sqlite)
     assert (status, error_class) == ("failed", "EnvError")
     assert error in found
-    assert not driver.live
+    assert not driver.is_live
 
 
 def test_a_call_that_nobody_answers_is_sent_again_a_few_times_and_then_the_attempt_fails(
@@ -459,9 +459,9 @@ def test_a_call_that_nobody_answers_is_sent_again_a_few_times_and_then_the_attem
     driver = rollout_of(sqlite, [ASK, ASK])
     play(driver, turns=2)
     for _ in range(RESENDS):
-        driver.look()
+        driver.poll_calls()
     with pytest.raises(InfraError, match="sent 6 times and not answered"):
-        driver.look()
+        driver.poll_calls()
     first = values(sqlite, "SELECT detail FROM events WHERE kind = 'waiting' ORDER BY id")[0]
     assert "sent once and not answered. Is a tools worker running?" in first, "said with the first call that is overdue"
 
@@ -471,7 +471,7 @@ def test_a_call_that_is_answered_late_is_observed(sqlite: Database, in_memory: N
     driver = rollout_of(sqlite, [ASK, ASK, ANSWER, ANSWER])
     play(driver, turns=2)
     for _ in range(RESENDS):
-        driver.look()
+        driver.poll_calls()
     answer(sqlite, driver)
     for _ in range(2):
         driver.handle([driver.inbox.get(timeout=60)])
@@ -560,7 +560,7 @@ def test_a_process_that_is_killed_again_and_again_is_not_kept_back_longer_than_h
     child, waits = Child("tools", process, started=time.monotonic()), []
     for _ in range(6):
         child.restart_at = None
-        watching._revive(child)
+        watching._restart_ended(child)
         waits.append(child.backoff)
     watching.news.join()
     assert waits == [1.0, 2.0, 2.0, 2.0, 2.0, 2.0]
@@ -597,10 +597,10 @@ def test_what_is_no_reply_does_not_end_the_reader(redis_server: Settings, caplog
     caplog.set_level(logging.WARNING)
     replies, heard = Replies(redis_server), threading.Event()
     replies.expect(7, lambda call, reason: heard.set())
-    with broker.client(redis_server) as connection:
+    with broker.connect_redis(redis_server) as connection:
         connection.rpush(replies.address, "not a call", b"\xff", "²")
     Waker(redis_server).wake(f"agentrl.replies.{'0' * 32}", 7)
-    with broker.client(redis_server) as connection:
+    with broker.connect_redis(redis_server) as connection:
         connection.rpush(replies.address, 7)
     assert heard.wait(30)
     assert "no call's id" in caplog.text

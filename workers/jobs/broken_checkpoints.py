@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = getLogger("agentrl.mend")
 
 
-def report(run_id: int, policy: PolicyRef, part: checkpoint_cache.Part) -> int | None:
+def report_broken(run_id: int, policy: PolicyRef, part: checkpoint_cache.Part) -> int | None:
     """Marks the policy's checkpoint as broken if it is.
 
     Returns:
@@ -41,7 +41,7 @@ def report(run_id: int, policy: PolicyRef, part: checkpoint_cache.Part) -> int |
     return repair.mark_broken(database(), run_id, policy.path, fault)
 
 
-def ask_for(iteration: int) -> None:
+def send_rebuild(iteration: int) -> None:
     """Sends the train job that makes the checkpoint again."""
     try:
         send_train(database(), iteration)
@@ -49,23 +49,23 @@ def ask_for(iteration: int) -> None:
         log.warning("the control loop will send train(%d): %s", iteration, error)
 
 
-def check_repeated(work: IterationWork, rebuild: Rebuild, update: "Update") -> None:
+def check_same_update(work: IterationWork, rebuild: Rebuild, update: "Update") -> None:
     """Makes sure that the update that was run again is the recorded one.
 
     Raises:
         CheckpointError: it took no step, or credits other episodes, or the same otherwise: the code is another, or the rewards.
     """
     if update.skipped:
-        raise beyond_repair(work, rebuild, f"its update now takes no step: {update.skipped}")
+        raise beyond_repair_error(work, rebuild, f"its update now takes no step: {update.skipped}")
     options = RunConfig.model_validate(work.config).algorithm
     if not credits_alike(options, update.advantages, rebuild.advantages):
-        raise beyond_repair(work, rebuild, "its update cannot be repeated: the advantages are not the recorded ones")
+        raise beyond_repair_error(work, rebuild, "its update cannot be repeated: the advantages are not the recorded ones")
 
 
-def beyond_repair(work: IterationWork, rebuild: Rebuild, reason: str) -> CheckpointError:
+def beyond_repair_error(work: IterationWork, rebuild: Rebuild, reason: str) -> CheckpointError:
     """What to say where a broken checkpoint cannot be made again; names the last whole one and what to do."""
     broken = rebuild.broken.version
-    versions = repair.versions_before(database(), work.run_id, broken)
+    versions = repair.list_versions_before(database(), work.run_id, broken)
     whole = next(
         (version for version, path, sha256 in versions if not path or not checkpoint_cache.fault_of(path, sha256)), None
     )

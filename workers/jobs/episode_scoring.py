@@ -10,7 +10,7 @@ from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
 from agentrl.workflow.trajectory import Episode, ToolResult
 
 
-def outcome_of(
+def scored_outcome(
     ended: Episode,
     work: GroupWork,
     env: Env,
@@ -31,18 +31,18 @@ def outcome_of(
         parts = score_episode(env, ended, work.weights, verdicts(judges, said))
         told = assign_rewards(ended, parts, work.weights)
         for hook in hooks:
-            parts |= _hook_parts(hook, told)
+            parts |= _parts_from_hook(hook, told)
         return Outcome(ended.id, "done", ended.stop_reason, total_reward(parts, work.weights), parts, ended.final_answer)
     except RewardError as error:
-        return unscored(ended, error)
+        return unscored_outcome(ended, error)
 
 
-def unscored(ended: Episode, error: RewardError) -> Outcome:
+def unscored_outcome(ended: Episode, error: RewardError) -> Outcome:
     """Failed: it cannot be scored."""
     return Outcome(ended.id, "failed", error_class="RewardError", error=str(error))
 
 
-def _hook_parts(hook: Hook, told: Episode) -> dict[str, Part]:
+def _parts_from_hook(hook: Hook, told: Episode) -> dict[str, Part]:
     source = f"{type(hook).__name__}.on_rollout_end"
     try:
         parts = {str(name): numbers(value) for name, value in hook.on_rollout_end(told).items()}

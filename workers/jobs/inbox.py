@@ -21,11 +21,11 @@ class Event:
 Inbox = SimpleQueue[Event]
 
 
-def sampled(inbox: Inbox, group: int, episode: int, future: "Future[Completion]") -> None:
+def put_completion(inbox: Inbox, group: int, episode: int, future: "Future[Completion]") -> None:
     """The engine's part."""
     inbox.put(Event(group, episode, completion=future))
 
 
-def replied(inbox: Inbox, group: int, episode: int, call: int, reason: str) -> None:
+def put_reply(inbox: Inbox, group: int, episode: int, call: int, reason: str) -> None:
     """The tools' part."""
     inbox.put(Event(group, episode, call=call, reason=reason))

@@ -27,7 +27,7 @@ from agentrl.workflow.tools.python import CodeTool
 from agentrl.workflow.trajectory import ToolResult
 
 log = getLogger("agentrl.sessions")
-MOST = 64
+MAX_SESSIONS = 64
 """Interpreters at once; who has waited longest for its next call makes room, and is made anew."""
 
 IDLE_SECONDS = 120.0
@@ -36,11 +36,11 @@ IDLE_SECONDS = 120.0
 FULL_SECONDS = 0.05
 """How long to wait until one of them is idle, where all are at work."""
 
-NOTE = "[the session was lost and its cells were run again: one of them did not come to the same as before]\n"
+RERUN_NOTE = "[the session was lost and its cells were run again: one of them did not come to the same as before]\n"
 
 
 @dataclass(eq=False)
-class _Live:
+class _LiveSession:
     """One interpreter, and the calls that it has seen; `users` are the threads that have it or wait for it."""
 
     key: SessionKey
@@ -65,14 +65,14 @@ class Sessions:
         owner: str,
         lease_seconds: float,
         failed: Callable[[CodeTool, BaseException], ToolResult],
-        most: int = MOST,
+        most: int = MAX_SESSIONS,
         idle_seconds: float = IDLE_SECONDS,
     ) -> None:
         self._db, self.owner, self._lease, self._failed = db, owner, lease_seconds, failed
         self._idle_seconds = idle_seconds
         self._places = threading.Semaphore(most)
         self._lock = threading.Lock()
-        self._lives: dict[SessionKey, _Live] = {}
+        self._lives: dict[SessionKey, _LiveSession] = {}
 
     def start(self) -> None:
         """Begins to renew leases, in a daemon thread."""
@@ -85,38 +85,38 @@ class Sessions:
             InfraError: the system failed it; it is left without a result.
         """
         ended: set[int] = set()
-        with self._held(key) as live:
+        with self._hold(key) as live:
             while True:
-                cells = tool_sessions.cells_until(self._db, key, call)
+                cells = tool_sessions.load_cells_until(self._db, key, call)
                 asked = next((cell for cell in cells if cell.result is None), None)
                 if asked is None:
                     return self.owner
                 past = [cell for cell in cells[: cells.index(asked)] if cell.result and cell.result.exit]
-                if not self._follows(live, past):
+                if not self._is_prefix(live, past):
                     owner = tool_sessions.take(self._db, key, self.owner, self._lease)
                     if owner != self.owner:
                         self._put_away(live)
                         return owner
-                    self._open(live, tool)
-                if not self._go_on(live, tool, past, asked, last=asked.id in ended):
+                    self._open_session(live, tool)
+                if not self._run_cells(live, tool, past, asked, last=asked.id in ended):
                     ended.add(asked.id)
 
     def close(self) -> None:
         """Puts all of them away that no call is using."""
-        while self._put_one_away(lambda live: True):
+        while self._put_away_oldest(lambda live: True):
             pass
 
     # cells
 
-    def _go_on(self, live: _Live, tool: CodeTool, past: Sequence[Cell], asked: Cell, last: bool) -> bool:
+    def _run_cells(self, live: _LiveSession, tool: CodeTool, past: Sequence[Cell], asked: Cell, last: bool) -> bool:
         """Runs the cells that the interpreter has not seen, then the one that is asked for, and records it.
 
         False where the whole sandbox ended meanwhile: whether that was the cell's doing shows when it is run again, as `last`.
         """
         try:
-            note = "" if self._repeat(live, tool, past) else NOTE
+            note = "" if self._run_past_cells(live, tool, past) else RERUN_NOTE
             started = datetime.now(UTC)
-            result = self._run(live, tool, asked, note)
+            result = self._run_cell(live, tool, asked, note)
             if not (last or (live.session and live.session.alive)):
                 return False
             recorded = tool_calls.record_result(self._db, asked.id, result, started, worker_name())
@@ -128,13 +128,13 @@ class Sessions:
         return True
 
     @staticmethod
-    def _follows(live: _Live, past: Sequence[Cell]) -> bool:
+    def _is_prefix(live: _LiveSession, past: Sequence[Cell]) -> bool:
         """Whether the interpreter is there and has seen nothing but the first of these cells."""
         if live.session is None or not live.session.alive:
             return False
         return live.seen == [cell.id for cell in past[: len(live.seen)]]
 
-    def _repeat(self, live: _Live, tool: CodeTool, past: Sequence[Cell]) -> bool:
+    def _run_past_cells(self, live: _LiveSession, tool: CodeTool, past: Sequence[Cell]) -> bool:
         """Runs those cells that the interpreter has not seen; whether they came to what they had come to before."""
         same = True
         for cell in past[len(live.seen) :]:
@@ -144,14 +144,14 @@ class Sessions:
             if seen is None or seen.code is None or seen.code < 0 or seen.status == "killed":
                 live.session.run("pass")  # it died, and had no effect but to be counted
             else:
-                found = self._told(tool, live.session, cell)
+                found = self._run_code(tool, live.session, cell)
                 same = self._compare(live.key, cell, found) and same
             live.seen.append(cell.id)
         return same
 
     def _compare(self, key: SessionKey, cell: Cell, found: ToolResult) -> bool:
         assert cell.result is not None
-        before = (cell.result.content.removeprefix(NOTE), cell.result.error_class)
+        before = (cell.result.content.removeprefix(RERUN_NOTE), cell.result.error_class)
         if before == (clean(found.content), found.error_class):
             return True
         said = f"call {cell.id} came to {found.error_class or 'ok'} {found.content[:300]!r}, not {before[1] or 'ok'}"
@@ -159,18 +159,18 @@ class Sessions:
         tool_sessions.taint(self._db, key, clean(f"{said} {before[0][:300]!r}"))
         return False
 
-    def _run(self, live: _Live, tool: CodeTool, cell: Cell, note: str) -> ToolResult:
+    def _run_cell(self, live: _LiveSession, tool: CodeTool, cell: Cell, note: str) -> ToolResult:
         assert live.session is not None
         patience = Patience()
         faultpoint("run_tool.before")
         with patience.hold():
-            result = self._told(tool, live.session, cell)
+            result = self._run_code(tool, live.session, cell)
         faultpoint("run_tool.after")
         if result.exit:
             live.seen.append(cell.id)
         return replace(result, content=note + result.content, seconds=patience.own_seconds)
 
-    def _told(self, tool: CodeTool, session: Session, cell: Cell) -> ToolResult:
+    def _run_code(self, tool: CodeTool, session: Session, cell: Cell) -> ToolResult:
         try:
             return tool.cell(session, cell.arguments)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - anybody's tool; what is the system's is raised again
@@ -179,9 +179,9 @@ class Sessions:
     # interpreters
 
     @contextmanager
-    def _held(self, key: SessionKey) -> Iterator[_Live]:
+    def _hold(self, key: SessionKey) -> Iterator[_LiveSession]:
         with self._lock:
-            live = self._lives.setdefault(key, _Live(key))
+            live = self._lives.setdefault(key, _LiveSession(key))
             live.users += 1
         try:
             with live.lock:
@@ -193,10 +193,10 @@ class Sessions:
                 if not live.users and live.session is None:
                     del self._lives[key]
 
-    def _open(self, live: _Live, tool: CodeTool) -> None:
+    def _open_session(self, live: _LiveSession, tool: CodeTool) -> None:
         self._put_away(live)
         while not self._places.acquire(blocking=False):
-            if not self._put_one_away(lambda other: True):
+            if not self._put_away_oldest(lambda other: True):
                 time.sleep(FULL_SECONDS)
         try:
             live.session = tool.open()
@@ -205,13 +205,13 @@ class Sessions:
             self._failed(tool, error)
             raise
 
-    def _put_away(self, live: _Live) -> None:
+    def _put_away(self, live: _LiveSession) -> None:
         session, live.session, live.seen = live.session, None, []
         if session is not None:
             session.close()
             self._places.release()
 
-    def _put_one_away(self, chosen: Callable[[_Live], bool]) -> bool:
+    def _put_away_oldest(self, chosen: Callable[[_LiveSession], bool]) -> bool:
         """The one of those that nobody uses that was used longest ago; False where there is none."""
         with self._lock:
             idle = [live for live in self._lives.values() if live.session and not live.users and chosen(live)]
@@ -225,7 +225,7 @@ class Sessions:
     def _beat(self) -> None:
         while not stopping.wait(self._lease / 3):
             try:
-                self.look_after()
+                self.renew_and_clean()
             except Exception:
                 log.exception("sessions could not be looked after")
         try:
@@ -233,11 +233,11 @@ class Sessions:
         except ServiceError as error:
             log.warning("others wait for this worker's leases to end: %s", error)
 
-    def look_after(self) -> None:
+    def renew_and_clean(self) -> None:
         """Renews the leases; puts away what was not used for long, and what belongs to an episode that is over or to others."""
         with self._lock:
             there = set(self._lives)
         held = tool_sessions.keep(self._db, self.owner, self._lease)
         long_ago = time.monotonic() - self._idle_seconds
-        while self._put_one_away(lambda live: live.used < long_ago or (live.key in there and live.key not in held)):
+        while self._put_away_oldest(lambda live: live.used < long_ago or (live.key in there and live.key not in held)):
             pass

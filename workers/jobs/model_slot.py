@@ -25,7 +25,7 @@ log = getLogger("agentrl.models")
 
 
 @dataclass
-class Loaded:
+class LoadedModel:
     """A base with its engine, and the trainer state that is in its trainable weights."""
 
     policy: Policy
@@ -54,7 +54,7 @@ class Loaded:
         if self._engine is not None:
             self._engine.release()
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Ends the engine, where one was started."""
         if self._engine is not None:
             self._engine.close()
@@ -65,7 +65,7 @@ class Models:
     """Hands out the loaded base; see the module's text for who waits for whom."""
 
     _key: str = ""
-    _loaded: Loaded | None = None
+    _loaded: LoadedModel | None = None
     _users: int = 0
     _line: "deque[tuple[int, str]]" = field(default_factory=deque)
     _tickets: int = 0
@@ -73,7 +73,7 @@ class Models:
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     @contextmanager
-    def use(self, config: RunConfig, base: str) -> Iterator[Loaded]:
+    def use(self, config: RunConfig, base: str) -> Iterator[LoadedModel]:
         """The base loaded as `config.model` says, with the engine that it names; many may use it at once.
 
         Raises:
@@ -81,7 +81,7 @@ class Models:
             ConfigError: there is no such engine.
         """
         with self._changed:
-            loaded = self._enter(_key(config, base), config, base)
+            loaded = self._enter(_loading_key(config, base), config, base)
         try:
             yield loaded
         finally:
@@ -89,7 +89,7 @@ class Models:
                 self._users -= 1
                 self._changed.notify_all()
 
-    def _enter(self, key: str, config: RunConfig, base: str) -> Loaded:
+    def _enter(self, key: str, config: RunConfig, base: str) -> LoadedModel:
         self._tickets += 1
         ticket = (self._tickets, key)
         self._line.append(ticket)
@@ -113,25 +113,25 @@ class Models:
     def _replace(self, config: RunConfig, base: str) -> None:
         if self._loaded is not None:
             log.info("changing bases: %s leaves", self._key.split("|")[0])
-            self._loaded.leave()
+            self._loaded.close()
             self._loaded, self._key = None, ""
         log.info("loading %s", base)
         where = settings()
         backend: Backend = find("engines", config.rollout.engine)
         key = ""
-        while key != (present := _key(config, base)):  # a folder that is replaced while it is read is read again
+        while key != (present := _loading_key(config, base)):  # a folder that is replaced while it is read is read again
             key = present
             policy = Policy.load(config.model, base, where.device, where.threads, weights=backend.local)
-        self._loaded = Loaded(policy, backend)
+        self._loaded = LoadedModel(policy, backend)
         self._key, self._invited = key, self._tickets
 
 
-def _key(config: RunConfig, base: str) -> str:
+def _loading_key(config: RunConfig, base: str) -> str:
     """What must be equal for two jobs to share a loaded base."""
-    return f"{base}|{config.model.model_dump_json(exclude={'path'})}|{config.rollout.engine}|{_stamp(Path(base))}"
+    return f"{base}|{config.model.model_dump_json(exclude={'path'})}|{config.rollout.engine}|{_folder_stamp(Path(base))}"
 
 
-def _stamp(folder: Path) -> str:
+def _folder_stamp(folder: Path) -> str:
     """Tells a folder that was made anew from the one that was loaded; hashing gigabytes for every job would be too slow."""
     files = sorted(file for file in folder.glob("*") if file.suffix in (".safetensors", ".json", ".jinja", ".txt", ".py"))
     try:

@@ -25,8 +25,8 @@ from agentrl.workers.stack.process import (
     heartbeat,
     refuse_overlap,
     stopping,
-    until_written,
     worker_name,
+    write_when_possible,
 )
 from agentrl.workflow import engines
 from agentrl.workflow.checkpoints import checkpoint_cache
@@ -54,19 +54,19 @@ def rollout(groups: list[int]) -> int:
     A group that a live worker holds is left to it: the message is then acknowledged without counting for the chord.
     """
     groups = [row_id(group) for group in groups]
-    batches = _by_run(_claim(groups))
+    batches = _group_by_run(_claim_groups(groups))
     for batch in batches:
-        _roll_out(batch)
+        _roll_out_groups(batch)
     faultpoint("rollout.end")
-    if not store.all_closed(database(), groups):
+    if not store.are_all_closed(database(), groups):
         raise Ignore()
     for run in {batch[0].run_id for batch in batches}:
-        if waiting_runs.waits_for(database(), run):
+        if waiting_runs.find_wait_reason(database(), run):
             waiting_runs.wait_no_more(database(), run)
     return len(groups)
 
 
-def _claim(groups: Sequence[int]) -> list[GroupWork]:
+def _claim_groups(groups: Sequence[int]) -> list[GroupWork]:
     """Those of the groups that nobody holds; none once this process is to stop, for it would only hand them back."""
     works: list[GroupWork] = []
     try:
@@ -76,19 +76,19 @@ def _claim(groups: Sequence[int]) -> list[GroupWork]:
             work = store.claim_group(database(), group, claim_name(), settings().lease_seconds)
             works += [work] if work is not None else []
     except ServiceError:
-        _give_back(works)
+        _hand_back_groups(works)
         raise
     return works
 
 
-def _by_run(works: Sequence[GroupWork]) -> list[list[GroupWork]]:
+def _group_by_run(works: Sequence[GroupWork]) -> list[list[GroupWork]]:
     runs: dict[int, list[GroupWork]] = {}
     for work in works:
         runs.setdefault(work.run_id, []).append(work)
     return list(runs.values())
 
 
-def _roll_out(works: Sequence[GroupWork]) -> None:
+def _roll_out_groups(works: Sequence[GroupWork]) -> None:
     """Drives the groups of one run; every failure ends at the boundary that it belongs to."""
     lost: set[Fence] = set()
     for work in works:  # from now on: loading a model may take longer than a lease
@@ -96,7 +96,7 @@ def _roll_out(works: Sequence[GroupWork]) -> None:
     try:
         config = RunConfig.model_validate(works[0].config)
         refuse_overlap(config)
-        _bring(works)
+        _fetch_weights(works)
         with models.use(config, works[0].policy.base) as loaded:
             confirm_base(works[0].run_id, loaded.policy)
             trained = works[0].kind == "train" or any(work.policy.path for work in works)
@@ -107,13 +107,13 @@ def _roll_out(works: Sequence[GroupWork]) -> None:
                 for work in works
             }
             _check_code(works[0], rollouts[works[0].fence.group].env)
-            _drive(rollouts, inbox)
+            _drive_rollouts(rollouts, inbox)
     except (ConfigError, ModelError, CheckpointError) as error:
-        _refuse(works, error)
+        _fail_run(works, error)
     except ServiceError as error:
         log.warning("%s: no rollout now: %s", works[0].run, error)
-        _say_waiting(works[0].run_id, error)
-        _give_back(works)
+        _report_wait(works[0].run_id, error)
+        _hand_back_groups(works)
     except Exception as error:
         log.exception("%s: no rollout", works[0].run)
         for work in works:
@@ -129,56 +129,56 @@ def _check_code(work: GroupWork, env: Env) -> None:
     Raises:
         ConfigError: it would if it read a file again.
     """
-    held = _hash(work, env, anew=False)
+    held = _scoring_hash(work, env, anew=False)
     if held in (work.code_hash, ""):
         return
-    if _hash(work, env, anew=True) == work.code_hash:
+    if _scoring_hash(work, env, anew=True) == work.code_hash:
         said = f"A file of the rewards of {work.run} has changed since the workers that run read it."
         raise ConfigError(said, "Let them start again: agentrl down")
     store.note_code(database(), work.run_id, held)
 
 
-def _hash(work: GroupWork, env: Env, anew: bool) -> str:
+def _scoring_hash(work: GroupWork, env: Env, anew: bool) -> str:
     try:
         return scoring_hash(env, work.weights, anew)
     except OSError:  # a file of it is gone
         return ""
 
 
-def _refuse(works: Sequence[GroupWork], error: AgentRLError) -> None:
+def _fail_run(works: Sequence[GroupWork], error: AgentRLError) -> None:
     """Ends the run, for it would fail again and again; unless it is its own checkpoint, which can be made again."""
     broken = {work.policy for work in works} if isinstance(error, CheckpointError) else set()
     waiting: list[int] = []
     try:
-        reported = {broken_checkpoints.report(works[0].run_id, policy, "weights") for policy in broken}
+        reported = {broken_checkpoints.report_broken(works[0].run_id, policy, "weights") for policy in broken}
         waiting += [iteration for iteration in reported if iteration is not None]
         if not waiting:
             log.error("%s: %s", works[0].run, error)
-            train_commits.fail_run(database(), works[0].run_id, _reason(works[0], error))
+            train_commits.fail_run(database(), works[0].run_id, _failure_reason(works[0], error))
     except ServiceError as away:  # nothing is known, so nothing ends: whoever takes the groups next finds the same
         log.warning("%s: %s", works[0].run, away)
     finally:
-        _give_back(works)
+        _hand_back_groups(works)
     for iteration in waiting:
-        broken_checkpoints.ask_for(iteration)
+        broken_checkpoints.send_rebuild(iteration)
 
 
-def _reason(work: GroupWork, error: AgentRLError) -> str:
+def _failure_reason(work: GroupWork, error: AgentRLError) -> str:
     if isinstance(error, ConfigError):  # elsewhere it may be otherwise: what can be imported, how that process was started
         return f"The rollout worker {worker_name()} says: {error}"
     if work.kind == "train" or not work.policy.path or not isinstance(error, CheckpointError):
         return str(error)
-    return f"{error.message} {repair.how_to_go_on(database(), work.run, work.policy.path)}"
+    return f"{error.message} {repair.recovery_hint(database(), work.run, work.policy.path)}"
 
 
-def _say_waiting(run_id: int, error: ServiceError) -> None:
+def _report_wait(run_id: int, error: ServiceError) -> None:
     try:
         waiting_runs.wait_for(database(), run_id, str(error))
     except ServiceError as away:  # what does not answer is the database itself
         log.warning("the run's events do not say so: %s", away)
 
 
-def _bring(works: Sequence[GroupWork]) -> None:
+def _fetch_weights(works: Sequence[GroupWork]) -> None:
     """Brings their weights to this host, so that the sampler, which all jobs share, need not wait for a network."""
     for policy in {work.policy for work in works if work.policy.path}:
         checkpoint_cache.local_part(policy.path, policy.sha256)
@@ -187,32 +187,32 @@ def _bring(works: Sequence[GroupWork]) -> None:
 def _count_failure(work: GroupWork, error: Exception) -> None:
     attempts = work.config["rollout"]["max_attempts"]
     if store.fail_attempt(database(), work.fence, type(error).__name__, str(error), attempts):
-        iteration = store.ready_iteration(database(), work.fence.group)
+        iteration = store.find_ready_iteration(database(), work.fence.group)
         if iteration is not None:
             _try_send_train(iteration)
 
 
-def _drive(rollouts: dict[int, GroupRollout], inbox: Inbox) -> None:
+def _drive_rollouts(rollouts: dict[int, GroupRollout], inbox: Inbox) -> None:
     for driver in rollouts.values():
-        _guarded(driver, driver.start)
+        _run_guarded(driver, driver.start)
     looked = time.monotonic()
-    while any(driver.live for driver in rollouts.values()):
+    while any(driver.is_live for driver in rollouts.values()):
         if stopping.is_set():
-            _give_back([driver.work for driver in rollouts.values() if driver.live])
+            _hand_back_groups([driver.work for driver in rollouts.values() if driver.is_live])
             return
-        events = _drain(inbox)
+        events = _take_events(inbox)
         for group, driver in rollouts.items():
             mine = [event for event in events if event.group == group]
-            if driver.live and mine:
-                _guarded(driver, partial(driver.handle, mine))
+            if driver.is_live and mine:
+                _run_guarded(driver, partial(driver.handle, mine))
         if time.monotonic() - looked > POLL_SECONDS:  # also while others keep the inbox busy
             looked = time.monotonic()
             for driver in rollouts.values():
-                if driver.live:
-                    _guarded(driver, driver.look)
+                if driver.is_live:
+                    _run_guarded(driver, driver.poll_calls)
 
 
-def _guarded(driver: GroupRollout, act: Callable[[], None]) -> None:
+def _run_guarded(driver: GroupRollout, act: Callable[[], None]) -> None:
     """A fenced group is dropped, a failure of the system costs the group an attempt; neither touches the others."""
     try:
         act()
@@ -224,8 +224,8 @@ def _guarded(driver: GroupRollout, act: Callable[[], None]) -> None:
     except ServiceError as error:  # the database or the broker was away for long: no attempt of the group's
         log.warning("group %d is handed back: %s", driver.work.fence.group, error)
         driver.lose()
-        _say_waiting(driver.work.run_id, error)
-        _give_back([driver.work])
+        _report_wait(driver.work.run_id, error)
+        _hand_back_groups([driver.work])
     except Exception as error:
         log.exception("group %d failed", driver.work.fence.group)
         driver.lose()
@@ -242,12 +242,12 @@ def _try_send_train(iteration: int) -> None:
         log.warning("the control loop will send train(%d): %s", iteration, error)
 
 
-def _give_back(works: Sequence[GroupWork]) -> None:
+def _hand_back_groups(works: Sequence[GroupWork]) -> None:
     for work in works:
-        until_written(partial(store.hand_back, database(), work.fence))
+        write_when_possible(partial(store.hand_back, database(), work.fence))
 
 
-def _drain(inbox: Inbox) -> list[Event]:
+def _take_events(inbox: Inbox) -> list[Event]:
     """All events that are there, waiting for the first and, if it was sampled, a moment for those that come with it."""
     events: list[Event] = []
     try:

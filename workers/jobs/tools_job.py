@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from agentrl.workers.jobs.interpreters import Sessions
 from agentrl.workers.stack.celery_app import app, own_queue, row_id
-from agentrl.workers.stack.dispatch import NOBODY, send_call
+from agentrl.workers.stack.dispatch import NO_REPLY, send_call
 from agentrl.workers.stack.process import claim_name, database, worker_name
 from agentrl.workers.stack.replies import Waker
 from agentrl.workflow.config import RunConfig
@@ -48,10 +48,10 @@ from agentrl.workflow.trajectory import ToolResult
 
 log = getLogger("agentrl.tools")
 Answer = TypeVar("Answer")
-MENDED = "Start that worker anew with what it needs (embedded: agentrl down, then agentrl resume RUN)."
+RESTART_HINT = "Start that worker anew with what it needs (embedded: agentrl down, then agentrl resume RUN)."
 GRACE_SECONDS = 5.0
 """How much longer than its tool's limit a call may take to be recorded."""
-LOOKS = 8
+LOOKS_PER_LIMIT = 8
 """At the clock, in the time that a call may take."""
 
 _running: set[int] = set()
@@ -63,33 +63,33 @@ def call(call_id: int, reply_to: str) -> None:
     """Runs the call unless it is answered already."""
     work = tool_calls.find_call(database(), row_id(call_id))
     try:
-        if work is not None and not _answered(work, reply_to):
+        if work is not None and not _answer_call(work, reply_to):
             return
     except Unready as error:
         with suppress(ConfigError):  # an address that is none: what failed the call is what is to be said
-            _wake(reply_to, call_id, " ".join(str(error).split()))
+            _wake_waiter(reply_to, call_id, " ".join(str(error).split()))
         raise
     faultpoint("wake.before")
-    _wake(reply_to, call_id)
+    _wake_waiter(reply_to, call_id)
     faultpoint("call.end")
 
 
-def _wake(reply_to: str, call_id: int, reason: str = "") -> None:
-    if reply_to != NOBODY:
+def _wake_waiter(reply_to: str, call_id: int, reason: str = "") -> None:
+    if reply_to != NO_REPLY:
         _waker().wake(reply_to, call_id, reason)
 
 
-def _answered(work: CallWork, reply_to: str) -> bool:
+def _answer_call(work: CallWork, reply_to: str) -> bool:
     """Answers the call; False where that is another's: who may be running what must not run twice, or has it already."""
     started = datetime.now(UTC)
-    tool = _loaded(work)
+    tool = _load_tool(work)
     if isinstance(tool, CodeTool) and tool.keeps:
         owner = _sessions().answer(SessionKey(work.episode, work.attempt, work.tool), work.id, tool)
         if owner != own_queue():
             send_call(work.id, reply_to, owner)
         return owner == own_queue()
-    with _alone(work.id) as alone:
-        result = _result(tool, work) if alone else None
+    with _hold_call(work.id) as alone:
+        result = _run_or_skip(tool, work) if alone else None
         if result is None:
             return False
         faultpoint("run_tool.after")
@@ -98,7 +98,7 @@ def _answered(work: CallWork, reply_to: str) -> bool:
 
 
 @contextmanager
-def _alone(call: int) -> Iterator[bool]:
+def _hold_call(call: int) -> Iterator[bool]:
     """Whether no other thread here has the call: one that waits for its turn is sent again, and stands in line once."""
     with _running_lock:
         alone = call not in _running
@@ -111,29 +111,29 @@ def _alone(call: int) -> Iterator[bool]:
                 _running.discard(call)
 
 
-def _loaded(work: CallWork) -> Tool:
+def _load_tool(work: CallWork) -> Tool:
     """The call's tool.
 
     Raises:
         Unready: it cannot be had here. The model has no part in that: the rollout worker, which offered it, has it.
     """
     try:
-        tool: Tool = find("rewards", work.tool) if work.kind == "grade" else toolset(database(), work.run)[work.tool]
+        tool: Tool = find("rewards", work.tool) if work.kind == "grade" else load_toolset(database(), work.run)[work.tool]
     except ServiceError:
         raise
     except (Exception, SystemExit) as error:
         log.exception("tool %s of env %s cannot be loaded", work.tool, work.env)
         said = str(error) if isinstance(error, AgentRLError) else f"{type(error).__name__}: {error}"
-        raise Unready(f"The tools worker {worker_name()} cannot load {work.tool}: {said[:1000]}", MENDED) from error
+        raise Unready(f"The tools worker {worker_name()} cannot load {work.tool}: {said[:1000]}", RESTART_HINT) from error
     return tool
 
 
-def _result(tool: Tool, work: CallWork) -> ToolResult | None:
+def _run_or_skip(tool: Tool, work: CallWork) -> ToolResult | None:
     """What the call came to; None while another worker may still be running it, and it must not run twice."""
     if work.effects == "once":
-        unopened = _opening(tool)
+        unopened = _open_tool(tool)
         if unopened is not None:  # and the call was not started
-            return _unopened(tool, unopened)
+            return _unopened_result(tool, unopened)
         start = tool_calls.start_once(database(), work.id, claim_name(), tool.timeout_seconds + GRACE_SECONDS)
         if start != "ours":
             return UNKNOWN_OUTCOME if start == "lost" else None
@@ -148,26 +148,26 @@ def run_tool(tool: Tool, work: CallWork) -> ToolResult:
         Unready: this process lacks what it needs.
     """
     faultpoint("run_tool.before")
-    unopened = _opening(tool)
+    unopened = _open_tool(tool)
     if unopened is not None:
-        return _unopened(tool, unopened)
+        return _unopened_result(tool, unopened)
     patience, answer = Patience(), Future[ToolResult]()
     # A thread of its own for each call: one that never ends takes nobody else's place.
-    attempt = (answer, partial(_timed, tool, work.arguments, patience))
-    threading.Thread(target=_attempt, args=attempt, name=f"tool-{tool.name}", daemon=True).start()
-    error = _awaited(answer, tool, patience)
-    told = answer.result() if error is None else _failure(tool, error)
+    attempt = (answer, partial(_run_timed, tool, work.arguments, patience))
+    threading.Thread(target=_settle, args=attempt, name=f"tool-{tool.name}", daemon=True).start()
+    error = _wait_for_answer(answer, tool, patience)
+    told = answer.result() if error is None else _failure_result(tool, error)
     return replace(told, seconds=patience.own_seconds)
 
 
-def _awaited(answer: "Future[ToolResult]", tool: Tool, patience: Patience) -> BaseException | None:
+def _wait_for_answer(answer: "Future[ToolResult]", tool: Tool, patience: Patience) -> BaseException | None:
     """What the call raised, if anything, within its tool's time, of which none passes while it waits for its turn.
 
     Nor does any while this process stands still: it looks at the clock often enough to see how long that was.
     """
     wait = 0.0
     while (left := tool.timeout_seconds - patience.look(wait)) > 0:
-        wait = min(left, tool.timeout_seconds / LOOKS)
+        wait = min(left, tool.timeout_seconds / LOOKS_PER_LIMIT)
         with suppress(TimeoutError):
             error = answer.exception(wait)
             patience.look(wait)
@@ -189,11 +189,11 @@ def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -
         with patience.hold():
             told = notebook.run(tool, arguments)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - anybody's tool; what is the system's is raised again
-        told = _failure(tool, error)
+        told = _failure_result(tool, error)
     return replace(told, seconds=patience.own_seconds)
 
 
-def _timed(tool: Tool, arguments: Mapping[str, Any], patience: Patience) -> ToolResult:
+def _run_timed(tool: Tool, arguments: Mapping[str, Any], patience: Patience) -> ToolResult:
     """The tool's answer, with the processor time of this thread, which did nothing else, where no sandbox told its own."""
     try:
         with patience.hold():
@@ -203,38 +203,38 @@ def _timed(tool: Tool, arguments: Mapping[str, Any], patience: Patience) -> Tool
     return told if told.exit else replace(told, cpu_seconds=time.thread_time())
 
 
-def _attempt(answer: "Future[Answer]", work: Callable[[], Answer]) -> None:
+def _settle(answer: "Future[Answer]", work: Callable[[], Answer]) -> None:
     try:
         answer.set_result(work())
     except BaseException as error:  # noqa: BLE001 - anybody's code, and `exit()` in it; it is recorded as the call's result
         answer.set_exception(error)
 
 
-def _opening(tool: Tool) -> BaseException | None:
+def _open_tool(tool: Tool) -> BaseException | None:
     """Makes what the tool needs for all of its calls; what it raised."""
     opened: Future[object] = Future()
     if tool.opens is None:
         return None
-    _attempt(opened, tool.opens)
+    _settle(opened, tool.opens)
     return opened.exception()
 
 
-def _unopened(tool: Tool, error: BaseException) -> ToolResult:
+def _unopened_result(tool: Tool, error: BaseException) -> ToolResult:
     """What a call comes to whose tool has not what it needs for all of its calls."""
     if isinstance(error, AgentRLError) and not isinstance(error, ToolFailure):
-        raise _unready(tool, error) from error
-    return _failure(tool, error)
+        raise _unready_error(tool, error) from error
+    return _failure_result(tool, error)
 
 
-def _unready(tool: Tool, error: AgentRLError) -> Unready:
+def _unready_error(tool: Tool, error: AgentRLError) -> Unready:
     log.error("tool %s cannot run here: %s", tool.name, error)
-    return Unready(f"{tool.name} cannot run on {worker_name()}: {error.message}", f"{error.hint} {MENDED}".strip())
+    return Unready(f"{tool.name} cannot run on {worker_name()}: {error.message}", f"{error.hint} {RESTART_HINT}".strip())
 
 
-def _failure(tool: Tool, error: BaseException) -> ToolResult:
+def _failure_result(tool: Tool, error: BaseException) -> ToolResult:
     """What a call that raised comes to. A model may bring about what fails it, but not what is missing here."""
     if isinstance(error, ConfigError | SandboxUnavailable):
-        raise _unready(tool, error) from error
+        raise _unready_error(tool, error) from error
     if isinstance(error, AgentRLError) and not isinstance(error, ToolFailure):
         log.error("the system failed tool %s: %s", tool.name, error)
         raise InfraError(f"{tool.name} cannot run on {worker_name()}: {error.message}", error.hint) from error
@@ -245,16 +245,16 @@ def _failure(tool: Tool, error: BaseException) -> ToolResult:
 
 
 @lru_cache(maxsize=64)
-def toolset(db: Database, run: int) -> dict[str, Tool]:
+def load_toolset(db: Database, run: int) -> dict[str, Tool]:
     """The tools of the run's env and its own, by the name the model writes."""
-    config = RunConfig.model_validate(tool_calls.config_of(db, run))
+    config = RunConfig.model_validate(tool_calls.load_config(db, run))
     env: Env = find("envs", str(config.env))
     return offered_tools(env, config)
 
 
 @Once
 def _sessions() -> Sessions:
-    made = Sessions(database(), own_queue(), settings().lease_seconds, _failure)
+    made = Sessions(database(), own_queue(), settings().lease_seconds, _failure_result)
     made.start()
     return made
 

@@ -12,10 +12,10 @@ from functools import cache, partial
 from logging import getLogger
 
 from agentrl.workers.jobs import broken_checkpoints
-from agentrl.workers.jobs.model_slot import Loaded, models
+from agentrl.workers.jobs.model_slot import LoadedModel, models
 from agentrl.workers.stack.celery_app import app, row_id
 from agentrl.workers.stack.dispatch import dispatch, send_train
-from agentrl.workers.stack.process import claim_name, confirm_base, database, heartbeat, refuse_overlap, until_written
+from agentrl.workers.stack.process import claim_name, confirm_base, database, heartbeat, refuse_overlap, write_when_possible
 from agentrl.workflow import trainers
 from agentrl.workflow.checkpoints import checkpoint_cache
 from agentrl.workflow.checkpoints import epoch_links as links
@@ -30,8 +30,8 @@ from agentrl.workflow.stats.group_variance import choose_groups
 from agentrl.workflow.store import epoch_ends, eval_results, repair, retention, train_claims, train_commits
 from agentrl.workflow.store.iterations import staleness_of
 from agentrl.workflow.store.repair import Rebuild
-from agentrl.workflow.store.train_claims import IterationWork, SampledOn
-from agentrl.workflow.store.train_commits import Published, UpdateRecord
+from agentrl.workflow.store.train_claims import IterationWork, MoreGroupsPlanned
+from agentrl.workflow.store.train_commits import PublishedUpdate, UpdateRecord
 from agentrl.workflow.training.reports import Update
 from agentrl.workflow.training.trainer import Trainer
 
@@ -44,31 +44,31 @@ def train(iteration: int) -> None:
     work = train_claims.claim_iteration(database(), row_id(iteration), claim_name(), settings().lease_seconds)
     if work is None:
         return
-    if isinstance(work, SampledOn):
-        _sample_on(work)
+    if isinstance(work, MoreGroupsPlanned):
+        _dispatch_more_groups(work)
         return
     fenced = threading.Event()
     heartbeat().hold_iteration(work.id, work.token, fenced.set)
     try:
-        published = _act(work, fenced)
+        published = _run_iteration(work, fenced)
     except Fenced as error:
         log.info("%s", error)
     except ServiceError as error:  # the database was away for long: no attempt of the iteration's
         log.warning("iteration %d of %s is handed back: %s", work.iteration, work.run, error)
-        until_written(partial(train_claims.hand_back_iteration, database(), work.id, work.token))
+        write_when_possible(partial(train_claims.hand_back_iteration, database(), work.id, work.token))
     except (ConfigError, ModelError, CheckpointError) as error:
-        until_written(partial(_refuse, work, error))
+        write_when_possible(partial(_fail_run, work, error))
     except Exception as error:
         log.exception("%s: iteration %d was not trained", work.run, work.iteration)
         train_claims.fail_update(database(), work, f"{type(error).__name__}: {error}", work.config["rollout"]["max_attempts"])
     else:
-        _go_on(work, published)
+        _send_next(work, published)
         faultpoint("train.end")
     finally:
         heartbeat().drop_iteration(work.id, work.token)
 
 
-def _sample_on(made: SampledOn) -> None:
+def _dispatch_more_groups(made: MoreGroupsPlanned) -> None:
     log.info("iteration %d: %d of %d groups vary, %d more are sampled", made.iteration, made.varied, made.groups, made.more)
     try:
         dispatch(database(), made.iteration)
@@ -79,47 +79,49 @@ def _sample_on(made: SampledOn) -> None:
 
 
 @cache
-def _thread() -> ThreadPoolExecutor:
+def _update_thread() -> ThreadPoolExecutor:
     """All updates run in one thread: glibc keeps what a thread freed for that thread, a copy of the activations in each."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
 
 
-def _act(work: IterationWork, fenced: threading.Event) -> Published:
+def _run_iteration(work: IterationWork, fenced: threading.Event) -> PublishedUpdate:
     if work.kind != "train":
-        return _conclude(work)
-    return _thread().submit(_rebuild if work.rebuilds else _train, work, fenced).result()
+        return _finish_without_update(work)
+    return _update_thread().submit(_rebuild_checkpoint if work.rebuilds else _train_iteration, work, fenced).result()
 
 
-def _conclude(work: IterationWork) -> Published:
+def _finish_without_update(work: IterationWork) -> PublishedUpdate:
     """Ends a run that updates nothing."""
     if work.kind == "eval":
-        train_commits.finish_eval(database(), work, evaluate(work.groups, eval_results.right_episodes(database(), work.id)))
+        train_commits.finish_eval(
+            database(), work, evaluate(work.groups, eval_results.find_right_episodes(database(), work.id))
+        )
     else:
         train_commits.finish_fork(database(), work)
-    return Published(0, None)
+    return PublishedUpdate(0, None)
 
 
-def _train(work: IterationWork, fenced: threading.Event) -> Published:
+def _train_iteration(work: IterationWork, fenced: threading.Event) -> PublishedUpdate:
     config = RunConfig.model_validate(work.config)
     refuse_overlap(config)
     with models.use(config, work.policy.base) as loaded:
         confirm_base(work.run_id, loaded.policy)
         loaded.release()  # the engine's memory is wanted now
-        trainer = _at(work, config, loaded)
+        trainer = _load_trainer(work, config, loaded)
         loaded.trainer_holds = None  # until the commit says that what is in memory is what is published
         started = time.perf_counter()
         faultpoint("update.before")
-        update = _update(trainer, work)
+        update = _run_update(trainer, work)
         faultpoint("update.after")
         if fenced.is_set():
             raise Fenced(f"Iteration {work.iteration} of {work.run} was taken over.")
-        path = _path(work)
+        path = _checkpoint_path(work)
         sha256 = "" if update.skipped else checkpoint_cache.write(path, trainer.save)
-        record = _record(work, update, trainer, "" if update.skipped else path, sha256, started)
+        record = _update_record(work, update, trainer, "" if update.skipped else path, sha256, started)
         try:
             published = train_commits.commit_update(database(), work, record, config.update.max_bad_updates)
         except Fenced:
-            _discard(path)
+            _discard_checkpoint(path)
             raise
         if not update.bad:
             loaded.trainer_holds = (work.run_id, record.path or work.policy.path)
@@ -129,7 +131,7 @@ def _train(work: IterationWork, fenced: threading.Event) -> Published:
     return published
 
 
-def _update(trainer: Trainer, work: IterationWork) -> Update:
+def _run_update(trainer: Trainer, work: IterationWork) -> Update:
     """The update on the work's groups: with dynamic sampling on those that it chooses."""
     if not work.wanted:
         return trainer.update(work.groups, work.number)
@@ -138,59 +140,67 @@ def _update(trainer: Trainer, work: IterationWork) -> Update:
     return replace(update, dropped={**left_out, **update.dropped})
 
 
-def _rebuild(work: IterationWork, fenced: threading.Event) -> Published:
+def _rebuild_checkpoint(work: IterationWork, fenced: threading.Event) -> PublishedUpdate:
     """Makes the run's broken checkpoint again by the update that made it; the iteration then goes on with it."""
-    rebuild = repair.rebuild_of(database(), work)
+    rebuild = repair.load_rebuild(database(), work)
     broken = rebuild.broken
-    if not checkpoint_cache.fault_of(broken.path, broken.sha256, _part(work, broken.path)):  # somebody put the files back
+    if not checkpoint_cache.fault_of(
+        broken.path, broken.sha256, _checkpoint_part(work, broken.path)
+    ):  # somebody put the files back
         repair.commit_rebuild(database(), work, broken, broken.path, broken.sha256)
-        return Published(broken.version, work.id)
+        return PublishedUpdate(broken.version, work.id)
     if not rebuild.groups:
-        raise broken_checkpoints.beyond_repair(work, rebuild, "it came from another run")
+        raise broken_checkpoints.beyond_repair_error(work, rebuild, "it came from another run")
     config = RunConfig.model_validate(work.config)
     with models.use(config, work.policy.base) as loaded:
         confirm_base(work.run_id, loaded.policy)
         loaded.release()
-        _repeat(work, rebuild, config, loaded, fenced)
+        _repeat_update(work, rebuild, config, loaded, fenced)
     log.warning("version %d of %s was made again", broken.version, work.run)
-    return Published(broken.version, work.id)
+    return PublishedUpdate(broken.version, work.id)
 
 
-def _repeat(work: IterationWork, rebuild: Rebuild, config: RunConfig, loaded: Loaded, fenced: threading.Event) -> None:
+def _repeat_update(
+    work: IterationWork, rebuild: Rebuild, config: RunConfig, loaded: LoadedModel, fenced: threading.Event
+) -> None:
     """The update that made the broken checkpoint, once more, into a folder of its own."""
     source = replace(work, number=rebuild.broken.version - 1, policy=rebuild.start, groups=rebuild.groups)
     source = replace(source, wanted=rebuild.wanted)
     try:
-        trainer = _at(source, config, loaded)
+        trainer = _load_trainer(source, config, loaded)
     except CheckpointError as error:
-        raise broken_checkpoints.beyond_repair(work, rebuild, error.message.rstrip(".")) from error
+        raise broken_checkpoints.beyond_repair_error(work, rebuild, error.message.rstrip(".")) from error
     loaded.trainer_holds = None
-    broken_checkpoints.check_repeated(work, rebuild, _update(trainer, source))
+    broken_checkpoints.check_same_update(work, rebuild, _run_update(trainer, source))
     if fenced.is_set():
         raise Fenced(f"Version {rebuild.broken.version} of {work.run} is made again by another trainer.")
-    path = _path(source, "r")
+    path = _checkpoint_path(source, "r")
     sha256 = checkpoint_cache.write(path, trainer.save)
     try:
         repair.commit_rebuild(database(), work, rebuild.broken, path, sha256)
     except Fenced:
-        _discard(path)
+        _discard_checkpoint(path)
         raise
     loaded.trainer_holds = (work.run_id, path)
 
 
-def _refuse(work: IterationWork, error: Exception) -> None:
+def _fail_run(work: IterationWork, error: Exception) -> None:
     """Ends the run, for it would fail again and again; unless it is its own checkpoint, which can be made again."""
     reported = isinstance(error, CheckpointError) and not work.rebuilds
-    waiting = broken_checkpoints.report(work.run_id, work.policy, _part(work, work.policy.path)) if reported else None
+    waiting = (
+        broken_checkpoints.report_broken(work.run_id, work.policy, _checkpoint_part(work, work.policy.path))
+        if reported
+        else None
+    )
     if waiting is None:
         log.error("%s: %s", work.run, error)
         train_claims.fail_update(database(), work, str(error), max_attempts=1)
         return
     train_claims.hand_back_iteration(database(), work.id, work.token)
-    broken_checkpoints.ask_for(waiting)
+    broken_checkpoints.send_rebuild(waiting)
 
 
-def _at(work: IterationWork, config: RunConfig, loaded: Loaded) -> Trainer:
+def _load_trainer(work: IterationWork, config: RunConfig, loaded: LoadedModel) -> Trainer:
     """The trainer at exactly the state that this update starts from."""
     wanted = (work.run_id, work.policy.path)
     if loaded.trainer is None or loaded.trainer_holds != wanted:
@@ -198,7 +208,7 @@ def _at(work: IterationWork, config: RunConfig, loaded: Loaded) -> Trainer:
         trainer = trainers.start(loaded.policy, config, work.iterations)
         with loaded.policy.training() as module:
             log.info("%s: %s", work.run, count_parameters(module))
-        path, part = work.policy.path, _part(work, work.policy.path)
+        path, part = work.policy.path, _checkpoint_part(work, work.policy.path)
         if path:
             checkpoint_cache.read(path, work.policy.sha256, part, partial(trainer.load, fresh=part == "start"))
         else:
@@ -207,18 +217,20 @@ def _at(work: IterationWork, config: RunConfig, loaded: Loaded) -> Trainer:
     return loaded.trainer
 
 
-def _part(work: IterationWork, path: str) -> checkpoint_cache.Part:
+def _checkpoint_part(work: IterationWork, path: str) -> checkpoint_cache.Part:
     """What an update starts from: of another run's checkpoint all but the optimizer, which is not ours."""
     return "all" if path.endswith(work.key) else "start"
 
 
-def _discard(path: str) -> None:
+def _discard_checkpoint(path: str) -> None:
     """Removes what a fenced trainer wrote, unless its commit was done and only the answer lost."""
-    if not repair.is_named(database(), path):
+    if not repair.is_checkpoint_named(database(), path):
         checkpoint_cache.remove(path)
 
 
-def _record(work: IterationWork, update: Update, trainer: Trainer, path: str, sha256: str, started: float) -> UpdateRecord:
+def _update_record(
+    work: IterationWork, update: Update, trainer: Trainer, path: str, sha256: str, started: float
+) -> UpdateRecord:
     return UpdateRecord(
         metrics=[{**step, "learning_rate": trainer.learning_rate} for step in update.steps],
         advantages=update.advantages,
@@ -236,12 +248,12 @@ def _mean_reward(work: IterationWork) -> float:
     return sum(rewards) / len(rewards) if rewards else 0.0
 
 
-def _path(work: IterationWork, mark: str = "t") -> str:
+def _checkpoint_path(work: IterationWork, mark: str = "t") -> str:
     """Where the update's checkpoint goes; `r` marks one that is made again, under the token of a later iteration."""
     return f"{work.output_dir.rstrip('/')}/v{work.number + 1:05d}.{mark}{work.token}.{work.key}"
 
 
-def _go_on(work: IterationWork, published: Published) -> None:
+def _send_next(work: IterationWork, published: PublishedUpdate) -> None:
     try:
         if published.trains is not None:
             send_train(database(), published.trains)
@@ -253,22 +265,22 @@ def _go_on(work: IterationWork, published: Published) -> None:
         log.warning("the control loop will send what follows iteration %d: %s", work.iteration, error)
     try:
         if not work.rebuilds:
-            _tidy(work)
-        _link(work, published.version)
+            _remove_leftovers(work)
+        _link_epoch(work, published.version)
     except (AgentRLError, OSError) as error:  # the update is committed
         log.warning("iteration %d of %s left what takes space until `agentrl gc`: %s", work.iteration, work.run, error)
 
 
-def _link(work: IterationWork, version: int) -> None:
+def _link_epoch(work: IterationWork, version: int) -> None:
     """The checkpoint that ended an epoch has a name for people."""
-    if work.kind == "train" and not is_url(work.output_dir) and epoch_ends.is_end(database(), work.run_id, version):
-        links.link_epochs(epoch_ends.ends(database(), work.run_id))
+    if work.kind == "train" and not is_url(work.output_dir) and epoch_ends.may_end_epoch(database(), work.run_id, version):
+        links.link_epochs(epoch_ends.load_epoch_ends(database(), work.run_id))
 
 
-def _tidy(work: IterationWork) -> None:
-    checkpoint_cache.remove_rivals(_path(work))
+def _remove_leftovers(work: IterationWork) -> None:
+    checkpoint_cache.remove_rivals(_checkpoint_path(work))
     faultpoint("rivals.removed")
-    stale = train_commits.optimizer_to_drop(database(), work.run_id, staleness_of(work.config))
+    stale = train_commits.find_optimizer_to_drop(database(), work.run_id, staleness_of(work.config))
     if stale:
         checkpoint_cache.drop_optimizer(stale)
         faultpoint("optimizer.dropped")

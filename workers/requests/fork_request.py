@@ -7,16 +7,16 @@ A fork run has one group: the forks of one step of one episode. It samples and s
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentrl.workers.requests.eval_config import ONCE, how_sampled
-from agentrl.workers.requests.submission import Prepared, free_name, manifest, output_folder
+from agentrl.workers.requests.eval_config import SINGLE_PASS, sampling_values
+from agentrl.workers.requests.submission import PreparedRun, find_free_name, manifest, pick_output_folder
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.envs import Env, scoring_hash
 from agentrl.workflow.errors import ConfigError, ModelError
 from agentrl.workflow.plugins import find
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.forks import Fork, ForkPoint, fork_point
+from agentrl.workflow.store.forks import Fork, ForkPoint, load_fork_point
 from agentrl.workflow.store.planning import Submission
-from agentrl.workflow.store.run_names import Version, stored_policy, version_number
+from agentrl.workflow.store.run_names import Version, find_stored_policy, parse_version
 from agentrl.workflow.trajectory import Message, PolicyRef
 
 OTHER_CODE = "The parent's reward was given by other code than the forks' will be: they stand in one group all the same."
@@ -44,7 +44,7 @@ class ForkRequest:
     name: str | None = None
 
 
-def prepare_fork(db: Database, asked: ForkRequest) -> Prepared:
+def prepare_fork(db: Database, asked: ForkRequest) -> PreparedRun:
     """Checks the request and makes the submission of the fork run; writes nothing.
 
     Raises:
@@ -52,21 +52,21 @@ def prepare_fork(db: Database, asked: ForkRequest) -> Prepared:
     """
     if asked.with_parent and asked.edit is not None:
         raise ConfigError("The parent read another message than the forks will.", "Leave --with-parent or --edit-message out.")
-    point = fork_point(db, asked.episode, asked.step)
+    point = load_fork_point(db, asked.episode, asked.step)
     parent = RunConfig.model_validate(point.run["config"])
     assert parent.env is not None
     env: Env = find("envs", parent.env)
     if env.resumability == "restart" and asked.step:
         raise ConfigError(f"The env {parent.env!r} cannot be rebuilt in mid-episode.", "Fork its first step: --step 0.")
-    name = asked.name or free_name(db, f"{point.run['name'][:50]}-fork")
+    name = asked.name or find_free_name(db, f"{point.run['name'][:50]}-fork")
     values = {"name": name, "output_dir": None, "rollout.group_size": asked.n, "rollout.tasks_per_iteration": 1}
-    config = build(how_sampled(parent) | ONCE | values)
+    config = build(sampling_values(parent) | SINGLE_PASS | values)
     submission = Submission(
         name=name,
         kind="fork",
         config=config.model_dump(mode="json"),
-        manifest=manifest(config) | {"fork": _described(asked)},
-        policy=_policy(db, asked, point),
+        manifest=manifest(config) | {"fork": _fork_origin(asked)},
+        policy=_find_policy(db, asked, point),
         tasks=(),
         dataset=point.run["dataset"],
         seed=point.run["seed"],
@@ -75,14 +75,14 @@ def prepare_fork(db: Database, asked: ForkRequest) -> Prepared:
         group_size=asked.n,
         weights=point.weights,
         code_hash=scoring_hash(env, point.weights),
-        output_dir=str(output_folder(config, name)),
-        fork=Fork(asked.episode, asked.step, _opening(asked, point), asked.with_parent),
+        output_dir=str(pick_output_folder(config, name)),
+        fork=Fork(asked.episode, asked.step, _opening_messages(asked, point), asked.with_parent),
     )
     unlike = asked.with_parent and submission.code_hash != point.code_hash
-    return Prepared(submission, config, (), asked.name is not None, (OTHER_CODE,) if unlike else ())
+    return PreparedRun(submission, config, (), asked.name is not None, (OTHER_CODE,) if unlike else ())
 
 
-def _described(asked: ForkRequest) -> dict[str, Any]:
+def _fork_origin(asked: ForkRequest) -> dict[str, Any]:
     """What makes two fork runs of one name the same."""
     return {
         "episode": asked.episode,
@@ -93,7 +93,7 @@ def _described(asked: ForkRequest) -> dict[str, Any]:
     }
 
 
-def _opening(asked: ForkRequest, point: ForkPoint) -> tuple[Message, ...] | None:
+def _opening_messages(asked: ForkRequest, point: ForkPoint) -> tuple[Message, ...] | None:
     """The messages that the forked step reads, its last one replaced; as they were where the episode's own were edited."""
     if asked.edit is None:
         first_own = point.episode.parent_id is not None and asked.step == point.episode.fork_step
@@ -102,17 +102,17 @@ def _opening(asked: ForkRequest, point: ForkPoint) -> tuple[Message, ...] | None
     return (*others, replace(last, content=asked.edit))
 
 
-def _named(policy: str, point: ForkPoint) -> tuple[str, Version]:
+def _parse_policy(policy: str, point: ForkPoint) -> tuple[str, Version]:
     """`V`, of the run whose policy sampled the step, `RUN` for its newest, or `RUN@V`."""
     run, at, word = policy.partition("@")
     if not at and run.removeprefix("v").isdecimal():
         run, at, word = point.policy_run, "@", run
-    return run, version_number(word) if at else None
+    return run, parse_version(word) if at else None
 
 
-def _policy(db: Database, asked: ForkRequest, point: ForkPoint) -> PolicyRef:
-    run, version = _named(asked.policy, point) if asked.policy is not None else (point.policy_run, point.policy_version)
-    ref = stored_policy(db, run, version)
+def _find_policy(db: Database, asked: ForkRequest, point: ForkPoint) -> PolicyRef:
+    run, version = _parse_policy(asked.policy, point) if asked.policy is not None else (point.policy_run, point.policy_version)
+    ref = find_stored_policy(db, run, version)
     if ref.base_hash != point.run["base_hash"]:
         raise ModelError(
             f"Policy {run}@{ref.version} has another base than episode {asked.episode}: its tokens mean something else there.",

@@ -43,14 +43,14 @@ LOOK_SECONDS = 30.0
 REPLY_SECONDS = 0.5
 """How long a worker's reply waits for what it looks for; who asks again hears it then."""
 
-KEPT = 8
+MAX_LOOKS = 8
 """Questions whose answers a worker keeps for who asks again."""
 
 ENGINE = ("AGENTRL_ENGINE_URL", "AGENTRL_ENGINE_KEY")
 
 
 @dataclass(frozen=True)
-class Question:
+class Requirements:
     """What a run needs of its workers, as it travels.
 
     Args:
@@ -94,13 +94,15 @@ class Fitness:
     other: tuple[str, ...] = ()
 
     @property
-    def named(self) -> str:
+    def label(self) -> str:
         """The worker as a person finds it."""
         host, _, pid = self.worker.rpartition(":")
         return f"The {' and '.join(self.roles)} worker on {host} (pid {pid})"
 
 
-def question(config: Mapping[str, Any], weights: Mapping[str, float], base: str, output_dir: str, rolls_out: bool) -> Question:
+def requirements_of(
+    config: Mapping[str, Any], weights: Mapping[str, float], base: str, output_dir: str, rolls_out: bool
+) -> Requirements:
     """What to ask about a run.
 
     Args:
@@ -108,13 +110,13 @@ def question(config: Mapping[str, Any], weights: Mapping[str, float], base: str,
     """
     made, key = RunConfig.model_validate(config), token_hex(8)
     roles = QUEUES if rolls_out else ("train",)
-    names = _variables(made, weights)
-    here = {name: digest(key, _value(name)) for name in names if os.environ.get(name)}
-    code = {name: digest(key, source) for name, source in _code(made, weights, roles)}
-    return Question(dict(config), dict(weights), base, output_dir, roles, __version__, key, here, code)
+    names = _list_variables(made, weights)
+    here = {name: digest(key, _variable_value(name)) for name in names if os.environ.get(name)}
+    code = {name: digest(key, source) for name, source in _list_code(made, weights, roles)}
+    return Requirements(dict(config), dict(weights), base, output_dir, roles, __version__, key, here, code)
 
 
-def ask(asked: Question, workers: int | None = None) -> list[Fitness]:
+def ask_workers(asked: Requirements, workers: int | None = None) -> list[Fitness]:
     """The answers of all workers that serve a queue of the run. A worker that is still looking is asked again; one that does
     not answer has no entry.
 
@@ -127,13 +129,13 @@ def ask(asked: Question, workers: int | None = None) -> list[Fitness]:
         with app.connection_for_write() as link:  # not one of the pool: a stack that was renewed has another Redis
             asking = {"arguments": {"question": asdict(asked)}, "timeout": ANSWER_SECONDS, "limit": workers}
             replies = app.control.broadcast(COMMAND, reply=True, connection=link, **asking)
-        told = (_fitness(answer) for reply in replies or () for answer in reply.values() if "worker" in answer)
+        told = (_parse_fitness(answer) for reply in replies or () for answer in reply.values() if "worker" in answer)
         found |= {each.worker: each for each in told}
         if all(each.found for each in found.values()) or time.monotonic() > deadline:
             return [each for each in found.values() if set(each.roles) & set(asked.roles)]
 
 
-def _fitness(answer: Mapping[str, Any]) -> Fitness:
+def _parse_fitness(answer: Mapping[str, Any]) -> Fitness:
     lists = (tuple(answer[name]) for name in ("lacks", "other"))
     return Fitness(answer["worker"], tuple(answer["roles"]), answer["found"], *lists)
 
@@ -148,16 +150,16 @@ _looks: dict[str, "Future[tuple[list[str], list[str]]]"] = {}
 def fits(state: Any, question: Mapping[str, Any]) -> dict[str, Any]:
     """Whether this process has what the run in question needs. Looks in a thread: the worker reads its messages meanwhile."""
     served = [queue.name for queue in state.consumer.task_consumer.queues]
-    return _answered(Question(**question), [role for role in QUEUES if role in served])
+    return _answer_question(Requirements(**question), [role for role in QUEUES if role in served])
 
 
-def _answered(asked: Question, roles: Sequence[str]) -> dict[str, Any]:
+def _answer_question(asked: Requirements, roles: Sequence[str]) -> dict[str, Any]:
     key = f"{asked.key} {roles}"
     if key not in _looks:
-        for old in list(_looks)[: max(0, len(_looks) + 1 - KEPT)]:
+        for old in list(_looks)[: max(0, len(_looks) + 1 - MAX_LOOKS)]:
             del _looks[old]
         _looks[key] = Future()
-        threading.Thread(target=_look, args=(_looks[key], asked, roles), name="fits", daemon=True).start()
+        threading.Thread(target=_find_lacks, args=(_looks[key], asked, roles), name="fits", daemon=True).start()
     try:
         lacks, other = _looks[key].result(REPLY_SECONDS)
     except TimeoutError:
@@ -165,61 +167,61 @@ def _answered(asked: Question, roles: Sequence[str]) -> dict[str, Any]:
     return asdict(Fitness(worker_name(), tuple(roles), True, tuple(lacks), tuple(other)))
 
 
-def _look(answer: "Future[tuple[list[str], list[str]]]", asked: Question, roles: Sequence[str]) -> None:
+def _find_lacks(answer: "Future[tuple[list[str], list[str]]]", asked: Requirements, roles: Sequence[str]) -> None:
     mine = [role for role in roles if role in asked.roles]
     try:
-        answer.set_result((lacking(asked, mine), differing(asked, mine)))
+        answer.set_result((list_lacks(asked, mine), list_differences(asked, mine)))
     except BaseException as error:  # noqa: BLE001 - somebody's code may raise whatever it likes; whoever asks hears it
-        answer.set_result(([_said(error)], []))
+        answer.set_result(([_error_sentence(error)], []))
 
 
-def lacking(asked: Question, roles: Iterable[str]) -> list[str]:
+def list_lacks(asked: Requirements, roles: Iterable[str]) -> list[str]:
     """What this process lacks to serve the run in these roles, a sentence each."""
     if asked.version != __version__:
         return [f"is agentrl {__version__}, not {asked.version}"]
     config = RunConfig.model_validate(asked.config)
-    looks = [look for role in roles for look in _NEEDED[role](asked, config)]
-    return list(dict.fromkeys(said for look in looks if (said := _trouble(look))))
+    looks = [look for role in roles for look in _CHECKS_BY_ROLE[role](asked, config)]
+    return list(dict.fromkeys(said for look in looks if (said := _find_trouble(look))))
 
 
-def _trouble(look: Callable[[], object]) -> str:
+def _find_trouble(look: Callable[[], object]) -> str:
     try:
         look()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - anybody's code
-        return _said(error)
+        return _error_sentence(error)
     return ""
 
 
-def _said(error: BaseException) -> str:
+def _error_sentence(error: BaseException) -> str:
     text = str(error) if isinstance(error, AgentRLError) else f"{type(error).__name__}: {error}"
     return f"says: {' '.join(text.split())[:500]}"
 
 
-def _for_rollout(asked: Question, config: RunConfig) -> Iterator[Callable[[], object]]:
-    yield partial(_tools, config, asked.weights)
+def _rollout_checks(asked: Requirements, config: RunConfig) -> Iterator[Callable[[], object]]:
+    yield partial(_load_tools, config, asked.weights)
     yield partial(check_rewards, asked.weights)
     yield partial(load_hooks, config.hooks)
-    yield partial(_engine, config)
-    yield partial(_model, config, asked.base)
+    yield partial(_check_engine, config)
+    yield partial(_check_model, config, asked.base)
 
 
-def _for_tools(asked: Question, config: RunConfig) -> Iterator[Callable[[], object]]:
+def _tools_checks(asked: Requirements, config: RunConfig) -> Iterator[Callable[[], object]]:
     yield partial(_check_tools, config, asked.weights)
 
 
-def _for_train(asked: Question, config: RunConfig) -> Iterator[Callable[[], object]]:
+def _train_checks(asked: Requirements, config: RunConfig) -> Iterator[Callable[[], object]]:
     yield partial(load_hooks, config.hooks)
-    yield partial(_model, config, asked.base)
-    yield partial(_place, asked.output_dir)
-    yield partial(_optimizer, config)
+    yield partial(_check_model, config, asked.base)
+    yield partial(_check_output_dir, asked.output_dir)
+    yield partial(_check_optimizer, config)
     if config.update.trainer == "trl":
         yield require_trl
 
 
-_NEEDED = {"rollout": _for_rollout, "tools": _for_tools, "train": _for_train}
+_CHECKS_BY_ROLE = {"rollout": _rollout_checks, "tools": _tools_checks, "train": _train_checks}
 
 
-def _tools(config: RunConfig, weights: Mapping[str, float]) -> list[Tool]:
+def _load_tools(config: RunConfig, weights: Mapping[str, float]) -> list[Tool]:
     """The tools and judges of a run.
 
     Raises:
@@ -230,7 +232,7 @@ def _tools(config: RunConfig, weights: Mapping[str, float]) -> list[Tool]:
 
 
 def _check_tools(config: RunConfig, weights: Mapping[str, float]) -> None:
-    for tool in _tools(config, weights):
+    for tool in _load_tools(config, weights):
         unset = [name for name in tool.variables if not os.environ.get(name)]
         try:
             tool.check()
@@ -239,7 +241,7 @@ def _check_tools(config: RunConfig, weights: Mapping[str, float]) -> None:
             raise ConfigError(f"{tool.name} cannot run here: {error.message}{started}") from error
 
 
-def _engine(config: RunConfig) -> None:
+def _check_engine(config: RunConfig) -> None:
     from agentrl.workflow.inference.http import check_url
 
     backend: Backend = find("engines", config.rollout.engine)
@@ -247,7 +249,7 @@ def _engine(config: RunConfig) -> None:
         check_url(settings())
 
 
-def _model(config: RunConfig, base: str) -> None:
+def _check_model(config: RunConfig, base: str) -> None:
     if Path(base).is_absolute() and not Path(base).is_dir():
         raise ModelError(f"There is no folder {base!r} here.")
     folder = local_folder(base)
@@ -259,7 +261,7 @@ def _model(config: RunConfig, base: str) -> None:
         sys.modules["agentrl.workflow.models.loading"].check(config.model, folder)
 
 
-def _optimizer(config: RunConfig) -> None:
+def _check_optimizer(config: RunConfig) -> None:
     if {
         "agentrl.workflow.models.loading",
         "agentrl.workflow.training.optimizer",
@@ -268,7 +270,7 @@ def _optimizer(config: RunConfig) -> None:
         sys.modules["agentrl.workflow.training.optimizer"].check_optimizer(config.update.optimizer, device)
 
 
-def _place(output_dir: str) -> None:
+def _check_output_dir(output_dir: str) -> None:
     from agentrl.workers.requests.submission import check_place
 
     check_place(output_dir)
@@ -277,23 +279,25 @@ def _place(output_dir: str) -> None:
 # what is there, but another
 
 
-def differing(asked: Question, roles: Sequence[str]) -> list[str]:
+def list_differences(asked: Requirements, roles: Sequence[str]) -> list[str]:
     """Names of the variables and files which this process has other than the command that asks."""
     config = RunConfig.model_validate(asked.config)
-    read = _variables(config, asked.weights, roles)
-    other = [name for name in read if name in asked.variables and digest(asked.key, _value(name)) != asked.variables[name]]
-    for name, source in _code(config, asked.weights, roles):
+    read = _list_variables(config, asked.weights, roles)
+    other = [
+        name for name in read if name in asked.variables and digest(asked.key, _variable_value(name)) != asked.variables[name]
+    ]
+    for name, source in _list_code(config, asked.weights, roles):
         if name in asked.code and digest(asked.key, source) != asked.code[name]:
             other.append(f"the file of {name}")
     return other
 
 
-def _variables(config: RunConfig, weights: Mapping[str, float], roles: Sequence[str] = QUEUES) -> list[str]:
+def _list_variables(config: RunConfig, weights: Mapping[str, float], roles: Sequence[str] = QUEUES) -> list[str]:
     """The environment variables that something of the run reads in these roles, as far as it can be had here."""
     names: list[str] = []
     try:
         if "tools" in roles:
-            names += [name for tool in _tools(config, weights) for name in tool.variables]
+            names += [name for tool in _load_tools(config, weights) for name in tool.variables]
         if "rollout" in roles and find("engines", config.rollout.engine).at_url:
             names += ENGINE
     except ConfigError:  # said elsewhere
@@ -301,7 +305,7 @@ def _variables(config: RunConfig, weights: Mapping[str, float], roles: Sequence[
     return list(dict.fromkeys(names))
 
 
-def _code(config: RunConfig, weights: Mapping[str, float], roles: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _list_code(config: RunConfig, weights: Mapping[str, float], roles: Sequence[str]) -> Iterator[tuple[str, str]]:
     """`kind name` of each plug-in that runs in these roles and is here, with the source that this process has loaded."""
     named: list[tuple[str, str]] = []
     if {"rollout", "tools"} & set(roles):
@@ -317,7 +321,7 @@ def _code(config: RunConfig, weights: Mapping[str, float], roles: Sequence[str])
             continue
 
 
-def _value(name: str) -> str:
+def _variable_value(name: str) -> str:
     """The variable's value; a file or folder by its whole path, since each process stands elsewhere."""
     value = os.environ.get(name, "")
     try:

@@ -34,13 +34,13 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
     weights = parse_weights(rewards)
     for reward in weights:
         find("rewards", reward)
-    chosen = name if name is not None else _name(next(iter(weights)))
+    chosen = name if name is not None else _reward_set_name(next(iter(weights)))
     _check_name(chosen)
     limits = RunConfig.model_validate(row["config"]).rollout
     before: list[float] = []
     scored: dict[int, dict[str, Part]] = {}
     after: list[float] = []
-    for episode in reward_sets.done_episodes(db, row["id"]):
+    for episode in reward_sets.iterate_done_episodes(db, row["id"]):
         try:
             parts = score(replace(episode, limits=limits), weights)
             after.append(total_reward(parts, weights))
@@ -66,7 +66,7 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
     }
 
 
-def _name(reward: str) -> str:
+def _reward_set_name(reward: str) -> str:
     """`package.module:Function` as a name: its last word, small."""
     return re.sub(r"[^a-z0-9._-]", "-", reward.rpartition(":")[2].lower()).lstrip("._-")[:64] or "rescored"
 

@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.workers.requests.eval_config import ONCE, TRAINING, how_sampled
+from agentrl.workers.requests.eval_config import SINGLE_PASS, TRAINING_KEYS, sampling_values
 from agentrl.workers.requests.submission import (
-    Prepared,
-    evaluation_of,
-    free_name,
+    PreparedRun,
+    find_free_name,
+    list_remarks,
     manifest,
-    output_folder,
+    pick_output_folder,
+    plan_evaluation,
     remark_on_rewards,
-    remarks_on,
 )
 from agentrl.workflow import trainers
 from agentrl.workflow.algorithms import Algorithm, settle_run
@@ -25,16 +25,16 @@ from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.plugins import find
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.forks import StoredRun, counted_twice, run_of_group, stored_run
+from agentrl.workflow.store.forks import StoredRun, find_episode_counted_twice, find_run_of_group, load_stored_run
 from agentrl.workflow.store.planning import Submission
-from agentrl.workflow.store.run_names import find_run, stored_policy
+from agentrl.workflow.store.run_names import find_run, find_stored_policy
 from agentrl.workflow.trajectory import PolicyRef
 
-KEYS = ("name", "seed", "epochs", "output_dir", "hooks", "rollout.tasks_per_iteration")
+ALLOWED_KEYS = ("name", "seed", "epochs", "output_dir", "hooks", "rollout.tasks_per_iteration")
 """What may be chosen beside the sections that say nothing of how episodes are made."""
 
 
-def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], policy: PolicyRef | None = None) -> Prepared:
+def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], policy: PolicyRef | None = None) -> PreparedRun:
     """Checks the request and makes the submission; writes nothing.
 
     Args:
@@ -48,11 +48,11 @@ def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], p
     chosen = {key: value for key, value in asked.flat().items() if origins.get(key, "default") != "default"}
     _refuse_ignored(chosen)
     algorithm: Algorithm = find("algorithms", asked.algorithm.name)
-    found = material(db, asked.source, 2 if algorithm.needs_group else 1, policy)
+    found = load_stored_groups(db, asked.source, 2 if algorithm.needs_group else 1, policy)
     sources, start, first = found.sources, found.start, found.sources[0]
-    name = asked.name or free_name(db, f"{first.row['name'][:50]}-stored")
-    defaults = {key: value for key, value in RunConfig().flat().items() if key in KEYS}
-    config = settle_run(build(how_sampled(found.config) | defaults | chosen | ONCE | {"name": name}))
+    name = asked.name or find_free_name(db, f"{first.row['name'][:50]}-stored")
+    defaults = {key: value for key, value in RunConfig().flat().items() if key in ALLOWED_KEYS}
+    config = settle_run(build(sampling_values(found.config) | defaults | chosen | SINGLE_PASS | {"name": name}))
     trainers.check(config)
     load_hooks(config.hooks)
     first_policy = PolicyRef(start.base, start.base_hash, start.path, start.sha256)
@@ -70,18 +70,18 @@ def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], p
         group_size=config.rollout.group_size,
         weights=first.weights,
         code_hash=first.code_hash,
-        output_dir=str(output_folder(config, name)),
+        output_dir=str(pick_output_folder(config, name)),
         groups=[group for source in sources for group in source.groups],
         reward_set=config.source.reward_set,
-        evaluation=evaluation_of(db, config, first_policy),
+        evaluation=plan_evaluation(db, config, first_policy),
     )
     made = [(source.weights, RunConfig.model_validate(source.row["config"])) for source in sources]
-    remarks = (*found.remarks, *remark_on_rewards(*made), *remarks_on(submission))
-    return Prepared(submission, config, (), asked.name is not None, remarks)
+    remarks = (*found.remarks, *remark_on_rewards(*made), *list_remarks(submission))
+    return PreparedRun(submission, config, (), asked.name is not None, remarks)
 
 
 @dataclass(frozen=True)
-class Material:
+class StoredGroups:
     """Stored groups of one or several runs, and the weights that learn from them.
 
     Args:
@@ -100,7 +100,7 @@ class Material:
         return RunConfig.model_validate(self.sources[0].row["config"])
 
 
-def material(db: Database, source: SourceConfig, least: int, policy: PolicyRef | None = None) -> Material:
+def load_stored_groups(db: Database, source: SourceConfig, least: int, policy: PolicyRef | None = None) -> StoredGroups:
     """The finished groups that the source names, with at least so many done episodes each.
 
     Args:
@@ -111,14 +111,14 @@ def material(db: Database, source: SourceConfig, least: int, policy: PolicyRef |
         StateError: no group there is finished.
         ConfigError: an episode would count twice, or they are of several bases or temperatures.
     """
-    sources = _sources(db, source, least)
-    start = policy or stored_policy(db, sources[0].row["name"], sources[0].version)
+    sources = _load_sources(db, source, least)
+    start = policy or find_stored_policy(db, sources[0].row["name"], sources[0].version)
     _check_alike(sources, start)
-    remarks = tuple(_left_out(each, source.reward_set) for each in sources if len(each.groups) < each.planned)
-    return Material(sources, start, remarks)
+    remarks = tuple(_left_out_remark(each, source.reward_set) for each in sources if len(each.groups) < each.planned)
+    return StoredGroups(sources, start, remarks)
 
 
-def _left_out(source: StoredRun, reward_set: str) -> str:
+def _left_out_remark(source: StoredRun, reward_set: str) -> str:
     row = source.row
     scored = (
         "" if reward_set == "default" else f", scored in {reward_set!r} (`agentrl rescore` again adds what has ended since)"
@@ -128,7 +128,7 @@ def _left_out(source: StoredRun, reward_set: str) -> str:
 
 
 def _refuse_ignored(chosen: Mapping[str, Any]) -> None:
-    ignored = [key for key in chosen if not key.startswith(TRAINING) and key not in (*KEYS, "iterations")]
+    ignored = [key for key in chosen if not key.startswith(TRAINING_KEYS) and key not in (*ALLOWED_KEYS, "iterations")]
     if ignored:
         raise ConfigError(
             f"{', '.join(ignored)}: decided when the stored episodes were made, and cannot be chosen again.", "Leave it out."
@@ -138,20 +138,20 @@ def _refuse_ignored(chosen: Mapping[str, Any]) -> None:
         raise ConfigError(said, "Leave --epochs and --iterations out.")
 
 
-def _sources(db: Database, asked: SourceConfig, least: int) -> list[StoredRun]:
+def _load_sources(db: Database, asked: SourceConfig, least: int) -> list[StoredRun]:
     """The runs to take groups from, each with those of its groups that are named; all where the run itself is."""
     named: dict[int, list[int]] = {find_run(db, run)["id"]: [] for run in asked.runs}
     whole = set(named)
     for group in asked.groups:
-        run = run_of_group(db, group)
+        run = find_run_of_group(db, group)
         if run not in whole:
             named.setdefault(run, []).append(group)
-    sources = [stored_run(db, run, groups, asked.reward_set, least) for run, groups in named.items()]
+    sources = [load_stored_run(db, run, groups, asked.reward_set, least) for run, groups in named.items()]
     if not any(source.groups for source in sources):
         raise StateError(
             f"No finished group there has {least} done episodes to train on.", f"agentrl episodes {sources[0].row['name']}"
         )
-    twice = counted_twice(db, [group for source in sources for group in source.groups])
+    twice = find_episode_counted_twice(db, [group for source in sources for group in source.groups])
     if twice is not None:
         raise ConfigError(
             f"Episode {twice} would be trained on twice: it stands among its own forks too.", "Train on them in two runs."

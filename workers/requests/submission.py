@@ -18,7 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 from agentrl import __version__
-from agentrl.workers.requests.eval_config import measuring, sized
+from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
 from agentrl.workers.stack import broker, embedded
 from agentrl.workflow import engines, trainers
 from agentrl.workflow.algorithms import settle_run
@@ -38,14 +38,14 @@ from agentrl.workflow.rewards import check_rewards, judges_of
 from agentrl.workflow.settings import Settings, is_url, settings
 from agentrl.workflow.store import epoch_ends, evals, planning
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.planning import Submission, Submitted
+from agentrl.workflow.store.planning import Submission, SubmittedRun
 from agentrl.workflow.trajectory import PolicyRef, Task
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "celery", "sqlalchemy")
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A checked request. `named`: a person chose the name; else another is taken where somebody was faster.
 
     `remarks` are what a person should know of it.
@@ -58,7 +58,7 @@ class Prepared:
     remarks: tuple[str, ...] = ()
 
 
-def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy: PolicyRef | None = None) -> Prepared:
+def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy: PolicyRef | None = None) -> PreparedRun:
     """Checks the whole request and makes the submission; writes nothing.
 
     Args:
@@ -68,7 +68,7 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     Raises:
         AgentRLError: of the kind that is wrong, in one sentence.
     """
-    config = _absolute(config)
+    config = _with_absolute_paths(config)
     loaded = load_tasks(config.dataset)
     config = config.model_copy(update={"env": config.env or loaded.env})
     assert config.env is not None
@@ -91,21 +91,21 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     backend: Backend = find("engines", config.rollout.engine)
     engines.check(backend, config, trains=kind == "train", trained=trained)
     if backend.at_url:
-        _check_server(settings())
+        _check_server_url(settings())
     ref = policy or starting_policy(config.model.path, config.dataset.name)
     if policy is not None:
         check_base(policy.base, policy.base_hash)
-    folder = _at_hand(ref.base)
+    folder = _local_model_folder(ref.base)
     if folder is not None:
         check_code(config.model, folder)
     config = config.model_copy(update={"model": settle_chat(config.model, folder, policy is None or kind == "train")})
     _check_weights(backend, config, ref, kind == "train" or trained)
     if kind == "train" and folder is not None:
-        check_template(config.model, folder, _with_system(env, loaded.tasks), bool(offered_tools(env, config)))
+        check_template(config.model, folder, _has_system_prompt(env, loaded.tasks), bool(offered_tools(env, config)))
     named = config.name is not None
-    name = config.name or free_name(db, _stem(config, kind, policy))
+    name = config.name or find_free_name(db, _name_stem(config, kind, policy))
     config = RunConfig.model_validate(config.model_dump() | {"name": name})
-    output = output_folder(config, name)
+    output = pick_output_folder(config, name)
     submission = Submission(
         name=name,
         kind=kind,
@@ -122,27 +122,27 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
         weights=weights,
         code_hash=scoring_hash(env, weights),
         output_dir=output,
-        evaluation=evaluation_of(db, config, ref) if kind == "train" else None,
+        evaluation=plan_evaluation(db, config, ref) if kind == "train" else None,
     )
     untold = remark_on_tools(config.model, folder) if folder is not None and offered_tools(env, config) else ""
-    remarks = (*(remark_on_rewards((weights, config)) if kind == "train" else ()), *remarks_on(submission))
+    remarks = (*(remark_on_rewards((weights, config)) if kind == "train" else ()), *list_remarks(submission))
     remarks += (untold,) if untold else ()
-    older = epoch_ends.run_in(db, output) if db is not None and kind == "train" else ""
+    older = epoch_ends.find_run_of_folder(db, output) if db is not None and kind == "train" else ""
     if older not in ("", name):
         remarks += (f"{output} holds the checkpoints of {older!r} too; from now on epoch_N there leads to those of this run.",)
-    return Prepared(submission, config, loaded.skipped, named, remarks)
+    return PreparedRun(submission, config, loaded.skipped, named, remarks)
 
 
-def _at_hand(base: str) -> Path | None:
+def _local_model_folder(base: str) -> Path | None:
     """The folder of a model, also of a hub's that was fetched; None where it is not here."""
     return local_folder(base) if Path(base).is_dir() or not Path(base).is_absolute() else None
 
 
-def _with_system(env: Env, tasks: Sequence[Task]) -> bool:
+def _has_system_prompt(env: Env, tasks: Sequence[Task]) -> bool:
     return bool(env.system_prompt) or any(message.role == "system" for task in tasks for message in task.messages)
 
 
-def evaluation_of(db: Database | None, config: RunConfig, policy: PolicyRef) -> Submission | None:
+def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -> Submission | None:
     """The run that measures this one's first policy, where it is to measure itself (`eval.every`).
 
     Raises:
@@ -151,11 +151,11 @@ def evaluation_of(db: Database | None, config: RunConfig, policy: PolicyRef) -> 
     asked = config.eval
     if asked.every is None:
         return None
-    measured = measuring(config, asked.dataset, asked.split, asked.tasks, {"group_size": asked.samples})
-    return prepare(db, sized(measured), "eval", policy).submission
+    measured = eval_config(config, asked.dataset, asked.split, asked.tasks, {"group_size": asked.samples})
+    return prepare(db, in_one_iteration(measured), "eval", policy).submission
 
 
-def remarks_on(submission: Submission) -> tuple[str, ...]:
+def list_remarks(submission: Submission) -> tuple[str, ...]:
     """What a person should know of how the run trains and measures itself."""
     return tuple(chain(_remarks_on_training(submission), _remarks_on_evaluation(submission)))
 
@@ -191,35 +191,35 @@ def _remarks_on_evaluation(submission: Submission) -> Iterator[str]:
         yield f"{len(both)} of the {len(measured)} held-out tasks are trained on too: name another split with -s eval.split=..."
 
 
-def submit(db: Database, prepared: Prepared) -> Submitted:
+def submit(db: Database, prepared: PreparedRun) -> SubmittedRun:
     """Writes the run, or finds the one of this name, and sends its first iteration.
 
     Raises:
         ConflictError: the name belongs to another run.
         ServiceError: the broker does not take messages; the run is written, and starts when the control loop can send.
     """
-    made = _written(db, prepared)
+    made = _write_run(db, prepared)
     if made.created and prepared.submission.kind == "train":
         with suppress(OSError):  # links only; and whoever may not write there has none
-            link_epochs(epoch_ends.ends(db, made.id))
-    if made.created and not broker.in_memory(settings()):  # else only the stack itself can send, and its control loop does
+            link_epochs(epoch_ends.load_epoch_ends(db, made.id))
+    if made.created and not broker.is_in_memory(settings()):  # else only the stack itself can send, and its control loop does
         from agentrl.workers.stack.dispatch import dispatch  # which loads Celery: only who sends needs it
 
-        for iteration in (*planning.open_iterations(db, made.id), *evals.waiting_evals(db, made.id)):
+        for iteration in (*planning.open_iterations(db, made.id), *evals.list_open_evals(db, made.id)):
             dispatch(db, iteration)
     return made
 
 
-def leave_failed(db: Database, prepared: Prepared, reason: str) -> Submitted:
+def write_failed_run(db: Database, prepared: PreparedRun, reason: str) -> SubmittedRun:
     """Writes the run as one that failed before it began, or finds the one of this name; `resume` sets it going.
 
     Raises:
         ConflictError: the name belongs to another run.
     """
-    return _written(db, prepared, reason)
+    return _write_run(db, prepared, reason)
 
 
-def _written(db: Database, prepared: Prepared, failed: str = "") -> Submitted:
+def _write_run(db: Database, prepared: PreparedRun, failed: str = "") -> SubmittedRun:
     submission = prepared.submission
     while True:
         try:
@@ -232,7 +232,7 @@ def _written(db: Database, prepared: Prepared, failed: str = "") -> Submitted:
         except ConflictError:
             if prepared.named:
                 raise
-        name = planning.free_name(db, submission.name.rpartition("-")[0])
+        name = planning.find_free_name(db, submission.name.rpartition("-")[0])
         # The folder is made from the name too, unless a person chose it.
         folder = submission.output_dir.removesuffix(submission.name) + name
         output = submission.output_dir if prepared.config.output_dir else folder
@@ -247,11 +247,11 @@ def _check_sampling(config: RunConfig, kind: str) -> None:
         )
 
 
-def _check_server(where: Settings) -> None:
+def _check_server_url(where: Settings) -> None:
     """Refuses a URL that the embedded stack could not ask; one that runs was started with an environment of its own."""
     from agentrl.workflow.inference.http import check_url
 
-    if not where.broker_url and (where.engine_url or embedded.running(where) is None):
+    if not where.broker_url and (where.engine_url or embedded.find_supervisor(where) is None):
         check_url(where)
 
 
@@ -262,12 +262,12 @@ def _check_weights(backend: Backend, config: RunConfig, ref: PolicyRef, trained:
         engines.check_weights(backend, kind, trained)
 
 
-def free_name(db: Database | None, stem: str) -> str:
+def find_free_name(db: Database | None, stem: str) -> str:
     """`stem-N`, where no run has that name yet."""
-    return planning.free_name(db, stem) if db else f"{stem}-1"
+    return planning.find_free_name(db, stem) if db else f"{stem}-1"
 
 
-def _absolute(config: RunConfig) -> RunConfig:
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """Files by their whole path: a run is resumed and evaluated from anywhere."""
     dataset, output = config.dataset, config.output_dir
     if dataset.name.endswith(".jsonl"):
@@ -290,7 +290,7 @@ def _with_served_tools(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"served_tools": (*config.served_tools, *more)})
 
 
-def output_folder(config: RunConfig, name: str) -> str:
+def pick_output_folder(config: RunConfig, name: str) -> str:
     """Where the run's checkpoints go: a folder, or a URL.
 
     Raises:
@@ -303,7 +303,7 @@ def output_folder(config: RunConfig, name: str) -> str:
 
 
 def check_place(place: str) -> None:
-    """Makes sure that checkpoints can be written to the folder or URL from here. Raises as `output_folder`."""
+    """Makes sure that checkpoints can be written to the folder or URL from here. Raises as `pick_output_folder`."""
     folder = object_store.check_place(place)
     if folder is not None:
         _check_writable(folder)
@@ -319,7 +319,7 @@ def _check_writable(folder: Path) -> None:
         raise ConfigError(said, "Name another --output-dir, or mend that one.") from error
 
 
-def _stem(config: RunConfig, kind: str, policy: PolicyRef | None) -> str:
+def _name_stem(config: RunConfig, kind: str, policy: PolicyRef | None) -> str:
     words = [Path(config.dataset.name.rpartition(":")[2]).stem, Path(config.model.path).name]
     words += [f"v{policy.version}" if policy and kind == "eval" else "", "eval" if kind == "eval" else ""]
     stem = "-".join(word for word in words if word).lower()

@@ -12,7 +12,7 @@ from agentrl.workflow.plugins import find
 from agentrl.workflow.tools import Effects, Tool
 from agentrl.workflow.tools.python import keeps_session
 
-_SEE = "`agentrl tools` lists them; name one with --tools, or an env with --env."
+_TOOLS_HINT = "`agentrl tools` lists them; name one with --tools, or an env with --env."
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Description:
         return cls(tool.name, told["description"], told["parameters"], tool.effects, *limits, keeps_session(tool))
 
 
-def chosen(env: str | None, names: Sequence[str]) -> dict[str, Tool]:
+def select_tools(env: str | None, names: Sequence[str]) -> dict[str, Tool]:
     """The tools of the env and those named, as a run of that env with these `tools` would have them.
 
     Raises:
@@ -51,7 +51,7 @@ def chosen(env: str | None, names: Sequence[str]) -> dict[str, Tool]:
     acts_in: Env = find("envs", env) if env else Env()
     tools = offered_tools(acts_in, RunConfig(tools=(*others, *servers), served_tools=served))
     if not tools:
-        raise ConfigError(f"The env {env!r} has no tool." if env else "No tool is named.", _SEE)
+        raise ConfigError(f"The env {env!r} has no tool." if env else "No tool is named.", _TOOLS_HINT)
     for tool in tools.values():
         tool.check()
     return tools

@@ -10,12 +10,12 @@ from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.plugins import find
 from agentrl.workflow.resolve import parse_assignments
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.update_inputs import Past, past_update
+from agentrl.workflow.store.update_inputs import UpdateInputs, load_update_inputs
 
-WHOLE = {"update.batch_size": None, "update.epochs": 1, "update.max_kl": None, "update.trainer": "agentrl"}
+PLAIN_UPDATE = {"update.batch_size": None, "update.epochs": 1, "update.max_kl": None, "update.trainer": "agentrl"}
 """One step of our trainer on all episodes, whatever the run's own was."""
 
-NEVER = {
+REFUSED_KEYS = {
     "name": "The algorithms are those of --algorithm",
     "convention": "The convention is that of --convention",
     "kl_target": "It acts after an update",
@@ -25,25 +25,25 @@ NEVER = {
 
 
 @dataclass(frozen=True)
-class Question:
+class WhatIfRequest:
     """An update, and the configs to look at it with: the run's own first.
 
     `options`: what was asked for, by key, and the names of the algorithms that take it.
     """
 
-    past: Past
+    past: UpdateInputs
     configs: Sequence[RunConfig]
     options: Mapping[str, Sequence[str]]
 
 
-def question(
+def prepare_whatif(
     db: Database,
     run: str,
     iteration: int | None,
     algorithms: Sequence[str],
     convention: str | None,
     assignments: Sequence[str],
-) -> Question:
+) -> WhatIfRequest:
     """Checks what is asked.
 
     Args:
@@ -54,23 +54,23 @@ def question(
 
     Raises:
         ConfigError: no such algorithm, or an option that none of them takes.
-        NotFoundError, StateError, CheckpointError: as `past_update`.
+        NotFoundError, StateError, CheckpointError: as `load_update_inputs`.
     """
     names = list(dict.fromkeys(algorithms))
     found: list[Algorithm] = [find("algorithms", name) for name in names]
     asked = parse_assignments(assignments)
-    past = past_update(db, run, iteration)
+    past = load_update_inputs(db, run, iteration)
     config = RunConfig.model_validate(past.run["config"])
     _refuse_ignored(asked, config)
     known = convention or config.algorithm.convention
-    takers = {key: [each.name for each in found if _takes(each, key, known)] for key in asked}
+    takers = {key: [each.name for each in found if _has_option(each, key, known)] for key in asked}
     for key, taken in takers.items():
         if not taken:
             takes = "; ".join(f"{each.name} takes {', '.join(sorted(each.options_in(known)))}" for each in found)
             raise ConfigError(f"{key} does nothing with {', '.join(names)}.", f"{takes}.")
-    own = settle_run(build(config.flat() | WHOLE))
-    others = [_variant(own, name, each, known, asked) for name, each in zip(names, found, strict=True)]
-    return Question(past, [own, *(other for other in others if other != own)], takers)
+    own = settle_run(build(config.flat() | PLAIN_UPDATE))
+    others = [_variant_config(own, name, each, known, asked) for name, each in zip(names, found, strict=True)]
+    return WhatIfRequest(past, [own, *(other for other in others if other != own)], takers)
 
 
 def _refuse_ignored(asked: Mapping[str, Any], config: RunConfig) -> None:
@@ -78,18 +78,18 @@ def _refuse_ignored(asked: Mapping[str, Any], config: RunConfig) -> None:
         section, _, leaf = key.partition(".")
         if section != "algorithm":
             raise ConfigError(f"{key} is the run's, and a what-if changes the algorithm alone.", "Name keys of `algorithm`.")
-        if leaf in NEVER:
-            raise ConfigError(f"{key} does nothing in a what-if.", f"{NEVER[leaf]}.")
+        if leaf in REFUSED_KEYS:
+            raise ConfigError(f"{key} does nothing in a what-if.", f"{REFUSED_KEYS[leaf]}.")
         if leaf.startswith("importance_") and not config.rollout.max_staleness:
             raise ConfigError(f"{key} does nothing where rollout.max_staleness is 0, as in this run.", "Leave it out.")
 
 
-def _takes(algorithm: Algorithm, key: str, convention: str) -> bool:
+def _has_option(algorithm: Algorithm, key: str, convention: str) -> bool:
     leaf = key.partition(".")[2]
     return leaf not in ALGORITHM_OPTIONS or leaf in algorithm.options_in(convention)
 
 
-def _variant(own: RunConfig, name: str, algorithm: Algorithm, convention: str, asked: Mapping[str, Any]) -> RunConfig:
+def _variant_config(own: RunConfig, name: str, algorithm: Algorithm, convention: str, asked: Mapping[str, Any]) -> RunConfig:
     """The run's config with another algorithm, and its own options; what all algorithms read stays the run's."""
     flat = own.flat()
     if (name, convention) != (own.algorithm.name, own.algorithm.convention):
@@ -99,4 +99,4 @@ def _variant(own: RunConfig, name: str, algorithm: Algorithm, convention: str, a
         flat = {key: value for key, value in flat.items() if not key.startswith("critic.")}
     if "algorithm.kl_coef" in asked:  # that weight, and not what the run has made of its own
         flat |= {"algorithm.kl_target": None, "algorithm.kl_horizon": None}
-    return settle_run(build(flat | {key: value for key, value in asked.items() if _takes(algorithm, key, convention)}))
+    return settle_run(build(flat | {key: value for key, value in asked.items() if _has_option(algorithm, key, convention)}))

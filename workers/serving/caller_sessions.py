@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from secrets import token_urlsafe
 from typing import TypeVar
 
-from agentrl.workers.jobs.interpreters import MOST
+from agentrl.workers.jobs.interpreters import MAX_SESSIONS
 from agentrl.workflow.errors import NotFoundError, StateError
 from agentrl.workflow.tools.python import Notebook
 
@@ -24,11 +24,11 @@ IDLE_SECONDS = 600.0
 """After so long without a call a session ends. Longer than a tools worker's, which makes its own anew."""
 
 NAME_BYTES = 16
-"""Of chance in a session's name: who was not told it does not guess it."""
+"""Random bytes in a session's name: who was not told it does not guess it."""
 
 
 @dataclass(eq=False)
-class _Served:
+class _CallerSession:
     """One session. `calls` run or wait for their turn; `rest` ends it where none comes."""
 
     notebook: Notebook = field(default_factory=Notebook)
@@ -41,9 +41,9 @@ class _Served:
 class ServedSessions:
     """The sessions of one server. To be used in its event loop, but for `end`."""
 
-    def __init__(self, most: int = MOST, idle_seconds: float = IDLE_SECONDS) -> None:
+    def __init__(self, most: int = MAX_SESSIONS, idle_seconds: float = IDLE_SECONDS) -> None:
         self.most, self.idle_seconds = most, idle_seconds
-        self._sessions: dict[str, _Served] = {}
+        self._sessions: dict[str, _CallerSession] = {}
         self._ending: set[asyncio.Task[None]] = set()  # asyncio itself would forget them
         self._threads = ThreadPoolExecutor(most, "session")  # cells that wait for a core are in nobody else's way
 
@@ -57,8 +57,8 @@ class ServedSessions:
             idle = f"wait until one was not used for {self.idle_seconds:g} s"
             raise StateError(f"{self.most} sessions are open, and no more are kept.", f"Close one, or {idle}.")
         name = token_urlsafe(NAME_BYTES)
-        self._sessions[name] = _Served()
-        self._let_rest(name)
+        self._sessions[name] = _CallerSession()
+        self._start_idle_timer(name)
         return name
 
     async def run(self, name: str, call: Callable[[Notebook], Answer]) -> Answer:
@@ -69,11 +69,11 @@ class ServedSessions:
         """
         session = self._find(name)
         session.calls += 1
-        self._wake(session)
+        self._stop_idle_timer(session)
         try:
             async with session.turn:
                 if session.closed:
-                    raise self._unknown(name)
+                    raise self._unknown_session_error(name)
                 try:
                     return await self._in_thread(call, session.notebook)
                 finally:
@@ -82,7 +82,7 @@ class ServedSessions:
         finally:
             session.calls -= 1
             if not session.calls and not session.closed:
-                self._let_rest(name)
+                self._start_idle_timer(name)
 
     async def close(self, name: str) -> None:
         """Ends the session, after the call that runs in it; those that wait find it closed.
@@ -92,35 +92,35 @@ class ServedSessions:
         """
         session = self._find(name)
         session.closed = True
-        self._wake(session)
-        await self._ended(name)
+        self._stop_idle_timer(session)
+        await self._end_session(name)
 
     def end(self) -> None:
         """Ends them all, where the event loop is over."""
         for session in self._sessions.values():
             session.notebook.close()
 
-    def _find(self, name: str) -> _Served:
+    def _find(self, name: str) -> _CallerSession:
         session = self._sessions.get(name)
         if session is None or session.closed:
-            raise self._unknown(name)
+            raise self._unknown_session_error(name)
         return session
 
-    def _let_rest(self, name: str) -> None:
+    def _start_idle_timer(self, name: str) -> None:
         self._sessions[name].rest = asyncio.get_running_loop().call_later(self.idle_seconds, self._put_away, name)
 
     @staticmethod
-    def _wake(session: _Served) -> None:
+    def _stop_idle_timer(session: _CallerSession) -> None:
         if session.rest is not None:
             session.rest.cancel()
 
     def _put_away(self, name: str) -> None:
         self._sessions[name].closed = True
-        task = asyncio.get_running_loop().create_task(self._ended(name))
+        task = asyncio.get_running_loop().create_task(self._end_session(name))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _ended(self, name: str) -> None:
+    async def _end_session(self, name: str) -> None:
         session = self._sessions[name]
         async with session.turn:
             await self._in_thread(Notebook.close, session.notebook)
@@ -129,6 +129,6 @@ class ServedSessions:
     async def _in_thread(self, call: Callable[[Notebook], Answer], notebook: Notebook) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, notebook)
 
-    def _unknown(self, name: str) -> NotFoundError:
+    def _unknown_session_error(self, name: str) -> NotFoundError:
         ways = f"it was closed, not used for {self.idle_seconds:g} s, lost its interpreter, or never was"
         return NotFoundError(f"No session {name[:100]!r} is open: {ways}.", "POST /sessions opens one.")

@@ -46,7 +46,7 @@ from agentrl.workflow.tools.python import Notebook, keeps_session
 from agentrl.workflow.trajectory import ToolCall, ToolResult
 
 MAX_BYTES = 1_000_000
-"""Of a request's body. What a tool takes at most (see `refusal`) fits into it, however its characters are escaped."""
+"""The size of a request's body. What a tool takes at most (see `refusal`) fits into it, however its characters are escaped."""
 
 BACKLOG = 128
 
@@ -87,20 +87,20 @@ _CALL_PROBLEMS: dict[int | str, dict[str, Any]] = {
     422: {"description": "Not the JSON object that was asked for"},
     503: {"description": "The system failed; the call may be sent again"},
 }
-_UNKEPT: dict[int | str, dict[str, Any]] = {409: {"description": "The tool is called in a session"}}
-_OPENS = "POST /sessions opens one, POST /sessions/SESSION/tools/NAME/call calls in it."
+_SESSION_PROBLEMS: dict[int | str, dict[str, Any]] = {409: {"description": "The tool is called in a session"}}
+_SESSION_HINT = "POST /sessions opens one, POST /sessions/SESSION/tools/NAME/call calls in it."
 
 
 def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions) -> FastAPI:
     """The routes over these tools."""
-    guard = Depends(_bearer(token))
+    guard = Depends(_token_check(token))
     app = FastAPI(title="agentrl tools", version=__version__, docs_url=None, redoc_url=None, dependencies=[guard])
 
-    app.add_exception_handler(NotFoundError, _problem(404))
-    app.add_exception_handler(StateError, _problem(429))
+    app.add_exception_handler(NotFoundError, _problem_handler(404))
+    app.add_exception_handler(StateError, _problem_handler(429))
     kept = [name for name, tool in tools.items() if keeps_session(tool)]
 
-    async def named(name: str) -> Tool:
+    async def require_tool(name: str) -> Tool:
         if name not in tools:
             raise HTTPException(404, f"No tool is called {name[:100]!r}. {did_you_mean(name[:100], tools)}")
         return tools[name]
@@ -110,15 +110,15 @@ def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions)
         """All tools."""
         return [Description.of(tool) for tool in tools.values()]
 
-    @app.post("/tools/{name:path}/call", responses=_PROBLEMS | _CALL_PROBLEMS | _UNKEPT, openapi_extra=_BODY)
-    async def call_tool(tool: Annotated[Tool, Depends(named)], request: Request) -> Answer:
+    @app.post("/tools/{name:path}/call", responses=_PROBLEMS | _CALL_PROBLEMS | _SESSION_PROBLEMS, openapi_extra=_BODY)
+    async def call_tool(tool: Annotated[Tool, Depends(require_tool)], request: Request) -> Answer:
         """Runs the tool; what it says to wrong arguments is an answer too."""
         if tool.name in kept:
-            raise HTTPException(409, f"{tool.name!r} keeps its names in a session, and none was named. {_OPENS}")
-        return await run_in_threadpool(_answer, tool, await _arguments(request))
+            raise HTTPException(409, f"{tool.name!r} keeps its names in a session, and none was named. {_SESSION_HINT}")
+        return await run_in_threadpool(_call_answer, tool, await _arguments(request))
 
     @app.get("/tools/{name:path}", responses=_PROBLEMS)
-    async def describe_tool(tool: Annotated[Tool, Depends(named)]) -> Description:
+    async def describe_tool(tool: Annotated[Tool, Depends(require_tool)]) -> Description:
         """One tool: its schema, effects and limits."""
         return Description.of(tool)
 
@@ -128,9 +128,9 @@ def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions)
         return Opened(sessions.open(), kept, sessions.idle_seconds)
 
     @app.post("/sessions/{session}/tools/{name:path}/call", responses=_PROBLEMS | _CALL_PROBLEMS, openapi_extra=_BODY)
-    async def call_in_session(session: str, tool: Annotated[Tool, Depends(named)], request: Request) -> Answer:
+    async def call_in_session(session: str, tool: Annotated[Tool, Depends(require_tool)], request: Request) -> Answer:
         """Runs the tool after the session's calls that came before; what it keeps lasts until the session ends."""
-        return await sessions.run(session, partial(_answer, tool, await _arguments(request)))
+        return await sessions.run(session, partial(_call_answer, tool, await _arguments(request)))
 
     @app.delete("/sessions/{session}", status_code=204, responses=_PROBLEMS)
     async def close_session(session: str) -> None:
@@ -140,14 +140,14 @@ def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions)
     return app
 
 
-def _problem(status: int) -> Callable[[Request, Exception], Awaitable[JSONResponse]]:
-    async def told(request: Request, error: Exception) -> JSONResponse:
+def _problem_handler(status: int) -> Callable[[Request, Exception], Awaitable[JSONResponse]]:
+    async def answer_problem(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse({"detail": clean(str(error))}, status)
 
-    return told
+    return answer_problem
 
 
-def _bearer(token: str) -> Callable[..., Awaitable[None]]:
+def _token_check(token: str) -> Callable[..., Awaitable[None]]:
     scheme = HTTPBearer(auto_error=False)
 
     async def check(given: Annotated[HTTPAuthorizationCredentials | None, Depends(scheme)]) -> None:
@@ -180,16 +180,16 @@ async def _body(request: Request) -> bytes:
     return bytes(kept)
 
 
-def _answer(tool: Tool, arguments: dict[str, Any], notebook: Notebook | None = None) -> Answer:
+def _call_answer(tool: Tool, arguments: dict[str, Any], notebook: Notebook | None = None) -> Answer:
     refused = refusal(ToolCall(tool.name, arguments), 0, {tool.name: tool}, RolloutConfig())
     try:
-        told = refused or _ran(tool, arguments, notebook)
+        told = refused or _run_tool(tool, arguments, notebook)
     except InfraError as error:
         raise HTTPException(503, clean(str(error))) from error
     return Answer(clean(told.content), told.error_class, told.seconds)
 
 
-def _ran(tool: Tool, arguments: dict[str, Any], notebook: Notebook | None) -> ToolResult:
+def _run_tool(tool: Tool, arguments: dict[str, Any], notebook: Notebook | None) -> ToolResult:
     if notebook is not None and keeps_session(tool):
         return run_cell(tool, notebook, arguments)
     return run_tool(tool, CallWork(0, "", tool.name, arguments, tool.effects))
@@ -199,7 +199,7 @@ def _ran(tool: Tool, arguments: dict[str, Any], notebook: Notebook | None) -> To
 
 
 @contextmanager
-def at_address(host: str, port: int, guarded: bool) -> Iterator[socket.socket]:
+def listen_at_address(host: str, port: int, guarded: bool) -> Iterator[socket.socket]:
     """A socket that listens there; port 0 takes a free one. `guarded`: a person chose the token.
 
     Raises:
@@ -212,19 +212,19 @@ def at_address(host: str, port: int, guarded: bool) -> Iterator[socket.socket]:
             raise ConfigError(f"Other machines reach {host!r}, and no token was chosen.", "Set AGENTRL_TOOLS_TOKEN.")
         made = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
-        raise _unheard(host, error) from error
+        raise _cannot_serve_error(host, error) from error
     with made:
         try:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.bind(address)
             made.listen(BACKLOG)
         except OSError as error:
-            raise _unheard(f"{host} port {port}", error) from error
+            raise _cannot_serve_error(f"{host} port {port}", error) from error
         yield made
 
 
 @contextmanager
-def at_path(path: Path) -> Iterator[socket.socket]:
+def listen_at_path(path: Path) -> Iterator[socket.socket]:
     """A Unix socket that listens there, for this user alone; what a killed server left there is replaced.
 
     Raises:
@@ -232,19 +232,19 @@ def at_path(path: Path) -> Iterator[socket.socket]:
     """
     with socket.socket(socket.AF_UNIX) as made:
         try:
-            _clear(path)
+            _remove_stale_socket(path)
             made.bind(str(path))
             path.chmod(0o600)  # nobody gets in before it listens
             made.listen(BACKLOG)
         except OSError as error:
-            raise _unheard(str(path), error) from error
+            raise _cannot_serve_error(str(path), error) from error
         try:
             yield made
         finally:
             path.unlink(missing_ok=True)
 
 
-def _clear(path: Path) -> None:
+def _remove_stale_socket(path: Path) -> None:
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX) as caller:
@@ -254,7 +254,7 @@ def _clear(path: Path) -> None:
             path.unlink()
 
 
-def _unheard(where: str, error: Exception) -> ServiceError:
+def _cannot_serve_error(where: str, error: Exception) -> ServiceError:
     return ServiceError(f"The tools cannot be served at {where}: {error}.", "Choose another: --port N, or --socket PATH.")
 
 

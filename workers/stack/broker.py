@@ -88,7 +88,7 @@ def redis_url(where: Settings) -> str:
     return f"unix://{url.removeprefix(SOCKET_SCHEME).partition('?')[0]}?db=0"
 
 
-def in_memory(where: Settings) -> bool:
+def is_in_memory(where: Settings) -> bool:
     """Whether the stack is one process, and messages can be sent only inside of it."""
     return broker_url(where) == MEMORY
 
@@ -114,7 +114,7 @@ def start_server(where: Settings) -> "subprocess.Popen[bytes]":
     with (where.stack_dir / "redis.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     deadline = time.monotonic() + START_SECONDS
-    while not answers(where):
+    while not is_answering(where):
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
             raise ServiceError(f"{binary} does not come up.", f"See {where.stack_dir / 'redis.log'}.")
@@ -127,32 +127,32 @@ def end_server(where: Settings) -> None:
     import redis
 
     try:
-        with client(where) as connection:
+        with connect_redis(where) as connection:
             connection.shutdown(nosave=True)
     except (redis.RedisError, OSError):
         return
 
 
-def client(where: Settings) -> "redis.Redis":
+def connect_redis(where: Settings) -> "redis.Redis":
     """A connection to the broker's Redis that fails fast."""
     import redis
 
     return redis.Redis.from_url(redis_url(where), socket_connect_timeout=2, socket_timeout=5)
 
 
-def answers(where: Settings) -> bool:
+def is_answering(where: Settings) -> bool:
     """Whether the broker's Redis answers a ping; one in memory always does."""
-    return _silence(where) is None
+    return _silence_reason(where) is None
 
 
-def _silence(where: Settings) -> str | None:
+def _silence_reason(where: Settings) -> str | None:
     """Why the broker's Redis does not answer; None if it does."""
-    if in_memory(where):
+    if is_in_memory(where):
         return None
     import redis
 
     try:
-        with client(where) as connection:
+        with connect_redis(where) as connection:
             connection.ping()
     except ValueError:  # which may show a part of it
         return "it is no URL of a Redis"
@@ -161,21 +161,23 @@ def _silence(where: Settings) -> str | None:
     return None
 
 
-def require(where: Settings) -> None:
+def require_broker(where: Settings) -> None:
     """Makes sure that the broker answers.
 
     Raises:
         ServiceError: it does not.
     """
-    reason = _silence(where)
+    reason = _silence_reason(where)
     if reason is None:
         return
     if where.broker_url:
-        raise ServiceError(f"The broker {_shown(where.broker_url)} does not answer: {reason}.", "Check AGENTRL_BROKER_URL.")
+        raise ServiceError(
+            f"The broker {_without_secrets(where.broker_url)} does not answer: {reason}.", "Check AGENTRL_BROKER_URL."
+        )
     raise ServiceError(f"The embedded Redis ({socket_path(where)}) does not answer: {reason}.", "Start it: agentrl up")
 
 
-def _shown(url: str) -> str:
+def _without_secrets(url: str) -> str:
     """The URL without what may be a secret: a user and password, a query."""
     head, separator, rest = url.partition("?")[0].rpartition("@")
     return f"{head.partition('://')[0]}://***@{rest}" if separator else rest

@@ -16,7 +16,7 @@ from celery.signals import task_failure
 from kombu import Queue
 from kombu.transport import TRANSPORT_ALIASES
 
-from agentrl.workers.stack.broker import SOCKET_SCHEME, broker_url, in_memory
+from agentrl.workers.stack.broker import SOCKET_SCHEME, broker_url, is_in_memory
 from agentrl.workflow.errors import ConfigError, ServiceError
 from agentrl.workflow.runtime.lazy import Once
 from agentrl.workflow.settings import Settings, settings
@@ -27,7 +27,7 @@ _DAY = 86400
 TRANSPORT_ALIASES |= dict.fromkeys(("redis", "rediss"), "agentrl.workers.stack.transport:Transport")
 
 
-def route(name: str, args: Any, kwargs: Any, options: Any, task: Any = None, **kw: Any) -> dict[str, Any]:
+def route_job(name: str, args: Any, kwargs: Any, options: Any, task: Any = None, **kw: Any) -> dict[str, Any]:
     """The queue of a job: that of its name, unless a host's own tools queue was asked for."""
     asked = options.get("queue")
     asked = getattr(asked, "name", asked)
@@ -62,12 +62,12 @@ def row_id(value: object) -> int:
 def make_app(where: Settings) -> Celery:
     """The app for these settings. Every option below was measured against a fault that breaks chords without it."""
     broker = broker_url(where)
-    app = Celery("agentrl", broker=broker, backend="cache+memory://" if in_memory(where) else broker)
+    app = Celery("agentrl", broker=broker, backend="cache+memory://" if is_in_memory(where) else broker)
     app.conf.update(
         task_queues=[Queue(name, routing_key=name) for name in QUEUES],
         task_create_missing_queues=False,
         task_default_queue="rollout",
-        task_routes=(route,),
+        task_routes=(route_job,),
         accept_content=["json"],
         task_serializer="json",
         result_serializer="json",
@@ -98,7 +98,7 @@ def make_app(where: Settings) -> Celery:
             "health_check_interval": 25,
             "global_keyprefix": "agentrl.",
         }
-        if not in_memory(where)
+        if not is_in_memory(where)
         else {"polling_interval": 0.01},
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
@@ -109,11 +109,11 @@ def make_app(where: Settings) -> Celery:
     return app
 
 
-def say_away(sender: Any = None, exception: BaseException | None = None, **context: Any) -> None:
+def log_service_loss(sender: Any = None, exception: BaseException | None = None, **context: Any) -> None:
     """A service that was away for long is one line in the log; the jobs say `throws`, so that Celery adds no traceback."""
     if isinstance(exception, ServiceError):
         getLogger("agentrl.app").warning("%s gave up: %s", getattr(sender, "name", "a job"), exception)
 
 
-task_failure.connect(say_away, weak=False)
+task_failure.connect(log_service_loss, weak=False)
 app = make_app(settings())

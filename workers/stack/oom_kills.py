@@ -6,9 +6,9 @@ from pathlib import Path
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-def kills(cgroups: Path = CGROUPS, mine: Path = Path("/proc/self/cgroup")) -> int:
+def count_kills(cgroups: Path = CGROUPS, mine: Path = Path("/proc/self/cgroup")) -> int:
     """How many processes of this one's memory cgroup it has killed so far; 0 where the kernel does not say."""
-    for file in _counters(cgroups, mine):
+    for file in _counter_files(cgroups, mine):
         try:
             fields = dict(line.split() for line in file.read_text().splitlines())
         except (OSError, ValueError):
@@ -17,7 +17,7 @@ def kills(cgroups: Path = CGROUPS, mine: Path = Path("/proc/self/cgroup")) -> in
     return 0
 
 
-def _counters(cgroups: Path, mine: Path) -> Iterator[Path]:
+def _counter_files(cgroups: Path, mine: Path) -> Iterator[Path]:
     """Where the counter may be: version 1 or 2; a container sees its own group at the top."""
     try:
         groups = [line.split(":", 2) for line in mine.read_text().splitlines()]

@@ -9,32 +9,32 @@ from agentrl.workflow.store.connect import Database
 ANSWER_SECONDS = 1.5
 
 
-def served_queues() -> dict[str, int]:
+def count_workers_by_queue() -> dict[str, int]:
     """Queue -> how many workers answered that they serve it, asked once."""
     served = dict.fromkeys(QUEUES, 0)
-    for queues in _answers().values():
+    for queues in _ask_queues().values():
         for queue in queues:
             served[queue] = served.get(queue, 0) + 1
     return served
 
 
-def some_worker_shares() -> bool:
+def has_shared_worker() -> bool:
     """Whether a worker answered that it both rolls out and trains."""
-    return any({"rollout", "train"} <= queues for queues in _answers().values())
+    return any({"rollout", "train"} <= queues for queues in _ask_queues().values())
 
 
-def _answers() -> dict[str, set[str]]:
+def _ask_queues() -> dict[str, set[str]]:
     """Worker -> the queues that it serves."""
     answers = app.control.inspect(timeout=ANSWER_SECONDS).active_queues() or {}
     return {worker: {queue["name"] for queue in queues} for worker, queues in answers.items()}
 
 
-def without_worker(queues: Iterable[str]) -> list[str]:
+def missing_worker_hints(queues: Iterable[str]) -> list[str]:
     """What to say of queues that nobody serves."""
     return [f"No worker serves the queue {queue!r}. Start one: agentrl worker {queue}" for queue in queues]
 
 
-def without_control(db: Database) -> list[str]:
+def missing_control_hints(db: Database) -> list[str]:
     """What to say where no control loop runs; nothing where one does."""
     there = control_reads.service_holder(db, "control") is not None
     return [] if there else ["No control loop runs. Start one: agentrl worker control"]

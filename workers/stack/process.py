@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from agentrl.workflow.models.policy import Policy
 
 log = getLogger("agentrl.process")
-APART = "Start `agentrl worker rollout` and `agentrl worker train` apart (embedded: `agentrl down; agentrl up --separate`)"
+APART_HINT = "Start `agentrl worker rollout` and `agentrl worker train` apart (embedded: `agentrl down; agentrl up --separate`)"
 """What to type where one process must not do both."""
 
 stopping = threading.Event()
@@ -53,7 +53,7 @@ def confirm_base(run: int, policy: "Policy") -> None:
     """
     hashes = {"tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
     hashes |= {"code": policy.code_hash} if policy.code_hash else {}
-    _confirm(run, policy.base_hash, tuple(hashes.items()))
+    _confirm_hashes(run, policy.base_hash, tuple(hashes.items()))
 
 
 def refuse_overlap(config: RunConfig) -> None:
@@ -63,10 +63,10 @@ def refuse_overlap(config: RunConfig) -> None:
         ConfigError: saying what to start instead.
     """
     if shared.is_set() and config.rollout.max_staleness:
-        raise nothing_overlaps(f"{APART}, then `agentrl resume {config.name}`.")
+        raise no_overlap_error(f"{APART_HINT}, then `agentrl resume {config.name}`.")
 
 
-def nothing_overlaps(hint: str) -> ConfigError:
+def no_overlap_error(hint: str) -> ConfigError:
     """What to say of staleness where one process rolls out and trains."""
     return ConfigError(
         "With rollout.max_staleness above 0 rollouts go on during updates, but here one worker process does both, so that "
@@ -76,12 +76,12 @@ def nothing_overlaps(hint: str) -> ConfigError:
 
 
 @cache
-def _confirm(run: int, base_hash: str, hashes: tuple[tuple[str, str], ...]) -> None:
+def _confirm_hashes(run: int, base_hash: str, hashes: tuple[tuple[str, str], ...]) -> None:
     # Once for each run and base: the record does not change, and every job would take the database's write lock to look.
     train_commits.confirm_base(database(), run, base_hash, dict(hashes))
 
 
-def until_written(write: Callable[[], object]) -> None:
+def write_when_possible(write: Callable[[], object]) -> None:
     """Writes as soon as the database takes it: a claim that nobody hands back counts as a lost worker. Gives up when the
     process is to stop.
     """

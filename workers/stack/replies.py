@@ -14,7 +14,7 @@ from logging import getLogger
 
 import redis
 
-from agentrl.workers.stack.broker import client, in_memory
+from agentrl.workers.stack.broker import connect_redis, is_in_memory
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.settings import Settings
 
@@ -28,10 +28,10 @@ _REPLY = re.compile(rb"([0-9]{1,19})(?: (.*))?", re.DOTALL)
 MAX_REASON = 500
 """Characters of why a call cannot run."""
 
-Waiter = Callable[[int, str], None]
+ReplyCallback = Callable[[int, str], None]
 """Is called with the call, and with why it cannot run where it came to; empty where it is answered."""
 
-_here: "dict[str, Replies]" = {}
+_local_lists: "dict[str, Replies]" = {}
 """The lists of this process: where the tools share it, nothing goes through Redis."""
 
 
@@ -40,12 +40,12 @@ class Replies:
 
     def __init__(self, where: Settings) -> None:
         self.address = f"agentrl.replies.{uuid.uuid4().hex}"
-        self._waiting: dict[int, Waiter] = {}
-        _here[self.address] = self
-        if not in_memory(where):
-            threading.Thread(target=self._run, args=(client(where),), name="replies", daemon=True).start()
+        self._waiting: dict[int, ReplyCallback] = {}
+        _local_lists[self.address] = self
+        if not is_in_memory(where):
+            threading.Thread(target=self._run, args=(connect_redis(where),), name="replies", daemon=True).start()
 
-    def expect(self, call: int, answered: Waiter) -> None:
+    def expect(self, call: int, answered: ReplyCallback) -> None:
         """Calls `answered` when the call's reply comes in, and before that with each reason why it cannot run."""
         self._waiting[call] = answered
 
@@ -62,21 +62,21 @@ class Replies:
     def _run(self, connection: "redis.Redis") -> None:
         while True:
             try:
-                self._read(connection)
+                self._read_replies(connection)
             except (redis.RedisError, OSError) as error:
                 log.info("the broker is away: %s", error)
                 time.sleep(0.5)
 
-    def _read(self, connection: "redis.Redis") -> None:
+    def _read_replies(self, connection: "redis.Redis") -> None:
         while True:
             reply = connection.blpop([self.address], timeout=WAIT_SECONDS)
             if reply is None:
                 continue
             more = connection.lpop(self.address, 1000) or []
             for said in (reply[1], *more):
-                self._hear(said)
+                self._parse_reply(said)
 
-    def _hear(self, said: bytes) -> None:
+    def _parse_reply(self, said: bytes) -> None:
         found = _REPLY.fullmatch(said[: 4 * MAX_REASON])
         if found:
             self.answer(int(found[1]), (found[2] or b"").decode(errors="replace")[:MAX_REASON])
@@ -92,7 +92,7 @@ class Waker:
 
     @cached_property
     def _redis(self) -> "redis.Redis":
-        return client(self._where)
+        return connect_redis(self._where)
 
     def wake(self, address: str, call: int, reason: str = "") -> None:
         """Wakes who waits for the call, or tells why it cannot run here.
@@ -104,8 +104,8 @@ class Waker:
         """
         if not (isinstance(address, str) and _ADDRESS.fullmatch(address)):
             raise ConfigError(f"A tool call came with {address!r:.100} where the list for its reply belongs.")
-        if address in _here:
-            _here[address].answer(call, reason[:MAX_REASON])
+        if address in _local_lists:
+            _local_lists[address].answer(call, reason[:MAX_REASON])
             return
         try:
             with self._redis.pipeline(transaction=False) as pipe:

@@ -46,7 +46,7 @@ class Child:
     started: float
     backoff: float = 0.5
     restart_at: float | None = None
-    kills: int = field(default_factory=oom_kills.kills)
+    kills: int = field(default_factory=oom_kills.count_kills)
 
 
 class Supervisor:
@@ -59,13 +59,13 @@ class Supervisor:
         self.busy_at = time.monotonic()
         self.children: list[Child] = []
         self.news: Queue[Callable[[], None]] = Queue()
-        threading.Thread(target=self._tell_news, name="news", daemon=True).start()
+        threading.Thread(target=self._record_losses, name="news", daemon=True).start()
 
     def run(self) -> None:
         """Starts everything, watches it, stops it. Redis first up and last down."""
-        if broker.in_memory(self.where):
+        if broker.is_in_memory(self.where):
             log.warning("no Redis server was found: all in this process, over an in-memory broker")
-            run_together(self._idle)
+            run_together(self._is_idle)
             return
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
@@ -81,35 +81,35 @@ class Supervisor:
         while not self.stopping:
             time.sleep(0.2)
             for child in self.children:
-                self._revive(child)
+                self._restart_ended(child)
             if time.monotonic() - checked > 1.0:
                 checked = time.monotonic()
-                self.stopping = self.stopping or self._idle()
+                self.stopping = self.stopping or self._is_idle()
 
-    def _idle(self) -> bool:
+    def _is_idle(self) -> bool:
         """Whether no run has been running for long enough to stop; if so, the state file says so before anybody is stopped."""
-        if not self._quiet():
+        if not self._is_quiet():
             return False
         embedded.write_state(self.where, stopping=True, separate=self.separate)
-        if self._quiet():  # who asked before the file was written relies on this stack, who asks later waits for its end
+        if self._is_quiet():  # who asked before the file was written relies on this stack, who asks later waits for its end
             return True
         embedded.write_state(self.where, stopping=False, separate=self.separate)
         return False
 
-    def _quiet(self) -> bool:
-        if embedded.stay_file(self.where).exists() or embedded.asked_lately(self.where) or self._busy():
+    def _is_quiet(self) -> bool:
+        if embedded.stay_file(self.where).exists() or embedded.was_asked_lately(self.where) or self._is_busy():
             self.busy_at = time.monotonic()
             return False
         return time.monotonic() - self.busy_at > self.where.idle_stop_seconds
 
-    def _busy(self) -> bool:
+    def _is_busy(self) -> bool:
         try:
-            return control_reads.unfinished_runs(database()) > 0
+            return control_reads.count_running_runs(database()) > 0
         except Exception as error:  # noqa: BLE001 - nothing that the database does is a reason to end the workers
             log.warning("taken for busy: %s", error)
             return True
 
-    def _revive(self, child: Child) -> None:
+    def _restart_ended(self, child: Child) -> None:
         code = child.process.poll()
         now = time.monotonic()
         if code is None:
@@ -119,19 +119,19 @@ class Supervisor:
             child.backoff = 0.5 if calm else min(2 * child.backoff, MAX_BACKOFF, self.where.lease_seconds / 2)
             child.restart_at = now + (0.0 if calm else child.backoff)
             log.warning("%s ended with %s; again in %.1f s", child.role, code, child.restart_at - now)
-            out_of_memory = code == -signal.SIGKILL and oom_kills.kills() > child.kills
-            self.news.put(partial(_tell, child.role, child.process.pid, code, out_of_memory))
+            out_of_memory = code == -signal.SIGKILL and oom_kills.count_kills() > child.kills
+            self.news.put(partial(_record_loss, child.role, child.process.pid, code, out_of_memory))
             if child.role == "tools":
                 self.news.put(_send_calls_again)
         if now >= child.restart_at:
             try:
                 child.process, child.started, child.restart_at = self._start(child.role), now, None
-                child.kills = oom_kills.kills()
+                child.kills = oom_kills.count_kills()
             except ServiceError as error:
                 child.restart_at = now + MAX_BACKOFF
                 log.error("%s", error)
 
-    def _tell_news(self) -> None:
+    def _record_losses(self) -> None:
         """Beside the watch: a database that is away delays no restart, and no stop."""
         while True:
             tell = self.news.get()
@@ -165,17 +165,17 @@ class Supervisor:
                     child.process.kill()
 
 
-def _tell(role: str, pid: int, code: int, out_of_memory: bool) -> None:
+def _record_loss(role: str, pid: int, code: int, out_of_memory: bool) -> None:
     """Tells the runs' events who is gone, and how it ended."""
     name = f"{socket.gethostname()}:{pid}"
     if out_of_memory:
         log.error("%s was killed by the kernel, out of memory. %s", role, OOM_HINT)
         record_oom(database(), name, role)
     else:
-        record_loss(database(), name, role, _how(code))
+        record_loss(database(), name, role, _describe_exit(code))
 
 
-def _how(code: int) -> str:
+def _describe_exit(code: int) -> str:
     """How a process with that code ended, in words."""
     if code >= 0:
         return f"ended with exit code {code}"
@@ -192,7 +192,7 @@ def _send_calls_again() -> None:
     send_calls_again(database())  # where that fails, the rollouts do it, later
 
 
-def _some_run_overlaps() -> bool:
+def _is_some_run_overlapping() -> bool:
     try:
         return control_reads.some_run_overlaps(database())
     except Exception as error:  # noqa: BLE001 - nothing that the database does is a reason to start no workers
@@ -219,7 +219,7 @@ def main(stay: bool, separate: bool = False) -> None:
             embedded.stay_file(where).touch()
         else:
             embedded.stay_file(where).unlink(missing_ok=True)
-        separate = separate or (not broker.in_memory(where) and _some_run_overlaps())
+        separate = separate or (not broker.is_in_memory(where) and _is_some_run_overlapping())
         embedded.write_state(where, stopping=False, separate=separate)
         try:
             Supervisor(where, separate).run()

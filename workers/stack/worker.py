@@ -21,7 +21,7 @@ from agentrl.workflow.settings import settings
 if TYPE_CHECKING:
     from celery.apps.worker import Worker
 
-SHARED = {"rollout", "train"}
+SHARED_ROLES = {"rollout", "train"}
 ROLES = ("rollout", "tools", "train", "control")
 MODULES = {
     "rollout": "agentrl.workers.jobs.rollout_job",
@@ -56,12 +56,14 @@ def run(roles: list[str], concurrency: int | None = None) -> None:
     unknown = [role for role in roles if role not in ROLES]
     if unknown or not roles:
         raise ConfigError(f"There is no worker {', '.join(unknown) or 'without a role'}.", f"Known: {', '.join(ROLES)}.")
-    if len(roles) > 1 and not set(roles) <= SHARED:
+    if len(roles) > 1 and not set(roles) <= SHARED_ROLES:
         raise ConfigError("Only rollout and train share a process.", "Start one `agentrl worker` for each.")
     set_up_logging()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if SUPERVISOR in os.environ:
-        threading.Thread(target=_end_with, args=[int(os.environ[SUPERVISOR]), roles], name="supervised", daemon=True).start()
+        threading.Thread(
+            target=_end_with_supervisor, args=[int(os.environ[SUPERVISOR]), roles], name="supervised", daemon=True
+        ).start()
     if roles == ["control"]:
         _run_control()
     else:
@@ -74,7 +76,7 @@ def set_up_logging() -> None:
     logging.getLogger("agentrl").setLevel(logging.INFO)
 
 
-def _end_with(supervisor: int, roles: list[str]) -> None:
+def _end_with_supervisor(supervisor: int, roles: list[str]) -> None:
     """Ends this process when its supervisor is gone; the control loop, which holds nothing, takes the private Redis along."""
     while os.getppid() == supervisor:
         time.sleep(1.0)
@@ -108,7 +110,7 @@ def _run_queues(roles: list[str], concurrency: int) -> None:
 
     from agentrl.workers.stack.process import database, shared, stopping
 
-    if set(roles) >= SHARED:
+    if set(roles) >= SHARED_ROLES:
         shared.set()
 
     def stop(**kwargs: object) -> None:

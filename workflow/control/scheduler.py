@@ -48,20 +48,20 @@ def plan(snapshot: Snapshot) -> list[Action]:
 
 def _plan_run(run: RunState, lease: float) -> list[Action]:
     if run.broken:  # the train job of the first iteration makes the checkpoint again; until then nothing else moves
-        return [SendTrain(first.id) for first in run.iterations[:1] if _missing(first.train, lease)]
+        return [SendTrain(first.id) for first in run.iterations[:1] if _is_missing(first.train, lease)]
     return [action for iteration in run.iterations for action in _plan_iteration(iteration, lease, run.group_seconds)]
 
 
 def _plan_iteration(iteration: IterationState, lease: float, group_seconds: float) -> list[Action]:
-    if not iteration.dispatched and not iteration.rolled_out:
+    if not iteration.is_dispatched and not iteration.is_rolled_out:
         return [Dispatch(iteration.id, tuple(group.id for group in iteration.groups))]
-    if iteration.ready:
-        return [SendTrain(iteration.id)] if _missing(iteration.train, lease) else []
-    lost = tuple(group.id for group in iteration.groups if _missing(group.claim, max(lease, group_seconds)))
+    if iteration.is_ready:
+        return [SendTrain(iteration.id)] if _is_missing(iteration.train, lease) else []
+    lost = tuple(group.id for group in iteration.groups if _is_missing(group.claim, max(lease, group_seconds)))
     return [SendRollouts(lost)] if lost else []
 
 
-def _missing(claim: Claim, patience: float) -> bool:
+def _is_missing(claim: Claim, patience: float) -> bool:
     if claim.held:
         return False
     if claim.sent_ago is None or claim.sent_ago < 0:
@@ -73,7 +73,7 @@ def _missing(claim: Claim, patience: float) -> bool:
     return claim.sent_ago > 2 * patience * (1 << doublings)
 
 
-def headers(groups: tuple[int, ...]) -> list[list[int]]:
+def split_into_headers(groups: tuple[int, ...]) -> list[list[int]]:
     """The groups as at most MAX_HEADER jobs."""
     per_job = -(-len(groups) // MAX_HEADER)
     return [list(groups[start : start + per_job]) for start in range(0, len(groups), per_job)] if groups else []

@@ -42,17 +42,17 @@ class IterationState:
     published: bool = True
 
     @property
-    def rolled_out(self) -> bool:
+    def is_rolled_out(self) -> bool:
         """Every slot is terminal."""
         return not self.groups
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Its update may run."""
-        return self.rolled_out and self.published
+        return self.is_rolled_out and self.published
 
     @property
-    def dispatched(self) -> bool:
+    def is_dispatched(self) -> bool:
         """Its chord was sent at least once."""
         return bool(self.train.sends) or any(group.claim.sends for group in self.groups)
 

@@ -32,13 +32,13 @@ T = TypeVar("T")
 RETRY_SECONDS = 30.0
 """How long a transaction is tried again while the database is away."""
 
-POOL = 8
+POOL_SIZE = 8
 """Postgres connections of a process; its threads take turns on them, for a small server allows only some dozens."""
 
 POOL_SECONDS = 60.0
 """How long a thread waits for its turn."""
 
-_SILENCE_HERE = {
+_CLIENT_TIMEOUTS = {
     "connect_timeout": 10,
     "keepalives_idle": 5,
     "keepalives_interval": 2,
@@ -47,7 +47,7 @@ _SILENCE_HERE = {
 }
 """A link that is cut without a word is given up after about 10 s; the kernel alone would wait for 15 minutes, or two hours."""
 
-_SILENCE_THERE = {
+_SERVER_TIMEOUTS = {
     "tcp_keepalives_idle": 5,
     "tcp_keepalives_interval": 2,
     "tcp_keepalives_count": 3,
@@ -60,12 +60,12 @@ who waits for somebody's lock gets to know it.
 """
 
 URL_HINT = "Set AGENTRL_DATABASE_URL to sqlite:///FILE or postgresql://USER@HOST/NAME."
-PLANNING = {"random_page_cost": 1.1}
+PLANNER_SETTINGS = {"random_page_cost": 1.1}
 """Postgres plans for a spinning disk unless told otherwise: it would read a whole table to find one run's newest steps."""
 
-_UNUSABLE = ("not a database", "unable to open", "readonly database", "disk image is malformed")
+_UNUSABLE_FILE_ERRORS = ("not a database", "unable to open", "readonly database", "disk image is malformed")
 """What SQLite says of a file that no patience makes a database of."""
-_FULL = "database or disk is full"
+_DISK_FULL_ERROR = "database or disk is full"
 
 
 def database_url(text: str) -> URL:
@@ -100,7 +100,7 @@ class Database:
         self.url = database_url(url)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self.engine = self._sqlite() if self.is_sqlite else self._postgres()
-        self._together = _Together(self.engine)
+        self._group_commit = _GroupCommit(self.engine)
 
     def _sqlite(self) -> Engine:
         folder = Path(str(self.url.database)).parent
@@ -118,23 +118,23 @@ class Database:
     def _postgres(self) -> Engine:
         engine = create_engine(
             self.url,
-            pool_size=POOL // 2,
-            max_overflow=POOL - POOL // 2,
+            pool_size=POOL_SIZE // 2,
+            max_overflow=POOL_SIZE - POOL_SIZE // 2,
             pool_timeout=POOL_SECONDS,
             pool_pre_ping=True,
-            connect_args={**_SILENCE_HERE, "client_encoding": "utf8"},
+            connect_args={**_CLIENT_TIMEOUTS, "client_encoding": "utf8"},
         )
         event.listen(engine, "connect", _configure_postgres)
         return engine
 
-    def whole(self) -> "Database":
+    def full_database(self) -> "Database":
         """Itself: a `Reader` opens one for what its driver cannot do."""
         return self
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A connection to read from, for whoever would rather fail than wait; sees one state of the database."""
-        with self._reached(), self._reading() as connection, connection.begin():
+        with self._translate_errors(), self._connect_for_reading() as connection, connection.begin():
             yield connection
 
     def ask(self, query: Callable[[Connection], T]) -> T:
@@ -143,7 +143,7 @@ class Database:
         Raises:
             ServiceError: the database stayed away for RETRY_SECONDS.
         """
-        return self._again(lambda: self._ask_once(query))
+        return self._retry(lambda: self._read_once(query))
 
     def write(self, work: Callable[[Connection], T]) -> T:
         """Runs `work` in one transaction, again where the connection was lost.
@@ -151,63 +151,65 @@ class Database:
         Raises:
             ServiceError: the database stayed away for RETRY_SECONDS.
         """
-        return self._again(lambda: self._write_once(work))
+        return self._retry(lambda: self._write_once(work))
 
-    def _ask_once(self, query: Callable[[Connection], T]) -> T:
-        with self._reading() as connection, connection.begin():
+    def _read_once(self, query: Callable[[Connection], T]) -> T:
+        with self._connect_for_reading() as connection, connection.begin():
             return query(connection)
 
-    def _reading(self) -> Connection:
+    def _connect_for_reading(self) -> Connection:
         """All that one transaction on it reads is of one state: SQLite's way, and Postgres' if it is asked to."""
         options = {"agentrl_read": True} if self.is_sqlite else {"isolation_level": "REPEATABLE READ"}
         return self.engine.connect().execution_options(**options)
 
     def _write_once(self, work: Callable[[Connection], T]) -> T:
         if self.is_sqlite:
-            return self._together.run(work)
+            return self._group_commit.run(work)
         with self.engine.begin() as connection:
             return work(connection)
 
-    def _again(self, attempt: Callable[[], T]) -> T:
+    def _retry(self, attempt: Callable[[], T]) -> T:
         deadline = time.monotonic() + RETRY_SECONDS
         pause = 0.05
         while True:
             try:
                 return attempt()
             except PoolTimeout as error:
-                raise self._gone(f"all {POOL} connections of this process have been busy for {POOL_SECONDS:g} s") from error
+                raise self._service_error(
+                    f"all {POOL_SIZE} connections of this process have been busy for {POOL_SECONDS:g} s"
+                ) from error
             except DBAPIError as error:
-                if not _passing(error):
+                if not _is_transient(error):
                     raise
                 if time.monotonic() > deadline:
-                    raise self._away(error) from error
+                    raise self._unreachable_error(error) from error
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
 
     @contextmanager
-    def _reached(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except OperationalError as error:
-            if error.connection_invalidated or _passing(error):
-                raise self._away(error) from error
+            if error.connection_invalidated or _is_transient(error):
+                raise self._unreachable_error(error) from error
             raise
 
-    def _away(self, error: DBAPIError) -> ServiceError:
-        return self._gone(" ".join(str(error.orig).split()))
+    def _unreachable_error(self, error: DBAPIError) -> ServiceError:
+        return self._service_error(" ".join(str(error.orig).split()))
 
-    def _gone(self, reason: str) -> ServiceError:
+    def _service_error(self, reason: str) -> ServiceError:
         shown = self.url.render_as_string(hide_password=True)
         return ServiceError(f"The database {shown} does not answer: {reason}.", "Check AGENTRL_DATABASE_URL; `agentrl doctor`.")
 
     def close(self) -> None:
         """Gives all connections back."""
-        self._together.close()
+        self._group_commit.close()
         self.engine.dispose()
 
 
 @dataclass
-class _Errand:
+class _PendingWrite:
     """One thread's work in a shared transaction, and what came of it."""
 
     work: Callable[[Connection], Any]
@@ -216,7 +218,7 @@ class _Errand:
     error: BaseException | None = None
 
 
-class _Together:
+class _GroupCommit:
     """Group commit for SQLite: while one thread of the process writes, the others wait in line; the next takes them all.
 
     SQLite has one writer, and who finds it busy sleeps and asks again; so a process had better ask once for all its threads.
@@ -227,21 +229,21 @@ class _Together:
         self._engine = engine
         self._connection: Connection | None = None
         self._turn = threading.Lock()
-        self._line: deque[_Errand] = deque()
+        self._line: deque[_PendingWrite] = deque()
 
     def run(self, work: Callable[[Connection], T]) -> T:
         """The work's result, once it is committed."""
-        mine = _Errand(work)
+        mine = _PendingWrite(work)
         self._line.append(mine)
         with self._turn:
             if not mine.done:
-                self._take_all()
+                self._run_waiting()
         if mine.error is not None:
             raise mine.error
         result: T = mine.result
         return result
 
-    def _take_all(self) -> None:
+    def _run_waiting(self) -> None:
         taken = [self._line.popleft() for _ in range(len(self._line))]
         left = taken
         try:
@@ -251,12 +253,12 @@ class _Together:
         except BaseException as error:  # noqa: BLE001 - nothing was committed: each thread raises it, or tries again
             for errand in left:
                 errand.error = errand.error or error
-            self._leave()
+            self._release_connection()
         finally:
             for errand in taken:
                 errand.done = True
 
-    def _commit(self, errands: Sequence[_Errand]) -> _Errand | None:
+    def _commit(self, errands: Sequence[_PendingWrite]) -> _PendingWrite | None:
         """Runs them in one transaction. Returns the one at whose failure SQLite undid all (a full disk), if there was one."""
         connection = self._connection = self._connection or self._engine.connect()
         with connection.begin():
@@ -266,7 +268,7 @@ class _Together:
                 return None
             for errand in errands:
                 errand.error = None
-                self._do(connection, errand)
+                self._run_in_savepoint(connection, errand)
                 driver = connection.connection.dbapi_connection
                 if errand.error is not None and driver is not None and not driver.in_transaction:
                     return errand
@@ -275,15 +277,15 @@ class _Together:
     def close(self) -> None:
         """Gives the connection back: it is kept from one transaction to the next, which saves a quarter of a short one."""
         with self._turn:
-            self._leave()
+            self._release_connection()
 
-    def _leave(self) -> None:
+    def _release_connection(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
     @staticmethod
-    def _do(connection: Connection, errand: _Errand) -> None:
+    def _run_in_savepoint(connection: Connection, errand: _PendingWrite) -> None:
         try:
             with connection.begin_nested():
                 errand.result = errand.work(connection)
@@ -305,19 +307,19 @@ def transaction(query: Callable[Concatenate[Connection, P], T]) -> "Callable[Con
             faultpoint(before)
             return result
 
-        result = db.whole().write(work)
+        result = db.full_database().write(work)
         faultpoint(after)
         return result
 
     return run
 
 
-def reading(query: Callable[Concatenate[Connection, P], T]) -> "Callable[Concatenate[Database | Reader, P], T]":
+def read_transaction(query: Callable[Concatenate[Connection, P], T]) -> "Callable[Concatenate[Database | Reader, P], T]":
     """A query as one read transaction."""
 
     @wraps(query)
     def run(db: "Database | Reader", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return db.whole().ask(lambda tx: query(tx, *args, **kwargs))
+        return db.full_database().ask(lambda tx: query(tx, *args, **kwargs))
 
     return run
 
@@ -345,7 +347,7 @@ def driver_cursor(tx: Connection, text: str) -> Iterator[Any]:
         cursor.close()
 
 
-def _passing(error: DBAPIError) -> bool:
+def _is_transient(error: DBAPIError) -> bool:
     # Lost connections, restarts, lock time-outs and serialisation failures pass; a violated constraint does not.
     if error.connection_invalidated:
         return True
@@ -374,7 +376,7 @@ def _configure_postgres(connection: Any, record: object) -> None:
             f"Type CREATE DATABASE {name}_utf8 ENCODING 'UTF8' TEMPLATE template0; and set AGENTRL_DATABASE_URL to that.",
         )
     with connection.cursor() as cursor:
-        cursor.execute(";".join(f"SET {name} = {value}" for name, value in {**_SILENCE_THERE, **PLANNING}.items()))
+        cursor.execute(";".join(f"SET {name} = {value}" for name, value in {**_SERVER_TIMEOUTS, **PLANNER_SETTINGS}.items()))
     connection.commit()
 
 
@@ -387,10 +389,10 @@ def _begin_immediate(connection: Connection) -> None:
 
 def _refuse_unusable(context: ExceptionContext) -> None:
     reason = " ".join(str(context.original_exception).split())
-    if context.engine is not None and any(words in reason for words in _UNUSABLE):
+    if context.engine is not None and any(words in reason for words in _UNUSABLE_FILE_ERRORS):
         file = context.engine.url.database
         hint = "Give it write access, or set AGENTRL_DATABASE_URL, or AGENTRL_HOME, to another place."
         raise ServiceError(f"The database {file!r} cannot be used: {reason}.", hint) from context.original_exception
-    if context.engine is not None and reason == _FULL:
+    if context.engine is not None and reason == _DISK_FULL_ERROR:
         said = f"The disk of the database {context.engine.url.database!r} is full, or its quota is used up."
         raise ServiceError(said, "Free space there; runs then go on by themselves.") from context.original_exception

@@ -6,19 +6,19 @@ from typing import Any
 from sqlalchemy import Connection, func, select, update
 
 from agentrl.workflow.control.snapshot import Claim, GroupState, IterationState, RunState, Snapshot
-from agentrl.workflow.store.connect import Database, insert, reading, transaction
+from agentrl.workflow.store.connect import Database, insert, read_transaction, transaction
 from agentrl.workflow.store.iterations import staleness_of
 from agentrl.workflow.store.planning import is_broken, newest_version
 from agentrl.workflow.store.run_names import run_row
 from agentrl.workflow.store.waiting_runs import awaits_maker
 from agentrl.workflow.tables import schema
-from agentrl.workflow.tables.columns import SET_BACK, free, now_ms
+from agentrl.workflow.tables.columns import CLOCK_JUMP_LEASES, is_lease_free, now_ms
 from agentrl.workflow.trajectory import OPEN
 
 Row = Mapping[str, Any]
 
 
-@reading
+@read_transaction
 def snapshot(tx: Connection, lease_seconds: float) -> Snapshot:
     """The unfinished work of all running runs but those that wait until another has made their checkpoint again."""
     now = int(tx.execute(select(now_ms())).scalar_one())
@@ -51,16 +51,16 @@ def _open_iterations(tx: Connection, run_id: int, now: int, lease: float) -> tup
             IterationState(
                 id=row.id,
                 number=row.number,
-                groups=tuple(GroupState(m.id, _claim(now, lease, m.lease_until, m.sent_ms, m.sends)) for m in members),
-                train=_claim(now, lease, row.lease_until, row.train_sent_ms, row.train_sends),
+                groups=tuple(GroupState(m.id, _claim_state(now, lease, m.lease_until, m.sent_ms, m.sends)) for m in members),
+                train=_claim_state(now, lease, row.lease_until, row.train_sent_ms, row.train_sends),
                 published=row.number <= row.newest,
             )
         )
     return tuple(states)
 
 
-def _claim(now: int, lease: float, lease_until: int | None, sent_ms: int | None, sends: int) -> Claim:
-    held = lease_until is not None and now <= lease_until <= now + SET_BACK * lease * 1000
+def _claim_state(now: int, lease: float, lease_until: int | None, sent_ms: int | None, sends: int) -> Claim:
+    held = lease_until is not None and now <= lease_until <= now + CLOCK_JUMP_LEASES * lease * 1000
     expired_ago = None if lease_until is None or lease_until >= now else (now - lease_until) / 1000
     return Claim(held, expired_ago, None if sent_ms is None else (now - sent_ms) / 1000, sends)
 
@@ -77,7 +77,7 @@ def _group_seconds(tx: Connection, run_id: int) -> float:
     return seconds[len(seconds) // 2] if seconds else 0.0
 
 
-def unfinished_runs(database: Database) -> int:
+def count_running_runs(database: Database) -> int:
     """How many runs are running: an embedded stack stops some time after this is 0.
 
     Raises:
@@ -87,8 +87,8 @@ def unfinished_runs(database: Database) -> int:
         return int(tx.execute(select(func.count()).where(schema.runs.c.status == "running")).scalar_one())
 
 
-@reading
-def run_to_serve(tx: Connection, run: str) -> Row:
+@read_transaction
+def load_run_to_serve(tx: Connection, run: str) -> Row:
     """The run's row, with what its workers must know beside it: the `weights` of its rewards, whether its groups are `stored`.
 
     Raises:
@@ -101,8 +101,8 @@ def run_to_serve(tx: Connection, run: str) -> Row:
     return {**row, "weights": weights, "stored": stored}
 
 
-@reading
-def running_beside(tx: Connection, run: str) -> list[str]:
+@read_transaction
+def list_runs_beside(tx: Connection, run: str) -> list[str]:
     """The names of the runs that are running, but for that one and its own evaluations."""
     mine = select(schema.runs.c.id).where(schema.runs.c.name == run)
     others = select(schema.runs.c.name).where(schema.runs.c.status == "running", schema.runs.c.name != run)
@@ -136,13 +136,13 @@ def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -
         return True
     renewed = tx.execute(
         update(leases)
-        .where(leases.c.name == name, (leases.c.holder == holder) | free(leases.c.lease_until, seconds))
+        .where(leases.c.name == name, (leases.c.holder == holder) | is_lease_free(leases.c.lease_until, seconds))
         .values(holder=holder, lease_until=until)
     )
     return bool(renewed.rowcount)
 
 
-@reading
+@read_transaction
 def service_holder(tx: Connection, name: str) -> str | None:
     """Who holds the service's lease now; None where nobody does."""
     leases = schema.service_leases

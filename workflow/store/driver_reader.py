@@ -1,8 +1,8 @@
 """The database for who only looks: the driver alone, since importing SQLAlchemy takes longer than all else of a listing.
 
-A query that reads views and tables by plain SQL (`rows`) runs on this as on SQLAlchemy's connection. What the driver cannot do,
-a database of another revision, one that is away or whose URL is not plain, is left to the whole `Database`, which upgrades,
-waits or says what is wrong.
+A query that reads views and tables by plain SQL (`select_rows`) runs on this as on SQLAlchemy's connection. What the driver
+cannot do, a database of another revision, one that is away or whose URL is not plain, is left to the whole `Database`, which
+upgrades, waits or says what is wrong.
 """
 
 import json
@@ -29,18 +29,18 @@ _POSTGRES = re.compile(
     r"/(?P<dbname>[\w-]+)(?:\?(?P<more>[\w=&%/.-]+))?"
 )
 """URLs that mean the same to everybody; the others are SQLAlchemy's to read."""
-_NAMED = re.compile(r"(?<![:\w]):(\w+)(?!:)")
+_NAMED_PARAMETER = re.compile(r"(?<![:\w]):(\w+)(?!:)")
 WAIT_SECONDS = 30.0
 
 
-class Askable(Protocol):
+class Queryable(Protocol):
     """What a query can be put to."""
 
     def ask(self, query: Callable[[Any], T]) -> T:
         """Runs `query` in one read transaction."""
 
 
-class Quick:
+class DriverTransaction:
     """A read transaction of the driver."""
 
     def __init__(self, connection: Any, is_sqlite: bool) -> None:
@@ -50,7 +50,7 @@ class Quick:
 
     def rows(self, query: str, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The rows of a query whose parameters are written `:name`."""
-        text = query if self.is_sqlite else _NAMED.sub(r"%(\1)s", query.replace("%", "%%"))
+        text = query if self.is_sqlite else _NAMED_PARAMETER.sub(r"%(\1)s", query.replace("%", "%%"))
         cursor = self._connection.execute(text, parameters)
         names = [column[0] for column in cursor.description]
         return [dict(zip(names, row, strict=True)) for row in cursor]
@@ -71,7 +71,7 @@ class Reader:
         self._known = False
         self._whole: Database | None = None
 
-    def whole(self) -> "Database":
+    def full_database(self) -> "Database":
         """The whole database, from now on for every query."""
         self._whole = self._whole or self._open_whole()
         return self._whole
@@ -88,21 +88,21 @@ class Reader:
                     if self._known or _revision(tx) == newest_revision():
                         self._known = True
                         return query(tx)
-            except _driver_errors(self._file is None):
+            except _driver_error_types(self._file is None):
                 pass  # the whole database tries again, or says what it is
-        return self.whole().ask(query)
+        return self.full_database().ask(query)
 
     @contextmanager
-    def _transaction(self) -> Iterator[Quick]:
+    def _transaction(self) -> Iterator[DriverTransaction]:
         if self._file is None:
             with _postgres(self._parts) as connection:
-                yield Quick(connection, is_sqlite=False)
+                yield DriverTransaction(connection, is_sqlite=False)
             return
         made = sqlite3.connect(f"file:{quote(str(self._file))}?mode=rw", uri=True, timeout=WAIT_SECONDS, isolation_level=None)
         with closing(made) as connection:
             connection.execute("PRAGMA query_only=ON")
             connection.execute("BEGIN")
-            yield Quick(connection, is_sqlite=True)
+            yield DriverTransaction(connection, is_sqlite=True)
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def _postgres(parts: dict[str, Any]) -> Iterator[Any]:
         yield connection
 
 
-def _driver_errors(postgres: bool) -> tuple[type[Exception], ...]:
+def _driver_error_types(postgres: bool) -> tuple[type[Exception], ...]:
     if not postgres:
         return (sqlite3.Error,)
     import psycopg
@@ -146,23 +146,23 @@ def newest_revision() -> str:
     return max(file.name for file in folder.glob("[0-9]*_*.py")).partition("_")[0]
 
 
-def _revision(tx: Quick) -> str:
+def _revision(tx: DriverTransaction) -> str:
     return str(tx.rows("SELECT version_num FROM alembic_version", {})[0]["version_num"])
 
 
-def reading(query: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Askable, P], T]:
-    """A query of plain SQL (`rows`) as one read transaction, of either kind of database."""
+def sql_read_transaction(query: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Queryable, P], T]:
+    """A query of plain SQL (`select_rows`) as one read transaction, of either kind of database."""
 
     @wraps(query)
-    def run(db: Askable, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(db: Queryable, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return db.ask(lambda tx: query(tx, *args, **kwargs))
 
     return run
 
 
-def rows(tx: Any, query: str, /, documents: Sequence[str] = (), **parameters: Any) -> list[Row]:
+def select_rows(tx: Any, query: str, /, documents: Sequence[str] = (), **parameters: Any) -> list[Row]:
     """The rows of a query, its parameters written `:name`; values are Python's, those of the columns `documents` from JSON."""
-    if isinstance(tx, Quick):
+    if isinstance(tx, DriverTransaction):
         found, is_sqlite = tx.rows(query, parameters), tx.is_sqlite
     else:
         from sqlalchemy import text

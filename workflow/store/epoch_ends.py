@@ -7,9 +7,9 @@ from typing import Any
 
 from agentrl.workflow.checkpoints.epoch_links import EpochEnds
 from agentrl.workflow.errors import NotFoundError
-from agentrl.workflow.store.driver_reader import reading, rows
+from agentrl.workflow.store.driver_reader import select_rows, sql_read_transaction
 
-MOST = 2**31 - 2
+MAX_ITERATIONS = 2**31 - 2
 """No run has more epochs."""
 
 
@@ -26,69 +26,72 @@ def version_after(tx: Any, run: Mapping[str, Any], epoch: int) -> int:
     Raises:
         NotFoundError: it is not over, or the run has no such epoch.
     """
-    found = _versions(tx, run, min(epoch, MOST) - 1)
-    newest = rows(tx, "SELECT max(version) AS version FROM policies WHERE run_id = :run", run=run["id"])
+    found = _epoch_end_versions(tx, run, min(epoch, MAX_ITERATIONS) - 1)
+    newest = select_rows(tx, "SELECT max(version) AS version FROM policies WHERE run_id = :run", run=run["id"])
     if not found or found[epoch] > newest[0]["version"]:
         said = f"Epoch {epoch} of {run['name']!r} is not over, or it has none of that number."
         raise NotFoundError(said, f"Name a version, {run['name']}@3, or follow it: agentrl watch {run['name']}")
     return found[epoch]
 
 
-@reading
-def is_end(tx: Any, run_id: int, version: int) -> bool:
+@sql_read_transaction
+def may_end_epoch(tx: Any, run_id: int, version: int) -> bool:
     """Whether an epoch may end with that version, as far as the iterations planned by now tell."""
     query = "SELECT epoch FROM iterations WHERE run_id = :run AND number IN (:last, :next)"
-    found = [row["epoch"] for row in rows(tx, query, run=run_id, last=version - 1, next=version)]
+    found = [row["epoch"] for row in select_rows(tx, query, run=run_id, last=version - 1, next=version)]
     return len(found) == 1 or len(set(found)) == 2
 
 
-@reading
-def ends(tx: Any, run_id: int) -> EpochEnds:
+@sql_read_transaction
+def load_epoch_ends(tx: Any, run_id: int) -> EpochEnds:
     """The checkpoints that ended an epoch of the run and stand in its own folder."""
     query = "SELECT id, name, iterations, output_dir, config, manifest FROM runs WHERE id = :id"
-    (run,) = rows(tx, query, ("config", "manifest"), id=run_id)
+    (run,) = select_rows(tx, query, ("config", "manifest"), id=run_id)
     kept = "SELECT version, path FROM policies WHERE run_id = :id AND collected_at IS NULL AND path <> ''"
-    paths = {row["version"]: PurePosixPath(row["path"]) for row in rows(tx, kept, id=run_id)}
+    paths = {row["version"]: PurePosixPath(row["path"]) for row in select_rows(tx, kept, id=run_id)}
     own = PurePosixPath(run["output_dir"])
-    versions = _versions(tx, run)
+    versions = _epoch_end_versions(tx, run)
     names = {
         epoch: paths[version].name for epoch, version in versions.items() if version in paths and paths[version].parent == own
     }
-    return EpochEnds(run["output_dir"], run["manifest"].get("id", "")[:8], names, _run_in(tx, run["output_dir"]) == run["name"])
+    return EpochEnds(
+        run["output_dir"], run["manifest"].get("id", "")[:8], names, _find_run_of_folder(tx, run["output_dir"]) == run["name"]
+    )
 
 
-@reading
-def run_in(tx: Any, folder: str) -> str:
+@sql_read_transaction
+def find_run_of_folder(tx: Any, folder: str) -> str:
     """The youngest run that keeps its checkpoints in the folder; empty where none does."""
-    return _run_in(tx, folder)
+    return _find_run_of_folder(tx, folder)
 
 
-def _run_in(tx: Any, folder: str) -> str:
+def _find_run_of_folder(tx: Any, folder: str) -> str:
     query = "SELECT name FROM runs WHERE output_dir = :folder AND kind = 'train' ORDER BY id DESC LIMIT 1"
-    found = rows(tx, query, folder=folder)
+    found = select_rows(tx, query, folder=folder)
     return str(found[0]["name"]) if found else ""
 
 
-def _versions(tx: Any, run: Mapping[str, Any], only: int | None = None) -> dict[int, int]:
-    """Of each epoch whose every iteration is planned the version after its last, by its number from 1."""
+def _epoch_end_versions(tx: Any, run: Mapping[str, Any], only: int | None = None) -> dict[int, int]:
+    """The version after the last iteration of each epoch that is planned whole, by the epoch's number from 1."""
     query = "SELECT epoch, max(number) AS last, count(*) AS planned FROM iterations WHERE run_id = :run"
     asked = {"run": run["id"]}
     if only is not None:
         query, asked = f"{query} AND epoch IN (:only, :after)", asked | {"only": only, "after": only + 1}
-    found = rows(tx, f"{query} GROUP BY epoch ORDER BY epoch", **asked)
+    found = select_rows(tx, f"{query} GROUP BY epoch ORDER BY epoch", **asked)
     planned = {row["epoch"] for row in found}
     whole = [
         row["epoch"]
         for row in found
-        if row["epoch"] + 1 in planned or (row["last"] + 1 == run["iterations"] and row["planned"] >= _size(tx, run))
+        if row["epoch"] + 1 in planned
+        or (row["last"] + 1 == run["iterations"] and row["planned"] >= _iterations_per_epoch(tx, run))
     ]
     last = {row["epoch"]: row["last"] for row in found}
     return {epoch + 1: last[epoch] + 1 for epoch in whole if only in (None, epoch)}
 
 
-def _size(tx: Any, run: Mapping[str, Any]) -> int:
+def _iterations_per_epoch(tx: Any, run: Mapping[str, Any]) -> int:
     """Iterations of an epoch."""
     tables = ("run_groups", "run_tasks")
-    counts = (rows(tx, f"SELECT count(*) AS found FROM {table} WHERE run_id = :run", run=run["id"]) for table in tables)
+    counts = (select_rows(tx, f"SELECT count(*) AS found FROM {table} WHERE run_id = :run", run=run["id"]) for table in tables)
     stored, tasks = (int(found[0]["found"]) for found in counts)
     return -(-(stored or tasks) // int(run["config"]["rollout"]["tasks_per_iteration"]))

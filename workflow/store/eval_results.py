@@ -5,12 +5,12 @@ from typing import Any
 
 from agentrl.workflow.errors import StateError
 from agentrl.workflow.stats.evaluation import is_right
-from agentrl.workflow.store.driver_reader import Row, reading, rows
+from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
 from agentrl.workflow.store.run_names import run_row
 from agentrl.workflow.trajectory import PolicyRef
 
 
-@reading
+@sql_read_transaction
 def find_evals(tx: Any, run: str) -> list[Row]:
     """The evaluation of that name or number; empty where the run is none.
 
@@ -19,7 +19,7 @@ def find_evals(tx: Any, run: str) -> list[Row]:
         StateError: it is an evaluation that is not done.
     """
     row = run_row(tx, run)
-    found = _done(tx, "r.id = :id", id=row["id"])
+    found = _load_evals(tx, "r.id = :id", id=row["id"])
     if row["kind"] == "eval" and not found:
         raise StateError(
             f"The evaluation {row['name']!r} has no result: it is {row['status']}.", f"agentrl watch {row['name']}"
@@ -27,15 +27,15 @@ def find_evals(tx: Any, run: str) -> list[Row]:
     return found
 
 
-@reading
-def evals_of_policy(tx: Any, policy: PolicyRef) -> list[Row]:
+@sql_read_transaction
+def find_evals_of_policy(tx: Any, policy: PolicyRef) -> list[Row]:
     """Every evaluation of exactly these weights, newest first, whoever asked for it."""
     base = "r.base_hash = :base_hash" if policy.base_hash else "r.base = :base"
     named = {"base_hash": policy.base_hash} if policy.base_hash else {"base": policy.base}
-    return _done(tx, f"{base} AND p.sha256 = :sha256", sha256=policy.sha256, **named)
+    return _load_evals(tx, f"{base} AND p.sha256 = :sha256", sha256=policy.sha256, **named)
 
 
-def _done(tx: Any, condition: str, **parameters: Any) -> list[Row]:
+def _load_evals(tx: Any, condition: str, **parameters: Any) -> list[Row]:
     query = f"""
         SELECT r.id, r.name AS run, v.dataset, v.split, v.tasks, v.episodes, v.errors, v.mean_reward, v.policy, s.code_hash,
                s.weights, r.config, r.manifest, m.name AS measures, v.created_at,
@@ -46,53 +46,53 @@ def _done(tx: Any, condition: str, **parameters: Any) -> list[Row]:
         JOIN policies p ON p.run_id = r.id
         JOIN reward_sets s ON s.run_id = r.id AND s.name = 'default'
         WHERE {condition} ORDER BY r.id DESC"""
-    return rows(tx, query, ("config", "manifest", "weights"), **parameters)
+    return select_rows(tx, query, ("config", "manifest", "weights"), **parameters)
 
 
-@reading
-def measured_tasks(tx: Any, run: int) -> frozenset[int]:
+@sql_read_transaction
+def load_measured_tasks(tx: Any, run: int) -> frozenset[int]:
     """Ids of the tasks of an evaluation."""
-    return frozenset(row["task_id"] for row in rows(tx, "SELECT task_id FROM run_tasks WHERE run_id = :run", run=run))
+    return frozenset(row["task_id"] for row in select_rows(tx, "SELECT task_id FROM run_tasks WHERE run_id = :run", run=run))
 
 
-@reading
-def task_means(tx: Any, run: int) -> dict[int, float | None]:
-    """Of each task of an evaluation the mean reward of its done episodes; None where it has none. By the task's id."""
+@sql_read_transaction
+def load_task_means(tx: Any, run: int) -> dict[int, float | None]:
+    """The mean reward of each task's done episodes in an evaluation, by the task's id; None where it has none."""
     query = """
         SELECT t.task_id, avg(e.reward) FILTER (WHERE e.status = 'done' AND NOT e.tainted) AS mean
         FROM run_tasks t LEFT JOIN episodes e ON e.run_id = t.run_id AND e.task_id = t.task_id
         WHERE t.run_id = :run GROUP BY t.task_id"""
-    return {row["task_id"]: row["mean"] for row in rows(tx, query, run=run)}
+    return {row["task_id"]: row["mean"] for row in select_rows(tx, query, run=run)}
 
 
-@reading
-def done_episodes(tx: Any, run: int) -> dict[int, list[int]]:
-    """Of each task of an evaluation the ids of its done episodes, where it has some. By the task's id."""
+@sql_read_transaction
+def load_done_episodes(tx: Any, run: int) -> dict[int, list[int]]:
+    """The ids of each task's done episodes in an evaluation, by the task's id; only tasks that have some."""
     query = "SELECT task_id, id FROM episodes WHERE run_id = :run AND status = 'done' AND NOT tainted ORDER BY id"
     found: dict[int, list[int]] = {}
-    for row in rows(tx, query, run=run):
+    for row in select_rows(tx, query, run=run):
         found.setdefault(row["task_id"], []).append(row["id"])
     return found
 
 
-@reading
-def measured_datasets(tx: Any) -> list[str]:
+@sql_read_transaction
+def list_measured_datasets(tx: Any) -> list[str]:
     """Every dataset that something was measured on."""
-    return [row["dataset"] for row in rows(tx, "SELECT DISTINCT dataset FROM evals ORDER BY 1")]
+    return [row["dataset"] for row in select_rows(tx, "SELECT DISTINCT dataset FROM evals ORDER BY 1")]
 
 
-@reading
-def right_episodes(tx: Any, iteration: int) -> set[int] | None:
+@sql_read_transaction
+def find_right_episodes(tx: Any, iteration: int) -> set[int] | None:
     """Ids of the evaluation's episodes that are right, by the rewards they had when they ended; None where nothing tells."""
     query = """
         SELECT s.id, s.weights, r.manifest FROM iterations i JOIN runs r ON r.id = i.run_id
         JOIN reward_sets s ON s.run_id = r.id AND s.name = 'default' WHERE i.id = :iteration"""
-    (scored_by,) = rows(tx, query, ("weights", "manifest"), iteration=iteration)
+    (scored_by,) = select_rows(tx, query, ("weights", "manifest"), iteration=iteration)
     query = """
         SELECT w.episode_id, w.part, sum(w.value) AS value FROM rewards w JOIN episodes e ON e.id = w.episode_id
         WHERE w.reward_set_id = :reward_set AND e.iteration_id = :iteration GROUP BY w.episode_id, w.part"""
     parts: dict[int, dict[str, float]] = {}
-    for row in rows(tx, query, reward_set=scored_by["id"], iteration=iteration):
+    for row in select_rows(tx, query, reward_set=scored_by["id"], iteration=iteration):
         parts.setdefault(row["episode_id"], {})[row["part"]] = row["value"]
     told_by: Mapping[str, Any] = scored_by["manifest"].get("right_by", {})
     weights, correct = told_by.get("weights", scored_by["weights"]), told_by.get("correct", ())

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from sqlalchemy import Connection, insert, literal, select
 
-from agentrl.workflow.store.connect import reading
+from agentrl.workflow.store.connect import read_transaction
 from agentrl.workflow.store.iterations import insert_iteration
 from agentrl.workflow.store.planning import eval_name, insert_run, log
 from agentrl.workflow.tables import schema
@@ -44,12 +44,12 @@ def plan_eval(tx: Connection, run: Mapping[Any, Any], version: int) -> None:
     while made is None:  # unless somebody takes the name in between
         name = eval_name(tx, run["name"], version)
         made = insert_run(tx, {**values, "name": name, "config": model["config"] | {"name": name}})
-    _copy(tx, model["id"], made, ("task_id",), schema.run_tasks)
-    _copy(tx, model["id"], made, ("name", "code_hash", "weights"), schema.reward_sets)
+    _copy_rows(tx, model["id"], made, ("task_id",), schema.run_tasks)
+    _copy_rows(tx, model["id"], made, ("name", "code_hash", "weights"), schema.reward_sets)
     insert_iteration(tx, made, 0, _insert_policy(tx, run["id"], version, made))
 
 
-def _copy(tx: Connection, model: int, made: int, names: tuple[str, ...], table: Any) -> None:
+def _copy_rows(tx: Connection, model: int, made: int, names: tuple[str, ...], table: Any) -> None:
     """What rows of the table say of the run `model` is said of the run `made` too."""
     rows = select(literal(made), *(table.c[name] for name in names)).where(table.c.run_id == model)
     tx.execute(insert(table).from_select(["run_id", *names], rows))
@@ -65,7 +65,7 @@ def _insert_policy(tx: Connection, run: int, version: int, made: int) -> int:
     return int(tx.execute(statement).scalar_one())
 
 
-def open_evals(tx: Connection, run: int, version: int | None = None) -> list[int]:
+def select_open_evals(tx: Connection, run: int, version: int | None = None) -> list[int]:
     """The iterations to send of the run's evaluations (of that version only) that are running."""
     iterations, runs = schema.iterations.c, schema.runs.c
     mine = select(iterations.id).join(schema.runs, runs.id == iterations.run_id).where(runs.measures_id == run)
@@ -73,7 +73,7 @@ def open_evals(tx: Connection, run: int, version: int | None = None) -> list[int
     return list(tx.execute(mine.where(runs.measures_version == version) if version is not None else mine).scalars())
 
 
-@reading
-def waiting_evals(tx: Connection, run: int) -> list[int]:
-    """See `open_evals`."""
-    return open_evals(tx, run)
+@read_transaction
+def list_open_evals(tx: Connection, run: int) -> list[int]:
+    """See `select_open_evals`."""
+    return select_open_evals(tx, run)

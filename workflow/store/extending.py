@@ -49,10 +49,10 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
         raise ConfigError(f"{row['name']!r} would have {total} iterations, and no run has more than {MOST}.", "Name fewer.")
     going = {"status": "running", "reason": "", "bad_updates": 0, "finished_at": None} if row["status"] == "done" else {}
     length = {"iterations": total, "epochs": epochs_of(total, of_an_epoch)}
-    config = _longer(row["config"], total, of_an_epoch)
+    config = _with_length(row["config"], total, of_an_epoch)
     tx.execute(update(schema.runs).where(schema.runs.c.id == row["id"]).values(**length, config=config, **going))
     log(tx, row["id"], "extended", key, f"{row['iterations']} -> {total} iterations")
-    _plan(tx, row, total)
+    _plan_published_iterations(tx, row, total)
     resume_row(tx, {**row, **going})
     return row
 
@@ -69,26 +69,26 @@ def check_extendable(row: Mapping[str, Any], stored: bool) -> None:
     if stored:
         raise StateError(f"{name!r} trains on stored episodes, each of them once.", "agentrl submit --from-episodes RUN")
     if row["status"] not in EXTENDABLE:
-        raise StateError(f"Run {name!r} is {row['status']} for good.", _train_on(row))
+        raise StateError(f"Run {name!r} is {row['status']} for good.", _fresh_run_hint(row))
     if decay != "none":
         raise ConfigError(
             f"The learning rate of {name!r} falls to 0 at its end (update.decay={decay}): a longer run would have had another.",
-            _train_on(row),
+            _fresh_run_hint(row),
         )
 
 
-def _train_on(row: Mapping[str, Any]) -> str:
+def _fresh_run_hint(row: Mapping[str, Any]) -> str:
     return f"Train its policy on, with a schedule of its own: agentrl submit --dataset {row['dataset']} --model {row['name']}"
 
 
-def _longer(config: Mapping[str, Any], total: int, of_an_epoch: int) -> dict[str, Any]:
+def _with_length(config: Mapping[str, Any], total: int, of_an_epoch: int) -> dict[str, Any]:
     """The config of the run that was planned so long: in epochs, where it was and they are whole."""
     whole, rest = divmod(total, of_an_epoch)
     in_epochs = config.get("iterations") is None and not rest
     return {**config, "epochs": whole if in_epochs else None, "iterations": None if in_epochs else total}
 
 
-def _plan(tx: Connection, row: Mapping[str, Any], total: int) -> None:
+def _plan_published_iterations(tx: Connection, row: Mapping[str, Any], total: int) -> None:
     """The iterations whose policy is published, as far as they are not planned yet: of a run that goes on mostly none."""
     planned = tx.execute(
         select(func.max(schema.iterations.c.number)).where(schema.iterations.c.run_id == row["id"])

@@ -11,8 +11,8 @@ from typing import Any
 from sqlalchemy import Connection, func, select
 
 from agentrl.workflow.errors import NotFoundError, StateError
-from agentrl.workflow.store.connect import reading
-from agentrl.workflow.store.rows import MAX_ID, episode_row, in_parts, load_episodes, message_row, task_value
+from agentrl.workflow.store.connect import read_transaction
+from agentrl.workflow.store.rows import MAX_ID, episode_row, load_episodes, message_row, split_in_parts, task_value
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import OPEN, Episode, Message
 
@@ -46,8 +46,8 @@ class ForkPoint:
     code_hash: str
 
 
-@reading
-def fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
+@read_transaction
+def load_fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
     """What a fork of the episode at that step starts from.
 
     Raises:
@@ -74,11 +74,11 @@ def fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
         .where(steps.episode_id == owner["id"], steps.attempt == owner["attempt"], steps.number == step)
     ).one()
     run = tx.execute(select(schema.runs).where(schema.runs.c.id == row["run_id"])).mappings().one()
-    rewards = reward_set(tx, run["id"], "default")
+    rewards = find_reward_set(tx, run["id"], "default")
     return ForkPoint(value, dict(run), sampler.name, sampler.version, rewards["weights"], rewards["code_hash"])
 
 
-def reward_set(tx: Connection, run_id: int, name: str) -> Mapping[Any, Any]:
+def find_reward_set(tx: Connection, run_id: int, name: str) -> Mapping[Any, Any]:
     """The run's reward set of that name.
 
     Raises:
@@ -139,11 +139,11 @@ def _insert_stand_in(tx: Connection, shared: Mapping[str, Any], parent: Mapping[
         .returning(schema.episodes.c.id)
     ).scalar_one()
     rewards = schema.rewards.c
-    its = reward_set(tx, parent["run_id"], "default")["id"]
+    its = find_reward_set(tx, parent["run_id"], "default")["id"]
     parts = select(rewards.part, rewards.step, rewards.value, rewards.weight).where(
         rewards.episode_id == parent["id"], rewards.reward_set_id == its
     )
-    mine = reward_set(tx, shared["run_id"], "default")["id"]
+    mine = find_reward_set(tx, shared["run_id"], "default")["id"]
     rows = tx.execute(parts.order_by(rewards.id)).mappings()
     copies = [{"reward_set_id": mine, "episode_id": stand_in, **row} for row in rows]
     if copies:
@@ -163,8 +163,8 @@ class StoredRun:
     code_hash: str
 
 
-@reading
-def stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str, least: int) -> StoredRun:
+@read_transaction
+def load_stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str, least: int) -> StoredRun:
     """The run's finished groups (of `only`, if any are named) with `least` done episodes that have a reward in that set.
 
     Raises:
@@ -173,7 +173,7 @@ def stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str, leas
     row = tx.execute(select(schema.runs).where(schema.runs.c.id == run_id)).mappings().one()
     groups, episodes = schema.groups.c, schema.episodes.c
     wanted = set(only)
-    rewards = reward_set(tx, run_id, name)
+    rewards = find_reward_set(tx, run_id, name)
     done = select(episodes.group_id).where(episodes.run_id == run_id, episodes.status == "done")
     if name != "default":
         scored = select(schema.rewards.c.episode_id).where(schema.rewards.c.reward_set_id == rewards["id"])
@@ -193,22 +193,22 @@ def stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str, leas
     )
 
 
-@reading
-def counted_twice(tx: Connection, groups: Sequence[int]) -> int | None:
+@read_transaction
+def find_episode_counted_twice(tx: Connection, groups: Sequence[int]) -> int | None:
     """An episode in one of the groups for which a sibling of a fork stands in in another of them; None where there is none."""
     parents, forks = schema.episodes.alias(), schema.episodes
     stood_in = forks.c.inherited_steps > forks.c.fork_step  # a fork has just those before it
     query = select(parents.c.id, parents.c.group_id).join(forks, forks.c.parent_id == parents.c.id).where(stood_in)
     both = set(groups)
-    for some in in_parts(groups):
+    for some in split_in_parts(groups):
         for parent in tx.execute(query.where(forks.c.group_id.in_(some))):
             if parent.group_id in both:
                 return int(parent.id)
     return None
 
 
-@reading
-def run_of_group(tx: Connection, group: int) -> int:
+@read_transaction
+def find_run_of_group(tx: Connection, group: int) -> int:
     """The id of the run that the group belongs to.
 
     Raises:

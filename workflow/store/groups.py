@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from sqlalchemy import Connection, Select, func, select, union_all
 
-from agentrl.workflow.store.rows import in_parts, load_episodes, members_of, task_value
+from agentrl.workflow.store.rows import load_episodes, members_of, split_in_parts, task_value
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import WHOLE, Episode, Group
 
 
-def _slots(tx: Connection, iteration: int) -> dict[int, tuple[int, int]]:
+def _load_slots(tx: Connection, iteration: int) -> dict[int, tuple[int, int]]:
     """Group -> its slot and task: the iteration's own groups, or the stored ones that it trains on."""
     groups, stored = schema.groups.c, schema.iteration_groups.c
     own = select(groups.id, groups.slot, groups.task_id).where(groups.iteration_id == iteration)
@@ -25,33 +25,33 @@ def _slots(tx: Connection, iteration: int) -> dict[int, tuple[int, int]]:
 
 def load_groups(tx: Connection, iteration: int, reward_set: str) -> tuple[Group, ...]:
     """What the iteration trains on, with the rewards of that set."""
-    slots = _slots(tx, iteration)
+    slots = _load_slots(tx, iteration)
     rows = tx.execute(select(schema.tasks).where(schema.tasks.c.id.in_({task for _, task in slots.values()}))).mappings()
     tasks = {row["id"]: task_value(row) for row in rows}
     members: dict[int, list[Episode]] = {group: [] for group in slots}
     of_group = select(schema.episodes.c.id, schema.episodes.c.group_id).where(members_of(iteration))
     groups = {row.id: row.group_id for row in tx.execute(of_group)}
-    for episode in _rewarded(tx, iteration, load_episodes(tx, members_of(iteration), tasks), reward_set):
+    for episode in _load_rewards(tx, iteration, load_episodes(tx, members_of(iteration), tasks), reward_set):
         members[groups[episode.id]].append(episode)
     return tuple(Group(tasks[task], tuple(members[group]), slot) for group, (slot, task) in slots.items())
 
 
-def _rewarded(tx: Connection, iteration: int, episodes: Sequence[Episode], reward_set: str) -> list[Episode]:
+def _load_rewards(tx: Connection, iteration: int, episodes: Sequence[Episode], reward_set: str) -> list[Episode]:
     """The episodes with their reward in that set of their own run, and their steps'; one that has none there cannot train."""
     sets = schema.reward_sets.c
     runs = select(schema.episodes.c.run_id).where(members_of(iteration))
     named = tx.execute(select(sets.id).where(sets.name == reward_set, sets.run_id.in_(runs))).scalars().all()
     ids = [episode.id for episode in episodes]
     found: dict[int, dict[int, float]] = {}
-    for some in in_parts(ids):
+    for some in split_in_parts(ids):
         # By set and episode, which one index finds: never all that a set has.
-        query = _earned(reward_set).where(schema.rewards.c.reward_set_id.in_(named))
+        query = _select_step_rewards(reward_set).where(schema.rewards.c.reward_set_id.in_(named))
         for row in tx.execute(query.where(schema.rewards.c.episode_id.in_(some))):
             found.setdefault(row.episode_id, {})[row.step] = row.earned
     return [_with_rewards(episode, found.get(episode.id, {}), reward_set == "default") for episode in episodes]
 
 
-def _earned(reward_set: str) -> Select[tuple[int, int, float]]:
+def _select_step_rewards(reward_set: str) -> Select[tuple[int, int, float]]:
     sets, rewards = schema.reward_sets.c, schema.rewards.c
     query = (
         select(rewards.episode_id, rewards.step, func.sum(rewards.value * rewards.weight).label("earned"))

@@ -29,7 +29,7 @@ def task_order(seed: int, epoch: int | str, keys: Sequence[str]) -> list[int]:
     return sorted(range(len(keys)), key=digests.__getitem__)
 
 
-def per_epoch(tasks: int, tasks_per_iteration: int) -> int:
+def iterations_per_epoch(tasks: int, tasks_per_iteration: int) -> int:
     """Iterations in which each of the tasks has its turn once."""
     return -(-tasks // tasks_per_iteration)
 
@@ -37,7 +37,7 @@ def per_epoch(tasks: int, tasks_per_iteration: int) -> int:
 def epoch_length(tx: Connection, run: Mapping[Any, Any]) -> int:
     """Iterations of an epoch of the run (its row); 0 where it trains on stored groups."""
     tasks = tx.execute(select(func.count()).where(schema.run_tasks.c.run_id == run["id"])).scalar_one()
-    return per_epoch(tasks, run["config"]["rollout"]["tasks_per_iteration"])
+    return iterations_per_epoch(tasks, run["config"]["rollout"]["tasks_per_iteration"])
 
 
 def epochs_of(iterations: int, of_an_epoch: int) -> int:
@@ -72,9 +72,9 @@ def insert_iteration(tx: Connection, run_id: int, number: int, policy_id: int) -
     """
     run = tx.execute(select(schema.runs).where(schema.runs.c.id == run_id)).mappings().one()
     stored = tx.execute(select(schema.run_groups.c.group_id).where(schema.run_groups.c.run_id == run_id)).scalars().all()
-    epoch, chosen = _stored(run, number, stored) if stored else _tasks(tx, run, number)
+    epoch, chosen = _pick_stored_groups(run, number, stored) if stored else _pick_tasks(tx, run, number)
     size = run["config"]["rollout"]["group_size"]
-    planned = _size_of(tx, chosen) if stored else len(chosen) * size
+    planned = _count_episodes(tx, chosen) if stored else len(chosen) * size
     iteration_id: int = tx.execute(
         schema.iterations.insert()
         .values(run_id=run_id, number=number, epoch=epoch, policy_id=policy_id, episodes=planned)
@@ -89,14 +89,14 @@ def insert_iteration(tx: Connection, run_id: int, number: int, policy_id: int) -
     return iteration_id
 
 
-def insert_more(tx: Connection, run: Mapping[Any, Any], iteration: Mapping[str, Any], planned: int, count: int) -> None:
+def insert_more_groups(tx: Connection, run: Mapping[Any, Any], iteration: Mapping[str, Any], planned: int, count: int) -> None:
     """So many more groups of an iteration that has `planned`, and nobody's claim on it is valid any longer.
 
     Their tasks follow from seed, iteration and slot alone: first those that the iteration does not have, in an order of its
     own, then all of them once more, with samples of other numbers, hence other draws.
     """
-    _, first = _tasks(tx, run, iteration["number"])
-    ids, keys = _all_tasks(tx, run)
+    _, first = _pick_tasks(tx, run, iteration["number"])
+    ids, keys = _load_all_tasks(tx, run)
     order = [ids[index] for index in task_order(run["seed"], f"more {iteration['number']}", keys)]
     order = list(dict.fromkeys([*first, *order]))
     size = run["config"]["rollout"]["group_size"]
@@ -119,29 +119,29 @@ def insert_more(tx: Connection, run: Mapping[Any, Any], iteration: Mapping[str, 
     )
 
 
-def _stored(run: Mapping[Any, Any], number: int, groups: Sequence[int]) -> tuple[int, list[int]]:
-    return _chosen(run, number, sorted(groups), [str(group) for group in sorted(groups)])
+def _pick_stored_groups(run: Mapping[Any, Any], number: int, groups: Sequence[int]) -> tuple[int, list[int]]:
+    return _pick_in_turn(run, number, sorted(groups), [str(group) for group in sorted(groups)])
 
 
-def _tasks(tx: Connection, run: Mapping[Any, Any], number: int) -> tuple[int, list[int]]:
-    return _chosen(run, number, *_all_tasks(tx, run))
+def _pick_tasks(tx: Connection, run: Mapping[Any, Any], number: int) -> tuple[int, list[int]]:
+    return _pick_in_turn(run, number, *_load_all_tasks(tx, run))
 
 
-def _all_tasks(tx: Connection, run: Mapping[Any, Any]) -> tuple[list[int], list[str]]:
+def _load_all_tasks(tx: Connection, run: Mapping[Any, Any]) -> tuple[list[int], list[str]]:
     mine = select(schema.tasks.c.id, schema.tasks.c.key).join(schema.run_tasks).where(schema.run_tasks.c.run_id == run["id"])
     tasks = tx.execute(mine.order_by(schema.tasks.c.id)).all()
     return [task.id for task in tasks], [task.key for task in tasks]
 
 
-def _chosen(run: Mapping[Any, Any], number: int, ids: Sequence[int], keys: Sequence[str]) -> tuple[int, list[int]]:
+def _pick_in_turn(run: Mapping[Any, Any], number: int, ids: Sequence[int], keys: Sequence[str]) -> tuple[int, list[int]]:
     """The epoch of the iteration of that number, and those of the ids whose turn it is."""
     size = run["config"]["rollout"]["tasks_per_iteration"]
-    epoch, position = divmod(number, per_epoch(len(ids), size))
+    epoch, position = divmod(number, iterations_per_epoch(len(ids), size))
     order = task_order(run["seed"], epoch, keys)
     return epoch, [ids[index] for index in order[position * size : (position + 1) * size]]
 
 
-def _size_of(tx: Connection, groups: Sequence[int]) -> int:
+def _count_episodes(tx: Connection, groups: Sequence[int]) -> int:
     return tx.execute(select(func.count()).where(schema.episodes.c.group_id.in_(groups))).scalar_one()
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from agentrl.workflow.store.driver_reader import reading, rows
-from agentrl.workflow.store.row_values import MAX_ID, no_episode
+from agentrl.workflow.store.driver_reader import select_rows, sql_read_transaction
+from agentrl.workflow.store.row_values import MAX_ID, no_episode_error
 
 FATES = (
     "trained", "no_variance", "strayed", "too_few", "surplus", "skipped", "tainted", "no_reward", "failed", "infra_error",
@@ -12,19 +12,19 @@ FATES = (
 """How a planned episode may end for a run: the first was read by an update, the others say why not, or not yet."""
 
 
-@reading
-def why(tx: Any, episode: int) -> dict[str, Any]:
+@sql_read_transaction
+def explain_fate(tx: Any, episode: int) -> dict[str, Any]:
     """The episode's fate in its own run, in other runs that trained on it, and the table of its run's iterations.
 
     Raises:
         NotFoundError: there is no such episode.
     """
-    one = rows(tx, "SELECT * FROM episodes WHERE id = :id", id=episode) if abs(episode) <= MAX_ID else []
+    one = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", id=episode) if abs(episode) <= MAX_ID else []
     if not one:
-        raise no_episode(episode)
+        raise no_episode_error(episode)
     (row,) = one
-    found = rows(tx, "SELECT * FROM v_ledger WHERE episode_id = :id ORDER BY run", id=episode)
-    home = rows(tx, "SELECT name FROM runs WHERE id = :id", id=row["run_id"])[0]["name"]
+    found = select_rows(tx, "SELECT * FROM v_ledger WHERE episode_id = :id ORDER BY run", id=episode)
+    home = select_rows(tx, "SELECT name FROM runs WHERE id = :id", id=row["run_id"])[0]["name"]
     (own,) = (fate for fate in found if fate["run"] == home)
     kept = ("status", "stop_reason", "reward", "error_class", "error", "attempt", "parent_id", "fork_step")
     return {
@@ -32,17 +32,17 @@ def why(tx: Any, episode: int) -> dict[str, Any]:
         **{name: own[name] for name in ("run", "iteration", "task", "fate", "advantage", "dropped", "skipped")},
         **{name: row[name] for name in kept},
         "elsewhere": [fate for fate in found if fate["run"] != home],
-        "iterations": fates(tx, home),
+        "iterations": count_fates(tx, home),
     }
 
 
-def fates(tx: Any, run: str) -> list[dict[str, Any]]:
+def count_fates(tx: Any, run: str) -> list[dict[str, Any]]:
     """Each iteration of the run: how many episodes were planned, and how many of them have each fate."""
     counts = ", ".join(f"count(*) FILTER (WHERE fate = '{fate}') AS of_{fate}" for fate in FATES)  # `tainted` is a flag
     ended = f"SELECT iteration, {counts} FROM v_ledger WHERE run = :run GROUP BY iteration"
-    found = {row["iteration"]: {fate: row[f"of_{fate}"] for fate in FATES} for row in rows(tx, ended, run=run)}
+    found = {row["iteration"]: {fate: row[f"of_{fate}"] for fate in FATES} for row in select_rows(tx, ended, run=run)}
     planned = """
         SELECT i.number + 1 AS iteration, i.episodes AS planned FROM iterations i JOIN runs r ON r.id = i.run_id
         WHERE r.name = :run ORDER BY i.number"""  # as the view counts
-    made = rows(tx, planned, run=run)
+    made = select_rows(tx, planned, run=run)
     return [{**row, **found[row["iteration"]]} for row in made if row["iteration"] in found]

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, func, select
 
-from agentrl.workflow.store.connect import reading
+from agentrl.workflow.store.connect import read_transaction
 from agentrl.workflow.store.driver_reader import Row
 from agentrl.workflow.store.listings import newest_runs, run_by_id
 from agentrl.workflow.tables import schema
@@ -29,23 +29,23 @@ class Relative:
     sources: tuple[Source, ...]
 
 
-@reading
-def family(tx: Connection, limit: int) -> list[Relative]:
+@read_transaction
+def load_family(tx: Connection, limit: int) -> list[Relative]:
     """The newest runs and all that they come from, oldest first; without the evaluations that runs make of themselves."""
     found: dict[int, Relative] = {}
     wanted = newest_runs(tx, limit)
     while wanted:
-        found |= {row["id"]: Relative(row, tuple(_sources(tx, row["id"]))) for row in wanted}
+        found |= {row["id"]: Relative(row, tuple(_find_sources(tx, row["id"]))) for row in wanted}
         missing = {source.id for row in wanted for source in found[row["id"]].sources} - found.keys()
         wanted = [run_by_id(tx, each) for each in missing]
     return [found[each] for each in sorted(found)]
 
 
-def _sources(tx: Connection, run_id: int) -> Iterator[Source]:
+def _find_sources(tx: Connection, run_id: int) -> Iterator[Source]:
     """What the run comes from; each is older than it, so that a tree has an end."""
     run = tx.execute(select(schema.runs).where(schema.runs.c.id == run_id)).mappings().one()
     seen: set[tuple[int, str]] = set()
-    for find in (_forked, _stored, _started_from, _model):
+    for find in (_fork_sources, _group_sources, _checkpoint_sources, _model_sources):
         for number, what in find(tx, run):
             if number < run_id and (number, what) not in seen:
                 seen.add((number, what))
@@ -53,11 +53,11 @@ def _sources(tx: Connection, run_id: int) -> Iterator[Source]:
                 yield Source(number, name, what)
 
 
-Found = Iterator[tuple[int, str]]
+SourceIds = Iterator[tuple[int, str]]
 """Numbers of runs, and what the run that is looked at has of each."""
 
 
-def _forked(tx: Connection, run: Mapping[Any, Any]) -> Found:
+def _fork_sources(tx: Connection, run: Mapping[Any, Any]) -> SourceIds:
     fork = run["manifest"].get("fork")
     if fork:
         parent = tx.execute(
@@ -67,7 +67,7 @@ def _forked(tx: Connection, run: Mapping[Any, Any]) -> Found:
             yield parent, f"episode {fork['episode']}, step {fork['step']}"
 
 
-def _stored(tx: Connection, run: Mapping[Any, Any]) -> Found:
+def _group_sources(tx: Connection, run: Mapping[Any, Any]) -> SourceIds:
     lent = select(schema.groups.c.run_id, func.count().label("groups"))
     lent = lent.join(schema.run_groups, schema.run_groups.c.group_id == schema.groups.c.id).where(
         schema.run_groups.c.run_id == run["id"]
@@ -76,7 +76,7 @@ def _stored(tx: Connection, run: Mapping[Any, Any]) -> Found:
         yield row.run_id, f"{row.groups} {'group' if row.groups == 1 else 'groups'}"
 
 
-def _started_from(tx: Connection, run: Mapping[Any, Any]) -> Found:
+def _checkpoint_sources(tx: Connection, run: Mapping[Any, Any]) -> SourceIds:
     """The run that made the checkpoint which this one begins with."""
     policies = schema.policies.c
     first = select(policies.path).where(policies.run_id == run["id"]).order_by(policies.version).limit(1)
@@ -87,7 +87,7 @@ def _started_from(tx: Connection, run: Mapping[Any, Any]) -> Found:
         yield row.run_id, f"version {row.version}"
 
 
-def _model(tx: Connection, run: Mapping[Any, Any]) -> Found:
+def _model_sources(tx: Connection, run: Mapping[Any, Any]) -> SourceIds:
     """The run that the model is named after: `RUN@VERSION`."""
     name, at, version = str(run["config"].get("model", {}).get("path", "")).partition("@")
     number = tx.execute(select(schema.runs.c.id).where(schema.runs.c.name == name)).scalar_one_or_none() if at else None

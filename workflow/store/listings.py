@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workflow.errors import NotFoundError
-from agentrl.workflow.store.driver_reader import Row, reading, rows
-from agentrl.workflow.store.row_values import MAX_ID, episode_value, no_episode, step_value, task_value
+from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
+from agentrl.workflow.store.row_values import MAX_ID, episode_value, no_episode_error, step_value, task_value
 from agentrl.workflow.store.run_names import run_row
 from agentrl.workflow.trajectory import Episode, Step
 
@@ -21,13 +21,13 @@ EPISODE_ORDERS = {
 """What lists may be sorted by -> the column."""
 
 
-def _order(orders: Mapping[str, str], sort: str) -> str:
+def _order_by(orders: Mapping[str, str], sort: str) -> str:
     """ORDER BY: `reward` is the greatest first, `-reward` the least."""
     column, way = orders[sort.removeprefix("-")], "ASC" if sort.startswith("-") else "DESC"
     return f"{column} {way} NULLS LAST, id {way}"
 
 
-@reading
+@sql_read_transaction
 def list_runs(tx: Any, limit: int = 50, sort: str = "id") -> list[Row]:
     """Runs from `v_runs`, the newest first; without the evaluations that runs make of themselves (`list_evals`).
 
@@ -39,60 +39,62 @@ def list_runs(tx: Any, limit: int = 50, sort: str = "id") -> list[Row]:
 
 def newest_runs(tx: Any, limit: int, sort: str = "id") -> list[Row]:
     """As list_runs, inside a transaction."""
-    order = _order(RUN_ORDERS, sort)
-    return rows(tx, f"SELECT * FROM v_runs WHERE measures IS NULL ORDER BY {order} LIMIT :limit", limit=limit)
+    order = _order_by(RUN_ORDERS, sort)
+    return select_rows(tx, f"SELECT * FROM v_runs WHERE measures IS NULL ORDER BY {order} LIMIT :limit", limit=limit)
 
 
-@reading
-def newest_run(tx: Any) -> str | None:
+@sql_read_transaction
+def find_newest_run(tx: Any) -> str | None:
     """The name of the run that was submitted last, by whoever."""
-    found = rows(tx, "SELECT name FROM runs WHERE measures_id IS NULL ORDER BY id DESC LIMIT 1")
+    found = select_rows(tx, "SELECT name FROM runs WHERE measures_id IS NULL ORDER BY id DESC LIMIT 1")
     return found[0]["name"] if found else None
 
 
-@reading
-def last_episode(tx: Any) -> int | None:
+@sql_read_transaction
+def find_last_episode(tx: Any) -> int | None:
     """The newest episode that is done."""
-    found = rows(tx, "SELECT id FROM episodes WHERE status = 'done' ORDER BY id DESC LIMIT 1")
+    found = select_rows(tx, "SELECT id FROM episodes WHERE status = 'done' ORDER BY id DESC LIMIT 1")
     return found[0]["id"] if found else None
 
 
-@reading
+@sql_read_transaction
 def describe_run(tx: Any, run: str) -> Row:
     """One run, from `v_runs`.
 
     Raises:
         NotFoundError: there is none.
     """
-    return run_by_id(tx, _run(tx, run)["id"])
+    return run_by_id(tx, _run_id_and_name(tx, run)["id"])
 
 
 def run_by_id(tx: Any, run_id: int) -> Row:
     """The run of that number, which there is, from `v_runs`."""
-    return rows(tx, "SELECT * FROM v_runs WHERE id = :id", id=run_id)[0]
+    return select_rows(tx, "SELECT * FROM v_runs WHERE id = :id", id=run_id)[0]
 
 
-@reading
+@sql_read_transaction
 def list_iterations(tx: Any, run: str, after: int = 0) -> list[Row]:
     """The run's iterations after number `after`, counted from 1, from `v_iterations`."""
     query = "SELECT * FROM v_iterations WHERE run = :run AND iteration > :after ORDER BY iteration"
-    return rows(tx, query, run=_run(tx, run)["name"], after=after)
+    return select_rows(tx, query, run=_run_id_and_name(tx, run)["name"], after=after)
 
 
-@reading
+@sql_read_transaction
 def list_evals(tx: Any, run: str) -> list[Row]:
     """The evaluations that the run makes of its own policies, by version, from `v_evals`."""
     mine = "SELECT id FROM runs WHERE measures_id = :id"
-    return rows(tx, f"SELECT * FROM v_evals WHERE id IN ({mine}) ORDER BY policy_version", id=_run(tx, run)["id"])
+    return select_rows(
+        tx, f"SELECT * FROM v_evals WHERE id IN ({mine}) ORDER BY policy_version", id=_run_id_and_name(tx, run)["id"]
+    )
 
 
-@reading
-def progress(tx: Any, run: str) -> Row:
+@sql_read_transaction
+def count_progress(tx: Any, run: str) -> Row:
     """Counts of the episodes, tokens and tool calls of the run's open iterations; empty if none is open.
 
     From `iteration` up to `through`: one, unless the rollouts of some go on during the updates of others.
     """
-    run_id = _run(tx, run)["id"]
+    run_id = _run_id_and_name(tx, run)["id"]
     query = """
         SELECT min(i.number) + 1 AS iteration, max(i.number) + 1 AS through, count(*) AS episodes,
                count(*) FILTER (WHERE e.status NOT IN ('planned', 'running')) AS finished,
@@ -102,12 +104,12 @@ def progress(tx: Any, run: str) -> Row:
                CAST(coalesce(sum(e.tool_calls), 0) AS BIGINT) AS tool_calls
         FROM iterations i JOIN episodes e ON e.iteration_id = i.id
         WHERE i.run_id = :id AND i.status IN ('planned', 'running')"""
-    (counts,) = rows(tx, query, id=run_id)
+    (counts,) = select_rows(tx, query, id=run_id)
     return counts if counts["episodes"] else {}
 
 
-@reading
-def sampled_on(tx: Any, run: str) -> str:
+@sql_read_transaction
+def why_sampling_on(tx: Any, run: str) -> str:
     """Why the newest open iteration is sampled on, and with how many groups; empty where dynamic sampling has added none."""
     query = """
         SELECT detail FROM events WHERE run_id = :id AND kind = 'sampling_on' AND subject IN (
@@ -115,19 +117,19 @@ def sampled_on(tx: Any, run: str) -> str:
           WHERE i.run_id = :id AND i.status IN ('planned', 'running') AND i.more_groups > 0
           AND g.status IN ('planned', 'running'))
         ORDER BY id DESC LIMIT 1"""
-    found = rows(tx, query, id=_run(tx, run)["id"])
+    found = select_rows(tx, query, id=_run_id_and_name(tx, run)["id"])
     return str(found[0]["detail"]) if found else ""
 
 
-@reading
-def most_frequent_failure(tx: Any, run: str) -> Row:
+@sql_read_transaction
+def find_most_frequent_failure(tx: Any, run: str) -> Row:
     """How many of the run's episodes ended as failed or infra_error (`failed`), and the `error` of most of them with its
     `status` and count (`episodes`); empty where none did."""
     query = """
         SELECT status, error, count(*) AS episodes, CAST(sum(count(*)) OVER () AS BIGINT) AS failed FROM episodes
         WHERE run_id = :id AND status IN ('failed', 'infra_error')
         GROUP BY status, error ORDER BY count(*) DESC, min(id) LIMIT 1"""
-    found = rows(tx, query, id=_run(tx, run)["id"])
+    found = select_rows(tx, query, id=_run_id_and_name(tx, run)["id"])
     return found[0] if found else {}
 
 
@@ -143,7 +145,7 @@ EPISODE_FILTERS = {
 """Filter of `list_episodes` -> its condition on the episodes of run `:run_id`."""
 
 
-@reading
+@sql_read_transaction
 def list_episodes(
     tx: Any, run: str, filters: Mapping[str, Any], limit: int = 50, offset: int = 0, sort: str = "-id"
 ) -> list[Row]:
@@ -154,32 +156,35 @@ def list_episodes(
     """
     conditions = " AND ".join(["run_id = :run_id", *(EPISODE_FILTERS[name] for name in filters)])
     # The page first, from one table: the view would join all the rows that are passed over.
-    page = f"SELECT id FROM episodes WHERE {conditions} ORDER BY {_order(EPISODE_ORDERS, sort)} LIMIT :limit OFFSET :offset"
-    found = rows(
+    page = f"SELECT id FROM episodes WHERE {conditions} ORDER BY {_order_by(EPISODE_ORDERS, sort)} LIMIT :limit OFFSET :offset"
+    found = select_rows(
         tx,
         f"SELECT v.* FROM ({page}) page JOIN v_episodes v ON v.id = page.id ORDER BY page.id",
-        run_id=_run(tx, run)["id"], limit=limit, offset=offset, **filters,
+        run_id=_run_id_and_name(tx, run)["id"], limit=limit, offset=offset, **filters,
     )  # fmt: skip
     if sort == "-id":
         return found
     shown = {row["id"]: row for row in found}
-    return [shown[row["id"]] for row in rows(tx, page, run_id=_run(tx, run)["id"], limit=limit, offset=offset, **filters)]
+    return [
+        shown[row["id"]]
+        for row in select_rows(tx, page, run_id=_run_id_and_name(tx, run)["id"], limit=limit, offset=offset, **filters)
+    ]
 
 
-@reading
+@sql_read_transaction
 def list_events(tx: Any, run: str) -> list[Row]:
     """What happened to the run, oldest first."""
-    return rows(tx, "SELECT * FROM events WHERE run_id = :id ORDER BY id", id=_run(tx, run)["id"])
+    return select_rows(tx, "SELECT * FROM events WHERE run_id = :id ORDER BY id", id=_run_id_and_name(tx, run)["id"])
 
 
-@reading
+@sql_read_transaction
 def evaluation(tx: Any, run: str) -> Row:
     """The result of an eval run.
 
     Raises:
         NotFoundError: the run is no evaluation, or not done.
     """
-    found = rows(tx, "SELECT * FROM evals WHERE run_id = :id", id=_run(tx, run)["id"])
+    found = select_rows(tx, "SELECT * FROM evals WHERE run_id = :id", id=_run_id_and_name(tx, run)["id"])
     if not found:
         raise NotFoundError(f"Run {run!r} has no evaluation result.", f"agentrl watch {run}")
     return found[0]
@@ -200,7 +205,7 @@ class EpisodeRecord:
     rewards: Sequence[Row]
 
 
-@reading
+@sql_read_transaction
 def find_episode(tx: Any, episode: int) -> EpisodeRecord:
     """The episode with all its steps.
 
@@ -215,26 +220,26 @@ _CALLS_OF = "SELECT * FROM v_tool_calls WHERE episode_id = :id AND kind = '{kind
 
 def episode_record(tx: Any, episode: int) -> EpisodeRecord:
     """As find_episode, inside a transaction."""
-    found = rows(tx, "SELECT * FROM v_episodes WHERE id = :id", id=episode) if abs(episode) <= MAX_ID else []
+    found = select_rows(tx, "SELECT * FROM v_episodes WHERE id = :id", id=episode) if abs(episode) <= MAX_ID else []
     if not found:
-        raise no_episode(episode)
+        raise no_episode_error(episode)
     (row,) = found
     return EpisodeRecord(
         row=row,
-        episode=_value(tx, episode),
-        steps=_with_inherited(tx, "SELECT * FROM v_steps WHERE episode_id = :id ORDER BY step", row),
-        calls=_with_inherited(tx, _CALLS_OF.format(kind="call"), row),
-        grades=_with_inherited(tx, _CALLS_OF.format(kind="grade"), row),
-        rewards=rows(tx, "SELECT * FROM v_rewards WHERE episode_id = :id ORDER BY id", id=episode),
+        episode=_load_episode(tx, episode),
+        steps=_select_with_inherited(tx, "SELECT * FROM v_steps WHERE episode_id = :id ORDER BY step", row),
+        calls=_select_with_inherited(tx, _CALLS_OF.format(kind="call"), row),
+        grades=_select_with_inherited(tx, _CALLS_OF.format(kind="grade"), row),
+        rewards=select_rows(tx, "SELECT * FROM v_rewards WHERE episode_id = :id ORDER BY id", id=episode),
     )
 
 
-def _value(tx: Any, episode: int) -> Episode:
+def _load_episode(tx: Any, episode: int) -> Episode:
     """The episode with the steps of its current attempt, its first ones read through its parent."""
-    (row,) = rows(tx, "SELECT * FROM episodes WHERE id = :id", ("opening",), id=episode)
-    (task,) = rows(tx, "SELECT * FROM tasks WHERE id = :id", ("messages", "metadata"), id=row["task_id"])
-    before = () if row["parent_id"] is None else _value(tx, row["parent_id"]).steps[: row["inherited_steps"]]
-    return episode_value(row, task_value(task), (*before, *_steps(tx, row)))
+    (row,) = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", ("opening",), id=episode)
+    (task,) = select_rows(tx, "SELECT * FROM tasks WHERE id = :id", ("messages", "metadata"), id=row["task_id"])
+    before = () if row["parent_id"] is None else _load_episode(tx, row["parent_id"]).steps[: row["inherited_steps"]]
+    return episode_value(row, task_value(task), (*before, *_load_steps(tx, row)))
 
 
 _STEPS = """
@@ -243,24 +248,24 @@ _STEPS = """
     WHERE s.episode_id = :id AND s.attempt = :attempt ORDER BY s.number"""
 
 
-def _steps(tx: Any, episode: Row) -> Iterator[Step]:
+def _load_steps(tx: Any, episode: Row) -> Iterator[Step]:
     calls: dict[int, list[Row]] = {}
     made = "SELECT * FROM tool_calls WHERE episode_id = :id AND kind <> 'grade' ORDER BY step_id, call"
-    for call in rows(tx, made, id=episode["id"]):
+    for call in select_rows(tx, made, id=episode["id"]):
         calls.setdefault(call["step_id"], []).append(call)
-    for row in rows(tx, _STEPS, ("prompt",), id=episode["id"], attempt=episode["attempt"]):
+    for row in select_rows(tx, _STEPS, ("prompt",), id=episode["id"], attempt=episode["attempt"]):
         yield step_value(row, row["version"], calls.get(row["id"], ()))
 
 
-def _with_inherited(tx: Any, query: str, episode: Row) -> list[Row]:
+def _select_with_inherited(tx: Any, query: str, episode: Row) -> list[Row]:
     """The query's rows of the episode, after those of the steps that it has from its parent."""
-    own = rows(tx, query, id=episode["id"])
+    own = select_rows(tx, query, id=episode["id"])
     if episode["parent_id"] is None:
         return own
-    (parent,) = rows(tx, "SELECT * FROM v_episodes WHERE id = :id", id=episode["parent_id"])
-    return [*(row for row in _with_inherited(tx, query, parent) if row["step"] < episode["inherited_steps"]), *own]
+    (parent,) = select_rows(tx, "SELECT * FROM v_episodes WHERE id = :id", id=episode["parent_id"])
+    return [*(row for row in _select_with_inherited(tx, query, parent) if row["step"] < episode["inherited_steps"]), *own]
 
 
-def _run(tx: Any, run: str) -> Row:
+def _run_id_and_name(tx: Any, run: str) -> Row:
     """Id and name of a run. Raises as `run_row`."""
     return run_row(tx, run, "id, name")

@@ -16,14 +16,14 @@ from agentrl.workflow.trajectory import OPEN
 OOM_HINT = "Lower rollout.group_size or update.microbatch_tokens, or set model.load_in_4bit=true."
 """What to do about it."""
 
-LOST = ("oom", "worker_lost")
+LOSS_EVENTS = ("oom", "worker_lost")
 """Kinds of events that name a worker which is gone; `oom` where it was killed for want of memory."""
 
 
 @transaction
 def record_oom(tx: Connection, worker: str, role: str) -> None:
     """Tells every run of which the worker `host:pid` holds something that the kernel killed it, out of memory."""
-    held = (select(table.c.run_id).where(*_held_by(table, worker)) for table in (schema.groups, schema.iterations))
+    held = (select(table.c.run_id).where(*_is_held_by(table, worker)) for table in (schema.groups, schema.iterations))
     runs: set[int | None] = set(tx.execute(union(*held)).scalars())
     for run in runs or {None}:
         log(tx, run, "oom", worker, f"the worker {role} was killed, out of memory. {OOM_HINT}")
@@ -36,7 +36,7 @@ def record_loss(tx: Connection, worker: str, role: str, how: str) -> None:
     One that dies again and again, at its start, is told of once.
     """
     for run in tx.execute(select(schema.runs.c.id).where(schema.runs.c.status == "running")).scalars().all():
-        said = f"the worker {role} {how}, and is started again; it held {_held(tx, run, worker, role)}"
+        said = f"the worker {role} {how}, and is started again; it held {_describe_held_work(tx, run, worker, role)}"
         newest = (
             select(schema.events.c.detail).where(schema.events.c.run_id == run).order_by(schema.events.c.id.desc()).limit(1)
         )
@@ -53,7 +53,7 @@ def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str, se
     """
     worker, events = claim.partition("/")[0], schema.events.c
     seen = datetime.fromtimestamp(0, UTC) + timedelta(milliseconds=seen_ms - 1000)  # SQLite's events have whole seconds
-    known = select(events.id).where(events.run_id == run, events.kind.in_(LOST), events.subject == worker)
+    known = select(events.id).where(events.run_id == run, events.kind.in_(LOSS_EVENTS), events.subject == worker)
     known = known.where(events.created_at >= seen)
     if tx.execute(known.limit(1)).first() is None:
         said = f"its lease on {what} ran out, and was not handed back; {heir.partition('/')[0]} goes on from the last commit"
@@ -67,23 +67,23 @@ def memory_hint(tx: Connection, run: int, claim: str) -> str:
     return f", the last time out of memory. {OOM_HINT}" if tx.execute(query.limit(1)).first() else ""
 
 
-def _held_by(table: Any, worker: str) -> tuple[ColumnElement[bool], ...]:
+def _is_held_by(table: Any, worker: str) -> tuple[ColumnElement[bool], ...]:
     return table.c.worker.startswith(f"{worker}/", autoescape=True), table.c.status.in_(OPEN)
 
 
-def _held(tx: Connection, run: int, worker: str, role: str) -> str:
+def _describe_held_work(tx: Connection, run: int, worker: str, role: str) -> str:
     """What the worker held of the run, in words; of calls nobody knows who had them, and all are sent again."""
     counts = [
-        (tx.execute(select(func.count()).select_from(table).where(table.c.run_id == run, *_held_by(table, worker))), word)
+        (tx.execute(select(func.count()).select_from(table).where(table.c.run_id == run, *_is_held_by(table, worker))), word)
         for table, word in ((schema.groups, "group"), (schema.iterations, "update"))
     ]
     if role == "tools":
-        counts.append((tx.execute(_open_calls(run)), "tool call"))
+        counts.append((tx.execute(_count_open_calls(run)), "tool call"))
     told = [f"{count} {word}{'s' * (count > 1)}" for found, word in counts if (count := found.scalar_one())]
     return " and ".join(told) or "nothing"
 
 
-def _open_calls(run: int) -> Any:
+def _count_open_calls(run: int) -> Any:
     calls, episodes = schema.tool_calls.c, schema.episodes.c
     mine = select(episodes.id).join(schema.iterations, schema.iterations.c.id == episodes.iteration_id)
     mine = mine.where(episodes.run_id == run, episodes.status == "running", schema.iterations.c.status == "running")

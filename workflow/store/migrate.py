@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from alembic.script import ScriptDirectory
 
 log = getLogger("agentrl.migrate")
-READER, TOOLS = "agentrl_reader", "agentrl_tools"
+READER_ROLE, TOOLS_ROLE = "agentrl_reader", "agentrl_tools"
 LOCK_KEY = 7213094551
 LOCK_SECONDS = 60.0
 
@@ -74,7 +74,7 @@ def upgrade(database: Database, revision: str = "head") -> None:
     """Brings the database to `revision`, its views and triggers made anew."""
     from alembic import command
 
-    with _locked(database):
+    with _migration_lock(database):
         _migrate(database, lambda config: command.upgrade(config, revision))
 
 
@@ -82,12 +82,12 @@ def downgrade(database: Database, revision: str) -> None:
     """Takes the database back to `revision` (`base` for empty)."""
     from alembic import command
 
-    with _locked(database):
+    with _migration_lock(database):
         _migrate(database, lambda config: command.downgrade(config, revision))
 
 
 def _migrate(database: Database, run) -> None:  # type: ignore[no-untyped-def]
-    with _unchecked(database) as connection, connection.begin():
+    with _connect_without_foreign_keys(database) as connection, connection.begin():
         views.drop(connection)
         run(_config(connection))
         if _current(connection) == head():
@@ -98,7 +98,7 @@ def _migrate(database: Database, run) -> None:  # type: ignore[no-untyped-def]
 
 
 @contextmanager
-def _unchecked(database: Database) -> Iterator[Connection]:
+def _connect_without_foreign_keys(database: Database) -> Iterator[Connection]:
     """A connection that lets SQLite drop a table that others refer to: that is how it alters one."""
     with database.engine.connect() as connection:
         if not database.is_sqlite:
@@ -115,24 +115,24 @@ def _unchecked(database: Database) -> Iterator[Connection]:
 
 def _grant_reader(tx: Connection) -> None:
     """The role that `agentrl sql` reads as: SELECT on named tables and views, nothing else."""
-    if not _has_role(tx, READER, "that `agentrl sql` reads as"):
+    if not _has_role(tx, READER_ROLE, "that `agentrl sql` reads as"):
         return
     names = ", ".join([*schema.TABLES_FOR_READERS, *views.VIEWS])
-    tx.execute(text(f"GRANT USAGE ON SCHEMA public TO {READER}"))
-    tx.execute(text(f"GRANT SELECT ON {names} TO {READER}"))
+    tx.execute(text(f"GRANT USAGE ON SCHEMA public TO {READER_ROLE}"))
+    tx.execute(text(f"GRANT SELECT ON {names} TO {READER_ROLE}"))
     for function in views.FUNCTIONS:
-        tx.execute(text(f"GRANT EXECUTE ON FUNCTION {function}(bytea) TO {READER}"))
-    _set_password(tx, READER, settings().reader_password, "AGENTRL_READER_PASSWORD")
+        tx.execute(text(f"GRANT EXECUTE ON FUNCTION {function}(bytea) TO {READER_ROLE}"))
+    _set_password(tx, READER_ROLE, settings().reader_password, "AGENTRL_READER_PASSWORD")
 
 
 def _grant_tools(tx: Connection) -> None:
     """The role that a tools worker may log in as."""
-    if not _has_role(tx, TOOLS, "for tools workers"):
+    if not _has_role(tx, TOOLS_ROLE, "for tools workers"):
         return
-    tx.execute(text(f"GRANT USAGE ON SCHEMA public TO {TOOLS}"))
+    tx.execute(text(f"GRANT USAGE ON SCHEMA public TO {TOOLS_ROLE}"))
     for table, rights in schema.RIGHTS_OF_TOOLS.items():
-        tx.execute(text(f"GRANT {', '.join(rights)} ON {table} TO {TOOLS}"))
-    _set_password(tx, TOOLS, settings().tools_password, "AGENTRL_TOOLS_PASSWORD")
+        tx.execute(text(f"GRANT {', '.join(rights)} ON {table} TO {TOOLS_ROLE}"))
+    _set_password(tx, TOOLS_ROLE, settings().tools_password, "AGENTRL_TOOLS_PASSWORD")
 
 
 def _has_role(tx: Connection, role: str, purpose: str) -> bool:
@@ -188,15 +188,15 @@ def _config(connection: Connection | None = None) -> "Config":
 
 
 @contextmanager
-def _locked(database: Database) -> Iterator[None]:
+def _migration_lock(database: Database) -> Iterator[None]:
     if database.is_sqlite:
         with Path(f"{database.url.database}.lock").open("w") as file:
-            _wait(lambda: _try_flock(file.fileno()))
+            _wait_for_lock(lambda: _try_flock(file.fileno()))
             yield
         return
     with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         query = text("SELECT pg_try_advisory_lock(:key)")
-        _wait(lambda: bool(connection.execute(query, {"key": LOCK_KEY}).scalar_one()))
+        _wait_for_lock(lambda: bool(connection.execute(query, {"key": LOCK_KEY}).scalar_one()))
         try:
             yield
         finally:
@@ -211,7 +211,7 @@ def _try_flock(fileno: int) -> bool:
     return True
 
 
-def _wait(attempt) -> None:  # type: ignore[no-untyped-def]
+def _wait_for_lock(attempt) -> None:  # type: ignore[no-untyped-def]
     deadline = time.monotonic() + LOCK_SECONDS
     while not attempt():
         if time.monotonic() > deadline:

@@ -5,14 +5,14 @@ from collections.abc import Collection, Sequence
 from sqlalchemy import Connection, func, select
 
 from agentrl.workflow.stats.selection import Candidate
-from agentrl.workflow.store.connect import reading
-from agentrl.workflow.store.rows import in_parts, load_episodes, task_value
+from agentrl.workflow.store.connect import read_transaction
+from agentrl.workflow.store.rows import load_episodes, split_in_parts, task_value
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import Episode
 
 
-@reading
-def candidates(tx: Connection, run_id: int, groups: Collection[int], reward_set: str) -> list[Candidate]:
+@read_transaction
+def load_candidates(tx: Connection, run_id: int, groups: Collection[int], reward_set: str) -> list[Candidate]:
     """The done, untainted episodes of these groups of the run that have a reward in that set, with it."""
     episodes = schema.episodes.c
     done = (episodes.run_id == run_id) & (episodes.status == "done") & episodes.tainted.is_(False)
@@ -31,11 +31,11 @@ def candidates(tx: Connection, run_id: int, groups: Collection[int], reward_set:
     return [Candidate(row.id, row.group_id, row.task_id, row.reward) for row in rows if row.group_id in wanted]
 
 
-@reading
-def chosen(tx: Connection, ids: Sequence[int]) -> list[Episode]:
+@read_transaction
+def load_chosen_episodes(tx: Connection, ids: Sequence[int]) -> list[Episode]:
     """The episodes of these numbers with all their tokens, in this order; one that is named twice comes twice."""
     found: dict[int, Episode] = {}
-    for part in in_parts(ids):
+    for part in split_in_parts(ids):
         some = schema.episodes.c.id.in_(part)
         of_some = schema.tasks.c.id.in_(select(schema.episodes.c.task_id).where(some))
         tasks = {row["id"]: task_value(row) for row in tx.execute(select(schema.tasks).where(of_some)).mappings()}

@@ -15,10 +15,10 @@ from sqlalchemy import ColumnElement, Connection, ScalarSelect, Select, exists, 
 
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import CheckpointError, ConflictError, StateError
-from agentrl.workflow.store.connect import insert, reading, transaction
+from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.forks import Fork, insert_fork
-from agentrl.workflow.store.iterations import epochs_of, insert_iteration, per_epoch, staleness_of
-from agentrl.workflow.store.rows import clean, clean_tree, in_parts, message_row
+from agentrl.workflow.store.iterations import epochs_of, insert_iteration, iterations_per_epoch, staleness_of
+from agentrl.workflow.store.rows import clean, clean_tree, message_row, split_in_parts
 from agentrl.workflow.store.run_names import run_row
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import now_ms
@@ -72,22 +72,22 @@ class Submission:
 
     @property
     def passes(self) -> int:
-        """Over the tasks; the last may end before all of them had their turn."""
+        """Passes over the tasks; the last may end before all of them had their turn."""
         return 1 if self.fork else epochs_of(self.iterations, self._per_epoch)
 
     @property
     def episodes(self) -> int:
-        """That it plans, unless it samples on; 0 where it trains on stored ones."""
+        """Episodes that it plans, unless it samples on; 0 where it trains on stored ones."""
         whole, rest = divmod(self.iterations, self._per_epoch) if self.tasks else (0, 0)
         return (whole * len(self.tasks) + rest * self.tasks_per_iteration) * self.group_size
 
     @property
     def _per_epoch(self) -> int:
-        return per_epoch(len(self.groups) or len(self.tasks), self.tasks_per_iteration)
+        return iterations_per_epoch(len(self.groups) or len(self.tasks), self.tasks_per_iteration)
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
+class SubmittedRun:
     """The run's id and name, whether this call made it, and how long and in which state it is."""
 
     id: int
@@ -98,7 +98,7 @@ class Submitted:
 
 
 @transaction
-def submit(tx: Connection, submission: Submission, failed: str = "") -> Submitted:
+def submit(tx: Connection, submission: Submission, failed: str = "") -> SubmittedRun:
     """Writes the run with its tasks, its starting policy and the iterations that sample with it, or finds the same one.
 
     Args:
@@ -108,17 +108,17 @@ def submit(tx: Connection, submission: Submission, failed: str = "") -> Submitte
         ConflictError: a run of that name exists and was submitted with another config, or from other weights.
         CheckpointError: its weights have just been collected.
     """
-    run_id = _insert_whole(tx, submission)
+    run_id = _insert_submission(tx, submission)
     if run_id is None:
-        return _existing(tx, submission)
+        return _find_existing(tx, submission)
     if submission.evaluation:
         _insert_evaluation(tx, run_id, submission.name, submission.evaluation)
     if failed:
         row = run_row(tx, submission.name)
         _stop(tx, row, "failed", failed)
-        for each in _measuring(tx, run_id, OPEN):
+        for each in _load_own_evals(tx, run_id, OPEN):
             _stop(tx, each, "paused", failed)
-    return Submitted(run_id, submission.name, True, submission.iterations, "failed" if failed else "running")
+    return SubmittedRun(run_id, submission.name, True, submission.iterations, "failed" if failed else "running")
 
 
 def _insert_evaluation(tx: Connection, run_id: int, run: str, evaluation: Submission) -> None:
@@ -126,17 +126,17 @@ def _insert_evaluation(tx: Connection, run_id: int, run: str, evaluation: Submis
     while made is None:  # unless somebody takes the name in between
         name = eval_name(tx, run, version)
         named = replace(evaluation, name=name, config={**evaluation.config, "name": name})
-        made = _insert_whole(tx, named, {"measures_id": run_id, "measures_version": version})
+        made = _insert_submission(tx, named, {"measures_id": run_id, "measures_version": version})
 
 
-def _insert_whole(tx: Connection, submission: Submission, more: Mapping[str, Any] = MappingProxyType({})) -> int | None:
+def _insert_submission(tx: Connection, submission: Submission, more: Mapping[str, Any] = MappingProxyType({})) -> int | None:
     """The run's id; None where its name is taken. `more` goes into its row."""
     run_id = insert_run(tx, _row_of(submission) | dict(more))
     if run_id is None:
         return None
     _insert_tasks(tx, run_id, submission.tasks)
     ref = submission.policy
-    _check_kept(tx, ref)
+    _check_not_collected(tx, ref)
     policy_id = tx.execute(
         schema.policies.insert()
         .values(run_id=run_id, version=ref.version, kind="trained" if ref.path else "base", path=ref.path, sha256=ref.sha256)
@@ -158,18 +158,18 @@ def _insert_whole(tx: Connection, submission: Submission, more: Mapping[str, Any
     return run_id
 
 
-def _check_kept(tx: Connection, ref: PolicyRef) -> None:
+def _check_not_collected(tx: Connection, ref: PolicyRef) -> None:
     """Refuses weights that were collected since they were looked up."""
     gone = select(schema.policies.c.id).where(schema.policies.c.path == ref.path, schema.policies.c.collected_at.is_not(None))
     if ref.path and tx.execute(gone.limit(1)).first():
         raise CheckpointError(f"The weights in {ref.path!r} have just been collected.", "Choose another policy version.")
 
 
-AS_ASKED = ("name", "kind", "seed", "dataset", "iterations", "output_dir", "reward_set")
+SUBMITTED_COLUMNS = ("name", "kind", "seed", "dataset", "iterations", "output_dir", "reward_set")
 
 
 def _row_of(submission: Submission) -> dict[str, Any]:
-    asked = {name: getattr(submission, name) for name in AS_ASKED}
+    asked = {name: getattr(submission, name) for name in SUBMITTED_COLUMNS}
     asked |= {"status": "running", "epochs": submission.passes}
     asked |= {"config": dict(submission.config), "manifest": dict(submission.manifest)}
     return asked | {"base": submission.policy.base, "base_hash": submission.policy.base_hash}
@@ -182,15 +182,20 @@ def insert_run(tx: Connection, values: Mapping[str, Any]) -> int | None:
     return tx.execute(made).scalar_one_or_none()
 
 
-def _existing(tx: Connection, submission: Submission) -> Submitted:
+def _find_existing(tx: Connection, submission: Submission) -> SubmittedRun:
     row = tx.execute(select(schema.runs).where(schema.runs.c.name == submission.name)).mappings().one()
     if row["manifest"].get("id") == submission.manifest.get("id"):  # ours: the answer of the commit was lost
-        return Submitted(row["id"], row["name"], True, row["iterations"], row["status"])
-    asked = (_as_now(submission.config), submission.kind, submission.manifest.get("fork"), submission.policy.sha256)
-    found = (_as_now(row["config"]), row["kind"], row["manifest"].get("fork"), _first_sha256(tx, row["id"]))
+        return SubmittedRun(row["id"], row["name"], True, row["iterations"], row["status"])
+    asked = (
+        _with_current_defaults(submission.config),
+        submission.kind,
+        submission.manifest.get("fork"),
+        submission.policy.sha256,
+    )
+    found = (_with_current_defaults(row["config"]), row["kind"], row["manifest"].get("fork"), _first_sha256(tx, row["id"]))
     if found == asked:
-        return Submitted(row["id"], row["name"], False, row["iterations"], row["status"])
-    if (_but_for_its_length(found[0]), *found[1:]) == (_but_for_its_length(asked[0]), *asked[1:]):
+        return SubmittedRun(row["id"], row["name"], False, row["iterations"], row["status"])
+    if (_without_length(found[0]), *found[1:]) == (_without_length(asked[0]), *asked[1:]):
         raise ConflictError(
             f"A run called {row['name']!r} exists with another length: {row['iterations']} iterations.",
             f"Make it longer with `agentrl resume {row['name']} --epochs N` or --iterations N, or choose another --name.",
@@ -201,7 +206,7 @@ def _existing(tx: Connection, submission: Submission) -> Submitted:
     )
 
 
-def _as_now(config: Mapping[str, Any]) -> dict[str, Any]:
+def _with_current_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config with the defaults of the keys that are younger than it."""
     try:
         return RunConfig.model_validate(config).model_dump(mode="json")
@@ -209,12 +214,12 @@ def _as_now(config: Mapping[str, Any]) -> dict[str, Any]:
         return dict(config)
 
 
-def _but_for_its_length(config: Mapping[str, Any]) -> dict[str, Any]:
+def _without_length(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in ("epochs", "iterations")}
 
 
 def _first_sha256(tx: Connection, run_id: int) -> str:
-    """Of the weights that the run started from; empty for a base as it is."""
+    """The hash of the weights that the run started from; empty for a base as it is."""
     first = (
         select(schema.policies.c.sha256).where(schema.policies.c.run_id == run_id).order_by(schema.policies.c.version).limit(1)
     )
@@ -237,7 +242,7 @@ def _insert_tasks(tx: Connection, run_id: int, tasks: Sequence[Task]) -> None:
     tx.execute(insert(tx, schema.tasks).on_conflict_do_nothing(index_elements=["content_hash"]), rows)
     hashes = [task.content_hash for task in tasks]
     ids: dict[str, int] = {}
-    for some in in_parts(hashes):
+    for some in split_in_parts(hashes):
         found = tx.execute(select(schema.tasks.c.content_hash, schema.tasks.c.id).where(schema.tasks.c.content_hash.in_(some)))
         ids |= {row.content_hash: row.id for row in found}
     tx.execute(schema.run_tasks.insert(), [{"run_id": run_id, "task_id": ids[content_hash]} for content_hash in hashes])
@@ -248,8 +253,8 @@ def log(tx: Connection, run_id: int | None, kind: str, subject: str = "", detail
     tx.execute(schema.events.insert().values(run_id=run_id, kind=kind, subject=subject, detail=clean(detail)))
 
 
-@reading
-def moment(tx: Connection) -> int:
+@read_transaction
+def db_clock_ms(tx: Connection) -> int:
     """The database's clock, in ms: read it before a message is sent, and mark it as sent then."""
     return int(tx.execute(select(now_ms())).scalar_one())
 
@@ -259,8 +264,8 @@ def mark_groups_sent(tx: Connection, groups: Sequence[int], sent_ms: int | None 
     """Remembers how often each group's message was sent, and when last.
 
     Args:
-        sent_ms: the `moment` before; unset: now. A worker may have taken the message, and be lost, before it is marked; marked
-            as sent later than that, it would be waited for as if it lay in a queue.
+        sent_ms: the `db_clock_ms` before; unset: now. A worker may have taken the message, and be lost, before it is marked;
+            marked as sent later than that, it would be waited for as if it lay in a queue.
     """
     marks = {"sent_ms": now_ms() if sent_ms is None else sent_ms, "sends": schema.groups.c.sends + 1}
     tx.execute(update(schema.groups).where(schema.groups.c.id.in_(groups)).values(marks))
@@ -295,20 +300,20 @@ def start_iteration(tx: Connection, iteration: int) -> list[int]:
     return list(tx.execute(mine.order_by(schema.groups.c.slot)).scalars())
 
 
-@reading
-def free_name(tx: Connection, stem: str) -> str:
+@read_transaction
+def find_free_name(tx: Connection, stem: str) -> str:
     """`stem-N` with the first N that no run has."""
-    return _numbered(tx, stem)
+    return _numbered_name(tx, stem)
 
 
 def eval_name(tx: Connection, run: str, version: int) -> str:
     """What the run's evaluation of that version is called; with a number behind it where another run is called so."""
     name = f"{run[:48]}-eval-{version}"
     taken = tx.execute(select(schema.runs.c.id).where(schema.runs.c.name == name)).first()
-    return _numbered(tx, name) if taken else name
+    return _numbered_name(tx, name) if taken else name
 
 
-def _numbered(tx: Connection, stem: str) -> str:
+def _numbered_name(tx: Connection, stem: str) -> str:
     taken = set(
         tx.execute(select(schema.runs.c.name).where(schema.runs.c.name.startswith(f"{stem}-", autoescape=True))).scalars()
     )
@@ -347,7 +352,7 @@ def resume_row(tx: Connection, row: Mapping[str, Any]) -> None:
 
 def resume_evals(tx: Connection, run_id: int) -> None:
     """Sets the run's paused evaluations running again."""
-    for each in _measuring(tx, run_id, ("paused",)):
+    for each in _load_own_evals(tx, run_id, ("paused",)):
         _resume(tx, each)
 
 
@@ -365,7 +370,7 @@ def _resume(tx: Connection, row: Mapping[str, Any]) -> None:
         (schema.groups, {"sent_ms": None, "sends": 0}),
         (schema.iterations, {"train_sent_ms": None, "train_sends": 0}),
     ):
-        mine = (table.c.run_id == row["id"], table.c.status.in_(OPEN), _unheld(table))
+        mine = (table.c.run_id == row["id"], table.c.status.in_(OPEN), _is_unheld(table))
         tx.execute(update(table).where(*mine).values({**sent, **fresh}))
     tx.execute(
         update(schema.iterations)
@@ -379,7 +384,7 @@ def _resume(tx: Connection, row: Mapping[str, Any]) -> None:
         )
 
 
-def _measuring(tx: Connection, run_id: int, statuses: Sequence[str]) -> Sequence[Mapping[str, Any]]:
+def _load_own_evals(tx: Connection, run_id: int, statuses: Sequence[str]) -> Sequence[Mapping[str, Any]]:
     """The rows of the run's evaluations of its own policies that have such a status."""
     mine = select(schema.runs).where(schema.runs.c.measures_id == run_id, schema.runs.c.status.in_(statuses))
     return [dict(row) for row in tx.execute(mine.order_by(schema.runs.c.id)).mappings()]
@@ -390,16 +395,16 @@ def newest_version(run_id: Any) -> ScalarSelect[int]:
     return select(func.max(schema.policies.c.version)).where(schema.policies.c.run_id == run_id).scalar_subquery()
 
 
-def still_sampled(run_id: Any) -> Select[tuple[int]]:
+def select_sampled_policies(run_id: Any) -> Select[tuple[int]]:
     """The ids of the policies that unfinished groups of the run sample with."""
     iterations, groups = schema.iterations.c, schema.groups.c
     waiting = select(iterations.policy_id).join(schema.groups, groups.iteration_id == iterations.id)
     return waiting.where(groups.run_id == run_id, groups.status.in_(OPEN))
 
 
-def still_read(run_id: Any) -> Select[tuple[str]]:
+def select_sampled_paths(run_id: Any) -> Select[tuple[str]]:
     """Their checkpoints, each of which several versions may name: a skipped update's is that of the version before it."""
-    return select(schema.policies.c.path).where(schema.policies.c.id.in_(still_sampled(run_id)))
+    return select(schema.policies.c.path).where(schema.policies.c.id.in_(select_sampled_policies(run_id)))
 
 
 def is_broken(run_id: Any) -> ColumnElement[bool]:
@@ -407,7 +412,7 @@ def is_broken(run_id: Any) -> ColumnElement[bool]:
     return exists().where(schema.policies.c.run_id == run_id, schema.policies.c.broken != "")
 
 
-def _unheld(table: Any) -> Any:
+def _is_unheld(table: Any) -> Any:
     return func.coalesce(table.c.lease_until, 0) < now_ms()
 
 
@@ -427,7 +432,7 @@ def stop(tx: Connection, run: str, status: str, reason: str = "") -> Mapping[str
         raise StateError(f"Run {row['name']!r} is {row['status']} already.", f"agentrl watch {row['name']}")
     _stop(tx, row, status, reason)
     if status != "failed":
-        for each in _measuring(tx, row["id"], OPEN if status == "paused" else (*OPEN, "paused")):
+        for each in _load_own_evals(tx, row["id"], OPEN if status == "paused" else (*OPEN, "paused")):
             _stop(tx, each, status, reason)
     return {**row, "status": status}
 
@@ -441,7 +446,7 @@ def _stop(tx: Connection, row: Mapping[str, Any], status: str, reason: str) -> N
     log(tx, row["id"], status, detail=reason)
 
 
-@reading
+@read_transaction
 def open_iterations(tx: Connection, run_id: int) -> list[int]:
     """The run's iterations that are not over, in their order."""
     query = select(schema.iterations.c.id).where(schema.iterations.c.run_id == run_id, schema.iterations.c.status.in_(OPEN))

@@ -28,7 +28,7 @@ def _dialect(name: str) -> Dialect:
 
 
 @dataclass(frozen=True, slots=True)
-class _Compiled:
+class _CompiledStatement:
     """The text for one driver, the values that the statement itself brings, and how others are converted for the driver."""
 
     text: str
@@ -43,22 +43,22 @@ class _Compiled:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedStatement:
     """One statement; it is always run with the same names: its bind parameters and the columns that it sets."""
 
     statement: Select[Any] | Insert | Update
-    _compiled: dict[str, _Compiled] = field(default_factory=dict)
+    _compiled: dict[str, _CompiledStatement] = field(default_factory=dict)
 
     def rows(self, tx: Connection, values: Values) -> list[Any]:
         """Runs it once; its rows, as tuples of what the driver gives."""
-        compiled = self._for(tx, values)
+        compiled = self._compiled_for(tx, values)
         with driver_cursor(tx, compiled.text) as cursor:
             found: list[Any] = cursor.execute(compiled.text, compiled.values(values)).fetchall()
         return found
 
     def run(self, tx: Connection, *rows: Values) -> int:
         """Runs it once for each of the rows, on Postgres without waiting in between; how many rows that changed."""
-        compiled = self._for(tx, rows[0])
+        compiled = self._compiled_for(tx, rows[0])
         with driver_cursor(tx, compiled.text) as cursor:
             if len(rows) == 1:
                 cursor.execute(compiled.text, compiled.values(rows[0]))
@@ -67,15 +67,15 @@ class Prepared:
             changed: int = cursor.rowcount
         return changed
 
-    def _for(self, tx: Connection, values: Values) -> _Compiled:
+    def _compiled_for(self, tx: Connection, values: Values) -> _CompiledStatement:
         dialect = tx.dialect.name
         if dialect not in self._compiled:
             self._compiled[dialect] = _compile(self.statement, _dialect(dialect), list(values))
         return self._compiled[dialect]
 
 
-def _compile(statement: Any, dialect: Dialect, names: Sequence[str]) -> _Compiled:
+def _compile(statement: Any, dialect: Dialect, names: Sequence[str]) -> _CompiledStatement:
     compiled = statement.compile(dialect=dialect, column_keys=names)
     processors = {name: bind.type.dialect_impl(dialect).bind_processor(dialect) for name, bind in compiled.binds.items()}
     own = {name: value for name, value in compiled.params.items() if name not in names}
-    return _Compiled(str(compiled), own, {name: convert for name, convert in processors.items() if convert})
+    return _CompiledStatement(str(compiled), own, {name: convert for name, convert in processors.items() if convert})

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, select
 
 from agentrl.workflow.rewards import Part
-from agentrl.workflow.store.connect import reading
+from agentrl.workflow.store.connect import read_transaction
 from agentrl.workflow.store.listings import EpisodeRecord, episode_record
 from agentrl.workflow.store.rows import message_value, part_values
 from agentrl.workflow.tables import schema
@@ -54,7 +54,7 @@ class Origin:
     opening: tuple[Message, ...] | None
 
 
-@reading
+@read_transaction
 def find_origin(tx: Connection, episode: int) -> Origin:
     """The episode with what made it.
 

@@ -11,10 +11,10 @@ from typing import Any
 from sqlalchemy import Connection, Select, func, select, update
 
 from agentrl.workflow.errors import Fenced
-from agentrl.workflow.store.connect import reading, transaction
+from agentrl.workflow.store.connect import read_transaction, transaction
 from agentrl.workflow.store.groups import load_groups
 from agentrl.workflow.store.iterations import wanted_groups
-from agentrl.workflow.store.planning import log, newest_version, still_sampled
+from agentrl.workflow.store.planning import log, newest_version, select_sampled_policies
 from agentrl.workflow.store.rows import clean
 from agentrl.workflow.store.train_claims import IterationWork
 from agentrl.workflow.tables import schema
@@ -57,10 +57,10 @@ def mark_broken(tx: Connection, run_id: int, path: str, fault: str) -> int | Non
     kind = tx.execute(select(schema.runs.c.kind).where(schema.runs.c.id == run_id)).scalar_one()
     if kind == "train" or not tx.execute(select(policies.id).where(policies.run_id == run_id, policies.path == path)).first():
         return _mark(tx, run_id, path, fault)  # its own; or it was made again meanwhile, elsewhere
-    maker = _maker(tx, path)
+    maker = _find_maker(tx, path)
     if maker is None or (maker["kind"], maker["status"]) != ("train", "running"):
         return None
-    return _mark(tx, maker["id"], path, fault) if tx.execute(_used_by(maker["id"], path)).first() else None
+    return _mark(tx, maker["id"], path, fault) if tx.execute(_select_needed_path(maker["id"], path)).first() else None
 
 
 def _mark(tx: Connection, run_id: int, path: str, fault: str) -> int | None:
@@ -69,7 +69,7 @@ def _mark(tx: Connection, run_id: int, path: str, fault: str) -> int | None:
     policies = schema.policies.c
     marked = tx.execute(
         update(schema.policies)
-        .where(policies.run_id == run_id, policies.path.in_(_used_by(run_id, path)), policies.broken == "")
+        .where(policies.run_id == run_id, policies.path.in_(_select_needed_path(run_id, path)), policies.broken == "")
         .values(broken=clean(fault))
         .returning(policies.version)
     ).scalars()
@@ -79,14 +79,14 @@ def _mark(tx: Connection, run_id: int, path: str, fault: str) -> int | None:
     return tx.execute(waiting.order_by(schema.iterations.c.number).limit(1)).scalar_one_or_none()
 
 
-def _used_by(run_id: int, path: str) -> Select[tuple[str]]:
+def _select_needed_path(run_id: int, path: str) -> Select[tuple[str]]:
     """That path where the run, which trains, still needs it and makes it again: its newest, or still sampled with."""
     policies = schema.policies.c
-    used = (policies.version == newest_version(run_id)) | policies.id.in_(still_sampled(run_id))
+    used = (policies.version == newest_version(run_id)) | policies.id.in_(select_sampled_policies(run_id))
     return select(policies.path).where(policies.run_id == run_id, policies.path == path, used)
 
 
-def _maker(tx: Connection, path: str) -> Mapping[str, Any] | None:
+def _find_maker(tx: Connection, path: str) -> Mapping[str, Any] | None:
     """The run that first published the checkpoint; None where it was made again in another folder meanwhile."""
     named = (
         select(schema.runs)
@@ -97,23 +97,27 @@ def _maker(tx: Connection, path: str) -> Mapping[str, Any] | None:
     return dict(row) if row else None
 
 
-@reading
-def how_to_go_on(tx: Connection, run: str, path: str) -> str:
+@read_transaction
+def recovery_hint(tx: Connection, run: str, path: str) -> str:
     """What to type where a run that trains nothing has failed by a broken checkpoint."""
-    maker = _maker(tx, path)
+    maker = _find_maker(tx, path)
     if maker is None:
         return f"It was made again in another folder: type `agentrl resume {run}`."
-    if maker["status"] in ("paused", "failed") and maker["kind"] == "train" and tx.execute(_used_by(maker["id"], path)).first():
+    if (
+        maker["status"] in ("paused", "failed")
+        and maker["kind"] == "train"
+        and tx.execute(_select_needed_path(maker["id"], path)).first()
+    ):
         return f"`agentrl resume {maker['name']}` makes it again, then type `agentrl resume {run}`."
     return f"Put the files back and type `agentrl resume {run}`."
 
 
-@reading
-def rebuild_of(tx: Connection, work: IterationWork) -> Rebuild:
+@read_transaction
+def load_rebuild(tx: Connection, work: IterationWork) -> Rebuild:
     """What the claimed run's first broken checkpoint was made of."""
     mine = select(schema.policies).where(schema.policies.c.run_id == work.run_id)
     row = tx.execute(mine.where(schema.policies.c.broken != "").order_by(schema.policies.c.version).limit(1)).one()
-    broken = _ref(work, row)
+    broken = _policy_ref(work, row)
     before = tx.execute(mine.where(schema.policies.c.version == row.version - 1)).one_or_none()
     source = select(schema.iterations.c.id).where(
         schema.iterations.c.run_id == work.run_id, schema.iterations.c.number == row.version - 1
@@ -126,11 +130,11 @@ def rebuild_of(tx: Connection, work: IterationWork) -> Rebuild:
     reward_set = tx.execute(select(schema.runs.c.reward_set).where(schema.runs.c.id == work.run_id)).scalar_one()
     groups = load_groups(tx, iteration, reward_set)
     advantages = {row.episode_id: row.advantage for row in recorded}
-    return Rebuild(broken, _ref(work, before), groups, advantages, wanted_groups(tx, iteration, work.config))
+    return Rebuild(broken, _policy_ref(work, before), groups, advantages, wanted_groups(tx, iteration, work.config))
 
 
-@reading
-def versions_before(tx: Connection, run_id: int, version: int) -> list[tuple[int, str, str]]:
+@read_transaction
+def list_versions_before(tx: Connection, run_id: int, version: int) -> list[tuple[int, str, str]]:
     """(version, path, sha256) of the run's policies before that version that were not collected, newest first."""
     policies = schema.policies.c
     query = select(policies.version, policies.path, policies.sha256)
@@ -154,7 +158,7 @@ def commit_rebuild(tx: Connection, work: IterationWork, broken: PolicyRef, path:
         )
         .values(lease_until=now_ms() - 1, worker="")
     )
-    if _names_whole(tx, work, path):
+    if _is_whole_again(tx, work, path):
         return  # this commit's answer was lost; another trainer may have claimed the iteration since
     if not handed_back.rowcount:
         raise Fenced(f"Version {broken.version} of {work.run} is made again by another trainer.")
@@ -166,23 +170,23 @@ def commit_rebuild(tx: Connection, work: IterationWork, broken: PolicyRef, path:
         update(schema.policies).where(schema.policies.c.path == broken.path).values(path=path, sha256=sha256, broken="")
     )
     if named.rowcount:  # else another run that has the same checkpoint has made it again
-        log(tx, work.run_id, "checkpoint_rebuilt", f"version {broken.version}", _outcome(broken, path, sha256))
+        log(tx, work.run_id, "checkpoint_rebuilt", f"version {broken.version}", _describe_rebuild(broken, path, sha256))
 
 
-def _names_whole(tx: Connection, work: IterationWork, path: str) -> bool:
+def _is_whole_again(tx: Connection, work: IterationWork, path: str) -> bool:
     policies = schema.policies.c
     # Of all rows that name it: an update skipped since it was found broken has published it once more, without a mark.
     marks = select(func.max(policies.broken)).where(policies.run_id == work.run_id, policies.path == path)
     return bool(tx.execute(marks).scalar_one() == "")
 
 
-@reading
-def is_named(tx: Connection, path: str) -> bool:
+@read_transaction
+def is_checkpoint_named(tx: Connection, path: str) -> bool:
     """Whether a policy's row names that checkpoint."""
     return tx.execute(select(schema.policies.c.id).where(schema.policies.c.path == path).limit(1)).first() is not None
 
 
-def _outcome(broken: PolicyRef, path: str, sha256: str) -> str:
+def _describe_rebuild(broken: PolicyRef, path: str, sha256: str) -> str:
     if path == broken.path:
         return "the folder is whole again"
     if sha256 == broken.sha256:
@@ -193,5 +197,5 @@ def _outcome(broken: PolicyRef, path: str, sha256: str) -> str:
     )
 
 
-def _ref(work: IterationWork, row: Any) -> PolicyRef:
+def _policy_ref(work: IterationWork, row: Any) -> PolicyRef:
     return PolicyRef(work.policy.base, work.policy.base_hash, row.path, row.sha256, row.version)

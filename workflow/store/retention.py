@@ -12,15 +12,15 @@ from typing import Any
 from sqlalchemy import Connection, exists, select, update
 
 from agentrl.workflow.checkpoints.checkpoint_gc import Needs
-from agentrl.workflow.store.connect import reading, transaction
+from agentrl.workflow.store.connect import read_transaction, transaction
 from agentrl.workflow.store.iterations import epoch_length, staleness_of
 from agentrl.workflow.store.planning import log
-from agentrl.workflow.store.run_names import best_version, run_row
+from agentrl.workflow.store.run_names import find_best_version, run_row
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import OPEN
 
-ALIVE = ("planned", "running", "paused")
-RESTARTABLE = 2
+ALIVE_STATUSES = ("planned", "running", "paused")
+RESTART_CHECKPOINTS = 2
 """Of a run that may go on the last two checkpoints stay: the newest, and the one that it can be made again from. One more for
 each version that its rollouts may lag behind: they need these too.
 """
@@ -36,8 +36,8 @@ class Checkpoints:
     key: str
 
 
-@reading
-def checkpoints(tx: Connection, runs: Sequence[str] = ()) -> list[Checkpoints]:
+@read_transaction
+def list_checkpoint_folders(tx: Connection, runs: Sequence[str] = ()) -> list[Checkpoints]:
     """Where these runs (all if none is named) keep their checkpoints.
 
     Raises:
@@ -50,10 +50,10 @@ def checkpoints(tx: Connection, runs: Sequence[str] = ()) -> list[Checkpoints]:
     return [Checkpoints(row["id"], row["name"], row["output_dir"], row["manifest"].get("id", "")[:8]) for row in rows]
 
 
-@reading
-def needs(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> Needs:
+@read_transaction
+def find_needs(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> Needs:
     """What `collect` would leave, without collecting anything."""
-    return _needs(tx, run_id, present, keep_last)[0]
+    return _find_needs(tx, run_id, present, keep_last)[0]
 
 
 @transaction
@@ -64,11 +64,11 @@ def collect(tx: Connection, run_id: int, present: Collection[str], keep_last: in
         present: names of the folders that stand on this disk; only those are collected.
         keep_last: of a run that is over keep only so many adapters, whatever episodes name; None keeps what they name.
     """
-    found, unneeded = _needs(tx, run_id, present, keep_last)
+    found, unneeded = _find_needs(tx, run_id, present, keep_last)
     if unneeded:
         now = datetime.now(UTC)
         tx.execute(update(schema.policies).where(schema.policies.c.path.in_(unneeded)).values(collected_at=now))
-        log(tx, run_id, "collected", f"{len(unneeded)} adapters", ", ".join(sorted(map(_name, unneeded))))
+        log(tx, run_id, "collected", f"{len(unneeded)} adapters", ", ".join(sorted(map(_checkpoint_name, unneeded))))
     return found
 
 
@@ -83,14 +83,14 @@ def drop_unsaved(tx: Connection, run_id: int) -> list[str]:
     mine = select(policies.path, policies.version).where(policies.run_id == run_id, policies.collected_at.is_(None))
     rows = tx.execute(mine.where(policies.path.endswith(key, autoescape=True)).order_by(policies.version.desc())).all()
     named = list(dict.fromkeys(row.path for row in rows))
-    kept = {*named[: _least(run["status"], run["config"])], *_saved(tx, run, rows)}
+    kept = {*named[: _min_checkpoints(run["status"], run["config"])], *_saved_paths(tx, run, rows)}
     unneeded = [path for path in named if path not in kept]
     if unneeded:
         of_them = (
             select(policies.path).join(schema.runs, schema.runs.c.id == policies.run_id).where(policies.path.in_(unneeded))
         )
         waiting = select(iterations.policy_id).where(iterations.status.in_(OPEN))
-        others = (policies.run_id != run_id) & schema.runs.c.status.in_((*ALIVE, "failed"))
+        others = (policies.run_id != run_id) & schema.runs.c.status.in_((*ALIVE_STATUSES, "failed"))
         in_use = set(tx.execute(of_them.where(others | policies.id.in_(waiting))).scalars())
         unneeded = [path for path in unneeded if path not in in_use]
     if unneeded:
@@ -103,44 +103,44 @@ def _save_every(run: Mapping[Any, Any]) -> int | None:
     return every
 
 
-def _saved(tx: Connection, run: Mapping[Any, Any], rows: Sequence[Any]) -> set[str]:
-    """Of the policies' paths those that the run keeps for good: each `save_every`th, each epoch's last, the best, the last."""
+def _saved_paths(tx: Connection, run: Mapping[Any, Any], rows: Sequence[Any]) -> set[str]:
+    """The policies' paths that the run keeps for good: each `save_every`th, each epoch's last, the best, the last."""
     every, of_an_epoch = _save_every(run) or 1, epoch_length(tx, run) or run["iterations"]
-    ends = (best_version(tx, run["id"]), run["iterations"])
+    ends = (find_best_version(tx, run["id"]), run["iterations"])
     return {row.path for row in rows if not row.version % every or not row.version % of_an_epoch or row.version in ends}
 
 
-def _least(status: str, config: Mapping[str, Any]) -> int:
+def _min_checkpoints(status: str, config: Mapping[str, Any]) -> int:
     """How many of its newest checkpoints a run must have: one that is done may be made longer."""
-    restartable = RESTARTABLE + staleness_of(config)
+    restartable = RESTART_CHECKPOINTS + staleness_of(config)
     return {"done": restartable - 1, "cancelled": 1}.get(status, restartable)
 
 
-def _needs(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> tuple[Needs, list[str]]:
+def _find_needs(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> tuple[Needs, list[str]]:
     """The needs after collecting, and the paths to collect."""
-    rows = _policies(tx, run_id)
+    rows = _load_policies(tx, run_id)
     gone = {row.path for row in rows if row.collected_at is not None}
     named = list(dict.fromkeys(row.path for row in rows if row.run_id == run_id and row.path not in gone))  # newest first
-    mine = [path for path in named if _name(path) in present]
+    mine = [path for path in named if _checkpoint_name(path) in present]
     run = tx.execute(select(schema.runs).where(schema.runs.c.id == run_id)).mappings().one()
-    restartable = RESTARTABLE + staleness_of(run["config"])
-    saved = None if _save_every(run) is None else _saved(tx, run, [row for row in rows if row.run_id == run_id])
-    kept = _kept(rows, run, mine, keep_last, saved)
-    best = best_version(tx, run_id)  # which stays, whatever `keep_last` says: `RUN@best`
+    restartable = RESTART_CHECKPOINTS + staleness_of(run["config"])
+    saved = None if _save_every(run) is None else _saved_paths(tx, run, [row for row in rows if row.run_id == run_id])
+    kept = _kept_paths(rows, run, mine, keep_last, saved)
+    best = find_best_version(tx, run_id)  # which stays, whatever `keep_last` says: `RUN@best`
     kept |= {row.path for row in rows if row.run_id == run_id and row.version == best}
     unneeded = [path for path in mine if path not in kept]
     claims = select(schema.iterations.c.number, schema.iterations.c.train_token)
     open_ones = tx.execute(claims.where(schema.iterations.c.run_id == run_id, schema.iterations.c.status.in_(OPEN)))
     found = Needs(
-        named={_name(path) for path in named if path not in unneeded},
-        collected={_name(path) for path in (*gone, *unneeded)},
-        resumable={_name(path) for path in mine[:restartable]},
+        named={_checkpoint_name(path) for path in named if path not in unneeded},
+        collected={_checkpoint_name(path) for path in (*gone, *unneeded)},
+        resumable={_checkpoint_name(path) for path in mine[:restartable]},
         claims={(row.number, row.train_token) for row in open_ones},
     )
     return found, unneeded
 
 
-def _policies(tx: Connection, run_id: int) -> Sequence[Any]:
+def _load_policies(tx: Connection, run_id: int) -> Sequence[Any]:
     """Every row that names one of the run's checkpoints, whosever it is, newest version first."""
     policies, runs, iterations = schema.policies, schema.runs, schema.iterations
     mine = select(policies.c.path).where(policies.c.run_id == run_id, policies.c.path != "")
@@ -161,16 +161,18 @@ def _policies(tx: Connection, run_id: int) -> Sequence[Any]:
     return tx.execute(query.order_by(policies.c.version.desc())).all()
 
 
-def _kept(
+def _kept_paths(
     rows: Sequence[Any], run: Mapping[Any, Any], mine: Sequence[str], keep_last: int | None, saved: set[str] | None
 ) -> set[str]:
     """The paths that stay; `mine` are the run's own, newest first, `saved` what it keeps itself instead of all."""
     by_name = {row.path for row in rows if row.sampled} if saved is None else saved
-    if keep_last is not None and run["status"] not in ALIVE:
+    if keep_last is not None and run["status"] not in ALIVE_STATUSES:
         by_name = set()
-    in_use = {row.path for row in rows if row.waiting or (row.run_id != run["id"] and row.status in (*ALIVE, "failed"))}
-    return {*mine[: max(_least(run["status"], run["config"]), keep_last or 0)], *by_name, *in_use} & set(mine)
+    in_use = {
+        row.path for row in rows if row.waiting or (row.run_id != run["id"] and row.status in (*ALIVE_STATUSES, "failed"))
+    }
+    return {*mine[: max(_min_checkpoints(run["status"], run["config"]), keep_last or 0)], *by_name, *in_use} & set(mine)
 
 
-def _name(path: str) -> str:
+def _checkpoint_name(path: str) -> str:
     return PurePosixPath(path).name

@@ -7,31 +7,31 @@ from sqlalchemy import Connection, select
 
 from agentrl.workflow.errors import ConflictError
 from agentrl.workflow.rewards import Part
-from agentrl.workflow.store.connect import Database, insert, reading, transaction
+from agentrl.workflow.store.connect import Database, insert, read_transaction, transaction
 from agentrl.workflow.store.planning import log
 from agentrl.workflow.store.rows import load_episodes, reward_rows, task_value
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import Episode
 
-PAGE = 500
+PAGE_SIZE = 500
 """Episodes in memory at once."""
 
 
-def done_episodes(db_: Database, run_id: int) -> Iterator[Episode]:
+def iterate_done_episodes(db_: Database, run_id: int) -> Iterator[Episode]:
     """The run's done episodes with their steps, in the order of their ids."""
     last = 0
-    while page := _page(db_, run_id, last):
+    while page := _load_page(db_, run_id, last):
         yield from page
         last = page[-1].id
 
 
-@reading
-def _page(tx: Connection, run_id: int, after: int) -> list[Episode]:
+@read_transaction
+def _load_page(tx: Connection, run_id: int, after: int) -> list[Episode]:
     episodes = schema.episodes.c
     mine = select(episodes.id, episodes.task_id).where(
         episodes.run_id == run_id, episodes.status == "done", episodes.id > after
     )
-    chosen = tx.execute(mine.order_by(episodes.id).limit(PAGE)).all()
+    chosen = tx.execute(mine.order_by(episodes.id).limit(PAGE_SIZE)).all()
     rows = tx.execute(select(schema.tasks).where(schema.tasks.c.id.in_({row.task_id for row in chosen}))).mappings()
     tasks = {row["id"]: task_value(row) for row in rows}
     found = load_episodes(tx, episodes.id.in_([row.id for row in chosen]), tasks)

@@ -14,14 +14,14 @@ from sqlalchemy import BigInteger, Column, ColumnElement, Connection, Select, bi
 
 from agentrl.workflow.errors import Fenced
 from agentrl.workflow.rewards import Part
-from agentrl.workflow.store.connect import reading, transaction
+from agentrl.workflow.store.connect import read_transaction, transaction
 from agentrl.workflow.store.lost_workers import memory_hint, note_takeover
 from agentrl.workflow.store.planning import is_broken, log
-from agentrl.workflow.store.prepared_statements import Prepared
+from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.rows import clean, load_episodes, message_value, reward_rows, task_value
 from agentrl.workflow.store.waiting_runs import awaits_maker
 from agentrl.workflow.tables import schema
-from agentrl.workflow.tables.columns import Utc, free, now_ms
+from agentrl.workflow.tables.columns import Utc, is_lease_free, now_ms
 from agentrl.workflow.trajectory import OPEN, Episode, Message, PolicyRef, Task
 
 MAX_LOSSES = 5
@@ -37,7 +37,7 @@ class Fence:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldEpisodes:
     """What a claim holds: the group's run, and of each of its episodes the attempt and the number of steps."""
 
     run: str
@@ -84,7 +84,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class CompletedWork:
     """What became complete with an episode: its group, and then perhaps its iteration."""
 
     group: bool
@@ -96,7 +96,7 @@ class Finished:
 _GROUPS, _EPISODES = schema.groups.c, schema.episodes.c
 
 
-def _open(status: Column[str]) -> ColumnElement[bool]:
+def _is_open(status: Column[str]) -> ColumnElement[bool]:
     """Whether it is not terminal; without IN, whose length is known only when it runs."""
     return or_(*(status == value for value in OPEN))
 
@@ -107,8 +107,8 @@ def _free_group(lease_seconds: float) -> Select[Any]:
     return (
         select(_GROUPS.run_id, _GROUPS.worker, _GROUPS.losses, _GROUPS.lease_until, schema.runs.c.status)
         .join(schema.runs, schema.runs.c.id == _GROUPS.run_id)
-        .where(_GROUPS.id == bindparam("wanted"), _open(_GROUPS.status), ~is_broken(_GROUPS.run_id), ~awaits_maker())
-        .where(free(_GROUPS.lease_until, lease_seconds) | (_GROUPS.worker == bindparam("claimant")))
+        .where(_GROUPS.id == bindparam("wanted"), _is_open(_GROUPS.status), ~is_broken(_GROUPS.run_id), ~awaits_maker())
+        .where(is_lease_free(_GROUPS.lease_until, lease_seconds) | (_GROUPS.worker == bindparam("claimant")))
         .with_for_update(of=schema.groups)
     )
 
@@ -150,12 +150,12 @@ def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -
     fence = Fence(group, attempt)
     if losses >= MAX_LOSSES:
         hint = memory_hint(tx, before.run_id, before.worker)
-        _give_up(tx, fence, "oom" if hint else "lost", f"its worker was lost {losses} times{hint}")
+        _fail_open_episodes(tx, fence, "oom" if hint else "lost", f"its worker was lost {losses} times{hint}")
         return None
     return _load_work(tx, fence)
 
 
-_WORK = (
+_GROUP_WORK = (
     select(
         schema.groups.c.run_id,
         schema.groups.c.kind,
@@ -186,9 +186,9 @@ _WORK = (
 
 
 def _load_work(tx: Connection, fence: Fence) -> GroupWork:
-    row = tx.execute(_WORK, {"wanted": fence.group}).mappings().one()
+    row = tx.execute(_GROUP_WORK, {"wanted": fence.group}).mappings().one()
     task = task_value(row)
-    unfinished = _open(schema.episodes.c.status)
+    unfinished = _is_open(schema.episodes.c.status)
     return GroupWork(
         fence=fence,
         run_id=row["run_id"],
@@ -220,17 +220,17 @@ def note_code(tx: Connection, run_id: int, code_hash: str) -> None:
         log(tx, run_id, "code_changed", code_hash, "from here on rewards come from other code than when the run was submitted")
 
 
-_STILL_OPEN = select(_GROUPS.id).where(_GROUPS.id.in_(bindparam("groups", expanding=True)), _open(_GROUPS.status)).limit(1)
+_OPEN_AMONG = select(_GROUPS.id).where(_GROUPS.id.in_(bindparam("groups", expanding=True)), _is_open(_GROUPS.status)).limit(1)
 
 
-@reading
-def all_closed(tx: Connection, groups: Sequence[int]) -> bool:
+@read_transaction
+def are_all_closed(tx: Connection, groups: Sequence[int]) -> bool:
     """Whether every one of the groups is terminal."""
-    return tx.execute(_STILL_OPEN, {"groups": list(groups)}).first() is None
+    return tx.execute(_OPEN_AMONG, {"groups": list(groups)}).first() is None
 
 
-@reading
-def ready_iteration(tx: Connection, group: int) -> int | None:
+@read_transaction
+def find_ready_iteration(tx: Connection, group: int) -> int | None:
     """The group's iteration if all of its groups are terminal."""
     mine = select(schema.groups.c.iteration_id).where(schema.groups.c.id == group).scalar_subquery()
     rows = tx.execute(
@@ -284,12 +284,12 @@ def fail_attempt(tx: Connection, fence: Fence, error_class: str, error: str, max
         return False
     log(tx, failures.run_id, "group_failed", f"group {fence.group}", f"{error_class}: {error}")
     if failures.failures >= max_attempts:
-        _give_up(tx, fence, error_class, error)
+        _fail_open_episodes(tx, fence, error_class, error)
         return True
     return False
 
 
-def _give_up(tx: Connection, fence: Fence, error_class: str, error: str) -> None:
+def _fail_open_episodes(tx: Connection, fence: Fence, error_class: str, error: str) -> None:
     tx.execute(
         update(schema.episodes)
         .where(schema.episodes.c.group_id == fence.group, schema.episodes.c.status.in_(OPEN))
@@ -300,37 +300,43 @@ def _give_up(tx: Connection, fence: Fence, error_class: str, error: str) -> None
 
 # ends
 
-_END_EPISODE = Prepared(
+_END_EPISODE = PreparedStatement(
     update(schema.episodes)
     .where(_EPISODES.id == bindparam("of_episode"))
     .values(started_at=func.coalesce(_EPISODES.started_at, bindparam("began", type_=Utc())))
 )
-_NEW_REWARD = Prepared(schema.rewards.insert().inline())
-_OPEN_EPISODES = Prepared(select(_EPISODES.id).where(_EPISODES.group_id == bindparam("group"), _open(_EPISODES.status)))
-_MEMBERS = Prepared(select(_EPISODES.status, _EPISODES.reward).where(_EPISODES.group_id == bindparam("group")))
-_ITERATION = Prepared(
+_NEW_REWARD = PreparedStatement(schema.rewards.insert().inline())
+_OPEN_EPISODES = PreparedStatement(
+    select(_EPISODES.id).where(_EPISODES.group_id == bindparam("group"), _is_open(_EPISODES.status))
+)
+_GROUP_MEMBERS = PreparedStatement(select(_EPISODES.status, _EPISODES.reward).where(_EPISODES.group_id == bindparam("group")))
+_FINISHED_ITERATION = PreparedStatement(
     select(schema.iterations.c.id)
     .where(schema.iterations.c.id == select(_GROUPS.iteration_id).where(_GROUPS.id == bindparam("group")).scalar_subquery())
     .with_for_update()
 )
-_CLOSE = Prepared(update(schema.groups).where(_GROUPS.id == bindparam("of_group"), _GROUPS.attempt == bindparam("of_attempt")))
-_OPEN_GROUP = Prepared(select(_GROUPS.id).where(_GROUPS.iteration_id == bindparam("iteration"), _open(_GROUPS.status)).limit(1))
+_CLOSE_GROUP = PreparedStatement(
+    update(schema.groups).where(_GROUPS.id == bindparam("of_group"), _GROUPS.attempt == bindparam("of_attempt"))
+)
+_OPEN_GROUP = PreparedStatement(
+    select(_GROUPS.id).where(_GROUPS.iteration_id == bindparam("iteration"), _is_open(_GROUPS.status)).limit(1)
+)
 
 
 @transaction
 def finish_episodes(
     tx: Connection, fence: Fence, outcomes: Sequence[Outcome], reward_set: int, weights: Mapping[str, float]
-) -> Finished:
+) -> CompletedWork:
     """Ends episodes with their rewards, and with the last one their group.
 
     Raises:
         Fenced: another worker holds the group.
     """
-    held = check(tx, fence)
+    held = check_claim(tx, fence)
     open_ones = set(_open_episodes(tx, fence))
     ended = [outcome for outcome in outcomes if outcome.episode in open_ones]
     if ended:
-        _END_EPISODE.run(tx, *(_end_row(outcome) for outcome in ended))
+        _END_EPISODE.run(tx, *(_episode_end_row(outcome) for outcome in ended))
     parts = [
         {
             "run": held.run,
@@ -347,7 +353,7 @@ def finish_episodes(
     return _close_group(tx, fence)
 
 
-def _end_row(outcome: Outcome) -> dict[str, Any]:
+def _episode_end_row(outcome: Outcome) -> dict[str, Any]:
     now = datetime.now(UTC)
     return {
         "of_episode": outcome.episode,
@@ -366,21 +372,21 @@ def _open_episodes(tx: Connection, fence: Fence) -> list[int]:
     return [episode for (episode,) in _OPEN_EPISODES.rows(tx, {"group": fence.group})]
 
 
-def _close_group(tx: Connection, fence: Fence) -> Finished:
+def _close_group(tx: Connection, fence: Fence) -> CompletedWork:
     if _open_episodes(tx, fence):
-        return Finished(False, None)
-    members = _MEMBERS.rows(tx, {"group": fence.group})
+        return CompletedWork(False, None)
+    members = _GROUP_MEMBERS.rows(tx, {"group": fence.group})
     rewards = [reward for status, reward in members if status == "done"]
     mean = sum(rewards) / len(rewards) if rewards else None
     std = (sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)) ** 0.5 if len(rewards) > 1 else None
     # Locked, so that of two groups that finish at once the second sees the first.
-    ((iteration_id,),) = _ITERATION.rows(tx, {"group": fence.group})
+    ((iteration_id,),) = _FINISHED_ITERATION.rows(tx, {"group": fence.group})
     closed = {"status": "done", "mean_reward": mean, "std_reward": std, "finished_at": datetime.now(UTC), "lease_until": None}
-    _CLOSE.run(tx, {"of_group": fence.group, "of_attempt": fence.attempt, **closed})
-    return Finished(True, None if _OPEN_GROUP.rows(tx, {"iteration": iteration_id}) else iteration_id)
+    _CLOSE_GROUP.run(tx, {"of_group": fence.group, "of_attempt": fence.attempt, **closed})
+    return CompletedWork(True, None if _OPEN_GROUP.rows(tx, {"iteration": iteration_id}) else iteration_id)
 
 
-_HELD = Prepared(
+_HELD_EPISODES = PreparedStatement(
     select(
         schema.runs.c.name,
         schema.episodes.c.id,
@@ -396,14 +402,14 @@ _HELD = Prepared(
 )
 
 
-def check(tx: Connection, fence: Fence) -> Held:
+def check_claim(tx: Connection, fence: Fence) -> HeldEpisodes:
     """What the claim holds, where it is still ours.
 
     Raises:
         Fenced: it is not.
     """
-    rows = _HELD.rows(tx, {"group": fence.group, "attempt": fence.attempt})
+    rows = _HELD_EPISODES.rows(tx, {"group": fence.group, "attempt": fence.attempt})
     if not rows:
         raise Fenced(f"Group {fence.group} is no longer held by attempt {fence.attempt}.")
     attempts = {episode: attempt for _, episode, attempt, _ in rows}
-    return Held(rows[0][0], attempts, {episode: steps for _, episode, _, steps in rows})
+    return HeldEpisodes(rows[0][0], attempts, {episode: steps for _, episode, _, steps in rows})

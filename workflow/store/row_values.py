@@ -15,7 +15,7 @@ MAX_ID = 2**63 - 1
 """No database takes a greater number."""
 
 
-def no_episode(episode: int) -> NotFoundError:
+def no_episode_error(episode: int) -> NotFoundError:
     """What to say where there is no episode of that number."""
     return NotFoundError(f"There is no episode {episode}.", "List them with `agentrl episodes RUN`.")
 
@@ -60,7 +60,7 @@ def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any]) -> St
     )
 
 
-def _misread(call: Mapping[Any, Any]) -> str | None:
+def _parse_error(call: Mapping[Any, Any]) -> str | None:
     return call["result"] if call["error_class"] == "parse_error" else None
 
 

@@ -12,7 +12,7 @@ from agentrl.workflow.store.row_values import (
     episode_value,
     message_row,
     message_value,
-    no_episode,
+    no_episode_error,
     pack,
     part_values,
     reward_rows,
@@ -24,19 +24,19 @@ from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import Episode, Step, Task
 
 __all__ = [
-    "MAX_ID", "clean", "clean_tree", "episode_row", "in_parts", "load_episodes", "members_of", "message_row", "message_value",
-    "pack", "part_values", "reward_rows", "task_value", "unpack",
+    "MAX_ID", "clean", "clean_tree", "episode_row", "load_episodes", "members_of", "message_row", "message_value", "pack",
+    "part_values", "reward_rows", "split_in_parts", "task_value", "unpack",
 ]  # fmt: skip
 
-AT_ONCE = 500
+PART_SIZE = 500
 """Values in one query: a database takes only so many (SQLite 32,766)."""
 
 T = TypeVar("T")
 
 
-def in_parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
-    """The values in parts of AT_ONCE."""
-    return (values[start : start + AT_ONCE] for start in range(0, len(values), AT_ONCE))
+def split_in_parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    """The values in parts of PART_SIZE."""
+    return (values[start : start + PART_SIZE] for start in range(0, len(values), PART_SIZE))
 
 
 def episode_row(tx: Connection, episode: int, locked: bool = False) -> Mapping[Any, Any]:
@@ -49,7 +49,7 @@ def episode_row(tx: Connection, episode: int, locked: bool = False) -> Mapping[A
     query = query.with_for_update() if locked else query
     row = tx.execute(query).mappings().one_or_none() if abs(episode) <= MAX_ID else None
     if row is None:
-        raise no_episode(episode)
+        raise no_episode_error(episode)
     return row
 
 
@@ -61,13 +61,15 @@ def load_episodes(tx: Connection, condition: Any, tasks: Mapping[int, Task]) -> 
     order = (schema.episodes.c.group_id, schema.episodes.c.sample)
     rows = tx.execute(select(schema.episodes).where(condition).order_by(*order)).mappings().all()
     steps = _load_steps(tx, condition) if any(row["steps"] for row in rows) else {}
-    inherited = _inherited(tx, rows, tasks)
+    inherited = _load_inherited_steps(tx, rows, tasks)
     return tuple(
         episode_value(row, tasks[row["task_id"]], (*inherited.get(row["id"], ()), *steps.get(row["id"], ()))) for row in rows
     )
 
 
-def _inherited(tx: Connection, rows: Sequence[Mapping[Any, Any]], tasks: Mapping[int, Task]) -> dict[int, tuple[Step, ...]]:
+def _load_inherited_steps(
+    tx: Connection, rows: Sequence[Mapping[Any, Any]], tasks: Mapping[int, Task]
+) -> dict[int, tuple[Step, ...]]:
     ids = {row["parent_id"] for row in rows if row["parent_id"] is not None}
     parents = {parent.id: parent for parent in load_episodes(tx, schema.episodes.c.id.in_(ids), tasks)} if ids else {}
     return {

@@ -5,18 +5,18 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from agentrl.workflow.errors import CheckpointError, ConfigError, NotFoundError
-from agentrl.workflow.store.driver_reader import Askable, Row, reading, rows
+from agentrl.workflow.store.driver_reader import Queryable, Row, select_rows, sql_read_transaction
 from agentrl.workflow.store.epoch_ends import Epoch, version_after
 from agentrl.workflow.store.row_values import MAX_ID
 from agentrl.workflow.trajectory import PolicyRef
 
 Version = int | Literal["best"] | Epoch | None
-"""Of a run's policy; None is the newest."""
-LONGEST = 64
+"""A version of a run's policy; None is the newest."""
+MAX_NAME_CHARS = 64
 """Characters of a run's name."""
 
 
-@reading
+@sql_read_transaction
 def find_run(tx: Any, run: str) -> Row:
     """The run's row, by name or id.
 
@@ -26,31 +26,35 @@ def find_run(tx: Any, run: str) -> Row:
     return run_row(tx, run)
 
 
-@reading
+@sql_read_transaction
 def is_run(tx: Any, name: str) -> bool:
     """Whether a run is called so."""
-    return bool(rows(tx, "SELECT id FROM runs WHERE name = :name", name=name))
+    return bool(select_rows(tx, "SELECT id FROM runs WHERE name = :name", name=name))
 
 
 def run_row(tx: Any, run: str, columns: str = "*") -> Row:
     """As find_run, inside a transaction; only these columns of it."""
     documents = ("config", "manifest")
-    found = rows(tx, f"SELECT {columns} FROM runs WHERE name = :name", documents, name=run)
+    found = select_rows(tx, f"SELECT {columns} FROM runs WHERE name = :name", documents, name=run)
     if not found and run.isascii() and run.isdigit() and len(run) < 19:
-        found = rows(tx, f"SELECT {columns} FROM runs WHERE id = :id", documents, id=int(run))
+        found = select_rows(tx, f"SELECT {columns} FROM runs WHERE id = :id", documents, id=int(run))
     if not found:
-        raise NotFoundError(f"There is no run {run!r}.", f"{_close(tx, run)}List them with `agentrl runs`.")
+        raise NotFoundError(f"There is no run {run!r}.", f"{_similar_name_hint(tx, run)}List them with `agentrl runs`.")
     return found[0]
 
 
-def _close(tx: Any, run: str) -> str:
+def _similar_name_hint(tx: Any, run: str) -> str:
     """The name among the newest runs that may have been meant."""
-    names = [row["name"] for row in rows(tx, "SELECT name FROM runs ORDER BY id DESC LIMIT 200")] if len(run) <= LONGEST else []
+    names = (
+        [row["name"] for row in select_rows(tx, "SELECT name FROM runs ORDER BY id DESC LIMIT 200")]
+        if len(run) <= MAX_NAME_CHARS
+        else []
+    )
     close = get_close_matches(run, names, n=1)
     return f"Did you mean {close[0]!r}? " if close else ""
 
 
-def version_number(word: str) -> Version:
+def parse_version(word: str) -> Version:
     """The version that `3`, `v3`, `best` or `epoch3` names.
 
     Raises:
@@ -64,7 +68,7 @@ def version_number(word: str) -> Version:
     return Epoch(int(digits)) if word.startswith("epoch") else int(digits)
 
 
-def stored_policy(db: Askable, run: str, version: Version) -> PolicyRef:
+def find_stored_policy(db: Queryable, run: str, version: Version) -> PolicyRef:
     """The policy that a run published: of that version, or the best by its evaluations, or (None) the newest.
 
     Raises:
@@ -75,7 +79,7 @@ def stored_policy(db: Askable, run: str, version: Version) -> PolicyRef:
     return PolicyRef(row["base"], row["base_hash"], row["path"], row["sha256"], row["version"])
 
 
-@reading
+@sql_read_transaction
 def find_policy(tx: Any, run: str, version: Version) -> Row:
     """The row of the run's policy of that version, with the run's `base`, `base_hash` and `config`.
 
@@ -84,12 +88,12 @@ def find_policy(tx: Any, run: str, version: Version) -> Row:
         CheckpointError: its weights were collected.
     """
     row = run_row(tx, run)
-    version = _best(tx, row) if version == "best" else version
+    version = _require_best_version(tx, row) if version == "best" else version
     version = version_after(tx, row, version.number) if isinstance(version, Epoch) else version
     query, asked = "SELECT id, version, kind, path, sha256, collected_at FROM policies WHERE run_id = :run", {"run": row["id"]}
     if version is not None:
         query, asked = f"{query} AND version = :version", asked | {"version": min(version, MAX_ID)}  # more no database takes
-    found = rows(tx, f"{query} ORDER BY version DESC LIMIT 1", **asked)
+    found = select_rows(tx, f"{query} ORDER BY version DESC LIMIT 1", **asked)
     if not found:
         raise NotFoundError(f"Run {row['name']!r} has no policy version {version}.", f"agentrl watch {row['name']}")
     policy = found[0]
@@ -101,27 +105,27 @@ def find_policy(tx: Any, run: str, version: Version) -> Row:
     return {**policy, "base": row["base"], "base_hash": row["base_hash"], "config": row["config"]}
 
 
-@reading
-def policy_at(tx: Any, path: str) -> str:
+@sql_read_transaction
+def find_policy_at(tx: Any, path: str) -> str:
     """`RUN@VERSION` of the policy that was first published with that checkpoint; empty where none was."""
     query = "SELECT r.name, p.version FROM policies p JOIN runs r ON r.id = p.run_id WHERE p.path = :path ORDER BY p.id LIMIT 1"
-    found = rows(tx, query, path=path)
+    found = select_rows(tx, query, path=path)
     return f"{found[0]['name']}@{found[0]['version']}" if found else ""
 
 
-def best_version(tx: Any, run_id: int) -> int | None:
+def find_best_version(tx: Any, run_id: int) -> int | None:
     """The version with the highest mean on the held-out split, of those alike the first; None where none was measured yet."""
-    found: int | None = rows(tx, "SELECT best_version FROM v_runs WHERE id = :id", id=run_id)[0]["best_version"]
+    found: int | None = select_rows(tx, "SELECT best_version FROM v_runs WHERE id = :id", id=run_id)[0]["best_version"]
     return found
 
 
-def _best(tx: Any, run: Mapping[str, Any]) -> int:
+def _require_best_version(tx: Any, run: Mapping[str, Any]) -> int:
     """As best_version, of a run's row.
 
     Raises:
         NotFoundError: none was measured yet.
     """
-    found = best_version(tx, run["id"])
+    found = find_best_version(tx, run["id"])
     if found is None:
         measured = run["config"].get("eval", {}).get("every")
         hint = f"agentrl watch {run['name']}" if measured else "Runs submitted with --eval-every N know theirs."

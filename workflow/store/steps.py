@@ -11,9 +11,9 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, select, update
 
-from agentrl.workflow.store.connect import reading, transaction
-from agentrl.workflow.store.prepared_statements import Prepared
-from agentrl.workflow.store.rollout_claims import Fence, Held, check
+from agentrl.workflow.store.connect import read_transaction, transaction
+from agentrl.workflow.store.prepared_statements import PreparedStatement
+from agentrl.workflow.store.rollout_claims import Fence, HeldEpisodes, check_claim
 from agentrl.workflow.store.rows import clean, clean_tree, message_row, pack
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc
@@ -30,7 +30,7 @@ class CallRecord:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledStep:
     """What T1 records of one step; `text` is what was sampled, readable."""
 
     episode: int
@@ -41,7 +41,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class JudgeQuestions:
     """What judges an episode that is over: at its last `step`, the arguments by the name of each judge."""
 
     episode: int
@@ -56,10 +56,10 @@ _THE_STEP = (
     & (_STEPS.number == bindparam("of_number"))
 )
 _STEP_ID = select(_STEPS.id).where(_THE_STEP).scalar_subquery()
-_NEW_STEP = Prepared(schema.steps.insert().inline())
-_NEW_TOKENS = Prepared(schema.step_tokens.insert().values(step_id=_STEP_ID).inline())
-_NEW_CALL = Prepared(schema.tool_calls.insert().values(step_id=_STEP_ID).inline())
-_COUNT_STEP = Prepared(
+_NEW_STEP = PreparedStatement(schema.steps.insert().inline())
+_NEW_TOKENS = PreparedStatement(schema.step_tokens.insert().values(step_id=_STEP_ID).inline())
+_NEW_CALL = PreparedStatement(schema.tool_calls.insert().values(step_id=_STEP_ID).inline())
+_COUNT_STEP = PreparedStatement(
     update(schema.episodes)
     .where(_EPISODES.id == bindparam("episode"))
     .values(
@@ -72,7 +72,7 @@ _COUNT_STEP = Prepared(
         generate_seconds=_EPISODES.generate_seconds + bindparam("seconds"),
     )
 )
-_CALLS_OF_GROUP = Prepared(
+_CALLS_OF_GROUP = PreparedStatement(
     select(_CALLS.id, _CALLS.episode_id, _CALLS.step)
     .join(schema.episodes, (_EPISODES.id == _CALLS.episode_id) & (_EPISODES.attempt == _CALLS.attempt))
     .where(_EPISODES.group_id == bindparam("group"), _CALLS.step.between(bindparam("first"), bindparam("last")))
@@ -82,7 +82,7 @@ _CALLS_OF_GROUP = Prepared(
 
 
 @transaction
-def commit_sampled(tx: Connection, fence: Fence, records: Sequence[Sampled]) -> list[list[int]]:
+def commit_sampled(tx: Connection, fence: Fence, records: Sequence[SampledStep]) -> list[list[int]]:
     """T1: the steps as they were sampled, at most one per episode, one pending row per tool call.
 
     Returns the ids of each step's calls. A step that is there already (the commit's answer was lost) is left as it is.
@@ -90,19 +90,19 @@ def commit_sampled(tx: Connection, fence: Fence, records: Sequence[Sampled]) -> 
     Raises:
         Fenced: another worker holds the group.
     """
-    held = check(tx, fence)
+    held = check_claim(tx, fence)
     fresh = [record for record in records if record.step.index >= held.steps[record.episode]]
     if fresh:
         _NEW_STEP.run(tx, *(_step_row(record, held) for record in fresh))
         _NEW_TOKENS.run(tx, *(_token_row(record, held) for record in fresh))
-        _COUNT_STEP.run(tx, *(_counts(record) for record in fresh))
+        _COUNT_STEP.run(tx, *(_step_counts(record) for record in fresh))
     calls = [row for record in fresh for row in _call_rows(record, held)]
     if calls:
         _NEW_CALL.run(tx, *calls)
-    return _ids_of_calls(tx, fence, records)
+    return _load_call_ids(tx, fence, records)
 
 
-def _step_row(record: Sampled, held: Held) -> dict[str, Any]:
+def _step_row(record: SampledStep, held: HeldEpisodes) -> dict[str, Any]:
     step = record.step
     return {
         "run": held.run,
@@ -124,28 +124,28 @@ def _step_row(record: Sampled, held: Held) -> dict[str, Any]:
     }
 
 
-def _key(episode: int, step: int, held: Held) -> dict[str, int]:
+def _step_key(episode: int, step: int, held: HeldEpisodes) -> dict[str, int]:
     return {"of_episode": episode, "of_attempt": held.attempts[episode], "of_number": step}
 
 
-def _token_row(record: Sampled, held: Held) -> dict[str, Any]:
+def _token_row(record: SampledStep, held: HeldEpisodes) -> dict[str, Any]:
     step = record.step
     return {
-        **_key(record.episode, step.index, held),
+        **_step_key(record.episode, step.index, held),
         "prompt_ids": pack("i", step.prompt_ids),
         "sampled_ids": pack("i", step.sampled_ids),
         "behavior_logprobs": pack("f", step.behavior_logprobs),
     }
 
 
-def _call_rows(record: Sampled, held: Held) -> list[dict[str, Any]]:
+def _call_rows(record: SampledStep, held: HeldEpisodes) -> list[dict[str, Any]]:
     return [_call_row(item, record.episode, record.step.index, number, held) for number, item in enumerate(record.calls)]
 
 
-def _call_row(item: CallRecord, episode: int, step: int, number: int, held: Held, kind: str = "call") -> dict[str, Any]:
+def _call_row(item: CallRecord, episode: int, step: int, number: int, held: HeldEpisodes, kind: str = "call") -> dict[str, Any]:
     now = datetime.now(UTC)
     return {
-        **_key(episode, step, held),
+        **_step_key(episode, step, held),
         "run": held.run,
         "episode_id": episode,
         "attempt": held.attempts[episode],
@@ -164,7 +164,7 @@ def _call_row(item: CallRecord, episode: int, step: int, number: int, held: Held
     }
 
 
-def _counts(record: Sampled) -> dict[str, Any]:
+def _step_counts(record: SampledStep) -> dict[str, Any]:
     return {
         "episode": record.episode,
         "prompted": len(record.step.prompt_ids),
@@ -175,7 +175,7 @@ def _counts(record: Sampled) -> dict[str, Any]:
     }
 
 
-def _ids_of_calls(tx: Connection, fence: Fence, records: Sequence[Sampled]) -> list[list[int]]:
+def _load_call_ids(tx: Connection, fence: Fence, records: Sequence[SampledStep]) -> list[list[int]]:
     steps = [record.step.index for record in records if record.calls]
     found: dict[tuple[int, int], list[int]] = {}
     if steps:
@@ -184,20 +184,20 @@ def _ids_of_calls(tx: Connection, fence: Fence, records: Sequence[Sampled]) -> l
     return [found.get((record.episode, record.step.index), []) for record in records]
 
 
-_RESULTS = select(_CALLS.id, _CALLS.result, _CALLS.error_class, _CALLS.seconds).where(
+_CALL_RESULTS = select(_CALLS.id, _CALLS.result, _CALLS.error_class, _CALLS.seconds).where(
     _CALLS.id.in_(bindparam("calls", expanding=True)), _CALLS.result.is_not(None)
 )
 
 
-@reading
-def results_of(tx: Connection, calls: Sequence[int]) -> dict[int, ToolResult]:
+@read_transaction
+def load_results(tx: Connection, calls: Sequence[int]) -> dict[int, ToolResult]:
     """The results that are there, by call id."""
-    rows = tx.execute(_RESULTS, {"calls": list(calls)})
+    rows = tx.execute(_CALL_RESULTS, {"calls": list(calls)})
     return {call: ToolResult(result, error_class, seconds) for call, result, error_class, seconds in rows}
 
 
-@reading
-def calls_of(tx: Connection, episode: int, step: int) -> list[int]:
+@read_transaction
+def list_calls(tx: Connection, episode: int, step: int) -> list[int]:
     """Ids of the calls of the episode's step, in order."""
     calls = schema.tool_calls.c
     attempt = select(schema.episodes.c.attempt).where(schema.episodes.c.id == episode).scalar_subquery()
@@ -205,8 +205,8 @@ def calls_of(tx: Connection, episode: int, step: int) -> list[int]:
     return list(tx.execute(query.where(calls.kind == "call").order_by(calls.call)).scalars())
 
 
-_OBSERVED = Prepared(update(schema.steps).where(_THE_STEP, _STEPS.observed_at.is_(None)))
-_COUNT_RESULTS = Prepared(
+_MARK_OBSERVED = PreparedStatement(update(schema.steps).where(_THE_STEP, _STEPS.observed_at.is_(None)))
+_COUNT_RESULTS = PreparedStatement(
     update(schema.episodes)
     .where(_EPISODES.id == bindparam("episode"))
     .values(tool_errors=_EPISODES.tool_errors + bindparam("errors"), tool_seconds=_EPISODES.tool_seconds + bindparam("seconds"))
@@ -220,10 +220,10 @@ def commit_observed(tx: Connection, fence: Fence, observed: Sequence[tuple[int, 
     Raises:
         Fenced: another worker holds the group.
     """
-    held = check(tx, fence)
+    held = check_claim(tx, fence)
     for episode, step in observed:
         results = step.results or ()
-        if _OBSERVED.run(tx, {**_key(episode, step.index, held), "observed_at": datetime.now(UTC)}):
+        if _MARK_OBSERVED.run(tx, {**_step_key(episode, step.index, held), "observed_at": datetime.now(UTC)}):
             errors = sum(result.error_class is not None for result in results)
             seconds = sum(result.seconds for result in results)
             _COUNT_RESULTS.run(tx, {"episode": episode, "errors": errors, "seconds": seconds})
@@ -237,7 +237,7 @@ _ROWS_OF_STEP = (
 
 
 @transaction
-def commit_asked(tx: Connection, fence: Fence, asked: Sequence[Asked]) -> list[list[int]]:
+def commit_asked(tx: Connection, fence: Fence, asked: Sequence[JudgeQuestions]) -> list[list[int]]:
     """One pending row per question, beside the calls of the episode's last step; those that are there are left as they are.
 
     Returns the ids of each episode's rows, in the order of its questions. Only now are they sent.
@@ -245,12 +245,12 @@ def commit_asked(tx: Connection, fence: Fence, asked: Sequence[Asked]) -> list[l
     Raises:
         Fenced: another worker holds the group.
     """
-    held = check(tx, fence)
-    return [_asked(tx, one, held) for one in asked]
+    held = check_claim(tx, fence)
+    return [_insert_questions(tx, one, held) for one in asked]
 
 
-def _asked(tx: Connection, one: Asked, held: Held) -> list[int]:
-    key = _key(one.episode, one.step, held)
+def _insert_questions(tx: Connection, one: JudgeQuestions, held: HeldEpisodes) -> list[int]:
+    key = _step_key(one.episode, one.step, held)
     rows = tx.execute(_ROWS_OF_STEP, key).all()
     known = {row.tool for row in rows if row.kind == "grade"}
     fresh = [judge for judge in one.questions if judge not in known]
@@ -262,7 +262,7 @@ def _asked(tx: Connection, one: Asked, held: Held) -> list[int]:
     return [ids[judge] for judge in one.questions]
 
 
-def _question_row(one: Asked, judge: str, number: int, held: Held) -> dict[str, Any]:
+def _question_row(one: JudgeQuestions, judge: str, number: int, held: HeldEpisodes) -> dict[str, Any]:
     asked = CallRecord(ToolCall(judge, one.questions[judge]), "none", None)
     return _call_row(asked, one.episode, one.step, number, held, "grade")
 
@@ -274,7 +274,7 @@ def restart_episode(tx: Connection, fence: Fence, episode: int) -> None:
     Raises:
         Fenced: another worker holds the group.
     """
-    check(tx, fence)
+    check_claim(tx, fence)
     fresh = dict.fromkeys(("steps", "prompt_tokens", "sampled_tokens", "tool_calls", "tool_errors"), 0)
     tx.execute(
         update(schema.episodes)

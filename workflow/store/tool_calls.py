@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, bindparam, case, func, select, update
 
-from agentrl.workflow.store.connect import reading, transaction
-from agentrl.workflow.store.prepared_statements import Prepared
+from agentrl.workflow.store.connect import read_transaction, transaction
+from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.rows import clean
 from agentrl.workflow.tables import schema
-from agentrl.workflow.tables.columns import Utc, free, now_ms
+from agentrl.workflow.tables.columns import Utc, is_lease_free, now_ms
 from agentrl.workflow.trajectory import ToolResult
 
 UNKNOWN_OUTCOME = ToolResult(
@@ -44,15 +44,15 @@ _CALL = (
 )
 
 
-@reading
+@read_transaction
 def find_call(tx: Connection, call: int) -> CallWork | None:
     """The call, or None if it is answered or its episode is over."""
     row = tx.execute(_CALL, {"wanted": call}).one_or_none()
     return CallWork(*row) if row else None
 
 
-@reading
-def config_of(tx: Connection, run: int) -> Mapping[str, Any]:
+@read_transaction
+def load_config(tx: Connection, run: int) -> Mapping[str, Any]:
     """The config of that run."""
     found: Mapping[str, Any] = tx.execute(select(schema.runs.c.config).where(schema.runs.c.id == run)).scalar_one()
     return found
@@ -79,7 +79,7 @@ def start_once(tx: Connection, call: int, worker: str, seconds: float) -> Litera
     mine = select(calls.c.id).where(calls.c.id == call, calls.c.worker == worker)
     if started.rowcount or tx.execute(mine).first():
         return "ours"
-    lost = select(calls.c.id).where(calls.c.id == call, free(calls.c.lease_until, seconds))
+    lost = select(calls.c.id).where(calls.c.id == call, is_lease_free(calls.c.lease_until, seconds))
     return "lost" if tx.execute(lost).first() else "running"
 
 
@@ -107,7 +107,7 @@ def lost_calls(tx: Connection, most: int) -> list[int]:
     return sorted(tx.execute(again.returning(_CALLS.id)).scalars())
 
 
-_RECORD = Prepared(
+_RECORD_RESULT = PreparedStatement(
     update(schema.tool_calls)
     .where(_CALLS.id == bindparam("call_id"), _CALLS.result.is_(None))
     .values(
@@ -132,4 +132,4 @@ def record_result(tx: Connection, call: int, result: ToolResult, started_at: dat
         "worker": worker,
         "finished_at": datetime.now(UTC),
     }
-    return bool(_RECORD.run(tx, {**values, "call_id": call, "began": started_at}))
+    return bool(_RECORD_RESULT.run(tx, {**values, "call_id": call, "began": started_at}))

@@ -11,9 +11,9 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, exists, select, update
 
-from agentrl.workflow.store.connect import insert, reading, transaction
+from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.tables import schema
-from agentrl.workflow.tables.columns import free, now_ms
+from agentrl.workflow.tables.columns import is_lease_free, now_ms
 from agentrl.workflow.trajectory import Exit, ToolResult
 
 _SESSIONS, _CALLS, _EPISODES = schema.tool_sessions.c, schema.tool_calls.c, schema.episodes.c
@@ -38,7 +38,7 @@ class Cell:
     result: ToolResult | None
 
 
-def _is(key: SessionKey) -> ColumnElement[bool]:
+def _matches(key: SessionKey) -> ColumnElement[bool]:
     return (_SESSIONS.episode_id == key.episode) & (_SESSIONS.attempt == key.attempt) & (_SESSIONS.tool == key.tool)
 
 
@@ -54,10 +54,10 @@ def take(tx: Connection, key: SessionKey, owner: str, lease_seconds: float) -> s
     ).scalar_one_or_none()
     if made:
         return owner
-    ours = (_SESSIONS.owner == owner) | free(_SESSIONS.lease_until, lease_seconds)
+    ours = (_SESSIONS.owner == owner) | is_lease_free(_SESSIONS.lease_until, lease_seconds)
     again = {"owner": owner, "lease_until": until, "builds": _SESSIONS.builds + 1}
-    tx.execute(update(schema.tool_sessions).where(_is(key), ours).values(again))
-    return str(tx.execute(select(_SESSIONS.owner).where(_is(key))).scalar_one())
+    tx.execute(update(schema.tool_sessions).where(_matches(key), ours).values(again))
+    return str(tx.execute(select(_SESSIONS.owner).where(_matches(key))).scalar_one())
 
 
 @transaction
@@ -81,41 +81,41 @@ def leave(tx: Connection, owner: str) -> None:
 @transaction
 def taint(tx: Connection, key: SessionKey, what: str) -> None:
     """The session's cells were run again, and one came to something else: no update trains on the episode."""
-    tx.execute(update(schema.tool_sessions).where(_is(key)).values(differs=what))
+    tx.execute(update(schema.tool_sessions).where(_matches(key)).values(differs=what))
     same = (_EPISODES.id == key.episode) & (_EPISODES.attempt == key.attempt)
     tx.execute(update(schema.episodes).where(same).values(tainted=True))
 
 
-@reading
-def cells_until(tx: Connection, key: SessionKey, call: int) -> list[Cell]:
+@read_transaction
+def load_cells_until(tx: Connection, key: SessionKey, call: int) -> list[Cell]:
     """The session's cells up to that call, in their order."""
     asked = tx.execute(select(_CALLS.step, _CALLS.call).where(_CALLS.id == call)).one()
     before = (_CALLS.step < asked.step) | ((_CALLS.step == asked.step) & (_CALLS.call <= asked.call))
-    return [*_inherited(tx, key.episode, key.tool), *_cells(tx, key, before)]
+    return [*_load_inherited_cells(tx, key.episode, key.tool), *_load_cells(tx, key, before)]
 
 
-def _inherited(tx: Connection, episode: int, tool: str) -> list[Cell]:
+def _load_inherited_cells(tx: Connection, episode: int, tool: str) -> list[Cell]:
     """Those of the steps that a fork has from its parent."""
     parent = schema.episodes.alias()
     line = select(parent.c.id, parent.c.attempt, _EPISODES.inherited_steps).join(parent, parent.c.id == _EPISODES.parent_id)
     row = tx.execute(line.where(_EPISODES.id == episode)).one_or_none()
     if row is None:
         return []
-    above = [cell for cell in _inherited(tx, row.id, tool) if cell.step < row.inherited_steps]
-    return [*above, *_cells(tx, SessionKey(row.id, row.attempt, tool), _CALLS.step < row.inherited_steps)]
+    above = [cell for cell in _load_inherited_cells(tx, row.id, tool) if cell.step < row.inherited_steps]
+    return [*above, *_load_cells(tx, SessionKey(row.id, row.attempt, tool), _CALLS.step < row.inherited_steps)]
 
 
-def _cells(tx: Connection, key: SessionKey, among: ColumnElement[bool]) -> Sequence[Cell]:
+def _load_cells(tx: Connection, key: SessionKey, among: ColumnElement[bool]) -> Sequence[Cell]:
     rows = tx.execute(
         select(schema.tool_calls)
         .where(_CALLS.episode_id == key.episode, _CALLS.attempt == key.attempt, _CALLS.tool == key.tool)
         .where(_CALLS.kind == "call", among)
         .order_by(_CALLS.step, _CALLS.call)
     )
-    return [Cell(row.id, row.step, row.arguments, _result(row)) for row in rows]
+    return [Cell(row.id, row.step, row.arguments, _cell_result(row)) for row in rows]
 
 
-def _result(row: Any) -> ToolResult | None:
+def _cell_result(row: Any) -> ToolResult | None:
     if row.result is None:
         return None
     seen = Exit(row.sandbox, row.exit_status, row.exit_code) if row.sandbox else None

@@ -13,13 +13,13 @@ from sqlalchemy import Connection, func, select, update
 from agentrl.workflow.stats.group_variance import groups_to_plan, varies
 from agentrl.workflow.store.connect import transaction
 from agentrl.workflow.store.groups import load_groups
-from agentrl.workflow.store.iterations import dynamic_sampling_of, insert_more, wanted_groups
+from agentrl.workflow.store.iterations import dynamic_sampling_of, insert_more_groups, wanted_groups
 from agentrl.workflow.store.lost_workers import memory_hint, note_takeover
 from agentrl.workflow.store.planning import is_broken, log, newest_version
 from agentrl.workflow.store.rollout_claims import MAX_LOSSES
 from agentrl.workflow.store.rows import clean, members_of
 from agentrl.workflow.tables import schema
-from agentrl.workflow.tables.columns import free, now_ms
+from agentrl.workflow.tables.columns import is_lease_free, now_ms
 from agentrl.workflow.trajectory import OPEN, Group, PolicyRef
 
 
@@ -56,7 +56,7 @@ class IterationWork:
 
 
 @dataclass(frozen=True, slots=True)
-class SampledOn:
+class MoreGroupsPlanned:
     """No claim: of so many groups too few had variance, and more were planned, which are to be sent."""
 
     iteration: int
@@ -66,7 +66,9 @@ class SampledOn:
 
 
 @transaction
-def claim_iteration(tx: Connection, iteration: int, worker: str, lease_seconds: float) -> IterationWork | SampledOn | None:
+def claim_iteration(
+    tx: Connection, iteration: int, worker: str, lease_seconds: float
+) -> IterationWork | MoreGroupsPlanned | None:
     """Takes the iteration's lease and loads its episodes; None if it is not ready, over, held, or its run is not running.
 
     It is ready when all of its groups are terminal and the policy is published that its update starts from. With dynamic
@@ -74,7 +76,7 @@ def claim_iteration(tx: Connection, iteration: int, worker: str, lease_seconds: 
 
     With fewer than half of the planned episodes done the run is paused instead, and says why.
     """
-    row = _rolled_out(tx, iteration, worker, lease_seconds)
+    row = _lock_ready_iteration(tx, iteration, worker, lease_seconds)
     if row is None:
         return None
     published = row["number"] <= row["newest"]
@@ -82,19 +84,19 @@ def claim_iteration(tx: Connection, iteration: int, worker: str, lease_seconds: 
         done = tx.execute(select(func.count()).where(members_of(iteration), schema.episodes.c.status == "done")).scalar_one()
         if row["kind"] == "train" and 2 * done < row["episodes"] and row["too_few"] != "accepted":
             if published:
-                _pause(tx, row, f"only {done} of {row['episodes']} episodes can train")
+                _pause_run(tx, row, f"only {done} of {row['episodes']} episodes can train")
             return None
         if row["kind"] == "train" and dynamic_sampling_of(row["config"]) > 1 and row["too_few"] != "accepted":
-            rewards = _rewards(tx, iteration)
+            rewards = _load_group_rewards(tx, iteration)
             if rewards is None:
                 return None
-            more = _sample_on(tx, row, rewards)
+            more = _plan_more_groups(tx, row, rewards)
             if more is not None:
                 return more
-    return _claim(tx, row, worker, lease_seconds) if published else None
+    return _take_lease(tx, row, worker, lease_seconds) if published else None
 
 
-def _rolled_out(tx: Connection, iteration: int, worker: str, lease_seconds: float) -> Mapping[str, Any] | None:
+def _lock_ready_iteration(tx: Connection, iteration: int, worker: str, lease_seconds: float) -> Mapping[str, Any] | None:
     """The iteration with its run, locked, if the worker may have it; `newest`: the version that the run published last."""
     iterations, runs = schema.iterations, schema.runs
     open_groups = (
@@ -109,20 +111,20 @@ def _rolled_out(tx: Connection, iteration: int, worker: str, lease_seconds: floa
         .join(runs, runs.c.id == iterations.c.run_id)
         .where(iterations.c.id == iteration, iterations.c.status.in_(OPEN), runs.c.status == "running")
         .where((open_groups == 0) | is_broken(runs.c.id))
-        .where(free(iterations.c.lease_until, lease_seconds) | (iterations.c.worker == worker))
+        .where(is_lease_free(iterations.c.lease_until, lease_seconds) | (iterations.c.worker == worker))
         .with_for_update(of=iterations)
     )
     row = tx.execute(query).mappings().one_or_none()
     return dict(row) if row else None
 
 
-def _pause(tx: Connection, row: Mapping[str, Any], reason: str) -> None:
+def _pause_run(tx: Connection, row: Mapping[str, Any], reason: str) -> None:
     tx.execute(update(schema.iterations).where(schema.iterations.c.id == row["id"]).values(too_few="paused"))
-    set_run(tx, row["run_id"], "paused", f"iteration {row['number'] + 1}: {reason}")
+    set_run_status(tx, row["run_id"], "paused", f"iteration {row['number'] + 1}: {reason}")
 
 
-def _rewards(tx: Connection, iteration: int) -> list[list[float]] | None:
-    """Of each of the iteration's groups the rewards that can train; None where one is not terminal after all.
+def _load_group_rewards(tx: Connection, iteration: int) -> list[list[float]] | None:
+    """The rewards that can train, of each of the iteration's groups; None where one is not terminal after all.
 
     The iteration is locked by now, and this is read later: of two claims at once the second sees what the first planned.
     """
@@ -137,7 +139,7 @@ def _rewards(tx: Connection, iteration: int) -> list[list[float]] | None:
     return list(rewards.values())
 
 
-def _sample_on(tx: Connection, row: Mapping[str, Any], rewards: Sequence[Sequence[float]]) -> SampledOn | None:
+def _plan_more_groups(tx: Connection, row: Mapping[str, Any], rewards: Sequence[Sequence[float]]) -> MoreGroupsPlanned | None:
     """Plans as many more groups as lack variance; None if none does, or the limit is reached."""
     varied, planned = sum(map(varies, rewards)), len(rewards)
     more = groups_to_plan(varied, planned - row["more_groups"], planned, dynamic_sampling_of(row["config"]))
@@ -151,13 +153,13 @@ def _sample_on(tx: Connection, row: Mapping[str, Any], rewards: Sequence[Sequenc
     )
     if run["status"] != "running":
         return None
-    insert_more(tx, run, row, planned, more)
+    insert_more_groups(tx, run, row, planned, more)
     detail = f"{varied} of {planned} groups have variance; {more} more {'is' if more == 1 else 'are'} sampled"
     log(tx, row["run_id"], "sampling_on", f"iteration {row['number'] + 1}", detail)
-    return SampledOn(row["id"], varied, planned, more)
+    return MoreGroupsPlanned(row["id"], varied, planned, more)
 
 
-def _claim(tx: Connection, row: Mapping[str, Any], worker: str, lease_seconds: float) -> IterationWork | None:
+def _take_lease(tx: Connection, row: Mapping[str, Any], worker: str, lease_seconds: float) -> IterationWork | None:
     lost = row["worker"] not in ("", worker)
     if lost:
         seen = (row["lease_until"] or 0) - int(lease_seconds * 1000)
@@ -165,7 +167,7 @@ def _claim(tx: Connection, row: Mapping[str, Any], worker: str, lease_seconds: f
     losses = row["losses"] + lost
     if losses >= MAX_LOSSES:
         hint = memory_hint(tx, row["run_id"], row["worker"])
-        set_run(tx, row["run_id"], "failed", f"iteration {row['number'] + 1}: its trainer was lost {losses} times{hint}")
+        set_run_status(tx, row["run_id"], "failed", f"iteration {row['number'] + 1}: its trainer was lost {losses} times{hint}")
         return None
     token = tx.execute(
         update(schema.iterations)
@@ -187,7 +189,7 @@ def _claim(tx: Connection, row: Mapping[str, Any], worker: str, lease_seconds: f
         config=row["config"],
         seed=row["seed"],
         number=row["number"],
-        policy=_published(tx, row["run_id"], row["base"], row["base_hash"]),
+        policy=_load_newest_policy(tx, row["run_id"], row["base"], row["base_hash"]),
         output_dir=row["output_dir"],
         key=row["manifest"].get("id", "")[:8],
         groups=() if row["broken"] else load_groups(tx, row["id"], row["reward_set"]),
@@ -197,7 +199,7 @@ def _claim(tx: Connection, row: Mapping[str, Any], worker: str, lease_seconds: f
     )
 
 
-def _published(tx: Connection, run_id: int, base: str, base_hash: str) -> PolicyRef:
+def _load_newest_policy(tx: Connection, run_id: int, base: str, base_hash: str) -> PolicyRef:
     latest = (
         select(schema.policies).where(schema.policies.c.run_id == run_id).order_by(schema.policies.c.version.desc()).limit(1)
     )
@@ -247,10 +249,10 @@ def fail_update(tx: Connection, work: IterationWork, error: str, max_attempts: i
         return
     log(tx, work.run_id, "update_failed", f"iteration {work.iteration}", clean(error))
     if failed >= max_attempts:
-        set_run(tx, work.run_id, "failed", f"iteration {work.iteration}: {error}")
+        set_run_status(tx, work.run_id, "failed", f"iteration {work.iteration}: {error}")
 
 
-def set_run(tx: Connection, run_id: int, status: str, reason: str, leaving: Sequence[str] = (*OPEN, "paused")) -> None:
+def set_run_status(tx: Connection, run_id: int, status: str, reason: str, leaving: Sequence[str] = (*OPEN, "paused")) -> None:
     """The run's new status with its reason, if it is in one of those that it may leave."""
     over = datetime.now(UTC) if status in ("done", "failed") else None
     changed = tx.execute(

@@ -13,12 +13,12 @@ from sqlalchemy import Connection, func, select, update
 
 from agentrl.workflow.errors import Fenced, ModelError
 from agentrl.workflow.stats.evaluation import Score
-from agentrl.workflow.store.connect import insert, reading, transaction
-from agentrl.workflow.store.evals import open_evals, plan_eval
+from agentrl.workflow.store.connect import insert, read_transaction, transaction
+from agentrl.workflow.store.evals import plan_eval, select_open_evals
 from agentrl.workflow.store.iterations import insert_iteration, staleness_of
-from agentrl.workflow.store.planning import resume_evals, still_read
+from agentrl.workflow.store.planning import resume_evals, select_sampled_paths
 from agentrl.workflow.store.rows import members_of
-from agentrl.workflow.store.train_claims import IterationWork, set_run
+from agentrl.workflow.store.train_claims import IterationWork, set_run_status
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc
 from agentrl.workflow.trajectory import OPEN
@@ -49,7 +49,7 @@ class UpdateRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedUpdate:
     """The policy version that the commit published, and what may start with it: an iteration to roll out, one to train.
 
     Without staleness `trains` is None: what is trained next must be rolled out first. `measured_by`: iterations of evaluations.
@@ -62,13 +62,13 @@ class Published:
 
 
 @transaction
-def commit_update(tx: Connection, work: IterationWork, record: UpdateRecord, max_bad_updates: int) -> Published:
+def commit_update(tx: Connection, work: IterationWork, record: UpdateRecord, max_bad_updates: int) -> PublishedUpdate:
     """One commit: iteration done, episodes consumed, policy published, the iteration that samples with it planned.
 
     Raises:
         Fenced: another trainer holds the iteration, or it is over; what was computed is discarded.
     """
-    committed = _committed(tx, work)
+    committed = _find_own_commit(tx, work)
     if committed is not None:
         return committed
     _close_iteration(tx, work, record)
@@ -91,20 +91,20 @@ def commit_update(tx: Connection, work: IterationWork, record: UpdateRecord, max
         for table in (schema.groups, schema.iteration_groups):
             tx.execute(update(table).where(table.c.iteration_id == work.id, table.c.slot == slot).values(dropped=reason))
     policy_id = _publish(tx, work, record)
-    return _go_on(tx, work, record, policy_id, max_bad_updates)
+    return _plan_next_iteration(tx, work, record, policy_id, max_bad_updates)
 
 
-def _committed(tx: Connection, work: IterationWork) -> Published | None:
+def _find_own_commit(tx: Connection, work: IterationWork) -> PublishedUpdate | None:
     """What this very claim has published already: then the commit's answer was lost, not the commit."""
     mine = select(schema.iterations.c.id).where(
         schema.iterations.c.id == work.id, schema.iterations.c.train_token == work.token, schema.iterations.c.status == "done"
     )
     if tx.execute(mine).first() is None:
         return None
-    return _published_by(tx, work)
+    return _load_published(tx, work)
 
 
-def _published_by(tx: Connection, work: IterationWork) -> Published:
+def _load_published(tx: Connection, work: IterationWork) -> PublishedUpdate:
     """What the commit of that work published, as far as its run is running."""
     iterations, following = schema.iterations.c, work.number + 1 + staleness_of(work.config)
     of_run = select(iterations.id).join(schema.runs, schema.runs.c.id == iterations.run_id)
@@ -115,8 +115,8 @@ def _published_by(tx: Connection, work: IterationWork) -> Published:
     )
     ready = of_run.where(iterations.number == work.number + 1, iterations.id.not_in(open_groups))
     trains = tx.execute(ready).scalar_one_or_none()
-    measured_by = tuple(open_evals(tx, work.run_id, work.number + 1))
-    return Published(work.number + 1, rolls_out, None if trains == rolls_out else trains, measured_by)
+    measured_by = tuple(select_open_evals(tx, work.run_id, work.number + 1))
+    return PublishedUpdate(work.number + 1, rolls_out, None if trains == rolls_out else trains, measured_by)
 
 
 def _close_iteration(tx: Connection, work: IterationWork, record: UpdateRecord) -> None:
@@ -135,14 +135,14 @@ def _close_iteration(tx: Connection, work: IterationWork, record: UpdateRecord) 
             trainable=sum(episode.trainable for group in work.groups for episode in group.episodes),
             update_seconds=record.seconds,
             finished_at=datetime.now(UTC),
-            **_sums(tx, work),
+            **_iteration_sums(tx, work),
         )
     )
     if not closed.rowcount:
         raise Fenced(f"Iteration {work.iteration} of {work.run} is no longer held by train token {work.token}.")
 
 
-def _sums(tx: Connection, work: IterationWork) -> dict[str, Any]:
+def _iteration_sums(tx: Connection, work: IterationWork) -> dict[str, Any]:
     episodes = schema.episodes.c
     summed = ("prompt_tokens", "sampled_tokens", "tool_calls", "tool_errors")
     row = tx.execute(
@@ -173,7 +173,9 @@ def _publish(tx: Connection, work: IterationWork, record: UpdateRecord) -> int:
     return policy_id
 
 
-def _go_on(tx: Connection, work: IterationWork, record: UpdateRecord, policy_id: int, max_bad: int) -> Published:
+def _plan_next_iteration(
+    tx: Connection, work: IterationWork, record: UpdateRecord, policy_id: int, max_bad: int
+) -> PublishedUpdate:
     run = tx.execute(select(schema.runs).where(schema.runs.c.id == work.run_id).with_for_update()).mappings().one()
     bad = run["bad_updates"] + 1 if record.bad else 0
     tx.execute(update(schema.runs).where(schema.runs.c.id == work.run_id).values(bad_updates=bad))
@@ -182,7 +184,7 @@ def _go_on(tx: Connection, work: IterationWork, record: UpdateRecord, policy_id:
         .where(
             schema.policies.c.run_id == work.run_id, schema.policies.c.version <= work.number, schema.policies.c.broken != ""
         )
-        .where(schema.policies.c.path.not_in(still_read(work.run_id)))
+        .where(schema.policies.c.path.not_in(select_sampled_paths(work.run_id)))
         .values(broken="")
     )
     following = work.number + 1 + staleness_of(work.config)
@@ -195,13 +197,13 @@ def _go_on(tx: Connection, work: IterationWork, record: UpdateRecord, policy_id:
     )
     plan_eval(tx, run, work.number + 1)
     if bad >= max_bad:
-        set_run(tx, work.run_id, "failed", f"{bad} updates in a row were skipped: {record.skipped}")
+        set_run_status(tx, work.run_id, "failed", f"{bad} updates in a row were skipped: {record.skipped}")
     elif work.number + 1 >= run["iterations"]:
         # Also a run that was failed meanwhile: nothing is left to resume.
-        set_run(tx, work.run_id, "done", "", (*OPEN, "paused", "failed"))
+        set_run_status(tx, work.run_id, "done", "", (*OPEN, "paused", "failed"))
         if run["status"] != "running":  # paused with it, and a run that is done is resumed no more
             resume_evals(tx, work.run_id)
-    return _published_by(tx, work)
+    return _load_published(tx, work)
 
 
 @transaction
@@ -230,7 +232,7 @@ def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
         )
         .on_conflict_do_nothing(index_elements=["run_id"])
     )
-    set_run(tx, work.run_id, "done", "")
+    set_run_status(tx, work.run_id, "done", "")
 
 
 @transaction
@@ -241,7 +243,7 @@ def finish_fork(tx: Connection, work: IterationWork) -> None:
         Fenced: another worker holds the iteration.
     """
     _close_iteration(tx, work, UpdateRecord((), {}))
-    set_run(tx, work.run_id, "done", "")
+    set_run_status(tx, work.run_id, "done", "")
 
 
 @transaction
@@ -269,8 +271,8 @@ def confirm_base(tx: Connection, run: int, base_hash: str, chat_hashes: Mapping[
         tx.execute(update(schema.runs).where(schema.runs.c.id == run).values(base_hash=base_hash, manifest=manifest))
 
 
-@reading
-def optimizer_to_drop(tx: Connection, run: int, staleness: int = 0) -> str | None:
+@read_transaction
+def find_optimizer_to_drop(tx: Connection, run: int, staleness: int = 0) -> str | None:
     """The checkpoint whose optimizer state no update can need any more.
 
     The newest keep it, those before it that are still sampled with, and the one that the oldest can be made again from.
@@ -284,4 +286,4 @@ def optimizer_to_drop(tx: Connection, run: int, staleness: int = 0) -> str | Non
 @transaction
 def fail_run(tx: Connection, run: int, reason: str) -> None:
     """Ends the run as failed; `agentrl resume` takes it up again once the cause is mended."""
-    set_run(tx, run, "failed", reason)
+    set_run_status(tx, run, "failed", reason)

@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, select
 
 from agentrl.workflow.errors import CheckpointError, NotFoundError, StateError
-from agentrl.workflow.store.connect import reading
+from agentrl.workflow.store.connect import read_transaction
 from agentrl.workflow.store.groups import load_groups
 from agentrl.workflow.store.iterations import wanted_groups
 from agentrl.workflow.store.run_names import run_row
@@ -16,7 +16,7 @@ from agentrl.workflow.trajectory import Group, PolicyRef
 
 
 @dataclass(frozen=True)
-class Past:
+class UpdateInputs:
     """What an iteration was trained on, and with.
 
     Args:
@@ -40,13 +40,13 @@ class Past:
         return self.number + 1
 
     @property
-    def borrowed(self) -> bool:
+    def is_borrowed(self) -> bool:
         """Whether the update started from another run's checkpoint, hence without its optimizer and critic."""
         return not self.policy.path.endswith(self.run["manifest"].get("id", "")[:8])
 
 
-@reading
-def past_update(tx: Connection, run: str, iteration: int | None) -> Past:
+@read_transaction
+def load_update_inputs(tx: Connection, run: str, iteration: int | None) -> UpdateInputs:
     """The run's iteration of that number, from 1; None is the last whose update took a step, or, where none did, the last.
 
     Raises:
@@ -55,7 +55,7 @@ def past_update(tx: Connection, run: str, iteration: int | None) -> Past:
         CheckpointError: the weights that its update started from were collected.
     """
     row = run_row(tx, run)
-    found = _iteration(tx, row, iteration)
+    found = _find_iteration(tx, row, iteration)
     policies, consumptions = schema.policies.c, schema.consumptions.c
     of_run = select(schema.policies).where(policies.run_id == row["id"], policies.version == found.number)
     start = tx.execute(of_run).one()
@@ -66,7 +66,7 @@ def past_update(tx: Connection, run: str, iteration: int | None) -> Past:
             f"The last one: agentrl whatif {row['name']}, without --iteration.",
         )
     recorded = select(consumptions.episode_id, consumptions.advantage).where(consumptions.iteration_id == found.id)
-    return Past(
+    return UpdateInputs(
         run=row,
         number=found.number,
         policy=PolicyRef(row["base"], row["base_hash"], start.path, start.sha256, start.version),
@@ -76,7 +76,7 @@ def past_update(tx: Connection, run: str, iteration: int | None) -> Past:
     )
 
 
-def _iteration(tx: Connection, run: Mapping[str, Any], wanted: int | None) -> Any:
+def _find_iteration(tx: Connection, run: Mapping[str, Any], wanted: int | None) -> Any:
     name, iterations = run["name"], schema.iterations.c
     if run["kind"] != "train":
         raise StateError(f"{name!r} trains nothing: it is of kind {run['kind']}.", "Name a training run: agentrl runs")

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 READER = "agentrl_reader"
 _LOGIN_REFUSED = ("authentication failed", "no password supplied", "does not exist", "pg_hba.conf", "not permitted to log in")
-_UNKNOWN = re.compile(r"no such (table|column): ([\w.]*\w)|(relation|column) \"?([\w.]+)\"? does not exist")
+_UNKNOWN_NAME = re.compile(r"no such (table|column): ([\w.]*\w)|(relation|column) \"?([\w.]+)\"? does not exist")
 """How SQLite and Postgres say that there is nothing of a name."""
-_VIEWS = "What there is: agentrl sql --schema"
+_VIEWS_HINT = "What there is: agentrl sql --schema"
 
 
-def query(settings: Settings, sql: str, limit: int = 10_000, seconds: float = 5.0) -> Table:
+def run_query(settings: Settings, sql: str, limit: int = 10_000, seconds: float = 5.0) -> Table:
     """The columns and at most `limit` rows of one SELECT.
 
     Raises:
@@ -44,35 +44,37 @@ def query(settings: Settings, sql: str, limit: int = 10_000, seconds: float = 5.
     check_text(sql)
     file = sqlite_file(settings)
     try:
-        columns, rows = _postgres(settings, sql, limit, seconds) if file is None else _sqlite(file, sql, limit, seconds)
+        columns, rows = (
+            _query_postgres(settings, sql, limit, seconds) if file is None else _query_sqlite(file, sql, limit, seconds)
+        )
     except ConfigError as error:
-        raise ConfigError(error.message, _nearest(settings, sql, error.message) or error.hint) from error
-    return _numbered(columns), rows
+        raise ConfigError(error.message, _nearest_name_hint(settings, sql, error.message) or error.hint) from error
+    return _number_duplicates(columns), rows
 
 
-def _nearest(settings: Settings, sql: str, message: str) -> str:
+def _nearest_name_hint(settings: Settings, sql: str, message: str) -> str:
     """The view, or the column of the query's views, that a name was meant for; empty where nothing is like it."""
-    unknown = _UNKNOWN.search(message)
+    unknown = _UNKNOWN_NAME.search(message)
     if unknown is None:
         return ""
     kind, name = (part for part in unknown.groups() if part)
-    known = _columns(settings, sql) if kind == "column" else set(VIEWS)
+    known = _find_columns(settings, sql) if kind == "column" else set(VIEWS)
     hint = did_you_mean(name.rpartition(".")[2][:100], known)
     return hint if hint.startswith("Did") else ""
 
 
-def _columns(settings: Settings, sql: str) -> set[str]:
+def _find_columns(settings: Settings, sql: str) -> set[str]:
     """Those of the views that the query names."""
     words = set(re.findall(r"\w+", sql.lower()))
-    return {column for view in VIEWS if view in words for column in columns_of(settings, view)}
+    return {column for view in VIEWS if view in words for column in list_columns(settings, view)}
 
 
-def columns_of(settings: Settings, view: str) -> list[str]:
+def list_columns(settings: Settings, view: str) -> list[str]:
     """The names of the view's columns."""
-    return query(settings, f"SELECT * FROM {view}", limit=0)[0]
+    return run_query(settings, f"SELECT * FROM {view}", limit=0)[0]
 
 
-def _numbered(columns: list[str]) -> list[str]:
+def _number_duplicates(columns: list[str]) -> list[str]:
     """`a, a` as `a, a_2`: no two of one name, so that a row is a JSON object."""
     told: list[str] = []
     for column in columns:
@@ -104,29 +106,32 @@ def rl_f4(blob: bytes | None) -> str | None:
 # SQLite
 
 
-def _sqlite(file: Path, sql: str, limit: int, seconds: float) -> Table:
+def _query_sqlite(file: Path, sql: str, limit: int, seconds: float) -> Table:
     if not file.exists():
         raise NotFoundError(f"There is no database {str(file)!r} yet.", "agentrl runs")
     late = deadline(seconds)
-    with translate_sqlite_errors(late, _too_slow(seconds), _VIEWS), closing(open_sqlite(file, seconds)) as connection:
+    with (
+        translate_sqlite_errors(late, _too_slow_error(seconds), _VIEWS_HINT),
+        closing(open_sqlite(file, seconds)) as connection,
+    ):
         connection.create_function("rl_i4", 1, rl_i4, deterministic=True)
         connection.create_function("rl_f4", 1, rl_f4, deterministic=True)
         return read_sqlite(connection, sql, limit, late)
 
 
-def _too_slow(seconds: float) -> AccessDenied:
+def _too_slow_error(seconds: float) -> AccessDenied:
     return AccessDenied(f"The query took longer than {seconds:g} s and was stopped.", "Narrow it: WHERE run = '...', LIMIT.")
 
 
 # Postgres
 
 
-def _postgres(settings: Settings, sql: str, limit: int, seconds: float) -> Table:
+def _query_postgres(settings: Settings, sql: str, limit: int, seconds: float) -> Table:
     from agentrl.workflow.sql.readonly_postgres import read_postgres
 
-    with _reader(settings, seconds) as connection:
+    with _connect_reader(settings, seconds) as connection:
         _check_harmless(connection)
-        return read_postgres(connection, sql, limit, seconds, _too_slow(seconds), _VIEWS)
+        return read_postgres(connection, sql, limit, seconds, _too_slow_error(seconds), _VIEWS_HINT)
 
 
 def reader_url(settings: Settings) -> "URL":
@@ -140,16 +145,16 @@ def reader_url(settings: Settings) -> "URL":
     return url.set(drivername="postgresql")
 
 
-def _reader(settings: Settings, seconds: float) -> "psycopg.Connection[tuple[Any, ...]]":
+def _connect_reader(settings: Settings, seconds: float) -> "psycopg.Connection[tuple[Any, ...]]":
     import psycopg
 
-    from agentrl.workflow.store.connect import PLANNING
+    from agentrl.workflow.store.connect import PLANNER_SETTINGS
 
     url = reader_url(settings)
-    chosen = {"default_transaction_read_only": "on", "statement_timeout": int(seconds * 1000), **PLANNING}
+    chosen = {"default_transaction_read_only": "on", "statement_timeout": int(seconds * 1000), **PLANNER_SETTINGS}
     options = " ".join(f"-c {name}={value}" for name, value in chosen.items())
     try:
-        return psycopg.connect(**_parts(url) | {"connect_timeout": 5, "options": options, "client_encoding": "utf8"})
+        return psycopg.connect(**_connection_parts(url) | {"connect_timeout": 5, "options": options, "client_encoding": "utf8"})
     except psycopg.OperationalError as error:
         message = " ".join(str(error).split())
         shown = url.render_as_string(hide_password=True)
@@ -161,7 +166,7 @@ def _reader(settings: Settings, seconds: float) -> "psycopg.Connection[tuple[Any
         raise ServiceError(f"The database {shown} does not answer: {message}.", "Check AGENTRL_DATABASE_URL.") from error
 
 
-def _parts(url: "URL") -> dict[str, Any]:
+def _connection_parts(url: "URL") -> dict[str, Any]:
     # Not as one text: libpq and SQLAlchemy quote a password differently.
     return {**url.translate_connect_args(username="user", database="dbname"), **url.query}
 

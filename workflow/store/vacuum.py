@@ -24,7 +24,7 @@ BUSY_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Vacuumed:
+class VacuumResult:
     """Bytes of the database before and after; `left`: what somebody's reading kept in SQLite's log."""
 
     before: int
@@ -32,7 +32,7 @@ class Vacuumed:
     left: bool = False
 
 
-def vacuum(database: Database) -> Vacuumed:
+def vacuum(database: Database) -> VacuumResult:
     """Compacts the database while others use it, and tells the planner of Postgres what is in it.
 
     Raises:
@@ -41,7 +41,7 @@ def vacuum(database: Database) -> Vacuumed:
     return _vacuum_sqlite(Path(str(database.url.database))) if database.is_sqlite else _vacuum_postgres(database)
 
 
-def _vacuum_sqlite(file: Path) -> Vacuumed:
+def _vacuum_sqlite(file: Path) -> VacuumResult:
     before = _sqlite_bytes(file)
     with closing(sqlite3.connect(file, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
         _check_room(file, connection)
@@ -50,12 +50,12 @@ def _vacuum_sqlite(file: Path) -> Vacuumed:
             (busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         except sqlite3.OperationalError as error:
             if "full" in str(error):
-                raise ServiceError(f"{_room(file)}: it is as it was.", "Make room, then try again.") from error
+                raise ServiceError(f"{_no_room(file)}: it is as it was.", "Make room, then try again.") from error
             if "locked" in str(error) or "busy" in str(error):
                 said = f"The database {str(file)!r} is being written to: it is as it was."
                 raise ServiceError(said, "Try again later, or `agentrl pause` the runs first.") from error
             raise
-    return Vacuumed(before, _sqlite_bytes(file), bool(busy))
+    return VacuumResult(before, _sqlite_bytes(file), bool(busy))
 
 
 def _check_room(file: Path, connection: sqlite3.Connection) -> None:
@@ -63,24 +63,24 @@ def _check_room(file: Path, connection: sqlite3.Connection) -> None:
     pages, free, size = (
         connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
     )
-    copy, temporary = (pages - free) * size, _temporary()
+    copy, temporary = (pages - free) * size, _sqlite_temp_folder()
     shared = temporary.stat().st_dev == file.parent.stat().st_dev
     for place, wanted in ((file.parent, copy * (2 if shared else 1)), (temporary, copy)):
         found = shutil.disk_usage(place).free
         if found < wanted:
             raise ServiceError(
-                f"{_room(file)}: {str(place)!r} has {found / 2**20:.0f} MiB free, and {wanted / 2**20:.0f} MiB are needed.",
+                f"{_no_room(file)}: {str(place)!r} has {found / 2**20:.0f} MiB free, and {wanted / 2**20:.0f} MiB are needed.",
                 "Make room (`agentrl gc`), then try again.",
             )
 
 
-def _temporary() -> Path:
+def _sqlite_temp_folder() -> Path:
     """Where SQLite puts its temporary files: the first of these that is there."""
     named = (os.environ.get("SQLITE_TMPDIR"), os.environ.get("TMPDIR"), "/var/tmp", "/usr/tmp", "/tmp")
     return next((Path(place) for place in named if place and os.access(place, os.W_OK)), Path())
 
 
-def _room(file: Path) -> str:
+def _no_room(file: Path) -> str:
     return f"There is no room for the copy that compacting {str(file)!r} takes"
 
 
@@ -89,7 +89,7 @@ def _sqlite_bytes(file: Path) -> int:
     return sum(part.stat().st_size for part in parts if part.exists())
 
 
-def _vacuum_postgres(database: Database) -> Vacuumed:
+def _vacuum_postgres(database: Database) -> VacuumResult:
     names = ", ".join(schema.metadata.tables)
     with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         size = select(func.pg_database_size(func.current_database()))
@@ -104,4 +104,4 @@ def _vacuum_postgres(database: Database) -> Vacuumed:
             raise ServiceError(said, "Try again later.") from error
         finally:
             connection.execute(text("RESET lock_timeout"))
-        return Vacuumed(before, connection.execute(size).scalar_one())
+        return VacuumResult(before, connection.execute(size).scalar_one())

@@ -4,8 +4,8 @@ makes again.
 
 from sqlalchemy import ColumnElement, Connection, Select, and_, func, select
 
-from agentrl.workflow.store.connect import reading, transaction
-from agentrl.workflow.store.lost_workers import LOST
+from agentrl.workflow.store.connect import read_transaction, transaction
+from agentrl.workflow.store.lost_workers import LOSS_EVENTS
 from agentrl.workflow.store.planning import log
 from agentrl.workflow.store.rows import clean
 from agentrl.workflow.tables import schema
@@ -13,10 +13,10 @@ from agentrl.workflow.tables import schema
 
 def awaits_maker() -> ColumnElement[bool]:
     """Whether the run (of `db.runs`) trains nothing and samples with a checkpoint that a running run makes again."""
-    return and_(schema.runs.c.kind != "train", _made_again().correlate(schema.runs).exists())
+    return and_(schema.runs.c.kind != "train", _select_rebuilding_runs().correlate(schema.runs).exists())
 
 
-def _made_again() -> Select[tuple[str, str]]:
+def _select_rebuilding_runs() -> Select[tuple[str, str]]:
     """By which running run a checkpoint of the run (of `db.runs`) is made again, and what was found wrong with it."""
     mine, theirs, maker = schema.policies.alias("mine"), schema.policies.alias("theirs"), schema.runs.alias("maker")
     same = (mine.c.run_id == schema.runs.c.id, theirs.c.path == mine.c.path, theirs.c.broken != "")
@@ -30,7 +30,7 @@ def wait_for(tx: Connection, run_id: int, what: str) -> None:
     tx.execute(select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update())
     mine = select(schema.events.c.id).where(schema.events.c.run_id == run_id)
     before = (
-        mine.where(schema.events.c.kind.not_in(("waiting", *LOST)))
+        mine.where(schema.events.c.kind.not_in(("waiting", *LOSS_EVENTS)))
         .order_by(schema.events.c.id.desc())
         .limit(1)
         .scalar_subquery()
@@ -43,22 +43,22 @@ def wait_for(tx: Connection, run_id: int, what: str) -> None:
 @transaction
 def wait_no_more(tx: Connection, run_id: int) -> None:
     """Says that the run's rollouts go on, where it was said that they wait."""
-    if _newest_wait(tx, run_id):
+    if _find_newest_wait(tx, run_id):
         log(tx, run_id, "going_on")
 
 
-@reading
-def waits_for(tx: Connection, run_id: int) -> str:
+@read_transaction
+def find_wait_reason(tx: Connection, run_id: int) -> str:
     """What the run's rollouts wait for: another run, or as their worker said; empty where nothing is known to keep them."""
     mine = (schema.runs.c.id == run_id, schema.runs.c.status == "running", schema.runs.c.kind != "train")
-    maker = tx.execute(_made_again().where(*mine).limit(1)).one_or_none()
-    return f"{maker.name} makes its checkpoint again ({maker.broken})." if maker else _newest_wait(tx, run_id)
+    maker = tx.execute(_select_rebuilding_runs().where(*mine).limit(1)).one_or_none()
+    return f"{maker.name} makes its checkpoint again ({maker.broken})." if maker else _find_newest_wait(tx, run_id)
 
 
-def _newest_wait(tx: Connection, run_id: int) -> str:
+def _find_newest_wait(tx: Connection, run_id: int) -> str:
     """What their worker said last: only the newest event counts, but for what tells of lost workers."""
     newest = select(schema.events.c.kind, schema.events.c.detail).where(
-        schema.events.c.run_id == run_id, schema.events.c.kind.not_in(LOST)
+        schema.events.c.run_id == run_id, schema.events.c.kind.not_in(LOSS_EVENTS)
     )
     row = tx.execute(newest.order_by(schema.events.c.id.desc()).limit(1)).one_or_none()
     return str(row.detail) if row is not None and row.kind == "waiting" else ""

@@ -59,68 +59,68 @@ def _now_postgres(element: Any, compiler: Any, **kwargs: Any) -> str:
     return "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
 
 
-def own_id() -> Column[int]:
+def id_column() -> Column[int]:
     """The primary key: a number of the table's own."""
     return Column("id", Id, primary_key=True, autoincrement=True)
 
 
-def key(name: str, target: str, nullable: bool = False, index: bool = False) -> Column[int]:
+def reference_column(name: str, target: str, nullable: bool = False, index: bool = False) -> Column[int]:
     """A reference to a row of `target`."""
     return Column(name, Id, ForeignKey(f"{target}.id"), nullable=nullable, index=index)
 
 
-def words(name: str, default: str | None = "") -> Column[str]:
+def text_column(name: str, default: str | None = "") -> Column[str]:
     """Text, empty where nothing is said; with no default it may be NULL."""
     return Column(name, Text, nullable=default is None, server_default=default)
 
 
-def count(name: str) -> Column[int]:
+def count_column(name: str) -> Column[int]:
     """How many, from 0."""
     return Column(name, Id, nullable=False, server_default="0")
 
 
-def number(name: str) -> Column[float]:
+def float_column(name: str) -> Column[float]:
     """A float that may be unknown."""
     return Column(name, Float(53), nullable=True)
 
 
-def seconds(name: str) -> Column[float]:
+def seconds_column(name: str) -> Column[float]:
     """A float, from 0."""
     return Column(name, Float(53), nullable=False, server_default="0")
 
 
-def moment(name: str) -> Column[datetime]:
+def time_column(name: str) -> Column[datetime]:
     """A moment that may not have come."""
     return Column(name, Utc, nullable=True)
 
 
-def created() -> Column[datetime]:
+def created_column() -> Column[datetime]:
     """When the row was written."""
     return Column("created_at", Utc, nullable=False, server_default=func.now())
 
 
-def run_name() -> Column[str]:
+def run_name_column() -> Column[str]:
     """The name of the row's run."""
     # In the row itself, so that a run's newest rows are one range of an index: Postgres finds no such range through a join.
     return Column("run", String(64), nullable=False)
 
 
-def one_of(column: str, values: tuple[str, ...]) -> CheckConstraint:
+def check_one_of(column: str, values: tuple[str, ...]) -> CheckConstraint:
     """The column has one of these values."""
     listed = ", ".join(f"'{value}'" for value in values)
     return CheckConstraint(f"{column} IN ({listed})", name=column)
 
 
-SET_BACK = 10
+CLOCK_JUMP_LEASES = 10
 """A lease that ends later than this many of its lives from now was written before the database's clock was set back."""
 
 
-def free(lease_until: Column[int], seconds: float) -> ColumnElement[bool]:
+def is_lease_free(lease_until: Column[int], seconds: float) -> ColumnElement[bool]:
     """Whether nobody holds a lease of so many seconds, by the database's own clock. One set back keeps nobody waiting long."""
     until = func.coalesce(lease_until, 0)
-    return (until < now_ms()) | (until > now_ms() + int(SET_BACK * seconds * 1000))
+    return (until < now_ms()) | (until > now_ms() + int(CLOCK_JUMP_LEASES * seconds * 1000))
 
 
-def first_utc(column: Column[datetime], moment: datetime) -> ColumnElement[datetime]:
+def first_time(column: Column[datetime], moment: datetime) -> ColumnElement[datetime]:
     """The column's moment, or `moment` where it has none yet."""
     return func.coalesce(column, literal(moment, Utc()))

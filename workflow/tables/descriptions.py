@@ -1,5 +1,5 @@
 """What the views and their columns mean: what `agentrl sql --schema` tells. A column of one name means the same in every view,
-but for those of OTHERWISE.
+but for those of VIEW_MEANINGS.
 """
 
 from collections.abc import Mapping
@@ -141,7 +141,7 @@ COLUMNS: Mapping[str, str] = {
     "worker": "who did it: host:pid",
 }
 
-OTHERWISE: Mapping[str, Mapping[str, str]] = {
+VIEW_MEANINGS: Mapping[str, Mapping[str, str]] = {
     "v_tool_calls": {
         "kind": "call: the model's; grade: what judged the episode",
         "status": "pending, started, done, unknown_outcome",
@@ -151,6 +151,6 @@ OTHERWISE: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def meaning(view: str, column: str) -> str:
+def column_meaning(view: str, column: str) -> str:
     """What a column of a view means; empty where nobody says."""
-    return OTHERWISE.get(view, {}).get(column, COLUMNS.get(column, ""))
+    return VIEW_MEANINGS.get(view, {}).get(column, COLUMNS.get(column, ""))

@@ -47,20 +47,20 @@ _FATES = """
         JOIN runs r ON r.id = i.run_id
         JOIN tasks t ON t.id = e.task_id
         LEFT JOIN consumptions c ON c.run_id = i.run_id AND c.episode_id = e.id AND c.stage = 'train'"""
-_OWN = "iterations i JOIN groups g ON g.iteration_id = i.id JOIN episodes e ON e.group_id = g.id"
-_STORED = "iterations i JOIN iteration_groups g ON g.iteration_id = i.id JOIN episodes e ON e.group_id = g.group_id"
+_OWN_EPISODES = "iterations i JOIN groups g ON g.iteration_id = i.id JOIN episodes e ON e.group_id = g.id"
+_STORED_EPISODES = "iterations i JOIN iteration_groups g ON g.iteration_id = i.id JOIN episodes e ON e.group_id = g.group_id"
 
-_MEASURED = """
+_EVALS_OF_RUN = """
         FROM runs m JOIN evals v ON v.run_id = m.id
         WHERE m.measures_id = r.id AND v.mean_reward IS NOT NULL AND v.errors <= v.episodes"""  # too few episodes tell little
-_BEST = f"{_MEASURED} ORDER BY v.mean_reward DESC, m.measures_version LIMIT 1"
-_NEWEST = f"{_MEASURED} ORDER BY m.measures_version DESC LIMIT 1"
+_BEST_EVAL = f"{_EVALS_OF_RUN} ORDER BY v.mean_reward DESC, m.measures_version LIMIT 1"
+_NEWEST_EVAL = f"{_EVALS_OF_RUN} ORDER BY m.measures_version DESC LIMIT 1"
 
 _METRICS = (
     "loss", "kl", "policy_kl", "entropy", "clip_fraction", "grad_norm", "value_loss", "explained_variance",
     "sampler_difference_max", "importance_weight", "importance_truncated",
 )  # fmt: skip
-_OF_UPDATES = ", ".join(  # each for itself: a table of all iterations' would be made to show one
+_UPDATE_COLUMNS = ", ".join(  # each for itself: a table of all iterations' would be made to show one
     f"(SELECT {'max' if name.endswith('_max') else 'avg'}(u.{name}) FROM updates u WHERE u.iteration_id = i.id) AS {name}"
     for name in _METRICS
 )
@@ -73,8 +73,8 @@ VIEWS = {
                (SELECT count(*) FROM episodes e WHERE e.run_id = r.id AND e.status = 'done') AS episodes_done,
                (SELECT i.mean_reward FROM iterations i WHERE i.run_id = r.id AND i.mean_reward IS NOT NULL
                 ORDER BY i.number DESC LIMIT 1) AS last_reward,
-               (SELECT v.mean_reward {_NEWEST}) AS eval_reward, (SELECT v.mean_reward {_BEST}) AS best_reward,
-               (SELECT m.measures_version {_BEST}) AS best_version,
+               (SELECT v.mean_reward {_NEWEST_EVAL}) AS eval_reward, (SELECT v.mean_reward {_BEST_EVAL}) AS best_reward,
+               (SELECT m.measures_version {_BEST_EVAL}) AS best_version,
                (SELECT m.name FROM runs m WHERE m.id = r.measures_id) AS measures,
                r.created_at, r.started_at, r.finished_at, {{seconds:r.started_at,r.finished_at}} AS seconds
         FROM runs r""",
@@ -96,7 +96,7 @@ VIEWS = {
                (SELECT v.mean_reward FROM runs m JOIN evals v ON v.run_id = m.id
                 WHERE m.measures_id = r.id AND m.measures_version = p.version) AS eval_reward,
                CASE WHEN r.kind = 'train' AND EXISTS (SELECT 1 FROM groups g WHERE g.iteration_id = i.id)
-                    THEN i.number - p.version END AS staleness, {_OF_UPDATES},
+                    THEN i.number - p.version END AS staleness, {_UPDATE_COLUMNS},
                i.prompt_tokens + i.sampled_tokens AS tokens, i.prompt_tokens,
                i.sampled_tokens, i.tool_calls, i.tool_errors, i.update_seconds,
                {{seconds:i.started_at,i.rolled_out_at}} AS rollout_seconds,
@@ -164,7 +164,7 @@ VIEWS = {
     # What became of each planned episode, in its own run and in those that trained on it as a stored one.
     "v_ledger": " UNION ALL ".join(
         _FATES.format(slot="g.slot", dropped="g.dropped", members=members, no_variance=NO_VARIANCE, surplus=SURPLUS)
-        for members in (_OWN, _STORED)
+        for members in (_OWN_EPISODES, _STORED_EPISODES)
     ),
 }
 
@@ -178,10 +178,10 @@ FUNCTIONS = {
 }
 """Postgres function -> the value of one packed little-endian word; SQLite's are made by `store.user_sql`."""
 
-LONGER = {"runs": "OLD.status = 'done' AND NEW.status = 'running' AND NEW.iterations > OLD.iterations"}
+LENGTHENED = {"runs": "OLD.status = 'done' AND NEW.status = 'running' AND NEW.iterations > OLD.iterations"}
 """Table -> the one way out of a status that no update may leave: a run that is done is made longer."""
 
-GUARDED = {
+FINAL_STATUSES = {
     "episodes": sorted(TERMINAL),
     "groups": ["cancelled", "done"],
     "iterations": ["cancelled", "done"],
@@ -198,9 +198,9 @@ def create(tx: "Connection") -> None:
         tx.execute(text(f"CREATE VIEW {name} AS {_dialect(query, tx.dialect.name)}"))
     if tx.dialect.name == "postgresql":
         for name, value in FUNCTIONS.items():
-            tx.execute(text(_unpacking(name, value)))
-    for table, statuses in GUARDED.items():
-        for statement in _guard(table, statuses, tx.dialect.name):
+            tx.execute(text(_unpack_function(name, value)))
+    for table, statuses in FINAL_STATUSES.items():
+        for statement in _guard_triggers(table, statuses, tx.dialect.name):
             tx.execute(text(statement))
 
 
@@ -213,7 +213,7 @@ def drop(tx: "Connection") -> None:
     if tx.dialect.name == "postgresql":
         for name in FUNCTIONS:
             tx.execute(text(f"DROP FUNCTION IF EXISTS {name}(bytea)"))
-    for table in GUARDED:
+    for table in FINAL_STATUSES:
         if tx.dialect.name == "postgresql":
             tx.execute(text(f"DROP FUNCTION IF EXISTS guard_{table}() CASCADE"))
         else:
@@ -233,7 +233,7 @@ def _dialect(query: str, dialect: str) -> str:
     return "".join(pieces)
 
 
-def _unpacking(name: str, value: str) -> str:
+def _unpack_function(name: str, value: str) -> str:
     word = " | ".join(f"(get_byte(blob, 4 * i + {byte}) << {8 * byte})" for byte in range(4))
     return f"""
         CREATE FUNCTION {name}(blob bytea) RETURNS text LANGUAGE sql IMMUTABLE STRICT AS $$
@@ -242,10 +242,10 @@ def _unpacking(name: str, value: str) -> str:
         $$"""
 
 
-def _guard(table: str, statuses: list[str], dialect: str) -> list[str]:
+def _guard_triggers(table: str, statuses: list[str], dialect: str) -> list[str]:
     listed = ", ".join(f"'{status}'" for status in statuses)
     condition = f"OLD.status IN ({listed}) AND NEW.status <> OLD.status"
-    condition += f" AND NOT ({LONGER[table]})" if table in LONGER else ""
+    condition += f" AND NOT ({LENGTHENED[table]})" if table in LENGTHENED else ""
     message = f"a finished row of {table} keeps its status"
     if dialect == "postgresql":
         return [
