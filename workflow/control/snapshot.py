@@ -1,4 +1,4 @@
-"""What the control loop sees: the unfinished work of all runs as plain values, read in one query set by `store.observe`."""
+"""What the control loop sees: the unfinished work of all runs as plain values, read by `store.control_reads`."""
 
 from dataclasses import dataclass
 

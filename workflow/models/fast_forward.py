@@ -1,8 +1,8 @@
 """The sampler's forward pass: transformers' Llama, Mistral, Qwen2 and Qwen3 with few operations.
 
 A decoding step computes little per operation, so that it takes about as long as its operations are many. This pass has a
-fourth as many as transformers' modules: products that read the same input are one (packed for the kernel where `packed` can),
-a LoRA adapter adds two small ones, heads that share keys are one query block, and what all layers share is made once.
+fourth as many as transformers' modules: products that read the same input are one (packed where `packed_weights` can), a LoRA
+adapter adds two small ones, heads that share keys are one query block, and what all layers share is made once.
 The weights stay those of the modules. Other architectures, and a model that was told to attend otherwise, run as they are.
 """
 

@@ -1,7 +1,7 @@
 """What is started inside: an interpreter that reads our files from a descriptor, so that no path of this host need be visible.
 
-The files that run inside (`runner`, `zygote`, `cells`, `plain`) import each other by their own names; the few lines of `BOOT`
-make modules of their sources.
+The files that run inside (`runner`, `zygote`, `cells`, `exact_json`) import each other by their own names; the few lines of
+`BOOT` make modules of their sources.
 """
 
 from functools import lru_cache

@@ -2,8 +2,8 @@
 
 A group whose episodes all earn the same has no advantage, and teaches a group-relative algorithm nothing. With
 `rollout.dynamic_sampling` N an iteration that lacks groups with unequal rewards gets as many more, of other tasks, until there
-are as many with variance as were planned at first, or N times as many groups in all. Pure functions of rewards; `store.claims`
-plans the groups, when all that were planned before are over.
+are as many with variance as were planned at first, or N times as many groups in all. Pure functions of rewards;
+`store.train_claims` plans the groups, when all that were planned before are over.
 
 Source: DAPO, arXiv 2503.14476, section 3.2 (dynamic sampling).
 """

@@ -1,25 +1,27 @@
 """The store: every query by name, values in and values out. Only `workers` and `cli` open it.
 
-- `connect`   the database, its transactions, its migrations' state
-- `planning`  a run and its iterations are written, sent and cancelled
-- `iterations` what an iteration consists of
-- `forks`     episodes leave a stored one at a step; stored groups are trained on
-- `rollout`   groups are claimed, handed back, finished
-- `steps`     a step's two transactions: sampled, observed
-- `calls`     tool calls are started once in effect and answered once
-- `groups`    what an iteration trains on, with the rewards of a set
-- `claims`    iterations are claimed for training, or sampled on
-- `offline`   episodes to learn from apart from a run
-- `training`  updates are committed, policies published
-- `scoring`   reward sets beside the first
-- `ledger`    what became of every planned episode
-- `keeping`   checkpoints are collected
-- `mending`   broken checkpoints are made again
-- `compact`   the database is compacted
-- `migrate`   Alembic under a lock, views and triggers
-- `rows`      rows to values: whole episodes
-- `values`    what one row says, and back
-- `reader`    the database for who only looks
-- `observe`   what a person wants to know
-- `serving`   what the control loop and the services want to know
+- `connect`         the database, its transactions, its migrations' state
+- `driver_reader`   the database for who only looks: the driver alone
+- `migrate`         Alembic under a lock, views and triggers
+- `rows`            rows to values: whole episodes
+- `row_values`      what one row says, and back
+- `planning`        a run and its iterations are written, sent and cancelled
+- `iterations`      what an iteration consists of
+- `extending`       a run is made longer
+- `forks`           episodes leave a stored one at a step; stored groups are trained on
+- `rollout_claims`  groups are claimed, handed back, finished
+- `steps`           a step's two transactions: sampled, observed
+- `tool_calls`      tool calls are started once in effect and answered once
+- `groups`          what an iteration trains on, with the rewards of a set
+- `train_claims`    iterations are claimed for training, or sampled on
+- `train_commits`   updates are committed, policies published
+- `repair`          broken checkpoints are made again
+- `reward_sets`     rewards beside the first
+- `evals`           evaluations are planned and found
+- `ledger`          what became of every planned episode
+- `offline_data`    episodes to learn from apart from a run
+- `retention`       which checkpoints are kept
+- `vacuum`          the database is compacted
+- `listings`        what a person wants to know
+- `control_reads`   what the control loop and the services want to know
 """

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, Table, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
@@ -23,8 +23,6 @@ from agentrl.workflow.runtime.faults import faultpoint
 
 if TYPE_CHECKING:
     from sqlalchemy.dialects import postgresql, sqlite
-
-    from agentrl.workflow.store.driver_reader import Reader
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -293,7 +291,14 @@ class _GroupCommit:
             errand.error = error
 
 
-def transaction(query: Callable[Concatenate[Connection, P], T]) -> "Callable[Concatenate[Database | Reader, P], T]":
+class Source(Protocol):
+    """What a query is called with: a `Database`, or a reader that opens one for what its driver cannot do."""
+
+    def full_database(self) -> Database:
+        """The database itself."""
+
+
+def transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable[Concatenate[Source, P], T]:
     """A query as one write transaction: `claim_group(db, ...)` runs `claim_group(tx, ...)` inside `db.write`.
 
     Its fault points are `claim_group.before`, done but not committed, and `claim_group.after`, committed but nobody knows.
@@ -301,7 +306,7 @@ def transaction(query: Callable[Concatenate[Connection, P], T]) -> "Callable[Con
     before, after = f"{query.__name__}.before", f"{query.__name__}.after"
 
     @wraps(query)
-    def run(db: "Database | Reader", /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(db: Source, /, *args: P.args, **kwargs: P.kwargs) -> T:
         def work(tx: Connection) -> T:
             result = query(tx, *args, **kwargs)
             faultpoint(before)
@@ -314,11 +319,11 @@ def transaction(query: Callable[Concatenate[Connection, P], T]) -> "Callable[Con
     return run
 
 
-def read_transaction(query: Callable[Concatenate[Connection, P], T]) -> "Callable[Concatenate[Database | Reader, P], T]":
+def read_transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable[Concatenate[Source, P], T]:
     """A query as one read transaction."""
 
     @wraps(query)
-    def run(db: "Database | Reader", /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(db: Source, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return db.full_database().ask(lambda tx: query(tx, *args, **kwargs))
 
     return run

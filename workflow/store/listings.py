@@ -1,4 +1,4 @@
-"""What people want to know: lists, one episode whole. Lists read no blob and no long text; all is plain SQL (see `reader`)."""
+"""What people want to know: lists, one episode whole. Lists read no blob, no long text, by plain SQL (see `driver_reader`)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

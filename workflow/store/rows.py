@@ -1,4 +1,4 @@
-"""Rows to values: whole episodes with their steps. What a single row says is read in `values`."""
+"""Rows to values: whole episodes with their steps. What a single row says is read in `row_values`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar

@@ -1,6 +1,6 @@
 """Iterations are claimed for training, held, handed back; one that lacks groups with variance is sampled on instead.
 
-The token counted up at the claim and checked at the commit (`training`) fences a second trainer out.
+The token counted up at the claim and checked at the commit (`train_commits`) fences a second trainer out.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """Updates are committed, policies published, runs ended: all of it or nothing, and only once.
 
-The token counted up at the claim (`claims`) and checked here fences a second trainer out. Only the commit publishes: the
+The token counted up at the claim (`train_claims`) and checked here fences a second trainer out. Only the commit publishes: the
 checkpoint's files are there before it, and mean nothing without it.
 """
 
