@@ -56,7 +56,7 @@ from tests.faults.cluster import forks as forks
 from tests.faults.cluster import model as model
 from tests.faults.fault_plugins import Harmful
 from tests.faults.fork_server import Nursery
-from tests.support.gate import at_gate, open_gate
+from tests.support.gate import arrivals, at_gate, open_gate
 from tests.support.own_postgres import own_postgres
 
 HELD = "SELECT count(*) FROM groups WHERE status = 'running' AND worker <> ''"
@@ -66,7 +66,12 @@ def held_at_its_first_calls(crew: Crew, **changes: Any) -> None:
     """A run whose rollouts are at work and stay so until the tools' gate is open."""
     crew.submit(env="tests.faults.fault_plugins:held", **changes)
     asked = "SELECT count(*) FROM tool_calls WHERE result IS NULL"
-    crew.wait(lambda: crew.count(HELD) == world.GROUPS and crew.count(asked) > 0, "the rollouts at work")
+
+    def at_work() -> bool:
+        """No message is on its way: a tools worker has each of the calls."""
+        return crew.count(HELD) == world.GROUPS and 0 < crew.count(asked) <= arrivals(crew.home, "tool")
+
+    crew.wait(at_work, "the rollouts at work")
 
 
 # --- signals, Redis ---------------------------------------------------------------------------------------------------------

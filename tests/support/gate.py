@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
+from uuid import uuid4
 
 from sqlalchemy import text
 
@@ -36,6 +37,11 @@ def at_gate(home: Path, gate: Gate) -> bool:
     return _sign(home, gate, "reached").exists()
 
 
+def arrivals(home: Path, gate: Gate) -> int:
+    """How many came to that gate of the data folder, and stand there or went through."""
+    return len([*_sign(home, gate, "reached").parent.glob(f"{gate}-gate.reached-*")])
+
+
 def open_gate(home: Path, gate: Gate) -> None:
     """Lets everybody through, now and later."""
     _sign(home, gate, "open").touch()
@@ -45,6 +51,7 @@ def wait(gate: Gate) -> None:
     """Stands before a gate of this process's data folder."""
     home = settings().root
     _sign(home, gate, "reached").touch()
+    _sign(home, gate, f"reached-{uuid4().hex}").touch()
     until(lambda: _sign(home, gate, "open").exists() or stopping.is_set())
 
 
