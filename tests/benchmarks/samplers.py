@@ -62,6 +62,7 @@ def ours(policy: Policy, work: Work) -> tuple[Sampler, RollingEngine]:
 
 def generate(model: Any, work: Work) -> Sampler:
     """transformers' own: batches of `slots` rows in the order of arrival, each until its longest row is done."""
+    model.generation_config.eos_token_id = None  # it is taken where none is named, and would end a row by chance
 
     def sample() -> None:
         for start in range(0, len(work.prompts), work.slots):
