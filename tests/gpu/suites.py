@@ -70,4 +70,4 @@ def _rows(file: str, tests: list[dict[str, Any]], ended: str) -> list[tuple[str,
     if broken := ended or ("" if tests else "no test ran"):
         row["failed"] = broken
     wrong = [(test["test"], {"failed": test["why"]}) for test in tests if test["outcome"] == "failed"]
-    return [(f"test_{file}.py", row), *wrong]
+    return [(FILES[file], row), *wrong]
