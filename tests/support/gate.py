@@ -34,7 +34,7 @@ Gate = Literal["rollout", "tool", "update"]
 
 def at_gate(home: Path, gate: Gate) -> bool:
     """Whether somebody came to that gate of the data folder."""
-    return _sign(home, gate, "reached").exists()
+    return arrivals(home, gate) > 0
 
 
 def arrivals(home: Path, gate: Gate) -> int:
@@ -50,7 +50,6 @@ def open_gate(home: Path, gate: Gate) -> None:
 def wait(gate: Gate) -> None:
     """Stands before a gate of this process's data folder."""
     home = settings().root
-    _sign(home, gate, "reached").touch()
     _sign(home, gate, f"reached-{uuid4().hex}").touch()
     until(lambda: _sign(home, gate, "open").exists() or stopping.is_set())
 
