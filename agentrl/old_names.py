@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -128,6 +129,7 @@ def install() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
+@lru_cache(maxsize=128)
 def spelled_before(source: str) -> str:
     """The source of a module of ours with its imports, and what it calls their modules, as before the rooms."""
     renamed: dict[str, str] = {}
