@@ -20,7 +20,8 @@ from tests.faults import world
 
 LEASE_SECONDS = 1.0
 TICK_SECONDS = 0.2
-ASLEEP_SECONDS = 2.5 * LEASE_SECONDS
+ASLEEP_SECONDS = 3.5 * LEASE_SECONDS
+"""Past a lease and the longest limit of the plain world's tools, after which a call is sent again."""
 DEADLINE_SECONDS = 150.0
 STOP_SECONDS = 15.0
 MOST_DEATHS = 20

@@ -35,6 +35,10 @@ _TOKENS = """
     SELECT st.prompt_ids, st.sampled_ids FROM steps s JOIN step_tokens st ON st.step_id = s.id
     WHERE s.episode_id = ? ORDER BY s.attempt, s.number"""
 
+_FAILED = """
+    SELECT episode_id, step, tool, error_class, substr(result, 1, 200) FROM tool_calls
+    WHERE error_class IS NOT NULL AND status <> 'unknown_outcome'"""
+
 _COUNTS = {
     "I1: {} groups are not done": "SELECT count(*) FROM groups WHERE status <> 'done'",
     "I1: {} iterations are not done": "SELECT count(*) FROM iterations WHERE status <> 'done'",
@@ -80,6 +84,7 @@ def read(home: Path) -> Record:
             "calls": _one(db, "SELECT count(*) FROM tool_calls WHERE kind = 'call' AND error_class IS NULL"),
             "grades": _one(db, "SELECT count(*) FROM tool_calls WHERE kind = 'grade' AND error_class IS NULL"),
             "unknown": _one(db, "SELECT count(*) FROM tool_calls WHERE status = 'unknown_outcome'"),
+            "failed": [list(row) for row in db.execute(_FAILED)],
             "wrong": [*_counted(db), *_noted(db, home), *_left(db, home)],
         }
 
@@ -99,7 +104,7 @@ def violations(record: Record, undisturbed: Record, fault: str) -> list[str]:
         wrong.append(f"I1: {record['grades']} episodes were judged instead of {undisturbed['grades']}")
     if record["unknown"] > allowed:
         wrong.append(f"I1: the outcome of {record['unknown']} calls is unknown")
-    return wrong
+    return wrong + [f"calls failed: {record['failed']}"] * bool(wrong and record["failed"])
 
 
 def complete(record: Record) -> bool:

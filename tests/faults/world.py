@@ -57,7 +57,7 @@ def _plus_program(a: int, b: int) -> str:
 
 
 _plus_program.__name__ = "plus"
-plus_tool = Tool(plus, timeout_seconds=0.5)
+plus_tool = Tool(plus, timeout_seconds=2.0)
 plus_program = replace(python, function=_plus_program, timeout_seconds=3.0)
 note_tool = Tool(note, effects="once", timeout_seconds=0.5)
 judge = Judge(_digits, asks=lambda episode: {"text": episode.messages[-1].content}, timeout_seconds=2.0)

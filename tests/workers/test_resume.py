@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
-from celery.exceptions import Ignore
+from celery.exceptions import Ignore, Reject
 
 from agentrl.workers.jobs.episode_loop import GroupRollout
 from agentrl.workers.jobs.rollout_job import _run_guarded
@@ -209,13 +209,14 @@ def test_a_message_that_comes_twice_while_its_group_is_held_changes_nothing(own_
     assert dump(own_database) == before
 
 
-def test_a_worker_that_is_stopping_claims_no_group_only_to_hand_it_back(own_database: Database) -> None:
+def test_a_worker_that_is_stopping_claims_no_group_and_leaves_its_message_to_the_next(own_database: Database) -> None:
     group = group_of(own_database)
     before = dump(own_database)
     stopping.set()
     try:
-        with pytest.raises(Ignore):
+        with pytest.raises(Reject) as left:
             rollout_job([group])
+        assert left.value.requeue
     finally:
         stopping.clear()
     assert dump(own_database) == before

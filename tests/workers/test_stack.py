@@ -17,6 +17,7 @@ import redis
 from sqlalchemy import Engine, create_engine, text
 
 from agentrl.workers.stack import broker, control_loop, dispatch, embedded, supervisor
+from agentrl.workers.stack.celery_app import make_app
 from agentrl.workers.stack.process import stopping
 from agentrl.workers.stack.supervisor import Supervisor
 from agentrl.workflow.errors import ConfigError, ServiceError
@@ -206,6 +207,7 @@ def test_the_private_socket_is_nobody_elses(redis_server: Settings) -> None:
 STRUCK = """
 import os, signal, sys, threading, time
 from agentrl.workers.stack import control_loop, worker
+from agentrl.workers.stack.celery_app import make_app
 from agentrl.workers.stack.process import stopping
 
 class Struck(threading.Condition):
@@ -226,6 +228,32 @@ def test_a_control_loop_stops_though_the_signal_comes_while_it_goes_to_sleep(hom
         [sys.executable, "-c", STRUCK], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+STOPPED = """
+import os, signal
+from agentrl.workers.jobs import rollout_job
+from agentrl.workers.stack import worker
+from agentrl.workers.stack.celery_app import make_app
+from agentrl.workers.stack.process import stopping
+
+def claim_group(*arguments):  # the signal has come, and the worker's own thread has not yet left the queue
+    stopping.set()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+rollout_job.store.claim_group = claim_group
+worker.run(["rollout"])
+"""
+
+
+def test_a_message_that_reaches_a_worker_as_it_stops_waits_for_the_next(redis_server: Settings) -> None:
+    command = [sys.executable, "-c", STOPPED]
+    make_app(redis_server).send_task("agentrl.rollout", [[1, 2]])
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert "this worker stops" not in done.stderr
+    with broker.connect_redis(redis_server) as connection:
+        assert connection.llen("agentrl.rollout") == 1
 
 
 def test_the_control_loop_goes_on_after_a_tick_that_failed(home: Path) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from logging import getLogger
 from queue import Empty, SimpleQueue
 
-from celery.exceptions import Ignore
+from celery.exceptions import Ignore, Reject
 
 from agentrl.workers.jobs import broken_checkpoints
 from agentrl.workers.jobs.episode_loop import GroupRollout
@@ -67,15 +67,19 @@ def rollout(groups: list[int]) -> int:
 
 
 def _claim_groups(groups: Sequence[int]) -> list[GroupWork]:
-    """Those of the groups that nobody holds; none once this process is to stop, for it would only hand them back."""
+    """Those of the groups that nobody holds.
+
+    Raises:
+        Reject: this process is to stop and would only hand them back; the message goes to another at once.
+    """
     works: list[GroupWork] = []
     try:
         for group in groups:
             if stopping.is_set():
-                break
+                raise Reject("this worker stops", requeue=True)
             work = store.claim_group(database(), group, claim_name(), settings().lease_seconds)
             works += [work] if work is not None else []
-    except ServiceError:
+    except (ServiceError, Reject):
         _hand_back_groups(works)
         raise
     return works

@@ -74,6 +74,7 @@ def set_up_logging() -> None:
     """Our own words from INFO on, everybody else's warnings."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname).1s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("agentrl").setLevel(logging.INFO)
+    logging.getLogger("celery.app.trace").setLevel(logging.ERROR)  # a message that goes to another worker is no news
 
 
 def _end_with_supervisor(supervisor: int, roles: list[str]) -> None:
