@@ -22,7 +22,7 @@ def text_of(page: str) -> str:
     """The text of a page, a line per block.
 
     Raises:
-        TooMuch: it used up the time or memory that a page has.
+        PageTooLong: it used up the time or memory that a page has.
     """
     command = [sys.executable, "-I", __file__]
     try:
