@@ -19,8 +19,7 @@ from typing import Any
 
 PACKAGE = "workflow"
 _FOLDERS = ("workflow", "workers", "cli", "migrations")
-_CHECKOUT = Path(__file__).resolve().parent.parent
-"""Where these lie in a checkout, and must be taken for nobody's own packages of such names."""
+"""What lies at the top of a checkout, and must be taken for nobody's own packages of such names."""
 
 _ROOMS = {
     "chat": "chat=rendering probing=template_probe stops=stop_strings templates turns=parsing",
@@ -86,6 +85,8 @@ def now(loaded: str) -> str:
 class _Package(ModuleType):
     """A package under its old name: what is below it has old names too, everything else is the package's."""
 
+    __all__: list[str]
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -102,15 +103,20 @@ class _Finder(MetaPathFinder, Loader):
         if root not in _FOLDERS:
             return None
         if fullname == root:
-            theirs = PathFinder.find_spec(root, [place for place in sys.path if Path(place).resolve() != _CHECKOUT])
-            return theirs or (ModuleSpec(root, self, is_package=True) if root == PACKAGE else None)
+            theirs = _find_theirs(root)
+            if root != PACKAGE or (theirs and theirs.origin):
+                return theirs
+            spec = ModuleSpec(root, self, is_package=True)
+            if theirs and theirs.submodule_search_locations:  # of a folder without an `__init__.py`, which hides nothing
+                spec.submodule_search_locations = [*theirs.submodule_search_locations]
+            return spec
         if not isinstance(sys.modules[root], _Package):
             return None
-        return ModuleSpec(fullname, self) if find_spec(new_name(fullname)) else None
+        real = find_spec(new_name(fullname))
+        return ModuleSpec(fullname, self, is_package=real.submodule_search_locations is not None) if real else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        is_package = (real := find_spec(new_name(spec.name))) and real.submodule_search_locations is not None
-        return _Package(spec.name) if is_package else None
+        return None if spec.submodule_search_locations is None else _Package(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         real = import_module(new_name(module.__name__))
@@ -118,9 +124,26 @@ class _Finder(MetaPathFinder, Loader):
             said = f"{module.__name__} is {real.__name__} by now; the old name goes with the next release."
             warnings.warn(said, FutureWarning, stacklevel=2)
         if isinstance(module, _Package):
-            module.__path__ = []
+            module.__all__ = [name for name in vars(real) if not name.startswith("_")]
         else:
             sys.modules[module.__name__] = real  # one module, whatever it is called
+
+
+def _find_theirs(root: str) -> ModuleSpec | None:
+    """A person's own package of that name, wherever Python finds it."""
+    places = [place for place in sys.path if isinstance(place, str) and not _is_ours(Path(place, root))]
+    for finder in sys.meta_path:
+        if not isinstance(finder, _Finder) and (found := finder.find_spec(root, places if finder is PathFinder else None)):
+            return found
+    return None
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether it is a folder of a checkout, this one or another, in which `agentrl` has a link to it."""
+    try:
+        return folder.samefile(folder.resolve().parent / "agentrl" / folder.name)
+    except OSError:
+        return False
 
 
 def install() -> None:

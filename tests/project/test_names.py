@@ -1,9 +1,11 @@
 """Modules: each is loaded under one name, has a name of its own, and can be had by its old one for one release."""
 
+import os
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 
 import pytest
 
@@ -117,6 +119,54 @@ def test_a_persons_own_package_of_such_a_name_is_theirs(tmp_path: Path, package:
     code = "from agentrl.workflow.plugins import find; print(find('rewards', 'mine:thing')())"
     done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("theirs\n", "")
+
+
+def run_in(folder: Path, code: str, *options: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, *options, "-W", "ignore", "-c", code]
+    return subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, check=False)
+
+
+OLD_AND_OWN = """
+import agentrl
+from workflow.losses import LossTerms
+from workflow.rewards import *
+print(LossTerms.__module__, judges_of.__module__)
+"""
+
+
+def test_a_folder_of_files_that_is_no_package_hides_no_old_name(tmp_path: Path) -> None:
+    (tmp_path / "workflow").mkdir()
+    (tmp_path / "workflow" / "mine.py").write_text("OWN = 'theirs'")
+    done = run_in(tmp_path, OLD_AND_OWN + "from workflow.mine import OWN; print(OWN)")
+    assert (done.stdout, done.stderr) == ("agentrl.workflow.training.losses agentrl.workflow.rewards\ntheirs\n", "")
+
+
+def test_another_checkout_on_the_path_is_nobodys_own_package(tmp_path: Path) -> None:
+    (tmp_path / "agentrl").mkdir()
+    for package in ("workflow", "workers"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise ImportError('this is the other')")
+        (tmp_path / "agentrl" / package).symlink_to(f"../{package}")
+    done = run_in(ROOT, OLD_AND_OWN.replace("import agentrl", f"import agentrl, sys; sys.path.insert(0, {str(tmp_path)!r})"))
+    assert (done.stdout, done.stderr) == ("agentrl.workflow.training.losses agentrl.workflow.rewards\n", "")
+
+
+def test_a_persons_own_package_may_lie_beside_ours(tmp_path: Path) -> None:
+    """As in the site-packages of a wheel, where a package lies and no link."""
+    copytree(ROOT / "agentrl", tmp_path / "agentrl", ignore=ignore_patterns("__pycache__"))
+    (tmp_path / "workflow").mkdir()
+    (tmp_path / "workflow" / "__init__.py").write_text("OWN = 'theirs'")
+    done = run_in(tmp_path, "import agentrl, workflow; print(agentrl.__file__, workflow.OWN)", PYTHONPATH=str(tmp_path))
+    assert (done.stdout, done.stderr) == (f"{tmp_path / 'agentrl' / '__init__.py'} theirs\n", "")
+
+
+def test_a_checkout_whose_links_became_text_says_how_to_get_one_with_links(tmp_path: Path) -> None:
+    (tmp_path / "agentrl").mkdir()
+    for name in ("__init__.py", "old_names.py"):
+        (tmp_path / "agentrl" / name).write_bytes((ROOT / "agentrl" / name).read_bytes())
+    (tmp_path / "agentrl" / "workflow").write_text("../workflow")
+    done = run_in(tmp_path, "import agentrl", PYTHONPATH=str(tmp_path))
+    assert "clone anew with `git clone -c core.symlinks=true`" in done.stderr.splitlines()[-1]
 
 
 def test_every_old_name_leads_somewhere() -> None:
