@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.output import say
 from agentrl.cli.targets import find_trained_policy, is_stored_policy
-from agentrl.workflow.config import RunConfig
+from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def resolve_start(asked: RunConfig, origins: Mapping[str, str]) -> "tuple[RunCon
     chosen = {key: value for key, value in asked.model.model_dump().items() if origins[f"model.{key}"] != "default"}
     _refuse_other_options(chosen, made, str(ref.base))
     section = made.model.model_copy(update={key: value for key, value in chosen.items() if key in FREE_KEYS} | named)
-    config = RunConfig.model_validate(asked.model_dump() | {"model": section.model_dump()})
+    config = build(asked.flat() | {f"model.{key}": value for key, value in section})
     return config, replace(ref, version=0)
 
 

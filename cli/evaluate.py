@@ -232,7 +232,7 @@ def chat(
     from agentrl.cli.chat import Loading, chat_at_terminal, chat_in_pipe
     from agentrl.workflow import engines
     from agentrl.workflow.config import build
-    from agentrl.workflow.plugins import find
+    from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.settings import settings
 
     config, ref = _find_policy(policy, trust_remote_code)
@@ -241,7 +241,7 @@ def chat(
     asked: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "engine": engine}
     asked |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
     config = build(config.flat() | _rollout_values(asked) | _chat_values(tool_format, chat_template))
-    engines.check_options(find("engines", config.rollout.engine), config.rollout)
+    engines.check_options(Experiment(config).engine, config.rollout)
     if ref is None:
         _check_model(config.model.path, trust_remote_code)
 

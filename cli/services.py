@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from agentrl.cli.output import say
 from agentrl.cli.probe_process import check_model, check_optimizer
-from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import AgentRLError, ServiceError, WorkerError
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def _start_embedded(asked: "Requirements", separate: bool) -> bool:
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
 
-    config = RunConfig.model_validate(asked.config)
+    config = asked.experiment.config
     with ThreadPoolExecutor(2) as beside:
         looking = [beside.submit(check_model, config.model, asked.base)]
         looking.append(beside.submit(check_optimizer, config.update.optimizer))

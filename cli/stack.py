@@ -150,7 +150,6 @@ def _config_values(
     """
     from agentrl.workflow import trainers
     from agentrl.workflow.algorithms import settle_run
-    from agentrl.workflow.config import RunConfig
     from agentrl.workflow.errors import ConfigError
     from agentrl.workflow.resolve import resolve
 
@@ -164,10 +163,11 @@ def _config_values(
     if file or assignments:
         raise ConfigError("--run shows a stored config, which --config and -s cannot change.", "Choose one.")
     from agentrl.cli.targets import stored_database
+    from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.store import run_names
 
     row = run_names.find_run(stored_database(), run)
-    values = RunConfig.model_validate(row["config"]).flat()
+    values = Experiment.load(row["config"]).config.flat()
     return values, dict.fromkeys(values, f"run {row['name']}"), set()
 
 

@@ -293,16 +293,13 @@ def _describe_evaluation(evaluation: Any, every: int) -> str:
     return f"every {every} versions: {tasks} x {evaluation.group_size}"
 
 
-def _describe_update(config: RunConfig) -> dict[str, Any]:
+def _describe_update(made: Any) -> dict[str, Any]:
     """What an update is, as far as it is not the ordinary one."""
-    from agentrl.workflow.algorithms import Algorithm
-    from agentrl.workflow.plugins import find
-
-    algorithm: Algorithm = find("algorithms", config.algorithm.name)
+    config = made.config
     warmup = f", alone in the first {config.critic.warmup} iterations" if config.critic.warmup else ""
     found: dict[str, Any] = {"convention": config.algorithm.convention}
     found |= {"trainer": config.update.trainer} if config.update.trainer != "agentrl" else {}
-    found |= {"critic": f"learning rate {cell(config.critic.learning_rate)}{warmup}"} if algorithm.critic else {}
+    found |= {"critic": f"learning rate {cell(config.critic.learning_rate)}{warmup}"} if made.algorithm.critic else {}
     return found | ({"passes": config.update.epochs} if config.update.epochs > 1 else {})
 
 
@@ -318,7 +315,7 @@ def _show_plan(prepared: Any, as_json: bool) -> None:
         "env": config.env,
         "rewards": ", ".join(f"{name} x {cell(weight)}" for name, weight in submission.weights.items()),
         "algorithm": config.algorithm.name,
-        **_describe_update(config),
+        **_describe_update(prepared.experiment),
         **({"hooks": ", ".join(config.hooks)} if config.hooks else {}),
         "tasks": tasks or f"{len(submission.groups)} stored groups",
         "epochs": submission.passes,

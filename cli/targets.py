@@ -124,8 +124,9 @@ def find_policy(policy: str) -> "tuple[RunConfig, Any]":
     Raises:
         NotFoundError: there is no such run or version, and no model can be of that name.
     """
-    from agentrl.workflow.config import RunConfig, build
+    from agentrl.workflow.config import build
     from agentrl.workflow.errors import NotFoundError
+    from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.store import run_names
     from agentrl.workflow.store.epoch_ends import Epoch
 
@@ -143,7 +144,7 @@ def find_policy(policy: str) -> "tuple[RunConfig, Any]":
             ref = run_names.find_stored_policy(db, name, version)
             if isinstance(version, Epoch):
                 _link_again(db, run["id"])
-            return RunConfig.model_validate(run["config"]), ref
+            return Experiment.load(run["config"]).config, ref
     if version is not None:
         raise NotFoundError(f"There is no run {name!r}.", "List them with `agentrl runs`.")
     if not _may_be_a_model(policy):

@@ -13,6 +13,7 @@ from agentrl.workflow.trajectory import Episode, Message, ToolResult
 if TYPE_CHECKING:
     from agentrl.workflow.analysis.episode_diff import TokenDifference
     from agentrl.workflow.analysis.verify_episode import RewardsReport, TokensReport, ToolsReport
+    from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.store.provenance import Origin
 
 TOOLS, TOKENS, REWARDS = "tools", "tokens", "rewards"
@@ -32,19 +33,21 @@ def verify(episode: int, what: str, as_json: bool) -> int:
         CheckpointError: tokens alone were asked for, and the weights that sampled them are gone.
         ModelError: the base here is another than the run's.
     """
+    from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.store.provenance import find_origin
 
     if what not in CHECK_CHOICES:
         raise ConfigError(f"--verify does not know {what!r}.", did_you_mean(what, CHECK_CHOICES))
     origin = find_origin(stored_database(), episode)
     asked = CHECK_CHOICES[:3] if what == "all" else (what,)
-    reports: dict[str, Any] = {name: check(origin) for name, check in _CHECKS.items() if name in asked}
+    made = Experiment.load(origin.config)
+    reports: dict[str, Any] = {name: check(origin, made) for name, check in _CHECKS.items() if name in asked}
     every = [report for found in reports.values() for report in (found if isinstance(found, list) else [found])]
     same = all(report.same for report in every)
     verified = sum(report.compared_count for report in every)
     if as_json:
-        made = origin.record.episode
-        told = {"same": same if verified or not same else None, "parent": made.parent_id, "inherited": made.inherited}
+        done = origin.record.episode
+        told = {"same": same if verified or not same else None, "parent": done.parent_id, "inherited": done.inherited}
         show_json({"episode": episode, **told, **{name: _report_document(found) for name, found in reports.items()}})
     else:
         show_lines(_report_lines(origin, what, reports, _verdict_line(origin, reports, same, verified)))
@@ -72,20 +75,14 @@ def _report_document(found: Any) -> Any:
 # doing it again
 
 
-def _check_tools(origin: "Origin") -> "ToolsReport":
+def _check_tools(origin: "Origin", made: "Experiment") -> "ToolsReport":
     from agentrl.workers.jobs.tools_job import run_tool
     from agentrl.workflow.analysis.verify_episode import check_tools
-    from agentrl.workflow.config import RunConfig
-    from agentrl.workflow.envs import offered_tools
-    from agentrl.workflow.plugins import find
     from agentrl.workflow.store.rows import clean, message_row, message_value
     from agentrl.workflow.store.tool_calls import CallWork
     from agentrl.workflow.tools.python import Notebook, keeps_session
 
-    name = str(origin.config["env"])
-    env = find("envs", name)
-    tools = offered_tools(env, RunConfig.model_validate(origin.config))
-
+    name, env, tools = str(made.config.env), made.env, made.tools
     notebook = Notebook()
 
     def run(tool: str, arguments: Mapping[str, Any]) -> ToolResult:
@@ -115,32 +112,25 @@ def _check_tools(origin: "Origin") -> "ToolsReport":
         return check_tools(episode, calls, run, effects, reads)
 
 
-def _check_tokens(origin: "Origin") -> "TokensReport":
+def _check_tokens(origin: "Origin", made: "Experiment") -> "TokensReport":
     from agentrl.workflow.analysis.verify_episode import missing_weights
     from agentrl.workflow.analysis.verify_tokens import check_tokens
-    from agentrl.workflow.config import RunConfig
-    from agentrl.workflow.envs import offered_tools
     from agentrl.workflow.models.policy import open_run_base
-    from agentrl.workflow.plugins import find
     from agentrl.workflow.settings import settings
 
-    config = RunConfig.model_validate(origin.config)
     where = settings()
-    policy = open_run_base(config.model, origin.base, origin.base_hash, origin.manifest, where.device, where.threads)
-    schemas = [tool.schema for tool in offered_tools(find("envs", str(config.env)), config).values()]
+    policy = open_run_base(made.config.model, origin.base, origin.base_hash, origin.manifest, where.device, where.threads)
+    schemas = [tool.schema for tool in made.tools.values()]
     lost = missing_weights(origin.policies, origin.collected)
-    return check_tokens(origin.record.episode, origin.policies, lost, policy, schemas, origin.key.bits, config.rollout)
+    return check_tokens(origin.record.episode, origin.policies, lost, policy, schemas, origin.key.bits, made.config.rollout)
 
 
-def _check_rewards(origin: "Origin") -> "list[RewardsReport]":
+def _check_rewards(origin: "Origin", made: "Experiment") -> "list[RewardsReport]":
     from agentrl.workflow.analysis.verify_episode import check_rewards
-    from agentrl.workflow.config import RunConfig
     from agentrl.workflow.envs import Env
-    from agentrl.workflow.plugins import find
 
-    env: Env = find("envs", str(origin.config["env"]))
-    sets = {"default": env}
-    episode = replace(origin.record.episode, limits=RunConfig.model_validate(origin.config).rollout)
+    sets = {"default": made.env}
+    episode = replace(origin.record.episode, limits=made.config.rollout)
     return [
         check_rewards(episode, name, sets.get(name, Env()), scored.weights, scored.parts, scored.code_hash)
         for name, scored in origin.reward_sets.items()
@@ -148,7 +138,11 @@ def _check_rewards(origin: "Origin") -> "list[RewardsReport]":
     ]
 
 
-_CHECKS: Mapping[str, Callable[["Origin"], Any]] = {TOOLS: _check_tools, TOKENS: _check_tokens, REWARDS: _check_rewards}
+_CHECKS: Mapping[str, Callable[["Origin", "Experiment"], Any]] = {
+    TOOLS: _check_tools,
+    TOKENS: _check_tokens,
+    REWARDS: _check_rewards,
+}
 
 
 # the report

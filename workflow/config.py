@@ -1,4 +1,4 @@
-"""RunConfig: the whole experiment, frozen; unknown keys are refused. `resolve` makes it from what is typed."""
+"""RunConfig: what a run is asked to be, frozen; unknown keys are refused. `resolve` makes it from what is typed."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, get_args
@@ -287,7 +287,7 @@ class ServedTool(Section):
 
 
 class RunConfig(Section):
-    """One experiment."""
+    """What a run is asked to be."""
 
     name: str | None = Field(None, pattern=NAME_PATTERN, description="Unique name [made from dataset, model]")
     seed: int = Field(0, ge=0, lt=2**31, description="Orders tasks and keys every random draw")

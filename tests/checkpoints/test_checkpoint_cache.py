@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.workers.requests.submission import pick_output_folder
+from agentrl.workers.requests.submission import submission_of
 from agentrl.workflow.checkpoints import checkpoint_cache, object_store
 from agentrl.workflow.checkpoints.sealed_folder import MANIFEST, OPTIMIZER, STATE, WEIGHTS, verify
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import BrokenCheckpoint, CheckpointError, ConfigError, ServiceError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.settings import settings
+from agentrl.workflow.trajectory import PolicyRef
 from tests.faults.cluster import small_disk
 from tests.support.network_machines import BUCKET, S3, s3_server
 
@@ -343,19 +345,27 @@ def test_a_sound_copy_here_does_not_hide_what_is_broken_in_the_store(place: str,
 def test_new_runs_keep_their_checkpoints_where_the_settings_say(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def place(config: RunConfig) -> str:
+        named = Experiment(config.model_copy(update={"name": "run"}))
+        more = {"manifest": {}, "tasks": (), "code_hash": ""}
+        return submission_of(None, named, "train", PolicyRef("tiny", "hash"), "", **more).output_dir
+
     config = RunConfig()
-    assert pick_output_folder(config, "run") == f"{home}/runs/run"
-    for asked, expected in ((f"file://{tmp_path}/mount/", f"file://{tmp_path}/mount/run"), (str(tmp_path), f"{tmp_path}/run")):
+    assert place(config) == f"{home}/runs/run"
+    for asked, expected in (
+        (f"file://{tmp_path}/mount/", f"file://{tmp_path}/mount/run"),
+        (str(tmp_path), f"{tmp_path}/run"),
+    ):
         monkeypatch.setenv("AGENTRL_CHECKPOINTS", asked)
         settings.cache_clear()
-        assert pick_output_folder(config, "run") == expected
+        assert place(config) == expected
     config = config.model_copy(update={"output_dir": f"file://{tmp_path}/chosen"})
-    assert pick_output_folder(config, "run") == f"file://{tmp_path}/chosen"
+    assert place(config) == f"file://{tmp_path}/chosen"
     (tmp_path / "file").touch()
     for refused in (f"file://{tmp_path}/file", "/proc/checkpoints"):
         with pytest.raises(ConfigError, match="No checkpoint can be written"):
-            pick_output_folder(config.model_copy(update={"output_dir": refused}), "run")
+            place(config.model_copy(update={"output_dir": refused}))
     monkeypatch.setenv("AGENTRL_CHECKPOINTS", "s3://")
     settings.cache_clear()
     with pytest.raises(ConfigError, match="names no place"):
-        pick_output_folder(RunConfig(), "run")
+        place(RunConfig())

@@ -19,10 +19,11 @@ from agentrl.workers.jobs.tools_job import run_tool
 from agentrl.workers.requests.submission import prepare
 from agentrl.workflow import envs
 from agentrl.workflow.agent import Action, CallTools, Finish, Generate, next_action
-from agentrl.workflow.config import RolloutConfig, RunConfig, build
+from agentrl.workflow.config import RolloutConfig, build
 from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.envs import Env, score_episode, scoring_hash
 from agentrl.workflow.errors import RewardError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.rewards import code_hash
@@ -69,8 +70,8 @@ class Player:
             return next(said)
 
         work = claim(db, group, lease=EXPIRED)
-        config, engine = RunConfig.model_validate(work.config), ScriptedEngine(says, workers=1)
-        self.driver = GroupRollout(db, work, config, engine, CHAT, SimpleQueue(), set())
+        made, engine = Experiment.load(work.config, work.weights), ScriptedEngine(says, workers=1)
+        self.driver = GroupRollout(db, work, made, engine, CHAT, SimpleQueue(), set())
         self.driver.start()
 
     def takes(self, turns: int) -> "Player":

@@ -15,6 +15,7 @@ from agentrl.workflow.config import ModelConfig, RolloutConfig, RunConfig, build
 from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.engines.rolling import rolling
 from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.inference.open_policy import OpenPolicy
 from agentrl.workflow.inference.rolling_engine import RollingEngine
 from agentrl.workflow.models.policy import Policy
@@ -60,9 +61,9 @@ class Worker:
         self.requests: list[GenerateRequest] = []
         self._turns = iter(turns)
         work = claim(db, group, lease=EXPIRED)
-        config = RunConfig.model_validate(work.config)
+        made = Experiment.load(work.config, work.weights)
         engine = ScriptedEngine(self._turn, workers=1)
-        self.driver = GroupRollout(db, work, config, engine, CHAT, SimpleQueue(), set())
+        self.driver = GroupRollout(db, work, made, engine, CHAT, SimpleQueue(), set())
         self.driver.start()
 
     def _turn(self, request: GenerateRequest) -> Sequence[int]:
@@ -182,7 +183,7 @@ def test_a_question_longer_than_the_models_window_ends_its_episode_at_once(sqlit
     work = claim(sqlite, group)
     work = replace(work, policy=PolicyRef(str(policy.folder), policy.base_hash))
     engine = RollingEngine(policy)
-    driver = GroupRollout(sqlite, work, RunConfig.model_validate(work.config), engine, policy.chat, SimpleQueue(), set())
+    driver = GroupRollout(sqlite, work, Experiment.load(work.config, work.weights), engine, policy.chat, SimpleQueue(), set())
     driver.start()
     for _ in range(2):
         driver.handle([driver.inbox.get(timeout=60)])

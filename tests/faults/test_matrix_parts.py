@@ -34,9 +34,10 @@ from agentrl.workflow import store
 from agentrl.workflow.agent import refusal
 from agentrl.workflow.chat.parsing import parse_text
 from agentrl.workflow.checkpoints import sealed_folder
-from agentrl.workflow.config import RolloutConfig, RunConfig, build
+from agentrl.workflow.config import RolloutConfig, build
 from agentrl.workflow.control.scheduler import plan
 from agentrl.workflow.errors import CheckpointError, ModelError, ServiceError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
@@ -183,7 +184,7 @@ def test_every_malformed_call_is_an_observation_and_the_episode_goes_on_to_its_a
     config = {**wanted.config, "rollout": {**wanted.config["rollout"], **limits}}
     work = claim(own_database, start(own_database, replace(wanted, config=config))[0])
     engine = ScriptedEngine([*map(ids, MALFORMED), *[ids("#### 6")] * len(MALFORMED)], workers=1)
-    driver = GroupRollout(own_database, work, RunConfig.model_validate(config), engine, chat(), SimpleQueue(), set())
+    driver = GroupRollout(own_database, work, Experiment.load(config, work.weights), engine, chat(), SimpleQueue(), set())
     driver.start()
     while driver.is_live:
         driver.handle([driver.inbox.get(timeout=60)])

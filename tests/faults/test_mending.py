@@ -26,6 +26,7 @@ from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.control.scheduler import Dispatch, SendRollouts, SendTrain, plan
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import CheckpointError, Fenced
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.runtime import faults
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import (
@@ -446,7 +447,7 @@ def test_advantages_are_the_recorded_ones_as_far_as_they_are_made_of_rewards(dat
         config = {**work.config, "algorithm": {**work.config["algorithm"], **algorithm}}
         found = {episode: value + apart for episode, value in list(credit.items())[without:]}
         rebuild = Rebuild(broken, work.policy, work.groups, credit)
-        broken_checkpoints.check_same_update(replace(work, config=config), rebuild, Update(advantages=found))
+        broken_checkpoints.check_same_update(work, Experiment.load(config), rebuild, Update(advantages=found))
 
     of_the_model: list[dict[str, Any]] = [{"name": "ppo"}, {"name": "rloo", "kl_coef": 0.1, "kl_in": "reward"}]
     for algorithm in of_the_model:

@@ -11,6 +11,7 @@ from agentrl.workflow import engines
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import ModelConfig, RunConfig, build
 from agentrl.workflow.errors import CheckpointError, ConfigError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.inference.open_policy import open_policy
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
@@ -94,7 +95,7 @@ def test_a_url_that_no_server_can_be_asked_at_is_refused_at_submission(
 
 def test_a_worker_that_only_trains_needs_no_server(folder: Path, home: Path) -> None:
     config = build({"model.path": str(folder), "model.lora_r": 4, "rollout.engine": "openai"})
-    with Models().use(config, str(folder)) as loaded:
+    with Models().use(Experiment(config), str(folder)) as loaded:
         loaded.release()
         assert loaded.policy.trainable()
         with pytest.raises(ConfigError, match=r"AGENTRL_ENGINE_URL.*agentrl down"):

@@ -17,10 +17,10 @@ from agentrl.workers.jobs.rollout_job import _run_guarded
 from agentrl.workers.requests.rescoring import rescore
 from agentrl.workers.stack import broker, dispatch
 from agentrl.workers.stack.celery_app import make_app
-from agentrl.workflow.config import RunConfig
 from agentrl.workflow.datasets.code import code_metadata
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import ConfigError, InfraError, SandboxUnavailable
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.plugins import find
 from agentrl.workflow.rewards import Judge, judges_of
 from agentrl.workflow.sandbox.cases import Case
@@ -63,8 +63,8 @@ class Worker:
     def __init__(self, db: Database, group: int, turns: Sequence[Sequence[int]]) -> None:
         work = claim(db, group, lease=EXPIRED)
         engine = ScriptedEngine(turns, workers=1)
-        config = RunConfig.model_validate(work.config)
-        self.driver = GroupRollout(db, work, config, engine, chat(), SimpleQueue(), set())
+        made = Experiment.load(work.config, work.weights)
+        self.driver = GroupRollout(db, work, made, engine, chat(), SimpleQueue(), set())
         self.driver.start()
 
     def takes(self, turns: int) -> "Worker":

@@ -18,9 +18,9 @@ from agentrl.workers.requests.fork_request import OTHER_CODE, ForkRequest, prepa
 from agentrl.workers.requests.rescoring import rescore
 from agentrl.workers.requests.stored_groups import prepare_stored
 from agentrl.workers.stack import embedded
-from agentrl.workflow.config import CriticConfig
-from agentrl.workflow.envs import scoring_hash
+from agentrl.workflow.config import CriticConfig, build
 from agentrl.workflow.errors import ConfigError, ConflictError, NotFoundError, RewardError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.plugins import find
 from agentrl.workflow.resolve import resolve
 from agentrl.workflow.store import ledger, listings, train_commits
@@ -316,17 +316,17 @@ def test_a_worker_refuses_a_group_whose_rewards_were_edited_since_it_read_them(
     file.write_text("def mine(episode): return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(worker, "database", lambda: database)
-    env = find("envs", "math")
+    made = Experiment(build({"env": "math"}), weights)
     find("rewards", "edited_since:mine")
-    wanted = replace(submission(), weights=weights, code_hash=scoring_hash(env, weights))
+    wanted = replace(submission(), weights=weights, code_hash=made.scoring_hash())
     work = claim(database, start(database, wanted)[0])
-    worker._check_code(work, env)
+    worker._check_code(work, made)
     file.write_text("def mine(episode): return 22.0\n")
-    worker._check_code(work, env)
-    later = replace(work, code_hash=scoring_hash(env, weights, anew=True))
+    worker._check_code(work, made)
+    later = replace(work, code_hash=made.scoring_hash(anew=True))
     assert later.code_hash != work.code_hash
     with pytest.raises(ConfigError, match="A file of the rewards of first has changed since the workers that run read it"):
-        worker._check_code(later, env)
+        worker._check_code(later, made)
 
 
 @pytest.mark.slow

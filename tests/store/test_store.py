@@ -88,6 +88,32 @@ def test_twenty_threads_that_submit_one_name_make_one_run(database: Database) ->
     assert value(database, "SELECT count(*) FROM episodes") == 4
 
 
+def test_a_name_that_nobody_chose_gives_way_to_the_next_free_one_and_its_folder_with_it(database: Database) -> None:
+    planning.submit(database, submission("first-1"))
+    unnamed = replace(submission("first-1"), stem="first", root="/runs")
+    assert planning.submit(database, unnamed).name == "first-2"
+    rows = "SELECT name || ' ' || output_dir FROM runs ORDER BY id"
+    assert values(database, rows) == ["first-1 out", "first-2 /runs/first-2"]
+    assert run_names.find_run(database, "first-2")["config"] == {**unnamed.config, "name": "first-2"}
+    chosen = replace(submission("first-1"), stem="first")
+    assert planning.submit(database, chosen).name == "first-3"
+    assert values(database, rows)[2] == "first-3 out"
+
+
+def test_twenty_threads_that_submit_under_one_free_name_make_twenty_runs(database: Database) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        made = list(pool.map(lambda _: planning.submit(database, replace(submission("a-1"), stem="a")), range(20)))
+    assert {one.name for one in made} == {f"a-{number}" for number in range(1, 21)}
+    assert all(one.created for one in made)
+
+
+def test_a_run_whose_commit_was_not_heard_of_is_found_under_the_name_that_it_got(database: Database) -> None:
+    planning.submit(database, submission("first-1"))
+    unnamed = replace(submission("first-1"), stem="first")
+    assert planning.submit(database, unnamed) == planning.submit(database, unnamed)
+    assert values(database, "SELECT name FROM runs ORDER BY id") == ["first-1", "first-2"]
+
+
 def test_runs_on_the_same_tasks_share_their_rows(database: Database) -> None:
     planning.submit(database, submission())
     planning.submit(database, submission("second"))

@@ -27,6 +27,7 @@ from agentrl.workers.stack.replies import Replies
 from agentrl.workflow.config import RunConfig, ServedTool, build
 from agentrl.workflow.envs import Env, offered_tools
 from agentrl.workflow.errors import ConfigError, InfraError, ToolFailure, UnknownOutcome
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.mcp import mcp_servers, mcp_tool
 from agentrl.workflow.plugins import find
 from agentrl.workflow.settings import settings
@@ -279,7 +280,8 @@ def test_a_servers_tool_works_from_submit_to_the_transcript(
     made = planning.submit(own_database, prepared.submission)
     groups = planning.start_iteration(own_database, planning.open_iterations(own_database, made.id)[0])
     work = claim(own_database, groups[0])
-    config = RunConfig.model_validate(work.config)
+    experiment = Experiment.load(work.config, work.weights)
+    config = experiment.config
     assert config.tools == (name, "echo")
     assert {told.name for told in config.served_tools} >= {"add", "charge"}
     spoken = chat()
@@ -287,7 +289,7 @@ def test_a_servers_tool_works_from_submit_to_the_transcript(
     said = "".join(f"<tool_call>{json.dumps({'name': tool, 'arguments': given})}</tool_call>" for tool, given in calls)
     ids = [(*spoken.tokenizer.encode(text, add_special_tokens=False), min(spoken.end_ids)) for text in (said, "42")]
     engine = ScriptedEngine([ids[0], ids[0], ids[1], ids[1]], workers=1)
-    driver = GroupRollout(own_database, work, config, engine, spoken, SimpleQueue(), set())
+    driver = GroupRollout(own_database, work, experiment, engine, spoken, SimpleQueue(), set())
     assert {schema["function"]["name"] for schema in driver.schemas} >= {"calculator", "echo", "add", "slow"}
     driver.start()
     while driver.is_live:

@@ -17,11 +17,11 @@ from agentrl.workers.jobs.rollout_job import _check_code
 from agentrl.workers.requests.rescoring import rescore
 from agentrl.workers.requests.stored_groups import prepare_stored
 from agentrl.workers.requests.submission import prepare
-from agentrl.workflow.config import RunConfig, build
-from agentrl.workflow.envs import Env, scoring_hash
+from agentrl.workflow.config import build
+from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import ConfigError, RewardError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import Hook
-from agentrl.workflow.plugins import find
 from agentrl.workflow.resolve import resolve
 from agentrl.workflow.store import listings, planning, steps
 from agentrl.workflow.store.connect import Database
@@ -179,7 +179,7 @@ def rolled_out(db: Database, asked: Mapping[str, Any]) -> None:
     (group,) = planning.start_iteration(db, planning.open_iterations(db, made.id)[0])
     work = claim(db, group)
     driver = GroupRollout(
-        db, work, RunConfig.model_validate(work.config), ScriptedEngine(SAID, workers=1), chat(), SimpleQueue(), set()
+        db, work, Experiment.load(work.config, work.weights), ScriptedEngine(SAID, workers=1), chat(), SimpleQueue(), set()
     )
     driver.start()
     for _ in SAID:
@@ -252,18 +252,19 @@ def test_workers_that_hold_other_code_than_was_submitted_are_found_out(
     config = build(asked | {"rewards": {"altered_reward:mine": 1.0}})
     made = planning.submit(own_database, prepare(own_database, config).submission)
     (group,) = planning.start_iteration(own_database, planning.open_iterations(own_database, made.id)[0])
-    work, env = claim(own_database, group), find("envs", "math")
-    _check_code(work, env)
+    work = claim(own_database, group)
+    made = Experiment.load(work.config, work.weights)
+    _check_code(work, made)
     file.write_text("def mine(episode): return 22.0\n")
-    _check_code(work, env)  # what is loaded is what was submitted
-    later = replace(work, code_hash=scoring_hash(env, work.weights, anew=True))
+    _check_code(work, made)  # what is loaded is what was submitted
+    later = replace(work, code_hash=made.scoring_hash(anew=True))
     assert later.code_hash != work.code_hash
     with pytest.raises(ConfigError, match=r"A file of the rewards of mine has changed .* agentrl down"):
-        _check_code(later, env)
+        _check_code(later, made)
     assert told() == []
     file.unlink()
     for _ in range(2):
-        _check_code(later, env)  # nobody can score by that code any more
+        _check_code(later, made)  # nobody can score by that code any more
     assert told() == [work.code_hash]
 
 

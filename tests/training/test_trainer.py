@@ -22,6 +22,7 @@ from agentrl.workflow.checkpoints.sealed_folder import sha256_file
 from agentrl.workflow.config import AlgorithmConfig, RunConfig, build
 from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.errors import CheckpointError, ConfigError, InfraError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.inference.rolling_engine import RollingEngine
 from agentrl.workflow.models.logprobs import token_logprobs
 from agentrl.workflow.models.memory import out_of_memory, return_freed_memory
@@ -678,7 +679,7 @@ def test_a_trainer_of_somebodys_own_is_a_file_that_names_it(tmp_path: Path, monk
     run = build({"update.trainer": "own_trainer:idle"})
     trainers.check(run)
     policy = Policy.load(run.model, str(tiny_random(tmp_path / "model")), DEVICE)
-    assert type(trainers.start(policy, run, 1)).__name__ == "Idle"
+    assert type(trainers.start(Experiment(run).trainer, policy, run, 1)).__name__ == "Idle"
     with pytest.raises(ConfigError, match="nothing but grpo"):
         trainers.check(build({"update.trainer": "own_trainer:idle", "algorithm.name": "rloo"}))
     with pytest.raises(ConfigError, match="No trainer is called 'nobody'"):

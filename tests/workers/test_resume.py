@@ -20,9 +20,9 @@ from agentrl.workers.stack import dispatch
 from agentrl.workers.stack.dispatch import MAX_SENDS, NO_REPLY
 from agentrl.workers.stack.process import stopping
 from agentrl.workers.stack.supervisor import Child, Supervisor
-from agentrl.workflow.config import RunConfig
 from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.envs import Env
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store import listings, rollout_claims
@@ -48,8 +48,8 @@ class Worker:
         self.requests: list[GenerateRequest] = []
         work = claim(db, group, lease=lease)
         engine = ScriptedEngine(self._turn, workers=1)
-        config = RunConfig.model_validate(work.config)
-        self.driver = GroupRollout(db, work, config, engine, chat(), SimpleQueue(), set())
+        made = Experiment.load(work.config, work.weights)
+        self.driver = GroupRollout(db, work, made, engine, chat(), SimpleQueue(), set())
 
     def _turn(self, request: GenerateRequest) -> tuple[int, ...]:
         self.requests.append(request)

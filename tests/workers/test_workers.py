@@ -32,6 +32,7 @@ from agentrl.workers.stack.supervisor import Child, Supervisor
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import InfraError, ServiceError, Unready
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import Hook
 from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.models.policy import Policy
@@ -384,7 +385,7 @@ def rollout_of(db: Database, turns: Sequence[Sequence[int]], **config: Any) -> G
     group, *_ = start(db, replace(wanted, config={**wanted.config, **config}))
     work = claim(db, group)
     engine = ScriptedEngine(turns, workers=1)
-    return GroupRollout(db, work, RunConfig.model_validate(work.config), engine, chat(), SimpleQueue(), set())
+    return GroupRollout(db, work, Experiment.load(work.config, work.weights), engine, chat(), SimpleQueue(), set())
 
 
 def play(driver: GroupRollout, turns: int) -> None:
@@ -487,12 +488,12 @@ def test_a_model_folder_that_was_made_anew_is_loaded_anew_and_an_unchanged_one_i
     monkeypatch.setenv("AGENTRL_DEVICE", "cpu")
     settings.cache_clear()
     folder, models = tiny_random(tmp_path / "m"), Models()
-    with models.use(RunConfig(), str(folder)) as first:
+    with models.use(Experiment(RunConfig()), str(folder)) as first:
         before = first.policy.base_hash
-    with models.use(RunConfig(), str(folder)) as again:
+    with models.use(Experiment(RunConfig()), str(folder)) as again:
         assert again is first
     tiny_random(folder, seed=1)
-    with models.use(RunConfig(), str(folder)) as anew:
+    with models.use(Experiment(RunConfig()), str(folder)) as anew:
         assert anew.policy.base_hash != before
         anew.engine.close()
 
@@ -514,11 +515,11 @@ def test_a_model_folder_that_is_replaced_while_it_is_read_is_read_again(
     kept, models = tmp_path / "kept", Models()
     swaps = [lambda: other.rename(mine), lambda: mine.rename(kept)]
     monkeypatch.setattr(Policy, "load", load_slowly)
-    with models.use(RunConfig(), str(mine)) as loaded:
+    with models.use(Experiment(RunConfig()), str(mine)) as loaded:
         assert loaded.policy.base_hash == expected["other"]
     mine.rename(other)
     kept.rename(mine)
-    with models.use(RunConfig(), str(mine)) as loaded:
+    with models.use(Experiment(RunConfig()), str(mine)) as loaded:
         assert loaded.policy.base_hash == expected["mine"], "the files that it asked for first are back"
 
 
@@ -531,11 +532,11 @@ def test_jobs_of_two_bases_take_turns_and_a_base_is_not_changed_for_each_job(
     entered: list[str] = []
 
     def job(name: str) -> None:
-        with models.use(RunConfig(), bases[name]):
+        with models.use(Experiment(RunConfig()), bases[name]):
             entered.append(name)
 
     waiting = [threading.Thread(target=job, args=[name]) for name in "BABABA"]
-    with models.use(RunConfig(), bases["A"]):
+    with models.use(Experiment(RunConfig()), bases["A"]):
         for number, thread in enumerate(waiting, start=1):
             thread.start()
             while len(models._line) < number:  # so that they stand in this order
@@ -544,7 +545,7 @@ def test_jobs_of_two_bases_take_turns_and_a_base_is_not_changed_for_each_job(
     for thread in waiting:
         thread.join()
     assert entered == ["B", "B", "B", "A", "A", "A"]
-    with models.use(RunConfig(), bases["A"]) as loaded:
+    with models.use(Experiment(RunConfig()), bases["A"]) as loaded:
         loaded.engine.close()
 
 

@@ -7,8 +7,8 @@ from agentrl.workers.stack.dispatch import send_train
 from agentrl.workers.stack.process import database
 from agentrl.workflow.algorithms import credits_alike
 from agentrl.workflow.checkpoints import checkpoint_cache
-from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import CheckpointError, ConfigError, ServiceError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.store import repair
 from agentrl.workflow.store.repair import Rebuild
 from agentrl.workflow.store.train_claims import IterationWork
@@ -49,7 +49,7 @@ def send_rebuild(iteration: int) -> None:
         log.warning("the control loop will send train(%d): %s", iteration, error)
 
 
-def check_same_update(work: IterationWork, rebuild: Rebuild, update: "Update") -> None:
+def check_same_update(work: IterationWork, experiment: Experiment, rebuild: Rebuild, update: "Update") -> None:
     """Makes sure that the update that was run again is the recorded one.
 
     Raises:
@@ -57,8 +57,7 @@ def check_same_update(work: IterationWork, rebuild: Rebuild, update: "Update") -
     """
     if update.skipped:
         raise beyond_repair_error(work, rebuild, f"its update now takes no step: {update.skipped}")
-    options = RunConfig.model_validate(work.config).algorithm
-    if not credits_alike(options, update.advantages, rebuild.advantages):
+    if not credits_alike(experiment.config.algorithm, update.advantages, rebuild.advantages):
         raise beyond_repair_error(work, rebuild, "its update cannot be repeated: the advantages are not the recorded ones")
 
 

@@ -16,14 +16,12 @@ from agentrl.workers.stack.dispatch import send_call
 from agentrl.workers.stack.replies import Replies
 from agentrl.workflow.agent import Action, CallTools, Finish, Generate, next_action, refusal
 from agentrl.workflow.chat.rendering import Chat
-from agentrl.workflow.config import RunConfig
 from agentrl.workflow.engines import Engine, GenerateRequest
-from agentrl.workflow.envs import Env, offered_tools
 from agentrl.workflow.errors import InfraError, RewardError, ServiceError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import Hook, load_hooks
 from agentrl.workflow.inference.turns import Draft, draft_turn
-from agentrl.workflow.plugins import find
-from agentrl.workflow.rewards import judges_of, questions
+from agentrl.workflow.rewards import questions
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.runtime.lazy import Once
 from agentrl.workflow.settings import settings
@@ -64,7 +62,7 @@ class GroupRollout:
 
     db: Database
     work: GroupWork
-    config: RunConfig
+    experiment: Experiment
     engine: Engine
     chat: Chat
     inbox: Inbox
@@ -77,10 +75,8 @@ class GroupRollout:
     _says_waiting: bool = False
 
     def __post_init__(self) -> None:
-        assert self.config.env is not None
-        self.env: Env = find("envs", self.config.env)
-        self.tools = offered_tools(self.env, self.config)
-        self.judges = judges_of(self.work.weights)
+        self.config, self.env = self.experiment.config, self.experiment.env
+        self.tools, self.judges = self.experiment.tools, self.experiment.judges
         self.schemas = [tool.schema for tool in self.tools.values()]
         self.hooks: tuple[Hook, ...] = load_hooks(self.config.hooks)
         limits = self.config.rollout

@@ -16,8 +16,8 @@ from pathlib import Path
 from agentrl.workflow import engines
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.engines import Backend, Engine
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.models.policy import Policy
-from agentrl.workflow.plugins import find
 from agentrl.workflow.settings import settings
 from agentrl.workflow.training.trainer import Trainer
 
@@ -73,7 +73,7 @@ class Models:
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     @contextmanager
-    def use(self, config: RunConfig, base: str) -> Iterator[LoadedModel]:
+    def use(self, experiment: Experiment, base: str) -> Iterator[LoadedModel]:
         """The base loaded as `config.model` says, with the engine that it names; many may use it at once.
 
         Raises:
@@ -81,7 +81,7 @@ class Models:
             ConfigError: there is no such engine.
         """
         with self._changed:
-            loaded = self._enter(_loading_key(config, base), config, base)
+            loaded = self._enter(_loading_key(experiment.config, base), experiment, base)
         try:
             yield loaded
         finally:
@@ -89,14 +89,14 @@ class Models:
                 self._users -= 1
                 self._changed.notify_all()
 
-    def _enter(self, key: str, config: RunConfig, base: str) -> LoadedModel:
+    def _enter(self, key: str, experiment: Experiment, base: str) -> LoadedModel:
         self._tickets += 1
         ticket = (self._tickets, key)
         self._line.append(ticket)
         try:
             self._changed.wait_for(lambda: self._may_enter(ticket))
             if self._key != key or self._loaded is None:
-                self._replace(config, base)
+                self._replace(experiment, base)
             assert self._loaded is not None
             self._users += 1
             return self._loaded
@@ -110,14 +110,13 @@ class Models:
         first = self._line[0] == ticket
         return ticket in invited or (first and (ticket[1] == self._key or not (self._users or invited)))
 
-    def _replace(self, config: RunConfig, base: str) -> None:
+    def _replace(self, experiment: Experiment, base: str) -> None:
         if self._loaded is not None:
             log.info("changing bases: %s leaves", self._key.split("|")[0])
             self._loaded.close()
             self._loaded, self._key = None, ""
         log.info("loading %s", base)
-        where = settings()
-        backend: Backend = find("engines", config.rollout.engine)
+        where, config, backend = settings(), experiment.config, experiment.engine
         key = ""
         while key != (present := _loading_key(config, base)):  # a folder that is replaced while it is read is read again
             key = present

@@ -30,9 +30,8 @@ from agentrl.workers.stack.process import (
 )
 from agentrl.workflow import engines
 from agentrl.workflow.checkpoints import checkpoint_cache
-from agentrl.workflow.config import RunConfig
-from agentrl.workflow.envs import Env, scoring_hash
 from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, ModelError, ServiceError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import repair, train_commits, waiting_runs
@@ -98,19 +97,19 @@ def _roll_out_groups(works: Sequence[GroupWork]) -> None:
     for work in works:  # from now on: loading a model may take longer than a lease
         heartbeat().hold_group(work.fence, partial(lost.add, work.fence))
     try:
-        config = RunConfig.model_validate(works[0].config)
-        refuse_overlap(config)
+        experiment = Experiment.load(works[0].config, works[0].weights)
+        refuse_overlap(experiment.config)
         _fetch_weights(works)
-        with models.use(config, works[0].policy.base) as loaded:
+        with models.use(experiment, works[0].policy.base) as loaded:
             confirm_base(works[0].run_id, loaded.policy)
             trained = works[0].kind == "train" or any(work.policy.path for work in works)
             engines.check_weights(loaded.backend, loaded.policy.kind, trained)
             inbox: Inbox = SimpleQueue()
             rollouts = {
-                work.fence.group: GroupRollout(database(), work, config, loaded.engine, loaded.policy.chat, inbox, lost)
+                work.fence.group: GroupRollout(database(), work, experiment, loaded.engine, loaded.policy.chat, inbox, lost)
                 for work in works
             }
-            _check_code(works[0], rollouts[works[0].fence.group].env)
+            _check_code(works[0], experiment)
             _drive_rollouts(rollouts, inbox)
     except (ConfigError, ModelError, CheckpointError) as error:
         _fail_run(works, error)
@@ -127,24 +126,24 @@ def _roll_out_groups(works: Sequence[GroupWork]) -> None:
             heartbeat().drop_group(work.fence)
 
 
-def _check_code(work: GroupWork, env: Env) -> None:
+def _check_code(work: GroupWork, experiment: Experiment) -> None:
     """Looks whether this process scores by the code that the run was submitted with; where it never can, the event log says so.
 
     Raises:
         ConfigError: it would if it read a file again.
     """
-    held = _scoring_hash(work, env, anew=False)
+    held = _scoring_hash(experiment, anew=False)
     if held in (work.code_hash, ""):
         return
-    if _scoring_hash(work, env, anew=True) == work.code_hash:
+    if _scoring_hash(experiment, anew=True) == work.code_hash:
         said = f"A file of the rewards of {work.run} has changed since the workers that run read it."
         raise ConfigError(said, "Let them start again: agentrl down")
     store.note_code(database(), work.run_id, held)
 
 
-def _scoring_hash(work: GroupWork, env: Env, anew: bool) -> str:
+def _scoring_hash(experiment: Experiment, anew: bool) -> str:
     try:
-        return scoring_hash(env, work.weights, anew)
+        return experiment.scoring_hash(anew)
     except OSError:  # a file of it is gone
         return ""
 

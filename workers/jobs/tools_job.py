@@ -22,8 +22,6 @@ from agentrl.workers.stack.celery_app import app, own_queue, row_id
 from agentrl.workers.stack.dispatch import NO_REPLY, send_call
 from agentrl.workers.stack.process import claim_name, database, worker_name
 from agentrl.workers.stack.replies import Waker
-from agentrl.workflow.config import RunConfig
-from agentrl.workflow.envs import Env, offered_tools
 from agentrl.workflow.errors import (
     AgentRLError,
     ConfigError,
@@ -33,6 +31,7 @@ from agentrl.workflow.errors import (
     ToolFailure,
     Unready,
 )
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.plugins import find
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.runtime.lazy import Once
@@ -245,11 +244,9 @@ def _failure_result(tool: Tool, error: BaseException) -> ToolResult:
 
 
 @lru_cache(maxsize=64)
-def load_toolset(db: Database, run: int) -> dict[str, Tool]:
+def load_toolset(db: Database, run: int) -> Mapping[str, Tool]:
     """The tools of the run's env and its own, by the name the model writes."""
-    config = RunConfig.model_validate(tool_calls.load_config(db, run))
-    env: Env = find("envs", str(config.env))
-    return offered_tools(env, config)
+    return Experiment.load(tool_calls.load_config(db, run)).tools
 
 
 @Once

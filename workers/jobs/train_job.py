@@ -19,8 +19,8 @@ from agentrl.workers.stack.process import claim_name, confirm_base, database, he
 from agentrl.workflow import trainers
 from agentrl.workflow.checkpoints import checkpoint_cache
 from agentrl.workflow.checkpoints import epoch_links as links
-from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, ModelError, ServiceError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.models.parameters import count_parameters
 from agentrl.workflow.runtime.faults import faultpoint
@@ -87,7 +87,8 @@ def _update_thread() -> ThreadPoolExecutor:
 def _run_iteration(work: IterationWork, fenced: threading.Event) -> PublishedUpdate:
     if work.kind != "train":
         return _finish_without_update(work)
-    return _update_thread().submit(_rebuild_checkpoint if work.rebuilds else _train_iteration, work, fenced).result()
+    update = _rebuild_checkpoint if work.rebuilds else _train_iteration
+    return _update_thread().submit(update, work, Experiment.load(work.config), fenced).result()
 
 
 def _finish_without_update(work: IterationWork) -> PublishedUpdate:
@@ -101,13 +102,13 @@ def _finish_without_update(work: IterationWork) -> PublishedUpdate:
     return PublishedUpdate(0, None)
 
 
-def _train_iteration(work: IterationWork, fenced: threading.Event) -> PublishedUpdate:
-    config = RunConfig.model_validate(work.config)
+def _train_iteration(work: IterationWork, experiment: Experiment, fenced: threading.Event) -> PublishedUpdate:
+    config = experiment.config
     refuse_overlap(config)
-    with models.use(config, work.policy.base) as loaded:
+    with models.use(experiment, work.policy.base) as loaded:
         confirm_base(work.run_id, loaded.policy)
         loaded.release()  # the engine's memory is wanted now
-        trainer = _load_trainer(work, config, loaded)
+        trainer = _load_trainer(work, experiment, loaded)
         loaded.trainer_holds = None  # until the commit says that what is in memory is what is published
         started = time.perf_counter()
         faultpoint("update.before")
@@ -140,7 +141,7 @@ def _run_update(trainer: Trainer, work: IterationWork) -> Update:
     return replace(update, dropped={**left_out, **update.dropped})
 
 
-def _rebuild_checkpoint(work: IterationWork, fenced: threading.Event) -> PublishedUpdate:
+def _rebuild_checkpoint(work: IterationWork, experiment: Experiment, fenced: threading.Event) -> PublishedUpdate:
     """Makes the run's broken checkpoint again by the update that made it; the iteration then goes on with it."""
     rebuild = repair.load_rebuild(database(), work)
     broken = rebuild.broken
@@ -151,27 +152,26 @@ def _rebuild_checkpoint(work: IterationWork, fenced: threading.Event) -> Publish
         return PublishedUpdate(broken.version, work.id)
     if not rebuild.groups:
         raise broken_checkpoints.beyond_repair_error(work, rebuild, "it came from another run")
-    config = RunConfig.model_validate(work.config)
-    with models.use(config, work.policy.base) as loaded:
+    with models.use(experiment, work.policy.base) as loaded:
         confirm_base(work.run_id, loaded.policy)
         loaded.release()
-        _repeat_update(work, rebuild, config, loaded, fenced)
+        _repeat_update(work, rebuild, experiment, loaded, fenced)
     log.warning("version %d of %s was made again", broken.version, work.run)
     return PublishedUpdate(broken.version, work.id)
 
 
 def _repeat_update(
-    work: IterationWork, rebuild: Rebuild, config: RunConfig, loaded: LoadedModel, fenced: threading.Event
+    work: IterationWork, rebuild: Rebuild, experiment: Experiment, loaded: LoadedModel, fenced: threading.Event
 ) -> None:
     """The update that made the broken checkpoint, once more, into a folder of its own."""
     source = replace(work, number=rebuild.broken.version - 1, policy=rebuild.start, groups=rebuild.groups)
     source = replace(source, wanted=rebuild.wanted)
     try:
-        trainer = _load_trainer(source, config, loaded)
+        trainer = _load_trainer(source, experiment, loaded)
     except CheckpointError as error:
         raise broken_checkpoints.beyond_repair_error(work, rebuild, error.message.rstrip(".")) from error
     loaded.trainer_holds = None
-    broken_checkpoints.check_same_update(work, rebuild, _run_update(trainer, source))
+    broken_checkpoints.check_same_update(work, experiment, rebuild, _run_update(trainer, source))
     if fenced.is_set():
         raise Fenced(f"Version {rebuild.broken.version} of {work.run} is made again by another trainer.")
     path = _checkpoint_path(source, "r")
@@ -200,12 +200,12 @@ def _fail_run(work: IterationWork, error: Exception) -> None:
     broken_checkpoints.send_rebuild(waiting)
 
 
-def _load_trainer(work: IterationWork, config: RunConfig, loaded: LoadedModel) -> Trainer:
+def _load_trainer(work: IterationWork, experiment: Experiment, loaded: LoadedModel) -> Trainer:
     """The trainer at exactly the state that this update starts from."""
     wanted = (work.run_id, work.policy.path)
     if loaded.trainer is None or loaded.trainer_holds != wanted:
         loaded.trainer, loaded.trainer_holds = None, None  # nothing is held until it is loaded whole
-        trainer = trainers.start(loaded.policy, config, work.iterations)
+        trainer = trainers.start(experiment.trainer, loaded.policy, experiment.config, work.iterations)
         with loaded.policy.training() as module:
             log.info("%s: %s", work.run, count_parameters(module))
         path, part = work.policy.path, _checkpoint_part(work, work.policy.path)

@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.workers.requests.eval_config import SINGLE_PASS, sampling_values
-from agentrl.workers.requests.submission import PreparedRun, find_free_name, manifest, pick_output_folder
-from agentrl.workflow.config import RunConfig, build
-from agentrl.workflow.envs import Env, scoring_hash
+from agentrl.workers.requests.submission import PreparedRun, manifest, submission_of
+from agentrl.workflow.config import build
 from agentrl.workflow.errors import ConfigError, ModelError
-from agentrl.workflow.plugins import find
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import Fork, ForkPoint, load_fork_point
-from agentrl.workflow.store.planning import Submission
 from agentrl.workflow.store.run_names import Version, find_stored_policy, parse_version
 from agentrl.workflow.trajectory import Message, PolicyRef
 
@@ -53,33 +51,25 @@ def prepare_fork(db: Database, asked: ForkRequest) -> PreparedRun:
     if asked.with_parent and asked.edit is not None:
         raise ConfigError("The parent read another message than the forks will.", "Leave --with-parent or --edit-message out.")
     point = load_fork_point(db, asked.episode, asked.step)
-    parent = RunConfig.model_validate(point.run["config"])
-    assert parent.env is not None
-    env: Env = find("envs", parent.env)
-    if env.resumability == "restart" and asked.step:
-        raise ConfigError(f"The env {parent.env!r} cannot be rebuilt in mid-episode.", "Fork its first step: --step 0.")
-    name = asked.name or find_free_name(db, f"{point.run['name'][:50]}-fork")
-    values = {"name": name, "output_dir": None, "rollout.group_size": asked.n, "rollout.tasks_per_iteration": 1}
-    config = build(sampling_values(parent) | SINGLE_PASS | values)
-    submission = Submission(
-        name=name,
-        kind="fork",
-        config=config.model_dump(mode="json"),
+    parent = Experiment.load(point.run["config"])
+    if parent.env.resumability == "restart" and asked.step:
+        raise ConfigError(f"The env {parent.config.env!r} cannot be rebuilt in mid-episode.", "Fork its first step: --step 0.")
+    values = {"name": asked.name, "output_dir": None, "rollout.group_size": asked.n, "rollout.tasks_per_iteration": 1}
+    config = build(sampling_values(parent.config) | SINGLE_PASS | values)
+    experiment = Experiment(config, point.weights)
+    submission = submission_of(
+        db,
+        experiment,
+        "fork",
+        _find_policy(db, asked, point),
+        f"{point.run['name'][:50]}-fork",
         manifest=manifest(config) | {"fork": _fork_origin(asked)},
-        policy=_find_policy(db, asked, point),
         tasks=(),
-        dataset=point.run["dataset"],
-        seed=point.run["seed"],
-        epochs=1,
-        tasks_per_iteration=1,
-        group_size=asked.n,
-        weights=point.weights,
-        code_hash=scoring_hash(env, point.weights),
-        output_dir=str(pick_output_folder(config, name)),
+        code_hash=experiment.scoring_hash(),
         fork=Fork(asked.episode, asked.step, _opening_messages(asked, point), asked.with_parent),
     )
     unlike = asked.with_parent and submission.code_hash != point.code_hash
-    return PreparedRun(submission, config, (), asked.name is not None, (OTHER_CODE,) if unlike else ())
+    return PreparedRun(submission, experiment, remarks=(OTHER_CODE,) if unlike else ())
 
 
 def _fork_origin(asked: ForkRequest) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -22,13 +22,12 @@ from agentrl import __version__
 from agentrl.workers.stack.celery_app import QUEUES, app
 from agentrl.workers.stack.process import worker_name
 from agentrl.workflow.config import RunConfig
-from agentrl.workflow.engines import Backend
-from agentrl.workflow.envs import Env, offered_tools
 from agentrl.workflow.errors import AgentRLError, ConfigError, ModelError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.models.lookup import check_on_hub, local_folder
-from agentrl.workflow.plugins import code_of, find
-from agentrl.workflow.rewards import check_rewards, judges_of
+from agentrl.workflow.plugins import code_of
+from agentrl.workflow.rewards import check_rewards
 from agentrl.workflow.settings import digest, is_url, settings
 from agentrl.workflow.tools import Tool
 from agentrl.workflow.training.trl_options import require_trl
@@ -72,6 +71,11 @@ class Requirements:
     variables: Mapping[str, str]
     code: Mapping[str, str]
 
+    @cached_property
+    def experiment(self) -> Experiment:
+        """The run's, as far as it is to be had here."""
+        return Experiment.load(self.config, self.weights)
+
     @property
     def own(self) -> bool:
         """Whether something of it comes from a module of somebody's own, `module:name`."""
@@ -108,11 +112,10 @@ def requirements_of(
     Args:
         rolls_out: it makes episodes; else it trains on stored ones.
     """
-    made, key = RunConfig.model_validate(config), token_hex(8)
+    made, key = Experiment.load(config, weights), token_hex(8)
     roles = QUEUES if rolls_out else ("train",)
-    names = _list_variables(made, weights)
-    here = {name: digest(key, _variable_value(name)) for name in names if os.environ.get(name)}
-    code = {name: digest(key, source) for name, source in _list_code(made, weights, roles)}
+    here = {name: digest(key, _variable_value(name)) for name in _list_variables(made) if os.environ.get(name)}
+    code = {name: digest(key, source) for name, source in _list_code(made, roles)}
     return Requirements(dict(config), dict(weights), base, output_dir, roles, __version__, key, here, code)
 
 
@@ -179,8 +182,7 @@ def list_lacks(asked: Requirements, roles: Iterable[str]) -> list[str]:
     """What this process lacks to serve the run in these roles, a sentence each."""
     if asked.version != __version__:
         return [f"is agentrl {__version__}, not {asked.version}"]
-    config = RunConfig.model_validate(asked.config)
-    looks = [look for role in roles for look in _CHECKS_BY_ROLE[role](asked, config)]
+    looks = [look for role in roles for look in _CHECKS_BY_ROLE[role](asked)]
     return list(dict.fromkeys(said for look in looks if (said := _find_trouble(look))))
 
 
@@ -197,19 +199,21 @@ def _error_sentence(error: BaseException) -> str:
     return f"says: {' '.join(text.split())[:500]}"
 
 
-def _rollout_checks(asked: Requirements, config: RunConfig) -> Iterator[Callable[[], object]]:
-    yield partial(_load_tools, config, asked.weights)
-    yield partial(check_rewards, asked.weights)
-    yield partial(load_hooks, config.hooks)
-    yield partial(_check_engine, config)
-    yield partial(_check_model, config, asked.base)
+def _rollout_checks(asked: Requirements) -> Iterator[Callable[[], object]]:
+    made = asked.experiment
+    yield partial(_load_tools, made)
+    yield partial(check_rewards, made.weights)
+    yield partial(load_hooks, made.config.hooks)
+    yield partial(_check_engine, made)
+    yield partial(_check_model, made.config, asked.base)
 
 
-def _tools_checks(asked: Requirements, config: RunConfig) -> Iterator[Callable[[], object]]:
-    yield partial(_check_tools, config, asked.weights)
+def _tools_checks(asked: Requirements) -> Iterator[Callable[[], object]]:
+    yield partial(_check_tools, asked.experiment)
 
 
-def _train_checks(asked: Requirements, config: RunConfig) -> Iterator[Callable[[], object]]:
+def _train_checks(asked: Requirements) -> Iterator[Callable[[], object]]:
+    config = asked.experiment.config
     yield partial(load_hooks, config.hooks)
     yield partial(_check_model, config, asked.base)
     yield partial(_check_output_dir, asked.output_dir)
@@ -221,18 +225,17 @@ def _train_checks(asked: Requirements, config: RunConfig) -> Iterator[Callable[[
 _CHECKS_BY_ROLE = {"rollout": _rollout_checks, "tools": _tools_checks, "train": _train_checks}
 
 
-def _load_tools(config: RunConfig, weights: Mapping[str, float]) -> list[Tool]:
+def _load_tools(made: Experiment) -> list[Tool]:
     """The tools and judges of a run.
 
     Raises:
         ConfigError: one of them, or the env, is not to be had here.
     """
-    env: Env = find("envs", str(config.env))
-    return [*offered_tools(env, config).values(), *judges_of(weights).values()]
+    return [*made.tools.values(), *made.judges.values()]
 
 
-def _check_tools(config: RunConfig, weights: Mapping[str, float]) -> None:
-    for tool in _load_tools(config, weights):
+def _check_tools(made: Experiment) -> None:
+    for tool in _load_tools(made):
         unset = [name for name in tool.variables if not os.environ.get(name)]
         try:
             tool.check()
@@ -241,11 +244,10 @@ def _check_tools(config: RunConfig, weights: Mapping[str, float]) -> None:
             raise ConfigError(f"{tool.name} cannot run here: {error.message}{started}") from error
 
 
-def _check_engine(config: RunConfig) -> None:
+def _check_engine(made: Experiment) -> None:
     from agentrl.workflow.inference.http import check_url
 
-    backend: Backend = find("engines", config.rollout.engine)
-    if backend.at_url:
+    if made.engine.at_url:
         check_url(settings())
 
 
@@ -281,36 +283,36 @@ def _check_output_dir(output_dir: str) -> None:
 
 def list_differences(asked: Requirements, roles: Sequence[str]) -> list[str]:
     """Names of the variables and files which this process has other than the command that asks."""
-    config = RunConfig.model_validate(asked.config)
-    read = _list_variables(config, asked.weights, roles)
+    read = _list_variables(asked.experiment, roles)
     other = [
         name for name in read if name in asked.variables and digest(asked.key, _variable_value(name)) != asked.variables[name]
     ]
-    for name, source in _list_code(config, asked.weights, roles):
+    for name, source in _list_code(asked.experiment, roles):
         if name in asked.code and digest(asked.key, source) != asked.code[name]:
             other.append(f"the file of {name}")
     return other
 
 
-def _list_variables(config: RunConfig, weights: Mapping[str, float], roles: Sequence[str] = QUEUES) -> list[str]:
+def _list_variables(made: Experiment, roles: Sequence[str] = QUEUES) -> list[str]:
     """The environment variables that something of the run reads in these roles, as far as it can be had here."""
     names: list[str] = []
     try:
         if "tools" in roles:
-            names += [name for tool in _load_tools(config, weights) for name in tool.variables]
-        if "rollout" in roles and find("engines", config.rollout.engine).at_url:
+            names += [name for tool in _load_tools(made) for name in tool.variables]
+        if "rollout" in roles and made.engine.at_url:
             names += ENGINE
     except ConfigError:  # said elsewhere
         return []
     return list(dict.fromkeys(names))
 
 
-def _list_code(config: RunConfig, weights: Mapping[str, float], roles: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _list_code(made: Experiment, roles: Sequence[str]) -> Iterator[tuple[str, str]]:
     """`kind name` of each plug-in that runs in these roles and is here, with the source that this process has loaded."""
+    config = made.config
     named: list[tuple[str, str]] = []
     if {"rollout", "tools"} & set(roles):
         named += [("envs", str(config.env)), *(("tools", name) for name in config.tools if not name.startswith("mcp:"))]
-        named += [("rewards", name) for name in weights]
+        named += [("rewards", name) for name in made.weights]
         named += [("tool_formats", config.model.tool_format)] if config.model.tool_format else []
     if {"rollout", "train"} & set(roles):
         named += [("hooks", name) for name in config.hooks]

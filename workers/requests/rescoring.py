@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from agentrl.workflow.config import NAME_PATTERN, RunConfig
+from agentrl.workflow.config import NAME_PATTERN
 from agentrl.workflow.errors import ConfigError, RewardError, StateError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.plugins import find
 from agentrl.workflow.resolve import parse_weights
 from agentrl.workflow.rewards import Part, code_hash, part_sum, score, total_reward
@@ -36,7 +37,7 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
         find("rewards", reward)
     chosen = name if name is not None else _reward_set_name(next(iter(weights)))
     _check_name(chosen)
-    limits = RunConfig.model_validate(row["config"]).rollout
+    limits = Experiment.load(row["config"]).config.rollout
     before: list[float] = []
     scored: dict[int, dict[str, Part]] = {}
     after: list[float] = []

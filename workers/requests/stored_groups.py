@@ -5,28 +5,27 @@ and trained on can be chosen.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from agentrl.workers.requests.eval_config import SINGLE_PASS, TRAINING_KEYS, sampling_values
 from agentrl.workers.requests.submission import (
     PreparedRun,
-    find_free_name,
     list_remarks,
     manifest,
-    pick_output_folder,
     plan_evaluation,
     remark_on_rewards,
+    submission_of,
 )
 from agentrl.workflow import trainers
-from agentrl.workflow.algorithms import Algorithm, settle_run
+from agentrl.workflow.algorithms import settle_run
 from agentrl.workflow.config import RunConfig, SourceConfig, build
 from agentrl.workflow.errors import ConfigError, StateError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
-from agentrl.workflow.plugins import find
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import StoredRun, find_episode_counted_twice, find_run_of_group, load_stored_run
-from agentrl.workflow.store.planning import Submission
 from agentrl.workflow.store.run_names import find_run, find_stored_policy
 from agentrl.workflow.trajectory import PolicyRef
 
@@ -47,37 +46,28 @@ def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], p
     """
     chosen = {key: value for key, value in asked.flat().items() if origins.get(key, "default") != "default"}
     _refuse_ignored(chosen)
-    algorithm: Algorithm = find("algorithms", asked.algorithm.name)
-    found = load_stored_groups(db, asked.source, 2 if algorithm.needs_group else 1, policy)
-    sources, start, first = found.sources, found.start, found.sources[0]
-    name = asked.name or find_free_name(db, f"{first.row['name'][:50]}-stored")
+    found = load_stored_groups(db, asked.source, 2 if Experiment(asked).algorithm.needs_group else 1, policy)
+    first = found.sources[0]
     defaults = {key: value for key, value in RunConfig().flat().items() if key in ALLOWED_KEYS}
-    config = settle_run(build(sampling_values(found.config) | defaults | chosen | SINGLE_PASS | {"name": name}))
+    config = settle_run(build(sampling_values(found.config) | defaults | chosen | SINGLE_PASS))
     trainers.check(config)
     load_hooks(config.hooks)
-    first_policy = PolicyRef(start.base, start.base_hash, start.path, start.sha256)
-    submission = Submission(
-        name=name,
-        kind="train",
-        config=config.model_dump(mode="json"),
+    experiment, start = Experiment(config, first.weights), replace(found.start, version=0)
+    submission = submission_of(
+        db,
+        experiment,
+        "train",
+        start,
+        f"{first.row['name'][:50]}-stored",
         manifest=manifest(config),
-        policy=first_policy,
         tasks=(),
-        dataset=first.row["dataset"],
-        seed=config.seed,
-        epochs=1,
-        tasks_per_iteration=config.rollout.tasks_per_iteration,
-        group_size=config.rollout.group_size,
-        weights=first.weights,
         code_hash=first.code_hash,
-        output_dir=str(pick_output_folder(config, name)),
-        groups=[group for source in sources for group in source.groups],
+        groups=[group for source in found.sources for group in source.groups],
         reward_set=config.source.reward_set,
-        evaluation=plan_evaluation(db, config, first_policy),
     )
-    made = [(source.weights, RunConfig.model_validate(source.row["config"])) for source in sources]
-    remarks = (*found.remarks, *remark_on_rewards(*made), *list_remarks(submission))
-    return PreparedRun(submission, config, (), asked.name is not None, remarks)
+    submission = replace(submission, evaluation=plan_evaluation(db, config, start))
+    remarks = (*found.remarks, *remark_on_rewards(*found.experiments), *list_remarks(submission))
+    return PreparedRun(submission, experiment, remarks=remarks)
 
 
 @dataclass(frozen=True)
@@ -94,10 +84,15 @@ class StoredGroups:
     start: PolicyRef
     remarks: tuple[str, ...]
 
+    @cached_property
+    def experiments(self) -> Sequence[Experiment]:
+        """What made the episodes, by run."""
+        return [Experiment.load(source.row["config"], source.weights) for source in self.sources]
+
     @property
     def config(self) -> RunConfig:
-        """The config that the episodes were made with."""
-        return RunConfig.model_validate(self.sources[0].row["config"])
+        """The first run's."""
+        return self.experiments[0].config
 
 
 def load_stored_groups(db: Database, source: SourceConfig, least: int, policy: PolicyRef | None = None) -> StoredGroups:

@@ -6,7 +6,7 @@ will start.
 
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -28,13 +28,13 @@ from agentrl.workflow.checkpoints.epoch_links import link_epochs
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.datasets import load_tasks
 from agentrl.workflow.engines import Backend
-from agentrl.workflow.envs import Env, correctness_rule, gives_rewards, offered_tools, reward_weights, scoring_hash
-from agentrl.workflow.errors import ConfigError, ConflictError
+from agentrl.workflow.envs import Env, correctness_rule, gives_rewards
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.mcp import mcp_tool
 from agentrl.workflow.models.lookup import check_base, check_code, local_folder, lora_rank, starting_policy
-from agentrl.workflow.plugins import find
-from agentrl.workflow.rewards import check_rewards, judges_of
+from agentrl.workflow.rewards import check_rewards
 from agentrl.workflow.settings import Settings, is_url, settings
 from agentrl.workflow.store import epoch_ends, evals, planning
 from agentrl.workflow.store.connect import Database
@@ -46,16 +46,17 @@ PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "celery", "sqlalche
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A checked request. `named`: a person chose the name; else another is taken where somebody was faster.
-
-    `remarks` are what a person should know of it.
-    """
+    """A checked request; `remarks` are what a person should know of it."""
 
     submission: Submission
-    config: RunConfig
-    skipped_rows: tuple[str, ...]
-    named: bool
+    experiment: Experiment
+    skipped_rows: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's, settled."""
+        return self.experiment.config
 
 
 def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy: PolicyRef | None = None) -> PreparedRun:
@@ -70,27 +71,23 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     """
     config = _with_absolute_paths(config)
     loaded = load_tasks(config.dataset)
-    config = config.model_copy(update={"env": config.env or loaded.env})
-    assert config.env is not None
-    env: Env = find("envs", config.env)
-    config = _with_served_tools(config)
-    weights = reward_weights(env, config)
-    judges = judges_of(weights).values()
-    for tool in (*offered_tools(env, config).values(), *judges):
+    config = _with_served_tools(config.model_copy(update={"env": config.env or loaded.env}))
+    asked = Experiment(config)
+    judges = asked.judges.values()
+    for tool in (*asked.tools.values(), *judges):
         tool.check()
     for judge in judges:
         if judge.admits is not None:
             judge.admits(loaded.tasks)
-    check_rewards(weights)
+    check_rewards(asked.weights)
     load_hooks(config.hooks)
     if kind == "train":
         config = settle_run(config)
         trainers.check(config)
     _check_sampling(config, kind)
     trained = policy is not None and bool(policy.path)
-    backend: Backend = find("engines", config.rollout.engine)
-    engines.check(backend, config, trains=kind == "train", trained=trained)
-    if backend.at_url:
+    engines.check(asked.engine, config, trains=kind == "train", trained=trained)
+    if asked.engine.at_url:
         _check_server_url(settings())
     ref = policy or starting_policy(config.model.path, config.dataset.name)
     if policy is not None:
@@ -99,38 +96,59 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     if folder is not None:
         check_code(config.model, folder)
     config = config.model_copy(update={"model": settle_chat(config.model, folder, policy is None or kind == "train")})
-    _check_weights(backend, config, ref, kind == "train" or trained)
+    _check_weights(asked.engine, config, ref, kind == "train" or trained)
     if kind == "train" and folder is not None:
-        check_template(config.model, folder, _has_system_prompt(env, loaded.tasks), bool(offered_tools(env, config)))
-    named = config.name is not None
-    name = config.name or find_free_name(db, _name_stem(config, kind, policy))
-    config = RunConfig.model_validate(config.model_dump() | {"name": name})
-    output = pick_output_folder(config, name)
-    submission = Submission(
-        name=name,
+        check_template(config.model, folder, _has_system_prompt(asked.env, loaded.tasks), bool(asked.tools))
+    experiment = replace(asked, config=config)
+    submission = submission_of(
+        db,
+        experiment,
+        kind,
+        ref,
+        _name_stem(config, kind, policy),
+        manifest=manifest(config) | ({"right_by": correctness_rule(asked.env, config)} if kind == "eval" else {}),
+        tasks=loaded.tasks,
+        code_hash=experiment.scoring_hash(),
+    )
+    submission = replace(submission, evaluation=plan_evaluation(db, config, ref) if kind == "train" else None)
+    untold = remark_on_tools(config.model, folder) if folder is not None and asked.tools else ""
+    remarks = (*(remark_on_rewards(experiment) if kind == "train" else ()), *list_remarks(submission))
+    remarks += (untold,) if untold else ()
+    name, output = submission.name, submission.output_dir
+    older = epoch_ends.find_run_of_folder(db, output) if db is not None and kind == "train" else ""
+    if older not in ("", name):
+        remarks += (f"{output} holds the checkpoints of {older!r} too; from now on epoch_N there leads to those of this run.",)
+    return PreparedRun(submission, experiment, loaded.skipped, remarks)
+
+
+def submission_of(db: Database | None, made: Experiment, kind: str, policy: PolicyRef, stem: str, **more: Any) -> Submission:
+    """The experiment as a run to submit; where nobody chose its name, the first one of the stem that is free by now.
+
+    Raises:
+        ConfigError: no checkpoint can be written where the run's go.
+        ServiceError: the store at the URL does not answer.
+    """
+    config = made.config
+    unnamed = Submission(
+        name="",
         kind=kind,
         config=config.model_dump(mode="json"),
-        manifest=manifest(config) | ({"right_by": correctness_rule(env, config)} if kind == "eval" else {}),
-        policy=ref,
-        tasks=loaded.tasks,
+        policy=policy,
         dataset=config.dataset.name,
         seed=config.seed,
         epochs=config.epochs,
         length=config.iterations,
         tasks_per_iteration=config.rollout.tasks_per_iteration,
         group_size=config.rollout.group_size,
-        weights=weights,
-        code_hash=scoring_hash(env, weights),
-        output_dir=output,
-        evaluation=plan_evaluation(db, config, ref) if kind == "train" else None,
+        weights=made.weights,
+        output_dir=config.output_dir or "",
+        stem="" if config.name else stem,
+        root="" if config.output_dir else str(settings().checkpoint_root),
+        **more,
     )
-    untold = remark_on_tools(config.model, folder) if folder is not None and offered_tools(env, config) else ""
-    remarks = (*(remark_on_rewards((weights, config)) if kind == "train" else ()), *list_remarks(submission))
-    remarks += (untold,) if untold else ()
-    older = epoch_ends.find_run_of_folder(db, output) if db is not None and kind == "train" else ""
-    if older not in ("", name):
-        remarks += (f"{output} holds the checkpoints of {older!r} too; from now on epoch_N there leads to those of this run.",)
-    return PreparedRun(submission, config, loaded.skipped, named, remarks)
+    submission = unnamed.with_name(config.name or (planning.find_free_name(db, stem) if db else f"{stem}-1"))
+    check_place(submission.output_dir)
+    return submission
 
 
 def _local_model_folder(base: str) -> Path | None:
@@ -160,20 +178,20 @@ def list_remarks(submission: Submission) -> tuple[str, ...]:
     return tuple(chain(_remarks_on_training(submission), _remarks_on_evaluation(submission)))
 
 
-def remark_on_rewards(*made: tuple[Mapping[str, float], RunConfig]) -> Iterator[str]:
+def remark_on_rewards(*made: Experiment) -> Iterator[str]:
     """Said where no episode can earn anything.
 
     Args:
-        made: of each run whose episodes train, the weights of its rewards, and its config.
+        made: those whose episodes train.
     """
-    names = ", ".join(dict.fromkeys(f"{name}=0" for weights, _ in made for name in weights))
-    if names and not any(_may_earn(weights, config) for weights, config in made):
+    names = ", ".join(dict.fromkeys(f"{name}=0" for each in made for name in each.weights))
+    if names and not any(map(_may_earn, made)):
         yield f"No reward counts ({names}): every episode earns 0, so that there is nothing to learn from."
 
 
-def _may_earn(weights: Mapping[str, float], config: RunConfig) -> bool:
+def _may_earn(made: Experiment) -> bool:
     """What hooks or the env itself add has no weight here, and counts 1."""
-    return any(weights.values()) or bool(config.hooks) or gives_rewards(find("envs", str(config.env)))
+    return any(made.weights.values()) or bool(made.config.hooks) or gives_rewards(made.env)
 
 
 def _remarks_on_training(submission: Submission) -> Iterator[str]:
@@ -220,23 +238,11 @@ def write_failed_run(db: Database, prepared: PreparedRun, reason: str) -> Submit
 
 
 def _write_run(db: Database, prepared: PreparedRun, failed: str = "") -> SubmittedRun:
-    submission = prepared.submission
-    while True:
-        try:
-            made = planning.submit(db, submission, failed)
-            if made.created:
-                for hook in load_hooks(prepared.config.hooks):
-                    hook.on_run_start(made.name, submission.config)
-            if made.created or prepared.named:
-                return made
-        except ConflictError:
-            if prepared.named:
-                raise
-        name = planning.find_free_name(db, submission.name.rpartition("-")[0])
-        # The folder is made from the name too, unless a person chose it.
-        folder = submission.output_dir.removesuffix(submission.name) + name
-        output = submission.output_dir if prepared.config.output_dir else folder
-        submission = replace(submission, name=name, config={**submission.config, "name": name}, output_dir=output)
+    made = planning.submit(db, prepared.submission, failed)
+    if made.created:
+        for hook in load_hooks(prepared.config.hooks):
+            hook.on_run_start(made.name, prepared.submission.with_name(made.name).config)
+    return made
 
 
 def _check_sampling(config: RunConfig, kind: str) -> None:
@@ -262,11 +268,6 @@ def _check_weights(backend: Backend, config: RunConfig, ref: PolicyRef, trained:
         engines.check_weights(backend, kind, trained)
 
 
-def find_free_name(db: Database | None, stem: str) -> str:
-    """`stem-N`, where no run has that name yet."""
-    return planning.find_free_name(db, stem) if db else f"{stem}-1"
-
-
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """Files by their whole path: a run is resumed and evaluated from anywhere."""
     dataset, output = config.dataset, config.output_dir
@@ -290,20 +291,13 @@ def _with_served_tools(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"served_tools": (*config.served_tools, *more)})
 
 
-def pick_output_folder(config: RunConfig, name: str) -> str:
-    """Where the run's checkpoints go: a folder, or a URL.
+def check_place(place: str) -> None:
+    """Makes sure that checkpoints can be written to the folder or URL from here.
 
     Raises:
         ConfigError: nothing can be written there.
         ServiceError: the store at the URL does not answer.
     """
-    place = config.output_dir or f"{settings().checkpoint_root}/{name}"
-    check_place(place)
-    return place
-
-
-def check_place(place: str) -> None:
-    """Makes sure that checkpoints can be written to the folder or URL from here. Raises as `pick_output_folder`."""
     folder = object_store.check_place(place)
     if folder is not None:
         _check_writable(folder)

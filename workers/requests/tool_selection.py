@@ -1,14 +1,13 @@
 """Which tools a person means outside of a run, and what is told of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workflow.config import RunConfig
-from agentrl.workflow.envs import Env, offered_tools
 from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.mcp import mcp_tool
-from agentrl.workflow.plugins import find
 from agentrl.workflow.tools import Effects, Tool
 from agentrl.workflow.tools.python import keeps_session
 
@@ -39,7 +38,7 @@ class Description:
         return cls(tool.name, told["description"], told["parameters"], tool.effects, *limits, keeps_session(tool))
 
 
-def select_tools(env: str | None, names: Sequence[str]) -> dict[str, Tool]:
+def select_tools(env: str | None, names: Sequence[str]) -> Mapping[str, Tool]:
     """The tools of the env and those named, as a run of that env with these `tools` would have them.
 
     Raises:
@@ -48,8 +47,7 @@ def select_tools(env: str | None, names: Sequence[str]) -> dict[str, Tool]:
     servers = {mcp_tool.absolute_name(name): None for name in names if mcp_tool.is_server(name)}
     others = dict.fromkeys(name for name in names if not mcp_tool.is_server(name))
     served = tuple(told for name in servers for told in mcp_tool.list_tools(name))
-    acts_in: Env = find("envs", env) if env else Env()
-    tools = offered_tools(acts_in, RunConfig(tools=(*others, *servers), served_tools=served))
+    tools = Experiment(RunConfig(env=env or None, tools=(*others, *servers), served_tools=served)).tools
     if not tools:
         raise ConfigError(f"The env {env!r} has no tool." if env else "No tool is named.", _TOOLS_HINT)
     for tool in tools.values():

@@ -7,6 +7,7 @@ from typing import Any
 from agentrl.workflow.algorithms import Algorithm, settle_run
 from agentrl.workflow.config import ALGORITHM_OPTIONS, RunConfig, build
 from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.plugins import find
 from agentrl.workflow.resolve import parse_assignments
 from agentrl.workflow.store.connect import Database
@@ -60,7 +61,7 @@ def prepare_whatif(
     found: list[Algorithm] = [find("algorithms", name) for name in names]
     asked = parse_assignments(assignments)
     past = load_update_inputs(db, run, iteration)
-    config = RunConfig.model_validate(past.run["config"])
+    config = Experiment.load(past.run["config"]).config
     _refuse_ignored(asked, config)
     known = convention or config.algorithm.convention
     takers = {key: [each.name for each in found if _has_option(each, key, known)] for key in asked}

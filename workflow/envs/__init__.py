@@ -124,17 +124,6 @@ def score_episode(
     return parts | check_parts(own, len(episode.steps), source)
 
 
-def reward_weights(env: Env, config: RunConfig) -> dict[str, float]:
-    """Reward -> weight in a run: the env's, and the run's own, which take the place of the env's of the same name.
-
-    Raises:
-        ConfigError: no such reward.
-    """
-    for name in config.rewards:
-        find("rewards", name)
-    return {**env.rewards, **config.rewards}
-
-
 def scoring_hash(env: Env, weights: Mapping[str, float], anew: bool = False) -> str:
     """Hash of all code that scores in this env: the rewards', and the env's own file where it gives rewards itself.
 

@@ -33,6 +33,8 @@ class Submission:
 
     Args:
         name: unique; the run with this name is returned if it was submitted with the same config.
+        stem: of a name that nobody chose: where it is taken, the run is called `stem-N`. Empty: a person chose it.
+        root: the folder in which `output_dir` is called as the run is; empty where a person chose that.
         kind: `train`, `eval` for one iteration without an update, or `fork` for one group without an update.
         config, manifest: stored with the run.
         policy: the weights it starts from.
@@ -59,11 +61,18 @@ class Submission:
     weights: Mapping[str, float]
     code_hash: str
     output_dir: str = ""
+    stem: str = ""
+    root: str = ""
     groups: Sequence[int] = ()
     reward_set: str = "default"
     fork: Fork | None = None
     evaluation: "Submission | None" = None
     length: int | None = None
+
+    def with_name(self, name: str) -> "Submission":
+        """The same under another name, which its config and its own folder have too."""
+        output = f"{self.root}/{name}" if self.root else self.output_dir
+        return replace(self, name=name, config={**self.config, "name": name}, output_dir=output)
 
     @property
     def iterations(self) -> int:
@@ -101,6 +110,9 @@ class SubmittedRun:
 def submit(tx: Connection, submission: Submission, failed: str = "") -> SubmittedRun:
     """Writes the run with its tasks, its starting policy and the iterations that sample with it, or finds the same one.
 
+    A name that nobody chose and that is taken gives way to the next free one; what this very submission wrote, and did not
+    hear of, is found whatever it is called.
+
     Args:
         failed: why it cannot begin; it is written as a run that failed, with its evaluation paused.
 
@@ -108,9 +120,12 @@ def submit(tx: Connection, submission: Submission, failed: str = "") -> Submitte
         ConflictError: a run of that name exists and was submitted with another config, or from other weights.
         CheckpointError: its weights have just been collected.
     """
-    run_id = _insert_submission(tx, submission)
-    if run_id is None:
-        return _find_existing(tx, submission)
+    while (run_id := _insert_submission(tx, submission)) is None:
+        if existing := _find_own(tx, submission):
+            return existing
+        if not submission.stem:
+            return _find_same(tx, submission)
+        submission = submission.with_name(_numbered_name(tx, submission.stem))
     if submission.evaluation:
         _insert_evaluation(tx, run_id, submission.name, submission.evaluation)
     if failed:
@@ -182,10 +197,17 @@ def insert_run(tx: Connection, values: Mapping[str, Any]) -> int | None:
     return tx.execute(made).scalar_one_or_none()
 
 
-def _find_existing(tx: Connection, submission: Submission) -> SubmittedRun:
-    row = tx.execute(select(schema.runs).where(schema.runs.c.name == submission.name)).mappings().one()
-    if row["manifest"].get("id") == submission.manifest.get("id"):  # ours: the answer of the commit was lost
-        return SubmittedRun(row["id"], row["name"], True, row["iterations"], row["status"])
+def _find_own(tx: Connection, submission: Submission) -> SubmittedRun | None:
+    """The run that this submission made already, where the answer of that commit was lost."""
+    runs = schema.runs.c
+    mine = runs.manifest["id"].as_string() == submission.manifest.get("id", "")
+    row = tx.execute(select(runs.id, runs.name, runs.iterations, runs.status).where(mine)).first()
+    return row and SubmittedRun(row.id, row.name, True, row.iterations, row.status)
+
+
+def _find_same(tx: Connection, submission: Submission) -> SubmittedRun:
+    """The run of this name, which must be the same."""
+    row = run_row(tx, submission.name)
     asked = (
         _with_current_defaults(submission.config),
         submission.kind,

@@ -31,13 +31,12 @@ class TrainerBackend:
     check: str = ""
 
 
-def start(policy: "Policy", config: RunConfig, iterations: int) -> "Trainer":
-    """The trainer that the config names.
+def start(backend: TrainerBackend, policy: "Policy", config: RunConfig, iterations: int) -> "Trainer":
+    """The trainer of this policy.
 
     Raises:
-        ConfigError: there is none of that name, or it cannot be had here.
+        ConfigError: it cannot be had here.
     """
-    backend: TrainerBackend = find("trainers", config.update.trainer)
     trainer: Trainer = find("trainer", backend.start)(policy, config, iterations)
     return trainer
 

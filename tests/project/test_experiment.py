@@ -1,0 +1,27 @@
+"""Experiment: a config with what its names lead to."""
+
+import pytest
+
+from agentrl.workflow.config import build
+from agentrl.workflow.envs import Env
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.experiment import Experiment
+
+
+def test_a_part_is_found_when_it_is_asked_for_and_kept() -> None:
+    made = Experiment(build({"env": "math", "tools": "echo", "rollout.engine": "nowhere:engine"}))
+    assert made.tools is made.tools
+    assert made.tools.keys() == {"calculator", "echo"}
+    assert (made.algorithm.name, made.trainer.name) == ("grpo", "agentrl")
+    with pytest.raises(ConfigError, match="nowhere:engine"):
+        _ = made.engine
+    assert (Experiment(build({})).env, Experiment(build({})).tools) == (Env(), {})
+
+
+def test_a_stored_experiment_scores_by_the_weights_of_its_rows() -> None:
+    asked = Experiment(build({"env": "code", "rewards": {"length": 0.5}}))
+    assert asked.weights == {**asked.env.rewards, "length": 0.5}
+    assert asked.judges.keys() == {"tests_passed", "progress"}
+    stored = Experiment.load(asked.config.model_dump(mode="json"), {"length": 2.0})
+    assert (stored.config, stored.weights, stored.judges) == (asked.config, {"length": 2.0}, {})
+    assert stored.scoring_hash() != asked.scoring_hash()

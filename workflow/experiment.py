@@ -1,0 +1,83 @@
+"""Experiment: a run's config with what its names lead to, made at submission and for each claim, and handed to whoever works.
+
+A part is found when it is first asked for, and kept: a tools worker need not have the run's engine. None of them loads torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+from agentrl.workflow.algorithms import Algorithm
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.engines import Backend
+from agentrl.workflow.envs import Env, offered_tools, scoring_hash
+from agentrl.workflow.plugins import find
+from agentrl.workflow.rewards import Judge, judges_of
+from agentrl.workflow.tools import Tool
+from agentrl.workflow.trainers import TrainerBackend
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A run's config and its parts, each of which raises ConfigError where it is not to be had here.
+
+    Args:
+        config: the run's.
+        stored_weights: reward -> weight, as a run's rows have them; unset: those of the env and the config.
+    """
+
+    config: RunConfig
+    stored_weights: Mapping[str, float] | None = None
+
+    @classmethod
+    def load(cls, config: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> Self:
+        """A stored run's, by what its rows hold."""
+        return cls(RunConfig.model_validate(config), weights)
+
+    @cached_property
+    def env(self) -> Env:
+        """What the agent acts in; one without anything where none is named."""
+        found: Env = find("envs", self.config.env) if self.config.env is not None else Env()
+        return found
+
+    @cached_property
+    def tools(self) -> Mapping[str, Tool]:
+        """What the model may call, by the name it writes."""
+        return offered_tools(self.env, self.config)
+
+    @cached_property
+    def weights(self) -> Mapping[str, float]:
+        """Reward -> weight: the env's, and the config's, which take the place of the env's of the same name."""
+        if self.stored_weights is not None:
+            return self.stored_weights
+        for name in self.config.rewards:
+            find("rewards", name)
+        return {**self.env.rewards, **self.config.rewards}
+
+    @cached_property
+    def judges(self) -> Mapping[str, Judge]:
+        """Those of the rewards that must be asked, by the reward's name."""
+        return judges_of(self.weights)
+
+    @cached_property
+    def engine(self) -> Backend:
+        """What samples."""
+        found: Backend = find("engines", self.config.rollout.engine)
+        return found
+
+    @cached_property
+    def algorithm(self) -> Algorithm:
+        """How tokens are credited and what is minimised."""
+        found: Algorithm = find("algorithms", self.config.algorithm.name)
+        return found
+
+    @cached_property
+    def trainer(self) -> TrainerBackend:
+        """What updates the policy."""
+        found: TrainerBackend = find("trainers", self.config.update.trainer)
+        return found
+
+    def scoring_hash(self, anew: bool = False) -> str:
+        """Hash of all code that scores; see `envs.scoring_hash`."""
+        return scoring_hash(self.env, self.weights, anew)
