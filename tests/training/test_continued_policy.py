@@ -116,6 +116,14 @@ def test_a_base_that_was_replaced_is_noticed_before_anything_starts(
         assert "not the one any more that these weights were trained on" in agentrl(capsys, *words, code=8)[1]
 
 
+def test_an_option_that_does_not_go_with_the_policys_own_is_refused(
+    worker: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published(worker, base, tmp_path / "out", KINDS["lora"])
+    words = ("submit", *SMALL, "--model", "first@1", "-s", "model.sampler_dtype=bfloat16")
+    assert "The config does not fit: model: with LoRA the sampler shares" in agentrl(capsys, *words, code=2)[1]
+
+
 def test_a_run_is_a_model_by_its_name_alone_unless_a_model_is_called_so(
     worker: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,7 +74,7 @@ class Models:
 
     @contextmanager
     def use(self, experiment: Experiment, base: str) -> Iterator[LoadedModel]:
-        """The base loaded as `config.model` says, with the engine that it names; many may use it at once.
+        """The base loaded as the experiment says, with the engine that it names; many may use it at once.
 
         Raises:
             ModelError: it cannot be loaded.
