@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
 
-from agentrl.workers.jobs import episode_loop, tools_job
+from agentrl.workers.jobs import pending_calls, tools_job
 from agentrl.workers.jobs.episode_loop import GroupRollout
 from agentrl.workers.stack import dispatch, oom_kills
 from agentrl.workers.stack.celery_app import make_app
@@ -167,7 +167,7 @@ def test_a_thread_that_gets_no_connection_in_time_is_told_so(own_server: Server,
 def own_database(own_database: Database, monkeypatch: pytest.MonkeyPatch) -> Database:
     """The process's database, for jobs that are called here; their messages go to a broker where nobody takes them."""
     replies = Replies(settings())
-    monkeypatch.setattr(episode_loop, "_replies", lambda: replies)
+    monkeypatch.setattr(pending_calls, "_replies", lambda: replies)
     monkeypatch.setattr(dispatch, "app", make_app(settings()))
     return own_database
 
@@ -189,7 +189,7 @@ def test_every_malformed_call_is_an_observation_and_the_episode_goes_on_to_its_a
     while driver.is_live:
         driver.handle([driver.inbox.get(timeout=60)])
         for number in values(own_database, "SELECT id FROM tool_calls WHERE result IS NULL"):
-            tools_job.call(number, episode_loop._replies().address)
+            tools_job.call(number, pending_calls._replies().address)
     with own_database.read() as tx:
         ends = tx.execute(text("SELECT sample, stop_reason, reward FROM episodes WHERE status = 'done'")).all()
         heard = dict(tx.execute(text("SELECT coalesce(error_class, ''), count(*) FROM tool_calls GROUP BY 1")).all())

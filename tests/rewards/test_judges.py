@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.workers.jobs import episode_loop
-from agentrl.workers.jobs.episode_loop import RESENDS, GroupRollout
+from agentrl.workers.jobs import pending_calls
+from agentrl.workers.jobs.episode_loop import GroupRollout
+from agentrl.workers.jobs.pending_calls import RESENDS
 from agentrl.workers.jobs.rollout_job import _run_guarded
 from agentrl.workers.requests.rescoring import rescore
 from agentrl.workers.stack import broker, dispatch
@@ -162,7 +163,7 @@ def test_a_worker_that_is_no_longer_the_groups_asks_no_judge(sqlite: Database, i
 def test_a_judge_that_nobody_answers_is_asked_again_a_few_times_and_then_the_attempt_fails(
     sqlite: Database, in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(episode_loop, "RESEND_SECONDS", -1000.0)
+    monkeypatch.setattr(pending_calls, "RESEND_SECONDS", -1000.0)
     worker = Worker(sqlite, group_of(sqlite), [ANSWER] * 2).takes(2)
     for _ in range(RESENDS):
         worker.driver.poll_calls()
@@ -217,9 +218,9 @@ def stack(short_folder: Path, redis_server: Settings, monkeypatch: pytest.Monkey
     (short_folder / "hits").mkdir()
     made = Stack(short_folder / "here", AGENTRL_BROKER_URL=url, **faults)
     monkeypatch.setattr(dispatch, "app", make_app(made.settings))
-    episode_loop._replies.forget()
+    pending_calls._replies.forget()
     yield made
-    episode_loop._replies.forget()
+    pending_calls._replies.forget()
     made.close()
 
 
@@ -247,7 +248,7 @@ def test_judging_whose_worker_is_killed_is_done_again_by_the_next_and_counts_onc
     assert values(stack.database, "SELECT id FROM tool_calls WHERE kind = 'grade' AND result IS NULL")
     stack.worker("tools")
     with monkeypatch.context() as patch:
-        patch.setattr(episode_loop, "RESEND_SECONDS", -1000.0)
+        patch.setattr(pending_calls, "RESEND_SECONDS", -1000.0)
         worker.driver.poll_calls()
     drive(worker.driver, lambda: not worker.driver.is_live)
     for episode in found(stack.database):

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.workers.jobs import episode_loop, tools_job
+from agentrl.workers.jobs import pending_calls, tools_job
 from agentrl.workers.jobs.episode_loop import GroupRollout
 from agentrl.workers.requests.submission import prepare
 from agentrl.workers.stack import dispatch
@@ -274,7 +274,7 @@ def test_a_servers_tool_works_from_submit_to_the_transcript(
     own_database: Database, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replies = Replies(settings())
-    monkeypatch.setattr(episode_loop, "_replies", lambda: replies)
+    monkeypatch.setattr(pending_calls, "_replies", lambda: replies)
     monkeypatch.setattr(dispatch, "app", make_app(settings()))
     prepared = prepare(own_database, asked(tmp_path, name, "echo"))
     made = planning.submit(own_database, prepared.submission)
@@ -295,7 +295,7 @@ def test_a_servers_tool_works_from_submit_to_the_transcript(
     while driver.is_live:
         driver.handle([driver.inbox.get(timeout=60)])
         for number in values(own_database, "SELECT id FROM tool_calls WHERE result IS NULL"):
-            tools_job.call(number, episode_loop._replies().address)
+            tools_job.call(number, pending_calls._replies().address)
     told = values(own_database, "SELECT result FROM tool_calls ORDER BY episode_id, id")
     assert told[:3] == told[4:7] == ["42", "hi", "1"]
     assert told[3].startswith("unknown tool 'pay'; known: add, ")

@@ -19,9 +19,10 @@ import pytest
 from kombu import Connection
 from sqlalchemy import text
 
-from agentrl.workers.jobs import episode_loop
-from agentrl.workers.jobs.episode_loop import RESENDS, GroupRollout
+from agentrl.workers.jobs import pending_calls
+from agentrl.workers.jobs.episode_loop import GroupRollout
 from agentrl.workers.jobs.model_slot import Models
+from agentrl.workers.jobs.pending_calls import RESENDS
 from agentrl.workers.jobs.rollout_job import _run_guarded
 from agentrl.workers.jobs.tools_job import call, run_tool
 from agentrl.workers.stack import broker, dispatch
@@ -194,18 +195,18 @@ def test_a_tool_that_its_worker_was_not_told_of_is_said_in_the_runs_events_until
     pending = values(own_database, "SELECT id FROM tool_calls ORDER BY id")
     for number in pending:
         with pytest.raises(InfraError):
-            call(number, episode_loop._replies().address)
+            call(number, pending_calls._replies().address)
         driver.handle([driver.inbox.get(timeout=60)])
     assert values(own_database, "SELECT kind FROM events WHERE kind <> 'submitted'") == ["waiting"], "said once"
     (said,) = values(own_database, "SELECT detail FROM events WHERE kind = 'waiting'")
     for part in (worker_name(), "no collection is named", "AGENTRL_SEARCH", "agentrl resume"):
         assert part in said
-    monkeypatch.setattr(episode_loop, "RESEND_SECONDS", -1000.0)
+    monkeypatch.setattr(pending_calls, "RESEND_SECONDS", -1000.0)
     for _ in range(RESENDS):
         driver.poll_calls()
         for number in pending:  # whoever gets it says so again
             with pytest.raises(Unready):
-                call(number, episode_loop._replies().address)
+                call(number, pending_calls._replies().address)
             driver.handle([driver.inbox.get(timeout=60)])
     with pytest.raises(ServiceError, match="no collection is named"):  # its attempt is no attempt: nothing was tried
         driver.poll_calls()
@@ -226,14 +227,14 @@ failing_tool = Tool(failing)
 def test_a_call_that_was_run_and_that_the_system_fails_each_time_fails_its_attempt_and_asks_for_no_other_worker(
     own_database: Database, in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(episode_loop, "RESEND_SECONDS", -1000.0)
+    monkeypatch.setattr(pending_calls, "RESEND_SECONDS", -1000.0)
     asked = chat().turn(Message("assistant", "", tool_calls=(ToolCall("failing", {"x": "1"}),)))
     driver = rollout_of(own_database, [asked, asked], tools=(f"{__name__}:failing_tool",))
     play(driver, turns=2)
     for _ in range(RESENDS + 1):
         for number in values(own_database, "SELECT id FROM tool_calls"):
             with pytest.raises(InfraError, match="The machine was too busy"):
-                call(number, episode_loop._replies().address)
+                call(number, pending_calls._replies().address)
         while not driver.inbox.empty():
             driver.handle([driver.inbox.get()])
         _run_guarded(driver, driver.poll_calls)
@@ -244,11 +245,11 @@ def test_a_call_that_was_run_and_that_the_system_fails_each_time_fails_its_attem
 def test_who_was_refused_once_and_failed_by_the_system_since_fails_an_attempt(
     sqlite: Database, in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(episode_loop, "RESEND_SECONDS", -1000.0)
+    monkeypatch.setattr(pending_calls, "RESEND_SECONDS", -1000.0)
     driver = rollout_of(sqlite, [ASK, ASK])
     play(driver, turns=2)
     for number in values(sqlite, "SELECT id FROM tool_calls"):
-        episode_loop._replies().answer(number, "It has no calculator.")
+        pending_calls._replies().answer(number, "It has no calculator.")
         driver.handle([driver.inbox.get(timeout=60)])
     for _ in range(RESENDS):
         driver.poll_calls()
@@ -374,9 +375,9 @@ def in_memory(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("AGENTRL_REDIS_SERVER", "none")
     settings.cache_clear()
     monkeypatch.setattr(dispatch, "app", make_app(settings()))
-    episode_loop._replies.forget()
+    pending_calls._replies.forget()
     yield
-    episode_loop._replies.forget()
+    pending_calls._replies.forget()
 
 
 def rollout_of(db: Database, turns: Sequence[Sequence[int]], **config: Any) -> GroupRollout:
@@ -456,7 +457,7 @@ def test_an_env_that_cannot_go_on_fails_its_episode(sqlite: Database, in_memory:
 def test_a_call_that_nobody_answers_is_sent_again_a_few_times_and_then_the_attempt_fails(
     sqlite: Database, in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(episode_loop, "RESEND_SECONDS", -1000.0)
+    monkeypatch.setattr(pending_calls, "RESEND_SECONDS", -1000.0)
     driver = rollout_of(sqlite, [ASK, ASK])
     play(driver, turns=2)
     for _ in range(RESENDS):
@@ -468,7 +469,7 @@ def test_a_call_that_nobody_answers_is_sent_again_a_few_times_and_then_the_attem
 
 
 def test_a_call_that_is_answered_late_is_observed(sqlite: Database, in_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episode_loop, "RESEND_SECONDS", -1000.0)
+    monkeypatch.setattr(pending_calls, "RESEND_SECONDS", -1000.0)
     driver = rollout_of(sqlite, [ASK, ASK, ANSWER, ANSWER])
     play(driver, turns=2)
     for _ in range(RESENDS):

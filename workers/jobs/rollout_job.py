@@ -233,9 +233,9 @@ def _run_guarded(driver: GroupRollout, act: Callable[[], None]) -> None:
         log.exception("group %d failed", driver.work.fence.group)
         driver.lose()
         _count_failure(driver.work, error)
-    if driver.iteration_ready is not None:
-        _try_send_train(driver.iteration_ready)
-        driver.iteration_ready = None
+    if driver.recorder.iteration_ready is not None:
+        _try_send_train(driver.recorder.iteration_ready)
+        driver.recorder.iteration_ready = None
 
 
 def _try_send_train(iteration: int) -> None:

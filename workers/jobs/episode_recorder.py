@@ -1,0 +1,146 @@
+"""What becomes of a group's episodes, in rows: whoever decides the next turn, it is committed here.
+
+A step is two transactions. *Sampled*: prompt, ids, logprobs and one pending row per tool call; only then may the calls be sent.
+*Observed*: all results, in the order of the calls; only then may the policy read them. At the end judges are asked through rows
+of their own, and an episode ends with its reward. Nothing is sampled and no message is sent from here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from agentrl.workers.jobs.episode_scoring import scored_outcome, unscored_outcome
+from agentrl.workflow.config import RolloutConfig
+from agentrl.workflow.envs import Env
+from agentrl.workflow.errors import RewardError
+from agentrl.workflow.hooks import Hook
+from agentrl.workflow.rewards import Judge, questions
+from agentrl.workflow.store import rollout_claims as store
+from agentrl.workflow.store import steps, waiting_runs
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
+from agentrl.workflow.store.steps import JudgeQuestions, SampledStep
+from agentrl.workflow.trajectory import Episode, Step, StopReason, ToolResult
+
+
+@dataclass
+class EpisodeRecorder:
+    """The unfinished `episodes` of a claimed group as their rows have them; `on_end` is told of each that ends, and the group's
+    end may make an `iteration_ready` to train on.
+    """
+
+    db: Database
+    work: GroupWork
+    env: Env
+    hooks: Sequence[Hook]
+    judges: Mapping[str, Judge]
+    limits: RolloutConfig
+    on_end: Callable[[Episode], None]
+    iteration_ready: int | None = None
+    episodes: dict[int, Episode] = field(init=False)
+    _judged: dict[int, tuple[Episode, tuple[str, ...]]] = field(default_factory=dict)
+    _says_waiting: bool = False
+
+    def __post_init__(self) -> None:
+        self.episodes = {episode.id: replace(episode, limits=self.limits) for episode in self.work.episodes}
+
+    def begin(self) -> None:
+        """Every episode goes on from where its record stands, or begins anew where its env cannot."""
+        for episode in list(self.episodes.values()):
+            if episode.begun and self.env.resumability == "restart":
+                steps.restart_episode(self.db, self.work.fence, episode.id)
+                episode = replace(episode, steps=episode.steps[: episode.inherited], status="running")
+                self.episodes[episode.id] = episode
+            self._call_hooks("on_rollout_start", episode)
+
+    def begin_step(self, episode: Episode) -> bool:
+        """Tells the hooks that a step is about to be sampled; returns whether they let it be."""
+        self._call_hooks("on_trace_start", episode)
+        return episode.id in self.episodes
+
+    def commit_sampled(self, records: Sequence[SampledStep]) -> list[list[int]]:
+        """T1 of these steps; returns the ids of each one's calls, which may now be sent."""
+        calls = steps.commit_sampled(self.db, self.work.fence, records)
+        for record in records:
+            self._add_step(record.episode, record.step)
+        return calls
+
+    def commit_results(self, answered: Mapping[int, tuple[ToolResult, ...]]) -> list[int]:
+        """What an episode's calls came to: T2 of its last step or, where they ask its judges, its end with what they say.
+
+        Returns the episodes that go on.
+        """
+        judged = answered.keys() & self._judged.keys()
+        self.finish([self._score(*self._judged[episode], answered[episode]) for episode in sorted(judged)])
+        going_on = [episode for episode in answered if episode not in judged]
+        observed = [(episode, replace(self.episodes[episode].steps[-1], results=answered[episode])) for episode in going_on]
+        if observed:
+            steps.commit_observed(self.db, self.work.fence, observed)
+            self._report_going_on()
+        for episode, step in observed:
+            self._add_step(episode, step)
+        return going_on
+
+    def ask_judges(self, ended: Mapping[int, StopReason]) -> tuple[list[Outcome], dict[int, list[int]]]:
+        """Commits the questions about episodes that are over.
+
+        Returns the outcomes of those that have no judge to ask, for `finish`, and by each of the others the ids of the calls
+        that ask, which may now be sent.
+        """
+        outcomes, asked = [], []
+        for number, stop_reason in ended.items():
+            episode = replace(self.episodes[number], status="done", stop_reason=stop_reason)
+            try:
+                about = questions(episode, self.judges)
+            except RewardError as error:
+                outcomes.append(unscored_outcome(episode, error))
+                continue
+            if about:
+                self._judged[number] = (episode, tuple(about))
+                asked.append(JudgeQuestions(number, episode.steps[-1].index, about))
+            else:
+                outcomes.append(self._score(episode))
+        calls = steps.commit_asked(self.db, self.work.fence, asked) if asked else []
+        return outcomes, {one.episode: ids for one, ids in zip(asked, calls, strict=True)}
+
+    def finish(self, outcomes: Sequence[Outcome]) -> None:
+        """Ends these episodes, with their rewards."""
+        if not outcomes:
+            return
+        finished = store.finish_episodes(self.db, self.work.fence, outcomes, self.work.reward_set, self.work.weights)
+        self._report_going_on()
+        for outcome in outcomes:
+            episode = self.episodes.pop(outcome.episode, None)
+            if episode is not None:
+                self.on_end(episode)
+        if finished.iteration is not None:
+            self.iteration_ready = finished.iteration
+
+    def report_wait(self, what: str) -> None:
+        """Tells the run's events what its calls wait for, and with the next observation or end that they go on."""
+        self._says_waiting = True
+        waiting_runs.wait_for(self.db, self.work.run_id, what)
+
+    def _report_going_on(self) -> None:
+        if self._says_waiting:
+            self._says_waiting = False
+            waiting_runs.wait_no_more(self.db, self.work.run_id)
+
+    def _add_step(self, number: int, step: Step) -> None:
+        """Keeps the step that was just committed, and tells the hooks once nothing of it is to be observed."""
+        self.episodes[number] = episode = self.episodes[number].with_step(step)
+        if not step.pending:
+            self._call_hooks("on_trace_end", episode)
+
+    def _score(self, ended: Episode, judges: Sequence[str] = (), said: Sequence[ToolResult] = ()) -> Outcome:
+        answers = dict(zip(judges, said, strict=True))
+        return scored_outcome(ended, self.work, self.env, self.hooks, self.judges, answers)
+
+    def _call_hooks(self, place: str, episode: Episode) -> None:
+        """Calls every hook at that place; one that raises fails the episode, loudly."""
+        for hook in self.hooks:
+            try:
+                getattr(hook, place)(episode)
+            except Exception as error:  # noqa: BLE001 - anybody's code; the episode fails with its words
+                failure = Outcome(episode.id, "failed", error_class="HookError", error=f"{type(error).__name__}: {error}")
+                self.finish([failure])
+                return

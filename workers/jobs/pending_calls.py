@@ -1,0 +1,136 @@
+"""Calls that are out: sent to the tools, and again where they seem lost, until their rows have results.
+
+Nothing is decided and no result is written here. A reply is only a wake-up: the row says what the call came to.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import partial
+
+from agentrl.workers.jobs.inbox import Inbox, put_reply
+from agentrl.workers.stack.dispatch import send_call
+from agentrl.workers.stack.replies import Replies
+from agentrl.workflow.errors import InfraError, ServiceError
+from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import steps
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.tool_calls import count_sending
+from agentrl.workflow.tools import Tool
+from agentrl.workflow.trajectory import ToolResult
+
+RESEND_SECONDS = 30.0
+"""A call without a result is sent again after a lease, at most this long, and its tool's limit; the first answer counts."""
+
+RESENDS = 5
+"""After so many of them in vain nobody seems to serve the tools: the group fails an attempt instead of waiting for ever."""
+
+_TOOLS_WORKER_HINT = "Is a tools worker running? Start one: agentrl worker tools"
+
+
+@dataclass
+class _EpisodeCalls:
+    """Calls that an episode waits for: their ids in order, the longest time that one may take, which of them are answered, when
+    they were last sent, how often, and why a worker cannot run one of them since.
+    """
+
+    calls: Sequence[int]
+    limit_seconds: float
+    answered: Collection[int]
+    sent: float = 0.0
+    sendings: int = 0
+    refused: str = ""
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether they seem lost."""
+        return time.monotonic() - self.sent > min(RESEND_SECONDS, settings().lease_seconds) + self.limit_seconds
+
+    def __str__(self) -> str:
+        times = "once" if self.sendings == 1 else f"{self.sendings} times"
+        return f"Tool calls {self.calls} were sent {times} and not answered."
+
+
+@dataclass
+class PendingCalls:
+    """The calls that a group's episodes wait for; `report_wait` is told what keeps them waiting."""
+
+    db: Database
+    group: int
+    inbox: Inbox
+    report_wait: Callable[[str], None]
+    by_episode: dict[int, _EpisodeCalls] = field(default_factory=dict)
+
+    def add(self, episode: int, calls: Sequence[int], tools: Mapping[str, Tool], answered: Collection[int] = ()) -> None:
+        """Waits for these calls, each of one of the tools; nothing is sent yet."""
+        longest = max((tool.timeout_seconds for tool in tools.values()), default=0.0)
+        self.by_episode[episode] = _EpisodeCalls(calls, longest, answered)
+
+    def send(self, episode: int) -> None:
+        """Sends those of the episode's calls that are not known to be answered, and listens for their replies."""
+        waiting = self.by_episode[episode]
+        unanswered = [call for call in waiting.calls if call not in waiting.answered]
+        for call in unanswered:
+            _replies().expect(call, partial(put_reply, self.inbox, self.group, episode))
+        waiting.sent = time.monotonic()
+        waiting.sendings, waiting.refused = waiting.sendings + 1, ""
+        for call in unanswered:
+            send_call(call, _replies().address)
+
+    def send_again(self, episode: int) -> None:
+        """The same for calls that were sent before, by whomever."""
+        count_sending(self.db, self.by_episode[episode].calls)
+        self.send(episode)
+
+    def take_answered(self, episodes: Set[int]) -> dict[int, tuple[ToolResult, ...]]:
+        """The results of all calls, in their order, by each of the episodes that has them all; it waits no longer."""
+        waiting = {episode: self.by_episode[episode] for episode in sorted(episodes & self.by_episode.keys())}
+        if not waiting:
+            return {}
+        results = steps.load_results(self.db, [call for one in waiting.values() for call in one.calls])
+        answered = {}
+        for episode, one in waiting.items():
+            one.answered = results.keys()
+            if results.keys() >= set(one.calls):
+                answered[episode] = tuple(results[call] for call in one.calls)
+                self._forget(episode)
+        return answered
+
+    def note_refusal(self, episode: int, call: int, reason: str) -> None:
+        """Reports what a tools worker lacks for a call that is still waited for."""
+        waiting = self.by_episode.get(episode)
+        if waiting is not None and call in waiting.calls:
+            waiting.refused = reason
+            self.report_wait(reason)
+
+    def send_overdue(self) -> None:
+        """Sends again what seems lost, and reports it.
+
+        Raises:
+            ServiceError: calls were sent again and again, and who got one last cannot run it, as it says.
+            InfraError: they were not answered, whoever had them: nobody has them, they never end, or the system fails them
+                each time.
+        """
+        for episode, waiting in self.by_episode.items():
+            if not waiting.is_overdue:
+                continue
+            if waiting.sendings > RESENDS:
+                raise ServiceError(waiting.refused) if waiting.refused else InfraError(str(waiting), _TOOLS_WORKER_HINT)
+            if not waiting.refused:
+                self.report_wait(f"{waiting} {_TOOLS_WORKER_HINT}")
+            self.send_again(episode)
+
+    def forget(self) -> None:
+        """Nobody waits for any of them."""
+        for episode in list(self.by_episode):
+            self._forget(episode)
+
+    def _forget(self, episode: int) -> None:
+        for call in self.by_episode.pop(episode).calls:
+            _replies().forget(call)
+
+
+@Once
+def _replies() -> Replies:
+    return Replies(settings())
