@@ -81,7 +81,8 @@ def test_unequal_rows_fill_their_lines_and_a_piece_takes_more_of_them() -> None:
     assert tokens / packed_size(rows) > 0.85
     objective = likelihood_objective()
     plain, apart = (backoff_over_rows(objective.rows, 100, apart=apart) for apart in (False, True))
-    assert apart.run(UNEQUAL, len) < plain.run(UNEQUAL, len)
+    with next(apart.attempts(UNEQUAL)) as fewer, next(plain.attempts(UNEQUAL)) as more:
+        assert len(fewer) < len(more)
 
 
 class Blurred(Qwen2ForCausalLM):

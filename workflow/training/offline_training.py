@@ -30,12 +30,11 @@ from agentrl.workflow.training.merging import merge_weights, write_model
 from agentrl.workflow.training.offline_checkpoint import Resumable, catch_interrupt
 from agentrl.workflow.training.oom_backoff import OomBackoff
 from agentrl.workflow.training.optimizer import make_optimizer
+from agentrl.workflow.training.reports import Metrics, add_up
 from agentrl.workflow.training.row_scorer import seed_dropout
 from agentrl.workflow.trajectory import Episode, PolicyRef
 
 T = TypeVar("T")
-
-Metrics = Mapping[str, float]
 
 
 class Progress(Protocol):
@@ -243,7 +242,7 @@ def train(
     optimizer = make_optimizer(recipe.optimizer, parameters, recipe.learning_rate, BETAS, WEIGHT_DECAY)
     done = kept.load(parameters, optimizer) if kept else 0
     order = batches(len(examples), recipe.batch_size, recipe.seed)
-    pieces = backoff_over_rows(objective.rows, at_least=recipe.gradient_accumulation_steps, apart=keeps_apart(module))
+    backoff = backoff_over_rows(objective.rows, at_least=recipe.gradient_accumulation_steps, apart=keeps_apart(module))
     metrics: Metrics = {}
     progress.begins(count_parameters(module), recipe.steps, done)
     module.train()
@@ -253,7 +252,7 @@ def train(
                 group["lr"] = recipe.learning_rate * schedule(step, recipe.steps)
             batch = [examples[number] for number in numbers]
             with seed_dropout(f"{recipe.seed}|{step}", device):
-                metrics = accumulate(module, batch, objective, pieces)
+                metrics = accumulate(module, batch, objective, backoff)
             norm = float(nn.utils.clip_grad_norm_(parameters.values(), 1.0))
             if not math.isfinite(metrics["loss"]) or not math.isfinite(norm):
                 if kept:
@@ -264,7 +263,7 @@ def train(
                 raise ModelError(said, "Pass a lower --learning-rate.")
             optimizer.step()
             if held_out and (step + 1 == recipe.steps or (step + 1) % max(1, recipe.steps // 10) == 0):
-                metrics = {**metrics, "held_out": measure(module, held_out, objective, pieces)}
+                metrics = {**metrics, "held_out": measure(module, held_out, objective, backoff)}
             stopped = stop() and step + 1 < recipe.steps
             if kept:
                 kept.save_if_due(step + 1, recipe.steps, parameters, optimizer, now=stopped)
@@ -278,38 +277,32 @@ def train(
     return metrics
 
 
-def accumulate(module: nn.Module, batch: Sequence[T], objective: Objective[T], pieces: OomBackoff[T]) -> Metrics:
+def accumulate(module: nn.Module, batch: Sequence[T], objective: Objective[T], backoff: OomBackoff[T]) -> Metrics:
     """The gradient of one batch, which does not depend on how it is cut, and its metrics."""
     whole = sum(map(objective.weight, batch))
+    for attempt in backoff.attempts(batch):
+        module.zero_grad(set_to_none=True)
+        with attempt as pieces:
+            metrics = add_up(_backward(module, piece, objective, whole) for piece in pieces)
+    return metrics
 
-    def on(cut: Sequence[Sequence[T]]) -> Metrics:
-        module.zero_grad(set_to_none=True)  # of an attempt for which memory did not suffice
-        sums: dict[str, float] = {}
-        for piece in cut:
-            terms = {
-                name: value / whole
-                for name, value in objective.terms(piece, row_logprob_sums(module, piece, objective)).items()
-            }
-            terms["loss"].backward()  # type: ignore[no-untyped-call]
-            for name, value in terms.items():
-                sums[name] = sums.get(name, 0.0) + value.item()
-        return sums
 
-    return pieces.run(batch, on)
+def _backward(module: nn.Module, examples: Sequence[T], objective: Objective[T], whole: float) -> Metrics:
+    terms = objective.terms(examples, row_logprob_sums(module, examples, objective))
+    shares = {name: value / whole for name, value in terms.items()}
+    shares["loss"].backward()  # type: ignore[no-untyped-call]
+    return {name: value.item() for name, value in shares.items()}
 
 
 @torch.no_grad()
-def measure(module: nn.Module, examples: Sequence[T], objective: Objective[T], pieces: OomBackoff[T]) -> float:
+def measure(module: nn.Module, examples: Sequence[T], objective: Objective[T], backoff: OomBackoff[T]) -> float:
     """The loss of these examples, from which nothing is learned."""
     module.eval()
-    whole = sum(map(objective.weight, examples))
-
-    def on(cut: Sequence[Sequence[T]]) -> float:
-        return sum(float(objective.terms(piece, row_logprob_sums(module, piece, objective))["loss"]) for piece in cut) / whole
-
-    loss = pieces.run(examples, on)
+    for attempt in backoff.attempts(examples):
+        with attempt as pieces:
+            loss = sum(float(objective.terms(some, row_logprob_sums(module, some, objective))["loss"]) for some in pieces)
     module.train()
-    return loss
+    return loss / sum(map(objective.weight, examples))
 
 
 def row_logprob_sums(module: nn.Module, examples: Sequence[T], objective: Objective[T]) -> list[Tensor]:

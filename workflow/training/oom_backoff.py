@@ -1,13 +1,18 @@
-"""Work on what does not fit into memory at once: cut into pieces, and into smaller ones where memory runs out."""
+"""Work on what does not fit into memory at once: cut into pieces, and into smaller ones where memory runs out.
 
-from collections.abc import Callable, Sequence
+`for attempt in backoff.attempts(rows):` and in it `with attempt as microbatches:`; what stands there begins anew each time.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Generic, TypeVar
 
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.models.memory import out_of_memory
 
-S = TypeVar("S")
 T = TypeVar("T")
+
+Pieces = Sequence[Sequence[T]]
 
 
 class OomBackoff(Generic[T]):
@@ -24,7 +29,7 @@ class OomBackoff(Generic[T]):
     def __init__(
         self,
         tokens: int,
-        cut: Callable[[Sequence[T], int], Sequence[Sequence[T]]],
+        cut: Callable[[Sequence[T], int], Pieces[T]],
         size: Callable[[Sequence[T]], int],
         item: str,
         hint: str,
@@ -34,22 +39,31 @@ class OomBackoff(Generic[T]):
         self._size = size
         self._item = item
         self._hint = hint
+        self._ran_out = False
 
-    def run(self, items: Sequence[T], on: Callable[[Sequence[Sequence[T]]], S]) -> S:
-        """Runs `on` on the pieces of these items; where memory runs out, again on smaller ones, which later calls keep.
+    def attempts(self, items: Sequence[T]) -> Iterator[AbstractContextManager[Pieces[T]]]:
+        """Attempts at all of these items, of which the last one does not run out of memory.
+
+        Each is to be entered, and gives the pieces: smaller ones than before, at which later calls begin too.
 
         Raises:
-            InfraError: memory does not suffice even for one item at a time.
+            InfraError: out of the attempt: memory does not suffice even for one item at a time.
         """
-        while True:
-            pieces = self._cut(items, self._tokens)
+        self._ran_out = True
+        while self._ran_out:
+            yield self._attempt(self._cut(items, self._tokens))
+
+    @contextmanager
+    def _attempt(self, pieces: Pieces[T]) -> Iterator[Pieces[T]]:
+        self._ran_out = False
+        try:
+            yield pieces
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
             several = [piece for piece in pieces if len(piece) > 1]
-            try:
-                return on(pieces)
-            except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error):
-                    raise
-                if not several:
-                    most = max(map(self._size, pieces))
-                    raise InfraError(f"Memory does not suffice for one {self._item} of {most} tokens.", self._hint) from error
+            if not several:
+                most = max(map(self._size, pieces))
+                raise InfraError(f"Memory does not suffice for one {self._item} of {most} tokens.", self._hint) from error
             self._tokens = max(map(self._size, several)) // 2
+            self._ran_out = True

@@ -174,13 +174,11 @@ def _recorded_logprob(rows: Sequence[Row]) -> float:
 def model_differences(module: nn.Module, pairs: Sequence[Pair], objective: Objective[Pair]) -> list[float]:
     """Each pair's difference under the module as it is, without dropout."""
     module.eval()
-
-    def on(cut: Sequence[Sequence[int]]) -> dict[int, float]:
+    backoff: OomBackoff[int] = backoff_over_rows(lambda number: pairs[number].rows, apart=keeps_apart(module))
+    for attempt in backoff.attempts(range(len(pairs))):
         found: dict[int, float] = {}
-        for piece in cut:
-            some = [pairs[number] for number in piece]
-            found |= zip(piece, pair_differences(some, row_logprob_sums(module, some, objective)).tolist(), strict=True)
-        return found
-
-    pieces: OomBackoff[int] = backoff_over_rows(lambda number: pairs[number].rows, apart=keeps_apart(module))
-    return [difference for _, difference in sorted(pieces.run(range(len(pairs)), on).items())]
+        with attempt as pieces:
+            for numbers in pieces:
+                some = [pairs[number] for number in numbers]
+                found |= zip(numbers, pair_differences(some, row_logprob_sums(module, some, objective)).tolist(), strict=True)
+    return [found[number] for number in range(len(pairs))]

@@ -1,7 +1,7 @@
 """What an update says of itself, and what it is made of: pure functions of groups, advantages and metrics."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -142,6 +142,15 @@ def mismatch_reasons(groups: Sequence[Group], strayed: Set[int]) -> dict[int, st
     slots = [group.slot for group in groups for _ in group.episodes]
     counts = Counter(slots[number] for number in strayed)
     return {slot: f"{n} of {slots.count(slot)} episodes: sampler and trainer differ" for slot, n in counts.items()}
+
+
+def add_up(parts: Iterable[Metrics]) -> dict[str, float]:
+    """The sums of the parts by name; of what is called `_max` the greatest."""
+    sums: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            sums[name] = max(sums.get(name, 0.0), value) if name.endswith("_max") else sums.get(name, 0.0) + value
+    return sums
 
 
 def combine_metrics(steps: Sequence[Metrics]) -> dict[str, float]:

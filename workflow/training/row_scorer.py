@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,13 @@ class RowScorer:
         self._policy = policy
         self._config = config
         self.share = _may_share(policy, config)
-        self.oom_backoff = OomBackoff(config.update.microbatch_tokens, self._make_microbatches, self._size, "row", NO_ROOM)
+        self.oom_backoff = OomBackoff(
+            config.update.microbatch_tokens,
+            partial(microbatches, at_least=config.update.gradient_accumulation_steps, share=self.share),
+            partial(size, share=self.share),
+            "row",
+            NO_ROOM,
+        )
 
     def scores(self, model: nn.Module, batch: Microbatch, critic: nn.Linear | None, trains: bool = False) -> Scores:
         """Scores a microbatch; `trains`: with all gradients that the loss wants."""
@@ -47,19 +54,17 @@ class RowScorer:
     ) -> tuple[Constants, Constants]:
         """Logprobs, and a critic's values, of the rows as the module says them before the update, without dropout."""
 
-        def on(pieces: Sequence[Sequence[Row]]) -> tuple[Constants, Constants]:
+        for attempt in self.oom_backoff.attempts(rows):
             logprobs: Constants = {}
             values: Constants = {}
-            with module() as model, torch.no_grad():
+            with attempt as microbatches, module() as model, torch.no_grad():
                 model.eval()
-                for piece in pieces:
-                    batch = collate(piece, self._policy.device, self.share)
+                for some in microbatches:
+                    batch = collate(some, self._policy.device, self.share)
                     scores = self.scores(model, batch, critic)
                     logprobs |= split_by_row(batch, scores.logprobs)
                     values |= {} if scores.values is None else split_by_row(batch, scores.values)
-            return logprobs, values
-
-        return self.oom_backoff.run(rows, on)
+        return logprobs, values
 
     @torch.no_grad()
     def kl_from_start(self, rows: Sequence[Row], start: Constants) -> float:
@@ -86,12 +91,6 @@ class RowScorer:
             apart.setdefault(row.episode, []).append(difference[mask].abs())
         # What is not a number is left to the guard against it.
         return {episode for episode, found in apart.items() if float(torch.cat(found).mean()) > limit}
-
-    def _make_microbatches(self, rows: Sequence[Row], tokens: int) -> Sequence[Sequence[Row]]:
-        return microbatches(rows, tokens, self._config.update.gradient_accumulation_steps, self.share)
-
-    def _size(self, rows: Sequence[Row]) -> int:
-        return size(rows, self.share)
 
 
 @contextmanager

@@ -47,6 +47,7 @@ from agentrl.workflow.training.reports import (
     RowConstants,
     Update,
     UpdatePreview,
+    add_up,
     combine_metrics,
     episode_advantages,
     mismatch_reasons,
@@ -123,7 +124,7 @@ class Trainer:
                 with seed_dropout(f"{self._config.seed}|{iteration}|0", self._policy.device):
                     step = self._step(first, known, iteration)
                 gradient = self._flat_gradient()
-                after = self._scorer.oom_backoff.run(first.rows, lambda pieces: self._accumulate(first, since, pieces, False))
+                after = self._accumulate(first, since, learns=False)
             except NotFinite as error:
                 return UpdatePreview(Update(advantages=begun.advantages, dropped=begun.dropped, skipped=str(error), bad=True))
             finally:
@@ -327,7 +328,7 @@ class Trainer:
         )
 
     def _step(self, minibatch: Minibatch, known: RowConstants, iteration: int) -> Metrics:
-        sums = self._scorer.oom_backoff.run(minibatch.rows, lambda pieces: self._accumulate(minibatch, known, pieces))
+        sums = self._accumulate(minibatch, known)
         if self._critic is not None and iteration < self._config.critic.warmup:
             for parameter in self._policy.trainable().values():
                 parameter.grad = None
@@ -340,18 +341,19 @@ class Trainer:
         counts = minibatch.normaliser
         return minibatch.means(sums) | {"grad_norm": norm, "tokens": float(counts.tokens), "rows": float(counts.rows)}
 
-    def _accumulate(
-        self, minibatch: Minibatch, known: RowConstants, pieces: Sequence[Sequence[Row]], learns: bool = True
-    ) -> dict[str, float]:
+    def _accumulate(self, minibatch: Minibatch, known: RowConstants, learns: bool = True) -> dict[str, float]:
         """Adds up the gradients of the microbatches, unless nothing `learns`, and returns sums over trained tokens."""
-        self._optimizer.zero_grad()
-        sums: dict[str, float] = {}
         again = self._config.update.gradient_checkpointing and learns
-        with self._policy.training() as model, checkpointing(model, again), torch.set_grad_enabled(learns):
-            model.train(learns)
-            for piece in pieces:
-                for name, value in self._backward(model, minibatch.normaliser, known, piece).items():
-                    sums[name] = max(sums.get(name, 0.0), value) if name.endswith("_max") else sums.get(name, 0.0) + value
+        for attempt in self._scorer.oom_backoff.attempts(minibatch.rows):
+            self._optimizer.zero_grad()
+            with (
+                attempt as microbatches,
+                self._policy.training() as model,
+                checkpointing(model, again),
+                torch.set_grad_enabled(learns),
+            ):
+                model.train(learns)
+                sums = add_up(self._backward(model, minibatch.normaliser, known, rows) for rows in microbatches)
         return sums
 
     def _backward(self, model: nn.Module, counts: Normaliser, known: RowConstants, piece: Sequence[Row]) -> dict[str, float]:
