@@ -1,13 +1,15 @@
 """Episodes to tensors: exact ids, the right mask, and groups of rows within the budget."""
 
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.workflow.training.batch import Row, collate, microbatches, rows_of, size, split_by_row, to_lines
+from agentrl.workflow.training.batch import Row, collate, microbatches, rows_of, size
+from agentrl.workflow.training.token_layout import pad
 from agentrl.workflow.trajectory import Episode, Message, Step, Task
 
 TASK = Task("train/1", (), "")
@@ -98,7 +100,6 @@ def test_rows_that_begin_alike_hold_their_beginning_once_where_that_is_less_to_r
     assert batch.prefixes.ids.shape == (2, 299)  # the last token of a prompt is read by every row: it predicts their first
     assert batch.prefixes.mask.sum(-1).tolist() == [299, 289]
     assert batch.prefixes.of.tolist() == [0, 1, 0, 1]
-    assert batch.starts == (299, 289, 299, 289)
     for line, row in enumerate(rows):
         count = int(batch.attention_mask[line].sum())
         assert batch.input_ids[line, :count].tolist() == list(row.input_ids[row.prefix :])
@@ -142,9 +143,5 @@ def test_whatever_is_shared_every_row_comes_once_and_its_values_find_their_way(
     for piece in pieces:
         assert len(piece) == 1 or size(piece, share) <= tokens
         batch = collate(piece, share=share)
-        values = batch.behavior_logprobs[:, 1:].double()
-        known = split_by_row(batch, values)
-        for row in piece:
-            assert known[row.key].float().tolist() == torch.tensor(row.behavior_logprobs[row.prefix + 1 :]).tolist()
-        assert torch.equal(to_lines(batch, known, values), values)
-        assert torch.equal(values != 0, batch.loss_mask[:, 1:])
+        known = [value for row in piece for value in compress(row.behavior_logprobs, row.loss_mask)]
+        assert torch.equal(pad(torch.tensor(known), batch.loss_mask[:, 1:]), batch.behavior_logprobs[:, 1:])

@@ -18,15 +18,10 @@ from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.losses import importance_weights
 from agentrl.workflow.trajectory import Episode, Group
 from tests.support.grpo_formula import grpo_credits
-from tests.support.small_models import tiny_random
 from tests.training.test_trainer import config, gradient, groups_of, saved, trainer_of
+from tests.training.test_trainer import folder as folder
 
 CAP = 1.5
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_random(tmp_path_factory.mktemp("base"))
 
 
 def run_of(max_staleness: int = 1, **values: Any) -> RunConfig:

@@ -21,15 +21,19 @@ from agentrl.workflow.training.reports import Update
 from agentrl.workflow.training.schedules import learning_rate_share, next_kl_coef
 from agentrl.workflow.training.trainer import Trainer
 from agentrl.workflow.trajectory import Episode, Group, Step
-from tests.support.small_models import tiny_random
-from tests.training.test_trainer import bandit, config, gradient, groups_of, saved, trainer_of, unchanged
-
-KINDS = pytest.mark.parametrize("lora_r", [0, 4], ids=["all weights", "lora"])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_random(tmp_path_factory.mktemp("base"))
+from tests.training.test_trainer import (
+    KINDS,
+    assert_same_files,
+    bandit,
+    config,
+    go_on,
+    gradient,
+    groups_of,
+    saved,
+    trainer_of,
+    unchanged,
+)
+from tests.training.test_trainer import folder as folder
 
 
 def ppo(lora_r: int = 0, exact: bool = False, **values: Any) -> RunConfig:
@@ -90,7 +94,7 @@ def policy_width(policy: Policy) -> int:
         return int(model.config.hidden_size)  # type: ignore[union-attr,arg-type]
 
 
-@pytest.mark.parametrize("lora_r", [0, 4], ids=["all weights", "lora"])
+@KINDS
 def test_going_on_from_a_checkpoint_is_going_on_with_the_critic_too(folder: Path, tmp_path: Path, lora_r: int) -> None:
     run = ppo(
         lora_r,
@@ -101,17 +105,8 @@ def test_going_on_from_a_checkpoint_is_going_on_with_the_critic_too(folder: Path
         algorithm__kl_target=0.01,
         critic__warmup=1,
     )
-    _, through = trainer_of(folder, run)
-    through.update(groups_of(seed=1), 0)
-    sealed_folder.write(tmp_path / "v1", through.save)
-    through.update(groups_of(seed=2), 1)
-    sealed_folder.write(tmp_path / "v2", through.save)
-
-    again = Trainer(Policy.load(run.model, str(folder), device="cpu"), run)
-    again.load(tmp_path / "v1")
-    again.update(groups_of(seed=2), 1)
-    sealed_folder.write(tmp_path / "again", again.save)
-    assert sealed_folder.verify(tmp_path / "again") == sealed_folder.verify(tmp_path / "v2")
+    go_on(tmp_path, trainer_of(folder, run)[1], Trainer(Policy.load(run.model, str(folder), device="cpu"), run))
+    assert_same_files(tmp_path)
     assert FILE in sealed_folder.verify(tmp_path / "v2")
 
 

@@ -9,8 +9,8 @@ import torch
 from agentrl.workflow.config import AlgorithmConfig
 from agentrl.workflow.errors import RewardError, StateError
 from agentrl.workflow.training.advantages import relative_to_group
-from agentrl.workflow.training.batch import Row, rows_of
-from agentrl.workflow.training.token_layout import TokenLayout
+from agentrl.workflow.training.batch import Row, collate, rows_of
+from agentrl.workflow.training.token_layout import TokenLayout, pad
 from agentrl.workflow.trajectory import Episode, Group, Message, Step, Task
 
 TASK = Task("train/1", (), "")
@@ -42,17 +42,18 @@ def test_a_step_earns_at_its_last_token_and_the_episode_at_its_own() -> None:
     assert earned.groups.tolist() == [0, 0]
 
 
-def test_what_is_said_of_tokens_comes_back_to_the_rows_they_stand_in() -> None:
-    """Two rows of one episode, tool text between, and the gathering of what was scattered."""
+def test_what_is_known_of_tokens_is_seen_by_episode_or_on_the_lines_they_stand_in() -> None:
+    """Two rows of one episode, tool text between, and a row of another."""
     tokens, _ = tokens_of(episode(step(0, 3, 2), step(1, 4, 1), step(2, 6, 2, new_row="the template")), episode(step(0, 2, 3)))
-    values = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 0, 0]], dtype=torch.float64)
-    scattered = tokens.scatter(values)
-    assert {key: line.tolist() for key, line in scattered.items()} == {
-        (0, 0): [1, 2, 0, 0, 0, 0, 3],
-        (0, 1): [4, 5],
-        (1, 0): [6, 7, 8],
-    }
-    assert torch.equal(tokens.gather(scattered), values)
+    flat = torch.arange(1.0, 9)
+    whole = tokens.by_episode(flat)
+    assert whole.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 0, 0]]
+    assert whole[tokens.mask].tolist() == flat.tolist()
+    longest_last = [tokens.rows[2], tokens.rows[0]]
+    mask = collate(longest_last).loss_mask[:, 1:]
+    lines = pad(flat[tokens.places(longest_last)], mask)
+    assert lines.tolist() == [[0, 6, 7, 8, 0, 0, 0, 0, 0], [0, 0, 1, 2, 0, 0, 0, 0, 3]]
+    assert tokens.flatten(longest_last, lines[mask]).tolist() == [1, 2, 3, 0, 0, 6, 7, 8]
 
 
 def test_what_a_fork_has_from_its_parent_is_not_credited_and_its_rest_is() -> None:

@@ -4,7 +4,6 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,25 +30,25 @@ from agentrl.workflow.trajectory import Group
 from tests.conftest import missing
 from tests.support.real_stack import SMALL, Stack
 from tests.support.real_stack import stack as stack
-from tests.support.small_models import quantised, tiny_random
-from tests.training.test_trainer import config, gradient, groups_of, saved, trainer_of, unchanged
+from tests.support.small_models import quantised
+from tests.training.test_trainer import (
+    KINDS,
+    assert_same_files,
+    config,
+    go_on,
+    gradient,
+    groups_of,
+    saved,
+    trainer_of,
+    unchanged,
+)
+from tests.training.test_trainer import folder as folder
+from tests.training.test_trainer import free_choice_of_algorithms as free_choice_of_algorithms
 
 pytestmark = pytest.mark.filterwarnings(
     # TRL 1.16 turns the recomputation of layers off and on by the names of transformers 4.
     "ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning"
 )
-KINDS = pytest.mark.parametrize("lora_r", [0, 4], ids=["all weights", "LoRA"])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_random(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(autouse=True)
-def _free_choice_of_algorithms() -> Iterator[None]:
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -203,17 +202,9 @@ def test_going_on_from_a_checkpoint_is_going_on_bit_for_bit(
     more = {"model__lora_dropout": 0.2} if lora_r else {"update__epochs": 2}
     run = asked(lora_r, algorithm__kl_coef=0.1, update__warmup=3, update__optimizer=optimizer, **more)
     _, through = trl_trainer(folder, run)
-    through.update(groups_of(seed=1), 0)
-    sealed_folder.write(tmp_path / "v1", through.save)
-    through.update(groups_of(seed=2), 1)
-    sealed_folder.write(tmp_path / "v2", through.save)
+    go_on(tmp_path, through, trl_trainer(folder, run)[1])
+    assert_same_files(tmp_path)
     assert through.learning_rate == pytest.approx(1e-3 * 2 / 4)
-
-    _, again = trl_trainer(folder, run)
-    again.load(tmp_path / "v1")
-    again.update(groups_of(seed=2), 1)
-    sealed_folder.write(tmp_path / "again", again.save)
-    assert sealed_folder.verify(tmp_path / "again") == sealed_folder.verify(tmp_path / "v2")
 
 
 def test_ours_goes_on_from_its_checkpoint(trl: None, folder: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ The rows of a group begin with the same prompt. Where it saves work, a microbatc
 last token before what trains.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,14 +71,10 @@ class Microbatch:
     """Rows for one forward and backward, each on a line.
 
     Args:
-        rows: which row of which episode each line is.
-        starts: position in its row at which each line begins.
         prefixes: what comes before the lines, where that is shared.
         others: (B, T).
     """
 
-    rows: tuple[Row, ...]
-    starts: tuple[int, ...]
     prefixes: Prefixes | None
     input_ids: Tensor
     attention_mask: Tensor
@@ -123,35 +119,19 @@ def size(rows: Sequence[Row], share: bool = False) -> int:
 def collate(rows: Sequence[Row], device: torch.device | str = "cpu", share: bool = False) -> Microbatch:
     """The rows as tensors, padded on the right to the longest; with `share`, their beginnings once, where that is less."""
     shared = share and size(rows, share) < size(rows)
-    starts = tuple(row.prefix if shared else 0 for row in rows)
+    starts = [row.prefix if shared else 0 for row in rows]
     lengths = [len(row.input_ids) - start for row, start in zip(rows, starts, strict=True)]
 
     def tensor(name: str, dtype: DTypeLike) -> Tensor:
         return _tensor([getattr(row, name)[start:] for row, start in zip(rows, starts, strict=True)], dtype, device)
 
     return Microbatch(
-        rows=tuple(rows),
-        starts=starts,
         prefixes=_prefixes(rows, device) if shared else None,
         input_ids=tensor("input_ids", np.int64),
         attention_mask=_tensor([np.ones(length) for length in lengths], np.int64, device),
         loss_mask=tensor("loss_mask", np.bool_),
         behavior_logprobs=tensor("behavior_logprobs", np.float32),
     )
-
-
-def split_by_row(batch: Microbatch, values: Tensor) -> dict[tuple[int, int], Tensor]:
-    """Splits values (B, T - 1) into those of each row's tokens after its prefix, by `Row.key`, whatever the layout."""
-    lines = zip(batch.rows, batch.starts, values, strict=True)
-    return {row.key: line[row.prefix - start : len(row.input_ids) - 1 - start] for row, start, line in lines}
-
-
-def to_lines(batch: Microbatch, known: Mapping[tuple[int, int], Tensor], like: Tensor) -> Tensor:
-    """Reverses `split_by_row`: shape, type and place of `like` (B, T - 1), 0 where nothing is known."""
-    whole = torch.zeros_like(like)
-    for row, start, line in zip(batch.rows, batch.starts, whole, strict=True):
-        line[row.prefix - start : len(row.input_ids) - 1 - start] = known[row.key]
-    return whole
 
 
 def unbroken_runs(episode: Episode) -> Iterator[list[Step]]:

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from agentrl.workflow.errors import InfraError
@@ -15,31 +16,24 @@ T = TypeVar("T")
 Pieces = Sequence[Sequence[T]]
 
 
+@dataclass(slots=True)
 class OomBackoff(Generic[T]):
     """How items are cut; what once was too much stays too much.
 
     Args:
-        tokens: that a piece has at most, to begin with, padding included.
+        tokens: that a piece has at most, padding included; fewer after an attempt that failed.
         cut: the items and that number -> the pieces, in which no item is cut.
         size: of a piece, in tokens, padding included.
         item: what an item is called.
         hint: what to do where not even one item fits.
     """
 
-    def __init__(
-        self,
-        tokens: int,
-        cut: Callable[[Sequence[T], int], Pieces[T]],
-        size: Callable[[Sequence[T]], int],
-        item: str,
-        hint: str,
-    ) -> None:
-        self._tokens = tokens
-        self._cut = cut
-        self._size = size
-        self._item = item
-        self._hint = hint
-        self._ran_out = False
+    tokens: int
+    cut: Callable[[Sequence[T], int], Pieces[T]]
+    size: Callable[[Sequence[T]], int]
+    item: str
+    hint: str
+    _ran_out: bool = field(default=False, init=False)
 
     def attempts(self, items: Sequence[T]) -> Iterator[AbstractContextManager[Pieces[T]]]:
         """Attempts at all of these items, of which the last one does not run out of memory.
@@ -51,7 +45,7 @@ class OomBackoff(Generic[T]):
         """
         self._ran_out = True
         while self._ran_out:
-            yield self._attempt(self._cut(items, self._tokens))
+            yield self._attempt(self.cut(items, self.tokens))
 
     @contextmanager
     def _attempt(self, pieces: Pieces[T]) -> Iterator[Pieces[T]]:
@@ -63,7 +57,7 @@ class OomBackoff(Generic[T]):
                 raise
             several = [piece for piece in pieces if len(piece) > 1]
             if not several:
-                most = max(map(self._size, pieces))
-                raise InfraError(f"Memory does not suffice for one {self._item} of {most} tokens.", self._hint) from error
-            self._tokens = max(map(self._size, several)) // 2
+                most = max(map(self.size, pieces))
+                raise InfraError(f"Memory does not suffice for one {self.item} of {most} tokens.", self.hint) from error
+            self.tokens = max(map(self.size, several)) // 2
             self._ran_out = True

@@ -1,4 +1,4 @@
-"""What an update says of itself, and what it is made of: pure functions of groups, advantages and metrics."""
+"""What an update says of itself: pure functions of groups, advantages and metrics."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -7,14 +7,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from agentrl.workflow.training.advantages import Credited
-from agentrl.workflow.training.batch import Row
-from agentrl.workflow.training.losses import Normaliser
-from agentrl.workflow.training.token_layout import Constants, TokenLayout
+from agentrl.workflow.training.token_layout import TokenLayout
 from agentrl.workflow.trajectory import Group
 
 Metrics = Mapping[str, float]
-WHOLE = frozenset({"loss", "sampler_difference_max"})
-"""Metrics that are no sums over tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,56 +58,6 @@ class UpdatePreview:
     blank: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RowConstants:
-    """Values known of the rows before the update begins, by row; empty where they are not needed.
-
-    `start`: logprobs of the policy; the others are named as in `training.losses` and `training.advantages`. `kl`: the mean over
-    all tokens of what was taken off their rewards, for a weight of 1; None where nothing was.
-    """
-
-    advantages: Constants
-    start: Constants
-    reference: Constants
-    values: Constants
-    returns: Constants
-    kl: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Minibatch:
-    """The rows of one optimizer step that teach, and counts over all of its rows."""
-
-    rows: Sequence[Row]
-    normaliser: Normaliser
-
-    def means(self, sums: Metrics) -> dict[str, float]:
-        """Sums over the tokens that were read as their means."""
-        read = sum(sum(row.loss_mask) for row in self.rows)
-        return {name: value if name in WHOLE else value / read for name, value in sums.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedUpdate:
-    """An update before its first step.
-
-    Args:
-        minibatches: one per optimizer step of a pass, at least one.
-        episodes: how many are used.
-        beside: metrics that all steps share.
-        whole: metrics of the whole update alone.
-        advantages, dropped: as of `Update`.
-    """
-
-    minibatches: Sequence[Minibatch]
-    known: RowConstants
-    episodes: int
-    beside: Metrics
-    whole: Metrics
-    advantages: Mapping[int, float]
-    dropped: Mapping[int, str]
-
-
 def select_groups(groups: Sequence[Group], needs_group: bool) -> tuple[list[Group], dict[int, str]]:
     """The groups with their trainable episodes only, and why others are dropped, by slot.
 
@@ -127,13 +73,13 @@ def select_groups(groups: Sequence[Group], needs_group: bool) -> tuple[list[Grou
     return kept, dropped
 
 
-def episode_advantages(credited: Credited, tokens: TokenLayout) -> list[float]:
-    """Each episode's advantage: that of all of its tokens, or their mean; 0 where none of them trains."""
-    found = []
-    for line, length in zip(credited.advantages, tokens.lengths.tolist(), strict=True):
+def episode_advantages(credited: Credited, tokens: TokenLayout) -> dict[int, float]:
+    """Each episode's advantage by its id: that of all of its tokens, or their mean; 0 where none of them trains."""
+    found = {}
+    for episode, line, length in zip(tokens.episodes, credited.advantages, tokens.lengths.tolist(), strict=True):
         values = line[:length]
         alike = length and bool((values == values[0]).all())
-        found.append(float(values[0]) if alike else float(values.mean()) if length else 0.0)
+        found[episode.id] = float(values[0]) if alike else float(values.mean()) if length else 0.0
     return found
 
 

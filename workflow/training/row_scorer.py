@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -11,34 +12,35 @@ from torch import Tensor, nn
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.models.logprobs import Scores, shares_prefixes, token_scores
 from agentrl.workflow.models.policy import Policy
-from agentrl.workflow.training.batch import Microbatch, Row, collate, microbatches, size, split_by_row
+from agentrl.workflow.training.batch import Microbatch, Row, collate, microbatches, size
 from agentrl.workflow.training.losses import k3
 from agentrl.workflow.training.oom_backoff import OomBackoff
-from agentrl.workflow.training.token_layout import Constants
+from agentrl.workflow.training.token_layout import TokenLayout
 
 NO_ROOM = "Set update.gradient_checkpointing=true or model.load_in_4bit=true, or lower rollout.max_new_tokens."
 
 
 class RowScorer:
-    """Scores rows at the run's temperature, in pieces that fit into memory; with `share` the beginning that rows have in common
-    is read once.
-    """
+    """Scores rows at the run's temperature, in microbatches that fit into memory."""
 
     def __init__(self, policy: Policy, config: RunConfig) -> None:
         self._policy = policy
         self._config = config
-        self.share = _may_share(policy, config)
+        self._share = _may_share(policy, config)
         self.oom_backoff = OomBackoff(
             config.update.microbatch_tokens,
-            partial(microbatches, at_least=config.update.gradient_accumulation_steps, share=self.share),
-            partial(size, share=self.share),
+            partial(microbatches, at_least=config.update.gradient_accumulation_steps, share=self._share),
+            partial(size, share=self._share),
             "row",
             NO_ROOM,
         )
 
-    def scores(self, model: nn.Module, batch: Microbatch, critic: nn.Linear | None, trains: bool = False) -> Scores:
-        """Scores a microbatch; `trains`: with all gradients that the loss wants."""
-        return token_scores(
+    def score(
+        self, model: nn.Module, rows: Sequence[Row], critic: nn.Linear | None, trains: bool = False
+    ) -> tuple[Microbatch, Scores]:
+        """The rows as a microbatch, and its scores; `trains`: with all gradients that the loss wants."""
+        batch = collate(rows, self._policy.device, self._share)
+        return batch, token_scores(
             model,
             batch.input_ids,
             batch.attention_mask,
@@ -50,47 +52,50 @@ class RowScorer:
         )
 
     def read_constants(
-        self, rows: Sequence[Row], module: Callable[[], AbstractContextManager[nn.Module]], critic: nn.Linear | None = None
-    ) -> tuple[Constants, Constants]:
-        """Logprobs, and a critic's values, of the rows as the module says them before the update, without dropout."""
+        self,
+        tokens: TokenLayout,
+        rows: Sequence[Row],
+        module: Callable[[], AbstractContextManager[nn.Module]],
+        critic: nn.Linear | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logprobs, and a critic's values, as the module says them before the update, without dropout.
 
+        Both are flat, (tokens,), and 0 for the tokens of other rows.
+        """
         for attempt in self.oom_backoff.attempts(rows):
-            logprobs: Constants = {}
-            values: Constants = {}
+            logprobs: list[Tensor] = []
+            values: list[Tensor] = []
             with attempt as microbatches, module() as model, torch.no_grad():
                 model.eval()
                 for some in microbatches:
-                    batch = collate(some, self._policy.device, self.share)
-                    scores = self.scores(model, batch, critic)
-                    logprobs |= split_by_row(batch, scores.logprobs)
-                    values |= {} if scores.values is None else split_by_row(batch, scores.values)
-        return logprobs, values
+                    batch, scores = self.score(model, some, critic)
+                    mask = batch.loss_mask[:, 1:]
+                    logprobs.append(scores.logprobs[mask])
+                    values += [] if scores.values is None else [scores.values[mask]]
+        read = [row for some in microbatches for row in some]
+        return tokens.flatten(read, torch.cat(logprobs)), tokens.flatten(read, torch.cat(values)) if values else None
 
     @torch.no_grad()
-    def kl_from_start(self, rows: Sequence[Row], start: Constants) -> float:
+    def kl_from_start(self, tokens: TokenLayout, rows: Sequence[Row], start: Tensor) -> float:
         """The KL of the policy to where it began: the mean of k3 over the rows' trained tokens.
 
         Args:
-            start: the logprobs that it began with.
+            start: the logprobs that it began with (tokens,).
         """
-        now, _ = self.read_constants(rows, self._policy.training)
-        masks = {row.key: torch.tensor(row.loss_mask[row.prefix + 1 :], device=self._policy.device) for row in rows}
-        return float(torch.cat([k3(start[key], now[key])[mask] for key, mask in masks.items()]).mean())
+        now, _ = self.read_constants(tokens, rows, self._policy.training)
+        return float(k3(start, now)[tokens.places(rows)].mean())
 
-    def sampler_mismatch(self, rows: Sequence[Row]) -> set[int]:
+    def sampler_mismatch(self, tokens: TokenLayout) -> set[int]:
         """Episodes whose sampled tokens have, on average, other logprobs here than the sampler recorded."""
         limit = self._config.update.max_sampler_difference
         if limit is None:
             return set()
-        apart: dict[int, list[Tensor]] = {}
-        ours, _ = self.read_constants(rows, self._policy.training)
-        for row in rows:
-            start = row.prefix + 1
-            mask = torch.tensor(row.loss_mask[start:], device=self._policy.device)
-            difference = ours[row.key] - torch.tensor(row.behavior_logprobs[start:], device=self._policy.device)
-            apart.setdefault(row.episode, []).append(difference[mask].abs())
+        ours, _ = self.read_constants(tokens, tokens.rows, self._policy.training)
+        behavior = [value for row in tokens.rows for value in compress(row.behavior_logprobs, row.loss_mask)]
+        difference = (ours - torch.tensor(behavior, device=self._policy.device)).abs()
+        by_episode = torch.split(difference, tokens.lengths.tolist())
         # What is not a number is left to the guard against it.
-        return {episode for episode, found in apart.items() if float(torch.cat(found).mean()) > limit}
+        return {number for number, some in enumerate(by_episode) if float(some.mean()) > limit}
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""From episodes to what credit sees, and from its advantages back to training rows.
+"""The trained tokens of some episodes: flat where they are kept, padded where they are used.
 
-Credit works on (N, T): the trained tokens of N episodes, one after another. Rows hold the same tokens among others: prompts,
-what tools said, what a fork has from its parent. `TokenLayout` knows which is which.
+What is known of them lies flat, (tokens,), row after row. Credit sees it by episode, (N, T), an episode's tokens one after
+another; the model on the lines of a microbatch, (B, T - 1), among others: prompts, what tools said, what a fork has from its
+parent. A mask says where they are in either view: `pad(values, mask)` lays them out, `padded[mask]` is flat again.
 """
 
 import math
@@ -16,60 +17,54 @@ from agentrl.workflow.training.advantages import Earned
 from agentrl.workflow.training.batch import Row
 from agentrl.workflow.trajectory import Episode, Group
 
-Constants = dict[tuple[int, int], Tensor]
-"""One value for each token after a row's prefix, without gradient, by `Row.key`."""
+
+def pad(values: Tensor, mask: Tensor) -> Tensor:
+    """Lays flat values (tokens,) out where the mask is True; 0 elsewhere."""
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """The trained tokens of some episodes, and where in their rows they are.
+    """The order of the trained tokens of some episodes.
 
     Args:
         episodes: N of them, the rows' `episode` counts through them.
         rows: all their rows in which something trains.
         lengths: (N,), trained tokens of each.
+        by_row: the flat places of each row's trained tokens, by `Row.key`.
     """
 
     episodes: Sequence[Episode]
     rows: Sequence[Row]
     lengths: Tensor
+    by_row: Mapping[tuple[int, int], Tensor]
 
     @classmethod
     def of(cls, episodes: Sequence[Episode], rows: Sequence[Row]) -> "TokenLayout":
         """The layout of these episodes and their rows (`training.batch.rows_of`)."""
+        counts = [sum(row.loss_mask) for row in rows]
         lengths = torch.zeros(len(episodes), dtype=torch.long)
-        for row in rows:
-            lengths[row.episode] += sum(row.loss_mask)
-        return cls(episodes, rows, lengths)
+        for row, count in zip(rows, counts, strict=True):
+            lengths[row.episode] += count
+        places = torch.split(torch.arange(sum(counts)), counts)
+        return cls(episodes, rows, lengths, dict(zip((row.key for row in rows), places, strict=True)))
 
     @property
     def mask(self) -> Tensor:
         """(N, T), True where there is a token."""
         return torch.arange(int(self.lengths.max()) if len(self.lengths) else 0)[None] < self.lengths[:, None]
 
-    def gather(self, known: Mapping[tuple[int, int], Tensor]) -> Tensor:
-        """Gathers values of the rows' tokens as (N, T) float64."""
-        whole = torch.zeros(self.mask.shape, dtype=torch.float64)
-        filled = [0] * len(self.episodes)
-        for row in self.rows:
-            values = known[row.key][_trained_mask(row)].double().cpu()
-            start = filled[row.episode]
-            whole[row.episode, start : start + len(values)] = values
-            filled[row.episode] += len(values)
-        return whole
+    def by_episode(self, values: Tensor) -> Tensor:
+        """Flat values as credit sees them, (N, T) float64."""
+        return pad(values.double().cpu(), self.mask)
 
-    def scatter(self, values: Tensor) -> Constants:
-        """Reverses `gather`: (N, T) -> by row, 0 where nothing trains."""
-        found: Constants = {}
-        filled = [0] * len(self.episodes)
-        for row in self.rows:
-            trains = _trained_mask(row)
-            line = torch.zeros(len(trains), dtype=torch.float64)
-            count, start = int(trains.sum()), filled[row.episode]
-            line[trains] = values[row.episode, start : start + count]
-            filled[row.episode] += count
-            found[row.key] = line
-        return found
+    def places(self, rows: Sequence[Row]) -> Tensor:
+        """The flat places of these rows' trained tokens, in the order of the rows."""
+        return torch.cat([self.by_row[row.key] for row in rows])
+
+    def flatten(self, rows: Sequence[Row], values: Tensor) -> Tensor:
+        """Flat values from those of these rows' trained tokens, in the order of the rows; 0 for other rows' tokens."""
+        return values.new_zeros(int(self.lengths.sum())).index_copy(0, self.places(rows).to(values.device), values)
 
     def make_earned(self, groups: Sequence[Group], penalty: Tensor | None = None, values: Tensor | None = None) -> Earned:
         """What each token earned.
@@ -122,7 +117,3 @@ def _fill_rewards(episode: Episode, rewards: Tensor, turns: Tensor) -> None:
         rewards[end - 1] += step.reward
     if end:
         rewards[end - 1] += rest
-
-
-def _trained_mask(row: Row) -> Tensor:
-    return torch.tensor(row.loss_mask[row.prefix + 1 :])

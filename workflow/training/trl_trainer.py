@@ -31,6 +31,8 @@ from agentrl.workflow.errors import InfraError
 from agentrl.workflow.models.logprobs import causal_model, checkpointing
 from agentrl.workflow.models.memory import out_of_memory, return_freed_memory
 from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.plugins import find
+from agentrl.workflow.training.advantages import Credit
 from agentrl.workflow.training.batch import Row, rows_of
 from agentrl.workflow.training.reports import Metrics, Update, episode_advantages, select_groups
 from agentrl.workflow.training.token_layout import TokenLayout
@@ -60,6 +62,7 @@ class TrlTrainer(Trainer):
         require_trl()
         check_trl(config)
         super().__init__(policy, config, iterations)
+        self._credit: Credit = find("credits", self._algorithm.credit)
 
     def update(self, groups: Sequence[Group], iteration: int) -> Update:
         """Improves the policy on the groups of which every episode can train.
@@ -76,7 +79,7 @@ class TrlTrainer(Trainer):
         self._set_rates(iteration)
         tokens = TokenLayout.of(episodes, rows_of(episodes))
         credited = self._credit(tokens.make_earned(kept), self._options)
-        advantages = {e.id: value for e, value in zip(episodes, episode_advantages(credited, tokens), strict=True)}
+        advantages = episode_advantages(credited, tokens)
         if not (credited.advantages.any() or self._options.kl_coef or self._options.entropy_coef):
             return Update(advantages=advantages, dropped=dropped, skipped="no advantage differs from 0")
         try:

@@ -1,0 +1,178 @@
+"""An update before its first step: what is known of its tokens, and the rows of each step. See `training.trainer`."""
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.workflow.algorithms import Algorithm, settle_options
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.models.critic import explained_variance
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.plugins import find
+from agentrl.workflow.training.advantages import Credit, Credited
+from agentrl.workflow.training.batch import Row, rows_of
+from agentrl.workflow.training.losses import KL, Normaliser
+from agentrl.workflow.training.reports import Metrics, Update, episode_advantages, mismatch_reasons, select_groups
+from agentrl.workflow.training.row_scorer import RowScorer
+from agentrl.workflow.training.token_layout import TokenLayout, pad
+from agentrl.workflow.trajectory import Group
+
+WHOLE = frozenset({"loss", "sampler_difference_max"})
+"""Metrics that are no sums over tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenConstants:
+    """Values known of tokens before the update begins: flat, or on the lines of a microbatch; None where they are not needed.
+
+    `start`: logprobs of the policy; the others are named as in `training.losses` and `training.advantages`.
+    """
+
+    advantages: Tensor
+    start: Tensor | None = None
+    reference: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
+
+    def on_lines(self, places: Tensor, mask: Tensor, dtype: torch.dtype) -> "TokenConstants":
+        """Those at these flat places, where the mask of a microbatch (B, T - 1) is True."""
+        flat = {one.name: getattr(self, one.name) for one in fields(self)}
+        known = {name: values[places].to(mask.device, dtype) for name, values in flat.items() if values is not None}
+        return TokenConstants(**{name: pad(values, mask) for name, values in known.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """The rows of one optimizer step that teach, and counts over all of its rows."""
+
+    rows: Sequence[Row]
+    normaliser: Normaliser
+
+    def means(self, sums: Metrics) -> dict[str, float]:
+        """Sums over the tokens that were read as their means."""
+        read = sum(sum(row.loss_mask) for row in self.rows)
+        return {name: value if name in WHOLE else value / read for name, value in sums.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedUpdate:
+    """An update before its first step.
+
+    Args:
+        tokens: of all episodes that are used.
+        minibatches: one per optimizer step of a pass, at least one.
+        beside: metrics that all steps share.
+        whole: metrics of the whole update alone.
+        advantages, dropped: as of `Update`.
+    """
+
+    tokens: TokenLayout
+    minibatches: Sequence[Minibatch]
+    known: TokenConstants
+    beside: Metrics
+    whole: Metrics
+    advantages: Mapping[int, float]
+    dropped: Mapping[int, str]
+
+
+class UpdatePreparation:
+    """Chooses what an update reads, reads what must be known before its first step, and credits the tokens."""
+
+    def __init__(self, policy: Policy, config: RunConfig, scorer: RowScorer) -> None:
+        self._policy = policy
+        self._config = config
+        self._scorer = scorer
+        self._options = settle_options(config.algorithm)
+        self._algorithm: Algorithm = find("algorithms", config.algorithm.name)
+        self._credit: Credit = find("credits", self._algorithm.credit)
+
+    def prepare(
+        self, groups: Sequence[Group], iteration: int, critic: nn.Linear | None, kl_coef: float
+    ) -> PreparedUpdate | Update:
+        """Prepares the update by these groups; where there is nothing to do, the update that says why."""
+        kept, dropped = select_groups(groups, self._algorithm.needs_group)
+        episodes = [episode for group in kept for episode in group.episodes]
+        if not episodes:
+            return Update(dropped=dropped, skipped="no group has enough finished episodes")
+        tokens = TokenLayout.of(episodes, rows_of(episodes))
+        strayed = self._scorer.sampler_mismatch(tokens)
+        known, credited, beside = self._credit_tokens(tokens, kept, strayed, critic, kl_coef)
+        advantages = episode_advantages(credited, tokens)
+        if not all(map(math.isfinite, advantages.values())):  # nothing of it can be learned, or written down
+            return Update(dropped=dropped, skipped="an advantage is no finite number", bad=True)
+        dropped |= mismatch_reasons(kept, strayed)
+        minibatches = self._minibatches(tokens, strayed, known.advantages)
+        if not minibatches:
+            reason = "sampler and trainer differ" if strayed else "no advantage differs from 0"
+            return Update(advantages=advantages, dropped=dropped, skipped=reason)
+        known, whole = self._add_logprobs(tokens, minibatches, known), self._update_metrics(strayed, iteration)
+        return PreparedUpdate(tokens, minibatches, known, beside, whole, advantages, dropped)
+
+    def _credit_tokens(
+        self, tokens: TokenLayout, groups: Sequence[Group], strayed: Set[int], critic: nn.Linear | None, kl_coef: float
+    ) -> tuple[TokenConstants, Credited, dict[str, float]]:
+        """Reads what credit needs to know of the tokens, and credits them; strayed episodes have no credit.
+
+        Returns:
+            What is known, the credit, and the metrics that all steps of the update share.
+        """
+        options = self._options
+        metrics = {"kl_coef": kl_coef} if options.kl_coef else {}
+        start, values, reference, penalty = None, None, None, None
+        in_reward = options.kl_coef > 0 and options.kl_in == "reward"
+        if critic is not None or in_reward:
+            start, values = self._scorer.read_constants(tokens, tokens.rows, self._policy.training, critic)
+        if start is not None and in_reward:
+            reference, _ = self._scorer.read_constants(tokens, tokens.rows, self._policy.reference)
+            estimate = KL[options.kl_estimator](tokens.by_episode(start), tokens.by_episode(reference))
+            penalty, metrics["kl"] = kl_coef * estimate, float(estimate[tokens.mask].mean())
+        earned = tokens.make_earned(groups, penalty, None if values is None else tokens.by_episode(values))
+        credited = self._credit(earned, options)
+        kept = torch.tensor([number not in strayed for number in range(len(tokens.episodes))])
+        credited = replace(credited, advantages=credited.advantages * kept[:, None])
+        returns = None if credited.returns is None else credited.returns[tokens.mask]
+        if credited.returns is not None and earned.values is not None:
+            metrics["explained_variance"] = explained_variance(earned.values, credited.returns, earned.mask)
+        return TokenConstants(credited.advantages[tokens.mask], start, reference, values, returns), credited, metrics
+
+    def _minibatches(self, tokens: TokenLayout, strayed: Set[int], advantages: Tensor) -> list[Minibatch]:
+        """One per optimizer step; a step that would only coast on its momentum is left out.
+
+        A row without advantage has no gradient, unless the loss has a KL, an entropy or a value: it is counted, but the model
+        need not read it.
+        """
+        options, limits, episodes = self._options, self._config.rollout, len(tokens.episodes)
+        step = self._config.update.batch_size or episodes
+        all_teach = bool(options.entropy_coef or self._algorithm.critic or (options.kl_coef and options.kl_in == "loss"))
+        found = []
+        for first in range(0, episodes, step):
+            part = [row for row in tokens.rows if first <= row.episode < first + step and row.episode not in strayed]
+            rows = [row for row in part if all_teach or advantages[tokens.places([row])].any()]
+            counts = Normaliser(sum(sum(row.loss_mask) for row in part), len(part), limits.max_steps * limits.max_new_tokens)
+            found += [Minibatch(rows, counts)] if rows else []
+        return found
+
+    def _add_logprobs(self, tokens: TokenLayout, minibatches: Sequence[Minibatch], known: TokenConstants) -> TokenConstants:
+        """Adds the logprobs that the steps need: where there are several, those of the policy before the first."""
+        used = [row for minibatch in minibatches for row in minibatch.rows]
+        one_step = len(minibatches) * self._config.update.epochs == 1
+        weighed = self._config.rollout.max_staleness and self._config.algorithm.importance_cap is not None
+        if one_step and not (weighed and self._config.model.lora_dropout):  # an importance weight has no dropout
+            known = replace(known, start=None)  # the step's own are the same, with its dropout
+        elif known.start is None:
+            known = replace(known, start=self._scorer.read_constants(tokens, used, self._policy.training)[0])
+        if known.reference is None and self._options.kl_coef > 0:
+            known = replace(known, reference=self._scorer.read_constants(tokens, used, self._policy.reference)[0])
+        return known
+
+    def _update_metrics(self, strayed: Set[int], iteration: int) -> dict[str, float]:
+        """Metrics of the whole update alone."""
+        found = {}
+        if self._config.update.max_sampler_difference is not None:
+            found["sampler_dropped"] = float(len(strayed))
+        if self._config.rollout.max_staleness:
+            found["staleness"] = float(min(iteration, self._config.rollout.max_staleness))
+        return found

@@ -1,0 +1,68 @@
+"""The loss of a microbatch in an update, and what is worth watching beside it. See `training.losses`."""
+
+import torch
+from torch import Tensor
+
+from agentrl.workflow.algorithms import Algorithm, settle_options
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.models.logprobs import Scores
+from agentrl.workflow.plugins import find
+from agentrl.workflow.training.batch import Microbatch
+from agentrl.workflow.training.losses import (
+    LossTerms,
+    Normaliser,
+    Surrogate,
+    TokenBatch,
+    aggregate,
+    importance_weights,
+    k3,
+    policy_loss,
+    value_loss,
+)
+from agentrl.workflow.training.prepared_update import TokenConstants
+
+
+class UpdateLoss:
+    """What a run's updates minimise: a surrogate, and where it asks for them a KL, an entropy bonus and a critic's error."""
+
+    def __init__(self, config: RunConfig) -> None:
+        algorithm: Algorithm = find("algorithms", config.algorithm.name)
+        self._config = config
+        self._options = settle_options(config.algorithm)
+        self._surrogate: Surrogate = find("surrogates", algorithm.surrogate_of(config.algorithm))
+        self._importance_cap = config.algorithm.importance_cap if config.rollout.max_staleness else None
+
+    def terms(self, batch: Microbatch, scores: Scores, known: TokenConstants, counts: Normaliser, kl_coef: float) -> LossTerms:
+        """The microbatch's share of its minibatch's loss.
+
+        Args:
+            known: of its tokens, on its lines.
+            counts: of the minibatch.
+        """
+        mask, behavior = batch.loss_mask[:, 1:], batch.behavior_logprobs[:, 1:]  # (B, T-1)
+        logprobs, credit = scores.logprobs, known.advantages
+        start = logprobs.detach() if known.start is None else known.start
+        old = behavior.to(logprobs.dtype) if self._config.source.given else start
+        sums: dict[str, Tensor] = {}
+        if self._importance_cap is not None:
+            how = self._options.importance_level, self._options.importance_beyond
+            weights, cut = importance_weights(start, behavior, mask, self._importance_cap, *how)
+            credit = credit * weights.to(credit.dtype)
+            sums |= {"importance_weight": (weights * mask).sum(), "importance_truncated": cut.sum()}
+        tokens = TokenBatch(logprobs, old, credit, mask, known.reference, scores.entropy)
+        terms = policy_loss(self._surrogate, tokens, self._options.model_copy(update={"kl_coef": kl_coef}), counts)
+        loss = terms.loss
+        if scores.values is not None and known.values is not None and known.returns is not None:
+            errors = value_loss(scores.values, known.values, known.returns, self._config.critic.clip or None)
+            loss = loss + self._config.critic.loss_coef * aggregate(errors, mask, "token-mean", counts)
+            sums["value_loss"] = (errors * mask).sum().detach()
+        difference = (behavior - start).abs() * mask
+        sums |= {
+            "loss": loss.detach(),
+            "entropy": (scores.entropy.detach() * mask).sum(),
+            "sampler_difference_mean": difference.sum(),
+            "policy_kl": k3(*(torch.where(mask, values, 0.0) for values in (start, logprobs.detach()))).sum(),
+            "sampler_difference_max": difference.max(),
+            **terms.sums,
+        }
+        return LossTerms(loss, sums)
