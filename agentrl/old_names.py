@@ -51,11 +51,11 @@ _ROOMS = {
     "judging": "asserts=assertions constants judging=code_judge",
     "sql": "databases querying=query_process readonly readonly_postgres",
     "store": (
-        "calls=tool_calls claims=train_claims compact=vacuum epochs=epoch_ends family=lineage keeping=retention "
-        "lost=lost_workers mending=repair named=run_names observe=listings offline=offline_data origin=provenance "
-        "past=update_inputs prepared=prepared_statements query=user_sql reader=driver_reader results=eval_results "
-        "rollout=rollout_claims scoring=reward_sets serving=control_reads sessions=tool_sessions "
-        "training=train_commits values=row_values waiting=waiting_runs"
+        "calls=tool_calls claims=train_claims compact=vacuum epochs=epoch_ends family=reads.lineage keeping=retention "
+        "ledger=reads.ledger lost=lost_workers mending=repair named=run_names offline=offline_data "
+        "origin=reads.provenance past=reads.update_inputs prepared=prepared_statements query=reads.user_sql "
+        "reader=driver_reader results=reads.eval_results rollout=rollout_claims scoring=reward_sets "
+        "serving=control_reads sessions=tool_sessions training=train_commits values=row_values waiting=waiting_runs"
     ),
     "sandbox": "plain=exact_json seats=uid_pool turns=fair_semaphore watch=limits_watch",
 }

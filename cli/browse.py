@@ -74,14 +74,15 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List the newest runs; best: the highest mean on the held-out split, and whose version it is (RUN@best)."""
-    from agentrl.workflow.store import listings
+    from agentrl.workflow.store.reads import run_rows
+    from agentrl.workflow.store.reads.paging import Paging
 
-    _check_sort(sort, listings.RUN_ORDERS)
+    _check_sort(sort, run_rows.RUN_ORDERS)
     if tree and (whole := existing_database()):
         show_tree(whole, limit, as_json)
         return
     db = existing_reader()
-    rows = listings.list_runs(db, limit, sort) if db else []
+    rows = run_rows.list_runs(db, paging=Paging(limit, sort=sort)).rows if db else ()
     if as_json:
         show_json(rows)
     elif rows:
@@ -113,29 +114,29 @@ def episodes(
     as_json: Json = False,
 ) -> None:
     """List a run's episodes."""
-    from agentrl.workflow.store import listings
+    from agentrl.workflow.store.reads import episode_rows, run_rows
+    from agentrl.workflow.store.reads.paging import Paging
 
-    asked = {
-        "iteration": iteration, "status": status, "stop_reason": stop_reason, "task": task,
-        "min_reward": min_reward, "max_reward": max_reward, "tool_errors": tool_errors,
-    }  # fmt: skip
     _check_words(status, stop_reason)
-    _check_sort(sort, listings.EPISODE_ORDERS)
+    _check_sort(sort, episode_rows.EPISODE_ORDERS)
     db = stored_reader()
     run = pick_run(db, run)
-    filters = {name: value for name, value in asked.items() if value is not None}
-    rows = listings.list_episodes(db, run, filters, limit + 1, offset, sort)
+    chosen = episode_rows.EpisodeFilter(
+        run, iteration, status=status, stop_reason=stop_reason, task=task, min_reward=min_reward, max_reward=max_reward,
+        tool_errors=tool_errors,
+    )  # fmt: skip
+    page = episode_rows.list_episodes(db, chosen, Paging(limit, offset=offset, sort=sort))
     if as_json:
-        show_json(rows[:limit])
-    elif rows:
-        short = [{**row, "final_answer": one_line(row["final_answer"] or "", ANSWER_CHARS)} for row in rows[:limit]]
+        show_json(page.rows)
+    elif page.rows:
+        short = [{**row, "final_answer": one_line(row.final_answer, ANSWER_CHARS)} for row in page.rows]
         show_rows(short, EPISODE_COLUMNS, EPISODE_MINOR_COLUMNS, below=("error",))
-        say(f"Transcript: agentrl replay {rows[0]['id']}")
+        say(f"Transcript: agentrl replay {page.rows[0].id}")
     else:
         say("No episode is like that.")
-        if not filters and listings.describe_run(db, run)["iterations_done"]:
+        if chosen == episode_rows.EpisodeFilter(run) and run_rows.describe_run(db, run).iterations_done:
             say(f"It learned from stored ones: {trained_on_query(run)}")
-    if len(rows) > limit:
+    if page.next:
         say(f"There are more: --offset {offset + limit}")
 
 
@@ -182,9 +183,9 @@ def replay(
         raise typer.Exit(compared(episode, diff, as_json))
 
     from agentrl.workflow.errors import NotFoundError
-    from agentrl.workflow.store import listings
+    from agentrl.workflow.store.reads import episode_rows
 
-    record = listings.find_episode(db, episode)
+    record = episode_rows.find_episode(db, episode)
     if step is not None and step >= len(record.steps):
         raise NotFoundError(f"Episode {episode} has {len(record.steps)} steps, counted from 0, and no step {step}.")
     if as_json:
@@ -201,10 +202,11 @@ def events(
     as_json: Json = False,
 ) -> None:
     """List what happened to a run, oldest first."""
-    from agentrl.workflow.store import listings
+    from agentrl.workflow.store.reads.event_rows import EventFilter, list_events
+    from agentrl.workflow.store.reads.paging import iterate_rows
 
     db = stored_reader()
-    rows = listings.list_events(db, pick_run(db, run))[-limit if limit else 0 :]
+    rows = [*iterate_rows(list_events, db, EventFilter(pick_run(db, run)))][-limit if limit else 0 :]
     if as_json:
         show_json(rows)
     else:

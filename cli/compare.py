@@ -34,7 +34,7 @@ def compare(
     The p-value says how often chance alone would make a difference at least as large, if the two were alike.
     """
     from agentrl.workflow.stats.paired_test import compare_paired
-    from agentrl.workflow.store import eval_results
+    from agentrl.workflow.store.reads import eval_results
 
     pair = find_pair(first, second, dataset, split)
     one, other = pair.one, pair.other
@@ -59,7 +59,7 @@ def compare(
 
 def _right_shares(row: Row) -> dict[int, float]:
     """The share of right ones among each task's done episodes, where it has some; empty where nothing tells."""
-    from agentrl.workflow.store import eval_results
+    from agentrl.workflow.store.reads import eval_results
 
     right = eval_results.find_right_episodes(stored_reader(), row["iteration"])
     if right is None:

@@ -37,39 +37,30 @@ def _without_errors(words: Callable[[str], list[Choice]]) -> Callable[[str], lis
     return complete_quietly
 
 
-def _query_database(query: Callable[[Any], list[Any]]) -> list[Any]:
-    """Rows of the database as it is; none where it would have to be made or upgraded first."""
+def _query_database(query: Callable[..., list[Any]], begin: str) -> list[Any]:
+    """Rows that begin so, of the database as it is; none where it would have to be made or upgraded first."""
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.driver_reader import Reader
-    from agentrl.workflow.store.user_sql import sqlite_file
+    from agentrl.workflow.store.reads.user_sql import sqlite_file
 
     def refuse_full() -> NoReturn:
         raise LookupError("the driver does not suffice")
 
     file = sqlite_file(settings())
-    return [] if file is not None and not file.exists() else Reader(settings().database, refuse_full).ask(query)
+    there = file is None or file.exists()
+    return query(Reader(settings().database, refuse_full), begin, MAX_CHOICES) if there else []
 
 
 def _run_choices(incomplete: str) -> list[Choice]:
-    from agentrl.workflow.store.driver_reader import select_rows
+    from agentrl.workflow.store.reads.run_rows import list_run_names
 
-    newest = "SELECT name, kind, status FROM runs WHERE name LIKE :begin ORDER BY id DESC LIMIT :most"
-    begin = incomplete.replace("%", "").replace("_", "%") + "%"  # typer leaves out what begins otherwise
-    return [
-        (row["name"], f"{row['kind']}, {row['status']}")
-        for row in _query_database(lambda tx: select_rows(tx, newest, begin=begin, most=MAX_CHOICES))
-    ]
+    return [(row["name"], f"{row['kind']}, {row['status']}") for row in _query_database(list_run_names, incomplete)]
 
 
 def _episode_choices(incomplete: str) -> list[Choice]:
-    from agentrl.workflow.store.driver_reader import select_rows
+    from agentrl.workflow.store.reads.episode_rows import list_newest_episodes
 
-    newest = """
-        SELECT e.id, r.name, e.status, e.reward FROM episodes e JOIN runs r ON r.id = e.run_id
-        WHERE e.status <> 'planned' AND CAST(e.id AS TEXT) LIKE :begin ORDER BY e.id DESC LIMIT :most"""
-    found = _query_database(
-        lambda tx: select_rows(tx, newest, begin=f"{int(incomplete) if incomplete else ''}%", most=MAX_CHOICES)
-    )
+    found = _query_database(list_newest_episodes, str(int(incomplete)) if incomplete else "")
     return [(str(row["id"]), f"{row['name']}, {row['status']}, reward {row['reward']}") for row in found]
 
 

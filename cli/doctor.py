@@ -112,7 +112,7 @@ def _cpu(facts: dict[str, Any]) -> Check:
 def _database(where: Any) -> Check:
     from agentrl.workflow.store import migrate
     from agentrl.workflow.store.connect import Database
-    from agentrl.workflow.store.user_sql import sqlite_file
+    from agentrl.workflow.store.reads.user_sql import sqlite_file
 
     try:
         file = sqlite_file(where)

@@ -55,7 +55,7 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
         ConfigError: they have none on the same split of the same dataset, or only one between them.
     """
     from agentrl.workers.requests.eval_config import stored_sampling_values
-    from agentrl.workflow.store import eval_results
+    from agentrl.workflow.store.reads import eval_results
 
     asked = {key: value for key, value in (("dataset", dataset), ("split", split)) if value is not None}
     sides = [
@@ -131,7 +131,7 @@ def _compare_rewards(one: Row, other: Row) -> int:
 def _find_candidates(name: str, dataset: str | None) -> Sequence[_Candidate]:
     """The evaluations that a name means, newest first."""
     from agentrl.workflow.models.lookup import TINY, starting_policy
-    from agentrl.workflow.store import eval_results
+    from agentrl.workflow.store.reads import eval_results
 
     try:
         its: Sequence[Row] = eval_results.find_evals(stored_reader(), name)
@@ -152,7 +152,7 @@ def _tiny_candidates(datasets: Sequence[str]) -> list[_Candidate]:
     """The evaluations of each dataset's tiny model on that dataset: another's is another model of that name."""
     from agentrl.workflow.models.lookup import TINY, sft_model_name, starting_policy
     from agentrl.workflow.settings import settings
-    from agentrl.workflow.store import eval_results
+    from agentrl.workflow.store.reads import eval_results
 
     found = []
     for dataset in datasets:

@@ -101,7 +101,7 @@ def evaluate(
     from agentrl.workers.requests import submission as submission
     from agentrl.workers.stack.process import database
     from agentrl.workflow.config import build
-    from agentrl.workflow.store import listings
+    from agentrl.workflow.store.reads import eval_results, run_rows
 
     drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "max_steps": max_steps, "engine": engine}
@@ -118,10 +118,10 @@ def evaluate(
     if view.run["status"] != "done":
         say(f"{made.name}: {view.run['status']} {view.run['reason']}")
         raise typer.Exit(1)
-    result = listings.evaluation(database(), made.name)
+    result = eval_results.find_result(database(), made.name)
     _show_score(made.name, policy, result, as_json)
     if not result["episodes"]:
-        failure = listings.find_most_frequent_failure(database(), made.name)
+        failure = run_rows.find_most_frequent_failure(database(), made.name)
         why = f": {one_line(failure['error'])[:300]}" if failure else ""
         say(f"No episode could be scored{why}. See them: agentrl episodes {made.name}")
         raise typer.Exit(1)

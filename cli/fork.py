@@ -68,7 +68,7 @@ def rescore(
 
 def why(episode: LastEpisode = None, as_json: Json = False) -> None:
     """Tell what became of an episode: the update that trained on it, or why none did."""
-    from agentrl.workflow.store import ledger
+    from agentrl.workflow.store.reads import ledger
 
     db = stored_reader()
     found = ledger.explain_fate(db, pick_episode(db, episode))

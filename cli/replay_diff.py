@@ -12,13 +12,13 @@ from agentrl.workflow.trajectory import Episode
 
 if TYPE_CHECKING:
     from agentrl.workflow.analysis.episode_diff import Comparison, TokenDifference
-    from agentrl.workflow.store.provenance import Origin
+    from agentrl.workflow.store.reads.provenance import Origin
 
 
 def diff(episode: int, other: int, as_json: bool) -> int:
     """Prints where the two part and in what else they differ; 0 where in nothing, else 1."""
     from agentrl.workflow.analysis.episode_diff import compare
-    from agentrl.workflow.store.provenance import find_origin
+    from agentrl.workflow.store.reads.provenance import find_origin
 
     sides = (find_origin(stored_database(), episode), find_origin(stored_database(), other))
     found = compare(*map(_with_reward_parts, sides))

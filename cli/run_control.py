@@ -85,9 +85,9 @@ def cancel(run: RunName, as_json: Json = False) -> None:
 
 def _show_run(run: str, status: str, before: str, as_json: bool, length: int | None = None) -> None:
     """What became of the run; `length`: its iterations before, where it may be longer now."""
-    from agentrl.workflow.store import listings
+    from agentrl.workflow.store.reads import run_rows
 
-    row, now = listings.describe_run(stored_database(), run), listings.count_progress(stored_database(), run)
+    row, now = run_rows.describe_run(stored_database(), run), run_rows.count_progress(stored_database(), run)
     kept, redone = _describe_kept(row, now), _describe_redone(status, now)
     if as_json:
         told = {"run": row["run"], "status": status, "before": before, "iterations": row["iterations"]}

@@ -16,7 +16,7 @@ Children = Mapping[int, Sequence[Relative]]
 
 def show_tree(db: Any, limit: int, as_json: bool) -> None:
     """The newest runs and what they come from: each under the first run that it comes from."""
-    from agentrl.workflow.store.lineage import load_family
+    from agentrl.workflow.store.reads.lineage import load_family
 
     children: dict[int, list[Relative]] = {}
     for relative in load_family(db, limit):

@@ -30,7 +30,7 @@ def sql(
     """
     from agentrl.workflow.errors import ConfigError
     from agentrl.workflow.settings import settings
-    from agentrl.workflow.store import user_sql as store
+    from agentrl.workflow.store.reads import user_sql as store
 
     if as_csv and as_json:
         raise ConfigError("--csv and --json exclude each other.", "Choose one.")
@@ -61,7 +61,7 @@ def _explain_views(view: str | None, as_csv: bool, as_json: bool) -> None:
     """
     from agentrl.workflow.errors import NotFoundError, did_you_mean
     from agentrl.workflow.settings import settings
-    from agentrl.workflow.store.user_sql import list_columns
+    from agentrl.workflow.store.reads.user_sql import list_columns
     from agentrl.workflow.tables import descriptions
 
     if view is not None and view not in descriptions.VIEWS:

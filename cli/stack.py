@@ -100,7 +100,7 @@ def current(as_json: Json = False) -> None:
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store import migrate
     from agentrl.workflow.store.connect import Database
-    from agentrl.workflow.store.user_sql import sqlite_file
+    from agentrl.workflow.store.reads.user_sql import sqlite_file
 
     file = sqlite_file(settings())
     found = None

@@ -29,9 +29,9 @@ def pick_run(db: Any, run: str | None) -> str:
         NotFoundError: there is none yet.
     """
     from agentrl.workflow.errors import NotFoundError
-    from agentrl.workflow.store import listings
+    from agentrl.workflow.store.reads import run_rows
 
-    found = run or listings.find_newest_run(db)
+    found = run or run_rows.find_newest_run(db)
     if not found:
         raise NotFoundError("There is no run yet.", first_run_hint())
     if not run:
@@ -46,9 +46,9 @@ def pick_episode(db: Any, episode: int | None) -> int:
         NotFoundError: none is done yet.
     """
     from agentrl.workflow.errors import NotFoundError
-    from agentrl.workflow.store import listings
+    from agentrl.workflow.store.reads import episode_rows
 
-    found = listings.find_last_episode(db) if episode is None else episode
+    found = episode_rows.find_last_episode(db) if episode is None else episode
     if found is None:
         raise NotFoundError("No episode is done yet.", "Follow the newest run: agentrl watch")
     if episode is None:
@@ -60,7 +60,7 @@ def existing_database() -> Any:
     """The database, or None where it would have to be made: a request is checked before anything is written."""
     from agentrl.workers.stack.process import database
     from agentrl.workflow.settings import settings
-    from agentrl.workflow.store.user_sql import sqlite_file
+    from agentrl.workflow.store.reads.user_sql import sqlite_file
 
     file = sqlite_file(settings())
     return None if file is not None and not file.exists() else database()
@@ -70,7 +70,7 @@ def existing_reader() -> "Reader | None":
     """The database to read from, quickly; None where it would have to be made."""
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.driver_reader import Reader
-    from agentrl.workflow.store.user_sql import sqlite_file
+    from agentrl.workflow.store.reads.user_sql import sqlite_file
 
     file = sqlite_file(settings())
     return None if file is not None and not file.exists() else Reader(settings().database, _open_database)

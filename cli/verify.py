@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from agentrl.workflow.analysis.episode_diff import TokenDifference
     from agentrl.workflow.analysis.verify_episode import RewardsReport, TokensReport, ToolsReport
     from agentrl.workflow.experiment import Experiment
-    from agentrl.workflow.store.provenance import Origin
+    from agentrl.workflow.store.reads.provenance import Origin
 
 TOOLS, TOKENS, REWARDS = "tools", "tokens", "rewards"
 CHECK_CHOICES = (TOOLS, TOKENS, REWARDS, "all")
@@ -34,7 +34,7 @@ def verify(episode: int, what: str, as_json: bool) -> int:
         ModelError: the base here is another than the run's.
     """
     from agentrl.workflow.experiment import Experiment
-    from agentrl.workflow.store.provenance import find_origin
+    from agentrl.workflow.store.reads.provenance import find_origin
 
     if what not in CHECK_CHOICES:
         raise ConfigError(f"--verify does not know {what!r}.", did_you_mean(what, CHECK_CHOICES))

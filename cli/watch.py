@@ -75,16 +75,20 @@ def follow_to_end(db: Any, run: str) -> None:
 
 def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
     """The run now; of its iterations only those that `before` does not have are read."""
-    from agentrl.workflow.store import listings
+    from agentrl.workflow.store.reads import run_rows
+    from agentrl.workflow.store.reads.eval_results import EvalFilter, list_evals
+    from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
+    from agentrl.workflow.store.reads.paging import iterate_rows
 
     known = [] if before is None else before.iterations
-    evals = listings.list_evals(db, run)  # before the row, which names the best of them
-    row = listings.describe_run(db, run)
+    evals = [*iterate_rows(list_evals, db, EvalFilter(run))]  # before the row, which names the best of them
+    row = run_rows.describe_run(db, run)
     after = known[-1]["iteration"] if known else 0
-    fresh = [item for item in listings.list_iterations(db, run, after) if item["status"] in ENDED_STATUSES]
-    failure = {} if row["status"] in OPEN_STATUSES else listings.find_most_frequent_failure(db, run)
+    found = iterate_rows(list_iterations, db, IterationFilter(run, after=after))
+    fresh = [each for each in found if each.status in ENDED_STATUSES]
+    failure = {} if row["status"] in OPEN_STATUSES else run_rows.find_most_frequent_failure(db, run)
     return RunView(
-        row, [*known, *fresh], listings.count_progress(db, run), failure, listings.why_sampling_on(db, run), evals=evals
+        row, [*known, *fresh], run_rows.count_progress(db, run), failure, run_rows.why_sampling_on(db, run), evals=evals
     )
 
 

@@ -138,21 +138,21 @@ def migrated_name(postgres_server: Engine) -> str:
 @pytest.fixture
 def empty_postgres(postgres_server: Engine) -> Iterator[str]:
     """URL of a fresh database without any table."""
-    with _created(postgres_server, "template1") as url:
+    with created(postgres_server, "template1") as url:
         yield url
 
 
 @pytest.fixture
 def postgres(postgres_server: Engine, migrated_name: str) -> Iterator[Database]:
     """A migrated Postgres database of this test's own."""
-    with _created(postgres_server, migrated_name) as url:
+    with created(postgres_server, migrated_name) as url:
         database = open_database(url)
         yield database
         database.close()
 
 
 @contextmanager
-def _created(server: Engine, template: str) -> Iterator[str]:
+def created(server: Engine, template: str) -> Iterator[str]:
     name = f"test_{next(_numbers)}"
     _execute(server, f"CREATE DATABASE {name} TEMPLATE {template}")
     yield _url(server, name)

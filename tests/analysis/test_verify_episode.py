@@ -18,9 +18,9 @@ from agentrl.workflow.analysis.verify_episode import check_rewards, check_tools
 from agentrl.workflow.analysis.verify_tokens import TOLERANCES
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.envs import Env
-from agentrl.workflow.store import listings
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.provenance import find_origin
+from agentrl.workflow.store.reads import episode_rows
+from agentrl.workflow.store.reads.provenance import find_origin
 from agentrl.workflow.store.rows import pack, unpack
 from agentrl.workflow.store.steps import commit_sampled
 from agentrl.workflow.trajectory import Episode, Message, PolicyRef, SamplingKey, Step, Task, ToolCall, ToolResult
@@ -97,7 +97,7 @@ def altered_tokens(stack: Stack, episode: int, step: int, column: str, index: in
 
 
 def steps_of(stack: Stack, episode: int) -> Sequence[Step]:
-    return listings.find_episode(stack.database, episode).episode.steps
+    return episode_rows.find_episode(stack.database, episode).episode.steps
 
 
 # --- a run as it was --------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_forks_are_verified_and_what_they_have_from_their_parent_is_said_to_be_t
         assert found["tools"]["prompts"] == 1
         assert [(step["step"], step["mismatches"]) for step in found["tokens"]["steps"]] == [(1, 0)]
         assert found["tools"]["taken"]["parent's"] == 1
-        found_parent, made = (listings.find_episode(stack.database, episode).episode for episode in (parent, fork))
+        found_parent, made = (episode_rows.find_episode(stack.database, episode).episode for episode in (parent, fork))
         asked = found_parent.steps[1].prompt_ids
         assert compare(found_parent, made).common >= len(
             replace(found_parent, steps=found_parent.steps[:1]).context_ids + asked

@@ -6,6 +6,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,10 @@ from sqlalchemy import select, text
 
 from agentrl.workflow.store import (
     control_reads,
-    eval_results,
     evals,
     forks,
     groups,
-    ledger,
-    listings,
     offline_data,
-    provenance,
     repair,
     retention,
     reward_sets,
@@ -29,11 +26,35 @@ from agentrl.workflow.store import (
     tool_calls,
     tool_sessions,
     train_commits,
-    update_inputs,
     waiting_runs,
 )
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.planning import open_iterations
+from agentrl.workflow.store.reads import (
+    call_rows,
+    changes,
+    episode_rows,
+    eval_results,
+    event_rows,
+    group_rows,
+    iteration_rows,
+    ledger,
+    open_work,
+    provenance,
+    reward_rows,
+    run_rows,
+    step_rows,
+    update_inputs,
+)
+from agentrl.workflow.store.reads.call_rows import CallFilter
+from agentrl.workflow.store.reads.episode_rows import EpisodeFilter
+from agentrl.workflow.store.reads.eval_results import EvalFilter
+from agentrl.workflow.store.reads.event_rows import EventFilter
+from agentrl.workflow.store.reads.group_rows import GroupFilter
+from agentrl.workflow.store.reads.iteration_rows import IterationFilter, UpdateFilter
+from agentrl.workflow.store.reads.paging import MAX_SIZE, Page, Paging
+from agentrl.workflow.store.reads.reward_rows import RewardFilter
+from agentrl.workflow.store.reads.step_rows import StepFilter
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.views import VIEWS
 from agentrl.workflow.trajectory import PolicyRef
@@ -58,6 +79,8 @@ FILTERS: tuple[dict[str, object], ...] = (
 
 QUERIES = Path(__file__).parents[2] / "docs/queries.md"
 LEASE = 30.0
+FIRST, WHOLE = Paging(20), Paging(MAX_SIZE)
+"""A page as it comes, and a whole list."""
 
 WITHOUT_IDS = ("v_ledger", "v_tool_sessions")
 """An episode stands in the first once for each run that trained on it; a session is its episode's."""
@@ -87,7 +110,9 @@ def reads(runs: list[Run], episodes: int) -> dict[str, Read]:
 def whole_database() -> dict[str, Read]:
     """Name -> what is read of all runs, or of none."""
     found: dict[str, Read] = {
-        "list_runs": listings.list_runs,
+        "list_runs": run_rows.list_runs,
+        "list_open_work": open_work.list_open_work,
+        "run names": lambda database: run_rows.list_run_names(database, "l", 100),
         "snapshot": lambda database: control_reads.snapshot(database, LEASE),
         "unfinished_runs": control_reads.count_running_runs,
         "some_run_overlaps": control_reads.some_run_overlaps,
@@ -108,7 +133,10 @@ def whole_database() -> dict[str, Read]:
 def pages(episode: int) -> dict[str, Read]:
     """Name -> what is read of an episode: `replay`, `replay --verify`, `fork`, the views that know episodes."""
     found: dict[str, Read] = {
-        f"episode {episode}: find_episode": lambda database: listings.find_episode(database, episode),
+        f"episode {episode}: find_episode": lambda database: episode_rows.find_episode(database, episode),
+        f"episode {episode}: list_steps": _list(step_rows.list_steps, StepFilter(episode=episode)),
+        f"episode {episode}: list_calls": _list(call_rows.list_calls, CallFilter(episode=episode)),
+        f"episode {episode}: list_rewards": _list(reward_rows.list_rewards, RewardFilter(episode=episode)),
         f"episode {episode}: find_origin": lambda database: provenance.find_origin(database, episode),
         f"episode {episode}: fork_point": lambda database: forks.load_fork_point(database, episode, 1),
         f"episode {episode}: chosen": lambda database: offline_data.load_chosen_episodes(database, [episode]),
@@ -123,10 +151,16 @@ def pages_of(run: Run) -> dict[str, Read]:
     """Name -> what is read of a run by people, its workers and the control loop, a page or an iteration at a time."""
     name = run.name
     found: dict[str, Read] = {
-        "progress": lambda database: listings.count_progress(database, name),
-        "sampled_on": lambda database: listings.why_sampling_on(database, name),
+        "progress": lambda database: run_rows.count_progress(database, name),
+        "sampled_on": lambda database: run_rows.why_sampling_on(database, name),
         "waits_for": lambda database: waiting_runs.find_wait_reason(database, run.id),
-        "list_iterations, new": lambda database: listings.list_iterations(database, name, run.iterations - 1),
+        "list_iterations, new": _list(iteration_rows.list_iterations, IterationFilter(name, after=run.iterations - 1)),
+        "mark_changes": lambda database: changes.mark_changes(database, name),
+        "list_episodes, changed": lambda database: _changed(database, name),
+        "list_groups": _list(group_rows.list_groups, GroupFilter(name)),
+        "list_steps": _list(step_rows.list_steps, StepFilter(name)),
+        "list_calls": _list(call_rows.list_calls, CallFilter(name)),
+        "list_rewards": _list(reward_rows.list_rewards, RewardFilter(name)),
         "waiting_evals": lambda database: evals.list_open_evals(database, run.id),
         "find_policy": lambda database: run_names.find_policy(database, name, None),
         "find_policy, best": lambda database: run_names.find_policy(database, name, "best"),
@@ -155,11 +189,19 @@ def lists(run: Run) -> dict[str, Read]:
     """Name -> what passes over the run's iterations, its versions, or the episodes that do not meet a filter."""
     name, last = run.name, run.iterations * PER_ITERATION - 51
     found: dict[str, Read] = {
-        "describe_run": lambda database: listings.describe_run(database, name),
-        "list_iterations": lambda database: listings.list_iterations(database, name),
-        "list_evals": lambda database: listings.list_evals(database, name),
-        "list_events": lambda database: listings.list_events(database, name),
-        "list_episodes, last page": lambda database: listings.list_episodes(database, name, {}, 51, last),
+        "describe_run": lambda database: run_rows.describe_run(database, name),
+        "list_iterations": _list(iteration_rows.list_iterations, IterationFilter(name), WHOLE),
+        "list_iterations, page": _list(iteration_rows.list_iterations, IterationFilter(name)),
+        "list_updates": _list(iteration_rows.list_updates, UpdateFilter(name)),
+        "list_evals": _list(eval_results.list_evals, EvalFilter(name), WHOLE),
+        "list_events": _list(event_rows.list_events, EventFilter(name), WHOLE),
+        "list_events, page": _list(event_rows.list_events, EventFilter(name)),
+        "list_groups, flat": _list(group_rows.list_groups, GroupFilter(name), Paging(sort="-deviation")),
+        "list_calls, failed": _list(call_rows.list_calls, CallFilter(name, error_class="tool_error")),
+        "list_fates": lambda database: ledger.list_fates(database, name, 1),
+        "list_episodes, last page": _page(name, {}, offset=last),
+        "list_episodes, best": _page(name, {}, sort="reward"),
+        "list_episodes, text": _page(name, {"text": "4_2%"}),
         "versions_before": lambda database: repair.list_versions_before(database, run.id, run.published),
     }
     found |= {_shown(filters): _page(name, filters) for filters in FILTERS}
@@ -188,7 +230,7 @@ def _of_eval(name: str) -> dict[str, Read]:
         return lambda database: query(database, run_names.find_run(database, name)["id"])
 
     return {
-        "evaluation": lambda database: listings.evaluation(database, name),
+        "evaluation": lambda database: eval_results.find_result(database, name),
         "find_evals": lambda database: eval_results.find_evals(database, name),
         "evals_of_policy": lambda database: eval_results.find_evals_of_policy(database, PolicyRef("tiny", "b" * 64)),
         "task_means": of_run(eval_results.load_task_means),
@@ -204,7 +246,7 @@ def sums(run: Run) -> dict[str, Read]:
     episode = max(1, run.iterations * PER_ITERATION // 2)
     found: dict[str, Read] = {
         "why": lambda database: ledger.explain_fate(database, episode),
-        "most_frequent_failure": lambda database: listings.find_most_frequent_failure(database, run.name),
+        "most_frequent_failure": lambda database: run_rows.find_most_frequent_failure(database, run.name),
         "gc: needs": lambda database: retention.find_needs(database, run.id, {f"v{n}" for n in range(run.published)}, None),
         "stored_run": lambda database: forks.load_stored_run(database, run.id, (), "default", 2),
         "stored_run, rescored": lambda database: forks.load_stored_run(database, run.id, (), _newest_set(database, run.id), 2),
@@ -265,8 +307,25 @@ def _newest_set(database: Database, run_id: int) -> str:
         return str(tx.execute(mine.order_by(schema.reward_sets.c.id.desc()).limit(1)).scalar_one())
 
 
-def _page(run: str, filters: Mapping[str, object]) -> Read:
-    return lambda database: listings.list_episodes(database, run, filters, 51)
+def _page(run: str, filters: Mapping[str, Any], **paging: Any) -> Read:
+    return _list(episode_rows.list_episodes, EpisodeFilter(run, **filters), Paging(**paging))
+
+
+def _list(list_page: Callable[[Any, Any, Paging], Page[Any]], chosen: object, paging: Paging = FIRST) -> Read:
+    """A page of a list, and the one after it."""
+
+    def read(database: Database) -> object:
+        page = list_page(database, chosen, paging)
+        return page if not page.next else list_page(database, chosen, replace(paging, cursor=page.next, offset=0))
+
+    return read
+
+
+def _changed(database: Database, run: str) -> object:
+    """The groups and episodes of a run that may have changed since now: those that are open."""
+    now = changes.mark_changes(database, run)
+    group_rows.list_groups(database, GroupFilter(run, since=now))
+    return episode_rows.list_episodes(database, EpisodeFilter(run, since=now))
 
 
 def _query(query: str) -> Read:

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.workflow.chat.templates import source_of
 from agentrl.workflow.checkpoints.sealed_folder import RECORD
-from agentrl.workflow.store import listings
+from agentrl.workflow.store.reads import episode_rows
 from tests.support.chat_families import FAMILIES
 from tests.support.played_runs import value, values
 from tests.support.real_stack import SMALL, Stack, embedded_stack
@@ -57,7 +57,7 @@ def test_a_run_samples_and_runs_calls_of_that_format_and_every_episode_verifies(
     called = values(db, f"SELECT DISTINCT c.episode_id {query}", run=run)
     texts = values(db, "SELECT text FROM v_steps WHERE step = 0 AND episode_id = :e", e=called[0])
     assert texts[0].startswith(begins)
-    assert listings.find_episode(db, called[0]).episode.steps[0].message.tool_calls[0].name == "calculator"
+    assert episode_rows.find_episode(db, called[0]).episode.steps[0].message.tool_calls[0].name == "calculator"
     for episode in (episodes[0], called[0]):
         report = json.loads(stack.agentrl("replay", str(episode), "--verify", "all", "--json"))
         assert report["same"]

@@ -20,8 +20,9 @@ from agentrl.workers.jobs.train_job import _remove_leftovers
 from agentrl.workers.stack.process import database as process_database
 from agentrl.workflow.checkpoints import checkpoint_cache, sealed_folder
 from agentrl.workflow.errors import CheckpointError, NotFoundError, ServiceError
-from agentrl.workflow.store import listings, planning, retention, run_names, train_commits, vacuum
+from agentrl.workflow.store import planning, retention, run_names, train_commits, vacuum
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import event_rows, run_rows
 from agentrl.workflow.store.run_names import find_stored_policy
 from agentrl.workflow.store.train_claims import IterationWork
 from tests.conftest import forget_process
@@ -137,7 +138,9 @@ def test_keep_last_drops_the_adapters_of_a_run_that_is_over_and_says_when(databa
     assert refused.value.exit_code == 9
     assert find_stored_policy(database, "first", None).path == str(made[-1])
     assert find_stored_policy(database, "first", 0).path == ""
-    assert [event["kind"] for event in listings.list_events(database, "first")].count("collected") == 1
+    assert [event["kind"] for event in event_rows.list_events(database, event_rows.EventFilter("first")).rows].count(
+        "collected"
+    ) == 1
 
 
 @pytest.mark.parametrize("status", ["running", "paused", "failed"])
@@ -253,7 +256,7 @@ def test_gc_and_vacuum_beside_a_run_change_nothing_that_it_needs(short_folder: P
         stack.agentrl("gc", "--keep-last", "1")
         stack.agentrl("vacuum")
         open_gate(stack.home, "update")
-        while listings.describe_run(stack.database, run)["status"] == "running":
+        while run_rows.describe_run(stack.database, run)["status"] == "running":
             stack.agentrl("gc", "--keep-last", "1")
             stack.agentrl("vacuum")
         stack.wait_for(run)

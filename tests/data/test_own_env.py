@@ -27,8 +27,9 @@ from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.rewards import code_hash
-from agentrl.workflow.store import listings, planning
+from agentrl.workflow.store import planning
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.tool_calls import CallWork
 from agentrl.workflow.trajectory import Episode, Message, PolicyRef, Task, ToolResult
 from tests.data.test_datasets import write
@@ -93,7 +94,7 @@ def group(own_database: Database, in_memory: None, guess: Env, tmp_path: Path) -
 
 
 def played(db: Database) -> list[Episode]:
-    return [listings.find_episode(db, number).episode for number in values(db, "SELECT id FROM episodes ORDER BY id")]
+    return [episode_rows.find_episode(db, number).episode for number in values(db, "SELECT id FROM episodes ORDER BY id")]
 
 
 def told(episode: Episode) -> list[str]:

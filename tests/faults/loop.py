@@ -60,7 +60,7 @@ _PRELOADED = (
     "agentrl.workflow.training.trainer",
     "agentrl.workflow.inference.rolling_engine",
     "agentrl.workflow.store.migrate",
-    "agentrl.workflow.store.listings",
+    "agentrl.workflow.store.reads.run_rows",
     "agentrl.workflow.store.train_claims",
     "agentrl.workflow.store.train_commits",
     "tests.faults.world",

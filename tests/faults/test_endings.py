@@ -20,8 +20,8 @@ from agentrl.workflow.inference.open_policy import OpenPolicy
 from agentrl.workflow.inference.rolling_engine import RollingEngine
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
-from agentrl.workflow.store import listings
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.training.batch import rows_of
 from agentrl.workflow.training.trainer import Trainer
 from agentrl.workflow.trajectory import Episode, Group, Message, PolicyRef, Step, Task
@@ -78,7 +78,7 @@ class Worker:
 
 
 def episodes(db: Database) -> list[Episode]:
-    return [listings.find_episode(db, episode).episode for episode in values(db, "SELECT id FROM episodes ORDER BY id")]
+    return [episode_rows.find_episode(db, episode).episode for episode in values(db, "SELECT id FROM episodes ORDER BY id")]
 
 
 # --- a turn that a stop string ended ------------------------------------------------------------------------------------------

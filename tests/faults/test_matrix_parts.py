@@ -42,9 +42,10 @@ from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
 from agentrl.workflow.settings import Settings, settings
-from agentrl.workflow.store import connect, control_reads, listings, planning, rollout_claims, train_claims, train_commits
+from agentrl.workflow.store import connect, control_reads, planning, rollout_claims, train_claims, train_commits
 from agentrl.workflow.store.connect import POOL_SIZE, Database
 from agentrl.workflow.store.lost_workers import OOM_HINT
+from agentrl.workflow.store.reads import event_rows
 from agentrl.workflow.store.tool_calls import CallWork
 from agentrl.workflow.training.trainer import Trainer
 from tests.conftest import forbidden
@@ -255,7 +256,7 @@ def test_a_workers_clock_decides_nothing(database: Database, monkeypatch: pytest
             return datetime.fromtimestamp(moment, tz)
 
     monkeypatch.setattr(time, "time", lambda: moment)
-    for module in (planning, rollout_claims, train_claims, train_commits, listings, store.steps, store.tool_calls):
+    for module in (planning, rollout_claims, train_claims, train_commits, store.steps, store.tool_calls):
         if "datetime" in vars(module):
             monkeypatch.setattr(module, "datetime", Wrong)
     work = claim(database, group)
@@ -348,7 +349,9 @@ def test_a_worker_that_the_kernel_kills_for_memory_is_said_to_be_so(database: Da
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert rollout_claims.claim_group(database, group, "next", LEASE) is None
-    (told,) = [event for event in listings.list_events(database, "first") if event["kind"] == "oom"]
+    (told,) = [
+        event for event in event_rows.list_events(database, event_rows.EventFilter("first")).rows if event["kind"] == "oom"
+    ]
     assert told["detail"] == f"the worker rollout,train was killed, out of memory. {OOM_HINT}"
     with database.read() as tx:
         query = "SELECT DISTINCT status, error_class, error FROM episodes WHERE group_id = :group"

@@ -29,18 +29,10 @@ from agentrl.workflow.errors import CheckpointError, Fenced
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.runtime import faults
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import (
-    control_reads,
-    listings,
-    planning,
-    repair,
-    run_names,
-    train_claims,
-    train_commits,
-    waiting_runs,
-)
+from agentrl.workflow.store import control_reads, planning, repair, run_names, train_claims, train_commits, waiting_runs
 from agentrl.workflow.store import rollout_claims as rollouts
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import event_rows, run_rows
 from agentrl.workflow.store.repair import Rebuild
 from agentrl.workflow.store.run_names import find_stored_policy
 from agentrl.workflow.training.reports import Update
@@ -150,7 +142,7 @@ def undamaged(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     with a_worker(tmp_path_factory.mktemp("undamaged")) as db:
         submitted(db, model, settings().root / "out")
         do_jobs()
-        assert listings.describe_run(db, RUN)["status"] == "done"
+        assert run_rows.describe_run(db, RUN)["status"] == "done"
         assert value(db, "SELECT count(*) FROM policies WHERE kind = 'trained'") == ITERATIONS
         return facts(db)
 
@@ -162,7 +154,7 @@ def worker(tmp_path: Path) -> Iterator[Database]:
 
 
 def events(db: Database, kind: str) -> list[str]:
-    found = [event for event in listings.list_events(db, RUN) if event["kind"] == kind]
+    found = [event for event in event_rows.list_events(db, event_rows.EventFilter(RUN)).rows if event["kind"] == kind]
     return [f"{event['subject']}: {event['detail']}" for event in found]
 
 
@@ -222,7 +214,7 @@ def test_a_damaged_checkpoint_is_made_again_and_the_run_ends_bit_for_bit_as_with
     damage(newest)
     planning.resume(worker, RUN)
     do_jobs()
-    assert listings.describe_run(worker, RUN)["status"] == "done"
+    assert run_rows.describe_run(worker, RUN)["status"] == "done"
     assert facts(worker) == undamaged
     (said,) = events(worker, "checkpoint_broken")
     assert said.startswith("version 2: ")
@@ -256,7 +248,7 @@ def test_files_that_were_put_back_are_used_as_they_are(worker: Database, model: 
         folder.rename(folder.with_name(f"{folder.name}.away"))
     planning.resume(worker, RUN)
     do_jobs()
-    assert listings.describe_run(worker, RUN)["status"] == "failed"
+    assert run_rows.describe_run(worker, RUN)["status"] == "failed"
     for folder in (first, second):
         folder.with_name(f"{folder.name}.away").rename(folder)
     planning.resume(worker, RUN)
@@ -275,7 +267,7 @@ def test_another_runs_policy_that_was_put_back_is_used_without_its_optimizers_st
     planning.resume(worker, RUN)
     do_jobs(until=lambda: bool(events(worker, "checkpoint_rebuilt")))
     assert events(worker, "checkpoint_rebuilt") == ["version 1: the folder is whole again"]
-    assert listings.describe_run(worker, RUN)["status"] == "running"
+    assert run_rows.describe_run(worker, RUN)["status"] == "running"
 
 
 def measured(db: Database) -> str:
@@ -295,7 +287,7 @@ def test_an_evaluation_of_a_damaged_checkpoint_ends_well_once_its_run_has_made_i
     do_jobs(until=lambda: bool(events(worker, "checkpoint_broken")))
     planning.resume(worker, measure)
     do_jobs()
-    assert {run["run"]: (run["status"], run["reason"]) for run in listings.list_runs(worker)} == {
+    assert {run["run"]: (run["status"], run["reason"]) for run in run_rows.list_runs(worker).rows} == {
         RUN: ("done", ""),
         measure: ("done", ""),
     }
@@ -307,7 +299,7 @@ def test_an_evaluation_of_a_damaged_checkpoint_says_who_makes_it_again(worker: D
     truncate(newest)
     measure = measured(worker)
     do_jobs()
-    failed = listings.describe_run(worker, measure)
+    failed = run_rows.describe_run(worker, measure)
     assert failed["status"] == "failed"
     assert failed["reason"].startswith(f"'{newest}/{MODEL}' has sha256 ")
     told = f"was altered. `agentrl resume {RUN}` makes it again, then type `agentrl resume {measure}`."
@@ -316,7 +308,7 @@ def test_an_evaluation_of_a_damaged_checkpoint_says_who_makes_it_again(worker: D
     do_jobs(until=lambda: bool(events(worker, "checkpoint_rebuilt")))
     planning.resume(worker, measure)
     do_jobs()
-    assert listings.describe_run(worker, measure)["status"] == "done"
+    assert run_rows.describe_run(worker, measure)["status"] == "done"
 
 
 def test_what_cannot_be_tidied_up_ends_no_job(worker: Database, model: Path) -> None:
@@ -325,7 +317,7 @@ def test_what_cannot_be_tidied_up_ends_no_job(worker: Database, model: Path) -> 
     (first / OPTIMIZER).mkdir()  # which no unlink removes
     planning.resume(worker, RUN)
     do_jobs()
-    assert listings.describe_run(worker, RUN)["status"] == "done"
+    assert run_rows.describe_run(worker, RUN)["status"] == "done"
     assert (first / OPTIMIZER).is_dir()
 
 
@@ -342,7 +334,7 @@ def test_groups_are_handed_back_though_the_store_is_away(
     assert work is not None
     _fail_run([work], CheckpointError("Some reader found it not whole."))
     assert value(worker, "SELECT worker FROM groups WHERE id = :id", id=group) == ""
-    assert listings.describe_run(worker, RUN)["status"] == "running"
+    assert run_rows.describe_run(worker, RUN)["status"] == "running"
 
 
 def test_with_both_last_checkpoints_broken_the_run_fails_and_says_what_is_whole(worker: Database, model: Path) -> None:
@@ -351,7 +343,7 @@ def test_with_both_last_checkpoints_broken_the_run_fails_and_says_what_is_whole(
     truncate(second)
     planning.resume(worker, RUN)
     do_jobs()
-    run = listings.describe_run(worker, RUN)
+    run = run_rows.describe_run(worker, RUN)
     assert run["status"] == "failed"
     assert "Version 3 of 'damaged' is broken and cannot be made again" in run["reason"]
     assert f"The checkpoint '{first}' is not whole: model.safetensors was altered" in run["reason"]
@@ -421,7 +413,9 @@ def test_a_broken_checkpoint_keeps_rollouts_from_being_sent_until_it_is_whole(da
     repair.commit_rebuild(database, claimed, rebuild.broken, "out/v1.again", "abc")
     repair.commit_rebuild(database, claimed, rebuild.broken, "out/v1.again", "abc")  # the commit's answer was lost
     assert values(database, "SELECT path FROM policies WHERE id = :id", id=made) == ["out/v1.again"]
-    assert [event["kind"] for event in listings.list_events(database, "first")].count("checkpoint_rebuilt") == 1
+    assert [event["kind"] for event in event_rows.list_events(database, event_rows.EventFilter("first")).rows].count(
+        "checkpoint_rebuilt"
+    ) == 1
     assert [type(action) for action in plan(control_reads.snapshot(database, 60))] == [SendRollouts]
 
 
@@ -464,7 +458,7 @@ def test_a_late_report_of_what_is_whole_again_changes_nothing(database: Database
     repair.commit_rebuild(database, work, repair.load_rebuild(database, work).broken, "out/again", "other")
     repair.mark_broken(database, work.run_id, "out/v1", "a slow worker saw it")
     assert values(database, "SELECT broken FROM policies WHERE broken <> ''") == []
-    assert "differ in rounding" in listings.list_events(database, "first")[-1]["detail"]
+    assert "differ in rounding" in event_rows.list_events(database, event_rows.EventFilter("first")).rows[-1]["detail"]
 
 
 def test_a_rebuild_whose_answer_was_lost_is_recognised_after_another_claim(database: Database) -> None:

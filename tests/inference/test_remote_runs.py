@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from agentrl.workflow.store import listings
+from agentrl.workflow.store.reads import event_rows, run_rows
 from tests.support.model_server import kept_port, served
 from tests.support.real_stack import SMALL, Stack
 from tests.support.real_stack import stack as stack
@@ -56,7 +56,7 @@ def test_a_run_over_a_server_trains_on_what_the_server_sampled_and_publishes_eve
     with served(model) as (routes, url):
         stack.environment["AGENTRL_ENGINE_URL"] = url
         run = submit(stack, model, "--max-samples", "12", "--wait")
-        assert listings.describe_run(stack.database, run)["status"] == "done"
+        assert run_rows.describe_run(stack.database, run)["status"] == "done"
         said = {(each.model, each.ids, float32(each.logprobs)) for each in routes.sampled}
         found = recorded(stack, routes.name)
         assert found <= said
@@ -95,7 +95,9 @@ def test_a_server_that_is_away_or_dies_in_the_middle_costs_no_episode(stack: Sta
     ended = rows(stack, "SELECT status, count(*) AS n FROM episodes GROUP BY 1")
     assert [(row.status, row.n) for row in ended] == [("done", 32)]
     assert rows(stack, "SELECT max(losses) AS n FROM groups")[0].n == 0
-    events = [(event["kind"], event["detail"]) for event in listings.list_events(stack.database, run)]
+    events = [
+        (event["kind"], event["detail"]) for event in event_rows.list_events(stack.database, event_rows.EventFilter(run)).rows
+    ]
     told = [event for event in events if event[0] in ("waiting", "going_on")]
     assert told[0][0] == "waiting"
     assert told[-1][0] == "going_on"
@@ -109,7 +111,7 @@ def test_what_a_server_cannot_serve_ends_its_run_and_says_so_and_an_evaluation_c
         routes.spoil = lambda reply: {**reply, "model": "another"}
         renamed = submit(stack, model, "--max-samples", "4")
         stack.wait_for(renamed, "failed")
-        assert "'another' answered" in str(listings.describe_run(stack.database, renamed)["reason"])
+        assert "'another' answered" in str(run_rows.describe_run(stack.database, renamed)["reason"])
         assert rows(stack, "SELECT count(*) AS n FROM steps")[0].n == 0
         routes.spoil = lambda reply: reply  # not before: groups that the first run had claimed may come late
         asked = ("--policy", str(model), "--dataset", "arithmetic", "-n", "4", "--engine", "llamacpp", "--json")

@@ -26,8 +26,8 @@ from agentrl.workflow.plugins import find
 from agentrl.workflow.rewards import Judge, judges_of
 from agentrl.workflow.sandbox.cases import Case
 from agentrl.workflow.settings import Settings, settings
-from agentrl.workflow.store import listings
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.tool_calls import record_result
 from agentrl.workflow.trajectory import Episode, Message, Task, ToolCall, ToolResult
 from tests.conftest import put_away
@@ -90,7 +90,7 @@ def say(db: Database, result: ToolResult, kind: str = "grade") -> None:
 
 
 def found(db: Database) -> list[Episode]:
-    return [listings.find_episode(db, number).episode for number in values(db, "SELECT id FROM episodes ORDER BY id")]
+    return [episode_rows.find_episode(db, number).episode for number in values(db, "SELECT id FROM episodes ORDER BY id")]
 
 
 # --- the rows -----------------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_an_episode_that_is_over_waits_for_its_judge_and_the_model_knows_nothing
     for episode in found(database):
         assert (episode.status, episode.stop_reason, episode.reward) == ("done", "answered", 1.0 + 0.5 * 7)
         assert [len(step.message.tool_calls) for step in episode.steps] == [1, 0]
-        record = listings.find_episode(database, episode.id)
+        record = episode_rows.find_episode(database, episode.id)
         assert [(len(record.calls), len(record.grades))] == [(1, 1)]
         assert (record.row["tool_calls"], record.row["tool_errors"], record.row["tool_seconds"]) == (1, 0, 0.0)
         assert {row["part"]: row["value"] for row in record.rewards} == {"numeric_answer": 1.0, f"{HERE}:length": 7.0}
@@ -253,7 +253,7 @@ def test_judging_whose_worker_is_killed_is_done_again_by_the_next_and_counts_onc
     drive(worker.driver, lambda: not worker.driver.is_live)
     for episode in found(stack.database):
         assert (episode.status, episode.reward) == ("done", 1.1)
-        grades = listings.find_episode(stack.database, episode.id).grades
+        grades = episode_rows.find_episode(stack.database, episode.id).grades
         assert {row["tool"]: row["result"] for row in grades} == {"tests_passed": "1.0", "progress": "[[1.0], []]"}
         assert {(row["starts"], row["exit_status"], row["sandbox"] is None) for row in grades} == {(1, "ok", False)}
     _asked_about(stack, episode.id)

@@ -18,10 +18,12 @@ from agentrl import migrations
 from agentrl.cli.commands import COMMANDS
 from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import epoch_ends, eval_results, ledger, listings, planning, run_names
+from agentrl.workflow.store import epoch_ends, planning, run_names
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.driver_reader import Reader, newest_revision, postgres_parts, sqlite_path
 from agentrl.workflow.store.migrate import downgrade, head, open_database
+from agentrl.workflow.store.reads import episode_rows, eval_results, event_rows, iteration_rows, ledger, run_rows
+from agentrl.workflow.store.reads.paging import Paging
 from tests.cli.test_cli import LOADED, data, run  # noqa: F401 - fixtures
 
 HEAVY = {"torch", "transformers", "celery", "kombu", "redis", "alembic", "sqlalchemy", "psycopg", "rich", "numpy", "mako"}
@@ -40,17 +42,19 @@ def reader(database: Database) -> Reader:
 
 
 LISTS: dict[str, Callable[[Any], object]] = {
-    "list_runs": listings.list_runs,
-    "describe_run": lambda db: listings.describe_run(db, "by-hand"),
-    "by number": lambda db: listings.describe_run(db, "1"),
-    "list_iterations": lambda db: listings.list_iterations(db, "by-hand"),
-    "list_evals": lambda db: listings.list_evals(db, "by-hand"),
-    "progress": lambda db: listings.count_progress(db, "by-hand"),
-    "sampled_on": lambda db: listings.why_sampling_on(db, "by-hand"),
-    "most_frequent_failure": lambda db: listings.find_most_frequent_failure(db, "by-hand"),
-    "list_episodes": lambda db: listings.list_episodes(db, "by-hand", {"min_reward": 1.0, "task": "train/1"}, 7, 0),
-    "list_events": lambda db: listings.list_events(db, "by-hand"),
-    "find_episode": lambda db: listings.find_episode(db, 1),
+    "list_runs": lambda db: run_rows.list_runs(db).rows,
+    "describe_run": lambda db: run_rows.describe_run(db, "by-hand"),
+    "by number": lambda db: run_rows.describe_run(db, "1"),
+    "list_iterations": lambda db: iteration_rows.list_iterations(db, iteration_rows.IterationFilter("by-hand")).rows,
+    "list_evals": lambda db: eval_results.list_evals(db, eval_results.EvalFilter("by-hand")).rows,
+    "progress": lambda db: run_rows.count_progress(db, "by-hand"),
+    "sampled_on": lambda db: run_rows.why_sampling_on(db, "by-hand"),
+    "most_frequent_failure": lambda db: run_rows.find_most_frequent_failure(db, "by-hand"),
+    "list_episodes": lambda db: (
+        episode_rows.list_episodes(db, episode_rows.EpisodeFilter("by-hand", min_reward=1.0, task="train/1"), Paging(7)).rows
+    ),
+    "list_events": lambda db: event_rows.list_events(db, event_rows.EventFilter("by-hand")).rows,
+    "find_episode": lambda db: episode_rows.find_episode(db, 1),
     "why": lambda db: ledger.explain_fate(db, 1),
     "find_run": lambda db: run_names.find_run(db, "by-hand"),
     "newest policy": lambda db: run_names.find_policy(db, "by-hand", None),
@@ -73,21 +77,21 @@ def test_the_driver_alone_reads_what_the_whole_database_reads(data: Database, ru
 
 @pytest.mark.parametrize("data", ["postgres"], indirect=True)
 def test_a_moment_is_told_in_utc_wherever_the_server_stands(data: Database, run: str) -> None:  # noqa: F811
-    before = listings.describe_run(data, "by-hand")["created_at"]
+    before = run_rows.describe_run(data, "by-hand")["created_at"]
     with data.engine.begin() as tx:
         tx.execute(text(f"ALTER DATABASE {data.url.database} SET timezone TO 'Asia/Tokyo'"))
     data.engine.dispose()
     for database in (data, reader(data)):
-        told = listings.describe_run(database, "by-hand")["created_at"]
+        told = run_rows.describe_run(database, "by-hand")["created_at"]
         assert (told, told.tzinfo) == (before, UTC)
 
 
 def test_what_is_not_there_is_not_found_either_way(data: Database, run: str) -> None:  # noqa: F811
     for database in (data, reader(data)):
         with pytest.raises(NotFoundError, match="no run 'nobody'"):
-            listings.describe_run(database, "nobody")
+            run_rows.describe_run(database, "nobody")
         with pytest.raises(NotFoundError, match="no episode 99"):
-            listings.find_episode(database, 99)
+            episode_rows.find_episode(database, 99)
 
 
 def test_a_database_of_another_revision_is_left_to_the_whole_one_which_upgrades_it(tmp_path: Path) -> None:
@@ -102,11 +106,11 @@ def test_a_database_of_another_revision_is_left_to_the_whole_one_which_upgrades_
         return opened[0]
 
     asked = Reader(url, whole)
-    assert listings.list_runs(asked) == []
-    assert listings.list_runs(asked) == []
+    assert run_rows.list_runs(asked).rows == ()
+    assert run_rows.list_runs(asked).rows == ()
     assert len(opened) == 1
     opened[0].close()
-    assert listings.list_runs(Reader(url, lambda: pytest.fail("it is upgraded"))) == []
+    assert run_rows.list_runs(Reader(url, lambda: pytest.fail("it is upgraded"))).rows == ()
 
 
 def test_a_query_that_the_driver_cannot_run_goes_to_the_whole_database(data: Database, run: str) -> None:  # noqa: F811

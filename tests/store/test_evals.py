@@ -28,9 +28,10 @@ from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.settings import settings
 from agentrl.workflow.stats.evaluation import evaluate
-from agentrl.workflow.store import control_reads, eval_results, evals, listings, planning, retention, train_commits
+from agentrl.workflow.store import control_reads, evals, planning, retention, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.planning import Submission
+from agentrl.workflow.store.reads import eval_results, event_rows, iteration_rows, run_rows
 from agentrl.workflow.store.run_names import find_run, find_stored_policy, parse_version
 from agentrl.workflow.trajectory import Episode
 from tests.cli.test_cli import LOADED
@@ -121,7 +122,7 @@ def test_the_first_every_nth_and_the_last_version_are_measured_on_the_same_tasks
     named = "SELECT p.path FROM policies p JOIN runs r ON r.id = p.run_id WHERE r.name = :run AND p.version = 3"
     assert values(database, named, run="first-eval-3") == values(database, named, run="first")
     assert find_run(database, "first")["status"] == "done"
-    assert [row["run"] for row in listings.list_runs(database)] == ["first"]
+    assert [row["run"] for row in run_rows.list_runs(database).rows] == ["first"]
 
 
 def test_a_run_that_measures_nothing_plans_no_evaluation(database: Database) -> None:
@@ -161,7 +162,11 @@ def test_a_database_that_was_downgraded_meanwhile_keeps_no_update_from_its_commi
     with database.engine.begin() as tx:  # the columns are dropped with what is in them, and come back empty
         tx.execute(text("UPDATE runs SET measures_id = NULL, measures_version = NULL"))
     assert train(database).measured_by == ()
-    (said,) = [event for event in listings.list_events(database, "first") if event["kind"] == "not_measured"]
+    (said,) = [
+        event
+        for event in event_rows.list_events(database, event_rows.EventFilter("first")).rows
+        if event["kind"] == "not_measured"
+    ]
     assert said["subject"] == "version 1"
     assert "agentrl eval --policy first@1" in said["detail"]
     assert find_run(database, "first")["status"] == "running"
@@ -230,8 +235,11 @@ def test_an_iteration_shows_how_the_version_that_it_sampled_with_did(database: D
         measure(database, f"first-eval-{version}", version / 4, version / 4)
         if version < 3:
             train(database)
-    shown = {row["policy_version"]: row["mean_reward"] for row in listings.list_evals(database, "first")}
-    rows = listings.list_iterations(database, "first")
+    shown = {
+        row["policy_version"]: row["mean_reward"]
+        for row in eval_results.list_evals(database, eval_results.EvalFilter("first")).rows
+    }
+    rows = iteration_rows.list_iterations(database, iteration_rows.IterationFilter("first")).rows
     assert [row["policy_version"] for row in rows] == [max(0, number - staleness) for number in range(3)]
     assert [row["eval_reward"] for row in rows] == [shown[row["policy_version"]] for row in rows]
     assert len(set(shown.values())) == 4
@@ -245,9 +253,11 @@ def test_the_best_version_is_known_by_name_and_of_those_alike_it_is_the_first(da
         measure(database, f"first-eval-{version}", *rewards)
         train(database)
     assert find_stored_policy(database, "first", parse_version("best")).version == 1
-    row = listings.describe_run(database, "first")
+    row = run_rows.describe_run(database, "first")
     assert (row["best_version"], row["best_reward"], row["eval_reward"]) == (1, 0.5, 0.5)
-    assert [row["eval_reward"] for row in listings.list_iterations(database, "first")] == [0.25, 0.5, 0.5, None]
+    assert [
+        row["eval_reward"] for row in iteration_rows.list_iterations(database, iteration_rows.IterationFilter("first")).rows
+    ] == [0.25, 0.5, 0.5, None]
     planning.submit(database, submission("second"))
     with pytest.raises(NotFoundError, match="--eval-every"):
         find_stored_policy(database, "second", "best")
@@ -258,9 +268,11 @@ def test_an_evaluation_of_which_most_episodes_failed_names_no_best_version(datab
     measure(database, "first-eval-0", 0.5, 0.5, 0.5, 0.5)
     train(database)
     measure(database, "first-eval-1", 1.0, None, None, None)
-    row = listings.describe_run(database, "first")
+    row = run_rows.describe_run(database, "first")
     assert (row["best_version"], row["best_reward"]) == (0, 0.25)
-    assert [(e["policy_version"], e["errors"]) for e in listings.list_evals(database, "first")] == [(0, 0), (1, 6)]
+    assert [
+        (e["policy_version"], e["errors"]) for e in eval_results.list_evals(database, eval_results.EvalFilter("first")).rows
+    ] == [(0, 0), (1, 6)]
 
 
 def test_what_is_right_is_read_from_the_heaviest_part_or_from_what_the_env_names(database: Database) -> None:
@@ -272,7 +284,7 @@ def test_what_is_right_is_read_from_the_heaviest_part_or_from_what_the_env_names
         train_commits.finish_eval(database, work, evaluate(work.groups, right))
         (found,) = eval_results.find_evals(database, name)
         assert (found["config"]["name"], found["created_at"].tzinfo) == ("by-name" if manifest else "by-weight", UTC)
-        row = listings.evaluation(database, name)
+        row = eval_results.find_result(database, name)
         assert (row["tasks"], row["accuracy"]) == (2, 0.5 if name == "by-weight" else 0.0)
         assert row["pass_at"] == ({"1": 0.5, "2": 1.0} if name == "by-weight" else {"1": 0.0, "2": 0.0})
 
@@ -321,7 +333,7 @@ def test_what_a_run_s_hook_adds_never_says_what_is_right(
     right = {group.episodes[1].id for group in work.groups} if parts else None
     assert eval_results.find_right_episodes(database, work.id) == right
     train_commits.finish_eval(database, work, evaluate(work.groups, right))
-    assert listings.evaluation(database, work.run)["accuracy"] == (0.5 if parts else None)
+    assert eval_results.find_result(database, work.run)["accuracy"] == (0.5 if parts else None)
 
 
 @pytest.mark.parametrize("name", names("envs"))

@@ -15,10 +15,11 @@ from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import MOST, build
 from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, ConflictError, StateError
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import listings, planning, retention, run_names, train_commits
+from agentrl.workflow.store import planning, retention, run_names, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.extending import extend
 from agentrl.workflow.store.planning import Submission
+from agentrl.workflow.store.reads import event_rows, run_rows
 from agentrl.workflow.tables import schema as tables
 from tests.faults.test_mending import a_worker, do_jobs, facts, restart
 from tests.support.played_runs import claim_training, play, ready, submission, update_of, value, values
@@ -57,7 +58,7 @@ def test_a_run_that_is_done_goes_on_with_its_newest_policy(database: Database) -
     assert run_names.find_run(database, "first")["status"] == "done"
     planned = submission(tasks=3, epochs=3)
     assert run_names.find_run(database, "first")["config"] == planned.config
-    assert listings.list_events(database, "first")[-2]["detail"] == "2 -> 6 iterations"
+    assert event_rows.list_events(database, event_rows.EventFilter("first")).rows[-2]["detail"] == "2 -> 6 iterations"
 
 
 def test_a_run_that_goes_on_is_longer_and_has_nothing_planned_twice(database: Database) -> None:
@@ -212,7 +213,7 @@ def submitted(db: Database, model: Path, **more: Any) -> None:
 
 def came_to(db: Database) -> dict[str, Any]:
     """All that the run stored, and what its last checkpoint holds."""
-    run = listings.describe_run(db, "first")
+    run = run_rows.describe_run(db, "first")
     assert run["status"] == "done"
     tokens = """
         SELECT prompt_ids, sampled_ids, behavior_logprobs FROM step_tokens t JOIN steps s ON s.id = t.step_id
@@ -240,7 +241,7 @@ def test_a_run_that_was_extended_twice_is_the_run_that_was_planned_so_long_bit_f
 ) -> None:
     submitted(worker, model, iterations=1)
     do_jobs()
-    assert listings.describe_run(worker, "first")["status"] == "done"
+    assert run_rows.describe_run(worker, "first")["status"] == "done"
     restart()  # by another process
     extend(worker, "first", "a", iterations=1)
     do_jobs(until=lambda: value(worker, "SELECT count(*) FROM steps") > 10)

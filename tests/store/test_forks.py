@@ -23,9 +23,10 @@ from agentrl.workflow.errors import ConfigError, ConflictError, NotFoundError, R
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.plugins import find
 from agentrl.workflow.resolve import resolve
-from agentrl.workflow.store import ledger, listings, train_commits
+from agentrl.workflow.store import train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import find_episode_counted_twice, load_stored_run
+from agentrl.workflow.store.reads import episode_rows, ledger
 from agentrl.workflow.store.run_names import find_run
 from agentrl.workflow.training.batch import rows_of
 from agentrl.workflow.trajectory import Episode
@@ -68,7 +69,7 @@ def select(stack: Stack, query: str, **values: Any) -> list[Any]:
 
 def episode_of(stack: Stack, number: int) -> Episode:
     """The episode with all its steps."""
-    return listings.find_episode(stack.database, number).episode
+    return episode_rows.find_episode(stack.database, number).episode
 
 
 def two_steps(stack: Stack) -> int:
@@ -301,8 +302,7 @@ def test_the_ledger_tells_what_became_of_an_episode_and_sums_to_what_was_planned
     assert told["advantage"] != 0
     assert "trained: advantage" in stack.agentrl("why", str(chosen))
     for run in {row["run"] for row in select(stack, "SELECT DISTINCT run FROM v_ledger")}:
-        with stack.database.read() as tx:
-            table = ledger.count_fates(tx, run)
+        table = ledger.count_fates(stack.database, run)
         assert table
         for row in table:
             assert sum(row[fate] for fate in ledger.FATES) == row["planned"]

@@ -19,10 +19,13 @@ from sqlalchemy.exc import IntegrityError
 
 from agentrl.cli.main import main
 from agentrl.workers.stack import process
-from agentrl.workflow.store import ledger, listings, steps, tool_calls, train_commits, vacuum
+from agentrl.workflow.store import steps, tool_calls, train_commits, vacuum
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import downgrade, open_database, upgrade
 from agentrl.workflow.store.prepared_statements import PreparedStatement
+from agentrl.workflow.store.reads import ledger
+from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, EpisodeRow, list_episodes
+from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.views import VIEWS
 from tests.benchmarks import reads, synthetic
@@ -80,16 +83,20 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 def test_a_page_of_episodes_is_the_part_of_the_view_that_meets_the_filters(grown: tuple[Database, list[Run]]) -> None:
     database, _ = grown
-    everything = listings.list_episodes(database, "large", {}, ALL)
+    everything = list_large(database, {}, size=ALL)
     with database.read() as tx:
         assert [row["id"] for row in everything] == sorted(tx.execute(text(f"{IDS} WHERE run = 'large'")).scalars())
     for filters in reads.FILTERS:
         chosen = [row for row in everything if all(meets(row, name, value) for name, value in filters.items())]
-        assert listings.list_episodes(database, "large", filters, 7) == chosen[:7], filters
-        assert listings.list_episodes(database, "large", filters, ALL, 2) == chosen[2:], filters
+        assert list_large(database, filters, size=7) == chosen[:7], filters
+        assert list_large(database, filters, size=ALL, offset=2) == chosen[2:], filters
 
 
-def meets(row: listings.Row, name: str, value: Any) -> bool:
+def list_large(database: Database, filters: Mapping[str, Any], **paging: int) -> list[EpisodeRow]:
+    return list(list_episodes(database, EpisodeFilter("large", **filters), Paging(**paging)).rows)
+
+
+def meets(row: EpisodeRow, name: str, value: Any) -> bool:
     if name == "min_reward":
         return row["reward"] is not None and row["reward"] >= value
     if name == "max_reward":

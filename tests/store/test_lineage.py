@@ -11,8 +11,8 @@ from agentrl.workflow.config import build
 from agentrl.workflow.store import planning
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import Fork
-from agentrl.workflow.store.lineage import load_family
 from agentrl.workflow.store.planning import Submission
+from agentrl.workflow.store.reads.lineage import load_family
 from agentrl.workflow.store.run_names import find_stored_policy
 from agentrl.workflow.tables import schema as tables
 from agentrl.workflow.trajectory import PolicyRef

@@ -11,19 +11,13 @@ from sqlalchemy.exc import IntegrityError
 
 from agentrl.workflow.errors import ConflictError, Fenced, NotFoundError
 from agentrl.workflow.rewards import LARGEST
-from agentrl.workflow.store import (
-    control_reads,
-    listings,
-    planning,
-    rollout_claims,
-    run_names,
-    steps,
-    train_commits,
-    waiting_runs,
-)
+from agentrl.workflow.store import control_reads, planning, rollout_claims, run_names, steps, train_commits, waiting_runs
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.iterations import task_order
 from agentrl.workflow.store.planning import SubmittedRun
+from agentrl.workflow.store.reads import episode_rows, event_rows, run_rows
+from agentrl.workflow.store.reads.episode_rows import EpisodeFilter
+from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.store.rollout_claims import MAX_LOSSES, Fence
 from agentrl.workflow.tables import schema as tables
 from agentrl.workflow.tables import views
@@ -310,20 +304,23 @@ def test_every_view_can_be_read_and_holds_plain_values(database: Database) -> No
             rows = tx.execute(text(f"SELECT * FROM {view}")).mappings().all()
         assert rows or view in ("v_tool_calls", "v_tool_sessions", "v_evals"), view
         assert not [item for row in rows for item in row.values() if isinstance(item, Decimal | bytes | memoryview)], view
-    assert not [item for item in listings.count_progress(database, "first").values() if isinstance(item, Decimal)]
+    assert not [item for item in run_rows.count_progress(database, "first").values() if isinstance(item, Decimal)]
 
 
 def test_lists_for_people_filter_and_page(database: Database) -> None:
     work = ready(database, submission())
-    assert [row["run"] for row in listings.list_runs(database)] == ["first"]
-    assert listings.describe_run(database, "1")["status"] == "running"
-    filters = {"status": "done", "min_reward": 1.0, "iteration": 1}
-    assert [row["reward"] for row in listings.list_episodes(database, "first", filters)] == [1.0, 1.0]
-    assert len(listings.list_episodes(database, "first", {}, limit=3, offset=2)) == 2
+    assert [row["run"] for row in run_rows.list_runs(database).rows] == ["first"]
+    assert run_rows.describe_run(database, "1")["status"] == "running"
+    filters = EpisodeFilter("first", status="done", min_reward=1.0, iteration=1)
+    assert [row["reward"] for row in episode_rows.list_episodes(database, filters).rows] == [1.0, 1.0]
+    assert len(episode_rows.list_episodes(database, EpisodeFilter("first"), Paging(3, offset=2)).rows) == 2
     train_commits.commit_update(database, work, update_of(work), 3)
-    assert [row["kind"] for row in listings.list_events(database, "first")] == ["submitted", "done"]
+    assert [row["kind"] for row in event_rows.list_events(database, event_rows.EventFilter("first")).rows] == [
+        "submitted",
+        "done",
+    ]
     with pytest.raises(NotFoundError, match="no episode 999"):
-        listings.find_episode(database, 999)
+        episode_rows.find_episode(database, 999)
 
 
 def test_a_snapshot_shows_who_holds_what(database: Database) -> None:
@@ -355,5 +352,5 @@ def test_what_a_run_waits_for_is_one_event_however_many_jobs_meet_it(database: D
     waiting_runs.wait_no_more(database, 1)
     assert waiting_runs.find_wait_reason(database, 1) == ""
     waiting_runs.wait_for(database, 1, "the server is away")
-    kinds = [event["kind"] for event in listings.list_events(database, "first")]
+    kinds = [event["kind"] for event in event_rows.list_events(database, event_rows.EventFilter("first")).rows]
     assert kinds == ["submitted", "waiting", "waiting", "going_on", "waiting"]

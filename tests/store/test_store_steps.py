@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import text
 
-from agentrl.workflow.store import listings, rollout_claims, steps, tool_calls
+from agentrl.workflow.store import rollout_claims, steps, tool_calls
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.rollout_claims import Outcome
 from agentrl.workflow.store.rows import clean, pack, unpack
 from agentrl.workflow.store.steps import CallRecord
@@ -44,13 +45,13 @@ def test_a_repeated_commit_of_a_step_changes_nothing(database: Database) -> None
     other = replace(one, step=replace(one.step, sampled_ids=(9,), behavior_logprobs=(-9.0,)))
     assert steps.commit_sampled(database, work.fence, [other]) == ids
     assert steps.list_calls(database, one.episode, 0) == ids[0]
-    counted = listings.find_episode(database, one.episode)
+    counted = episode_rows.find_episode(database, one.episode)
     assert counted.episode.steps == (one.step,)
     assert (counted.row["steps"], counted.row["sampled_tokens"], counted.row["tool_calls"]) == (1, 2, 1)
     observed = (one.episode, replace(one.step, results=(answered(error_class="tool_error"),)))
     steps.commit_observed(database, work.fence, [observed])
     steps.commit_observed(database, work.fence, [observed])
-    assert listings.find_episode(database, one.episode).row["tool_errors"] == 1
+    assert episode_rows.find_episode(database, one.episode).row["tool_errors"] == 1
 
 
 def test_the_first_result_of_a_call_counts(database: Database) -> None:
@@ -113,7 +114,7 @@ def test_a_call_that_could_not_be_sent_has_its_result_from_the_start(database: D
     refused = CallRecord(unread, "none", answered("no JSON", "parse_error"))
     ((call,),) = steps.commit_sampled(database, work.fence, [sampled(work, calls=(refused,))])
     assert tool_calls.find_call(database, call) is None
-    assert listings.find_episode(database, work.episodes[0].id or 0).episode.steps[0].message.tool_calls == (unread,)
+    assert episode_rows.find_episode(database, work.episodes[0].id or 0).episode.steps[0].message.tool_calls == (unread,)
 
 
 def test_a_restarted_episode_keeps_its_old_steps_under_the_old_attempt(database: Database) -> None:
@@ -124,7 +125,7 @@ def test_a_restarted_episode_keeps_its_old_steps_under_the_old_attempt(database:
     assert tool_calls.find_call(database, call) is None
     steps.commit_sampled(database, work.fence, [sampled(work)])
     assert values(database, "SELECT attempt FROM steps ORDER BY id") == [0, 1]
-    assert len(listings.find_episode(database, work.episodes[0].id or 0).episode.steps) == 1
+    assert len(episode_rows.find_episode(database, work.episodes[0].id or 0).episode.steps) == 1
 
 
 HOSTILE = "a\0b\ud800c\x1b[31m\u202e"
@@ -142,7 +143,7 @@ def test_nul_characters_and_lone_surrogates_can_be_stored_everywhere(database: D
     outcome = Outcome(one.episode, "failed", final_answer=HOSTILE, error_class="X", error=HOSTILE)
     rollout_claims.finish_episodes(database, work.fence, [outcome], work.reward_set, work.weights)
     rollout_claims.fail_attempt(database, work.fence, "X", HOSTILE, 1)
-    record = listings.find_episode(database, one.episode)
+    record = episode_rows.find_episode(database, one.episode)
     assert record.episode.steps[0].sampled_ids == turn.sampled_ids
     assert record.row["final_answer"].startswith("a\ufffdb")
     assert record.row["final_answer"].endswith("c\x1b[31m\u202e")

@@ -11,18 +11,9 @@ from agentrl.cli.output import cell
 from agentrl.cli.watch import eval_line, iteration_line
 from agentrl.workflow.errors import Fenced, ModelError, StateError
 from agentrl.workflow.stats.evaluation import Score, evaluate
-from agentrl.workflow.store import (
-    control_reads,
-    ledger,
-    listings,
-    planning,
-    rollout_claims,
-    run_names,
-    steps,
-    train_claims,
-    train_commits,
-)
+from agentrl.workflow.store import control_reads, planning, rollout_claims, run_names, steps, train_claims, train_commits
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import eval_results, iteration_rows, ledger
 from agentrl.workflow.store.rollout_claims import MAX_LOSSES
 from agentrl.workflow.tables import schema as tables
 from tests.support.played_runs import (
@@ -200,7 +191,7 @@ def test_what_a_critic_explains_stands_beside_the_iteration_and_in_its_line(data
     step = {"loss": 0.5, "explained_variance": 0.25, "rows": 4, "tokens": 8}
     steps = [{**step, "value_loss": value_loss} for value_loss in (0.5, 0.25)]
     train_commits.commit_update(database, work, update_of(work, metrics=steps), 3)
-    (row,) = listings.list_iterations(database, "first")
+    (row,) = iteration_rows.list_iterations(database, iteration_rows.IterationFilter("first")).rows
     assert (row["explained_variance"], row["value_loss"]) == (0.25, 0.375)
     assert "  loss 0.5  explained variance 0.25  2.0 s" in iteration_line(row, 1, 2.0)
     assert "explained" not in iteration_line({**row, "explained_variance": None}, 1, 2.0)
@@ -214,7 +205,7 @@ def test_the_commit_publishes_the_policy_and_plans_the_next_iteration_with_it(da
     group, *_ = planning.start_iteration(database, published.next_iteration)
     following = claim(database, group)
     assert (following.policy.version, following.policy.path, following.iteration) == (1, "out/v1", 1)
-    (row, _) = listings.list_iterations(database, "first")
+    (row, _) = iteration_rows.list_iterations(database, iteration_rows.IterationFilter("first")).rows
     assert (row["status"], row["mean_reward"], row["loss"], row["dropped_groups"]) == ("done", 0.5, 0.5, 1)
     assert (row["sampled_tokens"], row["trainable"], row["policy_version"]) == (8, 4, 0)
     assert value(database, "SELECT count(*) FROM consumptions") == 4
@@ -293,14 +284,14 @@ def test_a_cancelled_run_drops_what_its_workers_still_hold(database: Database) -
 def test_an_eval_run_ends_with_its_score(database: Database) -> None:
     work = ready(database, submission(kind="eval"))
     train_commits.finish_eval(database, work, Score(0.5, 0.1, 0.9, 4, 0))
-    assert listings.evaluation(database, "first")["mean_reward"] == 0.5
+    assert eval_results.find_result(database, "first")["mean_reward"] == 0.5
     assert status_of_run(database) == "done"
 
 
 def test_an_evaluation_of_one_task_is_stored_without_bounds(database: Database) -> None:
     work = ready(database, submission(kind="eval"))
     train_commits.finish_eval(database, work, Score(0.5, -math.inf, math.inf, 4, 0))
-    row = listings.evaluation(database, "first")
+    row = eval_results.find_result(database, "first")
     assert (row["low"], row["mean_reward"], row["high"]) == (-math.inf, 0.5, math.inf)
     assert "  95% [-inf, inf]  " in eval_line({**row, "policy_version": 0}, None)
 
@@ -312,7 +303,7 @@ def test_whose_interval_an_evaluation_has_is_stored_and_said(database: Database,
     work = claim_training(database, 1)
     train_commits.finish_eval(database, work, evaluate(work.groups))
     assert values(database, "SELECT interval_by FROM v_evals") == [by]
-    row = listings.evaluation(database, "first")
+    row = eval_results.find_result(database, "first")
     assert f"  95% {by} [{cell(row['low'])}, {cell(row['high'])}]  " in eval_line({**row, "policy_version": 0}, None)
 
 

@@ -19,7 +19,7 @@ from agentrl.workflow.settings import Settings, settings
 from agentrl.workflow.sql.readonly import MAX_SQL
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import upgrade
-from agentrl.workflow.store.user_sql import rl_f4, rl_i4, run_query
+from agentrl.workflow.store.reads.user_sql import rl_f4, rl_i4, run_query
 from agentrl.workflow.tables.views import VIEWS
 
 IDS = (1, -2, 2**31 - 1, -(2**31), 0)
@@ -261,7 +261,7 @@ def test_a_database_that_may_not_be_written_is_read(sqlite: Database, short_fold
     shutil.copy(str(sqlite.url.database), short_folder / "sealed.db")
     short_folder.chmod(0o555)
     code = "import os, sys\nfrom agentrl.workflow.settings import Settings\n"
-    code += "from agentrl.workflow.store.user_sql import run_query\n"
+    code += "from agentrl.workflow.store.reads.user_sql import run_query\n"
     code += "os.getuid() or os.setuid(65534)  # nothing is sealed for root\n"
     code += "print(run_query(Settings(database_url=sys.argv[1]), 'SELECT count(*) FROM v_runs')[1])"
     words = [sys.executable, "-c", code, f"sqlite:///{short_folder / 'sealed.db'}"]

@@ -13,9 +13,9 @@ import pytest
 
 from agentrl.workers.stack import broker, embedded
 from agentrl.workflow.settings import Settings
-from agentrl.workflow.store import listings
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database
+from agentrl.workflow.store.reads import run_rows
 from tests.conftest import missing
 
 DEADLINE_SECONDS = 240.0
@@ -98,7 +98,7 @@ class Stack:
 
     def wait_for(self, run: str, status: str = "done") -> None:
         """Waits until the run has the status."""
-        self.wait(lambda: listings.describe_run(self.database, run)["status"] == status, f"{run} being {status}")
+        self.wait(lambda: run_rows.describe_run(self.database, run)["status"] == status, f"{run} being {status}")
 
     def kill_worker(self, role: str, number: int = signal.SIGKILL) -> None:
         """Sends the embedded stack's worker of that role a signal, kill -9 unless another is asked for."""

@@ -23,8 +23,9 @@ from agentrl.workflow.hooks import Hook
 from agentrl.workflow.resolve import resolve
 from agentrl.workflow.settings import settings
 from agentrl.workflow.stats.group_variance import NO_VARIANCE, SURPLUS, choose_groups, groups_to_plan
-from agentrl.workflow.store import control_reads, ledger, listings, planning, repair, run_names, train_claims, train_commits
+from agentrl.workflow.store import control_reads, planning, repair, run_names, train_claims, train_commits
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import iteration_rows, ledger, run_rows
 from agentrl.workflow.store.train_claims import IterationWork, MoreGroupsPlanned
 from agentrl.workflow.trajectory import Episode, Group, SamplingKey, Task
 from tests.faults.test_mending import a_worker, do_jobs, facts, restart
@@ -100,7 +101,7 @@ def test_more_groups_are_sampled_until_enough_of_them_have_variance(database: Da
     commit(database, work)
     assert fates(database) == {"trained": 4, "no_variance": 4}
     assert values(database, "SELECT slot FROM groups WHERE dropped <> '' ORDER BY slot") == [0, 2]
-    row, _ = listings.list_iterations(database, "first")
+    row, _ = iteration_rows.list_iterations(database, iteration_rows.IterationFilter("first")).rows
     shown = {name: row[name] for name in ("groups", "more_groups", "dropped_groups", "episodes", "trainable")}
     assert shown == {"groups": 4, "more_groups": 2, "dropped_groups": 2, "episodes": 8, "trainable": 8}
     assert row["mean_reward"] == 0.25, "of all that was sampled"
@@ -293,7 +294,7 @@ def resumed(db: Database) -> dict[str, Any]:
     restart()
     planning.resume(db, "first")
     do_jobs()
-    assert listings.describe_run(db, "first")["status"] == "done"
+    assert run_rows.describe_run(db, "first")["status"] == "done"
     return facts(db)
 
 
@@ -308,7 +309,7 @@ def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     with a_worker(tmp_path_factory.mktemp("undisturbed")) as db:
         submitted(db, model)
         do_jobs()
-        rows = listings.list_iterations(db, "first")
+        rows = iteration_rows.list_iterations(db, iteration_rows.IterationFilter("first")).rows
         assert len(rows) == 4
         for row in rows:
             trained = row["groups"] - row["dropped_groups"]
@@ -328,7 +329,7 @@ def test_a_run_that_is_left_in_mid_sampling_goes_on_as_if_nothing_had_happened(
     worker: Database, model: Path, undisturbed: dict[str, Any]
 ) -> None:
     submitted(worker, model)
-    do_jobs(until=lambda: listings.why_sampling_on(worker, "first") != "")
+    do_jobs(until=lambda: run_rows.why_sampling_on(worker, "first") != "")
     assert resumed(worker).items() <= undisturbed.items()
 
 

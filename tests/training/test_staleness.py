@@ -17,18 +17,9 @@ from agentrl.workflow.config import build
 from agentrl.workflow.control.scheduler import Dispatch, SendTrain, plan
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.resolve import resolve
-from agentrl.workflow.store import (
-    control_reads,
-    ledger,
-    listings,
-    planning,
-    repair,
-    retention,
-    rollout_claims,
-    train_claims,
-    train_commits,
-)
+from agentrl.workflow.store import control_reads, planning, repair, retention, rollout_claims, train_claims, train_commits
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import ledger, run_rows
 from agentrl.workflow.store.train_claims import IterationWork
 from agentrl.workflow.store.train_commits import PublishedUpdate
 from tests.support.played_runs import bad_update, claim, claim_training, play, start, submission, update_of, value, values
@@ -283,12 +274,12 @@ def test_the_time_that_iterations_share_is_counted_once() -> None:
 def test_the_counts_of_all_open_iterations_are_shown_together(database: Database) -> None:
     first, _ = overlapping(database)
     roll_out(database, first)
-    now = listings.count_progress(database, "first")
+    now = run_rows.count_progress(database, "first")
     assert (now["iteration"], now["through"], now["finished"], now["episodes"]) == (1, 2, 4, 8)
     assert iteration_numbers(now) == "iterations 1 to 2"
     assert iteration_numbers({**now, "through": 1}) == "iteration 1"
     planning.stop(database, "first", "cancelled")
-    assert listings.count_progress(database, "first") == {}
+    assert run_rows.count_progress(database, "first") == {}
 
 
 @pytest.mark.parametrize("cap", [3.0, None])

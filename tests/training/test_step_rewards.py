@@ -23,11 +23,12 @@ from agentrl.workflow.errors import ConfigError, RewardError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import Hook
 from agentrl.workflow.resolve import resolve
-from agentrl.workflow.store import listings, planning, steps
+from agentrl.workflow.store import planning, steps
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import Fork
 from agentrl.workflow.store.migrate import downgrade, upgrade
-from agentrl.workflow.store.provenance import find_origin
+from agentrl.workflow.store.reads import episode_rows
+from agentrl.workflow.store.reads.provenance import find_origin
 from agentrl.workflow.store.train_claims import IterationWork
 from agentrl.workflow.trajectory import Episode, Message
 from tests.data.test_datasets import write
@@ -56,7 +57,7 @@ def played(db: Database, parts: Mapping[str, Any] = PARTS) -> IterationWork:
 
 def rows(db: Database, episode: int = 1) -> list[tuple[str, int | None, float]]:
     """Part, step and value of the episode's rewards."""
-    return [(row["part"], row["step"], row["value"]) for row in listings.find_episode(db, episode).rewards]
+    return [(row["part"], row["step"], row["value"]) for row in episode_rows.find_episode(db, episode).rewards]
 
 
 def earnings(work: IterationWork) -> list[tuple[float | None, list[float]]]:
@@ -234,7 +235,7 @@ def test_a_reward_that_raises_or_is_no_number_fails_its_episode_and_is_named(
 ) -> None:
     rolled_out(own_database, asked | {"rewards": {f"{HERE}:{name}": 0.0}})
     for number in values(own_database, "SELECT id FROM episodes"):
-        row = listings.find_episode(own_database, number).row
+        row = episode_rows.find_episode(own_database, number).row
         assert (row["status"], row["error_class"], row["reward"]) == ("failed", "RewardError", None)
         assert row["error"] == f"reward '{HERE}:{name}' {why}"
     assert values(own_database, "SELECT id FROM rewards") == []

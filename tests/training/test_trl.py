@@ -22,8 +22,8 @@ from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import ConfigError, InfraError
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.resolve import resolve
-from agentrl.workflow.store import listings
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import run_rows
 from agentrl.workflow.training.batch import rows_of
 from agentrl.workflow.training.trl_options import grpo_options
 from agentrl.workflow.trajectory import Group
@@ -405,7 +405,7 @@ def test_a_run_by_trl_that_is_killed_between_its_update_and_the_commit_ends_as_t
     stack.agentrl(*asked, "alone")
     stack.agentrl(*asked, "killed")
     assert (tmp_path / "update.after").stat().st_size == 5, "two updates, and two of which one was made again"
-    assert [listings.describe_run(stack.database, run)["status"] for run in ("alone", "killed")] == ["done", "done"]
+    assert [run_rows.describe_run(stack.database, run)["status"] for run in ("alone", "killed")] == ["done", "done"]
     versions = published(stack.database, "alone")
     assert len({sha256 for _, sha256 in versions}) == 3
     assert published(stack.database, "killed") == versions

@@ -18,8 +18,9 @@ from agentrl.workers.stack.celery_app import make_app
 from agentrl.workflow.checkpoints.sealed_folder import MODEL
 from agentrl.workflow.control.scheduler import SendRollouts, plan
 from agentrl.workflow.settings import Settings
-from agentrl.workflow.store import control_reads, listings, planning
+from agentrl.workflow.store import control_reads, planning
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import run_rows
 from tests.support.gate import at_gate, open_gate
 from tests.support.network_machines import BUCKET, S3, Host, network, postgres_on, redis_on, s3_server, wait_until
 from tests.support.played_runs import claim, submission
@@ -195,7 +196,7 @@ def test_a_host_that_is_cut_off_and_comes_back_costs_nothing_and_doubles_nothing
     here.wait_for("second")
     mine = "SELECT count(*) FROM groups g JOIN runs r ON r.id = g.run_id WHERE r.name = 'second' AND g.worker LIKE 'host-a:%'"
     assert count(database, mine) == 8
-    assert listings.describe_run(database, "second")["status"] == "done"
+    assert run_rows.describe_run(database, "second")["status"] == "done"
     assert_fetched_once(cluster, held)
 
 

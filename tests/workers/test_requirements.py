@@ -22,8 +22,9 @@ from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import ServiceError, WorkerError
 from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.settings import Settings, settings
-from agentrl.workflow.store import listings, planning
+from agentrl.workflow.store import planning
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import run_rows
 from agentrl.workflow.trajectory import PolicyRef
 from tests.support.played_runs import claim, start, submission
 from tests.support.real_stack import Stack, embedded_stack
@@ -396,7 +397,7 @@ def test_a_stack_that_lacks_what_a_run_needs_is_left_to_the_runs_at_work_there(
         assert said in refused.stderr
     assert str(texts) not in refused.stderr, "values are nobody's business"
     assert embedded.find_supervisor(stack.settings) == first
-    left, other = listings.list_runs(stack.database)
+    left, other = run_rows.list_runs(stack.database).rows
     assert (left["run"], left["status"], other["run"], other["status"]) == ("own", "failed", "elsewhere", "running")
     assert "elsewhere" in left["reason"]
     assert "then: agentrl resume own" in refused.stderr
@@ -415,8 +416,8 @@ def test_a_run_that_stopped_for_its_workers_environment_goes_on_once_resumed_wit
     refused = command(stack, Path("/"), "resume", "own")
     assert refused.returncode == 11, refused.stderr + stack.logs()
     assert "this command lacks it too" in refused.stderr
-    assert listings.describe_run(stack.database, "own")["status"] == "failed", "it is not running again"
+    assert run_rows.describe_run(stack.database, "own")["status"] == "failed", "it is not running again"
     resumed = command(stack, tmp_path, "resume", "own")
     assert resumed.returncode == 0, resumed.stderr + stack.logs()
     assert "starts anew" in resumed.stderr
-    stack.wait(lambda: listings.describe_run(stack.database, "own")["episodes_done"] == 2, "the episodes' end")
+    stack.wait(lambda: run_rows.describe_run(stack.database, "own")["episodes_done"] == 2, "the episodes' end")

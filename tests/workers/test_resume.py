@@ -25,8 +25,9 @@ from agentrl.workflow.envs import Env
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.settings import Settings
-from agentrl.workflow.store import listings, rollout_claims
+from agentrl.workflow.store import rollout_claims
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.tool_calls import record_result
 from agentrl.workflow.trajectory import Episode, Message
 from tests.faults.invariants import dump
@@ -100,7 +101,7 @@ def answer(db: Database, calls: Sequence[int] = ()) -> None:
 def stored(db: Database) -> dict[int, tuple[int, ...]]:
     """Episode -> the tokens of its first step."""
     ids = values(db, "SELECT id FROM episodes ORDER BY id")
-    return {episode: listings.find_episode(db, episode).episode.context_ids for episode in ids}
+    return {episode: episode_rows.find_episode(db, episode).episode.context_ids for episode in ids}
 
 
 def test_a_job_that_is_sent_again_goes_on_from_exactly_the_committed_tokens(

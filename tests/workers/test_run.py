@@ -12,8 +12,8 @@ from sqlalchemy import text
 from agentrl.workers.stack.celery_app import broker_url
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.settings import Settings
-from agentrl.workflow.store import listings
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import run_rows
 from tests.support.gate import at_gate, open_gate
 from tests.support.real_stack import SMALL, Stack
 from tests.support.real_stack import stack as stack
@@ -51,7 +51,7 @@ def test_a_run_rolls_out_trains_and_ends_as_planned_and_its_rows_can_be_asked_ab
     name = stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", *SMALL, "--wait")
     run = name.strip()
     assert_whole(stack.database, iterations=2, episodes=32)
-    assert listings.describe_run(stack.database, run)["status"] == "done"
+    assert run_rows.describe_run(stack.database, run)["status"] == "done"
     rows = json.loads(stack.agentrl("sql", "SELECT iteration, episodes, policy_version FROM v_iterations ORDER BY 1", "--json"))
     assert [(row["iteration"], row["episodes"], row["policy_version"]) for row in rows] == [(1, 16, 0), (2, 16, 1)]
     listed = json.loads(stack.agentrl("episodes", run, "--json"))
@@ -111,7 +111,7 @@ def test_a_paused_run_stands_still_until_it_is_resumed(stack: Stack, model: Path
     stack.agentrl("pause", run)
     open_gate(stack.home, "rollout")
     stack.wait(lambda: count(stack.database, HELD) == 0, "what was begun being finished or dropped")
-    assert listings.describe_run(stack.database, run)["status"] == "paused"
+    assert run_rows.describe_run(stack.database, run)["status"] == "paused"
     assert count(stack.database, "SELECT count(*) FROM iterations WHERE status = 'done'") == 0
     stack.agentrl("resume", run)
     stack.wait_for(run)
@@ -138,7 +138,7 @@ def test_a_cancelled_run_stays_cancelled(stack: Stack, model: Path) -> None:
     stack.agentrl("resume", run, code=6)
     open_gate(stack.home, "rollout")
     stack.agentrl("down")
-    assert listings.describe_run(stack.database, run)["status"] == "cancelled"
+    assert run_rows.describe_run(stack.database, run)["status"] == "cancelled"
     assert count(stack.database, "SELECT count(*) FROM episodes WHERE status <> 'cancelled'") == 0
 
 
@@ -209,7 +209,7 @@ def test_the_first_command_of_the_readme_runs_from_a_hub_cache(short_folder: Pat
         run = stack.agentrl("submit", "--dataset", "gsm8k", "--epochs", "3").strip()
         stack.wait_for(run)
         assert_whole(stack.database, iterations=3, episodes=48, trained=0)  # a random model is hardly ever right
-        assert listings.describe_run(stack.database, run)["model"] == "Qwen/Qwen2.5-0.5B-Instruct"
+        assert run_rows.describe_run(stack.database, run)["model"] == "Qwen/Qwen2.5-0.5B-Instruct"
         assert count(stack.database, "SELECT count(*) FROM runs WHERE length(base_hash) = 64") == 1
     finally:
         stack.close()

@@ -23,10 +23,11 @@ from agentrl.workflow.envs import Env, offered_tools
 from agentrl.workflow.errors import ConfigError, InfraError
 from agentrl.workflow.plugins import find
 from agentrl.workflow.settings import Settings
-from agentrl.workflow.store import ledger, planning, steps, tool_sessions, train_commits
+from agentrl.workflow.store import planning, steps, tool_sessions, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import Fork
-from agentrl.workflow.store.provenance import find_origin
+from agentrl.workflow.store.reads import ledger
+from agentrl.workflow.store.reads.provenance import find_origin
 from agentrl.workflow.store.rollout_claims import GroupWork
 from agentrl.workflow.store.steps import CallRecord
 from agentrl.workflow.store.tool_sessions import SessionKey

@@ -27,8 +27,9 @@ from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.settings import is_url, settings
 from agentrl.workflow.stats.evaluation import evaluate
 from agentrl.workflow.stats.group_variance import choose_groups
-from agentrl.workflow.store import epoch_ends, eval_results, repair, retention, train_claims, train_commits
+from agentrl.workflow.store import epoch_ends, repair, retention, train_claims, train_commits
 from agentrl.workflow.store.iterations import staleness_of
+from agentrl.workflow.store.reads import eval_results
 from agentrl.workflow.store.repair import Rebuild
 from agentrl.workflow.store.train_claims import IterationWork, MoreGroupsPlanned
 from agentrl.workflow.store.train_commits import PublishedUpdate, UpdateRecord

@@ -11,7 +11,7 @@ from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.plugins import find
 from agentrl.workflow.resolve import parse_assignments
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.update_inputs import UpdateInputs, load_update_inputs
+from agentrl.workflow.store.reads.update_inputs import UpdateInputs, load_update_inputs
 
 PLAIN_UPDATE = {"update.batch_size": None, "update.epochs": 1, "update.max_kl": None, "update.trainer": "agentrl"}
 """One step of our trainer on all episodes, whatever the run's own was."""

@@ -18,10 +18,9 @@
 - `repair`          broken checkpoints are made again
 - `reward_sets`     rewards beside the first
 - `evals`           evaluations are planned and found
-- `ledger`          what became of every planned episode
 - `offline_data`    episodes to learn from apart from a run
 - `retention`       which checkpoints are kept
 - `vacuum`          the database is compacted
-- `listings`        what a person wants to know
+- `reads`           what commands, a page or an export want to know, a page at a time
 - `control_reads`   what the control loop and the services want to know
 """

@@ -176,7 +176,7 @@ FUNCTIONS = {
           * (CASE WHEN (bits >> 23) & 255 = 0 THEN (bits & 8388607) * power(2::float8, -149)
              ELSE ((bits & 8388607) + 8388608) * power(2::float8, ((bits >> 23) & 255) - 150) END) END""",
 }
-"""Postgres function -> the value of one packed little-endian word; SQLite's are made by `store.user_sql`."""
+"""Postgres function -> the value of one packed little-endian word; SQLite's are made by `store.reads.user_sql`."""
 
 LENGTHENED = {"runs": "OLD.status = 'done' AND NEW.status = 'running' AND NEW.iterations > OLD.iterations"}
 """Table -> the one way out of a status that no update may leave: a run that is done is made longer."""

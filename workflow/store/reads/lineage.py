@@ -7,8 +7,8 @@ from typing import Any
 from sqlalchemy import Connection, func, select
 
 from agentrl.workflow.store.connect import read_transaction
-from agentrl.workflow.store.driver_reader import Row
-from agentrl.workflow.store.listings import newest_runs, run_by_id
+from agentrl.workflow.store.reads.paging import Paging
+from agentrl.workflow.store.reads.run_rows import RunFilter, RunRow, run_by_id, runs_page
 from agentrl.workflow.tables import schema
 
 
@@ -23,9 +23,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Relative:
-    """A run, as `v_runs` has it, and what it comes from; the first is what it stands under in a tree."""
+    """A run and what it comes from; the first is what it stands under in a tree."""
 
-    row: Row
+    row: RunRow
     sources: tuple[Source, ...]
 
 
@@ -33,10 +33,10 @@ class Relative:
 def load_family(tx: Connection, limit: int) -> list[Relative]:
     """The newest runs and all that they come from, oldest first; without the evaluations that runs make of themselves."""
     found: dict[int, Relative] = {}
-    wanted = newest_runs(tx, limit)
+    wanted = list(runs_page(tx, RunFilter(), Paging(limit)).rows)
     while wanted:
-        found |= {row["id"]: Relative(row, tuple(_find_sources(tx, row["id"]))) for row in wanted}
-        missing = {source.id for row in wanted for source in found[row["id"]].sources} - found.keys()
+        found |= {row.id: Relative(row, tuple(_find_sources(tx, row.id))) for row in wanted}
+        missing = {source.id for row in wanted for source in found[row.id].sources} - found.keys()
         wanted = [run_by_id(tx, each) for each in missing]
     return [found[each] for each in sorted(found)]
 

@@ -1,13 +1,87 @@
-"""What evaluations came to: which there are of a policy, the mean of each task, the episodes that are right."""
+"""What evaluations came to: pages of them, those of a policy, the mean of each task, the episodes that are right."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, ClassVar
 
-from agentrl.workflow.errors import StateError
+from agentrl.workflow.errors import NotFoundError, StateError
 from agentrl.workflow.stats.evaluation import is_right
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
+from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose, select_page
+from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.run_names import run_row
 from agentrl.workflow.trajectory import PolicyRef
+
+EVAL_ORDERS = {"id": "id", "version": "policy_version", "reward": "mean_reward"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EvalRow(ViewRow):
+    """An evaluation of a policy on tasks."""
+
+    VIEW: ClassVar[str] = "v_evals"
+    id: int
+    run: str
+    measures: str | None
+    policy_version: int
+    status: str
+    reason: str
+    dataset: str
+    split: str | None
+    tasks: int | None
+    episodes: int | None
+    errors: int | None
+    mean_reward: float | None
+    low: float | None
+    high: float | None
+    interval_by: str | None
+    accuracy: float | None
+    pass_at: Mapping[str, float] | None
+    policy: str | None
+    created_at: datetime
+    finished_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class EvalFilter:
+    """Which evaluations: of whichever run asked for them, by its name or number, or all.
+
+    Args:
+        measures: those that this run makes of its own policies.
+    """
+
+    measures: str | None = None
+    dataset: str | None = None
+    split: str | None = None
+    status: str | None = None
+
+
+_CONDITIONS = {"dataset": "dataset = :dataset", "split": "split = :split", "status": "status = :status"}
+
+
+@sql_read_transaction
+def list_evals(tx: Any, chosen: EvalFilter | None = None, paging: Paging | None = None) -> Page[EvalRow]:
+    """Evaluations, by the version that was measured unless another of EVAL_ORDERS is asked for."""
+    chosen = chosen or EvalFilter()
+    conditions, values = choose(chosen, _CONDITIONS)
+    if chosen.measures is not None:
+        conditions = ["id IN (SELECT id FROM runs WHERE measures_id = :measures)", *conditions]
+        values["measures"] = run_id_and_name(tx, chosen.measures)["id"]
+    return select_page(tx, EvalRow, conditions, values, paging or Paging(), EVAL_ORDERS, "-version")
+
+
+@sql_read_transaction
+def find_result(tx: Any, run: str) -> Row:
+    """The result of an eval run.
+
+    Raises:
+        NotFoundError: the run is no evaluation, or not done.
+    """
+    found = select_rows(tx, "SELECT * FROM evals WHERE run_id = :id", id=run_id_and_name(tx, run)["id"])
+    if not found:
+        raise NotFoundError(f"Run {run!r} has no evaluation result.", f"agentrl watch {run}")
+    return found[0]
 
 
 @sql_read_transaction

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, select
 
 from agentrl.workflow.rewards import Part
 from agentrl.workflow.store.connect import read_transaction
-from agentrl.workflow.store.listings import EpisodeRecord, episode_record
+from agentrl.workflow.store.reads.episode_rows import EpisodeRecord, episode_record
 from agentrl.workflow.store.rows import message_value, part_values
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import Message, PolicyRef, SamplingKey

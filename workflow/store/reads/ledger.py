@@ -1,8 +1,11 @@
 """The ledger: what became of every planned episode. Facts only; `v_ledger` has one fate for each episode of each run."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from agentrl.workflow.store.driver_reader import select_rows, sql_read_transaction
+from agentrl.workflow.store.reads.paging import ViewRow, bounded, select_values
+from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.row_values import MAX_ID, no_episode_error
 
 FATES = (
@@ -10,6 +13,37 @@ FATES = (
     "cancelled", "evaluated", "forked", "waiting", "open",
 )  # fmt: skip
 """How a planned episode may end for a run: the first was read by an update, the others say why not, or not yet."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FateRow(ViewRow):
+    """What became of a planned episode in a run."""
+
+    VIEW: ClassVar[str] = "v_ledger"
+    run: str
+    iteration: int
+    episode_id: int
+    task: str
+    slot: int
+    sample: int
+    advantage: float | None
+    dropped: str
+    skipped: str
+    fate: str
+
+
+@sql_read_transaction
+def list_fates(tx: Any, run: str, iteration: int) -> list[FateRow]:
+    """What became of each episode of an iteration, from 1, those of stored groups included."""
+    name = run_id_and_name(tx, run)["name"]
+    rest = "WHERE run = :run AND iteration = :iteration ORDER BY slot, sample"
+    return select_values(tx, FateRow, rest, run=name, iteration=bounded(iteration))
+
+
+@sql_read_transaction
+def count_fates(tx: Any, run: str) -> list[dict[str, Any]]:
+    """Each iteration of the run: how many episodes were planned, and how many of them have each fate."""
+    return _count_fates(tx, run_id_and_name(tx, run)["name"])
 
 
 @sql_read_transaction
@@ -23,21 +57,20 @@ def explain_fate(tx: Any, episode: int) -> dict[str, Any]:
     if not one:
         raise no_episode_error(episode)
     (row,) = one
-    found = select_rows(tx, "SELECT * FROM v_ledger WHERE episode_id = :id ORDER BY run", id=episode)
+    found = select_values(tx, FateRow, "WHERE episode_id = :id ORDER BY run", id=episode)
     home = select_rows(tx, "SELECT name FROM runs WHERE id = :id", id=row["run_id"])[0]["name"]
-    (own,) = (fate for fate in found if fate["run"] == home)
+    (own,) = (fate for fate in found if fate.run == home)
     kept = ("status", "stop_reason", "reward", "error_class", "error", "attempt", "parent_id", "fork_step")
     return {
         "id": episode,
         **{name: own[name] for name in ("run", "iteration", "task", "fate", "advantage", "dropped", "skipped")},
         **{name: row[name] for name in kept},
-        "elsewhere": [fate for fate in found if fate["run"] != home],
-        "iterations": count_fates(tx, home),
+        "elsewhere": [dict(fate) for fate in found if fate.run != home],
+        "iterations": _count_fates(tx, home),
     }
 
 
-def count_fates(tx: Any, run: str) -> list[dict[str, Any]]:
-    """Each iteration of the run: how many episodes were planned, and how many of them have each fate."""
+def _count_fates(tx: Any, run: str) -> list[dict[str, Any]]:
     counts = ", ".join(f"count(*) FILTER (WHERE fate = '{fate}') AS of_{fate}" for fate in FATES)  # `tainted` is a flag
     ended = f"SELECT iteration, {counts} FROM v_ledger WHERE run = :run GROUP BY iteration"
     found = {row["iteration"]: {fate: row[f"of_{fate}"] for fate in FATES} for row in select_rows(tx, ended, run=run)}

@@ -1,0 +1,357 @@
+"""Lists come in pages: every row once while others are added, the same on both databases; what is hostile gets one sentence."""
+
+import json
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import text
+
+from agentrl.workflow.errors import ConfigError, NotFoundError
+from agentrl.workflow.store import planning, steps, tool_calls, train_commits
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.driver_reader import Reader
+from agentrl.workflow.store.reads import (
+    changes,
+    episode_rows,
+    eval_results,
+    group_rows,
+    iteration_rows,
+    ledger,
+    open_work,
+    reward_rows,
+    run_rows,
+)
+from agentrl.workflow.store.reads.call_rows import CallFilter, list_calls
+from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, list_episodes
+from agentrl.workflow.store.reads.event_rows import EventFilter, list_events
+from agentrl.workflow.store.reads.group_rows import GroupFilter, list_groups
+from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
+from agentrl.workflow.store.reads.paging import MAX_SIZE, Page, Paging, ViewRow, iterate_rows
+from agentrl.workflow.store.reads.run_rows import RUN_ORDERS, RunFilter, list_runs
+from agentrl.workflow.store.reads.step_rows import StepFilter, list_steps
+from agentrl.workflow.tables.views import VIEWS
+from tests.benchmarks import synthetic
+from tests.conftest import created
+from tests.support.played_runs import (
+    CALL,
+    claim,
+    claim_training,
+    play,
+    ready,
+    sampled,
+    start,
+    submission,
+    update_of,
+    value,
+    values,
+)
+
+SHAPE = {"old": 1, "large": 2, "live": 2}
+LISTS: dict[str, tuple[Callable[..., Page[Any]], object]] = {
+    "runs": (list_runs, RunFilter()),
+    "iterations": (list_iterations, IterationFilter("large")),
+    "updates": (iteration_rows.list_updates, iteration_rows.UpdateFilter("large")),
+    "groups": (list_groups, GroupFilter("large")),
+    "episodes": (list_episodes, EpisodeFilter("large")),
+    "steps": (list_steps, StepFilter("large")),
+    "calls": (list_calls, CallFilter("large")),
+    "rewards": (reward_rows.list_rewards, reward_rows.RewardFilter("large")),
+    "evals": (eval_results.list_evals, eval_results.EvalFilter()),
+    "events": (list_events, EventFilter("large")),
+}
+"""Every list, and a filter that leaves some rows."""
+
+ORDERS = {
+    "runs": RUN_ORDERS,
+    "groups": group_rows.GROUP_ORDERS,
+    "episodes": episode_rows.EPISODE_ORDERS,
+    "evals": eval_results.EVAL_ORDERS,
+}
+
+
+@pytest.fixture
+def grown(database: Database) -> Database:
+    """A small database of three runs."""
+    with database.engine.begin() as tx:
+        synthetic.fill(tx, SHAPE)
+    return database
+
+
+def pages(list_page: Callable[..., Page[Any]], db: Any, chosen: object, paging: Paging) -> Iterator[Page[Any]]:
+    """The list's pages, one after the other."""
+    while True:
+        page = list_page(db, chosen, paging)
+        yield page
+        if not page.next:
+            return
+        paging = replace(paging, cursor=page.next)
+
+
+# rows
+
+
+def test_a_row_has_the_columns_of_its_view_in_their_order(database: Database) -> None:
+    kinds = {kind.VIEW: kind for kind in ViewRow.__subclasses__()}
+    assert kinds.keys() == {*VIEWS, "events"} - {"v_tool_sessions"}
+    with database.read() as tx:
+        shown = {view: list(tx.execute(text(f"SELECT * FROM {view} LIMIT 0")).keys()) for view in kinds}
+    assert {view: list(kind.__slots__) for view, kind in kinds.items()} == shown
+
+
+def test_a_row_is_frozen_and_is_a_mapping_of_its_columns(database: Database) -> None:
+    start(database, submission())
+    row = run_rows.describe_run(database, "first")
+    assert (row.run, row["run"], row.get("nothing"), len(row)) == ("first", "first", None, 22)
+    assert row == dict(row) == {**row}
+    with pytest.raises(FrozenInstanceError):
+        row.run = "second"  # type: ignore[misc]
+    with pytest.raises(KeyError):
+        row["VIEW"]
+
+
+# pages
+
+
+def test_the_pages_of_a_list_in_any_order_have_each_row_once_in_the_order_of_the_whole(grown: Database) -> None:
+    for name, (list_page, chosen) in LISTS.items():
+        for word in ORDERS.get(name, {}):
+            for sort in (word, f"-{word}"):
+                whole = list_page(grown, chosen, Paging(MAX_SIZE, sort=sort))
+                size = max(1, len(whole.rows) // 3)
+                assert not whole.next
+                assert tuple(iterate_rows(list_page, grown, chosen, Paging(size, sort=sort))) == whole.rows, (name, sort)
+        whole = list_page(grown, chosen, Paging(MAX_SIZE))
+        parts = list(pages(list_page, grown, chosen, Paging(max(1, len(whole.rows) // 4))))
+        assert [row for part in parts for row in part.rows] == list(whole.rows), name
+        assert len(whole.rows) < 4 or len(parts) in (4, 5, 6, 7), name
+
+
+def test_pages_have_every_row_of_the_beginning_once_while_others_are_added(database: Database) -> None:
+    for number in range(6):
+        start(database, submission(f"run-{number}", tasks=4))
+    seen: dict[str, list[int]] = {}
+    for name, list_page, chosen, sort in (
+        ("newest first", list_runs, RunFilter(), "id"),
+        ("by name", list_runs, RunFilter(), "-run"),
+        ("oldest first", list_runs, RunFilter(), "-id"),
+    ):
+        found = seen.setdefault(name, [])
+        for at, page in enumerate(pages(list_page, database, chosen, Paging(2, sort=sort))):
+            found += [row.id for row in page.rows]
+            if at < 3:
+                start(database, submission(f"{name[0]}-{at}"))
+    assert seen["newest first"] == [6, 5, 4, 3, 2, 1]
+    for found in seen.values():
+        assert len(found) == len(set(found))
+        assert {1, 2, 3, 4, 5, 6} <= set(found)
+
+
+def test_a_page_ends_where_the_list_does(database: Database) -> None:
+    start(database, submission(tasks=4))  # 4 episodes of the first iteration
+    assert [len(page.rows) for page in pages(list_episodes, database, EpisodeFilter("first"), Paging(2))] == [2, 2]
+    assert list_episodes(database, EpisodeFilter("first", status="done")) == Page(())
+    assert len(list_episodes(database, EpisodeFilter("first"), Paging(3, offset=2)).rows) == 2
+
+
+def test_a_reader_of_the_driver_alone_gives_the_same_pages(grown: Database) -> None:
+    reader = Reader(grown.url.render_as_string(hide_password=False), lambda: pytest.fail("the driver suffices"))
+    for name, (list_page, chosen) in LISTS.items():
+        assert list_page(reader, chosen, Paging(7)) == list_page(grown, chosen, Paging(7)), name
+
+
+# filters
+
+
+def test_filters_leave_the_rows_that_meet_all_of_them(grown: Database) -> None:
+    def check(list_page: Callable[..., Page[Any]], base: Any, meets: Callable[[Any], object], **asked: Any) -> None:
+        everything = list_page(grown, base, Paging(MAX_SIZE)).rows
+        met = tuple(row for row in everything if meets(row))
+        assert 0 < len(met) < len(everything), asked
+        assert list_page(grown, replace(base, **asked), Paging(MAX_SIZE)).rows == met, asked
+
+    episodes, groups, calls = EpisodeFilter("large"), GroupFilter("large"), CallFilter("large")
+    group, episode = list_episodes(grown, episodes).rows[0].group_id, 130
+    check(list_episodes, episodes, lambda row: row.group_id == group, group=group)
+    check(list_episodes, EpisodeFilter("old"), lambda row: row.error == "the reward raised", text="REWARD raised")
+    check(list_episodes, episodes, lambda row: "84" in row.final_answer, text="84")
+    check(list_groups, groups, lambda row: row.iteration == 2 and row.task == "train/20", iteration=2, task="train/20")
+    check(list_iterations, IterationFilter("large"), lambda row: row.iteration > 1, after=1)
+    check(list_iterations, IterationFilter("live"), lambda row: row.status == "running", status="running")
+    check(list_calls, calls, lambda row: row.error_class is not None, error_class="division_by_zero")
+    check(list_calls, calls, lambda row: row.episode_id == episode, episode=episode)
+    check(list_runs, RunFilter(), lambda row: row.kind == "fork", kind="fork")
+    check(list_runs, RunFilter(), lambda row: "AR" in row.run.upper(), text="aR")
+    check(eval_results.list_evals, eval_results.EvalFilter(), lambda row: row.measures == "old", measures="old")
+    check(list_events, EventFilter("large"), lambda row: row.kind == "done", kind="done")
+
+
+@pytest.mark.parametrize("word", ["%", "_", "!", "\\", "100%", "a'b", ":run", "\0", "\ud800", "x" * 5000])
+def test_what_a_text_filter_is_given_is_text(database: Database, word: str) -> None:
+    start(database, submission("plain"))
+    assert list_runs(database, RunFilter(text=word)).rows == ()
+    assert list_episodes(database, EpisodeFilter("plain", text=word, task=word, status=word)).rows == ()
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63), 10**30])
+def test_a_number_that_no_database_takes_meets_no_row(database: Database, number: int) -> None:
+    start(database, submission())
+    assert list_episodes(database, EpisodeFilter("first", iteration=number, group=number)).rows == ()
+    assert list_steps(database, StepFilter(episode=number)).rows == ()
+    assert ledger.list_fates(database, "first", number) == []
+
+
+def test_a_run_is_named_by_its_name_or_number_and_must_be_there(database: Database) -> None:
+    start(database, submission())
+    assert list_episodes(database, EpisodeFilter("1")) == list_episodes(database, EpisodeFilter("first"))
+    for name, (list_page, chosen) in LISTS.items():
+        asked = {"evals": {"measures": "nobody"}, "runs": {}}.get(name, {"run": "nobody"})
+        if asked:
+            with pytest.raises(NotFoundError, match="There is no run 'nobody'"):
+                list_page(database, replace(chosen, **asked))  # type: ignore[type-var]
+
+
+# what may have changed
+
+
+def test_what_changed_since_a_cursor_is_told_and_what_is_over_is_not(database: Database) -> None:
+    def changed(since: str) -> tuple[list[int], list[int], list[int]]:
+        return (
+            [row.iteration for row in list_iterations(database, IterationFilter("first", since=since)).rows],
+            [row.iteration for row in list_groups(database, GroupFilter("first", since=since)).rows],
+            [row.iteration for row in list_episodes(database, EpisodeFilter("first", since=since)).rows],
+        )
+
+    work = ready(database, submission(tasks=2, epochs=2))
+    before = changes.mark_changes(database, "first")
+    assert changed(before) == ([1], [1, 1], [1] * 4)
+    train_commits.commit_update(database, work, update_of(work), 3)
+    assert changed(before) == ([1, 2], [1, 1, 2, 2], [1] * 4 + [2] * 4)
+    after = changes.mark_changes(database, "first")
+    assert changed(after) == ([2], [2, 2], [2] * 4)
+    assert list_episodes(database, EpisodeFilter("first", since=after, iteration=1)).rows == ()
+    for group in values(database, "SELECT id FROM groups WHERE status = 'planned' ORDER BY id"):
+        play(database, group)
+    work = claim_training(database, value(database, "SELECT max(id) FROM iterations"))
+    train_commits.commit_update(database, work, update_of(work), 3)
+    assert changed(after) == ([2], [2, 2], [2] * 4)
+    assert changed(changes.mark_changes(database, "first")) == ([], [], [])
+
+
+def test_no_event_is_missed_that_is_committed_after_one_of_a_greater_number(postgres: Database) -> None:
+    start(postgres, submission())
+    with postgres.engine.begin() as late:
+        planning.log(late, 1, "late")
+        for _ in range(changes.LATE_EVENTS - 1):
+            postgres.write(lambda tx: planning.log(tx, 1, "early"))
+        mark = changes.mark_changes(postgres, "first")
+    kinds = [row.kind for row in list_events(postgres, EventFilter("first", since=mark), Paging(MAX_SIZE)).rows]
+    assert kinds.count("late") == 1
+    for _ in range(2 * changes.LATE_EVENTS):
+        postgres.write(lambda tx: planning.log(tx, 1, "later"))
+    mark = changes.mark_changes(postgres, "first")
+    assert len(list_events(postgres, EventFilter("first", since=mark), Paging(MAX_SIZE)).rows) == changes.LATE_EVENTS
+
+
+# open work, fates
+
+
+def test_what_is_open_says_who_holds_it_and_what_waits(database: Database) -> None:
+    groups = start(database, submission())
+    work = claim(database, groups[0])
+    ((call,),) = steps.commit_sampled(database, work.fence, [sampled(work, calls=(CALL,))])
+    tool_calls.start_once(database, call, "host:3:tools", 60)
+    found = {(row.queue, row.id): row for row in open_work.list_open_work(database)}
+    assert found.keys() == {("rollout", groups[0]), ("rollout", groups[1]), ("tools", call)}
+    assert found["rollout", groups[0]].lease_until is not None
+    assert (found["rollout", groups[1]].lease_until, found["rollout", groups[1]].worker) == (None, "")
+    assert found["tools", call].worker == "host:3:tools"
+    assert len(open_work.list_open_work(database, limit=1)) == 1
+
+
+def test_the_fates_of_an_iteration_are_the_ledgers(grown: Database) -> None:
+    fates = ledger.list_fates(grown, "large", 2)
+    counted = {row["iteration"]: row for row in ledger.count_fates(grown, "large")}[2]
+    assert {fate: sum(row.fate == fate for row in fates) for fate in ledger.FATES} == {
+        fate: counted[fate] for fate in ledger.FATES
+    }
+
+
+# hostile cursors
+
+
+def encoded(value: object) -> str:
+    return urlsafe_b64encode(json.dumps(value).encode()).decode()
+
+
+HOSTILE = [
+    "x", "=", "é", "\0", "a" * 100_000, encoded([]), encoded({}), encoded(5), encoded(["changes"]), encoded(None),
+    encoded([[[[[]]]]]), "W1tbW1tbW1tb" * 80, encoded(["changes", 1, 10**40, 0]), encoded(["changes", 1, "0", 0]),
+    encoded(["changes", 2, 0, 0]), encoded(["changes", 1, None, None]), "\ud800",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cursor", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_cursor_gets_one_sentence(database: Database, cursor: str) -> None:
+    start(database, submission())
+    for name, (list_page, chosen) in LISTS.items():
+        asked = replace(chosen, run="first") if hasattr(chosen, "run") else chosen  # type: ignore[type-var]
+        refused(lambda list_page=list_page, asked=asked: list_page(database, asked, Paging(cursor=cursor)))
+        if hasattr(chosen, "since") and name != "runs":
+            refused(lambda list_page=list_page, asked=asked: list_page(database, replace(asked, since=cursor)))
+
+
+def refused(read: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError, match="is no cursor of this list with this filter and order") as caught:
+        read()
+    assert caught.value.exit_code == 2
+    assert len(str(caught.value)) < 400
+
+
+def test_a_cursor_is_refused_by_another_list_filter_order_and_run(grown: Database) -> None:
+    chosen = EpisodeFilter("large")
+    cursor = list_episodes(grown, chosen, Paging(2, sort="reward")).next
+    assert list_episodes(grown, chosen, Paging(9, cursor, sort="reward")).rows
+    refused(lambda: list_episodes(grown, chosen, Paging(2, cursor)))
+    refused(lambda: list_episodes(grown, chosen, Paging(2, cursor, sort="-reward")))
+    refused(lambda: list_episodes(grown, EpisodeFilter("old"), Paging(2, cursor, sort="reward")))
+    refused(lambda: list_episodes(grown, replace(chosen, status="done"), Paging(2, cursor, sort="reward")))
+    refused(lambda: list_groups(grown, GroupFilter("large"), Paging(2, cursor, sort="reward")))
+    refused(lambda: list_episodes(grown, replace(chosen, since=changes.mark_changes(grown, "old"))))
+    refused(lambda: list_episodes(grown, replace(chosen, since=cursor)))
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.none())
+
+
+@given(at=VALUES, last=VALUES, sort=st.sampled_from(["run", "reward", "id"]))
+def test_a_cursor_made_by_hand_is_a_place_or_is_refused(two_runs: Database, at: object, last: object, sort: str) -> None:
+    real = list_runs(two_runs, RunFilter(), Paging(1, sort=sort)).next
+    digest, *_ = json.loads(urlsafe_b64decode(real + "=="))
+    with suppress(ConfigError):
+        list_runs(two_runs, RunFilter(), Paging(1, encoded([digest, at, last]), sort=sort))
+
+
+@pytest.fixture(scope="module")
+def two_runs(postgres_server: Any, migrated_name: str) -> Iterator[Database]:
+    """Two runs, on the database that forgives less."""
+    with created(postgres_server, migrated_name) as url:
+        database = Database(url)
+        for name in ("first", "second"):
+            start(database, submission(name))
+        yield database
+        database.close()
+
+
+@pytest.mark.parametrize(
+    "paging", [Paging(0), Paging(-1), Paging(MAX_SIZE + 1), Paging(offset=-1), Paging(offset=2**63), Paging(sort="x")]
+)
+def test_a_page_out_of_bounds_or_in_no_order_of_the_list_is_refused(sqlite: Database, paging: Paging) -> None:
+    start(sqlite, submission())
+    with pytest.raises(ConfigError):
+        list_episodes(sqlite, EpisodeFilter("first"), paging)

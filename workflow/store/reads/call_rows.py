@@ -1,0 +1,76 @@
+"""Calls: what the policy asked of tools, and what judged an episode."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, ClassVar
+
+from agentrl.workflow.store.driver_reader import sql_read_transaction
+from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose, select_page
+from agentrl.workflow.store.reads.run_rows import of_run
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallRow(ViewRow):
+    """One call of a tool, or of what judges an episode."""
+
+    VIEW: ClassVar[str] = "v_tool_calls"
+    id: int
+    run: str
+    iteration: int
+    episode_id: int
+    step: int
+    call: int
+    kind: str
+    tool: str
+    arguments: Any
+    status: str
+    result: str | None
+    error_class: str | None
+    effects: str
+    starts: int
+    attempts: int
+    seconds: float
+    cpu_seconds: float | None
+    queue_seconds: float | None
+    sandbox: str | None
+    exit_status: str | None
+    exit_code: int | None
+    worker: str
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class CallFilter:
+    """Which calls: of a run, by its name or number, or of an episode.
+
+    Args:
+        text: stands in the result.
+    """
+
+    run: str | None = None
+    episode: int | None = None
+    kind: str | None = None
+    tool: str | None = None
+    status: str | None = None
+    error_class: str | None = None
+    text: str | None = None
+
+
+_CONDITIONS = {
+    "episode": "episode_id = :episode",
+    "kind": "kind = :kind",
+    "tool": "tool = :tool",
+    "status": "status = :status",
+    "error_class": "error_class = :error_class",
+    "text": "lower(result) LIKE lower(:text) ESCAPE '!'",
+}
+
+
+@sql_read_transaction
+def list_calls(tx: Any, chosen: CallFilter, paging: Paging | None = None) -> Page[CallRow]:
+    """Calls in the order in which they were asked for."""
+    conditions, values = choose(chosen, _CONDITIONS)
+    conditions, values = of_run(tx, chosen.run, conditions, values)
+    return select_page(tx, CallRow, conditions, values, paging or Paging(), {"id": "id"}, "-id")

@@ -1,0 +1,206 @@
+"""Episodes: pages of a run's, and one whole, as a transcript needs it. A list reads no blob and no long text."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, ClassVar, TypeVar
+
+from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
+from agentrl.workflow.store.reads.call_rows import CallRow
+from agentrl.workflow.store.reads.changes import run_conditions
+from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose, select_page, select_values
+from agentrl.workflow.store.reads.reward_rows import RewardRow
+from agentrl.workflow.store.reads.step_rows import StepRow
+from agentrl.workflow.store.row_values import MAX_ID, episode_value, no_episode_error, step_value, task_value
+from agentrl.workflow.trajectory import Episode, Step
+
+EPISODE_ORDERS = {
+    "id": "id", "iteration": "iteration_id", "reward": "reward", "steps": "steps", "calls": "tool_calls",
+    "errors": "tool_errors", "tokens": "sampled_tokens",
+}  # fmt: skip
+"""What the list may be sorted by -> the column of `episodes`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EpisodeRow(ViewRow):
+    """One attempt at one task."""
+
+    VIEW: ClassVar[str] = "v_episodes"
+    id: int
+    run: str
+    epoch: int
+    iteration: int
+    slot: int
+    sample: int
+    task: str
+    status: str
+    stop_reason: str | None
+    reward: float | None
+    advantage: float | None
+    final_answer: str
+    reference: str
+    policy_version: int
+    staleness: int | None
+    steps: int
+    prompt_tokens: int
+    sampled_tokens: int
+    tool_calls: int
+    tool_errors: int
+    generate_seconds: float
+    tool_seconds: float
+    seconds: float | None
+    error_class: str
+    error: str
+    tainted: bool
+    attempt: int
+    parent_id: int | None
+    fork_step: int | None
+    inherited_steps: int
+    group_id: int
+    started_at: datetime | None
+    finished_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeFilter:
+    """Which episodes of a run, by its name or number.
+
+    Args:
+        iteration: of that iteration, from 1.
+        since: those that may have changed since that cursor (`mark_changes`).
+        group: of the group of that number.
+        task: of the task of that key.
+        tool_errors: with at least so many failed calls.
+        text: stands in its answer or its error.
+    """
+
+    run: str
+    iteration: int | None = None
+    since: str | None = None
+    group: int | None = None
+    status: str | None = None
+    stop_reason: str | None = None
+    task: str | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    tool_errors: int | None = None
+    text: str | None = None
+
+
+_CONDITIONS = {
+    "group": "group_id = :group",
+    "status": "status = :status",
+    "stop_reason": "stop_reason = :stop_reason",
+    "task": "task_id IN (SELECT id FROM tasks WHERE key = :task)",
+    "min_reward": "reward >= :min_reward",
+    "max_reward": "reward <= :max_reward",
+    "tool_errors": "tool_errors >= :tool_errors",
+    "text": "(lower(final_answer) LIKE lower(:text) ESCAPE '!' OR lower(error) LIKE lower(:text) ESCAPE '!')",
+}
+
+
+@sql_read_transaction
+def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) -> Page[EpisodeRow]:
+    """The run's own episodes, in order of their numbers unless one of EPISODE_ORDERS is asked for."""
+    of_run, of_it = run_conditions(tx, chosen)
+    conditions, values = choose(chosen, _CONDITIONS)
+    paging = paging or Paging()
+    return select_page(tx, EpisodeRow, of_run + conditions, of_it | values, paging, EPISODE_ORDERS, "-id", "episodes")
+
+
+@sql_read_transaction
+def list_newest_episodes(tx: Any, begin: str, limit: int) -> list[Row]:
+    """Number, run (`name`), status and reward of the newest begun episodes whose numbers begin with these digits."""
+    query = """
+        SELECT e.id, r.name, e.status, e.reward FROM episodes e JOIN runs r ON r.id = e.run_id
+        WHERE e.status <> 'planned' AND CAST(e.id AS TEXT) LIKE :begin ORDER BY e.id DESC LIMIT :limit"""
+    return select_rows(tx, query, begin=f"{begin}%", limit=limit)
+
+
+@sql_read_transaction
+def find_last_episode(tx: Any) -> int | None:
+    """The newest episode that is done."""
+    found = select_rows(tx, "SELECT id FROM episodes WHERE status = 'done' ORDER BY id DESC LIMIT 1")
+    return found[0]["id"] if found else None
+
+
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """One episode whole: its row, its value with every step, the rows of its steps, calls and rewards.
+
+    `grades` are the calls that judged it: the env made them when it was over, and the model saw nothing of them.
+    """
+
+    row: EpisodeRow
+    episode: Episode
+    steps: Sequence[StepRow]
+    calls: Sequence[CallRow]
+    grades: Sequence[CallRow]
+    rewards: Sequence[RewardRow]
+
+
+@sql_read_transaction
+def find_episode(tx: Any, episode: int) -> EpisodeRecord:
+    """The episode with all its steps.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    return episode_record(tx, episode)
+
+
+_CALLS_OF = "WHERE episode_id = :id AND kind = '{kind}' ORDER BY step, call"
+T = TypeVar("T", StepRow, CallRow)
+
+
+def episode_record(tx: Any, episode: int) -> EpisodeRecord:
+    """As find_episode, inside a transaction."""
+    row = _find_row(tx, episode) if abs(episode) <= MAX_ID else None
+    if row is None:
+        raise no_episode_error(episode)
+    return EpisodeRecord(
+        row=row,
+        episode=_load_episode(tx, episode),
+        steps=_select_with_inherited(tx, StepRow, "WHERE episode_id = :id ORDER BY step", row),
+        calls=_select_with_inherited(tx, CallRow, _CALLS_OF.format(kind="call"), row),
+        grades=_select_with_inherited(tx, CallRow, _CALLS_OF.format(kind="grade"), row),
+        rewards=select_values(tx, RewardRow, "WHERE episode_id = :id ORDER BY id", id=episode),
+    )
+
+
+def _find_row(tx: Any, episode: int) -> EpisodeRow | None:
+    found = select_values(tx, EpisodeRow, "WHERE id = :id", id=episode)
+    return found[0] if found else None
+
+
+def _load_episode(tx: Any, episode: int) -> Episode:
+    """The episode with the steps of its current attempt, its first ones read through its parent."""
+    (row,) = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", ("opening",), id=episode)
+    (task,) = select_rows(tx, "SELECT * FROM tasks WHERE id = :id", ("messages", "metadata"), id=row["task_id"])
+    before = () if row["parent_id"] is None else _load_episode(tx, row["parent_id"]).steps[: row["inherited_steps"]]
+    return episode_value(row, task_value(task), (*before, *_load_steps(tx, row)))
+
+
+_STEPS = """
+    SELECT s.*, t.prompt_ids, t.sampled_ids, t.behavior_logprobs, p.version FROM steps s
+    JOIN step_tokens t ON t.step_id = s.id JOIN policies p ON p.id = s.policy_id
+    WHERE s.episode_id = :id AND s.attempt = :attempt ORDER BY s.number"""
+
+
+def _load_steps(tx: Any, episode: Row) -> Iterator[Step]:
+    calls: dict[int, list[Row]] = {}
+    made = "SELECT * FROM tool_calls WHERE episode_id = :id AND kind <> 'grade' ORDER BY step_id, call"
+    for call in select_rows(tx, made, id=episode["id"]):
+        calls.setdefault(call["step_id"], []).append(call)
+    for row in select_rows(tx, _STEPS, ("prompt",), id=episode["id"], attempt=episode["attempt"]):
+        yield step_value(row, row["version"], calls.get(row["id"], ()))
+
+
+def _select_with_inherited(tx: Any, kind: type[T], rest: str, episode: EpisodeRow) -> list[T]:
+    """The rows of the episode, after those of the steps that it has from its parent."""
+    own = select_values(tx, kind, rest, id=episode.id)
+    parent = None if episode.parent_id is None else _find_row(tx, episode.parent_id)
+    if parent is None:
+        return own
+    before: list[T] = _select_with_inherited(tx, kind, rest, parent)
+    return [row for row in before if row.step < episode.inherited_steps] + own

@@ -1,0 +1,47 @@
+"""Events: what happened to a run."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, ClassVar
+
+from agentrl.workflow.store.driver_reader import sql_read_transaction
+from agentrl.workflow.store.reads.changes import since_values
+from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose, select_page
+from agentrl.workflow.store.reads.run_rows import run_id_and_name
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EventRow(ViewRow):
+    """What happened to a run, to which part of it, and in words."""
+
+    VIEW: ClassVar[str] = "events"
+    id: int
+    run_id: int | None
+    kind: str
+    subject: str
+    detail: str
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class EventFilter:
+    """Which events of a run, by its name or number.
+
+    Args:
+        since: those that may be new since that cursor (`mark_changes`).
+    """
+
+    run: str
+    kind: str | None = None
+    since: str | None = None
+
+
+@sql_read_transaction
+def list_events(tx: Any, chosen: EventFilter, paging: Paging | None = None) -> Page[EventRow]:
+    """What happened to the run, oldest first."""
+    run_id = run_id_and_name(tx, chosen.run)["id"]
+    conditions, values = choose(chosen, {"kind": "kind = :kind"})
+    conditions, values["run_id"] = ["run_id = :run_id", *conditions], run_id
+    if chosen.since is not None:
+        conditions, values["last_event"] = [*conditions, "id > :last_event"], since_values(chosen.since, run_id)["last_event"]
+    return select_page(tx, EventRow, conditions, values, paging or Paging(), {"id": "id"}, "-id")

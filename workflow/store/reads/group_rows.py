@@ -1,0 +1,70 @@
+"""Groups: the episodes of one task in one iteration, which share a baseline."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, ClassVar
+
+from agentrl.workflow.store.driver_reader import sql_read_transaction
+from agentrl.workflow.store.reads.changes import run_conditions
+from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose, select_page
+
+GROUP_ORDERS = {"id": "id", "reward": "mean_reward", "deviation": "std_reward"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupRow(ViewRow):
+    """The episodes of one task in one iteration."""
+
+    VIEW: ClassVar[str] = "v_groups"
+    id: int
+    run: str
+    iteration: int
+    slot: int
+    kind: str
+    status: str
+    dropped: str
+    task: str
+    reference: str
+    mean_reward: float | None
+    std_reward: float | None
+    attempt: int
+    losses: int
+    failures: int
+    worker: str
+    started_at: datetime | None
+    finished_at: datetime | None
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFilter:
+    """Which groups of a run, by its name or number.
+
+    Args:
+        iteration: of that iteration, from 1.
+        since: those that may have changed since that cursor (`mark_changes`).
+        task: of the task of that key.
+    """
+
+    run: str
+    iteration: int | None = None
+    since: str | None = None
+    status: str | None = None
+    task: str | None = None
+    worker: str | None = None
+
+
+_CONDITIONS = {
+    "status": "status = :status",
+    "task": "task_id IN (SELECT id FROM tasks WHERE key = :task)",
+    "worker": "worker = :worker",
+}
+
+
+@sql_read_transaction
+def list_groups(tx: Any, chosen: GroupFilter, paging: Paging | None = None) -> Page[GroupRow]:
+    """The run's own groups, in order of their numbers unless one of GROUP_ORDERS is asked for."""
+    of_run, of_it = run_conditions(tx, chosen)
+    conditions, values = choose(chosen, _CONDITIONS)
+    paging = paging or Paging()
+    return select_page(tx, GroupRow, of_run + conditions, of_it | values, paging, GROUP_ORDERS, "-id", "groups")

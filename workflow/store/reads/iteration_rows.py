@@ -1,0 +1,133 @@
+"""Iterations of a run, and the optimizer steps of their updates."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, ClassVar
+
+from agentrl.workflow.store.driver_reader import sql_read_transaction
+from agentrl.workflow.store.reads.changes import since_values
+from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose, select_page
+from agentrl.workflow.store.reads.run_rows import run_id_and_name
+
+ITERATION_ORDERS = {"iteration": "iteration"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IterationRow(ViewRow):
+    """An iteration: its rollouts, its update."""
+
+    VIEW: ClassVar[str] = "v_iterations"
+    id: int
+    run: str
+    epoch: int
+    iteration: int
+    status: str
+    skipped: str
+    episodes: int
+    trainable: int
+    dropped_groups: int
+    more_groups: int
+    groups: int
+    flat_groups: int
+    mean_reward: float | None
+    policy_version: int
+    eval_reward: float | None
+    staleness: int | None
+    loss: float | None
+    kl: float | None
+    policy_kl: float | None
+    entropy: float | None
+    clip_fraction: float | None
+    grad_norm: float | None
+    value_loss: float | None
+    explained_variance: float | None
+    sampler_difference_max: float | None
+    importance_weight: float | None
+    importance_truncated: float | None
+    tokens: int
+    prompt_tokens: int
+    sampled_tokens: int
+    tool_calls: int
+    tool_errors: int
+    update_seconds: float | None
+    rollout_seconds: float | None
+    seconds: float | None
+    started_at: datetime | None
+    finished_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class IterationFilter:
+    """Which iterations of a run, by its name or number.
+
+    Args:
+        after: those of a greater number, from 1.
+        since: those that may have changed since that cursor (`mark_changes`).
+    """
+
+    run: str
+    status: str | None = None
+    after: int | None = None
+    since: str | None = None
+
+
+_CONDITIONS = {"status": "status = :status", "after": "iteration > :after"}
+
+
+@sql_read_transaction
+def list_iterations(tx: Any, chosen: IterationFilter, paging: Paging | None = None) -> Page[IterationRow]:
+    """The run's iterations in their order."""
+    run = run_id_and_name(tx, chosen.run)
+    conditions, values = choose(chosen, _CONDITIONS)
+    conditions, values = ["run = :run", *conditions], {"run": run["name"], **values}
+    if chosen.since is not None:
+        conditions, values["first_open"] = (
+            [*conditions, "iteration > :first_open"],
+            since_values(chosen.since, run["id"])["first_open"],
+        )
+    return select_page(tx, IterationRow, conditions, values, paging or Paging(), ITERATION_ORDERS, "-iteration")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UpdateRow(ViewRow):
+    """An optimizer step."""
+
+    VIEW: ClassVar[str] = "v_updates"
+    id: int
+    run: str
+    epoch: int
+    iteration: int
+    minibatch: int
+    rows: int
+    tokens: int
+    loss: float | None
+    kl: float | None
+    entropy: float | None
+    clip_fraction: float | None
+    ratio: float | None
+    grad_norm: float | None
+    learning_rate: float | None
+    policy_kl: float | None
+    kl_coef: float | None
+    value_loss: float | None
+    explained_variance: float | None
+    sampler_difference_mean: float | None
+    sampler_difference_max: float | None
+    importance_weight: float | None
+    importance_truncated: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateFilter:
+    """Which optimizer steps of a run: all, or those of an iteration, from 1."""
+
+    run: str
+    iteration: int | None = None
+
+
+@sql_read_transaction
+def list_updates(tx: Any, chosen: UpdateFilter, paging: Paging | None = None) -> Page[UpdateRow]:
+    """The run's optimizer steps in their order."""
+    conditions, values = choose(chosen, {"iteration": "iteration = :iteration"})
+    values["run"] = run_id_and_name(tx, chosen.run)["name"]
+    return select_page(tx, UpdateRow, ["run = :run", *conditions], values, paging or Paging(), {"id": "id"}, "-id")

@@ -1,0 +1,231 @@
+"""A page of a list: how many rows, in which order, from where on.
+
+A cursor names the last row that was shown, by what the list is sorted by and by its number, so that each row comes once while
+others are added. In an order by what still changes a row may move past the cursor; numbers never do. A cursor is of one list,
+with its filter and its order, and is refused by any other.
+"""
+
+import json
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2s
+from typing import Any, ClassVar, Generic, TypeVar
+
+from agentrl.workflow.errors import ConfigError, did_you_mean
+from agentrl.workflow.store.driver_reader import select_rows
+from agentrl.workflow.store.row_values import MAX_ID, clean
+
+MAX_SIZE = 100_000
+"""Rows of a page, at most."""
+MAX_CURSOR_CHARS = 1000
+"""Longer than any cursor that was given out."""
+TEXT_COLUMNS = ("run", "status")
+"""What some list is sorted by that is no number."""
+
+
+class ViewRow(Mapping[str, Any]):
+    """A row of a view as a value: a frozen dataclass with a slot for each column, which is a mapping of them too."""
+
+    __slots__: tuple[str, ...] = ()
+    VIEW: ClassVar[str]
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.__slots__:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.__slots__)
+
+    def __len__(self) -> int:
+        return len(self.__slots__)
+
+
+R = TypeVar("R", bound=ViewRow)
+F = TypeVar("F")
+
+
+@dataclass(frozen=True, slots=True)
+class Paging:
+    """Which page of a list.
+
+    Args:
+        size: rows, at most.
+        cursor: `Page.next` of the page before; empty for the first.
+        offset: rows to pass over, for who counts; a cursor costs less.
+        sort: one of the list's orders, the greatest first; with a `-` before it the least. Empty: the list's own.
+    """
+
+    size: int = 50
+    cursor: str = ""
+    offset: int = 0
+    sort: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[R]):
+    """Some rows of a list; `next` is the cursor of those that follow, empty where none do."""
+
+    rows: tuple[R, ...]
+    next: str = ""
+
+
+def iterate_rows(
+    list_page: Callable[[Any, F, Paging], Page[R]], db: Any, chosen: F, paging: Paging | None = None
+) -> Iterator[R]:
+    """All rows of a list, read in pages."""
+    paging = paging or Paging(size=MAX_SIZE)
+    while True:
+        page = list_page(db, chosen, paging)
+        yield from page.rows
+        if not page.next:
+            return
+        paging = replace(paging, cursor=page.next, offset=0)
+
+
+def select_values(tx: Any, kind: type[R], rest: str, /, **parameters: Any) -> list[R]:
+    """The rows of the kind's view that `rest`, all that follows FROM VIEW, leaves."""
+    query = f"SELECT {', '.join(kind.__slots__)} FROM {kind.VIEW} {rest}"
+    return [kind(**row) for row in select_rows(tx, query, **parameters)]
+
+
+def select_page(
+    tx: Any,
+    kind: type[R],
+    conditions: Sequence[str],
+    parameters: Mapping[str, Any],
+    paging: Paging,
+    orders: Mapping[str, str],
+    own: str,
+    table: str = "",
+) -> Page[R]:
+    """A page of the kind's view.
+
+    Args:
+        conditions: on the columns of `table`, with `parameters` written `:name`.
+        orders: what the list may be sorted by -> the column; `own` is its own order.
+        table: where the page's numbers are found, without joining what is passed over; empty for the view itself.
+
+    Raises:
+        ConfigError: no such order, a size out of bounds, or no cursor of this list.
+    """
+    sort = paging.sort or own
+    column, way = _find_order(orders, sort)
+    _check_bounds(paging)
+    digest = blake2s(repr((kind.VIEW, sort, sorted(parameters.items()))).encode(), digest_size=6).hexdigest()
+    asked = {**parameters, "page_size": paging.size + 1, "page_offset": paging.offset}
+    if paging.cursor:
+        at, last = _parse_cursor(paging.cursor, digest, column)
+        conditions = [*conditions, _after(column, way, at)]
+        asked |= {"last": last} if at is None or column == "id" else {"at": at, "last": last}
+    where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+    order = f"id {way}" if column == "id" else f"{column} {way} NULLS LAST, id {way}"
+    limit = f"ORDER BY {order} LIMIT :page_size OFFSET :page_offset"
+    if table:
+        shown = ", ".join(f"v.{name}" for name in kind.__slots__)
+        ids = f"SELECT id, {column} AS sorted_by FROM {table} {where} {limit}"
+        again = f"page.id {way}" if column == "id" else f"page.sorted_by {way} NULLS LAST, page.id {way}"
+        query = f"SELECT {shown}, page.sorted_by FROM ({ids}) page JOIN {kind.VIEW} v ON v.id = page.id ORDER BY {again}"
+    else:
+        query = f"SELECT {', '.join(kind.__slots__)}, {column} AS sorted_by FROM {kind.VIEW} {where} {limit}"
+    found = [dict(row) for row in select_rows(tx, query, **asked)]
+    places = [(row.pop("sorted_by"), row["id"]) for row in found]
+    rows = tuple(kind(**row) for row in found[: paging.size])
+    return Page(rows, _make_cursor(digest, *places[paging.size - 1]) if len(found) > paging.size else "")
+
+
+def choose(asked: object, known: Mapping[str, str]) -> tuple[list[str], dict[str, Any]]:
+    """The conditions of those fields of a filter that are given, and their values as every database takes them.
+
+    Args:
+        known: field -> its condition. That of `text` is a LIKE with `!` as its escape.
+    """
+    given = {name: bounded(value) for name in known if (value := getattr(asked, name)) is not None}
+    if "text" in given:
+        given["text"] = f"%{escape_like(given['text'])}%"
+    return [known[name] for name in given], given
+
+
+def escape_like(text: str) -> str:
+    """The text as a LIKE with ESCAPE '!' finds it."""
+    return text.replace("!", "!!").replace("%", "!%").replace("_", "!_")
+
+
+def bounded(value: Any) -> Any:
+    """A value that every database takes: none holds a greater number, or the characters that `clean` replaces."""
+    if isinstance(value, str):
+        return clean(value)
+    return max(-MAX_ID, min(MAX_ID, value)) if isinstance(value, int) else value
+
+
+def _find_order(orders: Mapping[str, str], sort: str) -> tuple[str, str]:
+    word = sort.removeprefix("-")
+    if word not in orders:
+        raise ConfigError(f"The list is not sorted by {word!r:.60}.", did_you_mean(word[:60], orders))
+    return orders[word], "ASC" if sort.startswith("-") else "DESC"
+
+
+def _check_bounds(paging: Paging) -> None:
+    if not 1 <= paging.size <= MAX_SIZE:
+        raise ConfigError(f"A page has 1 to {MAX_SIZE} rows, not {paging.size}.")
+    if not 0 <= paging.offset <= MAX_ID:
+        raise ConfigError(f"No list has {paging.offset} rows to pass over.")
+
+
+def _after(column: str, way: str, at: Any) -> str:
+    """What follows the row `:last`, whose column is `:at`; rows without a value come last."""
+    beyond = "<" if way == "DESC" else ">"
+    if column == "id":
+        return f"id {beyond} :last"
+    if at is None:
+        return f"{column} IS NULL AND id {beyond} :last"
+    return f"({column} {beyond} :at OR {column} = :at AND id {beyond} :last OR {column} IS NULL)"
+
+
+def encode_cursor(*parts: Any) -> str:
+    """A word that means these parts; opaque to who is given it."""
+    return urlsafe_b64encode(json.dumps(parts, separators=(",", ":")).encode()).decode().rstrip("=")
+
+
+def decode_cursor(cursor: str, of: str) -> list[Any]:
+    """The parts after the first, which is `of`.
+
+    Raises:
+        ConfigError: it is no cursor, or one of something else.
+    """
+    try:
+        found = json.loads(urlsafe_b64decode(cursor.encode("ascii") + b"==")) if len(cursor) <= MAX_CURSOR_CHARS else None
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or found[:1] != [of]:
+        raise cursor_error(cursor)
+    return found[1:]
+
+
+def cursor_error(cursor: str) -> ConfigError:
+    """What to say of a cursor that is not this list's."""
+    return ConfigError(f"{cursor[:40]!r} is no cursor of this list with this filter and order.", "Begin again without one.")
+
+
+def is_id(value: Any) -> bool:
+    """Whether a part of a cursor can be the number of a row."""
+    return type(value) is int and abs(value) <= MAX_ID
+
+
+def _make_cursor(digest: str, at: Any, last: int) -> str:
+    return encode_cursor(digest, at, last)
+
+
+def _parse_cursor(cursor: str, digest: str, column: str) -> tuple[Any, int]:
+    """What the list is sorted by, and the number, of the last row that was shown. Raises as `decode_cursor`."""
+    match decode_cursor(cursor, digest):
+        case [at, last] if is_id(last) and (at is None or _may_hold(column, at)):
+            return at, last
+    raise cursor_error(cursor)
+
+
+def _may_hold(column: str, value: Any) -> bool:
+    if column in TEXT_COLUMNS:
+        return isinstance(value, str) and value == clean(value)
+    return isinstance(value, float) or is_id(value)

@@ -1,0 +1,46 @@
+"""Rewards: the parts of an episode's reward, in each reward set."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from agentrl.workflow.store.driver_reader import sql_read_transaction
+from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose, select_page
+from agentrl.workflow.store.reads.run_rows import of_run
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RewardRow(ViewRow):
+    """A part of an episode's reward; of no `step` where the whole episode earned it."""
+
+    VIEW: ClassVar[str] = "v_rewards"
+    id: int
+    run: str
+    iteration: int
+    episode_id: int
+    task: str
+    reward_set: str
+    part: str
+    step: int | None
+    value: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFilter:
+    """Which rewards: of a run, by its name or number, or of an episode."""
+
+    run: str | None = None
+    episode: int | None = None
+    reward_set: str | None = None
+    part: str | None = None
+
+
+_CONDITIONS = {"episode": "episode_id = :episode", "reward_set": "reward_set = :reward_set", "part": "part = :part"}
+
+
+@sql_read_transaction
+def list_rewards(tx: Any, chosen: RewardFilter, paging: Paging | None = None) -> Page[RewardRow]:
+    """Rewards in the order in which they were given."""
+    conditions, values = choose(chosen, _CONDITIONS)
+    conditions, values = of_run(tx, chosen.run, conditions, values)
+    return select_page(tx, RewardRow, conditions, values, paging or Paging(), {"id": "id"}, "-id")

@@ -1,0 +1,169 @@
+"""Runs: pages of them, one by its name or number, and how far it is."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, ClassVar
+
+from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
+from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose, escape_like, select_page, select_values
+from agentrl.workflow.store.row_values import clean
+from agentrl.workflow.store.run_names import run_row
+
+RUN_ORDERS = {
+    "id": "id", "run": "run", "status": "status", "reward": "last_reward", "best": "best_reward", "episodes": "episodes_done",
+    "seconds": "seconds",
+}  # fmt: skip
+"""What the list may be sorted by -> the column."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunRow(ViewRow):
+    """A run: what it trains or measures, how far it is."""
+
+    VIEW: ClassVar[str] = "v_runs"
+    id: int
+    run: str
+    kind: str
+    status: str
+    reason: str
+    dataset: str
+    model: str
+    seed: int
+    epochs: int
+    iterations: int
+    iterations_done: int
+    policy_version: int | None
+    episodes_done: int
+    last_reward: float | None
+    eval_reward: float | None
+    best_reward: float | None
+    best_version: int | None
+    measures: str | None
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunFilter:
+    """Which runs; those that runs make to measure themselves are in no list of runs (`list_evals`).
+
+    Args:
+        text: stands in its name.
+    """
+
+    status: str | None = None
+    kind: str | None = None
+    dataset: str | None = None
+    model: str | None = None
+    text: str | None = None
+
+
+_CONDITIONS = {
+    "status": "status = :status",
+    "kind": "kind = :kind",
+    "dataset": "dataset = :dataset",
+    "model": "model = :model",
+    "text": "lower(run) LIKE lower(:text) ESCAPE '!'",
+}
+
+
+@sql_read_transaction
+def list_runs(tx: Any, chosen: RunFilter | None = None, paging: Paging | None = None) -> Page[RunRow]:
+    """Runs, the newest first, in one of RUN_ORDERS."""
+    return runs_page(tx, chosen or RunFilter(), paging or Paging())
+
+
+def runs_page(tx: Any, chosen: RunFilter, paging: Paging) -> Page[RunRow]:
+    """As list_runs, inside a transaction."""
+    conditions, values = choose(chosen, _CONDITIONS)
+    return select_page(tx, RunRow, ["measures IS NULL", *conditions], values, paging, RUN_ORDERS, "id")
+
+
+@sql_read_transaction
+def list_run_names(tx: Any, begin: str, limit: int) -> list[Row]:
+    """Name, kind and status of the newest runs whose names begin so; evaluations too."""
+    query = "SELECT name, kind, status FROM runs WHERE name LIKE :begin ESCAPE '!' ORDER BY id DESC LIMIT :limit"
+    return select_rows(tx, query, begin=f"{escape_like(clean(begin))}%", limit=limit)
+
+
+@sql_read_transaction
+def find_newest_run(tx: Any) -> str | None:
+    """The name of the run that was submitted last, by whoever."""
+    found = select_rows(tx, "SELECT name FROM runs WHERE measures_id IS NULL ORDER BY id DESC LIMIT 1")
+    return found[0]["name"] if found else None
+
+
+@sql_read_transaction
+def describe_run(tx: Any, run: str) -> RunRow:
+    """One run.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    return run_by_id(tx, run_id_and_name(tx, run)["id"])
+
+
+def run_by_id(tx: Any, run_id: int) -> RunRow:
+    """The run of that number, which there is."""
+    return select_values(tx, RunRow, "WHERE id = :id", id=run_id)[0]
+
+
+@sql_read_transaction
+def count_progress(tx: Any, run: str) -> Row:
+    """Counts of the episodes, tokens and tool calls of the run's open iterations; empty if none is open.
+
+    From `iteration` up to `through`: one, unless the rollouts of some go on during the updates of others.
+    """
+    run_id = run_id_and_name(tx, run)["id"]
+    query = """
+        SELECT min(i.number) + 1 AS iteration, max(i.number) + 1 AS through, count(*) AS episodes,
+               count(*) FILTER (WHERE e.status NOT IN ('planned', 'running')) AS finished,
+               count(*) FILTER (WHERE e.status = 'running') AS running,
+               count(*) FILTER (WHERE e.status = 'done') AS done,
+               CAST(coalesce(sum(e.sampled_tokens), 0) AS BIGINT) AS sampled_tokens,
+               CAST(coalesce(sum(e.tool_calls), 0) AS BIGINT) AS tool_calls
+        FROM iterations i JOIN episodes e ON e.iteration_id = i.id
+        WHERE i.run_id = :id AND i.status IN ('planned', 'running')"""
+    (counts,) = select_rows(tx, query, id=run_id)
+    return counts if counts["episodes"] else {}
+
+
+@sql_read_transaction
+def why_sampling_on(tx: Any, run: str) -> str:
+    """Why the newest open iteration is sampled on, and with how many groups; empty where dynamic sampling has added none."""
+    query = """
+        SELECT detail FROM events WHERE run_id = :id AND kind = 'sampling_on' AND subject IN (
+          SELECT 'iteration ' || (i.number + 1) FROM iterations i JOIN groups g ON g.iteration_id = i.id
+          WHERE i.run_id = :id AND i.status IN ('planned', 'running') AND i.more_groups > 0
+          AND g.status IN ('planned', 'running'))
+        ORDER BY id DESC LIMIT 1"""
+    found = select_rows(tx, query, id=run_id_and_name(tx, run)["id"])
+    return str(found[0]["detail"]) if found else ""
+
+
+@sql_read_transaction
+def find_most_frequent_failure(tx: Any, run: str) -> Row:
+    """How many of the run's episodes ended as failed or infra_error (`failed`), and the `error` of most of them with its
+    `status` and count (`episodes`); empty where none did."""
+    query = """
+        SELECT status, error, count(*) AS episodes, CAST(sum(count(*)) OVER () AS BIGINT) AS failed FROM episodes
+        WHERE run_id = :id AND status IN ('failed', 'infra_error')
+        GROUP BY status, error ORDER BY count(*) DESC, min(id) LIMIT 1"""
+    found = select_rows(tx, query, id=run_id_and_name(tx, run)["id"])
+    return found[0] if found else {}
+
+
+def run_id_and_name(tx: Any, run: str) -> Row:
+    """Id and name of a run. Raises as `run_row`."""
+    return run_row(tx, run, "id, name")
+
+
+def of_run(tx: Any, run: str | None, conditions: list[str], values: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """The conditions on rows that carry the name of their run, and their values, with that of the run, where one is named."""
+    return (
+        (conditions, values)
+        if run is None
+        else (["run = :run", *conditions], {"run": run_id_and_name(tx, run)["name"], **values})
+    )

@@ -1,0 +1,59 @@
+"""Steps: the turns of the policy. Their exact tokens are in an episode's value (`find_episode`)."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, ClassVar
+
+from agentrl.workflow.store.driver_reader import sql_read_transaction
+from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose, select_page
+from agentrl.workflow.store.reads.run_rows import of_run
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRow(ViewRow):
+    """One turn of the policy in an episode."""
+
+    VIEW: ClassVar[str] = "v_steps"
+    id: int
+    run: str
+    iteration: int
+    episode_id: int
+    step: int
+    attempt: int
+    thought: str
+    content: str
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    sampled_tokens: int
+    mean_logprob: float | None
+    generate_seconds: float
+    policy_version: int
+    staleness: int | None
+    new_row: str | None
+    sampled_at: datetime
+    observed_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepFilter:
+    """Which steps: of a run, by its name or number, or of an episode.
+
+    Args:
+        text: stands in what was sampled.
+    """
+
+    run: str | None = None
+    episode: int | None = None
+    text: str | None = None
+
+
+_CONDITIONS = {"episode": "episode_id = :episode", "text": "lower(text) LIKE lower(:text) ESCAPE '!'"}
+
+
+@sql_read_transaction
+def list_steps(tx: Any, chosen: StepFilter, paging: Paging | None = None) -> Page[StepRow]:
+    """Steps in the order in which they were sampled."""
+    conditions, values = choose(chosen, _CONDITIONS)
+    conditions, values = of_run(tx, chosen.run, conditions, values)
+    return select_page(tx, StepRow, conditions, values, paging or Paging(), {"id": "id"}, "-id")
