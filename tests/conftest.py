@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -18,6 +19,9 @@ from agentrl.workflow.settings import Settings, settings
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database, upgrade
 from agentrl.workflow.tools.python import sandbox
+
+if TYPE_CHECKING:
+    from tests.faults.fork_server import Nursery
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: tests and their workers run side by side
 
@@ -60,6 +64,13 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.fixture(scope="module")
+def module_folder() -> Iterator[Path]:
+    """One for all tests of a file."""
+    with tempfile.TemporaryDirectory(prefix="arl-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty data folder that the settings of this process point to."""
@@ -87,6 +98,24 @@ def sqlite(tmp_path: Path, migrated_file: Path) -> Iterator[Database]:
     database = open_database(f"sqlite:///{tmp_path / 'agentrl.db'}")
     yield database
     database.close()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator["Nursery"]:
+    """Who forks workers and commands, for all tests."""
+    from tests.faults.fork_server import nursery
+
+    with tempfile.TemporaryDirectory(prefix="arl-", dir="/tmp") as folder, nursery(Path(folder)) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def world_model(forks: "Nursery") -> Path:
+    """The model of `tests.faults.world`: it has learned to make both calls."""
+    folder = forks.folder / "model"
+    made = forks.start("tests.faults.world:make_model", str(folder))
+    assert made.end() == 0, made.log.read_text()
+    return folder
 
 
 def forget_process() -> None:

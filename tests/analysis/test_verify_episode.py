@@ -1,7 +1,6 @@
 """Is a record true? Real runs are done again whole, and whatever is tampered with afterwards is found and named."""
 
 import json
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,9 +24,11 @@ from agentrl.workflow.store.rows import pack, unpack
 from agentrl.workflow.store.steps import commit_sampled
 from agentrl.workflow.trajectory import Episode, Message, PolicyRef, SamplingKey, Step, Task, ToolCall, ToolResult
 from tests.conftest import forget_process
+from tests.faults.fork_server import Nursery
+from tests.support.forked_stack import forked_stack
 from tests.support.played_runs import altered, claim, finish, start, submission, value, values
 from tests.support.played_runs import sampled as sampled_step
-from tests.support.real_stack import SMALL, Stack, embedded_stack
+from tests.support.real_stack import SMALL, Stack
 from tests.support.small_models import chat, tiny_calling
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -40,9 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stack(model: Path) -> Iterator[Stack]:
+def stack(model: Path, module_folder: Path, forks: Nursery, migrated_file: Path) -> Iterator[Stack]:
     """A stack that has done two runs of two iterations: `exact`, and `limited` in float32, whose calls a stop string ended."""
-    with tempfile.TemporaryDirectory(prefix="arl-", dir="/tmp") as folder, embedded_stack(Path(folder), "3600") as made:
+    with forked_stack(module_folder, forks, migrated_file) as made:
         asked = ["--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", *SMALL, "--max-new-tokens", "32"]
         limits = ("top_p=0.97", "min_p=0.001", "top_k=200", "stop=</tool_call>")
         ways = {"exact": ["model.numerics=exact"], "limited": [f"rollout.{limit}" for limit in limits]}

@@ -1,7 +1,6 @@
 """A run in another tool format: its model learns to write it, a run samples it, and what is stored needs no file any more."""
 
 import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +9,11 @@ import pytest
 from agentrl.workflow.chat.templates import source_of
 from agentrl.workflow.checkpoints.sealed_folder import RECORD
 from agentrl.workflow.store.reads import episode_rows
+from tests.faults.fork_server import Nursery
 from tests.support.chat_families import FAMILIES
+from tests.support.forked_stack import forked_stack
 from tests.support.played_runs import value, values
-from tests.support.real_stack import SMALL, Stack, embedded_stack
+from tests.support.real_stack import SMALL, Stack
 from tests.support.small_models import tiny_random
 
 NAMED = FAMILIES["named"][0]
@@ -20,10 +21,10 @@ LEARN = ("--steps", "80", "--batch-size", "16", "--learning-rate", "1e-2")
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
+def stack(module_folder: Path, forks: Nursery, migrated_file: Path) -> Iterator[Stack]:
     """A stack that did a run by a template of a person's own, whose file is gone, and one in a format that was chosen."""
-    with tempfile.TemporaryDirectory(prefix="arl-", dir="/tmp") as folder, embedded_stack(Path(folder), "3600") as made:
-        base, file = tiny_random(Path(folder) / "base"), Path(folder) / "named.jinja"
+    with forked_stack(module_folder, forks, migrated_file) as made:
+        base, file = tiny_random(module_folder / "base"), module_folder / "named.jinja"
         file.write_text(NAMED)
         learn = ("sft", "--dataset", "arithmetic", "--model", str(base), *LEARN)
         made.agentrl(*learn, "--chat-template", str(file), "--name", "told")

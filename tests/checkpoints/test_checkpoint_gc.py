@@ -27,9 +27,11 @@ from agentrl.workflow.store.run_names import find_stored_policy
 from agentrl.workflow.store.train_claims import IterationWork
 from tests.conftest import forget_process
 from tests.faults.cluster import small_disk
+from tests.support.forked_stack import ForkedStack
+from tests.support.forked_stack import stack as stack
 from tests.support.gate import at_gate, open_gate
 from tests.support.played_runs import claim_training, play, start, submission, update_of, value, values
-from tests.support.real_stack import SMALL, embedded_stack
+from tests.support.real_stack import SMALL
 from tests.support.small_models import tiny_random
 
 WEIGHTS, OPTIMIZER = 1000, 3000
@@ -247,24 +249,23 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_gc_and_vacuum_beside_a_run_change_nothing_that_it_needs(short_folder: Path, model: Path) -> None:
-    with embedded_stack(short_folder, idle_seconds="3600") as stack:
-        asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "12", *SMALL[:-1])
-        held = "hooks=[tests.support.parity_hook:Lucky,tests.support.gate:AfterSecondUpdate]"
-        run = stack.agentrl("submit", *asked, held, "--epochs", "2", "--name", "busy").strip()
-        stack.wait(lambda: at_gate(stack.home, "update"), "two updates")
+def test_gc_and_vacuum_beside_a_run_change_nothing_that_it_needs(stack: ForkedStack, model: Path) -> None:
+    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "12", *SMALL[:-1])
+    held = "hooks=[tests.support.parity_hook:Lucky,tests.support.gate:AfterSecondUpdate]"
+    run = stack.agentrl("submit", *asked, held, "--epochs", "2", "--name", "busy").strip()
+    stack.wait(lambda: at_gate(stack.home, "update"), "two updates")
+    stack.agentrl("gc", "--keep-last", "1")
+    stack.agentrl("vacuum")
+    open_gate(stack.home, "update")
+    while run_rows.describe_run(stack.database, run)["status"] == "running":
         stack.agentrl("gc", "--keep-last", "1")
         stack.agentrl("vacuum")
-        open_gate(stack.home, "update")
-        while run_rows.describe_run(stack.database, run)["status"] == "running":
-            stack.agentrl("gc", "--keep-last", "1")
-            stack.agentrl("vacuum")
-        stack.wait_for(run)
-        trained = values(stack.database, "SELECT path FROM policies WHERE kind = 'trained' AND collected_at IS NULL")
-        gone = values(stack.database, "SELECT path FROM policies WHERE kind = 'trained' AND collected_at IS NOT NULL")
-        assert all(sealed_folder.weights_of(Path(path)).exists() for path in trained)
-        assert not any(Path(path).exists() for path in gone)
-        assert value(stack.database, "SELECT count(*) FROM iterations WHERE status = 'done'") == 6
+    stack.wait_for(run)
+    trained = values(stack.database, "SELECT path FROM policies WHERE kind = 'trained' AND collected_at IS NULL")
+    gone = values(stack.database, "SELECT path FROM policies WHERE kind = 'trained' AND collected_at IS NOT NULL")
+    assert all(sealed_folder.weights_of(Path(path)).exists() for path in trained)
+    assert not any(Path(path).exists() for path in gone)
+    assert value(stack.database, "SELECT count(*) FROM iterations WHERE status = 'done'") == 6
 
 
 # vacuum

@@ -52,8 +52,10 @@ from agentrl.workflow.store.steps import CallRecord, SampledStep
 from agentrl.workflow.store.train_commits import UpdateRecord
 from agentrl.workflow.trajectory import Message, PolicyRef, Step, Task, ToolCall, ToolResult
 from tests.conftest import forget_process, missing
+from tests.support.forked_stack import ForkedStack
+from tests.support.forked_stack import stack as stack
 from tests.support.played_runs import claim, fail, start, submission
-from tests.support.real_stack import SMALL, Stack
+from tests.support.real_stack import SMALL
 from tests.support.small_models import tiny_random
 
 EVIL = "\x1b[2J\x1b]0;owned\x07 \x9b31m [bold]no[/x] [link=http://x]y[/link] \u202ereversed \x00 \r end"
@@ -229,28 +231,19 @@ def test_a_dry_run_prints_the_plan(home: Path, tmp_path: Path, capsys: pytest.Ca
     assert not home.exists()
 
 
-@pytest.mark.parametrize(("section", "what"), [("critic", "the policy never trains"), ("update", "the learning rate never")])
 @pytest.mark.slow
 def test_a_warm_up_that_is_as_long_as_the_run_is_remarked(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str, what: str
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = [
-        "--dataset",
-        "arithmetic",
-        "--max-samples",
-        "4",
-        "--total-epochs",
-        "1",
-        "--tasks-per-iteration",
-        "2",
-        "--algorithm",
-        "ppo",
-    ]
-    flags += ["--model-path", str(_small_model(tmp_path)), "--dry-run"]
+    flags = ["--dataset", "arithmetic", "--max-samples", "4", "--total-epochs", "1", "--tasks-per-iteration", "2"]
+    flags += ["--algorithm", "ppo", "--model-path", str(_small_model(tmp_path)), "--dry-run"]
+    never = {"critic": "the policy never trains", "update": "the learning rate never"}
     for length, remarked in ((1, False), (2, True)):
-        assert main(["submit", *flags, "-s", f"{section}.warmup={length}"]) == 0
+        assert main(["submit", *flags, *(word for section in never for word in ("-s", f"{section}.warmup={length}"))]) == 0
         said = capsys.readouterr().err
-        assert (f"{section}.warmup={length} is no shorter than the run (iterations: 2): {what}" in said) == remarked
+        for section, what in never.items():
+            remark = f"{section}.warmup={length} is no shorter than the run (iterations: 2): {what}"
+            assert (remark in said) == remarked
         assert ("warmup" in said) == remarked
 
 
@@ -738,35 +731,28 @@ def test_a_stack_whose_supervisor_runs_is_not_said_to_lack_a_control_loop(data: 
 
 
 @pytest.mark.slow
-def test_a_run_is_submitted_evaluated_and_talked_to(short_folder: Path, tmp_path: Path) -> None:
-    if broker.find_server(settings()) is None:
-        missing("a Redis server")
+def test_a_run_is_submitted_evaluated_and_talked_to(stack: ForkedStack, tmp_path: Path) -> None:
     model = str(tiny_random(tmp_path / "random"))
-    stack = Stack(short_folder / "home")
-    try:
-        words = ["submit", "--dataset", "arithmetic", "--model", model, "--max-samples", "4", *SMALL, "--name", "short"]
-        assert stack.agentrl(*words, "--wait") == "short\n"
-        drawn = ["--top-k", "9", "--top-p", "0.9", "--min-p", "0.01", "--stop", "é", "--stop", "ü"]
-        score = json.loads(stack.agentrl("eval", "--policy", "short@1", "-n", "3", "--group-size", "2", *drawn, "--json"))
-        stored = json.loads(stack.agentrl("sql", "SELECT config FROM runs WHERE kind = 'eval'", "--json"))
-        rollout = json.loads(stored[0]["config"])["rollout"]
-        assert [rollout[key] for key in ("top_k", "top_p", "min_p", "stop")] == [9, 0.9, 0.01, ["é", "ü"]]
-        limits = ["--greedy", "--max-new-tokens", "6", "--max-steps", "1", "--env", "qa"]
-        stack.agentrl("eval", "--policy", "short@1", "-n", "2", *limits, "--json")
-        newest = "SELECT config FROM runs WHERE kind = 'eval' ORDER BY id DESC LIMIT 1"
-        made = json.loads(json.loads(stack.agentrl("sql", newest, "--json"))[0]["config"])
-        assert [made["rollout"][key] for key in ("top_k", "max_new_tokens", "max_steps")] == [1, 6, 1]
-        assert made["env"] == "qa"
-        stack.agentrl("eval", "--policy", "short@1", "--top-p", "0", code=2)
-        assert (score["episodes"], score["errors"], score["split"]) == (6, 0, "test")
-        assert 0 <= score["low"] <= score["mean_reward"] <= score["high"] <= 1
-        assert score["interval_by"] == "Wilson"
-        stack.agentrl("eval", "--policy", model, "--dataset", "arithmetic", "-n", "2", "--fail-under", "1.1", code=1)
-        stack.agentrl("eval", "--policy", "short@99", code=5)
-        assert "workers" in stack.agentrl("doctor")
-        assert json.loads(stack.agentrl("up", "--json"))["started"] is False
-    finally:
-        stack.close()
+    words = ["submit", "--dataset", "arithmetic", "--model", model, "--max-samples", "4", *SMALL, "--name", "short"]
+    assert stack.agentrl(*words, "--wait") == "short\n"
+    drawn = ["--top-k", "9", "--top-p", "0.9", "--min-p", "0.01", "--stop", "é", "--stop", "ü"]
+    score = json.loads(stack.agentrl("eval", "--policy", "short@1", "-n", "3", "--group-size", "2", *drawn, "--json"))
+    stored = json.loads(stack.agentrl("sql", "SELECT config FROM runs WHERE kind = 'eval'", "--json"))
+    rollout = json.loads(stored[0]["config"])["rollout"]
+    assert [rollout[key] for key in ("top_k", "top_p", "min_p", "stop")] == [9, 0.9, 0.01, ["é", "ü"]]
+    limits = ["--greedy", "--max-new-tokens", "6", "--max-steps", "1", "--env", "qa"]
+    stack.agentrl("eval", "--policy", "short@1", "-n", "2", *limits, "--json")
+    newest = "SELECT config FROM runs WHERE kind = 'eval' ORDER BY id DESC LIMIT 1"
+    made = json.loads(json.loads(stack.agentrl("sql", newest, "--json"))[0]["config"])
+    assert [made["rollout"][key] for key in ("top_k", "max_new_tokens", "max_steps")] == [1, 6, 1]
+    assert made["env"] == "qa"
+    stack.agentrl("eval", "--policy", "short@1", "--top-p", "0", code=2)
+    assert (score["episodes"], score["errors"], score["split"]) == (6, 0, "test")
+    assert 0 <= score["low"] <= score["mean_reward"] <= score["high"] <= 1
+    assert score["interval_by"] == "Wilson"
+    stack.agentrl("eval", "--policy", model, "--dataset", "arithmetic", "-n", "2", "--fail-under", "1.1", code=1)
+    stack.agentrl("eval", "--policy", "short@99", code=5)
+    assert "workers" in stack.agentrl("doctor")
     talk = subprocess.run(
         [
             sys.executable,

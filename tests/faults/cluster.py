@@ -1,11 +1,8 @@
 """A run's whole surroundings, quick to set up and easy to break: a Redis that keeps nothing, a database, forked workers."""
 
 import os
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,17 +13,16 @@ from sqlalchemy import text
 
 from agentrl.workers.stack import broker
 from agentrl.workers.stack.celery_app import QUEUES
-from agentrl.workflow.settings import Settings
-from tests.conftest import forbidden, missing
+from tests.conftest import forbidden
 from tests.faults import record, world
-from tests.faults.fork_server import DEADLINE_SECONDS, Child, Nursery, nursery
-from tests.support.real_stack import Stack
+from tests.faults.fork_server import DEADLINE_SECONDS, Child, Nursery
+from tests.support.forked_stack import ForkedStack
 
 ROLES = ("rollout", "train", "tools", "control")
 
 
-class Crew(Stack):
-    """A data folder with a database, a Redis of its own, and workers that are forked; the run is that of `fault_plugins`.
+class Crew(ForkedStack):
+    """A forked stack with short leases; the run is that of `fault_plugins`.
 
     Args:
         folder: an empty one, of a short path: a socket lies in it.
@@ -35,44 +31,16 @@ class Crew(Stack):
     """
 
     def __init__(self, folder: Path, nursery: Nursery, model: Path, migrated: Path | None, **environment: str) -> None:
-        self.folder, self.nursery, self.model = folder, nursery, model
-        self.socket = folder / "redis.sock"
-        for name in ("home", "tmp", "hits"):
-            (folder / name).mkdir(exist_ok=True)
-        known = {"AGENTRL_LEASE_SECONDS": "2", "AGENTRL_TICK_SECONDS": "0.2", **environment}
-        known["AGENTRL_BROKER_URL"] = f"{broker.SOCKET_SCHEME}{self.socket}?virtual_host=0"
-        super().__init__(folder / "home", **known)
-        self.forked = known | {"AGENTRL_HOME": str(self.home), "AGENTRL_FAULT_DIR": str(folder / "hits")}
-        self.forked["TMPDIR"] = str(folder / "tmp")
-        self.children: list[Child] = []
-        if migrated:
-            shutil.copy(migrated, self.home / "agentrl.db")
-        self.redis = self.start_redis()
-
-    def start_redis(self) -> "subprocess.Popen[bytes]":
-        """A Redis that writes nothing to the disk."""
-        binary = broker.find_server(Settings())
-        if binary is None:
-            missing("a Redis server")
-        command = [str(binary), "--port", "0", "--unixsocket", str(self.socket), "--save", "", "--appendonly", "no"]
-        with (self.folder / "redis.log").open("ab") as log:
-            process = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        self.wait(lambda: broker.is_answering(self.settings), "a Redis")
-        return process
-
-    def start(self, target: str, *arguments: Any, name: str = "other", **environment: str) -> Child:
-        """A forked process of this crew."""
-        child = self.nursery.start(target, *arguments, log=self.folder / f"{name}.log", environment=self.forked | environment)
-        self.children.append(child)
-        return child
-
-    def fork(self, *roles: str, **environment: str) -> Child:
-        """A worker."""
-        return self.start("tests.faults.fork_server:serve", list(roles), name="-".join(roles), **environment)
+        self.model = model
+        (folder / "hits").mkdir(exist_ok=True)
+        super().__init__(
+            folder, nursery, migrated, **{"AGENTRL_LEASE_SECONDS": "2", "AGENTRL_TICK_SECONDS": "0.2", **environment}
+        )
+        self.environment["AGENTRL_FAULT_DIR"] = str(folder / "hits")
 
     def fork_all(self, **environment: str) -> dict[str, Child]:
         """A worker of each kind."""
-        return {role: self.fork(role, **environment) for role in ROLES}
+        return self.fork_each(ROLES, **environment)
 
     def asleep(self) -> Child | None:
         """The child that a fault has stopped, until `wake`."""
@@ -94,11 +62,6 @@ class Crew(Stack):
         """One number from the rows."""
         return int(self.ask(query) or 0)
 
-    def ask(self, query: str) -> Any:
-        """One value from the rows."""
-        with self.database.read() as tx:
-            return tx.execute(text(query)).scalar_one()
-
     def rows(self, query: str) -> set[tuple[Any, ...]]:
         """All rows."""
         with self.database.read() as tx:
@@ -114,11 +77,6 @@ class Crew(Stack):
         done = self.command(*words)
         assert done.returncode == code, done.stderr + self.logs()
         return done.stderr
-
-    def command(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        """Runs a command to its end."""
-        command = [sys.executable, "-m", "agentrl.cli", *words]
-        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
 
     def reason(self) -> str:
         """Why the run stopped."""
@@ -136,29 +94,6 @@ class Crew(Stack):
         found = record.read(self.home)
         assert found["wrong"] == [], found["wrong"]
         assert [kind for kind, *_ in found["policies"].values()] == ["base", *["trained"] * world.ITERATIONS]
-
-    def stop(self) -> None:
-        """Every worker is told to stop, and does."""
-        living = [child for child in self.children if child.exit_code() is None]
-        for child in living:
-            child.kill(signal.SIGTERM)
-        assert [child.end() for child in living] == [0] * len(living), self.logs()
-
-    def logs(self) -> str:
-        """The ends of all logs, for a failing test."""
-        files = sorted(self.folder.glob("*.log"))
-        return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
-
-    def close(self) -> None:
-        """Kills what is left."""
-        for child in self.children:
-            if child.exit_code() is None:
-                child.kill()
-                child.end()
-        self.redis.send_signal(signal.SIGCONT)
-        self.redis.kill()
-        self.redis.wait()
-        super().close()
 
 
 def _state(pid: int) -> str:
@@ -200,25 +135,9 @@ def fill(disk: Path) -> Path:
     return ballast
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Nursery]:
-    """Who forks all workers of this file."""
-    with tempfile.TemporaryDirectory(prefix="arl-", dir="/tmp") as folder, nursery(Path(folder)) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def model(forks: Nursery) -> Path:
-    """The model of `tests.faults.world`: it has learned to make both calls."""
-    folder = forks.folder / "model"
-    made = forks.start("tests.faults.world:make_model", str(folder))
-    assert made.end() == 0, made.log.read_text()
-    return folder
-
-
 @pytest.fixture
-def crew(short_folder: Path, forks: Nursery, model: Path, migrated_file: Path) -> Iterator[Crew]:
+def crew(short_folder: Path, forks: Nursery, world_model: Path, migrated_file: Path) -> Iterator[Crew]:
     """A Redis and a SQLite database; nobody works yet."""
-    made = Crew(short_folder, forks, model, migrated_file)
+    made = Crew(short_folder, forks, world_model, migrated_file)
     yield made
     made.close()

@@ -92,6 +92,16 @@ def serve(roles: list[str]) -> None:
     run(roles)
 
 
+def command(words: list[str], out: str) -> None:
+    """A command line, whose stdout is a file."""
+    from agentrl.cli.main import main
+
+    with Path(out).open("wb") as output:
+        os.dup2(output.fileno(), 1)
+    sys.argv = ["agentrl", *words]
+    sys.exit(main())
+
+
 def main() -> None:
     """Forks what it is asked for."""
     for module in loop._PRELOADED:
@@ -136,6 +146,7 @@ def _work(wanted: Mapping[str, Any]) -> None:
     os.environ |= wanted["environment"]
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
+    sys.path[1:1] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", *sys.path)]
     module, _, name = wanted["target"].partition(":")
     getattr(importlib.import_module(module), name)(*wanted["arguments"])
 

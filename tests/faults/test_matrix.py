@@ -52,8 +52,6 @@ from agentrl.workflow.store import planning
 from tests.faults import world
 from tests.faults.cluster import ROLES, Crew, fill, small_disk
 from tests.faults.cluster import crew as crew
-from tests.faults.cluster import forks as forks
-from tests.faults.cluster import model as model
 from tests.faults.fault_plugins import Harmful
 from tests.faults.fork_server import Nursery
 from tests.support.gate import arrivals, at_gate, open_gate
@@ -141,9 +139,9 @@ def test_messages_that_come_again_while_they_are_worked_on_change_nothing(crew: 
 
 
 @pytest.mark.slow
-def test_a_postgres_that_restarts_in_the_middle_costs_nothing(short_folder: Path, forks: Nursery, model: Path) -> None:
+def test_a_postgres_that_restarts_in_the_middle_costs_nothing(short_folder: Path, forks: Nursery, world_model: Path) -> None:
     with own_postgres(connections=100) as server, server.database() as url:
-        crew = Crew(short_folder, forks, model, None, AGENTRL_DATABASE_URL=url)
+        crew = Crew(short_folder, forks, world_model, None, AGENTRL_DATABASE_URL=url)
         try:
             workers = crew.fork_all()
             held_at_its_first_calls(crew)

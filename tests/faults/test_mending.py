@@ -1,6 +1,7 @@
 """A broken checkpoint is made again from the one before it: the run ends as planned, bit for bit where numerics are exact."""
 
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -38,9 +39,11 @@ from agentrl.workflow.store.run_names import find_stored_policy
 from agentrl.workflow.training.reports import Update
 from agentrl.workflow.trajectory import PolicyRef
 from tests.conftest import forget_process
+from tests.support.forked_stack import ForkedStack
+from tests.support.forked_stack import stack as stack
 from tests.support.gate import at_gate, open_gate
 from tests.support.played_runs import claim_training, play, ready, start, submission, update_of, value, values
-from tests.support.real_stack import SMALL, embedded_stack
+from tests.support.real_stack import SMALL
 from tests.support.small_models import tiny_random
 
 bare = Env(rewards={"numeric_answer": 1.0})
@@ -578,20 +581,23 @@ def test_an_evaluation_of_what_no_run_makes_again_waits_for_nobody(database: Dat
 
 
 @pytest.mark.slow
-def test_through_real_workers_a_run_whose_newest_checkpoint_is_cut_short_goes_on(short_folder: Path, model: Path) -> None:
-    with embedded_stack(short_folder, idle_seconds="3600") as stack:
-        (short_folder / "hits").mkdir()  # and the trainer is killed when it has made it again but for the commit
-        stack.environment |= {"AGENTRL_FAULT_DIR": str(short_folder / "hits"), "AGENTRL_FAULT": "commit_rebuild.before:1:kill"}
-        asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "16", *SMALL[:-1])
-        held = "hooks=[tests.support.parity_hook:Lucky,tests.support.gate:AfterSecondUpdate]"
-        run = stack.agentrl("submit", *asked, held, "--name", "cut").strip()
-        stack.wait(lambda: at_gate(stack.home, "update"), "two updates")
-        planning.stop(stack.database, run, "paused")
-        open_gate(stack.home, "update")
-        stack.agentrl("down")
-        truncate(Path(find_stored_policy(stack.database, run, None).path))
-        stack.agentrl("resume", run)
-        stack.wait_for(run)
-        assert (short_folder / "hits" / "commit_rebuild.before").stat().st_size == 2
-        assert "checkpoint_rebuilt" in stack.agentrl("events", run)
-        assert value(stack.database, "SELECT count(*) FROM iterations WHERE status = 'done'") == 4
+def test_through_real_workers_a_run_whose_newest_checkpoint_is_cut_short_goes_on(
+    stack: ForkedStack, short_folder: Path, model: Path
+) -> None:
+    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "16", *SMALL[:-1])
+    held = "hooks=[tests.support.parity_hook:Lucky,tests.support.gate:AfterSecondUpdate]"
+    run = stack.agentrl("submit", *asked, held, "--name", "cut").strip()
+    stack.wait(lambda: at_gate(stack.home, "update"), "two updates")
+    planning.stop(stack.database, run, "paused")
+    open_gate(stack.home, "update")
+    stack.stop()
+    truncate(Path(find_stored_policy(stack.database, run, None).path))
+    (short_folder / "hits").mkdir()  # and the trainer is killed when it has made it again but for the commit
+    stack.environment |= {"AGENTRL_FAULT_DIR": str(short_folder / "hits"), "AGENTRL_FAULT": "commit_rebuild.before:1:kill"}
+    stack.fork_each()
+    stack.agentrl("resume", run)
+    stack.fork_after("rollout,train", -signal.SIGKILL)
+    stack.wait_for(run)
+    assert (short_folder / "hits" / "commit_rebuild.before").stat().st_size == 2
+    assert "checkpoint_rebuilt" in stack.agentrl("events", run)
+    assert value(stack.database, "SELECT count(*) FROM iterations WHERE status = 'done'") == 4

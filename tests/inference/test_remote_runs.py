@@ -3,6 +3,8 @@
 import json
 import threading
 from array import array
+from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ import pytest
 from sqlalchemy import text
 
 from agentrl.workflow.store.reads import event_rows, run_rows
+from tests.faults.fork_server import Nursery
+from tests.support.forked_stack import ForkedStack
 from tests.support.model_server import kept_port, served
-from tests.support.real_stack import SMALL, Stack
-from tests.support.real_stack import stack as stack
+from tests.support.real_stack import SMALL
 from tests.support.small_models import tiny_random
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -29,12 +32,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_random(tmp_path_factory.mktemp("model") / "small")
 
 
-def rows(stack: Stack, query: str) -> list[Any]:
+@pytest.fixture
+def stack(short_folder: Path, forks: Nursery, migrated_file: Path) -> Iterator[ForkedStack]:
+    """A stack whose workers wait until it is known which server they ask."""
+    with closing(ForkedStack(short_folder, forks, migrated_file)) as made:
+        yield made
+
+
+def sampling_at(stack: ForkedStack, url: str) -> None:
+    """Starts the workers, which sample from that server."""
+    stack.environment["AGENTRL_ENGINE_URL"] = url
+    stack.fork_each()
+
+
+def rows(stack: ForkedStack, query: str) -> list[Any]:
     with stack.database.read() as tx:
         return list(tx.execute(text(query)))
 
 
-def recorded(stack: Stack, base: str) -> set[tuple[str, tuple[int, ...], tuple[float, ...]]]:
+def recorded(stack: ForkedStack, base: str) -> set[tuple[str, tuple[int, ...], tuple[float, ...]]]:
     """Model, ids and logprobs of every step in the rows."""
     return {
         (row.sha256 if row.path else base, tuple(array("i", row.sampled_ids)), tuple(array("f", row.behavior_logprobs)))
@@ -46,15 +62,17 @@ def float32(values: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(array("f", values))
 
 
-def submit(stack: Stack, model: Path, *more: str, code: int = 0) -> str:
+def submit(stack: ForkedStack, model: Path, *more: str, code: int = 0) -> str:
     asked = ("--dataset", "arithmetic", "--model", str(model), "--engine", "openai", "-s", "model.lora_r=4", *SMALL, *more)
     return stack.agentrl("submit", *asked, code=code).strip()
 
 
 @pytest.mark.slow
-def test_a_run_over_a_server_trains_on_what_the_server_sampled_and_publishes_every_version(stack: Stack, model: Path) -> None:
+def test_a_run_over_a_server_trains_on_what_the_server_sampled_and_publishes_every_version(
+    stack: ForkedStack, model: Path
+) -> None:
     with served(model) as (routes, url):
-        stack.environment["AGENTRL_ENGINE_URL"] = url
+        sampling_at(stack, url)
         run = submit(stack, model, "--max-samples", "12", "--wait")
         assert run_rows.describe_run(stack.database, run)["status"] == "done"
         said = {(each.model, each.ids, float32(each.logprobs)) for each in routes.sampled}
@@ -73,9 +91,9 @@ def test_a_run_over_a_server_trains_on_what_the_server_sampled_and_publishes_eve
 
 
 @pytest.mark.slow
-def test_a_server_that_is_away_or_dies_in_the_middle_costs_no_episode(stack: Stack, model: Path) -> None:
+def test_a_server_that_is_away_or_dies_in_the_middle_costs_no_episode(stack: ForkedStack, model: Path) -> None:
     with kept_port() as port:
-        stack.environment["AGENTRL_ENGINE_URL"] = f"http://127.0.0.1:{port}"
+        sampling_at(stack, f"http://127.0.0.1:{port}")
         run = submit(stack, model, "--max-samples", "8")
         stack.wait(lambda: "does not answer" in stack.agentrl("events", run), "the server being missed, for all to see")
         held = threading.Event()
@@ -105,9 +123,11 @@ def test_a_server_that_is_away_or_dies_in_the_middle_costs_no_episode(stack: Sta
 
 
 @pytest.mark.slow
-def test_what_a_server_cannot_serve_ends_its_run_and_says_so_and_an_evaluation_comes_through(stack: Stack, model: Path) -> None:
+def test_what_a_server_cannot_serve_ends_its_run_and_says_so_and_an_evaluation_comes_through(
+    stack: ForkedStack, model: Path
+) -> None:
     with served(model) as (routes, url):
-        stack.environment["AGENTRL_ENGINE_URL"] = url
+        sampling_at(stack, url)
         routes.spoil = lambda reply: {**reply, "model": "another"}
         renamed = submit(stack, model, "--max-samples", "4")
         stack.wait_for(renamed, "failed")

@@ -36,6 +36,8 @@ from agentrl.workflow.store.run_names import find_run, find_stored_policy, parse
 from agentrl.workflow.trajectory import Episode
 from tests.cli.test_cli import LOADED
 from tests.conftest import forget_process
+from tests.support.forked_stack import ForkedStack
+from tests.support.forked_stack import stack as stack
 from tests.support.gate import at_gate, open_gate
 from tests.support.played_runs import (
     claim,
@@ -51,8 +53,7 @@ from tests.support.played_runs import (
     value,
     values,
 )
-from tests.support.real_stack import SMALL, Stack
-from tests.support.real_stack import stack as stack
+from tests.support.real_stack import SMALL
 from tests.support.small_models import tiny_random
 
 
@@ -716,7 +717,7 @@ def test_held_out_tasks_that_are_not_there_are_refused_before_anything_is_writte
 
 
 @pytest.mark.slow
-def test_a_run_measures_itself_through_a_kill_and_its_best_version_is_a_policy(stack: Stack, model: Path) -> None:
+def test_a_run_measures_itself_through_a_kill_and_its_best_version_is_a_policy(stack: ForkedStack, model: Path) -> None:
     words = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", "--eval-every", "1", "-s", "eval.tasks=6")
     run = stack.agentrl(
         "submit", *words, *SMALL, "-s", "hooks=[tests.support.parity_hook:Lucky,tests.support.gate:InEvaluation]"
@@ -754,7 +755,7 @@ def test_a_run_measures_itself_through_a_kill_and_its_best_version_is_a_policy(s
 
 
 @pytest.mark.slow
-def test_a_run_that_measures_itself_learns_bit_for_bit_what_it_learns_unmeasured(stack: Stack, model: Path) -> None:
+def test_a_run_that_measures_itself_learns_bit_for_bit_what_it_learns_unmeasured(stack: ForkedStack, model: Path) -> None:
     words = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", "-s", "model.numerics=exact", *SMALL)
     measuring = ("--eval-every", "1", "-s", "eval.tasks=4")
     stack.agentrl("submit", *words, "--name", "measured", *measuring, "--wait")

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -30,7 +29,8 @@ from agentrl.workflow.store.reads import episode_rows, ledger
 from agentrl.workflow.store.run_names import find_run
 from agentrl.workflow.training.batch import rows_of
 from agentrl.workflow.trajectory import Episode
-from tests.faults import world
+from tests.faults.fork_server import Nursery
+from tests.support.forked_stack import forked_stack
 from tests.support.played_runs import claim, ready, start, submission, update_of
 from tests.support.real_stack import Stack, embedded_stack
 
@@ -38,18 +38,11 @@ RUN = "origin"
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
-    """The embedded stack, with one finished run of 2 iterations x 2 groups x 2 episodes x 2 turns."""
-    with TemporaryDirectory(prefix="arl-", dir="/tmp") as folder, embedded_stack(Path(folder), idle_seconds="3600") as made:
-        world.make_model(Path(folder) / "model")
-        made.environment["PYTHONPATH"] = os.pathsep.join([str(own(made)), os.environ.get("PYTHONPATH", "")])
-        made.agentrl("submit", *asked(Path(folder) / "model"), "--name", RUN, "--wait")
+def stack(module_folder: Path, forks: Nursery, world_model: Path, migrated_file: Path) -> Iterator[Stack]:
+    """A stack with one finished run of 2 iterations x 2 groups x 2 episodes x 2 turns."""
+    with forked_stack(module_folder, forks, migrated_file) as made:
+        made.agentrl("submit", *asked(world_model), "--name", RUN, "--wait")
         yield made
-
-
-def own(stack: Stack) -> Path:
-    """The folder of a user's own code."""
-    return stack.home.parent / "own"
 
 
 def asked(model: Path) -> tuple[str, ...]:
@@ -331,20 +324,23 @@ def test_a_worker_refuses_a_group_whose_rewards_were_edited_since_it_read_them(
 
 @pytest.mark.slow
 def test_a_reward_that_was_edited_is_not_scored_by_workers_that_hold_the_older_code(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
+    short_folder: Path, world_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own(stack).mkdir()
-    monkeypatch.syspath_prepend(str(own(stack)))
-    flags = (*asked(stack.home.parent / "model"), "--max-samples", "2", "--reward", "edited_rewards:mine", "--wait")
+    own = short_folder / "own"
+    own.mkdir()
+    monkeypatch.syspath_prepend(str(own))
+    flags = (*asked(world_model), "--max-samples", "2", "--reward", "edited_rewards:mine", "--wait")
     first = None
-    for run, number in (("edited-1", "1.0"), ("edited-2", "22.0")):
-        (own(stack) / "edited_rewards.py").write_text(f"def mine(episode): return {number}\n")
-        stack.agentrl("submit", *flags, "--name", run)
-        first = first or embedded.find_supervisor(stack.settings)
-    assert embedded.find_supervisor(stack.settings) != first, "the stack that read the older file was started anew"
-    given = "SELECT DISTINCT run, value FROM v_rewards WHERE part = 'edited_rewards:mine' ORDER BY run"
-    assert [tuple(row.values()) for row in select(stack, given)] == [("edited-1", 1.0), ("edited-2", 22.0)]
-    for run, remarks in (("edited-1", (OTHER_CODE,)), ("edited-2", ())):
-        (row,) = select(stack, "SELECT min(id) AS id FROM v_episodes WHERE run = :run", run=run)
-        prepared = prepare_fork(stack.database, ForkRequest(row["id"], 0, 1, with_parent=True))
-        assert prepared.remarks == remarks
+    with embedded_stack(short_folder, idle_seconds="3600") as stack:
+        stack.environment["PYTHONPATH"] = os.pathsep.join([str(own), os.environ.get("PYTHONPATH", "")])
+        for run, number in (("edited-1", "1.0"), ("edited-2", "22.0")):
+            (own / "edited_rewards.py").write_text(f"def mine(episode): return {number}\n")
+            stack.agentrl("submit", *flags, "--name", run)
+            first = first or embedded.find_supervisor(stack.settings)
+        assert embedded.find_supervisor(stack.settings) != first, "the stack that read the older file was started anew"
+        given = "SELECT DISTINCT run, value FROM v_rewards WHERE part = 'edited_rewards:mine' ORDER BY run"
+        assert [tuple(row.values()) for row in select(stack, given)] == [("edited-1", 1.0), ("edited-2", 22.0)]
+        for run, remarks in (("edited-1", (OTHER_CODE,)), ("edited-2", ())):
+            (row,) = select(stack, "SELECT min(id) AS id FROM v_episodes WHERE run = :run", run=run)
+            prepared = prepare_fork(stack.database, ForkRequest(row["id"], 0, 1, with_parent=True))
+            assert prepared.remarks == remarks

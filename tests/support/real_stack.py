@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from agentrl.workers.stack import broker, embedded
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store.connect import Database
@@ -134,10 +132,3 @@ class Stack:
             process.wait(30)
         if self._database is not None:
             self._database.close()
-
-
-@pytest.fixture
-def stack(short_folder: Path) -> Iterator[Stack]:
-    """The embedded stack, started by the first submit."""
-    with embedded_stack(short_folder, idle_seconds="3600") as made:
-        yield made

@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -28,8 +29,9 @@ from agentrl.workflow.training.batch import rows_of
 from agentrl.workflow.training.trl_options import grpo_options
 from agentrl.workflow.trajectory import Group
 from tests.conftest import missing
-from tests.support.real_stack import SMALL, Stack
-from tests.support.real_stack import stack as stack
+from tests.faults.fork_server import Nursery
+from tests.support.forked_stack import forked_stack
+from tests.support.real_stack import SMALL
 from tests.support.small_models import quantised
 from tests.training.test_trainer import (
     KINDS,
@@ -397,21 +399,24 @@ def published(database: Database, run: str) -> list[tuple[int, str]]:
 
 @pytest.mark.slow
 def test_a_run_by_trl_that_is_killed_between_its_update_and_the_commit_ends_as_the_same_run_left_alone(
-    trl: None, stack: Stack, folder: Path, tmp_path: Path
+    trl: None, short_folder: Path, forks: Nursery, migrated_file: Path, folder: Path, tmp_path: Path
 ) -> None:
-    stack.environment |= {"AGENTRL_FAULT_DIR": str(tmp_path), "AGENTRL_FAULT": "update.after:3:kill"}
+    fault = {"AGENTRL_FAULT_DIR": str(tmp_path), "AGENTRL_FAULT": "update.after:3:kill"}
     asked = ("submit", "--dataset", "arithmetic", "--model", str(folder), "--max-samples", "8", *SMALL, "--trainer", "trl")
-    asked = (*asked, "-s", "model.numerics=exact", "--wait", "--name")
-    stack.agentrl(*asked, "alone")
-    stack.agentrl(*asked, "killed")
-    assert (tmp_path / "update.after").stat().st_size == 5, "two updates, and two of which one was made again"
-    assert [run_rows.describe_run(stack.database, run)["status"] for run in ("alone", "killed")] == ["done", "done"]
-    versions = published(stack.database, "alone")
-    assert len({sha256 for _, sha256 in versions}) == 3
-    assert published(stack.database, "killed") == versions
-    query = "SELECT iteration, policy_version, loss, entropy FROM v_iterations WHERE run = 'killed' ORDER BY 1"
-    rows = json.loads(stack.agentrl("sql", query, "--json"))
-    assert [(row["iteration"], row["policy_version"]) for row in rows] == [(1, 0), (2, 1)]
-    assert all(row["entropy"] > 0 for row in rows)
-    with stack.database.read() as tx:
-        assert tx.execute(text("SELECT count(*) FROM consumptions")).scalar_one() == 64
+    asked = (*asked, "-s", "model.numerics=exact", "--name")
+    with forked_stack(short_folder, forks, migrated_file, **fault) as stack:
+        stack.agentrl(*asked, "alone", "--wait")
+        stack.agentrl(*asked, "killed")
+        stack.fork_after("rollout,train", -signal.SIGKILL)
+        stack.wait_for("killed")
+        assert (tmp_path / "update.after").stat().st_size == 5, "two updates, and two of which one was made again"
+        assert [run_rows.describe_run(stack.database, run)["status"] for run in ("alone", "killed")] == ["done", "done"]
+        versions = published(stack.database, "alone")
+        assert len({sha256 for _, sha256 in versions}) == 3
+        assert published(stack.database, "killed") == versions
+        query = "SELECT iteration, policy_version, loss, entropy FROM v_iterations WHERE run = 'killed' ORDER BY 1"
+        rows = json.loads(stack.agentrl("sql", query, "--json"))
+        assert [(row["iteration"], row["policy_version"]) for row in rows] == [(1, 0), (2, 1)]
+        assert all(row["entropy"] > 0 for row in rows)
+        with stack.database.read() as tx:
+            assert tx.execute(text("SELECT count(*) FROM consumptions")).scalar_one() == 64

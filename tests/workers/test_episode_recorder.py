@@ -13,8 +13,8 @@ from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import Fenced
 from agentrl.workflow.hooks import Hook
 from agentrl.workflow.rewards import Judge, judges_of
-from agentrl.workflow.store import listings
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.rollout_claims import Outcome
 from agentrl.workflow.store.tool_calls import record_result
 from agentrl.workflow.trajectory import Episode, ToolResult
@@ -76,7 +76,7 @@ def recorder_of(db: Database, group: int, *hooks: Hook) -> EpisodeRecorder:
 
 def stored(db: Database) -> list[tuple[Any, ...]]:
     """The steps of every episode as the rows have them."""
-    return [listings.find_episode(db, number).episode.steps for number in values(db, "SELECT id FROM episodes ORDER BY id")]
+    return [episode_rows.find_episode(db, number).episode.steps for number in values(db, "SELECT id FROM episodes ORDER BY id")]
 
 
 def answer_all(db: Database, result: ToolResult) -> None:
@@ -104,7 +104,7 @@ def test_who_decides_needs_the_recorder_alone_from_the_first_turn_to_the_reward(
     answer_all(database, ToolResult("2"))
     assert recorder.commit_results({first: (ToolResult("2"),)}) == []
     assert list(recorder.episodes) == [second]
-    record = listings.find_episode(database, first)
+    record = episode_rows.find_episode(database, first)
     assert (record.episode.status, record.episode.stop_reason) == ("done", "answered")
     assert {row["part"]: row["value"] for row in record.rewards} == {LENGTH: 2.0, "bonus": 0.25}
     assert recorder.iteration_ready is None

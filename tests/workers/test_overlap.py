@@ -15,8 +15,6 @@ from agentrl.workflow.store.connect import Database
 from tests.faults import record, world
 from tests.faults.cluster import Crew
 from tests.faults.cluster import crew as crew
-from tests.faults.cluster import forks as forks
-from tests.faults.cluster import model as model
 from tests.faults.fork_server import Nursery
 from tests.support.overlap_gate import begun
 from tests.support.played_runs import submission
@@ -34,11 +32,11 @@ CLAIMED = "SELECT g.started_at FROM groups g JOIN iterations i ON i.id = g.itera
 
 
 @pytest.fixture(scope="module")
-def undisturbed(forks: Nursery, model: Path, migrated_file: Path) -> record.Record:
+def undisturbed(forks: Nursery, world_model: Path, migrated_file: Path) -> record.Record:
     """What a run comes to whose rollouts go on during its updates, when nothing befalls it."""
     with (
         tempfile.TemporaryDirectory(prefix="arl-", dir="/tmp") as folder,
-        closing(Crew(Path(folder), forks, model, migrated_file)) as crew,
+        closing(Crew(Path(folder), forks, world_model, migrated_file)) as crew,
     ):
         crew.fork_all()
         crew.submit(**EXACT)

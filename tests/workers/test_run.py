@@ -4,6 +4,7 @@ trains.
 
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import run_rows
+from tests.faults.fork_server import Nursery
+from tests.support.forked_stack import ForkedStack, forked_stack
+from tests.support.forked_stack import stack as stack
 from tests.support.gate import at_gate, open_gate
-from tests.support.real_stack import SMALL, Stack
-from tests.support.real_stack import stack as stack
+from tests.support.real_stack import SMALL, Stack, embedded_stack
 from tests.support.small_models import tiny_random
 
 
@@ -24,6 +27,13 @@ from tests.support.small_models import tiny_random
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of two layers."""
     return tiny_random(tmp_path_factory.mktemp("model") / "random")
+
+
+@pytest.fixture
+def embedded(short_folder: Path) -> Iterator[Stack]:
+    """The embedded stack, started by the first submit."""
+    with embedded_stack(short_folder, idle_seconds="3600") as made:
+        yield made
 
 
 def count(database: Database, query: str) -> int:
@@ -47,16 +57,18 @@ def assert_whole(database: Database, iterations: int, episodes: int, trained: in
     assert count(database, f"{unanswered} (SELECT id FROM episodes WHERE stop_reason = 'answered')") == 0
 
 
-def test_a_run_rolls_out_trains_and_ends_as_planned_and_its_rows_can_be_asked_about(stack: Stack, model: Path) -> None:
-    name = stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", *SMALL, "--wait")
+def test_a_run_rolls_out_trains_and_ends_as_planned_and_its_rows_can_be_asked_about(embedded: Stack, model: Path) -> None:
+    name = embedded.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", *SMALL, "--wait")
     run = name.strip()
-    assert_whole(stack.database, iterations=2, episodes=32)
-    assert run_rows.describe_run(stack.database, run)["status"] == "done"
-    rows = json.loads(stack.agentrl("sql", "SELECT iteration, episodes, policy_version FROM v_iterations ORDER BY 1", "--json"))
+    assert_whole(embedded.database, iterations=2, episodes=32)
+    assert run_rows.describe_run(embedded.database, run)["status"] == "done"
+    rows = json.loads(
+        embedded.agentrl("sql", "SELECT iteration, episodes, policy_version FROM v_iterations ORDER BY 1", "--json")
+    )
     assert [(row["iteration"], row["episodes"], row["policy_version"]) for row in rows] == [(1, 16, 0), (2, 16, 1)]
-    listed = json.loads(stack.agentrl("episodes", run, "--json"))
+    listed = json.loads(embedded.agentrl("episodes", run, "--json"))
     assert len(listed) == 32
-    assert "reward" in stack.agentrl("replay", str(listed[0]["id"]))
+    assert "reward" in embedded.agentrl("replay", str(listed[0]["id"]))
 
 
 @pytest.mark.slow
@@ -68,14 +80,14 @@ def test_submitting_the_same_name_twice_makes_one_run(stack: Stack, model: Path)
 
 
 @pytest.mark.slow
-def test_a_rollout_worker_killed_in_the_middle_costs_no_episode(stack: Stack, model: Path, tmp_path: Path) -> None:
+def test_a_rollout_worker_killed_in_the_middle_costs_no_episode(embedded: Stack, model: Path, tmp_path: Path) -> None:
     """Twice: it kills itself where it has just committed some turns, the first of the run and later ones."""
     blows = ("commit_sampled.after:2:kill", "commit_sampled.after:9:kill")
-    stack.environment |= {"AGENTRL_FAULT_DIR": str(tmp_path), "AGENTRL_FAULT": ",".join(blows)}
-    run = stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "16", *SMALL).strip()
-    stack.wait_for(run)
-    assert_whole(stack.database, iterations=4, episodes=64)
-    assert count(stack.database, "SELECT sum(losses) FROM groups") >= len(blows)
+    embedded.environment |= {"AGENTRL_FAULT_DIR": str(tmp_path), "AGENTRL_FAULT": ",".join(blows)}
+    run = embedded.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "16", *SMALL).strip()
+    embedded.wait_for(run)
+    assert_whole(embedded.database, iterations=4, episodes=64)
+    assert count(embedded.database, "SELECT sum(losses) FROM groups") >= len(blows)
 
 
 GATED = (*SMALL[:-1], "hooks=[tests.support.parity_hook:Lucky,tests.support.gate:AtStart]")
@@ -92,11 +104,9 @@ def held_run(stack: Stack, model: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_told_to_stop_hands_its_claims_back_and_no_loss_is_counted(stack: Stack, model: Path) -> None:
+def test_a_worker_that_is_told_to_stop_hands_its_claims_back_and_no_loss_is_counted(stack: ForkedStack, model: Path) -> None:
     run = held_run(stack, model)
-    before = stack.workers("rollout,train")
     stack.kill_worker("rollout,train", signal.SIGTERM)
-    stack.wait(lambda: not before & stack.workers("rollout,train"), "its end")
     open_gate(stack.home, "rollout")
     stack.wait_for(run)
     assert_whole(stack.database, iterations=2, episodes=32)
@@ -131,13 +141,13 @@ def test_a_run_that_is_done_is_made_longer_and_stays_one_run(stack: Stack, model
 
 
 @pytest.mark.slow
-def test_a_cancelled_run_stays_cancelled(stack: Stack, model: Path) -> None:
+def test_a_cancelled_run_stays_cancelled(stack: ForkedStack, model: Path) -> None:
     run = held_run(stack, model)
     stack.agentrl("cancel", run)
     stack.agentrl("cancel", run)
     stack.agentrl("resume", run, code=6)
     open_gate(stack.home, "rollout")
-    stack.agentrl("down")
+    stack.stop()
     assert run_rows.describe_run(stack.database, run)["status"] == "cancelled"
     assert count(stack.database, "SELECT count(*) FROM episodes WHERE status <> 'cancelled'") == 0
 
@@ -241,14 +251,13 @@ class Diary(Hook):
 
 
 @pytest.mark.slow
-def test_hooks_are_called_and_add_reward_parts_and_one_that_raises_fails_its_episode(short_folder: Path, model: Path) -> None:
-    (short_folder / "diary_hook.py").write_text(HOOK.replace("\\\\", "\\"))
-    stack = Stack(short_folder / "home", PYTHONPATH=str(short_folder), AGENTRL_IDLE_STOP_SECONDS="3600")
+def test_hooks_are_called_and_add_reward_parts_and_one_that_raises_fails_its_episode(
+    short_folder: Path, forks: Nursery, migrated_file: Path, model: Path
+) -> None:
+    (short_folder / "diary_hook.py").write_text(HOOK)
     asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "4", "--epochs", "1", "--group-size", "4")
-    try:
+    with forked_stack(short_folder, forks, migrated_file, PYTHONPATH=str(short_folder)) as stack:
         stack.agentrl("submit", *asked, "--max-new-tokens", "12", "-s", "hooks=[diary_hook:Diary]", "--wait")
-    finally:
-        stack.close()
     noted = (short_folder / "diary").read_text().split()
     steps = count(stack.database, "SELECT count(*) FROM steps")
     assert {place: noted.count(place) for place in set(noted)} == {
