@@ -12,6 +12,9 @@ ifneq ($(wildcard ../shared/data/gsm8k),)
 export AGENTRL_GSM8K_DIR ?= $(abspath ../shared/data/gsm8k)
 endif
 
+# Bytecode is kept, also where a container says otherwise: a command and its workers compile what they import once, not each.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: env quickstart test test-slow faults disturbed learn learn-code bench gpu-check gpu-wheels lint format wheel-test compose-test clean
 
 env: .venv/.stamp

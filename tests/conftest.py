@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,10 +24,17 @@ from agentrl.workflow.tools.python import sandbox
 if TYPE_CHECKING:
     from tests.faults.fork_server import Nursery
 
+# Where bytecode is not kept, as in many a container, each of the processes that tests start compiles whatever it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: tests and their workers run side by side
 
-LONGEST = ("test_faults", "test_run", "test_matrix", "test_forks", "test_overlap", "test_cli", "test_served_runs", "test_stack")
-"""The files of whole runs, which start first: one of minutes that started last would be waited for alone."""
+LONGEST = (
+    "test_faults", "test_run", "test_gpu", "test_machines", "test_requirements", "test_overlap", "test_trl", "test_mission",
+    "test_driver_reader", "test_matrix", "test_cli", "test_sandbox_backends", "test_hostile", "test_forks", "test_format_runs",
+    "test_verify_episode", "test_mending", "test_remote_runs", "test_evals", "test_sandbox", "test_sandbox_attacks",
+)  # fmt: skip
+"""The files that take longest, which start first: one of minutes that started last would be waited for alone."""
 
 _numbers = count()
 

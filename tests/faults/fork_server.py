@@ -4,6 +4,7 @@
 JSON that it reads, and writes down what each child exited with. It ends, with its children, when its input does.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -106,6 +107,7 @@ def main() -> None:
     """Forks what it is asked for."""
     for module in loop._PRELOADED:
         importlib.import_module(module)
+    gc.freeze()  # else each child would look through all of it, again and again
     assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1, "a thread does not survive a fork"
     alive: dict[int, Path] = {}
     while True:

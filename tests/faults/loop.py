@@ -4,6 +4,7 @@ First an undisturbed run says how often each point is hit, and what the run come
 found by runs with a fault of their own, and tested with a second fault on top of it.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -45,16 +46,23 @@ _PRELOADED = (
     "torch._dynamo",
     "transformers.models.qwen2.modeling_qwen2",
     "alembic.command",
+    "billiard.pool",
     "celery.apps.worker",
     "celery.app.amqp",
     "celery.app.control",
     "celery.app.events",
     "celery.app.log",
     "celery.backends.redis",
+    "celery.events.receiver",
+    "celery.fixups.django",
     "celery.concurrency.thread",
+    "celery.worker.autoscale",
     "celery.worker.consumer",
+    "celery.worker.consumer.delayed_delivery",
     "celery.worker.strategy",
+    "kombu.mixins",
     "kombu.transport.redis",
+    "numpy.ctypeslib",
     "sqlalchemy.dialects.sqlite",
     "agentrl.workflow.training.supervised",
     "agentrl.workflow.training.trainer",
@@ -63,6 +71,9 @@ _PRELOADED = (
     "agentrl.workflow.store.reads.run_rows",
     "agentrl.workflow.store.train_claims",
     "agentrl.workflow.store.train_commits",
+    "agentrl.workflow.store.steps",
+    "agentrl.workflow.store.tool_calls",
+    "agentrl.workflow.control.snapshot",
     "tests.faults.world",
 )
 """What the workers import, but for the workers themselves: their app reads the environment when it is imported."""
@@ -126,6 +137,7 @@ def laboratory() -> Iterator[Laboratory]:
     os.environ |= {"AGENTRL_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     for module in _PRELOADED:
         importlib.import_module(module)
+    gc.freeze()  # else each child would look through all of it, again and again
     assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1, "a thread does not survive a fork"
     with TemporaryDirectory(prefix="arl-", dir="/tmp") as folder:
         made = Laboratory(Path(folder))
