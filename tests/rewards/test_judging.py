@@ -120,7 +120,7 @@ def test_a_judge_that_is_lost_whenever_it_is_asked_is_the_systems_failure(anew: 
 
 def test_a_judge_that_does_not_come_up_is_the_systems_failure(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_judge, "_source", lambda module: "raise SystemExit(1)")
-    with pytest.raises(InfraError, match="did not come up"):
+    with pytest.raises(InfraError, match="did not start"):
         code_judge.passed([(CASES[1].text, "7")])
 
 

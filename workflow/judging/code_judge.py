@@ -120,7 +120,7 @@ def _open_session() -> Session:
         result = session.run(_source(module))
         if result.status != "ok":
             session.close()
-            raise InfraError(f"A judge did not come up ({result.kind}): {result.status}: {result.output[-300:]}")
+            raise InfraError(f"A judge did not start ({result.kind}): {result.status}: {result.output[-300:]}")
     return session
 
 

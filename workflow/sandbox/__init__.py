@@ -1,12 +1,12 @@
-"""Run model-written code and survive it: what may be asked of a sandbox, and what it answers.
+"""The interface of a sandbox, which runs model-written code and survives it: requests, limits and results.
 
-`find_sandbox(settings)` of `sandbox.find` gives the one this machine has. `run` starts from nothing each time; a
-`session` keeps the names that its cells define, and `call` calls one of them. What comes back is what was seen from outside:
-a result never says "passed", it carries text, an exit code and plain data that whoever asked compares itself.
+`find_sandbox(settings)` of `sandbox.find` returns the sandbox of this machine. `run` starts from nothing each time; a
+`session` keeps the names that its cells define, and `call` calls one of them. A result holds what was observed from outside:
+it never says "passed". It carries text, an exit code and plain data, which the caller compares itself.
 
-Only the parent decides a status. Code that is inside can end as `ok` or `error` by itself; what was killed is classified by
-what the kernel counted (CPU seconds, memory, processes). `sandbox_fault` and `starved` are the system's failures: retried,
-never a reward of 0.
+Only the parent decides a status. Code inside can end by itself as `ok` or `error`; code that was killed is classified by the
+kernel's counters (CPU seconds, memory, processes). `sandbox_fault` and `starved` are the system's failures: they are retried
+and never become a reward of 0.
 """
 
 import os
@@ -19,36 +19,36 @@ Status = Literal[
 ]
 """How a piece of code ended.
 
-ok, error        by itself: exit code 0 or another, a cell or call that returned or raised
+ok, error        it ended by itself: exit code 0 or another, a cell or call that returned or raised
 timeout_cpu      it used up the model's budget of processor time
 timeout_wall     it slept, or waited for itself, until the limit on the clock
 oom, output_cap, pids   it took more memory, printed more, started (or left) more processes than it may
 disk         it wrote more files than it may, where that is not refused as it is written
-killed           it died otherwise: a signal, or a session's process that is gone
-starved          the limit on the clock passed while it waited for a core, half of the time or more
-sandbox_fault    the sandbox did not come up, or died before the code began
+killed           it died in another way: a signal, or a session's process that is gone
+starved          it reached the limit on the clock after waiting for a core for half of that time or more
+sandbox_fault    the sandbox did not start, or died before the code began
 """
 
 WALL_BASE_SECONDS = 5.0
 WALL_PER_CPU_SECOND = 4.0
 WALL_PER_NEIGHBOUR = 1.25
-"""Times as much on the clock for each program that wants the same core: what a fair share takes, and a quarter."""
+"""Factor on the limit of the clock for each program that wants the same core: a fair share, and a quarter more."""
 MIB = 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one piece of code may use.
+    """The resources that one piece of code may use.
 
     Args:
-        cpu_seconds: processor time, summed over its processes where the kernel counts them together, else of each.
-        wall_seconds: seconds on the clock; None: 5 + 4 x cpu_seconds x max(1, running / cores), so that what neighbours do
-            does not decide.
+        cpu_seconds: processor time: the sum over its processes where the kernel counts them together, else of each process.
+        wall_seconds: seconds on the clock; None: 5 + 4 x cpu_seconds x max(1, running / cores), so that busy neighbours do
+            not decide the outcome.
         memory_bytes: resident memory of all its processes and of what it writes to /tmp.
-        output_bytes: what is kept of stdout and stderr together; printing more ends it.
-        processes: processes and threads at once.
+        output_bytes: bytes kept of stdout and stderr together; code that prints more is ended.
+        processes: processes and threads alive at once.
         tmp_bytes: the size of /tmp.
-        asleep_seconds: seconds on the clock in which it uses next to no processor, and waits for none.
+        asleep_seconds: seconds on the clock in which the code hardly uses a core, and waits for none.
     """
 
     cpu_seconds: float = 10.0
@@ -72,19 +72,19 @@ DEFAULTS = Limits()
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a piece of code.
+    """The outcome of a piece of code.
 
     Args:
         status: see `Status`.
-        output: stdout and stderr in the order they were written; bytes that are no UTF-8 as backslash escapes.
-        exit_code: of the process, negative for a signal, or what a cell would have ended with; None where it was killed from
-            outside.
-        cpu_seconds, wall_seconds: what it used.
-        kind: of the sandbox: bwrap, landlock, docker, unsafe.
-        value: of a call that returned: its value as JSON text (see `sandbox.exact_json`), or what the code inside would
-            have one take for it: at most `plain.MAX_CHARACTERS`, and not looked into; else "".
-        left: processes and threads that a cell left running, which were ended with it.
-        waited_seconds: how long it waited for a core, of its seconds on the clock, as far as was seen.
+        output: stdout and stderr in the order they were written; bytes that are not UTF-8 as backslash escapes.
+        exit_code: the process's exit code, negative for a signal, or the one a cell would have ended with; None where it was
+            killed from outside.
+        cpu_seconds, wall_seconds: the time it used.
+        kind: the sandbox's kind: bwrap, landlock, docker, unsafe.
+        value: the value of a call that returned, as JSON text (see `sandbox.exact_json`); "" otherwise. The code inside may
+            have forged it: only its length is checked, at most `exact_json.MAX_CHARACTERS`.
+        left: processes and threads that a cell left running, which were then ended.
+        waited_seconds: the part of its seconds on the clock in which it waited for a core, as far as was observed.
     """
 
     status: Status
@@ -99,7 +99,7 @@ class Result:
 
 
 class Session(Protocol):
-    """One long-lived interpreter. A cell that dies or is killed leaves the state as it was before the cell.
+    """One long-lived interpreter. After a cell that died or was killed, the state is as it was before that cell.
 
     Objects outlast their cell; processes, threads and timers end with it. Between cells nothing runs. `random` begins with a
     fixed seed and strings hash alike, so that the same cells print the same in another session.
@@ -114,22 +114,22 @@ class Session(Protocol):
         """Runs a cell; the value of a last expression is printed. `limits` replace the session's for this cell.
 
         Raises:
-            ConfigError: they change its memory, processes or tmp, which are the whole session's, or are more processor time
-                than the session's.
+            ConfigError: `limits` change memory, processes or tmp, which belong to the whole session, or allow more processor
+                time than the session's.
         """
         ...
 
     def call(self, function: str, args: Sequence[object] | str, limits: Limits | None = None, *, keeps: bool = True) -> Result:
-        """Calls a function that the cells defined with plain data; a value that is no plain data is an `error`.
+        """Calls a function that the cells defined, with plain data; a value that is not plain data is an `error`.
 
         Args:
-            args: plain data, or the text of a list or tuple of them.
-            keeps: False: the state stays as it was before the call, which is ended with all that it started.
+            args: a sequence of plain data, or the `exact_json` text of a list or tuple.
+            keeps: False: the state stays as it was before the call, and everything the call started is ended.
         """
         ...
 
     def close(self) -> None:
-        """Ends all of its processes, once a cell that runs has ended. Twice is no error."""
+        """Ends all of its processes, once a running cell has ended. Calling it twice is no error."""
         ...
 
 
@@ -142,21 +142,21 @@ class Sandbox(Protocol):
         ...
 
     def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> Result:
-        """Runs a program from nothing: a fresh interpreter, a fresh /tmp; nothing of it is left when this returns."""
+        """Runs a program in a fresh interpreter with a fresh /tmp; nothing of it is left when this returns."""
         ...
 
     def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> Session:
         """Opens a session.
 
         Args:
-            reads: paths of this host that it may read too.
+            reads: further paths of this host that the session may read.
 
         Raises:
-            InfraError: it did not come up.
-            ConfigError: this kind shows nothing of this host.
+            InfraError: the session did not start.
+            ConfigError: this kind of sandbox shows nothing of this host.
         """
         ...
 
     def close(self) -> None:
-        """Ends whatever still runs. Twice is no error."""
+        """Ends whatever still runs. Calling it twice is no error."""
         ...

@@ -1,8 +1,8 @@
-"""A sandbox of processes on this host: programs from nothing and sessions, whatever confines them.
+"""A sandbox made of processes on this host: single programs and sessions, whichever mechanism confines them.
 
-As many programs run at once as there are cores; the others wait for their turn, and nobody's limits run meanwhile. A zygote
-serves one program at a time, so that its control group and its user id count that program alone. What had to be killed takes
-its zygote with it, and the next program gets a new one.
+As many programs run at once as there are cores; the others wait for their turn, and waiting does not count against their
+limits. A zygote serves one program at a time, so that its control group and its user id count that program alone. A program
+that must be killed takes its zygote with it, and the next program gets a new one.
 """
 
 import os
@@ -23,7 +23,7 @@ log = getLogger("agentrl.sandbox")
 
 
 class Boxed:
-    """A `Sandbox`. One per process: its turns are the process's."""
+    """A `Sandbox`. Make one per process: its semaphore counts what runs in the process."""
 
     def __init__(self, launch: Launch) -> None:
         self.kind = launch.kind
@@ -41,7 +41,7 @@ class Boxed:
                 return self._run(code, stdin, limits)
             except InfraError as error:
                 said = str(error)
-            except Exception as error:  # no descriptor, no memory, a mistake of ours: never the program's
+            except Exception as error:  # no descriptor, no memory, a bug of ours: never the program's mistake
                 log.exception("a sandbox failed")
                 said = f"{type(error).__name__}: {error}"
             return Result("sandbox_fault", said, None, 0.0, 0.0, self.kind)

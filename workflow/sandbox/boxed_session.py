@@ -1,4 +1,4 @@
-"""A session in a sandbox of this host: its socket, its output and its processes, as `session.CellSession` asks for them."""
+"""A session in a sandbox of this host: the socket, the output and the processes behind a `session.CellSession`."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ class BoxedLine:
     """A `Line`.
 
     Raises:
-        InfraError: the sandbox did not come up.
+        InfraError: the sandbox did not start.
     """
 
     def __init__(self, launch: Launch, limits: Limits, reads: Sequence[str]) -> None:
@@ -47,7 +47,7 @@ class BoxedLine:
         self._keepers: Set[int] = set()
 
     def take_output(self) -> bytes:
-        """Some of what was printed, if anything was."""
+        """Returns part of what was printed so far, empty where nothing was."""
         with suppress(BlockingIOError):
             return os.read(self._printed, 500)
         return b""
@@ -81,7 +81,7 @@ class BoxedLine:
         return self._box.cgroup.events(), self._cpu_seconds()
 
     def settle(self, lasting: Set[int]) -> int:
-        """See `Line.settle`. What is there beside the first state, as it comes up, is the sandbox's own."""
+        """See `Line.settle`. Processes that exist beside the first state when the session starts are the sandbox's own."""
         if not self._keepers:
             self._keepers = self._box.members() - lasting
         ended = freeze.settle(self._box.stop, lambda: self._box.members() - self._keepers, lasting, ANSWER_SECONDS)
@@ -96,7 +96,7 @@ class BoxedLine:
         """See `Line.close`."""
         before = self._box.cgroup.events()
         self._box.close()
-        after = self._box.cgroup.events()  # a control group is gone by now, and a keeper has reported
+        after = self._box.cgroup.events()  # by now a control group is gone, and a keeper has reported
         self._socket.close()
         os.close(self._printed)
         return Events(max(before.oom, after.oom), max(before.pids, after.pids), max(before.disk, after.disk))
@@ -113,10 +113,10 @@ class BoxedLine:
 
 
 def open_session(launch: Launch, limits: Limits, turns: FairSemaphore, reads: Sequence[str] = ()) -> CellSession:
-    """A session in a sandbox of its own.
+    """Opens a session in a sandbox of its own.
 
     Raises:
-        InfraError: it did not come up.
+        InfraError: the session did not start.
     """
     line = BoxedLine(launch, limits, reads)
     try:
@@ -124,4 +124,4 @@ def open_session(launch: Launch, limits: Limits, turns: FairSemaphore, reads: Se
     except (BrokenLine, freeze.SettleError, OSError) as error:
         said = line.take_output()
         line.close()
-        raise explain_error(InfraError(f"A session's sandbox did not come up: {error}."), said) from error
+        raise explain_error(InfraError(f"A session's sandbox did not start: {error}."), said) from error

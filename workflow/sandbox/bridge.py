@@ -1,18 +1,18 @@
-"""Inside: the first process of a container, which joins the host's one pair of pipes with the files that a program expects.
+"""Inside: the first process of a container. It connects the host's one pair of pipes to the files that a program expects.
 
-It reads a line of JSON from stdin (`Header`) and as many bytes of sources, program and stdin as that says, starts the program
-in a child, and from then on reads and writes frames: a kind, four bytes of length, the data.
+It reads a line of JSON from stdin (`Header`), then the sources, the program and its stdin in the lengths given there. It starts
+the program in a child, and from then on reads and writes frames: a kind, four bytes of length, the data.
 
-to the host      R the program begins, O it printed, C a session's process (4 bytes) said something, E what the kernel counted,
-                 K how many were ended and what went wrong, X how the child ended
-from the host    C a request to the session, E count, K end all but the session's keeper and the processes (4 bytes each) given
-                 and stop those (see `freeze`), G let them go on
+to the host      R the program begins, O its output, C a message of a session's process (its id in 4 bytes first), E the
+                 kernel's counts, K how many were ended and what went wrong, X the child's exit code
+from the host    C a request to the session, E count, K stop the processes listed (4 bytes each) and end all others but the
+                 session's keeper (see `freeze`), G let them go on
 
-What was printed goes out before what was said after it. When the host closes stdin, because it wants this to end or is gone
-itself, the bridge ends, and as the first process of its namespace it takes all others along.
+Output is sent before any message that came after it. When the host closes stdin, on purpose or by dying, the bridge exits, and
+as the first process of its namespace it takes all others along.
 
-The program runs as the same user. It can neither trace nor signal the bridge, which is the first process and not dumpable; it
-may close or fill its own files, and harm its own answers.
+The program runs as the same user. It can neither trace nor signal the bridge, which is the first process and not dumpable. It
+can close or fill its own files, which harms only its own results.
 
 This file runs inside and imports the standard library, `proc` and `freeze`.
 """
@@ -43,11 +43,11 @@ COUNTS = {
     "cpu_ns": ("cpuacct/cpuacct.usage", "", ""),
     "cpu_us": ("", "cpu.stat", "usage_usec"),
 }
-"""What is counted: the file of the first version of control groups, of the second, the word before the number."""
+"""Counter -> its file in control groups version 1, its file in version 2, the word before the number."""
 
 
 class Header(TypedDict):
-    """The child's command line, the system call filter in hex, and lengths of what follows."""
+    """The child's command line, the system call filter in hex, and the lengths of what follows."""
 
     argv: list[str]
     filter: str
@@ -63,7 +63,7 @@ class Filter(ctypes.Structure):
 
 
 def read_exactly(length: int) -> bytes:
-    """The next bytes of stdin; where the host has closed it, the end of this container."""
+    """Reads the next bytes of stdin; ends this container where the host has closed it."""
     parts: list[bytes] = []
     while length:
         part = os.read(0, min(length, 1 << 20))
@@ -75,7 +75,7 @@ def read_exactly(length: int) -> bytes:
 
 
 def read_line() -> bytes:
-    """The next line of stdin, and not a byte more."""
+    """Reads the next line of stdin, and not a byte more."""
     found = b""
     while not found.endswith(b"\n"):
         found += read_exactly(1)
@@ -83,7 +83,7 @@ def read_line() -> bytes:
 
 
 def make_file(content: bytes) -> int:
-    """A file without a name, to be read from its beginning."""
+    """Makes a file without a name, positioned at its beginning."""
     fd = os.memfd_create("given")
     with open(fd, "wb", closefd=False) as file:
         file.write(content)
@@ -92,11 +92,11 @@ def make_file(content: bytes) -> int:
 
 
 def become(header: Header, files: dict[int, int]) -> NoReturn:
-    """The child: its files at their places, the filter, then the program."""
+    """Turns the child into the program: its files at their places, the filter, then exec."""
     libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # who is not may not write the next
+    libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # a process that is not dumpable may not write the next file
     with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory is short the kernel takes these before the bridge
+        file.write("1000")  # short of memory, the kernel kills these before the bridge
     free = max(*files, *files.values()) + 1
     copies = {place: os.dup2(fd, free + number) for number, (place, fd) in enumerate(files.items())}
     for place, fd in copies.items():
@@ -110,7 +110,7 @@ def become(header: Header, files: dict[int, int]) -> NoReturn:
 
 
 def send(kind: bytes, data: bytes) -> None:
-    """A frame to the host."""
+    """Sends a frame to the host."""
     frame = FRAME.pack(kind, len(data)) + data
     while frame:
         frame = frame[os.write(1, frame) :]
@@ -120,7 +120,7 @@ def counts(waited: float) -> bytes:
     """How often the kernel killed for memory and refused a process in this container, and its processor time, as JSON.
 
     Args:
-        waited: seconds that it waited for a core.
+        waited: seconds that the container waited for a core.
     """
     found = {"waited": waited}
     for name, (first, second, word) in COUNTS.items():
@@ -132,13 +132,13 @@ def counts(waited: float) -> bytes:
 
 
 def drain(output: int) -> None:
-    """Sends what was printed so far."""
+    """Sends the output so far."""
     while select.select([output], [], [], 0)[0] and (data := os.read(output, CHUNK)):
         send(b"O", data)
 
 
 class Relay:
-    """Between the host and the child."""
+    """Relays frames between the host and the child."""
 
     def __init__(self, child: int, output: int, control: socket.socket, ready: int) -> None:
         self.child = child
@@ -149,7 +149,7 @@ class Relay:
         self.status: int | None = None
 
     def run(self) -> int:
-        """Relays until the child has ended: its exit code, negative for a signal."""
+        """Relays until the child has ended, and returns its exit code, negative for a signal."""
         pidfd = os.pidfd_open(self.child)
         watched = {0, pidfd, self.output, self.control.fileno(), self.ready}
         while pidfd in watched:
@@ -165,7 +165,7 @@ class Relay:
         return os.waitstatus_to_exitcode(self.status)
 
     def relay_from_host(self) -> None:
-        """One frame."""
+        """Relays one frame."""
         kind, length = FRAME.unpack(read_exactly(FRAME.size))
         data = read_exactly(length)
         if kind == b"E":
@@ -178,7 +178,7 @@ class Relay:
             self.control.sendall(data)
 
     def relay_from_child(self, fd: int) -> bool:
-        """What is there to be read, if another has not read it meanwhile, or False at its end."""
+        """Relays what can be read from `fd`, if nobody has read it meanwhile; False at its end."""
         if not select.select([fd], [], [], 0)[0]:
             return True
         if fd == self.control.fileno():
@@ -189,7 +189,7 @@ class Relay:
         return bool(data)
 
     def relay_message(self) -> bool:
-        """What a process of the session said, after all that was printed before it."""
+        """Relays a message of one of the session's processes, after all output that came before it."""
         data, told, _, _ = self.control.recvmsg(CHUNK, socket.CMSG_SPACE(CREDENTIALS.size))
         drain(self.output)
         process = CREDENTIALS.unpack(told[0][2])[0] if told else 0
@@ -197,7 +197,7 @@ class Relay:
         return bool(data)
 
     def settle_others(self, lasting: set[int]) -> bytes:
-        """Ends all but those and the keeper, and says the rest of what they said and printed; how many, as JSON."""
+        """Ends all but `lasting` and the keeper, sends their remaining messages and output; returns their number as JSON."""
         try:
             ended, wrong = freeze.settle(lambda: signal_all(signal.SIGSTOP), self.others, lasting, KILL_SECONDS), ""
         except freeze.SettleError as error:
@@ -208,12 +208,12 @@ class Relay:
         return json.dumps([ended, wrong]).encode()
 
     def others(self) -> set[int]:
-        """All but the bridge and the child, which keeps the session."""
+        """The processes beside the bridge and the child, which keeps the session."""
         self.bury()
         return {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid(), self.child}
 
     def bury(self) -> None:
-        """Waits for whoever has ended: orphans come to the first process."""
+        """Reaps processes that have ended: orphans become children of the first process."""
         while True:
             try:
                 process, status = os.waitpid(-1, os.WNOHANG)

@@ -1,7 +1,7 @@
-"""bubblewrap's command line: what a program inside sees, and as whom it runs.
+"""bubblewrap's command line: what a program inside sees, and which user it runs as.
 
 A read-only /usr and nothing else of this host; its own process, network, user, IPC and mount namespaces; /tmp and /dev/shm in
-memory. Three things are not as one would write them first. Where root starts it, the user is dropped before bwrap begins:
+memory. Three things may surprise. Where root starts it, the user is dropped before bwrap begins:
 inside a user namespace made by root, root stays root to the kernel, and could write /proc/sys. bwrap itself gets an empty
 environment, because its own first process keeps it readable in /proc/1/environ; its options go over a descriptor. And it
 joins its control groups before anything, so that nothing is started outside of them.
@@ -23,12 +23,12 @@ SHM_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Profile:
-    """What this machine allows.
+    """The strictness of bwrap that this machine allows.
 
     Args:
-        bwrap: path of the program.
+        bwrap: path of the bwrap program.
         python: path of the interpreter inside.
-        folders: what it needs beside /usr.
+        folders: folders that the interpreter needs beside /usr.
         proc: whether a /proc of the sandbox's own can be mounted.
         disable_userns: whether further user namespaces can be forbidden by bwrap (the system call filter does it in any case).
         nests: whether a zygote can make namespaces of its own.
@@ -43,20 +43,20 @@ class Profile:
 
 
 def options(profile: Profile, tmp_bytes: int, info: int, go: int, filter_file: int | None, first: bool = False) -> bytes:
-    """What bwrap reads from `--args`.
+    """The options that bwrap reads from the descriptor of `--args`.
 
     Args:
-        info: the descriptor on which it says which process is the sandbox's first.
-        go: the descriptor on which that process waits for a byte, so that it cannot be gone before it is held.
-        filter_file: the system call filter; None: for the zygote, which forks into namespaces and sets it then.
-        first: the interpreter is the first process of the namespace, and not a child of bwrap's own.
+        info: the descriptor on which bwrap reports the sandbox's first process.
+        go: the descriptor on which that process waits for a byte, so that it cannot be gone before its parent holds it.
+        filter_file: the system call filter; None for the zygote, which forks into namespaces and sets the filter then.
+        first: make the interpreter the first process of the namespace, and not a child of bwrap's own.
     """
     words = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     words += ["--hostname", "sandbox", "--ro-bind", "/usr", "/usr", *_links()]
     for path in READ_ONLY:
         words += ["--ro-bind-try", path, path]
     words += ["--size", str(tmp_bytes), "--tmpfs", "/tmp"]
-    for path in profile.folders:  # after /tmp, in which some may be
+    for path in profile.folders:  # after /tmp, which may contain some
         words += ["--ro-bind", path, path]
     words += ["--proc", "/proc"] if profile.proc else ["--tmpfs", "/proc"]
     words += ["--dev", "/dev", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
@@ -80,7 +80,7 @@ def command(profile: Profile, args: int, uid: int | None, joins: Sequence[str], 
 
 
 def _links() -> list[str]:
-    """/lib and its kin: links into /usr, or folders on older systems."""
+    """Options for /lib and the like: links into /usr, or folders on older systems."""
     words: list[str] = []
     for name in LINKS:
         path = Path("/", name)

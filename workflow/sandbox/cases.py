@@ -1,8 +1,8 @@
-"""A test of a function as data, and whether a value passes it.
+"""A test of a function as data, and the check whether a value passes it.
 
-What a model's function returned is decoded and compared here, in a session that runs nothing but this file and may be killed
-(`judging.code_judge`): a set of a few thousand chosen numbers takes minutes to build. This file runs inside, and imports only
-the standard library and plain data.
+Values that a model's function returned are decoded and compared here, in a session that runs nothing but this file and may be
+killed (`judging.code_judge`): a set of a few thousand chosen numbers takes minutes to build. This file runs inside, and imports
+only the standard library and `exact_json`.
 """
 
 import json
@@ -20,11 +20,11 @@ class Case:
     """One test of a function.
 
     Args:
-        args: what it is called with; plain data.
-        value: what it must return; plain data.
-        rule: `exact`: the same value of the same types; `equal`: what Python's == says of plain data; `near`: at most
-            `tolerance` away; `true`, `false`: as a condition.
-        tolerance: of `near`.
+        args: the function's arguments; plain data.
+        value: the value that it must return; plain data.
+        rule: `exact`: the same value of the same types; `equal`: equal by Python's ==; `near`: at most `tolerance` away;
+            `true`, `false`: the truth value of what it returns.
+        tolerance: the largest difference that `near` accepts.
     """
 
     args: tuple[Any, ...]
@@ -33,7 +33,7 @@ class Case:
     tolerance: float = 0.0
 
     def passes(self, found: Any) -> bool:
-        """Whether this value, plain data, is right. What cannot be compared (a number beyond any float) is wrong."""
+        """Whether this value, plain data, is right. A value that cannot be compared (a number beyond any float) is wrong."""
         try:
             return self._passes(found)
         except (OverflowError, ValueError, TypeError, RecursionError):
@@ -50,32 +50,32 @@ class Case:
 
     @property
     def text(self) -> str:
-        """The case as a task's metadata hold it."""
+        """The case as text, for a task's metadata."""
         return exact_json.encode([self.args, self.value, self.rule, self.tolerance])
 
     @classmethod
     def of(cls, text: str) -> "Case":
-        """The case of such a text.
+        """The case that a text holds.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the text holds no case.
         """
         args, value, rule, tolerance = exact_json.decode(text)
         return cls(tuple(args), value, rule, tolerance)
 
 
 def args_of(text: str) -> str:
-    """The arguments in a case's text, as plain data's text too; nothing is decoded.
+    """The arguments in a case's text, as `exact_json` text; nothing is decoded.
 
     Raises:
-        ValueError: it is no case.
+        ValueError: the text holds no case.
     """
     args, _, _, _ = json.loads(text)
     return json.dumps(args)
 
 
 def verdicts(pairs: list[list[str]]) -> list[bool]:
-    """Whether the value passes, for each pair of a case's text and a value's."""
+    """Whether the value passes, for each pair of a case and a value, both as text."""
     return [_verdict(Case.of(case), value) for case, value in pairs]
 
 
@@ -88,5 +88,5 @@ def _verdict(case: Case, value: str) -> bool:
 
 
 def _canonical(value: Any) -> str:
-    """Text that is the same for the same plain data: a dict has no order, 1, 1.0 and True are three things."""
+    """The same text for the same plain data: the order of a dict does not count, and 1, 1.0 and True differ."""
     return json.dumps(json.loads(exact_json.encode(value)), sort_keys=True)

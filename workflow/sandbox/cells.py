@@ -1,26 +1,26 @@
-"""Inside: a session. Cells share one namespace; each runs in a fork, which hands on to the session's next state if it lives.
+"""Inside: a session. Cells share one namespace. Each runs in a fork, which becomes the session's next state if it survives.
 
-A keeper starts the first *state* and sleeps: the sandbox lives as long as it does. For each request the state forks a *child*
-and waits. The child runs the cell. When the cell has ended, also by an exception, the child is the *heir*, the next state;
-where it has other threads, which a fork does not take along, it forks one. Whoever asked ends all but the heir, with all that
-the cell left running, or else all but the state, which is still as it was before the cell and says how its child died. Where
-the cell left no room for one more process, the child says so and waits until what it started was ended. A process that the
-cell forked and let run on to the cell's end is a program that has ended, not a second session.
+A keeper starts the first *state* and sleeps: the sandbox lives as long as the keeper. For each request the state forks a
+*child* and waits. The child runs the cell. When the cell has ended, also by an exception, the child is the *heir*, the next
+state; a child with other threads, which a fork does not copy, forks its heir instead. The host then ends all processes but the
+heir, or, if the cell failed, all but the old state, which is unchanged and reports how its child died. Where the cell left no
+room for one more process, the child reports that and waits until the processes it started are ended. A process that the cell
+forked and that reaches the cell's end exits there; it is no second session.
 
-On the socket the child says `{"started": true}`, waits for a byte and runs the cell; the heir says `{"done": ...}`, a child
-without room for one `{"full": true}`, and a state whose child died `{"died": code}`. Whatever a cell forges there, it can only
-say that it ended, or hand out data.
+On the socket the child sends `{"started": true}`, waits for a byte and runs the cell. The heir sends `{"done": ...}`, a child
+without room for an heir `{"full": true}`, and a state whose child died `{"died": code}`. Whatever a cell forges there, it can
+only claim that it ended, or hand out data.
 
-Where the keeper is the first process of a namespace, it also stops all others in one step, and lets them go on, as it is told.
+Where the keeper is the first process of a namespace, it also stops all others in one step, and continues them, on request.
 
-This file runs inside and imports the standard library, the runner and plain data.
+This file runs inside and imports the standard library, `runner` and `exact_json`.
 """
 
 import ast
 import ctypes
 import gc
 import json
-import linecache  # noqa: F401 - what shows an error needs no file then, of which a cell may have left none
+import linecache  # noqa: F401 - imported now: a cell may leave no descriptor for it when an error is shown
 import os
 import random
 import signal
@@ -47,14 +47,14 @@ def main(control: int, cpu_seconds: int, address_bytes: int, processes: int, ord
     """Serves requests, a line of JSON each, until the socket is closed.
 
     Args:
-        cpu_seconds: the most that a request's budget may be.
-        orders: where this is the first process of a namespace: the socket that says when all others stop and go on.
+        cpu_seconds: the largest budget that a request may have.
+        orders: where this is the first process of a namespace: the socket that orders all others to stop and go on.
     """
     runner.configure_streams()
     runner.limit(address_bytes, processes)
     os.set_inheritable(control, False)
     _show_memory(False)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans come here, and nobody asks for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans become children of this process, which never waits for them
     if fork() == 0:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _show_memory(True)
@@ -68,15 +68,15 @@ def main(control: int, cpu_seconds: int, address_bytes: int, processes: int, ord
 
 
 def _show_memory(shown: bool) -> None:
-    """Whether processes of the same user may reach into this one; where that cannot be said, the sandbox forbids it."""
+    """Sets whether processes of the same user may trace this one; where the call fails, the sandbox forbids tracing anyway."""
     ctypes.CDLL(None).prctl(SET_DUMPABLE, int(shown), 0, 0, 0)
 
 
 def _keep_order(orders: int) -> NoReturn:
-    """The first process of a namespace: a signal that it sends to all reaches everybody else, and no fork outruns it."""
+    """Serves orders as the first process of a namespace: its signal to all reaches everybody else, and no fork outruns it."""
     os.set_inheritable(orders, False)
     while asked := os.read(orders, 1):
-        with suppress(ProcessLookupError):  # nobody is left
+        with suppress(ProcessLookupError):  # no other process is left
             os.kill(-1, ORDERS[asked])
         if ORDERS[asked] == signal.SIGSTOP:
             os.write(orders, asked)
@@ -84,7 +84,7 @@ def _keep_order(orders: int) -> NoReturn:
 
 
 def _serve(control: int, most_seconds: int) -> None:
-    random.seed(0)  # when cells are run again they draw the same
+    random.seed(0)  # cells that are run again draw the same numbers
     cells = types.ModuleType("__main__")
     sys.modules["__main__"] = cells
     gc.freeze()
@@ -109,7 +109,7 @@ def _serve(control: int, most_seconds: int) -> None:
 
 
 def _fork() -> int:
-    """`fork`, and the child draws on: the module seeds itself anew in every child."""
+    """Forks; the child keeps the state of `random`, which would otherwise seed itself anew in every child."""
     drawn = random.getstate()
     child = fork()
     if child == 0:
@@ -118,15 +118,15 @@ def _fork() -> int:
 
 
 def _wait_for(child: int) -> int:
-    """How the child died."""
+    """Waits for the child and returns how it died, as an exit code."""
     try:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    except ChildProcessError:  # a cell said that nobody asks for children
+    except ChildProcessError:  # a cell set SIGCHLD to be ignored
         return -signal.SIGKILL
 
 
 def _hand_on(control: int, seconds: float) -> None:
-    """Returns in the heir, whose processor time is less than `seconds`; a child that is none waits to be ended."""
+    """Returns only in the heir, which has used less than `seconds` of processor time; another child waits to be ended."""
     if running() == 0 and process_time() < seconds:
         for timer in TIMERS:
             setitimer(timer, 0)
@@ -145,7 +145,7 @@ def _hand_on(control: int, seconds: float) -> None:
 
 
 def _renew_streams() -> None:
-    """A thread that was not taken along may have held the lock of the old ones, which are kept: to close them waits for it."""
+    """Replaces the streams: a thread that the fork dropped may hold their lock. The old are kept: closing them would block."""
     for name, file in (("stdout", 1), ("stderr", 2)):
         old = getattr(sys, f"__{name}__")
         OLD_STREAMS.append(old)
@@ -156,7 +156,7 @@ def _renew_streams() -> None:
 
 
 def _serve_request(cells: types.ModuleType, asked: dict[str, Any], file: str) -> dict[str, Any]:
-    """Runs a cell or call; its exit code, and a call's value."""
+    """Runs a cell or call and returns its exit code and, of a call, its value."""
     value = ""
     try:
         if "call" in asked:
@@ -166,7 +166,7 @@ def _serve_request(cells: types.ModuleType, asked: dict[str, Any], file: str) ->
         code = 0
     except SystemExit as stop:
         code = 1 if "call" in asked else runner.exit_code(stop.code)
-    except BaseException as error:  # noqa: BLE001 - it is shown to who wrote the cell
+    except BaseException as error:  # noqa: BLE001 - it is shown to the cell's author
         runner.show(error, asked.get("code", ""), file)
         code = 1
     return {"code": runner.flush_streams(code), "value": value}

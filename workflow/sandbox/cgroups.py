@@ -1,8 +1,8 @@
-"""Counting and bounding what all processes of one sandbox use together: memory, processes, processor time.
+"""Control groups: they count and bound what all processes of one sandbox use together (memory, processes, processor time).
 
-A control group per sandbox, below the one this process is in, for each controller that can be written (version 1: a hierarchy
-per controller; version 2: one). Where none can, rlimits bound each process, and whoever runs the container bounds the whole.
-Only the kernel's word is taken: how much, and whether it had to kill or to refuse.
+Each sandbox has a control group below this process's own, for each controller that can be written (version 1: a hierarchy per
+controller; version 2: one for all). Where none can be written, rlimits bound each process, and the container of this process
+bounds the whole. Only the kernel's counters are trusted: how much was used, and whether it had to kill or to refuse.
 """
 
 import os
@@ -25,19 +25,19 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class Events:
-    """How often it was killed for memory or for what it wrote to its disk, and refused a process, so far."""
+    """How often, so far, a limit on memory or disk killed it, or a new process was refused."""
 
     oom: int = 0
     pids: int = 0
     disk: int = 0
 
     def since(self, before: "Events") -> "Events":
-        """What has come since then."""
+        """The events since `before`."""
         return Events(max(0, self.oom - before.oom), max(0, self.pids - before.pids), max(0, self.disk - before.disk))
 
 
 class Cgroup:
-    """The groups of one sandbox; `folders` is empty where none can be made."""
+    """The control groups of one sandbox; `folders` is empty where none can be made."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
         self._folders = folders
@@ -53,19 +53,19 @@ class Cgroup:
         """Sets the limits, where they differ from those in force.
 
         Raises:
-            InfraError: the kernel does not take them, since more than that is in use.
+            InfraError: the kernel refuses a limit, since more than that is in use.
         """
         self._write("memory", "memory.swappiness", "memory.swap.max", 0)
         self._write("memory", "memory.limit_in_bytes", "memory.max", memory_bytes)
         self._write("pids", "pids.max", "pids.max", processes + SPARE_PROCESSES)
 
     def events(self) -> Events:
-        """What the kernel did to keep the limits."""
+        """The kernel's interventions to keep the limits."""
         memory = self._pairs("memory", "memory.oom_control", "memory.events")
         return Events(memory.get("oom_kill", 0), self._pairs("pids", "pids.events", "pids.events").get("max", 0))
 
     def cpu_seconds(self) -> float | None:
-        """Processor time of all that ever were in it; None where nobody counts."""
+        """Processor time of all processes that were ever in the group; None where nothing counts it."""
         folder = self._folders.get("cpuacct")
         if folder is None:
             return self._seconds
@@ -74,16 +74,16 @@ class Cgroup:
         return self._pairs("cpuacct", "", "cpu.stat").get("usage_usec", 0) / 1e6
 
     def members(self) -> set[int] | None:
-        """The processes in it; None where nobody counts."""
+        """The processes in the group; None where there is no group."""
         folder = next(iter(self._folders.values()), None)
         return None if folder is None else set(map(int, (folder / "cgroup.procs").read_text().split()))
 
     def note_final_cpu_seconds(self, seconds: float) -> None:
-        """What the first of them and all that it buried had used, where nobody else counts."""
+        """Notes the processor time of the first process and all that it waited for, where no controller counts it."""
         self._seconds = seconds
 
     def remove(self) -> None:
-        """Takes the groups away. A process that has just ended may hold its group for a moment."""
+        """Removes the groups. A process that has just ended may hold its group for a moment."""
         for folder in set(self._folders.values()):
             for _ in range(100):
                 try:
@@ -101,7 +101,7 @@ class Cgroup:
             return
         file = folder / (first if (folder / first).exists() else second)
         try:
-            if file.exists():  # a kernel without swap has no file for it
+            if file.exists():  # a kernel without swap has no such file
                 file.write_text(str(value))
         except OSError as error:
             raise InfraError(f"A sandbox's limit could not be set: {value} in {file}: {error.strerror}.") from error
@@ -118,7 +118,7 @@ class Cgroup:
 
 
 def make() -> Cgroup:
-    """Groups for one sandbox, for whatever controllers this process may use."""
+    """Makes the groups of one sandbox, for every controller that this process may use."""
     name = f"{PREFIX}{os.getpid()}-{next(_numbers)}"
     folders: dict[str, Path] = {}
     for controller, parent in parents().items():
@@ -129,7 +129,7 @@ def make() -> Cgroup:
 
 
 def parents(mount: Path = MOUNT, own: Path = Path("/proc/self/cgroup")) -> dict[str, Path]:
-    """The group this process is in, of each controller in which it may make groups."""
+    """Controller -> this process's own group, for each controller in which it may make groups."""
     first: dict[str, Path] = {}
     second: dict[str, Path] = {}
     for line in own.read_text().splitlines() if own.exists() else ():
@@ -143,7 +143,7 @@ def parents(mount: Path = MOUNT, own: Path = Path("/proc/self/cgroup")) -> dict[
 
 
 def _version_2_parents(mount: Path, path: str) -> dict[str, Path]:
-    """Version 2: the nearest group that hands memory and pids on to groups below it, which one with processes never does."""
+    """Version 2: the nearest group that delegates memory and pids to groups below it; one with processes never does."""
     for folder in (mount / path, *(mount / parent for parent in Path(path).parents)):
         with suppress(OSError):
             handed = (folder / "cgroup.subtree_control").read_text().split()
@@ -153,7 +153,7 @@ def _version_2_parents(mount: Path, path: str) -> dict[str, Path]:
 
 
 def sweep() -> None:
-    """Removes the groups of processes that are gone; theirs ended with them."""
+    """Removes the groups whose owner, a process of ours, is gone; their sandboxes ended with it."""
     for parent in set(parents().values()):
         for folder in parent.glob(f"{PREFIX}*"):
             owner = folder.name.removeprefix(PREFIX).split("-")[0]

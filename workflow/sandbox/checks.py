@@ -1,16 +1,16 @@
-"""Tests that are a program: they run here, in a session that runs nothing of a model's, and the answer's function is elsewhere.
+"""Tests written as a program. They run here, in a session without model-written code; the model's function runs elsewhere.
 
-A call of the function is *relayed*: whoever asks (`judging.code_judge`) is told its arguments, calls the function where the
-answer is, and asks again with what came of it. What is not known yet is taken from the reference, so that all calls are found
-at once; only where arguments depend on what came before are there more rounds. Each run is the same as the last one up to what
-it is told.
+A call of the function is *relayed*: the caller (`judging.code_judge`) gets its arguments, calls the function in the session of
+the model's answer, and runs the tests again with the value. Until a value is known, the reference's value is used, so that all
+calls are found in one round; more rounds are needed only where arguments depend on earlier values. Each run is the same as the
+last one up to the values that are new.
 
-Each assert is one test: it is passed where it held as often as it was reached. One that does not hold, or raises, ends nothing.
-Where a statement outside of the asserts raises, the tests from there on are failed. An assert that holds also where every call
-of the function fails tests nothing, and does not count.
+Each assert is one test: it is passed if it held every time it was reached. An assert that does not hold, or raises, does not
+stop the others. Where a statement outside of the asserts raises, the tests from there on fail. An assert that holds even if
+every call of the function fails tests nothing, and does not count.
 
-This file runs inside, and imports only the standard library and plain data. What it is given, the program too, is the
-dataset's; of a model's there are plain data alone.
+This file runs inside, and imports only the standard library and `exact_json`. The programs it runs come from the dataset; from
+the model it gets plain data alone.
 """
 
 import ast
@@ -29,28 +29,28 @@ RELAYED, HELD = "__relayed__", "__held__"
 MOST_CALLS = 1000
 
 KnownCalls = Sequence[tuple[str, str | None]]
-"""Calls in their order: the arguments' text, and the value's text, None where there was none."""
+"""Calls in order: the arguments as text, and the value as text, None where the call failed."""
 
 
 class CallFailed(Exception):
-    """A call of the function gave no value."""
+    """A call of the function returned no value."""
 
 
 class CannotJudge(BaseException):
-    """These tests cannot be judged so."""
+    """These tests cannot be judged in this way."""
 
 
 def outcome(reference: str, test: str, function: str, told: KnownCalls, final: bool) -> dict[str, Any]:
     """Runs the tests.
 
     Args:
-        reference: the program that the tests run after; it defines the function as it should be.
-        told: what is known of the calls.
-        final: calls of which nothing is known have failed.
+        reference: the program that the tests run after; it defines the correct function.
+        told: the calls whose values are known.
+        final: treat calls whose value is not known as failed.
 
     Returns:
-        passed: of each test, where all calls were known; asked: arguments' texts of those that were not, from the
-        `known`-th call on. Or unjudged: why not.
+        passed: a verdict per test, valid where all calls were known; asked: the arguments, as text, of the calls that were
+        not, from the `known`-th on. Or unjudged: the reason why these tests cannot be judged.
     """
     try:
         tests = Tests(reference, test, function)
@@ -71,7 +71,7 @@ def outcome(reference: str, test: str, function: str, told: KnownCalls, final: b
 
 
 class Relay:
-    """Stands for the function of the answer."""
+    """A stand-in for the model's function."""
 
     def __init__(self, right: Callable[..., Any], told: KnownCalls, final: bool) -> None:
         self._right, self._told, self._final = right, told, final
@@ -79,7 +79,7 @@ class Relay:
         self.asked: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What came of the call, or should."""
+        """The call's value: the model's where it is known, else the reference's."""
         text = self._text(args, kwargs)
         if not self.asked and self.known < len(self._told) and self._told[self.known][0] == text:
             value = self._told[self.known][1]
@@ -133,11 +133,11 @@ class Tests:
 
     @property
     def count(self) -> int:
-        """How many asserts there are."""
+        """The number of asserts."""
         return len(self._lines)
 
     def run(self, relay: Callable[[Callable[..., Any]], Relay]) -> set[int]:
-        """The numbers of the asserts that held, with what `relay` makes of the reference's function in its place."""
+        """Runs the tests with `relay(reference's function)` in the function's place; the numbers of the asserts that held."""
         random.seed(0)
         self._held = {}
         names = self._make_namespace()
@@ -168,7 +168,7 @@ class Tests:
         self._held[number] = self._held.get(number, True) and bool(value)
 
     def _asserts_before(self, trace: types.TracebackType | None) -> set[int]:
-        """The asserts that stand before the statement in which the tests, or their `check`, ended."""
+        """The asserts before the statement in which the tests, or their `check`, raised."""
         while trace is not None and trace.tb_frame.f_code.co_filename != FILE:
             trace = trace.tb_next
         if trace is None:
@@ -180,10 +180,10 @@ class Tests:
 
 
 class _AssertNoter(ast.NodeTransformer):
-    """Makes of each assert a note of whether it holds.
+    """Replaces each assert by a note of whether it holds.
 
-    An assert that does not speak of the function by the name that `check` is given it under means the answer's by the
-    function's own name; beside that name the reference's is meant.
+    `check` gets the model's function as a parameter. In an assert that uses this parameter, the function's own name means the
+    reference; in any other assert it means the model's function.
     """
 
     def __init__(self, function: str, stands_for: str | None) -> None:

@@ -1,7 +1,7 @@
-"""A started container from outside: its `docker run`, and the frames of `bridge.py` that come and go over its pipes.
+"""A started container seen from outside: its `docker run` process, and the frames exchanged with `bridge.py` over its pipes.
 
-The bridge is ours and the program cannot touch it, so that the kinds of frames and the process that spoke are as they say; what
-a session's process said in a `C` frame is model-written and checked by whoever reads it.
+The bridge is ours and the program cannot touch it, so the kind of a frame and its sender can be trusted. The message of a
+session's process in a `C` frame comes from model-written code, and its reader checks it.
 """
 
 import json
@@ -34,7 +34,7 @@ SHM_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class KernelCounts:
-    """What the kernel counted for all of a container's processes."""
+    """The kernel's counts for all of a container's processes."""
 
     events: Events
     cpu_seconds: float
@@ -59,7 +59,7 @@ class Container:
 
     Args:
         scripts: files of this package; the `main` of the last one is called.
-        arguments: of that `main`; descriptors as `bridge` numbers them.
+        arguments: the arguments of that `main`; descriptors as `bridge` numbers them.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class Container:
         self.counted = KernelCounts(Events(), 0.0)
 
     def ask(self, kind: bytes, data: bytes = b"") -> None:
-        """A frame to the bridge; it goes out while frames are read."""
+        """Queues a frame for the bridge; it is sent while frames are read."""
         self._waiting += FRAME.pack(kind, len(data)) + data
 
     def frames(self, seconds: float) -> list[tuple[bytes, bytes]]:
-        """The frames that have come, none where nothing did within so many seconds, or only a count.
+        """Waits up to `seconds` for frames and returns those that came; counts are kept, not returned.
 
         Raises:
             EOFError: the container has ended.
@@ -119,7 +119,7 @@ class Container:
         return found
 
     def wait_for_begin(self, seconds: float) -> bool:
-        """Whether the program has begun within so many seconds; what came beside that word is kept to be read."""
+        """Whether the program has begun within `seconds`; other frames that came meanwhile are kept."""
         deadline = time.monotonic() + seconds
         came: list[tuple[bytes, bytes]] = []
         try:
@@ -131,10 +131,10 @@ class Container:
         return len(self._kept) < len(came)
 
     def follow(self, limits: Limits, running: Callable[[], int], over: Callable[[bytes, bytes], bool]) -> Use:
-        """Reads what is printed until a frame says that it is over, or a limit is passed.
+        """Reads the output until a frame ends it, or a limit is passed.
 
         Args:
-            over: is given each frame that is neither output nor a count; True ends it.
+            over: called with each frame that is neither output nor a count; True ends the reading.
 
         Raises:
             EOFError: the container ended first.
@@ -155,14 +155,14 @@ class Container:
                 counted = self.counted
                 waited = counted.waited_seconds - before.waited_seconds
                 overrun, _ = clock.look(counted.cpu_seconds - before.cpu_seconds, waited)
-            elif clock.remaining <= 0:  # the bridge does not say what was used
+            elif clock.remaining <= 0:  # the bridge does not report the usage
                 overrun = "timeout_wall"
             self.ask(b"E")
         waited = self.counted.waited_seconds - before.waited_seconds
         return Use(overrun, bytes(printed[: limits.output_bytes]), clock.elapsed, waited)
 
     def close(self) -> str:
-        """Ends it and whatever runs in it, and waits until it is gone; what docker had to say. Twice is no error."""
+        """Ends the container, waits until it is gone and returns docker's error output. Calling it twice is no error."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         if not self._log.closed:
@@ -178,7 +178,7 @@ class Container:
         return self._said
 
     def _wait_until_gone(self, seconds: float) -> bool:
-        """Whether docker has ended within so many seconds, while nobody waits for its output to be read."""
+        """Whether docker has ended within `seconds`; its output is drained meanwhile, so that nothing blocks on it."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             if select.select([self._in], [], [], left)[0] and not os.read(self._in, CHUNK):
@@ -191,7 +191,7 @@ class Container:
         try:
             del self._waiting[: os.write(self._out, self._waiting[:CHUNK])]
         except BrokenPipeError:
-            self._waiting.clear()  # it has ended: reading says so
+            self._waiting.clear()  # it has ended: the next read shows that
 
     def _split_frames(self) -> list[tuple[bytes, bytes]]:
         """The whole frames read so far; counts are kept, not handed out."""
@@ -199,7 +199,7 @@ class Container:
         while len(self._unread) >= at + FRAME.size:
             kind, length = FRAME.unpack_from(self._unread, at)
             if length > MAX_FRAME_BYTES:
-                raise InfraError("A container's bridge sent what is no frame.", "Look for other output of the image.")
+                raise InfraError("A container's bridge sent data that is not a frame.", "Look for other output of the image.")
             if len(self._unread) < at + FRAME.size + length:
                 break
             data = self._unread[at + FRAME.size : at + FRAME.size + length]

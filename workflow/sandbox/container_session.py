@@ -1,7 +1,7 @@
-"""A session in a container: its frames, as `session.CellSession` asks for them, with the bridge's eyes and hands inside.
+"""A session in a container: the frames behind a `session.CellSession`; inside, the bridge observes and signals for it.
 
-The bridge says which process spoke, stops all of them and ends what a cell left. What was spoken comes from processes that run
-model-written code.
+The bridge reports which process sent a message, stops all processes and ends those that a cell left. The messages themselves
+come from processes that run model-written code.
 """
 
 import json
@@ -40,7 +40,7 @@ class ContainerLine:
         return self._parts.pop(0) if self._parts else (b"", 0)
 
     def forget(self) -> None:
-        """See `Line.forget`. The bridge said all of it before it said that all are settled."""
+        """See `Line.forget`. The bridge sends all messages and output before it reports that all are settled."""
         self._parts.clear()
 
     def watch(self, limits: Limits, running: Callable[[], int]) -> Use:
@@ -81,7 +81,7 @@ class ContainerLine:
         return self._container.counted.events
 
     def _hears(self, kind: bytes, data: bytes) -> bool:
-        """Takes a frame; whether something was said."""
+        """Takes a frame; True if it is a message."""
         if kind == b"X" or (kind == b"C" and len(data) == PROCESS_BYTES):
             raise EOFError
         if kind == b"K":
@@ -92,13 +92,13 @@ class ContainerLine:
 
 
 def open_session(container: Container, limits: Limits, turns: FairSemaphore) -> CellSession:
-    """A session in that container.
+    """Opens a session in that container.
 
     Raises:
-        InfraError: it did not come up.
+        InfraError: the session did not start.
     """
     try:
         return CellSession(ContainerLine(container), KIND, limits, turns, START_SECONDS)
     except (BrokenLine, SettleError, EOFError) as error:
         said = container.close() or error
-        raise InfraError(f"A session's container did not come up: {said}", "See `agentrl doctor`.") from error
+        raise InfraError(f"A session's container did not start: {said}", "See `agentrl doctor`.") from error

@@ -1,13 +1,13 @@
-"""The sandbox in containers, for machines where only docker may make namespaces: one container per program or session.
+"""The sandbox made of containers, for machines where only docker may make namespaces: one container per program or session.
 
 The image (AGENTRL_SANDBOX_IMAGE) needs a python3 of 3.9 or newer and is read-only; no network, no capabilities, no new
 privileges, a user that owns nothing, /tmp in memory, memory and processes bounded by docker, and docker's own system call
-filter beside ours. It is taken only where the setting AGENTRL_SANDBOX says so: whoever may talk to docker is root on its
-machine, so the process that uses this backend must itself be trusted with that.
+filter beside ours. It is used only where the setting AGENTRL_SANDBOX says so: whoever may talk to docker is root on its
+machine, so the process that uses this backend must be trusted with root.
 
-Compared with bwrap: the same namespaces but the user's, so that the program's number is one of the host's; it may make message
-queues of its own; it costs some 0.5 s rather than 0.02; its view is the image rather than this machine's /usr; docker's daemon
-and runc, which run as root, belong to what must be trusted.
+Compared with bwrap: no user namespace, so that the program's user id is one of the host's; the program may make message queues
+of its own; a start takes some 0.5 s rather than 0.02; the program sees the image rather than this machine's /usr; docker's
+daemon and runc, which run as root, must be trusted.
 """
 
 import os
@@ -28,16 +28,16 @@ from agentrl.workflow.sandbox.trial import holds
 from agentrl.workflow.settings import Settings
 
 PROCESS_RLIMIT = 1 << 20
-"""Processes as rlimits count them, by user and so across containers: docker's own limit is the container's."""
+"""The rlimit on processes. It counts by user, and so across containers; docker's own limit bounds the container."""
 
 
 class Docker:
     """A `Sandbox`.
 
     Args:
-        image: what containers are made from.
+        image: the image that containers are made from.
         user: the user and group id inside.
-        docker: the command.
+        docker: the docker command.
     """
 
     kind = KIND
@@ -82,7 +82,7 @@ class Docker:
 
 
 def find(settings: Settings) -> Docker:
-    """The sandbox, tried out.
+    """Finds the docker sandbox and tries it out.
 
     Raises:
         ConfigError: no image is named, or the range of user ids cannot be used.
@@ -97,7 +97,7 @@ def find(settings: Settings) -> Docker:
 
 
 def check(image: str, docker: Sequence[str] = ("docker",)) -> None:
-    """Whether containers can be made.
+    """Checks that containers can be made.
 
     Raises:
         ConfigError: no image is named.
@@ -116,10 +116,10 @@ def check(image: str, docker: Sequence[str] = ("docker",)) -> None:
 
 
 def _follow_program(container: Container, limits: Limits, turns: FairSemaphore) -> Result:
-    """A program from its first byte to its end.
+    """Follows a program to its end.
 
     Raises:
-        InfraError: it did not begin, or its container ended first.
+        InfraError: the program did not begin, or its container ended first.
     """
     code: list[int] = []
 
@@ -134,7 +134,7 @@ def _follow_program(container: Container, limits: Limits, turns: FairSemaphore) 
         use = container.follow(limits, turns.running, over)
     except EOFError as error:
         printed = decode_output(b"".join(data for kind, data in container.frames(0) if kind == b"O"))
-        raise InfraError(f"A container did not come up: {printed}{container.close()}", "See `agentrl doctor`.") from error
+        raise InfraError(f"A container did not start: {printed}{container.close()}", "See `agentrl doctor`.") from error
     finally:
         container.close()
     used = container.counted

@@ -1,9 +1,9 @@
-"""Plain data as text, exactly: what goes into a call and what comes out of it, read the same inside and outside.
+"""Plain data as exact text: the arguments and the value of a call, read the same inside and outside.
 
-None, truth values, whole numbers, finite floats, strings, lists and dicts with string keys are themselves in JSON. What JSON
-cannot tell apart has a tag: `{"$tuple": [...]}`, `$set`, `$frozenset`, `$dict` (a list of pairs), `$float` (nan, inf, -inf),
-`$int` (hex, where it is long), `$bytes` (hex). Types are exact: an object of any other type, a subclass of one of these too,
-is refused, so that nothing which came out of a sandbox brings its own `__eq__` along.
+None, booleans, integers, finite floats, strings, lists and dicts with string keys are written as plain JSON. Values that JSON
+cannot tell apart get a tag: `{"$tuple": [...]}`, `$set`, `$frozenset`, `$dict` (a list of pairs), `$float` (nan, inf, -inf),
+`$int` (hex, where it is long), `$bytes` (hex). Types are exact: an object of any other type, even of a subclass of these, is
+refused, so that nothing that comes out of a sandbox brings its own `__eq__` along.
 
 This file also runs inside: it imports only the standard library.
 """
@@ -14,28 +14,28 @@ from typing import Any
 
 MAX_DEPTH = 200
 MAX_CHARACTERS = 1 << 20
-"""Length of the text of one value handed out; checked inside, for the reason, and outside, where it counts."""
+"""The most characters of one value handed out; checked inside, to give a reason, and outside, where it is enforced."""
 LONG = 1 << 64
 
 
 def encode(value: object) -> str:
-    """The text of plain data.
+    """Encodes plain data as text.
 
     Raises:
-        TypeError: something in it is no plain data.
-        ValueError: it nests deeper than 200 levels (or contains itself).
+        TypeError: something in `value` is not plain data.
+        ValueError: `value` nests deeper than 200 levels (or contains itself).
     """
     return json.dumps(_tag(value, 0), allow_nan=False)
 
 
 def decode(text: str) -> Any:
-    """The data of a text; whoever wrote it.
+    """Decodes text, trusted or not.
 
-    To build a set of somebody's numbers may take for ever: what model-written code gave is decoded where one may be killed
-    (`judging.code_judge`).
+    Building a set of numbers that somebody chose may take for ever: values of model-written code are decoded in a process that
+    may be killed (`judging.code_judge`).
 
     Raises:
-        ValueError: it is no text of `encode`.
+        ValueError: `encode` writes no such text.
     """
     try:
         return _untag(json.loads(text, parse_constant=_refuse_constant), 0)

@@ -1,4 +1,4 @@
-"""Turns: as many programs at once as there are cores, in the order in which they came. Waiting uses up nobody's limits."""
+"""A semaphore for programs: as many at once as there are cores, first come first served. Waiting uses up nobody's limits."""
 
 import threading
 from collections import deque
@@ -9,7 +9,7 @@ from agentrl.workflow.runtime.patience import waiting
 
 
 class FairSemaphore:
-    """A fair semaphore that knows how many hold it: one who asks again and again does not overtake those who wait."""
+    """A fair semaphore that counts its holders: a thread that asks again and again does not overtake those that wait."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -22,7 +22,7 @@ class FairSemaphore:
         """Waits for a turn and holds it.
 
         Raises:
-            InfraError: nobody waits any more for whom this thread asks.
+            InfraError: whoever this thread works for no longer waits.
         """
         handed = self._enqueue()
         try:
@@ -33,13 +33,13 @@ class FairSemaphore:
             self._release(handed)
 
     def running(self) -> int:
-        """How many hold a turn."""
+        """The number of turns held."""
         return self._running
 
     def _enqueue(self) -> threading.Event:
         handed = threading.Event()
         with self._lock:
-            if self._running < self._most:  # then nobody waits
+            if self._running < self._most:  # so nobody waits
                 self._running += 1
                 handed.set()
             else:
@@ -48,7 +48,7 @@ class FairSemaphore:
 
     def _release(self, handed: threading.Event) -> None:
         with self._lock:
-            if not handed.is_set():  # who waited was interrupted
+            if not handed.is_set():  # the waiting thread was interrupted
                 self._waiting.remove(handed)
             elif self._waiting:
                 self._waiting.popleft().set()

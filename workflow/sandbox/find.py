@@ -1,7 +1,7 @@
-"""Which sandbox this machine has. It is tried out, not guessed: a program is run in it.
+"""Finds the sandbox of this machine. It is tried out, not guessed: a program is run in it.
 
-`auto` takes bwrap, else landlock. Docker must be asked for, and so must nothing at all (`AGENTRL_SANDBOX=none-unsafe`). Where
-none of them holds, whoever wanted to run code is told what to install; there is no silent fallback.
+`auto` takes bwrap, else landlock. Docker must be asked for, and so must no sandbox at all (`AGENTRL_SANDBOX=none-unsafe`).
+Where none of them works, the error says what to install; there is no silent fallback.
 """
 
 import shutil
@@ -22,11 +22,11 @@ INSTALL = "apt-get install bubblewrap libseccomp2, or set AGENTRL_SANDBOX."
 
 
 def find_sandbox(settings: Settings) -> Sandbox:
-    """The sandbox that the settings name; `auto`: the first that holds here.
+    """Finds the sandbox that the settings name; `auto`: the first that works here.
 
     Raises:
-        SandboxUnavailable: it does not hold here, or none does; the message says what each of them lacks.
-        ConfigError: a setting that cannot be used.
+        SandboxUnavailable: it does not work here, or none does; the message says what each of them lacks.
+        ConfigError: a setting cannot be used.
     """
     lacking: dict[str, SandboxUnavailable] = {}
     for kind, found in attempts(settings):
@@ -40,10 +40,10 @@ def find_sandbox(settings: Settings) -> Sandbox:
 
 
 def attempts(settings: Settings) -> Iterator[tuple[str, Sandbox | SandboxUnavailable]]:
-    """The kinds that the settings allow, the preferred first: why each does not hold here, up to the sandbox that does.
+    """Tries the kinds that the settings allow, preferred first: the error of each, up to the first sandbox that works.
 
     Raises:
-        ConfigError: a setting that cannot be used.
+        ConfigError: a setting cannot be used.
     """
     kinds = {"bwrap": find_bwrap, "landlock": landlock.find, "docker": docker.find, "none-unsafe": find_unsafe}
     for kind in PREFERRED_KINDS if settings.sandbox == "auto" else (settings.sandbox,):
@@ -57,10 +57,10 @@ def attempts(settings: Settings) -> Iterator[tuple[str, Sandbox | SandboxUnavail
 
 
 def find_bwrap(settings: Settings) -> Sandbox:
-    """bwrap with the strictest profile that this machine allows, with a zygote where one can be made.
+    """Finds bwrap, with the strictest profile that this machine allows, and with a zygote where one can be made.
 
     Raises:
-        SandboxUnavailable: it is not installed, or does not come up.
+        SandboxUnavailable: bwrap is not installed, or does not start.
     """
     program = shutil.which("bwrap")
     if program is None:
@@ -68,24 +68,24 @@ def find_bwrap(settings: Settings) -> Sandbox:
     cgroups.sweep()
     uids = uid_pool.uid_range(settings.sandbox_uids)
     said = "no interpreter was found"
-    # Without a /proc of its own the sandbox still holds; without bwrap's own ban the filter forbids user namespaces.
+    # A sandbox without its own /proc is still safe, and without bwrap's own ban the filter forbids user namespaces.
     for (python, folders), (proc, disable) in product(interpreters(settings), ((True, True), (True, False), (False, False))):
         profile = Profile(program, python, folders, proc, disable)
         comes_up, said = try_profile(profile, uids)
         if comes_up:
             warm = replace(profile, nests=True)
             return Boxed(spawn.launch(warm if proc and try_profile(warm, uids)[0] else profile, uids))
-    raise SandboxUnavailable(f"bubblewrap is installed, and no sandbox of it comes up here: {said}", INSTALL)
+    raise SandboxUnavailable(f"bubblewrap is installed, but its sandbox does not start here: {said}", INSTALL)
 
 
 def find_unsafe(settings: Settings) -> Sandbox:
-    """No sandbox at all, with a sandbox's interface."""
+    """Makes a `Sandbox` that confines nothing."""
     python = next((python for python, _ in interpreters(settings)), sys.executable)
     return Boxed(unsafe.launch(python))
 
 
 def try_profile(profile: Profile, uids: range) -> tuple[bool, str]:
-    """Whether a program runs in it, and what was said instead."""
+    """Whether a program runs under the profile, and the error output if not."""
     sandbox = Boxed(spawn.launch(profile, uids))
     try:
         return holds(sandbox)

@@ -1,8 +1,8 @@
-"""Bringing a sandbox to rest: whatever a cell left running is ended, and what lasts stands still until it is asked again.
+"""Settling a sandbox: processes that a cell left running are ended, and those that last stay stopped until the next request.
 
-Killing one process after the other loses against those that fork meanwhile, so all are stopped first, in one step that a fork
-cannot outrun: who is stopped neither forks nor uses a processor. Who may signal others can undo that as long as it lives, so
-what is to last must be seen standing still once everybody else is dead.
+Killing one process after the other loses against processes that fork meanwhile. So all are stopped first, in one step that a
+fork cannot outrun: a stopped process neither forks nor uses a core. A process that may signal others can undo this as long as
+it lives, so the lasting ones must be seen stopped once all others are dead.
 
 This file also runs inside a container and imports the standard library and `proc`.
 """
@@ -17,23 +17,23 @@ from contextlib import suppress
 from agentrl.workflow.sandbox import proc
 
 PAUSE_SECONDS = 0.002
-"""Before what does not yet stand still is looked at again."""
+"""The pause between two looks at processes that are not stopped yet."""
 
 
 class SettleError(Exception):
-    """A process that was to end lives on, or one that was to last is gone."""
+    """A process that should have ended lives on, or one that should last is gone."""
 
 
 def settle(stop: Callable[[], None], members: Callable[[], Set[int]], lasting: Set[int], seconds: float) -> int:
-    """Ends all members but the lasting ones and leaves those stopped; how many threads it ended.
+    """Ends all members but the lasting ones, leaves those stopped, and returns how many threads it ended.
 
     Args:
-        stop: stops all of them in one step.
-        members: the processes that are there, keepers left out.
+        stop: stops all processes in one step.
+        members: the processes there are, without keepers.
 
     Raises:
-        Unsettled: it took longer than so many seconds, or a lasting one has ended, be it its first thread alone: the others
-            of such a process can run, and it can hand on to nobody.
+        SettleError: it took longer than `seconds`, or a lasting process has ended. One whose first thread alone has ended
+            counts too: its other threads can run, but it can fork no next state.
     """
     deadline = time.monotonic() + seconds
     ended: dict[int, int] = {}
@@ -45,14 +45,14 @@ def settle(stop: Callable[[], None], members: Callable[[], Set[int]], lasting: S
         _kill(new)
         if not _wait_until_gone(others, deadline):
             raise SettleError(f"{len(others)} processes did not end")
-        seen = [proc.threads_of(process)[1] for process in lasting]  # once the others are dead nobody can set them going
+        seen = [proc.threads_of(process)[1] for process in lasting]  # with the others dead, nothing can continue them
         if any(state in "ZX" for state in seen):
             raise SettleError("its processes are gone")
         if not new and all(state in "Tt" for state in seen):
             return sum(ended.values())
         if time.monotonic() > deadline:
             raise SettleError("what is to stand still does not")
-        if len(ended) > len(new) or not new:  # more came after the first step, or a signal set some going
+        if len(ended) > len(new) or not new:  # more came after the first step, or a signal continued some
             stop()
         time.sleep(PAUSE_SECONDS)
 
@@ -69,7 +69,7 @@ def _wait_until_gone(processes: Set[int], deadline: float) -> bool:
         try:
             pidfd = os.pidfd_open(process)
         except OSError:
-            continue  # it has been buried
+            continue  # it has been reaped
         poller = select.poll()
         poller.register(pidfd, select.POLLIN)
         ended = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)

@@ -1,15 +1,15 @@
-"""The process that keeps Landlock's sandbox: it confines a child, watches what all of its descendants use, and ends them.
+"""The keeper of a Landlock sandbox: a process that confines a child, watches what all of its descendants use, and ends them.
 
-A script of its own (`python3 -I keeper.py SPEC`), which imports the standard library alone and holds no secret: its environment
-is empty. Linux without namespaces has no "kill all that came of this one": daemons leave their group and their parent. So the
+It is a script of its own (`python3 -I keeper.py SPEC`), which imports the standard library alone and holds no secret: its
+environment is empty. Without namespaces Linux has no "kill all descendants": daemons leave their group and their parent. So the
 keeper enters a Landlock domain that scopes signals, and its child a second one inside of it. From then on the child's
 descendants can signal one another and nothing else, not even the keeper, and the keeper can signal them and nothing else on
-the machine. `kill(-1)` means then exactly all of them, in one step that a fork cannot outrun.
+the machine. Then `kill(-1)` reaches exactly all of them, in one step that a fork cannot outrun.
 
-SPEC is JSON, see `Spec`. Over the control socket the keeper is told to stop all of them, which it answers with the same byte,
-and to let them go on; it has nothing to watch while they stand still. It ends the rest when its first child ends, when a limit
-is passed, or when the socket's other end is closed, be it by a host that was killed; then it removes the folder. Its last
-words are one JSON line, see `Report`.
+SPEC is JSON, see `Spec`. Over the control socket the keeper gets orders: to stop all descendants, which it answers with the
+same byte, and to let them go on; it watches nothing while they are stopped. When its first child ends, a limit is passed, or
+the socket's other end is closed (by a host that was killed, too), it ends all that is left and removes the folder. At last it
+writes one JSON line, see `Report`.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ PATH_BENEATH = 1
 
 READ = EXECUTE | READ_FILE | READ_DIR
 WRITE = EVERY_FILE_RIGHT & ~(MAKE_CHAR | MAKE_SOCK | MAKE_BLOCK | IOCTL_DEV)
-FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE  # what may be granted on something that is no folder
+FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE  # the rights that may be granted on a path that is no folder
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 SECCOMP_MODE_FILTER = 2
@@ -44,16 +44,16 @@ STOP, GO_ON = b"s", b"g"
 PAGE = resource.getpagesize()
 CLOCK = os.sysconf("SC_CLK_TCK")
 ENTRIES = 10_000  # files and folders in the sandbox's own folder
-MAPPINGS = 50_000  # of all processes: what can be looked at ten times a second
+MAPPINGS = 50_000  # of all processes together: as many as can be read ten times a second
 GONE_ERRORS = (
     FileNotFoundError,
     ProcessLookupError,
     PermissionError,
-)  # gone meanwhile; not to be looked at before it has executed
+)  # the process is gone meanwhile, or cannot be read before it has executed
 
 
 class Spec(TypedDict):
-    """What the host asks for. `filters` are seccomp programs in hex; `watched` bounds all descendants together (cpu 0: not
+    """The host's request. `filters` are seccomp programs in hex; `watched` bounds all descendants together (cpu 0: not
     watched); `joins` are files of control groups; `control` (a socket) and `report` are descriptors."""
 
     argv: list[str]
@@ -74,8 +74,8 @@ class Spec(TypedDict):
 
 
 class Report(TypedDict):
-    """How it ended: the first child's wait status, the limit that was passed ("" for none, "closed" for the control socket),
-    processor seconds of all descendants, how many outlived the first child."""
+    """The end: the first child's wait status, the limit that was passed ("" for none, "closed" for the control socket),
+    processor seconds of all descendants, and how many of them outlived the first child."""
 
     status: int
     passed: str
@@ -106,7 +106,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def check_answer(answer: int) -> int:
-    """The answer of a system call, or its error raised."""
+    """Returns the answer of a system call, or raises its error."""
     if answer < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -114,7 +114,7 @@ def check_answer(answer: int) -> int:
 
 
 def enter_domain(files: int, tcp: int, rules: list[tuple[str, int]]) -> None:
-    """Gives up `files` and `tcp` rights except where a rule grants them, and all signals and abstract sockets beyond it."""
+    """Gives up `files` and `tcp` rights except where a rule grants them; signals and abstract sockets stay in the domain."""
     attr = RulesetAttr(files, tcp, EVERY_SCOPE)
     ruleset = check_answer(LIBC.syscall(CREATE_RULESET, ctypes.byref(attr), ctypes.c_size_t(ctypes.sizeof(attr)), 0))
     for path, rights in rules:
@@ -128,10 +128,10 @@ def enter_domain(files: int, tcp: int, rules: list[tuple[str, int]]) -> None:
 
 
 def scope_signals() -> None:
-    """The keeper's own domain: it may do what it could, but signal nothing outside.
+    """Enters the keeper's own domain: it keeps all its rights but that to signal processes outside.
 
     Raises:
-        SystemExit: the kernel does not hold to it, and `kill(-1)` would end the whole machine.
+        SystemExit: the kernel does not enforce it, and `kill(-1)` would end the whole machine.
     """
     check_answer(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     check_answer(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
@@ -144,9 +144,9 @@ def scope_signals() -> None:
 
 
 def confine(spec: Spec) -> None:
-    """Gives up the child's rights, in the order in which each step still has the right to the next."""
+    """Gives up the child's rights, in an order in which each step is still allowed."""
     with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # the kernel out of memory takes these before the keeper
+        file.write("1000")  # out of memory, the kernel kills these before the keeper
     for group in spec["joins"]:
         with open(group, "w") as file:
             file.write("0")
@@ -167,7 +167,7 @@ def confine(spec: Spec) -> None:
 
 
 def become(spec: Spec) -> NoReturn:
-    """The child: confined, then the command."""
+    """Turns the child into the command, confined."""
     try:
         os.setsid()
         confine(spec)
@@ -178,7 +178,7 @@ def become(spec: Spec) -> NoReturn:
 
 
 def words(path: str) -> list[str]:
-    """A file of /proc, split; empty where its process is gone. A process's own name need be no text."""
+    """A file of /proc, split into words; empty where its process is gone. A process's name may be no valid text."""
     try:
         with open(path, "rb") as file:
             return file.read().rpartition(b")")[2].decode(errors="replace").split()
@@ -195,7 +195,7 @@ def names(folder: str) -> list[str]:
 
 
 def descendants(of: int) -> Iterator[tuple[str, int]]:
-    """(process, number of its threads) of all that a process's children came to."""
+    """(process, number of its threads) of all descendants of a process."""
     waiting = [str(of)]
     while waiting:
         pid = waiting.pop()
@@ -206,29 +206,29 @@ def descendants(of: int) -> Iterator[tuple[str, int]]:
 
 
 def proportional(pid: str) -> int:
-    """Bytes of a process, where what forks share counts once."""
+    """Proportional bytes (PSS) of a process: memory that forks share counts once."""
     found = words(f"/proc/{pid}/smaps_rollup")
     return int(found[found.index("Pss:") + 1]) * 1024 if "Pss:" in found else 0
 
 
 def memory(pids: list[str]) -> int:
-    """Resident bytes, shared pages counted for each that has them."""
+    """Resident bytes (RSS) of the processes: a shared page counts for each that has it."""
     found = [words(f"/proc/{pid}/statm") for pid in pids]
     return sum(int(fields[1]) * PAGE for fields in found if fields)
 
 
 def cpu_seconds(pids: list[str]) -> float:
-    """Seconds of the living, of the dead that they waited for, and of those that the keeper waited for."""
+    """Processor seconds of the living processes, of the dead they waited for, and of those the keeper waited for."""
     found = [words(f"/proc/{pid}/stat") for pid in pids]
     dead = resource.getrusage(resource.RUSAGE_CHILDREN)
     return dead.ru_utime + dead.ru_stime + sum(sum(map(int, fields[11:15])) for fields in found if fields) / CLOCK
 
 
 def files_below(folder: str) -> Iterator[os.stat_result]:
-    """The files in a folder and in those in it.
+    """The files in a folder and its sub-folders.
 
     Raises:
-        OSError: one cannot be listed: it is too deep for a path, or closed to the keeper.
+        OSError: a folder cannot be listed: it is too deep for a path, or closed to the keeper.
     """
     waiting = [folder]
     while waiting:
@@ -243,7 +243,7 @@ def files_below(folder: str) -> Iterator[os.stat_result]:
 
 
 def nameless_files(pids: list[str], device: int) -> Iterator[os.stat_result]:
-    """Files of a device that have no name any more, but are open."""
+    """Deleted files of a device that are still open."""
     for path in [f"/proc/{pid}/fd/{fd}" for pid in pids for fd in names(f"/proc/{pid}/fd")]:
         try:
             status = os.stat(path)
@@ -254,7 +254,7 @@ def nameless_files(pids: list[str], device: int) -> Iterator[os.stat_result]:
 
 
 def mappings(pids: list[str]) -> Iterator[tuple[str, bytes]]:
-    """(process, line) of all that processes have mapped."""
+    """(process, line of its maps file) for every mapping of the processes."""
     for pid in pids:
         try:
             with open(f"/proc/{pid}/maps", "rb") as file:
@@ -264,10 +264,10 @@ def mappings(pids: list[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def mapped_files(pids: list[str], folder: str) -> Iterator[tuple[int, int | None]]:
-    """(inode, bytes) of a folder's files that have no name any more, but are mapped; None: as this user nobody is told.
+    """(inode, bytes) of a folder's deleted files that are still mapped; None where this user may not know the size.
 
     Raises:
-        OSError: too much is mapped to be looked at.
+        OSError: there are more mappings than can be read in time.
     """
     prefix = os.fsencode(os.path.realpath(folder)) + b"/"
     for number, (pid, line) in enumerate(mappings(pids)):
@@ -286,9 +286,9 @@ def mapped_files(pids: list[str], folder: str) -> Iterator[tuple[int, int | None
 
 
 def too_full(folder: str, pids: list[str], most: int) -> bool:
-    """Whether the folder, with what was deleted from it and is open or mapped, holds more than `most` bytes or `ENTRIES` files.
+    """Whether the folder, with its deleted files still open or mapped, holds more than `most` bytes or `ENTRIES` files.
 
-    What is mapped alone, where its size is not told, counts as what one file may have.
+    A file that is only mapped, and whose size is unknown, counts as the largest that one file may be.
     """
     found: dict[int, int] = {}
     try:
@@ -305,7 +305,7 @@ def too_full(folder: str, pids: list[str], most: int) -> bool:
 
 def passed_limit(spec: Spec) -> str:
     """The limit that the descendants together have passed, or ""."""
-    # No more than it takes to know: among the hundreds of a fork bomb this process hardly gets its turn.
+    # Count no further than needed: among the hundreds of a fork bomb this process hardly gets a core.
     found = list(islice(descendants(os.getpid()), spec["processes"] + 1))
     pids = [pid for pid, _ in found]
     if sum(threads for _, threads in found) > spec["processes"]:
@@ -318,7 +318,7 @@ def passed_limit(spec: Spec) -> str:
 
 
 def watch(spec: Spec, child: int) -> tuple[int | None, str]:
-    """Waits until the first child ends, (its wait status, ""), or is to be ended, (None, why)."""
+    """Waits for the first child: (its wait status, "") once it ended, (None, the reason) once it must be ended."""
     poll = select.poll()
     poll.register(spec["control"], select.POLLIN)
     poll.register(os.pidfd_open(child), select.POLLIN)
@@ -340,7 +340,7 @@ def watch(spec: Spec, child: int) -> tuple[int | None, str]:
 
 
 def carry_out(order: bytes, control: int) -> bool:
-    """Stops all descendants, or lets them go on; whether they stand still."""
+    """Stops all descendants or lets them go on; whether they are now stopped."""
     with suppress(ProcessLookupError, PermissionError):  # none is left
         os.kill(-1, signal.SIGSTOP if order == STOP else signal.SIGCONT)
     if order == STOP:
@@ -349,7 +349,7 @@ def carry_out(order: bytes, control: int) -> bool:
 
 
 def reap() -> Iterator[tuple[int, int]]:
-    """The (process, wait status) of whoever has ended; orphans come to the keeper."""
+    """(process, wait status) of each child that has ended; orphans become children of the keeper."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -374,7 +374,7 @@ def end_all() -> dict[int, int]:
 
 
 def remove(folder: str) -> None:
-    """Takes the folder away, if it is there, whatever is in it: folders too deep for a path, or closed to their owner."""
+    """Removes the folder, if it exists, whatever it holds: folders too deep for a path, or closed to their owner."""
     try:
         os.rmdir(folder)
     except FileNotFoundError:
@@ -386,7 +386,7 @@ def remove(folder: str) -> None:
 
 
 def let_go(spec: Spec) -> None:
-    """The keeper holds none of the child's files: who reads at their other end sees when the child has closed them."""
+    """Closes the child's files in the keeper, so that the reader at their other end sees when the child has closed them."""
     first, last = sorted((spec["control"], spec["report"]))
     nothing = os.open("/dev/null", os.O_RDWR)
     for fd in range(3):

@@ -1,23 +1,23 @@
-"""The sandbox for machines that give no user namespaces: Landlock, a stricter system call filter, rlimits and a keeper.
+"""The sandbox for machines without user namespaces: Landlock, a stricter system call filter, rlimits and a keeper.
 
-A program reads /usr and its interpreter, and writes one folder of its own, which HOME and TMPDIR name; every other file, TCP,
-every socket with an address, abstract sockets, signals and tracing beyond itself are refused by the kernel (Linux 6.12 on:
-Landlock's ABI 6). As root each sandbox has a user id of its own, as with bwrap. `keeper.py` holds memory, processes, processor
-time and the folder's size to their limits, by looking ten times a second, and leaves nothing running.
+A program can read /usr and its interpreter, and write one folder of its own, which HOME and TMPDIR name. The kernel refuses
+every other file, TCP, every socket with an address, abstract sockets, and signals or tracing beyond the sandbox (from Linux
+6.12 on: Landlock's ABI 6). Started as root, each sandbox has a user id of its own, as with bwrap. `keeper.py` enforces the
+limits on memory, processes, processor time and the folder's size, looking ten times a second, and leaves nothing running.
 
-What it does not contain, and bwrap does:
-- Limits are looked at, not enforced at once: for a tenth of a second memory and disk can be overrun (memory of one process
-  by 1 GiB at most); with a writable control group memory is exact here too. A file without a name whose only descriptor is in
-  flight, in a socket pair that nobody reads, is not seen at all, and lasts as long as the pair.
-- There is no /tmp of its own, only the folder; /tmp, /proc and /dev/shm cannot be read or written. What needs them
-  (`multiprocessing` locks, `psutil`) fails.
-- Names are no secret: whether a path exists, its size, owner and times can be asked (`stat`) anywhere where the user may look;
-  contents and listings cannot. Host name, uptime, load and the process's own number are those of the machine.
+Weaker than bwrap:
+- Limits are polled, not enforced at once: for a tenth of a second memory and disk can be overrun (memory of one process by
+  1 GiB at most); with a writable control group the limit on memory is exact here too. A deleted file whose only descriptor is
+  in flight, in a socket pair that nobody reads, is not seen at all, and lasts as long as the pair.
+- There is no private /tmp, only the folder; /tmp, /proc and /dev/shm cannot be read or written. Programs that need them
+  (`multiprocessing` locks, `psutil`) fail.
+- Names are no secret: `stat` tells whether a path exists, its size, owner and times, wherever the user may look; contents and
+  listings stay closed. Host name, uptime, load and the process's own number are those of the machine.
 - As an ordinary user the program runs as that user. Priorities, limits, scheduling and file modes of others are denied by the
   filter (so `chmod` and `utime` fail in its own folder too), and the kernel's count of processes is shared with all that
   the user runs, so that a fork bomb is ended by the keeper rather than refused.
-- One filter between it and the kernel's whole surface of files and processes; no second wall of namespaces. Whoever kills the
-  keeper itself, which nobody inside can, leaves what it kept alive but for its first process.
+- One filter stands between the program and all of the kernel's file and process calls, without the second wall of namespaces.
+  If the keeper itself is killed, which nobody inside can do, all that it kept but the first process lives on.
 """
 
 import ctypes
@@ -48,24 +48,24 @@ LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 READABLE = ("/usr", "/etc/ld.so.cache", "/etc/alternatives")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/full")
 SLACK_PROCESSES = 512
-"""As an ordinary user: what the user's other programs may start meanwhile, before ours are refused a process."""
+"""As an ordinary user: processes that the user's other programs may start meanwhile, before ours are refused one."""
 SLACK_BYTES = 1 << 30
-"""Beyond the limit of memory: what one process may take before it is looked at again."""
+"""Bytes beyond the limit on memory that one process may take between two looks."""
 
 FAMILIES = (
     *("socket", "connect", "bind", "listen", "memfd_create", "memfd_secret", "inotify_init", "inotify_init1"),
     *("shmget", "shmat", "shmctl", "semget", "semop", "semtimedop", "semctl", "msgget", "msgsnd", "msgrcv", "msgctl"),
     *("mq_open", "mq_unlink", "migrate_pages", "move_pages", "process_mrelease", "sched_setattr"),
 )
-"""What a mount, network or IPC namespace would have made harmless."""
+"""System calls that a mount, network or IPC namespace would have made harmless."""
 PROCESS_CALLS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam")
-"""Their first argument is a process; 0 is the caller."""
+"""System calls whose first argument is a process; 0 is the caller."""
 OWNER_CALLS = (
     *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
     *("utime", "utimes", "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat"),
     *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
 )
-"""Landlock does not know them, so an ordinary user's program could change any of that user's files."""
+"""System calls that Landlock does not cover: with them an ordinary user's program could change any of that user's files."""
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 SOCK_STREAM, SOCK_TYPE_MASK = 1, 0xF
 
@@ -77,10 +77,10 @@ def abi() -> int:
 
 
 def check() -> None:
-    """Whether it can be used here.
+    """Checks that Landlock can be used here.
 
     Raises:
-        SandboxUnavailable: the kernel or libseccomp is not there.
+        SandboxUnavailable: the kernel is too old, or libseccomp is missing.
     """
     if abi() < NEEDED_ABI:
         raise SandboxUnavailable(
@@ -92,7 +92,7 @@ def check() -> None:
 
 @lru_cache(maxsize=2)
 def filters(owner: bool) -> tuple[str, str]:
-    """The filter that bwrap's programs have, and ours, in hex; `owner`: the program runs as a user who owns files."""
+    """The filter of bwrap's programs, and the one added here, in hex; `owner`: the program runs as a user who owns files."""
     import pyseccomp
 
     rules = seccomp.rules()
@@ -103,12 +103,12 @@ def filters(owner: bool) -> tuple[str, str]:
             made.add_rule(denied, name)
     for name in PROCESS_CALLS:
         made.add_rule(denied, name, arg(0, pyseccomp.NE, 0))
-    for name in ("setpriority", "ioprio_set"):  # (which, who): ourselves is 0, 0 for the one and 1, 0 for the other
+    for name in ("setpriority", "ioprio_set"):  # (which, who): the caller is (0, 0) in the first and (1, 0) in the second
         made.add_rule(denied, name, arg(0, pyseccomp.GT, 1 if name == "ioprio_set" else 0))
         made.add_rule(denied, name, arg(1, pyseccomp.NE, 0))
     for option in (PR_SET_PDEATHSIG, PR_SET_DUMPABLE):
         made.add_rule(denied, "prctl", arg(0, pyseccomp.MASKED_EQ, 0xFFFFFFFF, option))  # the kernel reads 32 bits of it
-    for kind in range(SOCK_TYPE_MASK + 1):  # pairs of datagram sockets could still send to an address
+    for kind in range(SOCK_TYPE_MASK + 1):  # a pair of datagram sockets could still send to an address
         if kind != SOCK_STREAM:
             made.add_rule(denied, "socketpair", arg(1, pyseccomp.MASKED_EQ, SOCK_TYPE_MASK, kind))
     with TemporaryFile() as file:
@@ -125,7 +125,7 @@ def readable_paths(folders: tuple[str, ...]) -> list[str]:
 
 @lru_cache(maxsize=1)
 def keeper_source() -> str:
-    """The keeper's file: given as text, since the interpreter inside may run where our own files cannot be read."""
+    """The source of the keeper: passed as text, since the interpreter may run where our own files cannot be read."""
     return Path(keeper.__file__).read_text(encoding="utf-8")
 
 
@@ -143,7 +143,7 @@ def threads_of(uid: int) -> int:
 
 
 class Tally:
-    """What the kernel counted, with what the keeper found where no control group counts."""
+    """The kernel's counts, or the keeper's report where no control group counts."""
 
     def __init__(self, cgroup: Cgroup, report: int) -> None:
         self._cgroup = cgroup
@@ -151,7 +151,7 @@ class Tally:
         self._said: keeper.Report | None = None
 
     def report(self) -> keeper.Report | None:
-        """The keeper's report; None before its end."""
+        """The keeper's report; None until the keeper has ended."""
         if self._said is None and spawn.wait_readable(self._report, 0):
             line = os.read(self._report, 4096)
             self._said = json.loads(line) if line else None
@@ -172,17 +172,17 @@ class Tally:
         return self._cgroup.members()
 
     def cpu_seconds(self) -> float | None:
-        """See `Counts.cpu_seconds`; without a control group only known at the end."""
+        """See `Counts.cpu_seconds`; without a control group it is known only at the end."""
         counted, said = self._cgroup.cpu_seconds(), self.report()
         return said["cpu_seconds"] if counted is None and said else counted
 
 
 class KeptProcess:
-    """A `Started` that a keeper holds.
+    """A `RunningSandbox` that a keeper holds.
 
     Args:
-        hold: our end of the control socket; the keeper ends all when it is closed.
-        undone: takes away what was made for it.
+        hold: our end of the control socket; the keeper ends everything when it is closed.
+        undone: removes what was made for the sandbox.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class KeptProcess:
         self._said: keeper.Report | None = None
 
     def members(self) -> set[int]:
-        """See `Started.members`: those of its user, or what came of the keeper, looked at twice since orphans move up to it."""
+        """See `RunningSandbox.members`: its user's, or the keeper's descendants, listed twice since orphans move up."""
         if (counted := self.cgroup.members()) is not None:
             return counted
         if self._uid is not None:
@@ -206,28 +206,28 @@ class KeptProcess:
         return {int(pid) for _ in range(2) for pid, _ in keeper.descendants(self._process.pid)}
 
     def stop(self) -> None:
-        """See `Started.stop`."""
+        """See `RunningSandbox.stop`."""
         spawn.send_order(self._hold, keeper.STOP)
 
     def go_on(self) -> None:
-        """See `Started.go_on`."""
+        """See `RunningSandbox.go_on`."""
         self._hold.sendall(keeper.GO_ON)
 
     def close(self) -> int:
-        """See `Started.close`."""
+        """See `RunningSandbox.close`."""
         if not self._closed:
             self._closed = True
             self._hold.close()
             spawn.wait_readable(self.end_fd)
             os.close(self.end_fd)
             self._process.wait()
-            self._said = self.cgroup.report()  # before its pipe is closed
+            self._said = self.cgroup.report()  # read before its pipe is closed
             self._undone.close()
         return os.waitstatus_to_exitcode(self._said["status"]) if self._said else self._process.wait()
 
 
 def launch(python: str, folders: tuple[str, ...], uids: range) -> Launch:
-    """Landlock around an interpreter, which needs those folders beside /usr."""
+    """A launcher of Landlock sandboxes for an interpreter that needs those folders beside /usr."""
 
     def start_one(limits: Limits, inside: Inside) -> KeptProcess:
         return start(python, folders, uids, limits, inside)
@@ -236,7 +236,7 @@ def launch(python: str, folders: tuple[str, ...], uids: range) -> Launch:
 
 
 def find(settings: Settings) -> Boxed:
-    """The sandbox, tried out.
+    """Finds the Landlock sandbox and tries it out.
 
     Raises:
         SandboxUnavailable: the kernel or libseccomp lacks what it needs, or no program runs in it.
@@ -249,14 +249,14 @@ def find(settings: Settings) -> Boxed:
         runs, said = holds(sandbox)
         if runs:
             return sandbox
-    raise SandboxUnavailable(f"The kernel has Landlock, and no sandbox of it comes up here: {said}", "See `agentrl doctor`.")
+    raise SandboxUnavailable(f"The kernel has Landlock, but its sandbox does not start here: {said}", "See `agentrl doctor`.")
 
 
 def start(python: str, folders: tuple[str, ...], uids: range, limits: Limits, inside: Inside) -> KeptProcess:
-    """Starts a sandbox, as `spawn.start`.
+    """Starts a sandbox, as `spawn.start` does.
 
     Raises:
-        InfraError: it did not come up.
+        InfraError: it did not start.
     """
     with ExitStack() as undone, ExitStack() as passed_on:
         seat = uid_pool.lease_uid(uids)
@@ -265,7 +265,7 @@ def start(python: str, folders: tuple[str, ...], uids: range, limits: Limits, in
         undone.callback(cgroup.remove)
         cgroup.set_limits(limits.memory_bytes, limits.processes)
         folder = make_folder(seat)
-        undone.callback(keeper.remove, folder)  # where the keeper could not
+        undone.callback(keeper.remove, folder)  # in case the keeper could not
         (hold, control), (said, report) = socket.socketpair(), os.pipe()
         undone.callback(os.close, said)
         source = spawn.memory_file(payload.sources(*inside.scripts))
@@ -293,8 +293,8 @@ def make_spec(
     control: int,
     report: int,
 ) -> keeper.Spec:
-    """What the keeper is told."""
-    # The keeper and the control group hold the number of processes; the kernel's count by user is the wall behind them.
+    """The request to the keeper."""
+    # The keeper and the control group limit the processes; the kernel's limit by user is the wall behind them.
     processes = 2 * inside.numbers[-1] if seat.uid else threads_of(os.getuid()) + SLACK_PROCESSES
     numbers = (*inside.numbers[:-1], processes)
     return {

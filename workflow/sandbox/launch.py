@@ -1,6 +1,6 @@
-"""What every kind of sandbox on this host does in its own way: start an interpreter inside and hold it.
+"""The part that each kind of sandbox on this host does in its own way: start an interpreter inside and hold it.
 
-Programs, sessions and the watch over them are the same whatever confines them; they know a `Launch`.
+Programs, sessions and their limits are the same for all kinds; they only know a `Launch`.
 """
 
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from agentrl.workflow.sandbox.cgroups import Events
 
 @dataclass(frozen=True)
 class Inside:
-    """What is to run inside.
+    """A request: the code to run inside, and its files.
 
     Args:
         scripts: files of this package without their suffix; the `main` of the last one is called.
-        files: its first arguments: descriptors, which keep their numbers.
-        numbers: its further arguments.
-        stdin, output: its standard streams.
-        session: it lasts, and stands still between requests; where nobody else can stop all that it starts in one step, it is
-            given the socket of who orders that as a last argument, and is the first process of its namespace.
-        zygote: it forks into namespaces of its own. So these, and the calls that make them, are left to it, and it is given the
-            system call filter as a last argument.
-        reads: paths of this host that it may read, beside its interpreter.
+        files: the first arguments of `main`: descriptors, which keep their numbers.
+        numbers: the further arguments of `main`.
+        stdin, output: the standard streams.
+        session: the program lasts, and is stopped between requests. Where nobody outside can stop all its processes in one
+            step, it is the first process of its namespace, and its last argument is the socket on which that is ordered.
+        zygote: the program forks into namespaces of its own. So the calls that make them are allowed, and its last argument
+            is the system call filter, which it sets later.
+        reads: paths of this host that the program may read, beside its interpreter.
     """
 
     scripts: tuple[str, ...]
@@ -38,32 +38,32 @@ class Inside:
 
 
 class Counts(Protocol):
-    """What all processes of a sandbox use together, as far as somebody counts it."""
+    """Counters of what all processes of a sandbox use together, as far as something counts it."""
 
     def set_limits(self, memory_bytes: int, processes: int) -> None:
         """Sets the limits."""
         ...
 
     def events(self) -> Events:
-        """What was done to keep them."""
+        """The kernel's interventions to keep the limits."""
         ...
 
     def cpu_seconds(self) -> float | None:
-        """Processor time so far; None where nobody counts."""
+        """Processor time so far; None where nothing counts it."""
         ...
 
 
 class RunningSandbox(Protocol):
-    """A started sandbox. `end_fd` is a descriptor that can be read when what was to run has ended."""
+    """A started sandbox."""
 
     @property
     def cgroup(self) -> Counts:
-        """Its use of the machine."""
+        """The counters of the sandbox."""
         ...
 
     @property
     def end_fd(self) -> int:
-        """A pidfd, or the like."""
+        """A descriptor, a pidfd for one, that becomes readable when the program inside has ended."""
         ...
 
     def members(self) -> set[int]:
@@ -71,19 +71,19 @@ class RunningSandbox(Protocol):
         ...
 
     def stop(self) -> None:
-        """Stops all that was started inside, in one step that a fork cannot outrun (see `freeze`).
+        """Stops all processes started inside, in one step that a fork cannot outrun (see `freeze`).
 
         Raises:
-            OSError: nobody is there any more who could.
+            OSError: the process that carries out the order is gone.
         """
         ...
 
     def go_on(self) -> None:
-        """Lets them go on, at once or soon. Raises as `stop`."""
+        """Lets the processes go on, at once or soon. Raises as `stop`."""
         ...
 
     def close(self) -> int:
-        """Kills what still runs and waits until nothing is left; the exit code, negative for a signal. Twice is no error."""
+        """Kills what runs, waits until nothing is left; the exit code, negative for a signal. Calling it twice is no error."""
         ...
 
 
@@ -92,8 +92,8 @@ class Launch:
     """One kind of sandbox.
 
     Args:
-        kind: its name in results.
-        start: starts one, or raises InfraError.
+        kind: the kind's name in results.
+        start: starts a sandbox, or raises InfraError.
         nests: whether a zygote inside can make namespaces of its own.
     """
 

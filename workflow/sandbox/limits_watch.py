@@ -1,9 +1,9 @@
-"""The parent's eye on a running program: what it prints, what it uses, when it ends, and what that makes of it.
+"""The parent's watch over a running program: its output, its use of time, its end, and the status that follows from these.
 
-The limit on processor time is the model's, so it is asked of the kernel: nobody can use up what is left of a budget in less
-than that many seconds divided by the cores, so a look is due by then. The limit on the clock moves away while others want the
-cores too. Who passes it nevertheless was kept from its processor, which is the system's failure, if the kernel says that it
-waited for a core half of the time or more; else it slept. Who does nothing but sleep is ended sooner.
+The limit on processor time is the model's, so the kernel's count decides. A program cannot use up what is left of its budget in
+less than that many seconds divided by the cores, so the next look is due by then. The limit on the clock is extended while
+others want the cores too. A program that passes it nevertheless was starved, which is the system's failure, if the kernel says
+that it waited for a core half of the time or more; else it slept. A program that does nothing but sleep is ended sooner.
 """
 
 import os
@@ -24,20 +24,20 @@ from agentrl.workflow.sandbox.launch import RunningSandbox
 SHORTEST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.02, 0.5
 CHUNK = 1 << 16
 CROWD_PER_CORE = 8
-"""The clock's limit is not put off for more than that."""
+"""The most programs per core for which the limit on the clock is extended."""
 
 STARVED_SHARE = 0.5
-"""Of its time on the clock: who waited for a core for that long was starved. The limit on the clock is four times that on
-processor time, or more, and a program's threads keep one another waiting no longer than they run."""
+"""The share of its time on the clock that a starved program waited for a core. The limit on the clock is at least four times
+that on processor time, and a program's threads keep one another waiting no longer than they run."""
 ASLEEP_SHARE = 0.02
-"""Who used a core, or waited for one, for less of the time between two looks was asleep."""
+"""A program that used or waited for a core for a smaller share of the time between two looks was asleep."""
 
 Overrun = Literal["timeout_cpu", "timeout_wall", "output_cap", "starved"]
 
 
 @dataclass(frozen=True)
 class Use:
-    """How a program's time passed: why it must be killed (None: it ended), and what it printed, at most its limit."""
+    """A program's run: why it must be killed (None: it ended), its output up to the limit, and its times."""
 
     overrun: Overrun | None
     output: bytes
@@ -46,7 +46,7 @@ class Use:
 
 
 class Clock:
-    """The limits of a program as its time passes.
+    """The limits on a program's time, checked as it passes.
 
     Args:
         running: how many programs of ours run at this moment.
@@ -69,10 +69,10 @@ class Clock:
         return self._limits.wall(self._crowd) - self.elapsed
 
     def look(self, cpu: float, waited: float) -> tuple[Overrun | None, float]:
-        """Why it must be killed now, if so; else in how many seconds to look again.
+        """(the reason to kill the program now, or None; the seconds until the next look).
 
         Args:
-            cpu: its processor seconds so far.
+            cpu: the program's processor seconds so far.
             waited: the seconds that it waited for a core so far.
         """
         limits, now = self._limits, time.monotonic()
@@ -98,11 +98,11 @@ def watch(
     members: Callable[[], Set[int]],
     running: Callable[[], int],
 ) -> Use:
-    """Reads what is printed until the program has ended or must be killed.
+    """Reads the program's output until it has ended or must be killed.
 
     Args:
         output: the reading end of its stdout and stderr.
-        end: a descriptor that can be read when it has ended.
+        end: a descriptor that becomes readable when it has ended.
         spent: its processor seconds so far.
         members: its processes.
         running: how many programs of ours run at this moment.
@@ -135,7 +135,7 @@ def watch(
 
 
 def _read(file: int, into: bytearray, most: int) -> bool:
-    """Whether there may be more to read now or later; of what is over the limit, one byte is enough to know."""
+    """Reads a chunk; whether more may come. Beyond the limit one byte is kept, which is enough to see that it was passed."""
     try:
         part = os.read(file, CHUNK)
     except BlockingIOError:
@@ -145,27 +145,27 @@ def _read(file: int, into: bytearray, most: int) -> bool:
 
 
 def explain_error(error: InfraError, said: bytes) -> InfraError:
-    """The error with what was printed as the sandbox came up."""
+    """The error, with the sandbox's output as it started."""
     return InfraError(f"{error.message} {decode_output(said).strip()}"[:1000])
 
 
 def drain(file: int) -> bool:
-    """Whether something was there to be thrown away."""
+    """Reads and drops a chunk of output; whether there was any."""
     return _read(file, bytearray(), 0)
 
 
 def _runnable() -> int:
-    """How many threads of the whole machine want a core at this moment."""
+    """The number of threads of the whole machine that want a core now."""
     with suppress(OSError):
         return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     return 1
 
 
 def cpu_seconds_of(box: RunningSandbox, lasting: Set[int] = frozenset()) -> float:
-    """Processor seconds of what runs in a sandbox so far; where no control group counts them, of its living processes.
+    """Processor seconds used in a sandbox so far; without a control group, those of its living processes.
 
     Args:
-        lasting: processes of the sandbox itself, which are not counted where each is looked at.
+        lasting: processes of the sandbox itself, left out where there is no control group.
     """
     counted = box.cgroup.cpu_seconds()
     if counted is not None:
@@ -174,12 +174,12 @@ def cpu_seconds_of(box: RunningSandbox, lasting: Set[int] = frozenset()) -> floa
 
 
 def status(limits: Limits, overrun: Overrun | None, code: int | None, cpu: float, kernel: Events) -> Status:
-    """What became of a program.
+    """The status of a program that ended.
 
     Args:
         overrun: why it was killed from outside.
-        code: its exit code otherwise, negative for a signal.
-        kernel: what the kernel did to keep the limits while it ran.
+        code: its exit code if it was not, negative for a signal.
+        kernel: the kernel's interventions while it ran.
     """
     if overrun in ("timeout_wall", "starved") and cpu >= limits.cpu_seconds:
         return "timeout_cpu"
@@ -199,5 +199,5 @@ def status(limits: Limits, overrun: Overrun | None, code: int | None, cpu: float
 
 
 def decode_output(output: bytes) -> str:
-    """The printed text, with what is no UTF-8 escaped."""
+    """The output as text; bytes that are not UTF-8 are escaped."""
     return output.decode(errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""What is started inside: an interpreter that reads our files from a descriptor, so that no path of this host need be visible.
+"""The command started inside: an interpreter that reads our files from a descriptor, so that no host path need be visible.
 
 The files that run inside (`runner`, `zygote`, `cells`, `exact_json`) import each other by their own names; the few lines of
 `BOOT` make modules of their sources.
@@ -30,19 +30,19 @@ ENVIRONMENT = {
     "PYTHONUTF8": "1",
     "PYTHONSAFEPATH": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTHONHASHSEED": "0",  # what a set prints is the same when cells are run again
+    "PYTHONHASHSEED": "0",  # a set prints the same when cells are run again
     "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",  # as many stacks as cores would meet the limit of address space
+    "OPENBLAS_NUM_THREADS": "1",  # one stack per core would exceed the limit on address space
 }
-"""All that a program inside finds in its environment."""
+"""The whole environment of a program inside."""
 
 FLAGS = ("-s", "-B")
-"""With `ENVIRONMENT` as isolated as -I, which would leave out the hash seed."""
+"""Together with `ENVIRONMENT` as isolated as -I, which would ignore the hash seed."""
 
 
 @lru_cache(maxsize=8)
 def sources(*names: str) -> bytes:
-    """The files of those names, as `BOOT` reads them."""
+    """The files of those names, in the form that `BOOT` reads."""
     folder = Path(__file__).parent
     return b"\0".join(name.encode() + b"\n" + (folder / f"{name}.py").read_bytes() for name in names)
 
@@ -55,5 +55,5 @@ def command(python: str, source: int, *arguments: int) -> list[str]:
 
 
 def standalone(*names: str) -> str:
-    """A script of those files, for an interpreter that is given nothing else."""
+    """One script made of those files, for an interpreter that gets nothing else."""
     return BOOT.format(parts=repr(sources(*names).decode()), arguments="")

@@ -1,4 +1,4 @@
-"""What the kernel tells of a process, read as bytes: a process gives itself any name, also one that is no text.
+"""The kernel's facts about a process in /proc, read as bytes: a process may give itself a name that is no valid text.
 
 This file also runs inside a container and imports only the standard library.
 """
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 def fields(process: int) -> list[str]:
-    """What `/proc/PID/stat` says after the process's name, its state first; nothing where it is gone."""
+    """The fields of `/proc/PID/stat` after the process's name, its state first; empty where it is gone."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].decode().split()
@@ -18,9 +18,9 @@ def fields(process: int) -> list[str]:
 
 
 def threads_of(process: int) -> tuple[int, str]:
-    """How many threads of a process live (0: it has ended), and the state of its first one.
+    """(number of living threads of a process, 0 once it has ended; the state of its first thread).
 
-    A process whose first thread has ended looks dead as long as others run; its number of threads says that they do.
+    A process whose first thread has ended looks dead while others still run; their number shows them.
     """
     found = fields(process)
     if not found:
@@ -30,15 +30,15 @@ def threads_of(process: int) -> tuple[int, str]:
 
 
 def processor_seconds(process: int) -> float:
-    """Processor time of a process and of its buried children; none where it is gone."""
+    """Processor time of a process and of its reaped children; 0 where it is gone."""
     return sum(int(field) for field in fields(process)[11:15]) / os.sysconf("SC_CLK_TCK")
 
 
 class Waits:
-    """How long processes that come and go have waited for a core, as far as was looked at.
+    """The time that a changing set of processes has waited for a core, as far as it was observed.
 
-    From one look to the next it is the wait of that thread which waited longest: however many threads there are, what they
-    wait for one another is no longer than they themselves run.
+    Between two looks the wait of the thread that waited longest counts: threads wait for each other no longer than they
+    themselves run, however many there are.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Waits:
         self.seconds = 0.0
 
     def look(self, processes: Iterable[int]) -> float:
-        """Looks at those that live now; the seconds so far."""
+        """Adds the waits of the processes that live now; returns the seconds so far."""
         before, self._threads = self._threads, {name: wait for process in processes for name, wait in _waits(process)}
         longest = max((wait - before.get(name, 0) for name, wait in self._threads.items()), default=0)
         self.seconds += max(0, longest) / 1e9
@@ -54,7 +54,7 @@ class Waits:
 
 
 def _waits(process: int) -> Iterator[tuple[str, int]]:
-    """Each thread of a process, and how many nanoseconds it has waited for a core."""
+    """(thread, nanoseconds that it has waited for a core) for each thread of a process."""
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{process}/task"):
             with suppress(OSError), open(f"/proc/{process}/task/{thread}/schedstat", "rb") as file:

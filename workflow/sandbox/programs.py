@@ -1,7 +1,7 @@
-"""One program from nothing: in a sandbox of its own (cold), or in a fork of a warm one.
+"""Single programs: each runs in a sandbox of its own (cold), or in a fork of a warm one.
 
-Both give the program an interpreter's state as it is before the first line, an empty /tmp and its limits. The fork costs
-about as much as a plain interpreter does, the cold start three times that.
+Either way the program finds a fresh interpreter, an empty /tmp and its limits. The fork costs about as much as starting a plain
+interpreter, the cold start three times that.
 """
 
 import json
@@ -21,12 +21,12 @@ from agentrl.workflow.sandbox.launch import Inside, Launch
 from agentrl.workflow.sandbox.limits_watch import Use, cpu_seconds_of, decode_output, explain_error, status, watch
 
 ADDRESS_BYTES = 4 << 30
-"""Limit of each process: far more than it may really use, since threads reserve much that they never touch."""
+"""Limit on the address space of each process: far more than it may use, since threads reserve much that they never touch."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Descriptors of its source and its standard input, and its limits."""
+    """A program: descriptors of its source and its standard input, and its limits."""
 
     source: int
     stdin: int
@@ -34,7 +34,7 @@ class Program:
 
 
 def whole_seconds(limits: Limits) -> int:
-    """The budget as rlimits count it."""
+    """The budget of processor time in whole seconds, as rlimits count it."""
     return max(1, math.ceil(limits.cpu_seconds))
 
 
@@ -42,7 +42,7 @@ def run_cold(launch: Launch, program: Program, running: Callable[[], int]) -> Re
     """Runs a program in a sandbox of its own.
 
     Raises:
-        InfraError: it did not come up.
+        InfraError: it did not start.
     """
     limits = program.limits
     with ExitStack() as files:
@@ -64,7 +64,7 @@ def run_cold(launch: Launch, program: Program, running: Callable[[], int]) -> Re
             events, cpu = box.cgroup.events(), cpu_seconds_of(box)
         finally:
             code = box.close()
-        cpu = max(cpu, box.cgroup.cpu_seconds() or 0.0)  # where nobody counted, it is known only afterwards
+        cpu = max(cpu, box.cgroup.cpu_seconds() or 0.0)  # without a control group it is known only now
         if not os.read(heard, 1):
             return Result("sandbox_fault", decode_output(use.output), code, 0.0, use.wall_seconds, launch.kind)
         return _result(launch.kind, limits, use, code, cpu, events)
@@ -74,7 +74,7 @@ class Zygote:
     """A warm sandbox: programs run in it one after the other.
 
     Raises:
-        InfraError: it did not come up.
+        InfraError: it did not start.
     """
 
     def __init__(self, launch: Launch, limits: Limits) -> None:
@@ -87,7 +87,7 @@ class Zygote:
                 self._box = launch.start(limits, inside)
             if not spawn.wait_readable(self._line.fileno(), spawn.START_SECONDS) or not self._line.recv(4096):
                 self._box.close()
-                raise InfraError("A warm sandbox did not come up.")
+                raise InfraError("A warm sandbox did not start.")
         except InfraError as error:
             self._line.close()
             raise explain_error(error, os.pread(log, 500, 0)) from error
@@ -122,13 +122,13 @@ class Zygote:
         return _result(self._kind, limits, use, told["code"], max(told["cpu"], cpu), events)
 
     def close(self) -> None:
-        """Ends it, and whatever runs in it."""
+        """Ends the zygote, and whatever runs in it."""
         self.alive = False
         self._box.close()
         self._line.close()
 
     def _begin(self, program: Program) -> int:
-        """Sends the program in; the end of the pipe from which its output is read."""
+        """Sends the program in; returns the pipe's end from which its output is read."""
         limits = program.limits
         asked = {
             "cpu": whole_seconds(limits),
@@ -138,7 +138,7 @@ class Zygote:
         }
         printed, output = os.pipe()
         try:
-            with suppress(BrokenPipeError):  # it is gone: what watches it sees that
+            with suppress(BrokenPipeError):  # the zygote is gone: the watch sees that
                 socket.send_fds(self._line, [json.dumps(asked).encode()], [program.source, program.stdin, output])
         finally:
             os.close(output)

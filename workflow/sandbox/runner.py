@@ -1,7 +1,7 @@
-"""Inside: one program from beginning to end, in a process that is its own.
+"""Inside: runs one program from beginning to end, in a process of its own.
 
-This file runs inside the sandbox, with whatever interpreter is there, and imports nothing but the standard library, late and
-little: each import is paid with every run.
+This file runs inside the sandbox, with whichever interpreter is there. It imports the standard library alone, and little of
+that, late: every run pays for each import.
 """
 
 import os
@@ -10,11 +10,11 @@ import sys
 import types
 
 FILE, CELL = "<code>", "<cell "
-"""What the files of programs, and those of cells, are called in a traceback."""
+"""File names in tracebacks: of a program, and the beginning of a cell's."""
 
 
 def limit(address_bytes: int, processes: int) -> None:
-    """Lowers what this process and its children may use; it cannot be raised again.
+    """Lowers the limits of this process and its children for good.
 
     Args:
         address_bytes: address space of each process.
@@ -28,16 +28,16 @@ def limit(address_bytes: int, processes: int) -> None:
 
 
 def budget(cpu_seconds: int, most: int) -> None:
-    """Processor seconds of this process and of each child: SIGXCPU ends them; a second after `most`, SIGKILL.
+    """Sets the processor seconds of this process and of each child: SIGXCPU ends them, or SIGKILL a second after `most`.
 
     Args:
-        most: nobody in here can raise it again.
+        most: the hard limit, which nobody in here can raise again.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, most + 1))
 
 
 def connect(stdin: int, output: int) -> None:
-    """Makes these the standard streams and closes every other file."""
+    """Makes these descriptors the standard streams and closes all others."""
     os.dup2(stdin, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -45,13 +45,13 @@ def connect(stdin: int, output: int) -> None:
 
 
 def configure_streams() -> None:
-    """Text that no encoding can write is escaped, and what was printed before a kill is not lost."""
+    """Lets the streams escape text that cannot be encoded, and write each line at once, so that a kill loses none."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
 
 
 def execute(source: str) -> int:
-    """Runs a program as `__main__`; the exit code that an interpreter would have had."""
+    """Runs a program as `__main__` and returns the exit code that an interpreter would have had."""
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     code = 0
@@ -74,12 +74,12 @@ def show(error: BaseException, source: str, file: str = FILE) -> None:
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     trace = error.__traceback__
     while trace is not None and not trace.tb_frame.f_code.co_filename.startswith((FILE, CELL)):
-        trace = trace.tb_next  # all of them, where it could not even be compiled
+        trace = trace.tb_next  # all frames, if the program could not even be compiled
     traceback.print_exception(type(error), error, trace)
 
 
 def exit_code(code: object) -> int:
-    """What an interpreter makes of `sys.exit(code)`."""
+    """The exit code of an interpreter after `sys.exit(code)`."""
     if code is None:
         return 0
     if isinstance(code, int):
@@ -89,7 +89,7 @@ def exit_code(code: object) -> int:
 
 
 def _end_threads() -> None:
-    """An interpreter waits for its threads and calls what was registered; `os._exit` does neither."""
+    """Waits for threads and runs exit handlers, as an interpreter does at its end; `os._exit` does neither."""
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()
     if "atexit" in sys.modules:
@@ -97,7 +97,7 @@ def _end_threads() -> None:
 
 
 def flush_streams(code: int) -> int:
-    """`code`, or 1 where what was printed cannot be written. A stream that the program has set to None has nothing to write."""
+    """Flushes the streams: `code`, or 1 where one cannot be written. A stream that the program set to None has no output."""
     try:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
@@ -107,7 +107,7 @@ def flush_streams(code: int) -> int:
 
 
 def main(source: int, ready: int, cpu_seconds: int, address_bytes: int, processes: int) -> None:
-    """Runs the program in the file `source`; a byte on `ready` says that from here on it is the program that acts."""
+    """Runs the program in the file `source`; a byte on `ready` announces that the program's own code begins."""
     with open(source, encoding="utf-8", errors="surrogateescape") as file:
         text = file.read()
     limit(address_bytes, processes)
@@ -115,5 +115,5 @@ def main(source: int, ready: int, cpu_seconds: int, address_bytes: int, processe
     os.write(ready, b"1")
     connect(0, 1)
     configure_streams()
-    # The interpreter's own end would take tens of milliseconds where large packages were loaded.
+    # An interpreter's regular exit would take tens of milliseconds after large packages were loaded.
     os._exit(execute(text))

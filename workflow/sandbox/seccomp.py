@@ -1,8 +1,8 @@
-"""Which system calls a program inside may not make: what reaches into other processes, namespaces or the kernel's odd corners.
+"""The system calls denied inside: those that reach into other processes, namespaces or rarely used parts of the kernel.
 
-The rules are made with libseccomp (`pyseccomp`) and handed over as BPF. Everything else is allowed: the mount, process,
-network and user namespaces hold the rest. A denied call fails with EPERM; `clone3` fails with ENOSYS, since its flags lie in
-memory that a filter cannot read, and the C library then uses `clone`, whose flags can be read.
+The rules are made with libseccomp (`pyseccomp`) and handed over as BPF. All other calls are allowed: the mount, process,
+network and user namespaces contain them. A denied call fails with EPERM. `clone3` fails with ENOSYS, since its flags lie in
+memory that a filter cannot read; the C library then uses `clone`, whose flags the filter reads.
 """
 
 import errno
@@ -19,11 +19,11 @@ DENIED_CALLS = (
     *("init_module", "finit_module", "delete_module", "kexec_load", "kexec_file_load", "reboot", "swapon", "swapoff"),
     *("acct", "quotactl", "syslog", "settimeofday", "clock_settime", "adjtimex", "clock_adjtime", "sethostname"),
     *("setdomainname", "iopl", "ioperm", "modify_ldt", "vhangup", "lookup_dcookie", "nfsservctl", "fanotify_init"),
-    # What lets the kernel send a signal of one's choice later on: SIGCONT, to a session that stands still.
+    # Calls that let the kernel send any signal later on: SIGCONT, for one, to a stopped session.
     *("timer_create", "mq_notify"),
 )
 F_SETSIG, F_NOTIFY = 10, 1026
-"""fcntl's part of that."""
+"""The commands of fcntl that do the same."""
 
 NEW_NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C

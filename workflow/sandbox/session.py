@@ -1,11 +1,11 @@
-"""A session's rules: cells are sent in, and what the processes inside say is believed only as far as it can do no harm.
+"""A session's rules: cells are sent in, and messages from inside are trusted only as far as they can do no harm.
 
 The lines that come back are from processes that run model-written code. They can claim that a cell ended, how, and with which
-data; a line that is none ends the session. Which process wrote it is the kernel's word. Which one is the next state is decided
-out here alone, so that a cell that ends by itself as it is killed is killed.
+data; a malformed line ends the session. The kernel tells which process wrote a line. Only this side decides which process is
+the next state, so that a cell that ends by itself while it is being killed counts as killed.
 
-Between cells there is the state, one process, and it stands still: whatever else a cell left is ended and counted (`freeze`).
-So nothing uses a processor that nobody watches, and the next cell finds room whatever the last one did.
+Between cells only the state, one process, exists, and it is stopped: whatever else a cell left is ended and counted (`freeze`).
+So nothing uses a core unwatched, and the next cell finds room whatever the last one did.
 """
 
 import json
@@ -27,60 +27,60 @@ from agentrl.workflow.sandbox.programs import whole_seconds
 MAX_LINE_BYTES = 2 * exact_json.MAX_CHARACTERS + 4096
 """A value is ASCII, and a line writes its quotation marks and backslashes as two."""
 ANSWER_SECONDS = 10.0
-"""For a state to fork, to say that its child was killed, for a line that has begun, and for what is killed to end."""
+"""Time for a state to fork or to report that its child was killed, for the rest of a line, and for killed processes to end."""
 LOOK_SECONDS = 0.2
-"""Between two looks at the processor time of a cell whose line has begun."""
+"""The interval between two looks at the processor time of a cell whose line has begun."""
 OVERTIME_SECONDS = 0.5
-"""Processor time beyond its limit that a cell may have used before it is found to have ended."""
+"""Processor time beyond its limit that a cell may use before its end is noticed."""
 EXIT_CODES = range(-64, 256)
 GO = b"\n"
-"""A cell waits for it before it begins, for its limits count from here on."""
+"""The byte that a cell waits for before it begins; its limits count from then on."""
 CALLS_OF_A_STATE = 200
-"""Calls that keep nothing use up the same state's own processor time, a fork's worth each; then it is renewed."""
+"""Calls with `keeps=False` before a state is renewed: each costs the same state the processor time of a fork."""
 ENDED_TEXT = "The session has ended."
 FULL_TEXT = "[nothing of this cell is kept: it left so many threads behind that there was no room to go on]"
 
 
 class BrokenLine(Exception):
-    """What came over the line is none of ours, or nothing came."""
+    """A message that breaks the protocol, or none at all."""
 
 
 class Line(Protocol):
-    """The way to the processes of one session, whatever confines them.
+    """The connection to the processes of one session, whatever confines them.
 
-    All of these raise Broken, OSError or Unsettled where the session's processes are gone or beyond control.
+    All methods raise BrokenLine, OSError or SettleError where the session's processes are gone or out of control.
     """
 
     def say(self, data: bytes) -> None:
-        """Sends it to whoever reads."""
+        """Sends data to the process that reads."""
         ...
 
     def part(self, seconds: float) -> tuple[bytes, int]:
-        """The text that a process said, and which; at most a line, nothing where none said any in so many seconds."""
+        """(text, the process that wrote it): at most a line; empty where nothing came within `seconds`."""
         ...
 
     def forget(self) -> None:
-        """Drops what was said and printed until now."""
+        """Drops messages and output that came until now."""
         ...
 
     def watch(self, limits: Limits, running: Callable[[], int]) -> Use:
-        """Waits until something is said, or a limit is passed."""
+        """Waits until a message comes or a limit is passed."""
         ...
 
     def read_usage(self) -> tuple[Events, float]:
-        """What the kernel did to keep the limits, and processor seconds of the cell, or of all cells."""
+        """(the kernel's interventions, processor seconds of the cell or of all cells so far)."""
         ...
 
     def settle(self, lasting: Set[int]) -> int:
-        """Ends all but these and what is no cell's, and stops these: how many threads were ended."""
+        """Ends all processes of cells but the lasting ones, which it stops; returns how many threads were ended."""
         ...
 
     def go_on(self) -> None:
-        """Lets go on what was stopped."""
+        """Lets the stopped processes go on."""
         ...
 
     def close(self) -> Events:
-        """Ends all of it; what was done until then to keep the limits."""
+        """Ends the session; returns the kernel's interventions until then."""
         ...
 
 
@@ -88,10 +88,10 @@ class CellSession:
     """A `Session` over a line.
 
     Args:
-        kind: of the sandbox.
+        kind: the sandbox's kind.
 
     Raises:
-        Broken, OSError, Unsettled: it did not come up.
+        BrokenLine, OSError, SettleError: the session did not start.
     """
 
     def __init__(self, line: Line, kind: str, limits: Limits, turns: FairSemaphore, seconds: float) -> None:
@@ -130,9 +130,9 @@ class CellSession:
     def _ask(self, request: dict[str, Any], limits: Limits, keeps: bool) -> Result:
         fixed = ("memory_bytes", "processes", "tmp_bytes")
         if changed := [name for name in fixed if getattr(limits, name) != getattr(self._limits, name)]:
-            raise ConfigError(f"{changed[0]} of a cell differs from its session's.", "Open the session with it.")
+            raise ConfigError(f"A cell's {changed[0]} differs from its session's.", "Open the session with that limit.")
         if limits.cpu_seconds > self._limits.cpu_seconds:
-            raise ConfigError("cpu_seconds of a cell are more than its session's.", "Open the session with as many.")
+            raise ConfigError("A cell's cpu_seconds are more than its session's.", "Open the session with as many.")
         with self._lock, self._turns.hold():
             if not self.alive:
                 return Result("killed", ENDED_TEXT, None, 0.0, 0.0, self._kind)
@@ -144,7 +144,7 @@ class CellSession:
                 came_to = status(limits, None, None, 0.0, done)
                 return Result(came_to, f"{ENDED_TEXT} ({error or 'its processes are gone'})", None, 0.0, 0.0, self._kind)
             except BaseException:
-                self._close()  # the next line would answer this cell
+                self._close()  # the next line read would be this cell's answer
                 raise
 
     def _count(self, keeps: bool) -> None:
@@ -169,7 +169,7 @@ class CellSession:
         if full:
             message, speaker = self._retry(speaker)
         events, cpu = line.read_usage()
-        if use.overrun is None and cpu > most:  # it said that it had ended, and had not
+        if use.overrun is None and cpu > most:  # it claimed to have ended, and ran on
             use, message, speaker, full = replace(use, overrun="timeout_cpu"), {}, 0, False
         events, cpu = events.since(self._before), cpu - cpu_before
         done = message.get("done")
@@ -195,14 +195,14 @@ class CellSession:
         return Result(came_to, said, code, cpu, use.wall_seconds, self._kind, value, left, use.waited_seconds)
 
     def _retry(self, child: int) -> tuple[dict[str, Any], int]:
-        """Lets a cell that had no room for its heir go on, once what it started is ended; what comes of it."""
+        """Ends the processes of a cell that had no room for its heir, and lets it try again; returns its message and sender."""
         self._line.settle({self._state, child})
         self._line.go_on()
         self._line.say(GO)
         return self._receive(ANSWER_SECONDS)
 
     def _undo(self, message: dict[str, Any], speaker: int) -> int:
-        """Goes back to the state from before the cell, which says how its child died."""
+        """Goes back to the state before the cell; returns how the cell's process died, as that state reports it."""
         if message and not (is_end(message.get("done")) or is_exit(message.get("died")) or "full" in message):
             raise BrokenLine("a cell's end was not told as it is")
         self._line.settle({self._state})
@@ -216,11 +216,11 @@ class CellSession:
         return code
 
     def _receive(self, seconds: float, only: int | None = None, most: float = math.inf) -> tuple[dict[str, Any], int]:
-        """The next line, and which process wrote its end.
+        """(the next line, the process that wrote its end).
 
         Args:
-            only: what other processes wrote is passed over.
-            most: processor seconds as the line counts them; a line that is not whole by then is empty.
+            only: ignore lines of other processes.
+            most: processor seconds as the line counts them; a line that is incomplete by then is returned empty.
         """
         now = time.monotonic()
         deadline, due, process, said = now + seconds, now + LOOK_SECONDS, 0, bytearray()
@@ -243,10 +243,10 @@ def message_of(said: bytes | bytearray) -> dict[str, Any]:
     """The object of a line, whoever wrote it.
 
     Raises:
-        Broken: it holds none.
+        BrokenLine: the line holds no object.
     """
     try:
-        message = json.loads(said.decode())  # bytes it would take for any encoding that they begin like
+        message = json.loads(said.decode())  # given bytes, json would guess an encoding
     except (ValueError, RecursionError) as error:
         raise BrokenLine("what was said is no line") from error
     if not isinstance(message, dict):
@@ -255,7 +255,7 @@ def message_of(said: bytes | bytearray) -> dict[str, Any]:
 
 
 def is_end(done: object) -> TypeGuard[dict[str, Any]]:
-    """Whether that can be the end of a cell: an exit code, and the text of a value that is no longer than one may be."""
+    """Whether `done` can be the end of a cell: an exit code, and a value's text within its limit."""
     if not isinstance(done, dict) or not is_exit(done.get("code")):
         return False
     value = done.get("value")
@@ -263,5 +263,5 @@ def is_end(done: object) -> TypeGuard[dict[str, Any]]:
 
 
 def is_exit(code: object) -> TypeGuard[int]:
-    """Whether that can be an exit code, negative for a signal; it comes from a process that runs model-written code."""
+    """Whether `code` can be an exit code, negative for a signal; it comes from a process that runs model-written code."""
     return type(code) is int and code in EXIT_CODES

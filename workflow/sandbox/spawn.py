@@ -1,8 +1,8 @@
-"""A started sandbox as its parent holds it: a process, its namespace's first process, a control group, a seat.
+"""A bubblewrap sandbox as its parent holds it: bwrap's process, the first process inside, a control group, a leased user id.
 
-bwrap's `--die-with-parent` follows the thread that started it, not the process: sandboxes started by a short-lived thread die
-with it. So one thread starts all of them and lives as long as this process. A sandbox is ended by killing the first process
-of its namespace, and is gone when the kernel has buried every other one: nothing survives `Box.close`.
+bwrap's `--die-with-parent` follows the thread that started it, not the process: a sandbox started by a short-lived thread dies
+with that thread. So one thread starts all of them and lives as long as this process. A sandbox is ended by killing the first
+process of its namespace, and is gone when the kernel has reaped all others: nothing survives `Box.close`.
 """
 
 import json
@@ -24,18 +24,18 @@ from agentrl.workflow.sandbox.launch import Inside, Launch
 from agentrl.workflow.sandbox.uid_pool import UidLease
 
 BWRAP_SECONDS = 5.0
-"""bwrap ends by itself in this time once the first process is gone, with that one's exit code."""
+"""The time in which bwrap ends once the first process is gone, with that process's exit code."""
 SIGNAL_EXIT_BASE = 128
-"""What bwrap adds to the number of the signal that ended a program."""
+"""bwrap's exit code for a program that a signal ended is this plus the signal's number."""
 ORDER_SECONDS = 10.0
 START_SECONDS = 60.0
-"""Time to come up, on a machine that is very busy."""
+"""Time to start, on a very busy machine."""
 
 _spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sandbox-spawner")
 
 
 def memory_file(data: bytes) -> int:
-    """A descriptor from which those bytes are read; a file without a name."""
+    """A descriptor of a file without a name that holds those bytes, positioned at its beginning."""
     file = os.memfd_create("sandbox")
     left = memoryview(data)
     while left:
@@ -48,9 +48,9 @@ class Box:
     """One sandbox.
 
     Args:
-        process: bwrap, or whatever was started.
+        process: bwrap's process.
         first: the first process inside.
-        orders: the socket on which that one is told to stop the others, where it can be.
+        orders: the socket on which the first process takes the order to stop the others, if it can.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class Box:
         self._closed = False
 
     def members(self) -> set[int]:
-        """See `Started.members`: the first process and its descendants; an orphan becomes a child of the first."""
+        """See `RunningSandbox.members`: the first process and its descendants; orphans become its children."""
         if self._closed or wait_readable(self._first, 0):
-            return set()  # its number may be another's by now
+            return set()  # another process may have its number by now
         if (counted := self.cgroup.members()) is not None:
             return counted
         if Path(f"/proc/{self._first_id}/task/{self._first_id}/children").exists():
-            # Looked at twice, since who is orphaned meanwhile moves up.
+            # Listed twice, since processes orphaned meanwhile move up.
             return {self._first_id} | {int(process) for _ in range(2) for process, _ in keeper.descendants(self._first_id)}
         parents = dict(filter(None, map(_parent, filter(str.isdigit, os.listdir("/proc")))))
         found: set[int] = set()
@@ -88,17 +88,17 @@ class Box:
         return found
 
     def stop(self) -> None:
-        """See `Started.stop`."""
+        """See `RunningSandbox.stop`."""
         assert self._orders is not None
         send_order(self._orders, keeper.STOP)
 
     def go_on(self) -> None:
-        """See `Started.go_on`."""
+        """See `RunningSandbox.go_on`."""
         assert self._orders is not None
         self._orders.sendall(keeper.GO_ON)
 
     def close(self) -> int:
-        """See `Started.close`."""
+        """See `RunningSandbox.close`."""
         if not self._closed:
             self._closed = True
             if self._orders is not None:
@@ -109,7 +109,7 @@ class Box:
             if not wait_readable(self.end_fd, BWRAP_SECONDS):
                 self.process.kill()
             bury(self.process, self.cgroup)
-            with suppress(ChildProcessError):  # where this process is the machine's first, it inherits the other's orphan
+            with suppress(ChildProcessError):  # it is a child only where this process is the machine's first, heir of orphans
                 os.waitid(os.P_PIDFD, self._first, os.WEXITED)
             os.close(self._first)
             os.close(self.end_fd)
@@ -120,7 +120,7 @@ class Box:
 
 
 def launch(profile: bwrap.Profile, uids: range) -> Launch:
-    """bwrap as this machine allows it, as users of that range where root starts it."""
+    """A launcher of bwrap sandboxes; as root, each runs as a user of that range."""
 
     def start_one(limits: Limits, inside: Inside) -> Box:
         return start(profile, uids, limits, inside)
@@ -132,7 +132,7 @@ def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -
     """Starts a sandbox.
 
     Raises:
-        InfraError: it did not come up.
+        InfraError: it did not start.
     """
     with ExitStack() as files, ExitStack() as undone:
         (heard, info), (waits, go) = os.pipe(), os.pipe()
@@ -163,24 +163,24 @@ def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -
         try:
             box = Box(process, _first_process(heard), cgroup, seat, orders)
         except ProcessLookupError as error:
-            raise InfraError("A sandbox ended as it came up.") from error
+            raise InfraError("A sandbox ended while it started.") from error
         os.write(go, b"1")
         undone.pop_all()
         return box
 
 
 def bury(process: "subprocess.Popen[bytes]", cgroup: Cgroup) -> None:
-    """Waits for a process that has ended, and notes what it and its children had used."""
+    """Reaps a process that has ended, and notes the processor time of it and its children."""
     _, code, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(code)
     cgroup.note_final_cpu_seconds(used.ru_utime + used.ru_stime)
 
 
 def send_order(line: socket.socket, order: bytes) -> None:
-    """Gives the order to stop and waits until it is carried out.
+    """Sends an order and waits until it is carried out.
 
     Raises:
-        OSError: nobody is there, or answers.
+        OSError: the process is gone, or does not answer.
     """
     line.settimeout(ORDER_SECONDS)
     line.sendall(order)
@@ -189,7 +189,7 @@ def send_order(line: socket.socket, order: bytes) -> None:
 
 
 def wait_readable(file: int, seconds: float | None = None) -> bool:
-    """Whether there is something to read (or, of a pidfd, the process has ended) within so many seconds; None: however long."""
+    """Whether there is something to read (for a pidfd: the process has ended) within `seconds`; None: waits for ever."""
     poller = select.poll()
     poller.register(file, select.POLLIN)
     return bool(poller.poll(None if seconds is None else max(0, seconds * 1000)))
@@ -198,7 +198,7 @@ def wait_readable(file: int, seconds: float | None = None) -> bool:
 def start_process(
     command: Sequence[str], inside: Inside, files: Sequence[int], env: Mapping[str, str] | None = None, cwd: str = "/"
 ) -> "subprocess.Popen[bytes]":
-    """A process that the one thread started, in an environment of nothing but `env`."""
+    """Starts a process, in the one thread for that, with no environment but `env`."""
 
     def popen() -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
@@ -223,11 +223,11 @@ def _first_process(heard: int) -> int:
     try:
         return int(json.loads(said)["child-pid"])
     except (ValueError, KeyError) as error:
-        raise InfraError("A sandbox did not come up.") from error
+        raise InfraError("A sandbox did not start.") from error
 
 
 def _parent(process: str) -> tuple[int, int] | None:
-    """A process and its parent; None where it is gone, or dead already."""
+    """(a process, its parent); None where it is gone or already dead."""
     found = proc.fields(int(process))
     if not found or (found[0] in "ZX" and not proc.threads_of(int(process))[0]):
         return None

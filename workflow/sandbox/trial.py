@@ -1,4 +1,4 @@
-"""Is a sandbox one? A program is run in it. And which interpreters there are to run inside of one."""
+"""Tries a sandbox out by running a program in it, and lists the interpreters that could run inside."""
 
 import subprocess
 import sys
@@ -25,6 +25,6 @@ def interpreters(settings: Settings) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def holds(sandbox: Sandbox) -> tuple[bool, str]:
-    """Whether a program runs in it, and what was said instead."""
+    """Whether a program runs in the sandbox, and the error output if not."""
     result = sandbox.run(PROBE, limits=PROBE_LIMITS)
     return result.output == ANSWER, " ".join(result.output.split())[:300]

@@ -1,4 +1,4 @@
-"""Who a sandbox runs as. As root: a user id of its own, because the kernel counts processes by user; else ourselves.
+"""The user a sandbox runs as. Under root: a user id of its own, because the kernel counts processes by user; else this user.
 
 An id is taken by binding an abstract socket named after it: the kernel gives it to one process of this host and takes it back
 when that process is gone, however it ended.
@@ -13,7 +13,7 @@ from agentrl.workflow.errors import ConfigError, InfraError
 
 @dataclass(frozen=True)
 class UidLease:
-    """The user of one sandbox; `uid` is None where no user is changed."""
+    """The user of one sandbox; `uid` is None where it stays the current one."""
 
     uid: int | None
     _lock: socket.socket | None = None
@@ -25,19 +25,19 @@ class UidLease:
 
 
 def uid_range(text: str) -> range:
-    """`FIRST-LAST` of the setting `AGENTRL_SANDBOX_UIDS`.
+    """The range that the setting `AGENTRL_SANDBOX_UIDS` (`FIRST-LAST`) names.
 
     Raises:
-        ConfigError: it is no such range, or contains root.
+        ConfigError: the text is no such range, or the range contains root.
     """
     first, _, last = text.partition("-")
     if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
-        raise ConfigError(f"AGENTRL_SANDBOX_UIDS is {text!r}, no range of user ids.", "Write FIRST-LAST: 231000-231255.")
+        raise ConfigError(f"AGENTRL_SANDBOX_UIDS is {text!r}, not a range of user ids.", "Write FIRST-LAST: 231000-231255.")
     return range(int(first), int(last) + 1)
 
 
 def lease_uid(uids: range) -> UidLease:
-    """A free seat.
+    """Leases a free user id.
 
     Raises:
         InfraError: all ids of the range are in use.

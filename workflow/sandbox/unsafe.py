@@ -1,7 +1,7 @@
-"""No sandbox at all, for whoever says `AGENTRL_SANDBOX=none-unsafe`: model-written code runs as this user, on this host.
+"""No sandbox at all, under `AGENTRL_SANDBOX=none-unsafe`: model-written code runs as this user, on this host.
 
-What is left: limits on each process, the parent's deadlines, an environment without this process's variables, and that what a
-program started is killed with it unless it hides. It can read and write whatever this user can.
+What remains: limits on each process, the parent's deadlines, an environment without this process's variables, and that a
+program's children are killed with it unless they hide. The program can read and write whatever this user can.
 """
 
 import os
@@ -24,7 +24,7 @@ class Bare:
         self._closed = False
 
     def members(self) -> set[int]:
-        """See `Started.members`: those in the same session of processes, unless they left it."""
+        """See `RunningSandbox.members`: the processes of the same process session, without those that left it."""
         found = set()
         for name in filter(str.isdigit, os.listdir("/proc")):
             with suppress(ProcessLookupError):
@@ -33,11 +33,11 @@ class Bare:
         return found
 
     def stop(self) -> None:
-        """See `Started.stop`; one after the other: nobody here can stop all in one step."""
+        """See `RunningSandbox.stop`, but one after the other: without a sandbox nobody can stop all in one step."""
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """See `Started.go_on`."""
+        """See `RunningSandbox.go_on`."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:
@@ -46,7 +46,7 @@ class Bare:
                 os.kill(process, number)
 
     def close(self) -> int:
-        """See `Started.close`."""
+        """See `RunningSandbox.close`."""
         if not self._closed:
             self._closed = True
             self._signal(signal.SIGKILL)
@@ -56,7 +56,7 @@ class Bare:
 
 
 def launch(python: str) -> Launch:
-    """Starts programs with that interpreter and nothing around them."""
+    """A launcher of programs with that interpreter and nothing around them."""
 
     def start(limits: Limits, inside: Inside) -> Bare:
         source = spawn.memory_file(payload.sources(*inside.scripts))

@@ -1,9 +1,9 @@
 """Inside: a warm interpreter that forks a child with namespaces of its own for each program.
 
-A cold sandbox costs three times what the interpreter alone does. This one is started once; each program then runs in a fork
+A cold sandbox costs three times as much as its interpreter alone. This one is started once; each program then runs in a fork
 with fresh user, process, mount and IPC namespaces, a fresh /tmp and /dev/shm, no capabilities and the system call filter. The
-zygote itself runs no program; what it says over its socket (how the child ended, and its processor time) is the kernel's
-word. Whoever wants a program killed kills the whole sandbox.
+zygote itself runs no program, so its reports over the socket (how the child ended, and its processor time) can be trusted. To
+kill a program, the host kills the whole sandbox.
 
 This file runs inside and imports the standard library and the runner.
 """
@@ -28,7 +28,7 @@ PRELOADED_MODULES = (
     *("bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq", "itertools"),
     *("linecache", "math", "random", "re", "statistics", "string", "traceback", "typing"),
 )
-"""What programs often import, and every traceback: imported once."""
+"""Modules that programs, or tracebacks, often import: imported once."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -38,7 +38,7 @@ class _Filter(ctypes.Structure):
 
 
 def main(control: int, bpf: int) -> None:
-    """Serves requests until the socket is closed: a line of JSON with the files code, stdin and output; a line back."""
+    """Serves requests until the socket is closed: a line of JSON with the files code, stdin and output; a line in answer."""
     with open(bpf, "rb") as file:
         rules = file.read()
     runner.configure_streams()
@@ -57,7 +57,7 @@ def main(control: int, bpf: int) -> None:
 
 
 def _run(asked: dict[str, int], files: list[int], rules: bytes) -> tuple[int | None, float]:
-    """How the program ended (negative: a signal; None: its sandbox could not be made) and its processor seconds."""
+    """(the program's exit code, negative for a signal, None if its sandbox could not be made; its processor seconds)."""
     heard, told = os.pipe()
     child = os.fork()
     if child == 0:
@@ -73,14 +73,14 @@ def _run(asked: dict[str, int], files: list[int], rules: bytes) -> tuple[int | N
 
 
 def _code(said: list[bytes]) -> int | None:
-    """What the first process said: that the program begins, and how it ended; it may have been killed in between."""
+    """The exit code in the first process's report: a word as the program begins, one as it ends; killed between: SIGKILL."""
     if not said:
         return None
     return int(said[1]) if len(said) == 2 and said[1].removeprefix(b"-").isdigit() else -signal.SIGKILL
 
 
 def _outermost(asked: dict[str, int], files: list[int], rules: bytes, told: int) -> None:
-    """The child leaves the zygote's namespaces; process ids are new for its children only, hence one more fork."""
+    """Leaves the zygote's namespaces, in the child; a new process namespace holds for its children only, hence another fork."""
     user, group = os.getuid(), os.getgid()
     _check_call(_libc.unshare(NEWUSER | NEWNS | NEWPID | NEWIPC))
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
@@ -95,7 +95,7 @@ def _outermost(asked: dict[str, int], files: list[int], rules: bytes, told: int)
 
 
 def _init(asked: dict[str, int], files: list[int], rules: bytes, told: int) -> None:
-    """The first process of the namespace: mounts, starts the program, buries orphans, and takes all with it when it ends."""
+    """Runs the namespace's first process: it mounts, starts the program, reaps orphans, and takes all with it at its end."""
     size = str(asked["tmp"])
     _check_call(_libc.mount(b"tmpfs", b"/tmp", b"tmpfs", NOSUID | NODEV, f"size={size},mode=1777".encode()))
     _check_call(_libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", NOSUID | NODEV, b"size=1m,mode=1777"))
@@ -129,13 +129,13 @@ def _program(asked: dict[str, int], files: list[int], rules: bytes) -> None:
 
 
 def _drop_capabilities() -> None:
-    """A new user namespace gives its first process all of them."""
+    """Drops all capabilities: a new user namespace gives them to its first process."""
     header = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION_3, 0)
     _check_call(_libc.capset(header, (ctypes.c_uint32 * 6)()))
 
 
 def _filter(rules: bytes) -> None:
-    """The system call filter that bwrap would have set; the zygote itself needs what it denies."""
+    """Sets the system call filter that bwrap would have set, had the zygote itself not needed calls that it denies."""
     program = _Filter(len(rules) // 8, rules)
     _check_call(_libc.prctl(SET_SECCOMP, FILTER_MODE, ctypes.byref(program), 0, 0))
 
