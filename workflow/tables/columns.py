@@ -1,4 +1,4 @@
-"""Kinds of columns that the tables share, for SQLite and Postgres alike, and the database's own clock."""
+"""Column types that the tables share, for SQLite and Postgres alike, and the database's own clock."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -32,11 +32,11 @@ class Utc(TypeDecorator[datetime]):
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Stored as UTC."""
+        """Converts the moment to UTC."""
         return value.astimezone(UTC) if value else None
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """SQLite forgets the zone; it was UTC."""
+        """Adds the zone that SQLite drops: UTC."""
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
@@ -70,27 +70,27 @@ def reference_column(name: str, target: str, nullable: bool = False, index: bool
 
 
 def text_column(name: str, default: str | None = "") -> Column[str]:
-    """Text, empty where nothing is said; with no default it may be NULL."""
+    """Text, by default empty; without a default it may be NULL."""
     return Column(name, Text, nullable=default is None, server_default=default)
 
 
 def count_column(name: str) -> Column[int]:
-    """How many, from 0."""
+    """A count, from 0."""
     return Column(name, Id, nullable=False, server_default="0")
 
 
 def float_column(name: str) -> Column[float]:
-    """A float that may be unknown."""
+    """A float that may be NULL."""
     return Column(name, Float(53), nullable=True)
 
 
 def seconds_column(name: str) -> Column[float]:
-    """A float, from 0."""
+    """A duration in seconds, from 0."""
     return Column(name, Float(53), nullable=False, server_default="0")
 
 
 def time_column(name: str) -> Column[datetime]:
-    """A moment that may not have come."""
+    """A moment, NULL until it has come."""
     return Column(name, Utc, nullable=True)
 
 
@@ -101,26 +101,26 @@ def created_column() -> Column[datetime]:
 
 def run_name_column() -> Column[str]:
     """The name of the row's run."""
-    # In the row itself, so that a run's newest rows are one range of an index: Postgres finds no such range through a join.
+    # Kept in the row, so that a run's newest rows are one range of an index: Postgres finds no such range through a join.
     return Column("run", String(64), nullable=False)
 
 
 def check_one_of(column: str, values: tuple[str, ...]) -> CheckConstraint:
-    """The column has one of these values."""
+    """A constraint: the column has one of these values."""
     listed = ", ".join(f"'{value}'" for value in values)
     return CheckConstraint(f"{column} IN ({listed})", name=column)
 
 
 CLOCK_JUMP_LEASES = 10
-"""A lease that ends later than this many of its lives from now was written before the database's clock was set back."""
+"""A lease that ends more than this many lease times from now was written before the database's clock was set back."""
 
 
 def is_lease_free(lease_until: Column[int], seconds: float) -> ColumnElement[bool]:
-    """Whether nobody holds a lease of so many seconds, by the database's own clock. One set back keeps nobody waiting long."""
+    """Whether nobody holds a lease of `seconds`, by the database's own clock; a clock set back keeps nobody waiting long."""
     until = func.coalesce(lease_until, 0)
     return (until < now_ms()) | (until > now_ms() + int(CLOCK_JUMP_LEASES * seconds * 1000))
 
 
 def first_time(column: Column[datetime], moment: datetime) -> ColumnElement[datetime]:
-    """The column's moment, or `moment` where it has none yet."""
+    """The column's moment, or `moment` while it is NULL."""
     return func.coalesce(column, literal(moment, Utc()))

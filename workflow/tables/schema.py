@@ -1,9 +1,9 @@
 """The rows: every table, constraint, index and view of agentrl, for SQLite and Postgres alike.
 
-Typed columns for whatever one filters or groups by; packed little-endian int32 and float32 blobs only in `step_tokens`, so that
-no list or view reads a blob. There the column is the action mask: `prompt_ids` were given to the policy, `sampled_ids` are its
-own. Constraints, not code, keep the invariants: unique keys make every job idempotent, checks bind a status to what must be
-known in it, triggers keep terminal states terminal.
+Typed columns hold whatever one filters or groups by; packed little-endian int32 and float32 blobs are in `step_tokens` alone,
+so that no list or view reads a blob. There the column is the action mask: `prompt_ids` were given to the policy, `sampled_ids`
+are its own. Constraints, not code, keep the invariants: unique keys make every job idempotent, checks tie a status to the
+columns that must be set in it, triggers keep terminal states terminal.
 """
 
 from sqlalchemy import (
@@ -111,7 +111,7 @@ run_groups = Table(
     Column("run_id", Id, ForeignKey("runs.id"), primary_key=True),
     Column("group_id", Id, ForeignKey("groups.id"), primary_key=True),
 )
-"""The stored groups that a run trains on, where it makes none of its own."""
+"""The stored groups that a run trains on, if it samples none of its own."""
 
 policies = Table(
     "policies",
@@ -202,7 +202,7 @@ iteration_groups = Table(
     reference_column("group_id", "groups", index=True),
     text_column("dropped"),
 )
-"""The stored groups of one iteration of such a run."""
+"""The stored groups of one iteration of a run that samples none of its own."""
 
 episodes = Table(
     "episodes",
@@ -328,7 +328,7 @@ tool_sessions = Table(
     text_column("differs"),
     created_column(),
 )
-"""Who has the interpreter of an episode, by the queue that this process reads; how often one was started for it."""
+"""The owner of an episode's interpreter, by the name of the queue that it reads, and how often one was started."""
 
 reward_sets = Table(
     "reward_sets",
@@ -442,12 +442,12 @@ service_leases = Table(
 
 
 TABLES_FOR_READERS = tuple(table for table in metadata.tables if table != "service_leases")
-"""What `agentrl_reader` may select from, beside every view."""
+"""The tables that `agentrl_reader` may select from, beside every view."""
 
 FIXED_CALL_COLUMNS = {column.name for column in tool_calls.primary_key} | {
     *("run", "episode_id", "attempt", "step_id", "step", "call", "tool", "arguments", "kind", "effects", "created_at")
 }
-"""What of a call is known before it is made; the rest is what became of it."""
+"""The columns of a call that are known before it is made; the others hold its outcome."""
 
 RIGHTS_OF_TOOLS = {
     "alembic_version": ["SELECT"],
@@ -460,4 +460,4 @@ RIGHTS_OF_TOOLS = {
     ],
     "tool_sessions": ["SELECT", "INSERT", "UPDATE"],
 }
-"""Table -> what `agentrl_tools` may do with it: what a tools worker does, which runs what a model asks for, and no more."""
+"""Table -> the rights of `agentrl_tools`: no more than a tools worker needs, since it runs what a model asks for."""

@@ -1,13 +1,13 @@
-"""Views and functions for people, and the triggers that keep terminal states terminal: SQL made anew after every migration.
+"""Views and functions for people, and the triggers that keep terminal states terminal: SQL created anew after every migration.
 
-A view joins what a question needs and names things as a researcher would; none reads a blob. What carries the name of its run
-comes first, by CROSS JOIN, whose order SQLite keeps whatever its statistics say; an episode is at the attempt of its newest
-rows, hence `<=`: Postgres, where it has no statistics, expects of `=` next to none. `staleness` is by how many
-versions the trainer was ahead of the policy that sampled (NULL where nothing was sampled for an update of the run).
-Iterations and epochs are counted from 1, so that iteration k makes policy version k; the tables count them from 0, and that is
-what every draw is keyed by.
-`eval_reward` is the mean on the held-out split: of an iteration that of the version which it sampled with (`policy_version`),
-of a run the newest. The triggers refuse to move an episode, group, iteration or run out of a terminal state, whoever writes.
+A view joins the tables that a question needs, with a researcher's names; none reads a blob. A table that carries the run's name
+comes first, by CROSS JOIN, because SQLite keeps that order whatever its statistics say. An episode's attempt equals that of its
+newest rows; `<=` is written because Postgres, without statistics, expects next to no rows of `=`. `staleness` is the number of
+versions by which the trainer was ahead of the policy that sampled (NULL where nothing was sampled for an update of the run).
+Iterations and epochs are counted from 1, so that iteration k makes policy version k; the tables, and the keys of all draws,
+count them from 0. `eval_reward` is the mean on the held-out split: for an iteration, of the version it sampled with
+(`policy_version`); for a run, of the newest version evaluated. The triggers refuse to move an episode, group, iteration or run
+out of a terminal state, whoever writes.
 """
 
 from typing import TYPE_CHECKING
@@ -60,7 +60,7 @@ _METRICS = (
     "loss", "kl", "policy_kl", "entropy", "clip_fraction", "grad_norm", "value_loss", "explained_variance",
     "sampler_difference_max", "importance_weight", "importance_truncated",
 )  # fmt: skip
-_UPDATE_COLUMNS = ", ".join(  # each for itself: a table of all iterations' would be made to show one
+_UPDATE_COLUMNS = ", ".join(  # one subquery each: a join would aggregate all iterations to show one
     f"(SELECT {'max' if name.endswith('_max') else 'avg'}(u.{name}) FROM updates u WHERE u.iteration_id = i.id) AS {name}"
     for name in _METRICS
 )
@@ -161,7 +161,7 @@ VIEWS = {
         FROM updates u
         JOIN iterations i ON i.id = u.iteration_id
         JOIN runs r ON r.id = i.run_id""",
-    # What became of each planned episode, in its own run and in those that trained on it as a stored one.
+    # The fate of each planned episode, in its own run and in runs that trained on it as a stored one.
     "v_ledger": " UNION ALL ".join(
         _FATES.format(slot="g.slot", dropped="g.dropped", members=members, no_variance=NO_VARIANCE, surplus=SURPLUS)
         for members in (_OWN_EPISODES, _STORED_EPISODES)
@@ -179,7 +179,7 @@ FUNCTIONS = {
 """Postgres function -> the value of one packed little-endian word; SQLite's are made by `store.reads.user_sql`."""
 
 LENGTHENED = {"runs": "OLD.status = 'done' AND NEW.status = 'running' AND NEW.iterations > OLD.iterations"}
-"""Table -> the one way out of a status that no update may leave: a run that is done is made longer."""
+"""Table -> the one exception to FINAL_STATUSES: a run that is done may be made longer."""
 
 FINAL_STATUSES = {
     "episodes": sorted(TERMINAL),
@@ -205,7 +205,7 @@ def create(tx: "Connection") -> None:
 
 
 def drop(tx: "Connection") -> None:
-    """Removes every view and trigger, present or not: a migration runs without them."""
+    """Removes every view and trigger, whether or not they exist: a migration runs without them."""
     from sqlalchemy import text
 
     for name in VIEWS:
