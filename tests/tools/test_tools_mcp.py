@@ -105,7 +105,7 @@ def test_a_server_that_dies_every_time_or_does_not_come_up_is_the_systems_failur
     with pytest.raises(InfraError, match="died twice"):
         served["doomed"].call({})
     gone = ServedTool(server="mcp:no_such_command_anywhere", name="x", parameters={"type": "object"})
-    with pytest.raises(InfraError, match="does not come up: FileNotFoundError"):
+    with pytest.raises(InfraError, match="does not start: FileNotFoundError"):
         mcp_tool.McpTool.of(gone).call({})
 
 
@@ -199,9 +199,9 @@ def test_a_server_sees_nothing_of_the_environment_but_what_it_needs(
     ("asked", "said"),
     [
         ("mcp:", "names no command"),
-        ("mcp:'", "is no command"),
+        ("mcp:'", "is not a command"),
         ("mcp:no_such_command_anywhere", "No such file"),
-        ("mcp:true", "does not tell what it offers"),
+        ("mcp:true", "does not list its tools"),
         (f"mcp:{sys.executable} -c 'raise SystemExit(\"words of its own\")'", "words of its own"),
     ],
 )

@@ -373,7 +373,7 @@ def test_the_list_means_what_it_says(allowed: str, host: str, port: int, fits: b
 
 
 def test_the_tool_is_off_until_hosts_are_named(home: Path) -> None:
-    with pytest.raises(ConfigError, match="off: no host is named"):
+    with pytest.raises(ConfigError, match="off: no host is allowed"):
         find("tools", "fetch").check()
     with pytest.raises(ConfigError, match="'a b' is no host"):
         fetch_from(["a b"]).check()

@@ -1,7 +1,7 @@
-"""The processes of Model Context Protocol servers, as a tools worker keeps them: one per COMMAND, for the calls of all threads.
+"""The processes of Model Context Protocol servers in a tools worker: one per COMMAND, shared by all threads.
 
-All of them are talked to in one thread with an event loop, as the SDK wants it. A process is started at the first call and
-again when it died; it ends when its input is closed, which also happens when the worker is killed.
+One thread with an event loop talks to all of them, as the SDK requires. A process is started at the first call, and again after
+it died; it ends when its input is closed, which also happens when the worker is killed.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 log = getLogger("agentrl.mcp")
 PREFIX = "mcp:"
 START_SECONDS = 60.0
-"""How long a server may take to come up and to say what it offers; `npx` and `uvx` may have to fetch it first."""
+"""The time a server may take to start and to list its tools; `npx` and `uvx` may have to fetch it first."""
 
 STOP_SECONDS = 5.0
 
 
 def check_sdk() -> None:
-    """Refuses to go on without the SDK.
+    """Checks that the SDK is installed.
 
     Raises:
         ConfigError: it is not installed here.
@@ -42,7 +42,7 @@ def check_sdk() -> None:
 
 
 def parameters(name: str) -> "StdioServerParameters":
-    """How the SDK starts the server of that name."""
+    """The SDK's parameters to start the server of that name."""
     from mcp import StdioServerParameters
 
     first, *others = command(name)
@@ -58,21 +58,21 @@ def command(name: str) -> list[str]:
     try:
         words = shlex.split(name.removeprefix(PREFIX))
     except ValueError as error:
-        raise ConfigError(f"{name!r} is no command: {error}.", "Close the quotes.") from error
+        raise ConfigError(f"{name!r} is not a command: {error}.", "Close the quotes.") from error
     if not words or "\0" in name:
         raise ConfigError(f"{name!r} names no command.", "Write --tools 'mcp:COMMAND ARGUMENTS'.")
     return words
 
 
 def describe_error(error: BaseException) -> str:
-    """An error in words; of an exception group, what lies inside."""
+    """An error in words; for an exception group, the error inside it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 class Server:
-    """The process behind a name, kept for the calls of every thread.
+    """The process behind a server's name, shared by all threads.
 
     `started` counts its processes.
     """
@@ -90,16 +90,16 @@ class Server:
         """Starts the process where there is none.
 
         Raises:
-            InfraError: it does not come up.
+            InfraError: the process does not start.
         """
         asyncio.run_coroutine_threadsafe(self._connect(), _loop()).result()
 
     def call(self, tool: ServedTool, arguments: dict[str, Any], seconds: float) -> str:
-        """See `McpTool.call`. The server is told a second after whoever waits that nobody waits any more."""
+        """See `McpTool.call`. A call past its time is cancelled at the server a second after its caller gave up."""
         return asyncio.run_coroutine_threadsafe(self._call(tool, arguments, seconds + 1.0), _loop()).result()
 
     def stop(self) -> None:
-        """Ends the process, if there is one, for good: a call that is cut off by it starts no other."""
+        """Ends the process, if there is one, for good: a call that this cuts off does not start another."""
         self._over = True
         asyncio.run_coroutine_threadsafe(self._stop(), _loop()).result()
 
@@ -117,7 +117,7 @@ class Server:
                 if tool.effects == "once":
                     said = f"The server died while {tool.name} ran; it may or may not have taken effect, and is not run again."
                     raise UnknownOutcome(said) from error
-        raise InfraError(f"The server {self.name!r} died twice while {tool.name!r} ran.", "Its words are in the worker's log.")
+        raise InfraError(f"The server {self.name!r} died twice while {tool.name!r} ran.", "Its output is in the worker's log.")
 
     async def _connect(self) -> "Client":
         async with self._turn:
@@ -131,7 +131,7 @@ class Server:
             return self._client
 
     async def _run_process(self, ready: "asyncio.Future[Client]", end: asyncio.Event) -> None:
-        """One process from its start to its end, in one task, as the SDK wants it."""
+        """Runs one process from its start to its end, in one task, as the SDK requires."""
         from mcp import Client, stdio_client
 
         try:
@@ -142,25 +142,25 @@ class Server:
                     self.started += 1
                     ready.set_result(client)
                     await end.wait()
-        except BaseException as error:  # noqa: BLE001 - the SDK's own groups too; who waits is told, or the log
+        except BaseException as error:  # noqa: BLE001 - the SDK's exception groups too; the waiting call or the log gets it
             if ready.done():
                 log.warning("the server %s ended: %s", self.name, describe_error(error))
                 return
             failed = InfraError(
-                f"The server {self.name!r} does not come up: {describe_error(error)}.", "Run the command by hand."
+                f"The server {self.name!r} does not start: {describe_error(error)}.", "Run the command by hand."
             )
             failed.__cause__ = error
             ready.set_exception(failed)
 
     async def _has_died(self, client: "Client") -> bool:
-        """Whether that process is gone; then the next call starts another."""
+        """Whether the process is gone; if so, the next call starts another."""
         async with self._turn:
             if client is not self._client:
                 return True
             try:
                 async with asyncio.timeout(STOP_SECONDS):
                     await client.list_tools(cache_mode="refresh")
-            except Exception as error:  # noqa: BLE001 - however it does not answer, it is of no use any more
+            except Exception as error:  # noqa: BLE001 - a server that does not answer, for whatever reason, is of no use
                 log.warning("the server %s is gone: %s", self.name, describe_error(error))
                 await self._stop()
                 return True
@@ -174,7 +174,7 @@ class Server:
 
 
 def _may_be_gone(error: Exception) -> bool:
-    """Whether it may mean that the process is gone: a server may send the same code for its own reasons."""
+    """Whether the error may mean that the process is gone; a server may send the same code for its own reasons."""
     from mcp import MCPError
     from mcp_types import CONNECTION_CLOSED
 
@@ -210,7 +210,7 @@ _servers_lock = threading.Lock()
 
 
 def server(name: str) -> Server:
-    """The server of that name in this process; it is not started yet.
+    """The server of that name in this process, made but not started at first use.
 
     Raises:
         ConfigError: the SDK is not installed here.
@@ -224,7 +224,7 @@ def server(name: str) -> Server:
 
 @Once
 def _loop() -> asyncio.AbstractEventLoop:
-    """Where every server of this process is talked to."""
+    """The event loop that talks to every server of this process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="mcp", daemon=True).start()
     atexit.register(stop_servers)
@@ -232,7 +232,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def stop_servers() -> None:
-    """Ends the processes of all servers of this process."""
+    """Ends all servers that this process started."""
     with _servers_lock:
         for each in _servers.values():
             each.stop()

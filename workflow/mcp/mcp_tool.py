@@ -1,9 +1,9 @@
-"""Tools of a Model Context Protocol server: `--tools 'mcp:COMMAND'`, by the official SDK (`pip install 'agentrl[mcp]'`).
+"""Tools of a Model Context Protocol server: `--tools 'mcp:COMMAND'`, through the official SDK (`pip install 'agentrl[mcp]'`).
 
-The server is asked for its tools once, when a run is submitted, and what it says is part of the run's config: every episode
-reads the same. A tools worker starts one process per COMMAND at the first call, keeps it, and starts another when it dies.
-Words of COMMAND are split as a shell would; nothing else of a shell is understood. The process gets HOME, PATH and the like
-of the environment and nothing else: a server that needs a secret is started by a script that knows where it is.
+The server lists its tools once, when a run is submitted, and the list is part of the run's config: every episode reads the
+same. A tools worker starts one process per COMMAND at the first call, keeps it, and starts another when it dies. COMMAND is
+split into words as a shell would; nothing else of a shell is understood. Of the environment the process gets HOME, PATH and the
+like alone: a server that needs a secret is started by a script that knows where it is.
 
 A tool's effects come from the server's hints: readOnlyHint is `none`, idempotentHint `repeatable`, else it runs `once`.
 """
@@ -34,28 +34,28 @@ MAX_TOOLS = 128
 
 
 def is_server(name: str) -> bool:
-    """Whether a tool's name is that of a server."""
+    """Whether the name in `tools` means a server."""
     return name.startswith(PREFIX)
 
 
 def absolute_name(name: str) -> str:
-    """The name with files of this folder by their whole path: a tools worker starts the server from its own."""
+    """The name with files by their absolute paths: a tools worker starts the server in another folder."""
     if not is_server(name):
         return name
-    # Links are left alone: an interpreter is another one by another name.
+    # Links are not resolved: an interpreter behaves differently under another name.
     words = [os.path.abspath(word) if {"/", "."} & set(word) and Path(word).is_file() else word for word in command(name)]
     return PREFIX + shlex.join(words)
 
 
 @dataclass(frozen=True)
 class McpTool(Tool):
-    """A tool that a server runs. `told`: what it says of it."""
+    """A tool that a server runs. `told`: the server's description of it."""
 
     told: ServedTool = field(kw_only=True)
 
     @classmethod
     def of(cls, told: ServedTool) -> "McpTool":
-        """The tool that a run's config tells of."""
+        """The tool that a run's config describes."""
         return cls(_nothing, told.effects, CALL_SECONDS, opens=lambda: server(told.server).open(), told=told)
 
     @property
@@ -65,21 +65,21 @@ class McpTool(Tool):
 
     @property
     def title(self) -> str:
-        """The tool as an error names it."""
+        """The name of the tool in error messages."""
         return f"{super().title} of {self.told.server!r}"
 
     @cached_property
     def schema(self) -> dict[str, Any]:
-        """What the server says, in the form chat templates take."""
+        """The server's schema, in the form that chat templates take."""
         return function_schema(self.told.name, self.told.description, self.told.parameters)
 
     def call(self, arguments: Mapping[str, Any]) -> str:
-        """What the server answers.
+        """Calls the tool on the server.
 
         Raises:
             ToolFailure: the server refuses the arguments, or says that the tool failed.
             UnknownOutcome: the server died during a call that must not run twice.
-            InfraError: the server does not come up, or dies again and again.
+            InfraError: the server does not start, or dies again and again.
             ConfigError: the SDK is not installed here.
         """
         return clip(server(self.told.server).call(self.told, dict(arguments), self.timeout_seconds), self.max_characters)
@@ -89,14 +89,14 @@ def _nothing() -> str:
     raise AssertionError("the server runs the tool")
 
 
-# asking what there is
+# listing a server's tools
 
 
 def list_tools(name: str) -> tuple[ServedTool, ...]:
-    """What the server of that name offers: it is started, asked and stopped.
+    """The tools that the server of that name offers: it is started, asked and stopped.
 
     Raises:
-        ConfigError: there is no SDK, no such command, or it is no server that offers tools.
+        ConfigError: there is no SDK, no such command, or it is not a server that offers tools.
     """
     check_sdk()
     with tempfile.TemporaryFile("w+") as said:
@@ -107,7 +107,7 @@ def list_tools(name: str) -> tuple[ServedTool, ...]:
                 raise
             said.seek(0)
             last = next((line.strip() for line in reversed(said.read().splitlines()) if line.strip()), describe_error(error))
-            raise ConfigError(f"{name!r} does not tell what it offers: {last[:500]}.", "Run the command by hand.") from error
+            raise ConfigError(f"{name!r} does not list its tools: {last[:500]}.", "Run the command by hand.") from error
     if not 0 < len(offered) <= MAX_TOOLS:
         raise ConfigError(f"{name!r} offers {len(offered)} tools.", f"A server may offer 1 to {MAX_TOOLS}.")
     return tuple(_served_tool(name, tool) for tool in offered)

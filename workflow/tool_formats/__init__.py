@@ -1,7 +1,7 @@
-"""Tool formats: a file here says how a family of models writes its tool calls. See `ToolFormat`.
+"""Tool formats: each file here describes how a family of models writes its tool calls. See `ToolFormat`.
 
-Reading is bounded and linear in the text, whatever it is: `read` goes on from where calls may begin, once for each place, and
-what it cannot read it raises as `Unreadable` with a place that is no earlier than what it looked at.
+Reading is bounded and linear in the text, whatever it is: `read` is called once for each place where calls may begin. Text that
+it cannot read raises `Unreadable`, with a place to go on from that is behind everything it looked at.
 """
 
 import re
@@ -12,30 +12,30 @@ from typing import Any
 from agentrl.workflow.trajectory import ToolCall
 
 Schema = Mapping[str, Any]
-"""A tool as chat templates take it: `{"type": "function", "function": {...}}`."""
+"""A tool in the form that chat templates take: `{"type": "function", "function": {...}}`."""
 
 HERMES = "hermes"
-"""What runs of before wrote, and a model writes whose template does not tell."""
+"""The format of older runs, and of models whose template does not show one."""
 
 AUTO = "auto"
-"""The format that the chat template of the model writes."""
+"""The name for the format that the model's chat template writes."""
 
 _REST = re.compile(r"\s*+\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a family of models writes its tool calls, both ways: reading what was written gives the same calls.
+    """A family of models' way to write tool calls, and to read them: reading what was written gives the same calls.
 
     Args:
         name: the file's name.
-        begins: where calls may begin in a turn, its thought left out.
-        read: the text, where calls begin in it and the tools that were offered -> the calls that stand there and where their
-            text ends; raises Unreadable (`call_json`), also where only one of several is wrong: then none is made.
-        write: what the turn says beside its calls, the calls, the tools -> the turn as such a model writes it.
-        marks: texts that a template in whose source all of them stand was made for; only asked where it writes no calls itself.
+        begins: a pattern for the places where calls may begin in a turn, after its thought.
+        read: (text, place where calls begin, tools offered) -> (the calls there, where their text ends); raises Unreadable
+            (`call_json`), even if only one of several calls is wrong: then none is made.
+        write: (the turn's text beside its calls, calls, tools) -> the turn as such a model writes it.
+        marks: a template whose source holds all of these texts uses this format; only asked if it writes no calls itself.
         ends: special tokens that end a turn with calls, beside the template's own.
-        certain: what is a call without doubt; unset: `begins`.
+        certain: a pattern for text that is a call without doubt; unset: `begins`.
     """
 
     name: str
@@ -53,16 +53,16 @@ class ToolFormat:
 
 
 def append_calls(content: str, calls: str) -> str:
-    """The calls on a line of their own after what the turn says, if anything."""
+    """The content, if any, and then the calls on a line of their own."""
     return f"{content}\n{calls}" if content else calls
 
 
 def skip_mark(text: str, at: int, mark: str) -> int:
-    """Where the text goes on after the next such mark; its end where there is none."""
+    """The place after the next such mark; the text's end if there is none."""
     found = text.find(mark, at)
     return len(text) if found < 0 else found + len(mark)
 
 
 def nothing_after(text: str, at: int) -> bool:
-    """Whether the text ends there, white space aside."""
+    """Whether only white space follows."""
     return _REST.match(text, at) is not None

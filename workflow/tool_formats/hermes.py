@@ -1,6 +1,6 @@
-"""hermes: each call in tags, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Hermes, Qwen 2.5, Qwen 3.
+"""hermes: each call in tags, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. For Hermes, Qwen 2.5, Qwen 3.
 
-A call at the end of a turn without its closing tag is one if its object is complete, else it is UNCLOSED.
+A last call without its closing tag still counts if its object is complete; else it is UNCLOSED.
 """
 
 import re

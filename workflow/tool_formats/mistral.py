@@ -1,6 +1,6 @@
-"""mistral: all calls in one list, `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`. Mistral 7B v0.3 to Small 3.1.
+"""mistral: all calls in one list, `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`. For Mistral 7B v0.3 to Small 3.1.
 
-What else an object holds, an "id" above all, is passed over. The newer form is `mistral_args`.
+Other keys of an object, such as "id", are ignored. The newer form is `mistral_args`.
 """
 
 import re

@@ -1,6 +1,6 @@
 """mistral_args: each call after its mark, `[TOOL_CALLS]NAME[ARGS]{...}`. Mistral Small 3.2, Magistral, Devstral and later.
 
-An id between name and arguments, `[CALL_ID]...`, is passed over. In a name `&`, `[` and white space are written as in HTML.
+An id between name and arguments, `[CALL_ID]...`, is ignored. In a name `&`, `[` and white space are escaped as in HTML.
 """
 
 import re

@@ -1,8 +1,8 @@
-"""pythonic: a turn that is a list of calls in Python, `[name(arg=1), other(text="...")]`. Llama 3.2 and 4, LFM2, ToolACE.
+"""pythonic: a turn that is a list of calls in Python, `[name(arg=1), other(text="...")]`. For Llama 3.2, 4, LFM2, ToolACE.
 
 Values are literals: text in any of Python's quotes, numbers, True, False, None (JSON's words too), lists, tuples and dicts;
-`**{"any key": 1}` gives what no name can. Nothing is evaluated. Between `<|python_start|>` and `<|python_end|>` (LFM2:
-`<|tool_call_start|>`, `<|tool_call_end|>`) the list may stand anywhere.
+`**{"any key": 1}` passes keys that are no identifiers. Nothing is evaluated. Between `<|python_start|>` and `<|python_end|>`
+(LFM2: `<|tool_call_start|>`, `<|tool_call_end|>`) the list may stand anywhere.
 """
 
 import re
@@ -43,7 +43,7 @@ _HOW = "calls are a list, [name(arg=1), ...]"
 
 
 class _Reader:
-    """Reads tokens one after another; `at` is where the last one ended."""
+    """A reader of tokens, one after another; `at` is the end of the last one."""
 
     def __init__(self, text: str, at: int) -> None:
         self.text = text
@@ -57,23 +57,23 @@ class _Reader:
         self.next = _TOKEN.match(self.text, self.at)
 
     def sign(self) -> str:
-        """The next token where it is a sign, else nothing."""
+        """The next token if it is a sign, else ""."""
         return (self.next["sign"] or "") if self.next else ""
 
     def take(self, sign: str) -> bool:
-        """Goes over that sign, if it is next."""
+        """Skips that sign if it is next; whether it was."""
         if self.sign() != sign:
             return False
         self.advance()
         return True
 
     def need(self, sign: str) -> None:
-        """Goes over that sign, which must be next."""
+        """Reads that sign, which must be next."""
         if not self.take(sign):
             raise self.wrong()
 
     def name(self) -> str:
-        """Goes over a name, which must be next."""
+        """Reads a name, which must be next."""
         found = self.next["name"] if self.next else None
         if not found:
             raise self.wrong()
@@ -81,14 +81,14 @@ class _Reader:
         return found
 
     def wrong(self, why: str = "") -> Unreadable:
-        """What is wrong with the next token."""
+        """The error for the next token."""
         if self.next is None and (_QUOTED.match(self.text, self.at) or nothing_after(self.text, self.at)):
             return Unreadable(UNFINISHED, len(self.text))
         near = self.text[self.at : self.at + 20]
         return Unreadable(why or f"{_HOW}; it cannot be read from {near!r} on", self.next.end() if self.next else self.at)
 
     def value(self, depth: int) -> Any:
-        """Goes over a literal."""
+        """Reads a literal."""
         if depth > MAX_NESTING:
             raise self.wrong(f"a call may nest {MAX_NESTING} objects and arrays within each other, not more")
         for opens, closes in ("[]", "()"):

@@ -1,8 +1,8 @@
-"""qwen_coder: tags for each argument, `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
+"""qwen_coder: a tag for each argument, `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
 
-Qwen3-Coder. A value is text as it is where the tool's schema says so, else JSON if it is any, else text. A text that this would
-read as something else is written in JSON's quotes; the line breaks beside the tags are no part of it. The outer tags may be
-missing.
+For Qwen3-Coder. A value is plain text if the tool's schema says so, else JSON if it parses, else text. Text that would be read
+back as something else is written in JSON's quotes. Line breaks next to the tags do not belong to the value. The outer tags may
+be missing.
 """
 
 import re
@@ -35,7 +35,7 @@ _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list:
 _HOW = "a call is <tool_call><function=NAME>, a <parameter=KEY>VALUE</parameter> for each argument, </function></tool_call>"
 
 Kinds = frozenset[str]
-"""The JSON types that a value may have, by its schema; none: not known."""
+"""The JSON types that a value may have by its schema; empty: not known."""
 
 
 def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:
@@ -68,7 +68,7 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
 
 
 def _explain_wrong(text: str, at: int, read: int) -> Unreadable:
-    """What is wrong with a call that goes on so."""
+    """The error for a call that continues like this."""
     if _BEGUN_CALL.match(text, at) or nothing_after(text, at):
         return Unreadable(UNFINISHED, len(text))
     return Unreadable(_HOW, skip_mark(text, read, END_CALL))
@@ -82,7 +82,7 @@ def _argument(text: str, kinds: Kinds, end: int) -> Any:
 
 
 def _value(text: str, kinds: Kinds) -> Any:
-    """What a text between the tags means; Unreadable where it is JSON that cannot be taken."""
+    """The value of a text between the tags; raises Unreadable for JSON beyond the limits."""
     try:
         value, why = (_CONSTANTS[text], "") if text in _CONSTANTS else decode_json(text)
     except ValueError:
@@ -101,7 +101,7 @@ def _is_plain(text: str, kinds: Kinds) -> bool:
 
 
 def _kinds(name: str, tools: Sequence[Schema]) -> Mapping[str, Kinds]:
-    """The JSON types of a tool's arguments, of those that say them."""
+    """The JSON types of those of a tool's arguments whose schema gives them."""
     found: dict[str, Kinds] = {}
     for tool in tools:
         function = tool.get("function")

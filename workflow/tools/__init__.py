@@ -1,9 +1,8 @@
-"""Tools: a file here is a callable tool, a typed function with a docstring. See `Tool`.
+"""Tools: each file here is a tool, a typed function with a docstring that the model may call. See `Tool`.
 
-What a call costs to set up (an index, a connection) is made once per process: keep it in a `runtime.lazy.Once` that the
-function asks, and name that as what the tool `opens`. A tool that needs to be told something (a folder, a database) is made
-by a function of its file, `search_in(folder)`, and put into an env as it is; under its plain name it takes what the machine's
-settings say.
+A resource that is costly to set up (an index, a connection) is made once per process: keep it in a `runtime.lazy.Once` that the
+function uses, and pass that as the tool's `opens`. A tool that needs a parameter (a folder, a database) is made by a function
+of its file, `search_in(folder)`, and put into an env as an object; under its plain name it reads the machine's settings.
 """
 
 import inspect
@@ -24,31 +23,31 @@ Effects = Literal["none", "repeatable", "once"]
 
 SHOWN_PROBLEMS = 5
 NAMES = re.compile(r"[A-Za-z0-9_./-]{1,128}")
-"""What a model can write and a call's row can hold."""
+"""Tool names that a model can write and a call's row can hold."""
 MOST_TOLD = 65536
-"""Bytes of a tool's description and parameters, which every prompt begins with."""
+"""The most bytes of a tool's description and parameters, which stand at the beginning of every prompt."""
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A typed function that the model may call; its signature and docstring are what the model is told.
+    """A typed function that the model may call; the model sees its signature and docstring.
 
-    A parameter's type is whatever pydantic knows (`Literal["a", "b"]`, `list[int]`, a model); `Annotated[int, Field(ge=1,
+    A parameter's type is any that pydantic knows (`Literal["a", "b"]`, `list[int]`, a model); `Annotated[int, Field(ge=1,
     description="...")]` narrows and explains it.
 
     Args:
-        function: returns the text that the model reads; raises ToolFailure for what the model did wrong and InfraError where
-            the system failed, so that the call is sent again.
+        function: returns the text that the model reads; raises ToolFailure for a mistake of the model's, and InfraError for a
+            failure of the system's, after which the call is sent again.
         effects: `none` (pure), `repeatable` (may run twice), `once` (a call that was started is never run again).
         timeout_seconds: how long one call may take.
-        max_characters: of the text that the model reads; the rest is cut off, and the model told so.
-        memory_mb: megabytes that a sandboxed call may take; None: the sandbox's own limit. What runs in the worker itself
-            cannot be held to it.
+        max_characters: the longest text that the model reads; the rest is cut off, with a note that it was.
+        memory_mb: megabytes that a sandboxed call may take; None: the sandbox's own limit. A tool that runs in the worker
+            itself has no such limit.
         needs: called when a run is submitted; raises ConfigError where the machine lacks what the tool needs.
-        opens: makes what lasts (a `Once`); called before the time of a call begins to count.
-        variables: the environment variables that tell it what it needs. Where a tools worker was started with others than the
-            command that submits a run, that is said.
+        opens: makes a lasting resource (a `Once`); called before the time of a call begins to count.
+        variables: the environment variables that the tool reads. If a tools worker has other values than the command that
+            submits a run, the command says so.
     """
 
     function: Callable[..., object]
@@ -67,7 +66,7 @@ class Tool:
 
     @property
     def title(self) -> str:
-        """The tool as an error names it."""
+        """The name of the tool in error messages."""
         return f"The tool {self.name!r:.80}"
 
     @cached_property
@@ -76,7 +75,7 @@ class Tool:
 
     @cached_property
     def _arguments(self) -> Any:
-        """The arguments as a pydantic model; its fields are numbered, since a parameter may have any name."""
+        """A pydantic model of the arguments; its fields are numbered, since a parameter may have any name."""
         fields: dict[str, Any] = {}
         try:
             for number, parameter in enumerate(inspect.signature(self.function, eval_str=True).parameters.values()):
@@ -84,7 +83,7 @@ class Tool:
             return create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
         except (PydanticUserError, NameError, TypeError) as error:
             said = " ".join(str(error).split())[:300]
-            raise ConfigError(f"The tool {self.name!r} has a type that says nothing to a model: {said}.", _TYPES) from error
+            raise ConfigError(f"The tool {self.name!r} has a type without a JSON schema: {said}.", _TYPES) from error
 
     def _type_of(self, parameter: inspect.Parameter) -> Any:
         if parameter.annotation is inspect.Parameter.empty or parameter.kind in _MANY:
@@ -93,7 +92,7 @@ class Tool:
 
     @cached_property
     def schema(self) -> dict[str, Any]:
-        """The function's JSON schema, in the form chat templates take."""
+        """The function's JSON schema, in the form that chat templates take."""
         parameters = self._arguments.model_json_schema()
         parameters.pop("title", None)
         for parameter in parameters.get("properties", {}).values():
@@ -102,21 +101,21 @@ class Tool:
         return function_schema(self.name, description, parameters)
 
     def check_name(self) -> None:
-        """Whether calls of this name are found again.
+        """Checks that a model can write the tool's name and that a call's row can hold it.
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: the name does not fit.
         """
         if not NAMES.fullmatch(self.name):
             raise ConfigError(
-                f"{self.title} has a name that no call can have.", "Up to 128 letters, digits and _ . / - of ASCII make one."
+                f"{self.title} has a name that no call can have.", "Use up to 128 ASCII letters, digits and _ . / -"
             )
 
     def check(self) -> None:
-        """Whether the tool can be offered from here.
+        """Checks that the tool can be offered on this machine.
 
         Raises:
-            ConfigError: its types cannot be told to a model, or are too much for one, or this machine lacks what it needs.
+            ConfigError: its types have no JSON schema, its description is too long, or this machine lacks what it needs.
         """
         self.check_name()
         self._check_size()
@@ -136,11 +135,11 @@ class Tool:
         try:
             size = len(json.dumps([told["description"], told["parameters"]], ensure_ascii=False, allow_nan=False).encode())
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{self.title} has a description or parameters that are no JSON.", "Correct them.") from error
+            raise ConfigError(f"{self.title} has a description or parameters that are not JSON.", "Correct them.") from error
         if size > MOST_TOLD:
             raise ConfigError(
                 f"{self.title} has a description and parameters of {size} bytes.",
-                f"A model is told at most {MOST_TOLD} of them.",
+                f"At most {MOST_TOLD} bytes fit into a prompt.",
             )
 
     def call(self, arguments: Mapping[str, Any]) -> str:
@@ -153,7 +152,7 @@ class Tool:
         return clip(self.answer(arguments), self.max_characters)
 
     def run(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """As `call`, with what is known beside the text.
+        """Runs the tool and returns its text with what else is known of the call.
 
         Raises:
             ToolFailure, InfraError: as `call`.
@@ -161,7 +160,7 @@ class Tool:
         return ToolResult(self.call(arguments))
 
     def answer(self, arguments: Mapping[str, Any]) -> str:
-        """What the function returns as text, however long.
+        """The function's return value as text, not yet cut.
 
         Raises:
             ToolFailure, InfraError: as `call`.
@@ -169,7 +168,7 @@ class Tool:
         return str(self.returned(arguments))
 
     def returned(self, arguments: Mapping[str, Any]) -> object:
-        """What the function returns.
+        """The function's return value.
 
         Raises:
             ToolFailure, InfraError: as `call`.
@@ -182,12 +181,12 @@ class Tool:
         return self.function(**values)
 
     def overdue(self) -> AgentRLError:
-        """Whose failure it is that a call took longer than its time: the model's."""
+        """The error of a call that took longer than its time: here the model's failure."""
         return ToolTimeout(f"{self.name} took longer than {self.timeout_seconds:g} s")
 
     @property
     def _usage(self) -> str:
-        """`query (string), k (integer, optional)`."""
+        """The parameters in short: `query (string), k (integer, optional)`."""
         parameters = self.schema["function"]["parameters"]
         needed = parameters.get("required", [])
         told = [
@@ -213,17 +212,17 @@ def _problems(error: ValidationError) -> str:
 
 
 def function_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as chat templates take it. `parameters` is a JSON schema of an object."""
+    """A tool in the form that chat templates take. `parameters` is a JSON schema of an object."""
     return {"type": "function", "function": {"name": name, "description": description, "parameters": dict(parameters)}}
 
 
 def clip(text: str, limit: int) -> str:
-    """Cuts the text to `limit` characters, and says where it was longer how much is missing."""
+    """Cuts the text to `limit` characters, and notes how many were cut off."""
     return text if len(text) <= limit else f"{text[:limit]}\n[cut: {len(text) - limit} more characters]"
 
 
 def failure(tool: Tool, error: BaseException) -> ToolResult:
-    """What the model reads of what a call raised: its own mistake, or else that the tool failed."""
+    """The result that the model reads of a call that raised: its own mistake, or a note that the tool failed."""
     if isinstance(error, ToolFailure):
         return ToolResult(clip(str(error), tool.max_characters), error.error_class)
     return ToolResult(clip(f"{tool.name} failed: {type(error).__name__}: {error}", tool.max_characters), "tool_crash")

@@ -1,7 +1,7 @@
 """calculator: exact arithmetic for the model. Integers and fractions, never floats, never `eval`.
 
-It reads numbers (commas between thousands allowed), `+ - * / // % **`, signs and parentheses. Everything is bounded
-before it is computed: the length of the text, how deep it nests, and the size of every intermediate result.
+It reads numbers (commas between thousands allowed), `+ - * / // % **`, signs and parentheses. Everything is bounded before it
+is computed: the length of the text, the depth of nesting, and the size of every intermediate result.
 """
 
 import ast
@@ -16,7 +16,7 @@ from agentrl.workflow.tools import Tool
 
 MAX_CHARACTERS = 500
 MAX_DEPTH = 300  # a sum of n terms nests n deep
-MAX_BITS = 1024  # of a numerator or denominator
+MAX_BITS = 1024  # the most bits of a numerator or denominator
 MAX_DIGITS = 300
 ROUNDING_CONTEXT = Context(prec=10)
 
@@ -33,7 +33,7 @@ def calculate(expression: str) -> str:
     Integers print as integers and terminating decimals exactly; other values are rounded to 10 significant digits.
 
     Raises:
-        ToolFailure: what was written is no arithmetic, divides by zero, or is too long, too deep or too large.
+        ToolFailure: the text is no arithmetic, divides by zero, or is too long, too deep or too large.
     """
     if len(expression) > MAX_CHARACTERS:
         raise ToolFailure(f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are read")
@@ -115,7 +115,7 @@ def _print(value: Fraction) -> str:
 
 
 def _decimal_places(denominator: int) -> int | None:
-    """How many digits follow the point; None where they never end."""
+    """The number of digits after the point; None where they never end."""
     places = 0
     for prime in (2, 5):
         power = 0

@@ -1,4 +1,4 @@
-"""echo: gives back what it was given. The smallest tool there is: for trying out an env, a template, a stack of workers."""
+"""echo: returns its argument. The smallest tool there is, for trying out an env, a template or a stack of workers."""
 
 from agentrl.workflow.tools import Tool
 

@@ -1,9 +1,9 @@
-"""fetch: the text of a web page, of the hosts that AGENTRL_FETCH_HOSTS names; where it names none the tool is off.
+"""fetch: the text of a web page on the hosts that AGENTRL_FETCH_HOSTS names; if it names none, the tool is off.
 
-The list holds names and addresses, each with `:PORT` where that is not 80 or 443; `*.example.org` means every host below it.
-A redirect is followed only to a host of the list. A name that leads to a private address (loopback, a local network, a cloud's
-metadata service) is refused, and the address that was looked at is the one that is asked; only an address that stands in the
-list itself may be private. Time and size are limited, and nothing of this machine (proxies, credentials, cookies) is sent.
+The list holds names and addresses, each with `:PORT` unless that is 80 or 443; `*.example.org` means every host below it. A
+redirect is followed only to a host on the list. A name that resolves to a private address (loopback, a local network, a cloud's
+metadata service) is refused, and the request goes to the very address that was checked; only an address that is itself on the
+list may be private. Time and size are limited, and nothing of this machine (proxies, credentials, cookies) is sent.
 """
 
 import codecs
@@ -33,7 +33,7 @@ HINT = "Name hosts: AGENTRL_FETCH_HOSTS=docs.python.org,*.example.org"
 
 
 def fetch_from(hosts: Sequence[str]) -> Tool:
-    """The tool over these hosts."""
+    """Makes the tool for these hosts."""
     return _tool(lambda: hosts)
 
 
@@ -47,13 +47,13 @@ def _tool(allowed: Callable[[], Sequence[str]], variables: tuple[str, ...] = ())
 
 
 def check(hosts: Sequence[str]) -> None:
-    """Whether the tool is on.
+    """Checks that the tool is on.
 
     Raises:
-        ConfigError: no host is named, or one that is none.
+        ConfigError: no host is named, or a name is not a host.
     """
     if not hosts:
-        raise ConfigError("The tool fetch is off: no host is named that it may ask.", HINT)
+        raise ConfigError("The tool fetch is off: no host is allowed.", HINT)
     for host in hosts:
         _is_allowed(host, "", 0)
 
@@ -62,7 +62,7 @@ def get(url: str, hosts: Sequence[str]) -> str:
     """The text behind a URL.
 
     Raises:
-        ToolFailure: its host is not among `hosts`, or what comes of it is too slow, too large, or no text.
+        ToolFailure: its host is not among `hosts`, or the page is too slow, too large, or no text.
     """
     check(hosts)
     end = time.monotonic() + SECONDS
@@ -87,7 +87,7 @@ def _url(text: str) -> httpx2.URL:
 
 
 def _fetch_once(url: httpx2.URL, hosts: Sequence[str], end: float) -> str | httpx2.URL:
-    """One request: the text, or where it was redirected to."""
+    """Makes one request: the text, or the URL it was redirected to."""
     address = _address(url, hosts)
     try:
         response, read = within(max(0.1, end - time.monotonic()), _request(url, address))
@@ -101,9 +101,9 @@ def _fetch_once(url: httpx2.URL, hosts: Sequence[str], end: float) -> str | http
 
 
 async def _request(url: httpx2.URL, address: str) -> tuple[httpx2.Response, bytes]:
-    """The answer and, where it is no redirect, what it holds."""
+    """The answer, and its content unless it is a redirect."""
     headers = {"Host": url.netloc.decode("ascii"), "Accept": "text/*, application/json", "Accept-Encoding": "identity"}
-    # The address itself is asked, so that a second look at the name cannot lead elsewhere; certificates are for the name.
+    # The request goes to the address, so that a second lookup of the name cannot lead elsewhere; certificates name the host.
     where, name = url.copy_with(host=address), {"sni_hostname": url.host}
     async with (
         httpx2.AsyncClient(trust_env=False, follow_redirects=False, timeout=None) as client,
@@ -113,7 +113,7 @@ async def _request(url: httpx2.URL, address: str) -> tuple[httpx2.Response, byte
 
 
 def _address(url: httpx2.URL, hosts: Sequence[str]) -> str:
-    """An address of the URL's host that may be asked."""
+    """An address of the URL's host to which a request may go."""
     port = url.port or PORTS[url.scheme]
     if not any(_is_allowed(host, url.host, port) for host in hosts):
         raise ToolFailure(f"{url.host}:{port} may not be fetched; allowed: {', '.join(hosts)}")
@@ -123,7 +123,7 @@ def _address(url: httpx2.URL, hosts: Sequence[str]) -> str:
         raise ToolFailure(f"there is no host {url.host!r}") from error
     addresses = [str(item[4][0]) for item in found]
     for address in addresses:
-        # As it stands in the list it is meant, private or not.
+        # An address that is itself on the list is intended, private or not.
         if url.host != address and not _is_public(address):
             raise ToolFailure(f"{url.host} is at a private address and is not fetched")
     return addresses[0]
@@ -132,7 +132,7 @@ def _address(url: httpx2.URL, hosts: Sequence[str]) -> str:
 def _is_allowed(allowed: str, host: str, port: int) -> bool:
     entry = ENTRY.fullmatch(allowed.strip().lower())
     if entry is None:
-        raise ConfigError(f"{allowed!r} is no host that fetch could be allowed.", HINT)
+        raise ConfigError(f"{allowed!r} is not a host, so fetch cannot be allowed to ask it.", HINT)
     ports = (int(entry["port"]),) if entry["port"] else tuple(PORTS.values())
     name = entry["name"].strip("[]")
     return port in ports and (host.lower().endswith(name[1:]) if name.startswith("*.") else host.lower() == name)
@@ -151,7 +151,7 @@ async def _read(response: httpx2.Response) -> bytes:
     if not kind.startswith(TEXTS):
         raise ToolFailure(f"the page is {kind[:100]}, no text")
     if response.headers.get("Content-Encoding", "identity") != "identity":
-        raise ToolFailure("the page is compressed, which was not asked for")  # and might unfold to any size
+        raise ToolFailure("the page is compressed, which was not asked for")  # it might decompress to any size
     read = bytearray()
     async for part in response.aiter_raw():
         read += part
@@ -173,7 +173,7 @@ def _content_type(response: httpx2.Response) -> str:
 
 
 def _charset(response: httpx2.Response) -> str:
-    """An encoding of letters by bytes; others that Python knows by a name, punycode for one, are no page's, and slow."""
+    """The page's encoding of characters; Python's other codecs, such as punycode, are never a page's, and slow."""
     try:
         name = codecs.lookup(response.charset_encoding or "utf-8").name
     except (LookupError, ValueError):

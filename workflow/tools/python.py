@@ -1,11 +1,11 @@
-"""python: runs a program in the sandbox and tells what it printed. Each call starts from nothing.
+"""python: runs a program in the sandbox and returns its output. Each call starts from nothing.
 
-What its code does wrong (an exception, too much time, memory or output) is told to the model with what was printed until
-then. Processor time is the model's limit; the clock is the system's. So a program that was kept from its processor, as one
-that the sandbox failed, is no observation: its call is sent again.
+The model reads the code's mistakes (an exception, too much time, memory or output) with the output until then. The limit on
+processor time is the model's; the limit on the clock is the system's. So a program that was kept from its core, or that the
+sandbox failed, gives no observation: its call is sent again.
 
-The process has one sandbox, of the kind that the machine's settings name (`AGENTRL_SANDBOX`); where none holds, a run that
-offers this tool is refused, with what to install.
+The process has one sandbox, of the kind that the machine's settings name (`AGENTRL_SANDBOX`). Where none works, a run that
+offers this tool is refused, and the message says what to install.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ OUTPUT_BYTES = 64 * 1024
 CALL_SECONDS = 60.0
 LEFT_RUNNING_TEXT = "[ended: processes and threads that were left running; they do not outlast their cell]"
 SANDBOX = ("AGENTRL_SANDBOX", "AGENTRL_SANDBOX_PYTHON", "AGENTRL_SANDBOX_IMAGE")
-"""The variables that say what holds a program."""
+"""The environment variables that choose the sandbox."""
 
 
 @Once
@@ -41,9 +41,9 @@ class CodeTool(Tool):
     """A tool whose function returns a program, which runs in the sandbox.
 
     Args:
-        cpu_seconds: processor time that one call may use. `timeout_seconds` of a call is no limit of the model's: where it
-            passes, the machine was too busy.
-        keeps: the programs of an episode are cells of one session: names last from one call to the next.
+        cpu_seconds: processor time that one call may use. `timeout_seconds` is not the model's limit: a call that passes it
+            met a machine that was too busy.
+        keeps: run the programs of an episode as cells of one session: names last from one call to the next.
     """
 
     cpu_seconds: float = CPU_SECONDS
@@ -51,28 +51,28 @@ class CodeTool(Tool):
 
     @property
     def limits(self) -> Limits:
-        """What the sandbox holds a call to."""
+        """The sandbox's limits for one call."""
         return Limits(self.cpu_seconds, memory_bytes=(self.memory_mb or MEMORY_MB) * MIB, output_bytes=OUTPUT_BYTES)
 
     def call(self, arguments: Mapping[str, Any]) -> str:
         """Runs the program.
 
         Raises:
-            ToolFailure: arguments of the wrong names or types, or a program that did not end well.
+            ToolFailure: arguments of wrong names or types, or a program that failed.
             InfraError: the system failed the program.
-            ConfigError: the tool keeps a session, and there is none here.
+            ConfigError: the tool needs a session, and there is none here.
         """
         return self._observation(self._run_program(arguments))
 
     def run(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """See `Tool.run`; a program that did not end well is a result too."""
+        """See `Tool.run`; a program that failed is a result too."""
         return self._tool_result(self._run_program(arguments))
 
     def open(self) -> Session:
-        """A session of the process's sandbox, with this tool's limits.
+        """Opens a session in the process's sandbox, with this tool's limits.
 
         Raises:
-            InfraError: it did not come up.
+            InfraError: the session did not start.
         """
         return sandbox().session(self.limits)
 
@@ -80,14 +80,14 @@ class CodeTool(Tool):
         """Runs the program as a session's next cell.
 
         Raises:
-            ToolFailure: arguments of the wrong names or types: the session saw nothing of it.
+            ToolFailure: arguments of wrong names or types; they never reach the session.
             InfraError: the system failed the cell.
         """
         return self._tool_result(session.run(self._program(arguments)))
 
     def _run_program(self, arguments: Mapping[str, Any]) -> Result:
         if self.keeps:
-            raise ConfigError(f"The tool {self.name!r} keeps its names for an episode, and here is none.", "Take python.")
+            raise ConfigError(f"The tool {self.name!r} keeps names for an episode, and there is no episode.", "Take python.")
         return sandbox().run(self._program(arguments), limits=self.limits)
 
     def _program(self, arguments: Mapping[str, Any]) -> str:
@@ -110,18 +110,18 @@ class CodeTool(Tool):
         return replace(told, cpu_seconds=result.cpu_seconds, exit=seen)
 
     def overdue(self) -> AgentRLError:
-        """The system's failure."""
+        """See `Tool.overdue`; here the system's failure."""
         return InfraError(f"{self.name} was not served within {self.timeout_seconds:g} s.")
 
 
 class Notebook:
-    """The sessions of one conversation in this very process, where no worker has them: one for each tool that keeps one."""
+    """The sessions of a conversation that runs in this process without workers: one for each tool that keeps one."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
 
     def run(self, tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
-        """The tool's answer; what the model did wrong is one too.
+        """Runs the tool and returns its result; a mistake of the model's is a result too.
 
         Raises:
             InfraError: the system failed it.
@@ -138,7 +138,7 @@ class Notebook:
 
     @property
     def alive(self) -> bool:
-        """Whether none of its interpreters is lost, and their names with it."""
+        """Whether all interpreters, and so the names in them, are still there."""
         return all(session.alive for session in self._sessions.values())
 
     def close(self) -> None:
@@ -153,11 +153,11 @@ def keeps_session(tool: object) -> TypeGuard[CodeTool]:
 
 
 def observation(result: Result, limits: Limits) -> str:
-    """What the model reads of a program that ended well.
+    """The text that the model reads of a program that succeeded.
 
     Raises:
-        CodeFailure: it did not; with what it had printed, and why it was ended.
-        InfraError: the system failed it.
+        CodeFailure: it failed; the error holds its output and the reason why it was ended.
+        InfraError: the system failed the program.
     """
     if system_failed(result):
         raise InfraError(f"The sandbox ({result.kind}) failed a program: {result.status}: {result.output[:300]}")
@@ -172,12 +172,12 @@ def observation(result: Result, limits: Limits) -> str:
 
 
 def system_failed(result: Result) -> bool:
-    """Whether it says nothing about the code: the sandbox failed, or the machine was too busy for it."""
+    """Whether the result says nothing about the code: the sandbox failed, or the machine was too busy."""
     return result.status in ("sandbox_fault", "starved")
 
 
 def reasons(limits: Limits) -> dict[str, str]:
-    """Status -> what the model is told of it; what a traceback says needs no more."""
+    """Status -> the reason that the model reads; where a traceback explains the end, none is needed."""
     return {
         "timeout_cpu": f"[stopped: it used up its {limits.cpu_seconds:g} s of processor time]",
         "timeout_wall": "[stopped: it slept or waited for too long]",

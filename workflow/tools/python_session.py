@@ -1,10 +1,10 @@
-"""python_session: python whose names last from one call to the next of an episode, and the value of a last line is printed.
+"""python_session: python whose names last from one call of an episode to the next; the value of a last expression is printed.
 
-The model knows it as `python`: a run offers either (`--tools python_session`, or an env's `tools`). Each episode has an
-interpreter of its own in the sandbox. A cell that raises keeps what it did; one that is killed, for its time or memory, leaves
-the names as they were before it. Where the interpreter is lost (its worker died, or it was not used for long), the
-episode's cells are run again: strings hash and `random` draws alike, so that they come to the same. Where one does not, the
-model is told so, and the episode is tainted: no update trains on it.
+The model knows it as `python`: a run offers one or the other (`--tools python_session`, or an env's `tools`). Each episode has
+an interpreter of its own in the sandbox. A cell that raises keeps its changes; after a cell that is killed, for its time or
+memory, the names are as they were before it. When the interpreter is lost (its worker died, or it was idle for long), the
+episode's cells are run again: strings hash and `random` draws as before, so that the results are the same. If one differs, the
+model reads a note about it, and the episode is tainted: no update trains on it.
 """
 
 from dataclasses import replace

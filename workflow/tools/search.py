@@ -1,11 +1,11 @@
-"""search: the passages of a collection of texts that fit a query best, by BM25 (SQLite's FTS5).
+"""search: finds the passages of a collection of texts that fit a query best, by BM25 (SQLite's FTS5).
 
 The collection is a folder of text files (.txt, .md, .markdown, .rst, with all its sub-folders), a .jsonl file (one object per
-line with `text` or `contents`, and `title` where it has one), or an http:// URL: that is asked with a POST of
-`{"query": ..., "k": ...}` and answers `{"results": [{"title": ..., "text": ...}, ...]}`.
+line with `text` or `contents`, and optionally `title`), or an http:// URL: a server that answers a POST of
+`{"query": ..., "k": ...}` with `{"results": [{"title": ..., "text": ...}, ...]}`.
 
-By its plain name the tool reads what AGENTRL_SEARCH names; `search_in(...)` makes one over a collection of an env's own. The
-index is made once per process, when the first call comes, in a temporary file that SQLite removes by itself.
+By its plain name the tool searches the collection that AGENTRL_SEARCH names; `search_in(...)` makes a tool for an env's own
+collection. The index is made once per process, at the first call, in a temporary file that SQLite removes by itself.
 """
 
 import json
@@ -28,7 +28,7 @@ from agentrl.workflow.tools import Tool
 
 SUFFIXES = {".txt", ".md", ".markdown", ".rst"}
 PASSAGE = 1000
-"""Characters of a passage: paragraphs are joined up to it, and longer ones are cut."""
+"""The most characters of a passage: paragraphs are joined up to this length, and longer ones are cut."""
 
 MAX_WORDS = 64
 MAX_CHARACTERS = 8000
@@ -39,18 +39,18 @@ HINT = "Set AGENTRL_SEARCH to a folder of texts, a .jsonl file or an http:// URL
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A piece of a text, and where it is from."""
+    """A piece of a text, and the title of that text."""
 
     title: str
     text: str
 
 
 Search = Callable[[str, int], Sequence[Passage]]
-"""A query and how many -> the best passages, the best first."""
+"""(query, k) -> the k best passages, best first."""
 
 
 def search_in(collection: str | Path | Callable[[], Iterable[Passage]]) -> Tool:
-    """The tool over a folder, a .jsonl file, a URL, or passages that a function gives."""
+    """Makes the tool for a folder, a .jsonl file, a URL, or the passages that a function gives."""
     return _tool(lambda: collection)
 
 
@@ -75,10 +75,10 @@ def _tool(named: Callable[[], str | Path | Callable[[], Iterable[Passage]]], var
 
 
 def check(collection: str | Path | Callable[[], Iterable[Passage]]) -> None:
-    """Whether there is such a collection.
+    """Checks that the collection exists.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it does not.
     """
     if callable(collection) or is_url(str(collection)):
         return
@@ -91,10 +91,10 @@ def check(collection: str | Path | Callable[[], Iterable[Passage]]) -> None:
 
 
 def open_search(collection: str | Path | Callable[[], Iterable[Passage]]) -> Search:
-    """What searches the collection; an index is made now.
+    """Opens the collection for search; an index, where one is needed, is made now.
 
     Raises:
-        ConfigError: no such collection, or nothing is in it.
+        ConfigError: the collection does not exist or is empty.
     """
     check(collection)
     if callable(collection):
@@ -109,12 +109,12 @@ def open_search(collection: str | Path | Callable[[], Iterable[Passage]]) -> Sea
 
 
 def index(passages: Iterable[Passage]) -> Search:
-    """A search by BM25 in which a word of the title counts twice; equals come in their order.
+    """Indexes the passages for search by BM25; a word of the title counts twice, and ties keep the passages' order.
 
     Raises:
         ConfigError: there is no passage.
     """
-    # Without a name it is a temporary file of SQLite's: large collections stay out of memory.
+    # An empty name makes a temporary file of SQLite's own: large collections stay out of memory.
     table = sqlite3.connect("", check_same_thread=False, isolation_level=None)
     table.execute("CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize = 'porter unicode61 remove_diacritics 2')")
     table.execute("BEGIN")
@@ -168,11 +168,11 @@ def _document(file: Path, number: int, line: str) -> tuple[str, str]:
         return str(row.get("title", f"{file.stem}/{number}")), text
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         said = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"Line {number} of {str(file)!r} is no object with a 'text': {said}.", "Correct the file.") from error
+        raise ConfigError(f"Line {number} of {str(file)!r} is no object with 'text': {said}.", "Correct the file.") from error
 
 
 def split_text(text: str) -> Iterator[str]:
-    """The text in passages of at most PASSAGE characters, cut between paragraphs where that is possible."""
+    """Cuts the text into passages of at most PASSAGE characters, between paragraphs where possible."""
     piece = ""
     for paragraph in re.split(r"\n\s*\n", text):
         paragraph = paragraph.strip()
@@ -189,7 +189,7 @@ def split_text(text: str) -> Iterator[str]:
         yield piece
 
 
-# somebody else's
+# a search server
 
 
 def _search_server(url: str, query: str, k: int) -> list[Passage]:
@@ -206,17 +206,17 @@ def _search_server(url: str, query: str, k: int) -> list[Passage]:
     try:
         return [_passage(row) for row in json.loads(body.decode())["results"][:k]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ServiceError(f"The search at {url} answered what is no list of results: {str(error)[:300]}.", HINT) from error
+        raise ServiceError(f"The search at {url} answered without a list of results: {str(error)[:300]}.", HINT) from error
 
 
 async def _post(url: str, asked: dict[str, Any]) -> tuple[int, bytes]:
-    """The status and the body of the answer, of which no more is read than one may be.
+    """Asks the server; the answer's status and body, read only up to the size limit.
 
     Raises:
-        ServiceError: there is more.
+        ServiceError: the body is longer.
     """
     body = bytearray()
-    headers = {"Accept-Encoding": "identity"}  # and nothing unfolds to any size
+    headers = {"Accept-Encoding": "identity"}  # so that nothing decompresses to any size
     async with (
         httpx2.AsyncClient(timeout=None) as client,
         client.stream("POST", url, json=asked, headers=headers) as response,
