@@ -275,7 +275,7 @@ def test_an_optimizers_state_can_be_dropped_and_a_checkpoint_removed_twice(place
 
 
 def test_a_missing_bucket_is_said_before_a_run_and_ends_one_in_the_middle(bucket: str, home: Path) -> None:
-    with pytest.raises(ConfigError, match="There is no 'nowhere' for checkpoints"):
+    with pytest.raises(ConfigError, match="There is no bucket 'nowhere' for checkpoints"):
         object_store.check_place("s3://nowhere/run")
     with pytest.raises(CheckpointError, match="Cannot write the checkpoint 's3://nowhere/run/v1'"):
         checkpoint_cache.write("s3://nowhere/run/v1", writer_of(b"weights"))
@@ -312,10 +312,10 @@ def test_without_s3fs_the_sentence_says_what_to_install(home: Path) -> None:
         ("nosuch://place/run", "nosuch"),
         ("s3://key:secret@bucket/run", "holds a password"),
         ("s3://[", "is no URL"),
-        ("file://ckpt", "where its folder begins"),
-        ("file:///", "names no place"),
-        ("s3://", "names no place"),
-        ("s3:///run", "names no place"),
+        ("file://ckpt", "is a relative path"),
+        ("file:///", "names no bucket or folder"),
+        ("s3://", "names no bucket or folder"),
+        ("s3:///run", "names no bucket or folder"),
     ],
 )
 def test_a_url_that_cannot_hold_checkpoints_is_refused(home: Path, url: str, said: str) -> None:
@@ -367,5 +367,5 @@ def test_new_runs_keep_their_checkpoints_where_the_settings_say(
             place(config.model_copy(update={"output_dir": refused}))
     monkeypatch.setenv("AGENTRL_CHECKPOINTS", "s3://")
     settings.cache_clear()
-    with pytest.raises(ConfigError, match="names no place"):
+    with pytest.raises(ConfigError, match="names no bucket or folder"):
         place(RunConfig())

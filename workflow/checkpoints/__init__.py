@@ -1,1 +1,1 @@
-"""Checkpoints: folders that are whole or absent, copies of remote ones, links, what may be removed."""
+"""Checkpoints: folders that are whole or absent, local copies of remote ones, links to epochs, garbage collection."""

@@ -1,11 +1,12 @@
-"""Checkpoints in a folder, or at a URL that many hosts reach (`s3://bucket/prefix`, `file:///mnt/shared`).
+"""Checkpoints in a folder or at a URL that many hosts reach (`s3://bucket/prefix`, `file:///mnt/shared`).
 
 A path without `://` is a folder of this host and is used as it is. Object stores know no rename: a key is written once and
-never again, and the manifest comes last, so that with it the checkpoint is whole. `file://` is a folder mounted on every host.
+never again, and the manifest is written last: once it is there, the checkpoint is whole. `file://` is a folder mounted on every
+host.
 
-Each host keeps copies of what is at a URL in `AGENTRL_HOME/cache/RUN/CHECKPOINT`. One process fetches while the others wait;
-what was fetched is verified against the manifest and the policy's row before it gets its name, and a copy again when a process
-first uses it. The `KEEP` copies of a run that were used last stay.
+Each host caches remote checkpoints in `AGENTRL_HOME/cache/RUN/CHECKPOINT`. One process fetches while the others wait. A copy is
+verified against the manifest and the policy's row before it gets its name, and again when a process first uses it. The `KEEP`
+most recently used copies of a run stay.
 """
 
 import fcntl
@@ -36,16 +37,16 @@ from agentrl.workflow.settings import is_url, settings
 T = TypeVar("T")
 
 KEEP = 10
-"""Copies of one run that a host keeps: those of nine iterations that overlap, and one more that an evaluation may be at."""
+"""Copies of one run that a host keeps: those of nine overlapping iterations, and one more for an evaluation."""
 
 Part = Literal["weights", "start", "all"]
-"""Part of a checkpoint: its weights, to sample; all but the optimizer's state, to start a run from; all, to go on."""
+"""Part of a checkpoint: `weights` to sample, `start` (all but the optimizer's state) to start a run from, `all` to resume."""
 
 _verified_copies: set[tuple[Path, Part]] = set()
 """Copies whose bytes this process has compared with their manifest."""
 
 _UNFINISHED_SUFFIXES = (".tmp", ".old", ".fetch")
-"""What a folder's name ends with while it is being made."""
+"""Suffixes of a folder's name while it is being made."""
 
 
 def write(path: str, writer: Writer) -> str:
@@ -55,15 +56,15 @@ def write(path: str, writer: Writer) -> str:
         The sha256 of its weights.
 
     Raises:
-        CheckpointError: the disk refused, or there is no such bucket.
-        ConfigError: the store refused.
-        ServiceError: the store did not answer for long. Nothing is lost but what has no manifest yet.
+        CheckpointError: the disk refused the files, or there is no such bucket.
+        ConfigError: the store refused them.
+        ServiceError: the store did not answer for long. Only a checkpoint without a manifest is lost.
     """
     folder = object_store.mounted_folder(path) if is_url(path) else Path(path)
     if folder is not None:
         return sealed_folder.write(folder, writer)
     copy = copy_of(path)
-    with _report_host_trouble(path), hold_lock(copy.parent):  # else another process may evict it before it is stored
+    with _report_host_trouble(path), hold_lock(copy.parent):  # so that no process evicts it before it is stored
         sha256 = sealed_folder.write(copy, writer)
         _upload(copy, path)
         faultpoint("checkpoint.uploaded")
@@ -72,10 +73,10 @@ def write(path: str, writer: Writer) -> str:
 
 
 def read(path: str, sha256: str, part: Part, reader: Callable[[Path], T]) -> T:
-    """What the reader makes of the `local_part` folder. A copy that was spoilt or evicted once verified is fetched once more.
+    """Calls the reader with the `local_part` folder. A copy that was damaged or evicted after its check is fetched once more.
 
     Raises:
-        CheckpointError, ConfigError, ServiceError: as `local_part` does, and what the reader raises.
+        CheckpointError, ConfigError, ServiceError: as `local_part`; besides, the reader's own errors.
     """
     folder = local_part(path, sha256, part)
     try:
@@ -88,13 +89,13 @@ def read(path: str, sha256: str, part: Part, reader: Callable[[Path], T]) -> T:
 
 
 def local_part(path: str, sha256: str, part: Part = "weights") -> Path:
-    """A folder of this host that holds that part of the checkpoint at `path`, a folder or a URL.
+    """The folder of this host that holds a part of the checkpoint at `path`, a folder or a URL; fetched if need be.
 
     Args:
-        sha256: of the weights, as the policy's row has it.
+        sha256: the hash of the weights in the policy's row.
 
     Raises:
-        BrokenCheckpoint: there is none, it is not whole, or it is not the one of the row.
+        BrokenCheckpoint: the checkpoint is missing or incomplete, or its weights are not those of the row.
         ConfigError: this host does not see the folder where the run keeps its checkpoints, or may not read it.
         ServiceError: the store did not answer for long, or this host has no space.
     """
@@ -113,9 +114,9 @@ def local_part(path: str, sha256: str, part: Part = "weights") -> Path:
 
 
 def fault_of(path: str, sha256: str, part: Part = "weights") -> str:
-    """What is broken in that part of a published checkpoint; empty where every byte is as it was written.
+    """The fault in a part of a published checkpoint; empty if every byte is as it was written.
 
-    Of a URL the store is asked: a sound copy on this host helps no other.
+    For a URL the store itself is read: a sound copy on this host does not help other hosts.
 
     Raises:
         ConfigError: this host does not see the folder where the run keeps its checkpoints, or may not read it.
@@ -152,13 +153,13 @@ def remove(path: str) -> None:
 
 
 def remove_rivals(path: str) -> None:
-    """Removes what killed trainers left on this host beside a published checkpoint."""
+    """Removes folders that killed trainers left on this host beside a published checkpoint."""
     folder = object_store.mounted_folder(path) if is_url(path) else Path(path)
     sealed_folder.remove_rivals(folder or copy_of(path))
 
 
 def sizes(url: str) -> dict[str, dict[str, int]]:
-    """Bytes of every file under a run's URL, by its checkpoint and by its path in there.
+    """Checkpoint -> path in it -> bytes, for every file under a run's URL.
 
     Raises:
         ServiceError: the store did not answer for long.
@@ -171,14 +172,14 @@ def sizes(url: str) -> dict[str, dict[str, int]]:
 
 
 def copy_of(url: str) -> Path:
-    """Where this host keeps its copy of the checkpoint at that URL."""
+    """The folder for this host's copy of the checkpoint at that URL."""
     parent, _, name = url.rstrip("/").rpartition("/")
     run = f"{parent.rpartition('/')[2]}-{hashlib.sha256(parent.encode()).hexdigest()[:8]}"
     return settings().cache_dir / run / name
 
 
 def _verify(path: str, sha256: str, part: Part) -> None:
-    """Reads every byte of that part of the published checkpoint."""
+    """Verifies every byte of a part of the published checkpoint."""
     if is_url(path):
         with tempfile.TemporaryDirectory() as scratch:
             _fetch(path, Path(scratch) / "checkpoint", sha256, part)
@@ -201,7 +202,7 @@ def _check_here(folder: Path) -> Path:
 
 
 def _must_see(place: Path) -> None:
-    if not place.is_dir():  # then it is not a checkpoint in there that is broken
+    if not place.is_dir():  # the whole place is missing, so no checkpoint in it is broken
         raise ConfigError(
             f"This host ({socket.gethostname()}) does not see {str(place)!r}, where the run keeps its checkpoints.",
             "Mount it here, or submit with AGENTRL_CHECKPOINTS=s3://BUCKET/PREFIX.",
@@ -210,7 +211,7 @@ def _must_see(place: Path) -> None:
 
 @contextmanager
 def _report_host_trouble(path: str) -> Iterator[None]:
-    """Reports this host's own troubles as such: of the checkpoint they say nothing."""
+    """Turns errors of this host into errors that do not blame the checkpoint."""
     try:
         yield
     except OSError as error:
@@ -228,7 +229,7 @@ def _upload(folder: Path, url: str) -> None:
 
 
 def _fetch(url: str, copy: Path, sha256: str, part: Part) -> None:
-    """Brings what `copy` lacks or has broken."""
+    """Fetches the files that `copy` lacks or that are broken in it."""
     folder = object_store.mounted_folder(url)
     if folder is not None:
         _must_see(folder.parent)
@@ -268,20 +269,20 @@ def _move(beside: Path, copy: Path) -> None:
 
 
 def _sha256(manifest: Mapping[str, FileRecord]) -> str:
-    """sha256 of the weights; empty where there are none."""
+    """sha256 of the weights; empty if there are none."""
     record = manifest.get(weights_name(manifest))
     return record.sha256 if record else ""
 
 
 def _names(manifest: Mapping[str, FileRecord], part: Part) -> list[str]:
-    """Names of the files to fetch: none that only other programs read."""
+    """Names of the files to fetch, without those that only other programs read."""
     if part == "weights":
         return [weights_name(manifest)]
     return [name for name, record in manifest.items() if not record.shared and (part == "all" or name != OPTIMIZER)]
 
 
 def _is_complete(copy: Path, part: Part) -> bool:
-    """Whether the files are there, by name: another process may have evicted them. The copy is then the one used last."""
+    """Whether all files are there by name (another process may have evicted them); marks the copy as just used."""
     try:
         manifest = sealed_folder.read_manifest(copy)
         os.utime(copy)
@@ -291,7 +292,7 @@ def _is_complete(copy: Path, part: Part) -> bool:
 
 
 def _is_sound(copy: Path, sha256: str, part: Part) -> bool:
-    """Whether the files are there, bit for bit."""
+    """Whether all files are there, bit for bit."""
     try:
         manifest = sealed_folder.read_manifest(copy)
     except CheckpointError:  # not here yet, or cut off by a power failure
@@ -303,7 +304,7 @@ def _is_sound(copy: Path, sha256: str, part: Part) -> bool:
 
 @contextmanager
 def hold_lock(folder: Path) -> Iterator[None]:
-    """One thread of one process of this host at a time."""
+    """Holds the folder's lock: one thread of one process of this host at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -313,7 +314,7 @@ def hold_lock(folder: Path) -> Iterator[None]:
 def _evict(folder: Path) -> None:
     used: dict[Path, int] = {}
     for entry in [entry for entry in folder.iterdir() if entry.is_dir() and entry.suffix not in _UNFINISHED_SUFFIXES]:
-        with suppress(FileNotFoundError):  # somebody removed it meanwhile
+        with suppress(FileNotFoundError):  # another process removed it meanwhile
             used[entry] = entry.stat().st_mtime_ns
     for old in sorted(used, key=used.__getitem__)[:-KEEP]:
         shutil.rmtree(old, ignore_errors=True)

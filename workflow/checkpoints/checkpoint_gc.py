@@ -1,8 +1,8 @@
-"""What of a run's checkpoint folder no row needs any more, and how it is removed.
+"""Garbage collection of a run's checkpoint folder: finds and removes the parts that no row needs any more.
 
-Looked at in this order: first the disk, then the rows. A folder that stood there before the rows were read was written under a
-claim that the rows know, so that what they neither name nor may still publish never will be published. Adapters go the other
-way round: their rows say first that they are collected, and a death in between leaves files that the next collection finds.
+The disk is read first, then the rows. A folder that existed before the rows were read was written under a claim that the rows
+know; if they neither name it nor let its claim publish, it will never be published. Adapters are removed in the other order:
+their rows are marked as collected first, and a crash in between leaves files that the next collection finds.
 """
 
 import re
@@ -22,7 +22,7 @@ KINDS: tuple[Kind, ...] = ("leftovers", "optimizers", "adapters")
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """One folder beside a run's checkpoints: its name, its bytes, and how many of them are an optimizer's state."""
+    """One folder among a run's checkpoints: its name, its bytes, and the bytes of the optimizer's state among them."""
 
     name: str
     bytes: int
@@ -31,12 +31,12 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What rows say of one run's folders, by name.
+    """The folders of one run that its rows need, by name.
 
     Args:
         named: checkpoints that a policy names and that are not collected.
-        collected: those whose policies were collected.
-        resumable: those that an update may start from, optimizer and all.
+        collected: checkpoints whose policies were collected.
+        resumable: checkpoints that an update may start from, so that their optimizer's state is needed.
         claims: (iteration, train token) of the updates that a live trainer may still publish.
     """
 
@@ -48,7 +48,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """A folder, or (`optimizers`) the optimizer's state in it, that no row needs; in bytes."""
+    """A folder, or (`optimizers`) the optimizer's state in it, that no row needs, and its bytes."""
 
     kind: Kind
     name: str
@@ -56,7 +56,7 @@ class Waste:
 
 
 def list_folders(output_dir: str, key: str) -> list[Folder]:
-    """The checkpoints of the run with that key and what was left beside them; empty where no such folder is on this machine.
+    """The checkpoints of the run with that key, and leftovers beside them; empty if this machine has no such folder.
 
     Args:
         output_dir: a folder or a URL.
@@ -71,14 +71,14 @@ def list_folders(output_dir: str, key: str) -> list[Folder]:
 
 
 def find_waste(folders: Iterable[Folder], needs: Needs, key: str) -> list[Waste]:
-    """The folders, and parts of them, that may go."""
+    """The folders, and parts of folders, that may be removed."""
     present = {folder.name for folder in folders}
     sorted_out = (_waste(folder, needs, key, present) for folder in folders)
     return [item for item in sorted_out if item]
 
 
 def remove(output_dir: str, item: Waste) -> None:
-    """Takes it from the disk or the store; what is gone already is no error.
+    """Removes it from the disk or the store; it is no error if it is already gone.
 
     Raises:
         ServiceError: the URL's store does not answer.
@@ -98,14 +98,14 @@ def _waste(folder: Folder, needs: Needs, key: str, present: Collection[str]) -> 
     if folder.name in needs.named:
         spare = folder.optimizer and folder.name not in needs.resumable
         return Waste("optimizers", folder.name, folder.optimizer) if spare else None
-    only_copy = name in needs.named and name not in present  # a death between the two renames of `checkpoint.write`
-    # What is made again (`.r`) is made under the token of a later iteration.
+    only_copy = name in needs.named and name not in present  # a crash between the two renames of `sealed_folder.write`
+    # A checkpoint that is made again (`.r`) is made under the token of a later iteration.
     live = claim in needs.claims or (".r" in name and claim[1] in {token for _, token in needs.claims})
     return None if only_copy or live else Waste("leftovers", folder.name, folder.bytes)
 
 
 def _parse_name(name: str, key: str) -> tuple[str, tuple[int, int]] | None:
-    """The checkpoint that a folder is, or was to become, with the (iteration, train token) that it was written under."""
+    """The checkpoint that a folder is or was to become, and the (iteration, train token) under which it was written."""
     found = re.fullmatch(rf"(v(\d{{5,}})\.[tr](\d+)\.{re.escape(key)})(\.tmp|\.old)?", name)
     return (found[1], (int(found[2]) - 1, int(found[3]))) if found else None
 
@@ -115,7 +115,7 @@ def _measure(name: str, files: Mapping[str, int]) -> Folder:
 
 
 def _disk_sizes(place: Path) -> dict[str, dict[str, int]]:
-    """Bytes of every file, by folder and by its path in there."""
+    """Folder -> path in it -> bytes, for every file."""
     if not place.is_dir():
         return {}
     return {
@@ -126,9 +126,9 @@ def _disk_sizes(place: Path) -> dict[str, dict[str, int]]:
 
 
 def _size(file: Path) -> int:
-    """Bytes that its end would free: none where another checkpoint holds it too."""
+    """Bytes that removing the file would free: none if another checkpoint links to it."""
     try:
         stat = file.stat()
         return stat.st_size if stat.st_nlink == 1 else 0
-    except FileNotFoundError:  # a trainer is at work there
+    except FileNotFoundError:  # a trainer is working there
         return 0

@@ -1,7 +1,7 @@
 """Links to the checkpoints that ended an epoch: `runs/NAME/epoch_3`, beside the checkpoints themselves.
 
-They are made anew from the rows: when such a checkpoint is published, when one is asked for, and before `agentrl gc` removes
-what one leads to. So a death in between leaves one out, or an older one, and none that leads nowhere for good.
+They are rebuilt from the rows: when such a checkpoint is published, when one is asked for, and before `agentrl gc` removes a
+link's target. So a crash in between leaves a link missing or out of date, and none that stays broken.
 """
 
 import os
@@ -21,9 +21,9 @@ class EpochEnds:
     """The checkpoints in a run's folder (or URL, which has no links) that ended an epoch.
 
     Args:
-        key: what the names of the run's checkpoints end with.
-        names: of the checkpoints, by the epoch's number from 1.
-        newest: whether no younger run keeps its checkpoints there: of several the youngest has the links.
+        key: the suffix of the names of the run's checkpoints.
+        names: epoch, from 1 -> name of the checkpoint.
+        newest: whether no younger run keeps its checkpoints there; of several runs, the youngest has the links.
     """
 
     output_dir: str
@@ -33,16 +33,16 @@ class EpochEnds:
 
 
 def epoch_number(name: str) -> int | None:
-    """The epoch that a link of that name stands for; None of any other name."""
+    """The epoch that a link's name means; None for any other name."""
     found = NAME.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def link_epochs(ends: EpochEnds) -> None:
-    """Makes the links in the run's folder what they should be, where it is the youngest there; an older run has none.
+    """Updates the links in the run's folder, if the run is the youngest there; an older run has none.
 
     Raises:
-        OSError: the folder takes none.
+        OSError: the folder takes no links.
     """
     unlink_epochs(ends)
     if not ends.newest:
@@ -61,10 +61,10 @@ def link_epochs(ends: EpochEnds) -> None:
 
 
 def unlink_epochs(ends: EpochEnds) -> None:
-    """Removes the links that lead nowhere, or to another checkpoint of the run than they should.
+    """Removes broken links, and those that lead to a wrong checkpoint of the run.
 
     Raises:
-        OSError: the folder does not let go of them.
+        OSError: the links cannot be removed.
     """
     wanted = _wanted_links(ends)
     for entry in _links(ends):
@@ -75,13 +75,13 @@ def unlink_epochs(ends: EpochEnds) -> None:
 
 
 def _links(ends: EpochEnds) -> list[Path]:
-    """Links to epochs in the folder, of whichever run; a URL has none."""
+    """The links to epochs in the folder, whichever run they belong to; a URL has none."""
     entries = () if is_url(ends.output_dir) else Path(ends.output_dir).glob("epoch_*")
     return [entry for entry in entries if entry.is_symlink() and epoch_number(entry.name) is not None]
 
 
 def _wanted_links(ends: EpochEnds) -> dict[str, str]:
-    """Where each link should lead; only to what is there."""
+    """Link -> its target, for targets that exist."""
     if is_url(ends.output_dir) or not ends.key:
         return {}
     there = Path(ends.output_dir)

@@ -1,8 +1,8 @@
-"""The files of checkpoints behind a URL: any of fsspec's file systems, asked again where it does not answer.
+"""The files of checkpoints behind a URL: any of fsspec's file systems, with retries.
 
-Credentials come from the environment, as the store's own tools read them. Every function here raises ConfigError where the
-store refuses this host, ServiceError where it did not answer for RETRY_SECONDS or this host has no space: neither says of the
-files that they are broken.
+Credentials come from the environment, as the store's own tools read them. Every function here raises ConfigError if the store
+refuses this host, and ServiceError if it did not answer for RETRY_SECONDS or this host has no space: neither means that the
+files are broken.
 """
 
 import errno
@@ -19,14 +19,14 @@ from agentrl.workflow.settings import is_url
 T = TypeVar("T")
 
 RETRY_SECONDS = 30.0
-"""How long a store that does not answer is asked again."""
+"""The time for which requests to a store that does not answer are retried."""
 
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    # We ask again ourselves; with botocore's own four repetitions a silent link would look like a slow one.
+    # Retries are made here; with botocore's own four on top, a dead connection would look like a slow one.
     "s3": {"config_kwargs": {"retries": {"max_attempts": 0}}, "use_listings_cache": False}
 }
 NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-"""What the system says of a place without room."""
+"""The system's error numbers for a full disk."""
 _DENIED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -34,11 +34,11 @@ URL_HINT = "Write file:///FOLDER or s3://BUCKET/PREFIX."
 
 
 def check_place(place: str) -> Path | None:
-    """Makes sure that there is a store at the URL, asking it once. Returns the folder that is meant, if it is one.
+    """Checks with one request that there is a store at the URL. Returns the folder if the URL means one.
 
     Raises:
         ConfigError: no such bucket, no right to it, a package is missing, or the URL holds a password.
-        ServiceError: it does not answer.
+        ServiceError: the store does not answer.
     """
     if not is_url(place):
         return Path(place)
@@ -47,9 +47,9 @@ def check_place(place: str) -> Path | None:
     except ValueError as error:
         raise ConfigError(f"{place!r} is no URL: {error}.", URL_HINT) from error
     if parts.scheme == "file" and not place.startswith("file:///"):
-        raise ConfigError(f"{place!r} does not say where its folder begins, and each process may stand elsewhere.", URL_HINT)
+        raise ConfigError(f"{place!r} is a relative path, and processes run in different folders.", URL_HINT)
     if not (parts.path.strip("/") if parts.scheme in ("file", "local") else parts.netloc):
-        raise ConfigError(f"{place!r} names no place for checkpoints.", URL_HINT)
+        raise ConfigError(f"{place!r} names no bucket or folder for checkpoints.", URL_HINT)
     if parts.password:
         raise ConfigError("The URL for checkpoints holds a password.", "Put it into the environment: the URL is stored.")
     files, key = _store(place)
@@ -59,10 +59,10 @@ def check_place(place: str) -> Path | None:
     try:
         files.info(bucket)
     except FileNotFoundError as error:
-        raise ConfigError(f"There is no {bucket!r} for checkpoints in {place!r}.", "Make it, or name another.") from error
+        raise ConfigError(f"There is no bucket {bucket!r} for checkpoints in {place!r}.", "Make it.") from error
     except PermissionError as error:
         raise ConfigError(f"Checkpoints in {place!r} are refused: {_words(error)}.", "Check the credentials.") from error
-    except Exception as error:  # every store has errors of its own
+    except Exception as error:  # every store has its own error classes
         raise _no_answer_error(place, error) from error
     return None
 
@@ -94,14 +94,14 @@ def get(url: str, name: str, file: Path) -> None:
 
 
 def sizes(url: str) -> dict[str, int]:
-    """Bytes of every file under the URL, by its path there; none where nothing was ever written."""
+    """Path -> bytes of every file under the URL; empty if nothing was ever written."""
     files, key = _store(url)
     found: dict[str, Any] = _retry(url, lambda: files.find(key, detail=True))
     return {path.removeprefix(f"{key}/"): int(facts["size"]) for path, facts in found.items()}
 
 
 def remove(url: str, name: str = "") -> None:
-    """Removes `name` under the URL, or all that is there; what is gone already is no error."""
+    """Removes `name`, or everything, under the URL; it is no error if it is already gone."""
     files, key = _store(url)
     try:
         _retry(url, lambda: files.rm_file(f"{key}/{name}") if name else files.rm(key, recursive=True))
@@ -129,7 +129,7 @@ def _is_folder(files: Any) -> bool:
 
 
 def host_trouble(path: str, error: Exception) -> ConfigError | ServiceError | None:
-    """The error of a host that may not read or write, or has no space; None for any other."""
+    """Our error for a host that may not read or write, or has no space; None for other errors."""
     found = error.errno if isinstance(error, OSError) else None
     if isinstance(error, PermissionError) or found in _DENIED_ERRNOS:
         said = f"The checkpoint {path!r} is refused to this host ({socket.gethostname()}): {_words(error)}."
@@ -141,7 +141,7 @@ def host_trouble(path: str, error: Exception) -> ConfigError | ServiceError | No
 
 
 def _retry(url: str, action: Callable[[], T]) -> T:
-    """Does it, again and again where the store does not answer; FileNotFoundError is an answer."""
+    """Runs the action, again and again while the store does not answer; FileNotFoundError is an answer."""
     deadline = time.monotonic() + RETRY_SECONDS
     pause = 0.1
     while True:
@@ -149,7 +149,7 @@ def _retry(url: str, action: Callable[[], T]) -> T:
             return action()
         except FileNotFoundError:
             raise
-        except Exception as error:  # every store has errors of its own, and most of them mean the network
+        except Exception as error:  # every store has its own error classes, and most of them mean the network
             trouble = host_trouble(url, error)
             if trouble is not None:
                 raise trouble from error

@@ -1,11 +1,11 @@
-"""A checkpoint is a folder that is whole or absent: written beside, synced, sealed by a manifest, then renamed into place.
+"""A checkpoint is a folder that is whole or absent: written under another name, synced, sealed by a manifest, then renamed.
 
 `write` lets a writer fill `<folder>.tmp`, syncs every file, writes `manifest.json` (size and sha256 of each file) last and
 renames. `verify` reads everything back and names the file that is missing, truncated or altered. Only a database row
 publishes a checkpoint, so a folder that no row names is a leftover and may be replaced.
 
-The weights have the name that PEFT or transformers look for. What these need beside them is alike in all checkpoints of a run,
-and `link_shared` links it from one folder to the next: the disk holds it once. No update reads it.
+The weights have the name that PEFT or transformers look for. Further files that these need are the same in all checkpoints of a
+run, and `link_shared` links them from one folder to the next: the disk holds them once. No update reads them.
 """
 
 import hashlib
@@ -24,28 +24,28 @@ from agentrl.workflow.errors import BrokenCheckpoint, CheckpointError
 from agentrl.workflow.runtime.faults import faultpoint
 
 RECORD = "training.json"
-"""The file of a model that was made here which says of what and how."""
+"""The file in a model made by agentrl that records what it was made from, and how."""
 MANIFEST = "manifest.json"
 ADAPTER = "adapter_model.safetensors"
 MODEL = "model.safetensors"
 WEIGHTS = "weights.safetensors"
-"""What the weights of older checkpoints are called, whichever they are."""
+"""Name of the weights in older checkpoints, whether LoRA or full."""
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 LARGEST_MANIFEST = 1 << 24
-"""Bytes that are read of one."""
+"""The most bytes read of a manifest."""
 LONGEST_NAME = 255
-"""Bytes of a file's name, and of a folder's."""
+"""The most bytes of a file's or folder's name."""
 DEEPEST = 8
-"""Names in a file's path."""
+"""The most names in a file's path."""
 NEAREST = 2
-"""Checkpoints, the newest ones, among which `link_shared` looks for a file."""
+"""How many of the newest checkpoints `link_shared` searches for a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What the manifest says of one file: its size in bytes, the sha256 of its content, and whether it is one of those that the
-    run's checkpoints share.
+    """The manifest's entry for one file: its size in bytes, the sha256 of its content, and whether the run's checkpoints share
+    it.
     """
 
     size: int
@@ -54,20 +54,20 @@ class FileRecord:
 
 
 Writer = Callable[[Path], Collection[str] | None]
-"""Fills the folder it is given; returns the names of the files in there that the run's checkpoints share."""
+"""Fills the folder it is given; returns the names of the files in it that the run's checkpoints share."""
 
 
 def write(folder: Path, writer: Writer, then: str = "`agentrl resume`") -> str:
-    """Makes the checkpoint `folder` from what `writer` puts into the folder it is given.
+    """Makes the checkpoint `folder` from the files that `writer` writes.
 
     Args:
-        then: what one types where the disk refused, after there is room.
+        then: the command to type after a full disk has room again.
 
     Returns:
-        The sha256 of its weights: what a `PolicyRef` names.
+        The sha256 of its weights, as in a `PolicyRef`.
 
     Raises:
-        CheckpointError: the disk refused, or the writer wrote no weights. What stood at `folder` before still stands.
+        CheckpointError: the disk refused, or the writer wrote no weights. An older checkpoint at `folder` stays.
     """
     beside = _sibling(folder, ".tmp")
     try:
@@ -79,7 +79,7 @@ def write(folder: Path, writer: Writer, then: str = "`agentrl resume`") -> str:
         faultpoint("checkpoint.sealed")
         _swap(beside, folder)
         faultpoint("checkpoint.renamed")
-    except (OSError, SafetensorError) as error:  # safetensors has no OSError for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
         raise write_error(folder, error, then) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -87,17 +87,17 @@ def write(folder: Path, writer: Writer, then: str = "`agentrl resume`") -> str:
 
 
 def weights_name(names: Collection[str]) -> str:
-    """Which of a checkpoint's files holds its weights."""
+    """The name of the file, among a checkpoint's files, that holds its weights."""
     return next((name for name in (ADAPTER, MODEL) if name in names), WEIGHTS)
 
 
 def weights_of(folder: Path) -> Path:
-    """The file of a checkpoint's weights, there or not."""
+    """The path of a checkpoint's weights, whether or not it exists."""
     return folder / weights_name([name for name in (ADAPTER, MODEL) if (folder / name).is_file()])
 
 
 def link_shared(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Puts files into a checkpoint's folder: as links to those of the newest beside it, where these hold the same bytes."""
+    """Puts files into a checkpoint's folder: as links to those of the newest checkpoints, if the bytes are equal."""
     others = sorted(folder.parent.glob(f"*/{MANIFEST}"), reverse=True)[:NEAREST]
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def link_shared(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _try_link(file: Path, target: Path, content: bytes) -> bool:
-    """Whether the target is now another name of the file, which holds these very bytes."""
+    """Makes the target a link to the file if that holds these bytes; whether it did."""
     try:
         if file.is_symlink() or file.stat().st_size != len(content) or file.read_bytes() != content:
             return False
@@ -117,7 +117,7 @@ def _try_link(file: Path, target: Path, content: bytes) -> bool:
 
 
 def write_error(folder: Path, error: OSError | SafetensorError, then: str, what: str = "checkpoint") -> CheckpointError:
-    """The error of a folder that the disk refused; `then` is what one types after it was mended."""
+    """The error of a folder that the disk refused; `then` is the command to type after the repair."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     full = (
         error.errno in NO_SPACE_ERRNOS
@@ -134,18 +134,18 @@ def drop_optimizer(folder: Path) -> None:
 
 
 def remove_rivals(folder: Path) -> None:
-    """Removes what killed trainers left beside the published `vVERSION.tTOKEN.KEY`: the same of another token, or its half."""
+    """Removes what killed trainers left beside the published `vVERSION.tTOKEN.KEY`: other tokens, and unfinished folders."""
     version, _, key = folder.name.split(".")
     for rival in folder.parent.glob(f"{version}.t*.{key}*"):
         if rival != folder:
-            shutil.rmtree(rival, ignore_errors=True)  # a trainer that is not dead yet may still write there
+            shutil.rmtree(rival, ignore_errors=True)  # a trainer that is still alive may write there
 
 
 def verify(folder: Path, without: Collection[str] = (), shared: bool = True) -> Mapping[str, FileRecord]:
-    """The manifest of a checkpoint whose every file, but those `without` which one can do, is as it was written.
+    """Verifies that every file is as it was written, and returns the manifest; files in `without` may be missing.
 
     Args:
-        shared: look at what the run's checkpoints share too, which no update reads.
+        shared: verify the files that the run's checkpoints share, too; no update reads them.
 
     Raises:
         BrokenCheckpoint: naming the first file that is missing, truncated or altered.
@@ -160,7 +160,7 @@ def verify(folder: Path, without: Collection[str] = (), shared: bool = True) -> 
 
 
 def fault_of(file: Path, record: FileRecord) -> str:
-    """What is wrong with a file; empty if it is as it was written."""
+    """The fault of a file; empty if it is as it was written."""
     if not file.is_file():
         return "is missing"
     size = file.stat().st_size
@@ -174,10 +174,10 @@ def _sibling(folder: Path, suffix: str) -> Path:
 
 
 def repair_folder(folder: Path) -> None:
-    """Puts right what a process that died in `write` left of the checkpoint."""
+    """Repairs the checkpoint after a process died in `write`."""
     old = _sibling(folder, ".old")
     if old.exists() and not folder.exists():
-        # The process died between the two renames of `_swap`: what stood there is the older one.
+        # The process died between the two renames of `_swap`: `old` is the checkpoint that was there before.
         old.rename(folder)
     for leftover in (old, _sibling(folder, ".tmp")):
         if leftover.exists():
@@ -216,15 +216,15 @@ def _sync(paths: Iterable[Path]) -> None:
 
 
 def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
-    """What a checkpoint's manifest says of its files, by name.
+    """The manifest of a checkpoint: name -> record of the file.
 
     Args:
-        called: what an error calls the checkpoint, where the folder holds a copy of it.
+        called: the checkpoint's name in error messages, if the folder is a copy of it.
 
     Raises:
         BrokenCheckpoint: there is no manifest, or it cannot be read.
     """
-    if not (folder / MANIFEST).is_file():  # a pipe would be waited for
+    if not (folder / MANIFEST).is_file():  # opening a pipe would block
         raise broken_error(called or folder, f"{MANIFEST} is missing")
     try:
         with (folder / MANIFEST).open("rb") as seal:
@@ -240,7 +240,7 @@ def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether that can be a file of the folder, and none anywhere else."""
+    """Whether the name means a file inside the folder, and not one elsewhere."""
     parts = name.split("/")
     fits = name.isprintable() and len(parts) <= DEEPEST and all(0 < len(part.encode()) <= LONGEST_NAME for part in parts)
     return fits and not {".", ".."}.intersection(parts)
@@ -253,7 +253,7 @@ def _entry(record: FileRecord) -> dict[str, Any]:
 def _record(entry: Mapping[str, Any]) -> FileRecord:
     size, sha256, shared = entry["size"], entry["sha256"], entry.get("shared", False)
     if type(size) is not int or type(sha256) is not str or type(shared) is not bool:
-        raise TypeError("no size and hash")
+        raise TypeError("size or hash is missing")
     return FileRecord(size, sha256, shared)
 
 
