@@ -106,7 +106,7 @@ def test_a_tokenizer_that_does_not_tell_its_bytes_is_refused() -> None:
     made = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     made.decoder = decoders.WordPiece()  # type: ignore[assignment]
     for odd in (made, Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))):
-        with pytest.raises(ModelError, match="does not tell the bytes"):
+        with pytest.raises(ModelError, match="does not give the bytes"):
             Spelling(PreTrainedTokenizerFast(tokenizer_object=odd))
 
 

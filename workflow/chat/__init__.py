@@ -1,1 +1,1 @@
-"""Messages to tokens and back: chat templates, the calls in a turn, the texts that end it."""
+"""Messages to tokens and back: chat templates, the parts of a sampled turn, stop strings."""

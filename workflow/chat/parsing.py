@@ -1,14 +1,14 @@
-"""What a sampled turn says: its thought, its tool calls and the rest. Reading never fails, and is linear in the text.
+"""Parses a sampled turn into its thought, its tool calls and its content. Parsing never fails, and is linear in the text.
 
-`<think>...</think>` at its beginning is its thought; which of the rest are calls its format knows (`tool_formats`),
-and what is left is its content. A call that cannot be read carries its `error`, which the model is told, and its text stays
-where it stood, so that nothing the model wrote is lost:
+`<think>...</think>` at the beginning is the thought. The tool format (`tool_formats`) finds the calls in the rest, and what is
+left is the content. A call that cannot be read carries an `error` for the model to read, and its text stays where it was, so
+that nothing the model wrote is lost. Calls that cannot be read are:
 
-- no call as the format writes them, or a key that stands twice in one object, wherever in the call;
-- longer, deeper or with longer numbers than the limits of `call_json`, which are looked at before anything is decoded into
-  a value that would be slow to compare or to store;
-- one that begins inside of a `<think>` which was not closed. Inside of one that was closed a call is thought, and none;
-- one that the turn ends in (`UNCLOSED`, `UNFINISHED`).
+- a text that the format would not write, or in which one object has a key twice;
+- a call that is longer, deeper or has longer numbers than the limits of `call_json`, which are checked before anything is
+  decoded into a value that would be slow to compare or to store;
+- a call that begins inside an unclosed `<think>`. Inside a closed one, a call is thought, and does not count;
+- a call that the end of the turn cuts off (`UNCLOSED`, `UNFINISHED`).
 """
 
 import re
@@ -20,7 +20,7 @@ from agentrl.workflow.tool_formats.hermes import hermes
 from agentrl.workflow.trajectory import Message, ToolCall
 
 MAX_CALLS = 1000
-"""Calls in one turn; what comes after them is one call that cannot be read."""
+"""The most calls in one turn; all text after them becomes one call that cannot be read."""
 
 THINK, END_THINK = "<think>", "</think>"
 _THINK = re.compile(THINK)
@@ -41,7 +41,7 @@ def parse_text(text: str, tool_format: ToolFormat = hermes, tools: Sequence[Sche
 
 
 def _content(text: str, tool_format: ToolFormat, tools: Sequence[Schema], calls: list[ToolCall]) -> str:
-    """What the text says beside its calls, which are added to those that there are."""
+    """The text without its calls, which are appended to `calls`."""
     kept, at = [], 0
     think, call = _THINK.search(text), tool_format.begins.search(text)
     while (think or call) and len(calls) <= MAX_CALLS:
@@ -64,7 +64,7 @@ def _content(text: str, tool_format: ToolFormat, tools: Sequence[Schema], calls:
 def _read_calls(
     text: str, at: int, tool_format: ToolFormat, tools: Sequence[Schema], most: int
 ) -> tuple[tuple[ToolCall, ...], int]:
-    """The calls that begin there, or the one that cannot be read, and where their text ends."""
+    """(the calls that begin at `at`, or the one that cannot be read; where their text ends)."""
     try:
         calls, end = tool_format.read(text, at, tools)
     except Unreadable as error:
@@ -73,9 +73,9 @@ def _read_calls(
 
 
 def _split_thought(text: str, tool_format: ToolFormat) -> tuple[str, str | None]:
-    """Thought and rest; None where the thought has no end.
+    """(thought, rest); the rest is None if the thought has no end.
 
-    Some templates open `<think>` in the generation prompt: then only its end was sampled.
+    Some templates open `<think>` in the generation prompt: then only the closing tag was sampled.
     """
     opened = text.lstrip().startswith(THINK)
     begins = tool_format.begins.search(text)
@@ -86,5 +86,5 @@ def _split_thought(text: str, tool_format: ToolFormat) -> tuple[str, str | None]
 
 
 def _lost_calls(thought: str, tool_format: ToolFormat) -> list[ToolCall]:
-    """The calls in a thought that has no end, as the model is told of them; one word for all."""
+    """One unreadable call that stands for all calls in a thought without an end; empty if there are none."""
     return [unreadable_call(IN_THOUGHT)] if (tool_format.certain or tool_format.begins).search(thought) else []

@@ -1,8 +1,7 @@
-"""Messages to token ids and back, through the tokenizer's own chat template; what the policy sampled is never re-tokenised.
+"""Messages to token ids and back, through the tokenizer's own chat template; sampled tokens are never re-tokenised.
 
-An episode is one growing row of tokens. `opening` renders what comes before the first sampled turn, `continuation` what the
-template puts between a sampled turn and the next one (tool results, a user's words), and `parse` reads a sampled turn (see
-`chat.parsing`).
+An episode is one growing row of tokens. `opening` renders everything before the first sampled turn, `continuation` the part
+between two sampled turns (tool results, a user's message), and `parse` reads a sampled turn (see `chat.parsing`).
 
 The tokenizer comes from outside, so this file needs neither torch nor transformers.
 """
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PROBE_QUESTION = Message("user", "x")
-# With a thought, so that a template which drops old thoughts is caught by the prefix check.
+# It has a thought, so that the prefix check catches a template that drops old thoughts.
 _PROBE_ANSWER = Message("assistant", "y", thought="t")
 
 
@@ -35,12 +34,12 @@ class Chat:
     """A chat template and its tokenizer.
 
     Args:
-        tokenizer: with a chat template whose turns end with one special token.
-        tool_format: how calls are written (`tool_formats`), AUTO for how the template writes them; None: Hermes, and
-            the template is given calls whatever it makes of them, as in runs of before there was a choice.
+        tokenizer: a tokenizer with a chat template whose turns end with one special token.
+        tool_format: a name in `tool_formats`, or AUTO for the template's own format; None, in runs older than this option:
+            Hermes, and the template is given the calls, whatever it makes of them.
 
     Attributes:
-        manner: how the template is spoken to.
+        manner: the form in which the template takes messages.
         end_ids: the ids that end a turn: the template's end-of-turn token and the tokenizer's end of sequence.
 
     Raises:
@@ -58,7 +57,7 @@ class Chat:
         self._stops: dict[tuple[str, ...], Stops] = {}
         source = json.dumps(tokenizer.chat_template)
         self.manner: Manner = legacy_manner() if tool_format is None else manner_of(self._apply, source, tool_format)
-        # Here and not at first use: that is the sampler's thread, too late to refuse a model.
+        # Found now: the first use is in the sampler's thread, too late to refuse a model.
         self.end_ids = frozenset({self._prefix(())[-1], *self._end_of_sequence(), *self._ends_of_calls(tool_format)})
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> tuple[int, ...]:
@@ -75,13 +74,13 @@ class Chat:
         """The ids that follow a sampled turn up to the next generation prompt.
 
         Args:
-            messages: what is new: tool results or a user's message.
+            messages: the new messages: tool results or a user's.
             tools: the same as in the opening.
             ended: the turn has its end token (see `has_end_token`); else these ids begin with it.
 
         Returns:
-            The ids and an empty reason; or None and why the template cannot be continued: it renders earlier turns
-            differently once others follow. Then the caller opens a new training row with `opening` of all messages.
+            (ids, ""), or (None, the reason) if the template renders earlier turns differently once others follow. Then the
+            caller opens a new training row with `opening` of all messages.
         """
         prefix = self._prefix(tools)
         whole = self._encode(self._render([_PROBE_QUESTION, _PROBE_ANSWER, *messages], tools, generate=True))
@@ -90,14 +89,14 @@ class Chat:
         return whole[len(prefix) - (not ended) :], ""
 
     def has_end_token(self, sampled_ids: Sequence[int]) -> bool:
-        """Whether a sampled turn has its end token; one that a stop string ended has none."""
+        """Whether a sampled turn ends with its end token; a turn that a stop string ended does not."""
         return bool(sampled_ids) and sampled_ids[-1] in self.end_ids
 
     def stops(self, strings: tuple[str, ...]) -> Stops:
-        """The watcher for these texts in a turn; the same for the same strings.
+        """The matcher of these stop strings, made once for the same strings.
 
         Raises:
-            ModelError: the tokenizer does not tell the bytes of its tokens.
+            ModelError: the tokenizer does not give the bytes of its tokens.
         """
         if strings not in self._stops:
             self._stops[strings] = Stops(self._spelling, strings)
@@ -106,8 +105,8 @@ class Chat:
     def turn(self, message: Message, tools: Sequence[Schema] = ()) -> tuple[int, ...]:
         """An assistant's message as the policy would have sampled it, end-of-turn token included (for demonstrations).
 
-        Calls that do not read back as the template writes them (it drops the words beside them, or a text in them closes
-        their tag) are written as the format writes them.
+        If calls as the template writes them do not read back (it drops the text beside them, or a text in them closes their
+        tag), the tool format writes them instead.
 
         Raises:
             ModelError: the template does not put the turn right after its generation prompt.
@@ -123,7 +122,7 @@ class Chat:
             [_PROBE_QUESTION, message], (), generate=False, turns=[*manner.plain([_PROBE_QUESTION, message], tools)]
         )
         if not whole.startswith(prompt):
-            raise ModelError("The chat template does not continue its own generation prompt; it cannot show demonstrations.")
+            raise ModelError("The chat template does not continue its own generation prompt; it cannot render demonstrations.")
         return whole[len(prompt) :]
 
     def _reads_back(self, text: str, message: Message, tools: Sequence[Schema]) -> bool:
@@ -132,10 +131,10 @@ class Chat:
         return found.tool_calls == made and message.content.strip() in found.content
 
     def parse(self, sampled_ids: Sequence[int], tools: Sequence[Schema] = ()) -> Message:
-        """The message that the sampled ids spell; any ids at all are readable.
+        """The message that the sampled ids spell; no ids raise an error.
 
         Args:
-            tools: those that were offered: some formats do not write of which kind an argument is.
+            tools: the tools that were offered; some formats need their schemas to tell the types of arguments.
         """
         ids = list(sampled_ids)
         while ids and ids[-1] in self.end_ids:
@@ -143,7 +142,7 @@ class Chat:
         return parse_text(self.decode(ids), self.manner.tool_format, tools)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids, special tokens included; bytes that are no UTF-8 become U+FFFD."""
+        """The text of the ids, special tokens included; bytes that are not UTF-8 become U+FFFD."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     @cached_property
@@ -161,7 +160,7 @@ class Chat:
 
     @cached_property
     def tokenizer_hash(self) -> str:
-        """sha256 of the vocabulary and of how a text with every kind of character is split."""
+        """sha256 of the vocabulary and of the tokens of a text with every kind of character."""
         probe = self._encode("Ünï 12345.6 == \tfoo_bar(  )\n\n<tool_call>{\"a\": [1, 'b']}</tool_call> 漢字 🙂")
         text = json.dumps([self.tokenizer.get_vocab(), probe], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -187,7 +186,7 @@ class Chat:
         return self._prefixes[key]
 
     def _cut_after_turn(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The ids up to the last special one, which ends the last turn."""
+        """The ids up to the last special token, which ends the last turn."""
         special = set(self._special.values())
         last = max((i for i, token in enumerate(ids) if token in special), default=None)
         if last is None:
@@ -204,7 +203,7 @@ class Chat:
         generate: bool,
         turns: Sequence[dict[str, Any]] | None = None,
     ) -> str:
-        """The messages as the template renders them; `turns`, where given, are they as it takes them."""
+        """The messages as the template renders them; `turns`, if given, are the same messages in its own form."""
         turns = [*self.manner.plain(messages, tools)] if turns is None else turns
         for turn in turns:
             if turn["role"] != "assistant":
@@ -222,7 +221,7 @@ class Chat:
         return str(made)
 
     def _defuse(self, text: str) -> str:
-        """Text from outside must not end the turn it stands in, nor open another one."""
+        """Breaks up special tokens in text from outside, which must neither end its turn nor open another."""
         for token in self._special:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text

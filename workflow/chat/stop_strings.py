@@ -1,10 +1,10 @@
-"""Texts that end a turn: does the newest token complete one?
+"""Stop strings: texts that end a turn as soon as a sampled token completes one.
 
-A stop string may begin and end inside of tokens, and a character may be split over several. So bytes are compared, not
-texts: every id stands for some (`Spelling`), and a string is completed by the token that brings its last byte. Since the
-bytes of a character never begin inside of another, this finds what a search of the decoded text would find.
+A stop string may begin and end inside of tokens, and a character may be split over several. So bytes are compared, not texts:
+every id stands for some bytes (`Spelling`), and the token that brings a string's last byte completes it. Since the bytes of a
+character never begin inside another, the result is the same as that of a search in the decoded text.
 
-Nothing is remembered between tokens: the answer depends on the ids of the turn alone, however it was sampled.
+Nothing is remembered between tokens: the answer depends on the turn's ids alone, however they were sampled.
 """
 
 import json
@@ -24,20 +24,20 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Spelling:
-    """The bytes that each id stands for: of byte-level BPE (Qwen, Llama 3) and of SentencePiece's pieces (Gemma, Mistral).
+    """The bytes that each id stands for, under byte-level BPE (Qwen, Llama 3) or SentencePiece (Gemma, Mistral).
 
     Args:
-        tokenizer: special tokens are spelled too.
+        tokenizer: the tokenizer; its special tokens have bytes too.
 
     Raises:
-        ModelError: it decodes in a third way.
+        ModelError: the tokenizer decodes in another way.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         kinds = _decoders(tokenizer)
         if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
             raise ModelError(
-                f"The tokenizer of {tokenizer.name_or_path!r} does not tell the bytes of a token, which stop strings need.",
+                f"The tokenizer of {tokenizer.name_or_path!r} does not give the bytes of a token, which stop strings need.",
                 "Leave rollout.stop out.",
             )
         self._name = tokenizer.convert_ids_to_tokens
@@ -45,7 +45,7 @@ class Spelling:
         self._known: dict[int, bytes] = {}
 
     def __getitem__(self, token: int) -> bytes:
-        """The bytes of an id; none where a model has more ids than its tokenizer has tokens."""
+        """The bytes of an id; empty for an id that the tokenizer has no token for."""
         if token not in self._known:
             name: Any = self._name(token)
             self._known[token] = self._spelled(name) if name else b""
@@ -53,11 +53,11 @@ class Spelling:
 
 
 class Stops:
-    """Some stop strings in the spelling of one tokenizer; `Chat.stops` makes and keeps them.
+    """A matcher of some stop strings for one tokenizer; `Chat.stops` makes and keeps it.
 
     Args:
-        spelling: of the tokenizer.
-        strings: none of them empty.
+        spelling: the tokenizer's bytes.
+        strings: the stop strings, none of them empty.
     """
 
     def __init__(self, spelling: Spelling, strings: Sequence[str]) -> None:
@@ -67,14 +67,14 @@ class Stops:
         self._may: dict[int, bool] = {}
 
     def is_completed(self, ids: "Sequence[int] | NDArray[np.int64]", end: int | None = None) -> bool:
-        """Whether the last of the ids that a turn has sampled so far completes one of the strings. Only their end is read.
+        """Whether the last of a turn's ids completes one of the strings. Only the end of the ids is read.
 
         Args:
-            end: so many of the ids are sampled; None for all.
+            end: the number of ids sampled so far; None for all.
         """
         end = len(ids) if end is None else end
         last = int(ids[end - 1])
-        if last not in self._may:  # of most tokens that is all one needs to know
+        if last not in self._may:  # which settles it for most tokens
             self._may[last] = self._may_complete(self._spelling[last])
         return self._may[last] and self._completes(ids, end)
 
@@ -94,8 +94,8 @@ class Stops:
 
 
 def _decoders(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
-    """The kinds of decoders that a tokenizer of the `tokenizers` library puts one after another; none for others."""
-    from transformers import PreTrainedTokenizerFast  # not above: the chat needs stops, and the command line needs the chat
+    """The kinds of decoders that a tokenizer of the `tokenizers` library chains; empty for others."""
+    from transformers import PreTrainedTokenizerFast  # imported here: the command line imports this file, through the chat
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.backend_tokenizer.decoder is None:
         return set()
@@ -104,7 +104,7 @@ def _decoders(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
 
 
 def _byte_level(name: str) -> bytes:
-    """A name as its decoder reads it: one byte per letter, or, where a letter stands for none, the name's own bytes."""
+    """The bytes of a token's name in byte-level BPE: one per letter, or the name's UTF-8 if a letter stands for none."""
     letters = _letters()
     spelled = [letters.get(letter) for letter in name]
     return name.encode() if None in spelled else bytes(byte for byte in spelled if byte is not None)
@@ -112,13 +112,13 @@ def _byte_level(name: str) -> bytes:
 
 @cache
 def _letters() -> dict[str, int]:
-    """The letter that stands for each byte in byte-level BPE (GPT-2): its own where it can be seen, else one from 256 on."""
+    """Letter -> byte in byte-level BPE (GPT-2): a printable byte is its own letter, the others have letters from 256 on."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unseen = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(unseen)}
 
 
 def _piece(name: str) -> bytes:
-    """A SentencePiece: `<0xC3>` is one byte, and U+2581 stands for a space."""
+    """The bytes of a SentencePiece: `<0xC3>` is one byte, and U+2581 stands for a space."""
     byte = _BYTE.fullmatch(name)
     return bytes([int(byte[1], 16)]) if byte else name.replace("\u2581", " ").encode()

@@ -1,7 +1,7 @@
-"""What a chat template does with what it is given: which tool format it writes, what it drops, whether it can be continued.
+"""Probes a chat template: which tool format it writes, what it drops, whether a rendered conversation can be continued.
 
-A conversation whose words are found nowhere else is rendered, and looked at. How it is rendered is the caller's matter, so that
-a command needs neither torch nor transformers for it.
+A conversation of words found nowhere else is rendered, and the text searched for them. The caller passes the function that
+renders, so that a command needs neither torch nor transformers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,10 +16,10 @@ from agentrl.workflow.tool_formats import AUTO, HERMES, Schema, ToolFormat
 from agentrl.workflow.trajectory import Message, ToolCall
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Schema], bool], str]
-"""Messages as templates take them, tools, whether the assistant's turn is opened -> the text."""
+"""(messages as templates take them, tools, whether to open the assistant's turn) -> the text."""
 
 FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What a template may raise that cannot take what it is given."""
+"""Exceptions of a template that cannot take its input."""
 
 NAME, ARGUMENT = "zq_probe", "zqvalue"
 _PROBE_TOOL: Schema = {
@@ -38,13 +38,13 @@ _RESULT = Message("tool", "zqresult", name=NAME)
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How a template is spoken to.
+    """The form in which a template takes messages and calls.
 
     Args:
         tool_format: how calls are written.
-        native: the template writes a turn's calls itself, in that format; else they are written into what the turn says.
-        many: several of one turn too.
-        ids: it asks for an id of each call and result.
+        native: the template writes a turn's calls itself, in that format; else they are written into the turn's content.
+        many: the template writes several calls of one turn, too.
+        ids: the template wants an id for each call and result.
     """
 
     tool_format: ToolFormat
@@ -66,7 +66,7 @@ class Manner:
 
     def _assistant_turn(self, message: Message, tools: Sequence[Schema]) -> dict[str, Any]:
         thought = f"{THINK}\n{message.thought}\n{END_THINK}\n\n" if message.thought else ""
-        made = [call for call in message.tool_calls if call.error is None]  # else its text is in the content
+        made = [call for call in message.tool_calls if call.error is None]  # an unreadable call's text is in the content
         if made and not (self.native and (self.many or len(made) == 1)):
             return {"role": "assistant", "content": thought + self.tool_format.write(message.content, made, tools)}
         calls = [
@@ -78,21 +78,21 @@ class Manner:
 
 
 def _id(number: int) -> str:
-    """The id of a turn's call: nine letters and digits, as Mistral's templates want them."""
+    """The id of a turn's call: nine letters and digits, as Mistral's templates require."""
     return f"call{number:05d}"
 
 
 def legacy_manner() -> Manner:
-    """How templates were spoken to before there were formats."""
+    """The form of older runs, before tool formats existed."""
     return Manner(find("tool_formats", HERMES))
 
 
 def manner_of(render: Render, source: str, wanted: str = AUTO) -> Manner:
-    """How a template is to be spoken to.
+    """Finds the form that a template takes.
 
     Args:
-        source: the template's.
-        wanted: a format that a person chose; AUTO: the one that it writes calls in, or whose marks it has, or Hermes.
+        source: the template's text.
+        wanted: a format that a person chose; AUTO: the one that the template writes, else one whose marks it has, else Hermes.
 
     Raises:
         ConfigError: there is no such format.
@@ -110,7 +110,7 @@ def manner_of(render: Render, source: str, wanted: str = AUTO) -> Manner:
 
 
 def _writes(render: Render, manner: Manner, count: int) -> bool:
-    """Whether the template writes so many calls of one turn in that format."""
+    """Whether the template writes `count` calls of one turn in that format."""
     asked = list(manner.plain([_USER], [_PROBE_TOOL]))
     calling = Message("assistant", "", tool_calls=(_CALL,) * count)
     try:
@@ -123,7 +123,7 @@ def _writes(render: Render, manner: Manner, count: int) -> bool:
 
 
 def _wants_ids(render: Render, tool_format: ToolFormat) -> bool:
-    """Whether the template takes a tool's result with an id alone."""
+    """Whether the template takes a tool's result only with an id."""
     plain, with_ids = (Manner(tool_format, native=False, ids=ids) for ids in (False, True))
     return not _renders(render, plain) and _renders(render, with_ids)
 
@@ -137,7 +137,7 @@ def _renders(render: Render, manner: Manner) -> bool:
 
 
 def find_trouble(render: Render, manner: Manner, system: bool, tools: bool) -> str:
-    """Why nothing can be trained through the template, in words that follow its name; empty where it can.
+    """The reason why the template cannot be trained with, as words to follow its name; empty if it can.
 
     Args:
         system: conversations begin with a system message; `tools`: calls are made in them.
@@ -173,7 +173,7 @@ def _rewrites(render: Render, manner: Manner) -> str:
 
 
 def is_silent_on_tools(render: Render, manner: Manner) -> bool:
-    """Whether the template tells a model nothing of the tools that it may call."""
+    """Whether the template leaves the tools out of the prompt."""
     try:
         return NAME not in render(list(manner.plain([_USER], [_PROBE_TOOL])), [_PROBE_TOOL], True)
     except FAULTS:

@@ -1,7 +1,7 @@
-"""A model's chat template before it is loaded: found in its folder or a person's file, rendered, refused where it cannot train.
+"""A model's chat template, before the model is loaded: found in its folder or a user's file, rendered, and checked.
 
-It is rendered as transformers renders it, in jinja's sandbox, without transformers: a command asks before anything starts. What
-it cannot render here (a tokenizer that has its template in its code) is left to the worker that loads it.
+It is rendered as transformers would, in jinja's sandbox, but without transformers: a command checks it before anything starts.
+A template that cannot be rendered here (because it is in a tokenizer's code) is left to the worker that loads the model.
 """
 
 import json
@@ -25,22 +25,22 @@ from agentrl.workflow.plugins import find
 from agentrl.workflow.tool_formats import AUTO, Schema
 
 MOST_BYTES = 131_072
-"""Size of a template that a person gives; the longest that models come with have a fifth of it."""
+"""The largest template that a user may pass; the longest that models come with are a fifth of it."""
 
 MOST_CONFIG_BYTES = 1 << 24
-"""Size of the file in which a tokenizer may hold its template."""
+"""The largest tokenizer config, which may hold a template."""
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OVERRIDE = "Pass --chat-template FILE, or another model."
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks what the assistant says and renders as what is inside."""
+    """The block `{% generation %}...{% endgeneration %}`, which marks the assistant's text and renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja's own spelling
 
     def parse(self, parser: Parser) -> list[Node]:
-        """The nodes inside."""
+        """The nodes inside the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -63,7 +63,7 @@ def _compile(source: str) -> Template:
 
 
 def renderer(source: str, tokens: Mapping[str, str]) -> Render:
-    """A function that renders a template; `tokens` are its names of special ones."""
+    """A function that renders a template; `tokens` are the special tokens that it names."""
 
     def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema], generate: bool) -> str:
         told = [dict(tool) for tool in tools] or None
@@ -73,10 +73,10 @@ def renderer(source: str, tokens: Mapping[str, str]) -> Render:
 
 
 def read_template(named: str) -> str:
-    """The text of a chat template: that of the file of that name, or the text itself.
+    """The text of a chat template, given as a file's path or as the text itself.
 
     Raises:
-        ConfigError: there is no such file, or it is no template.
+        ConfigError: there is no such file, or it is not a template.
     """
     source = named if "{" in named or "\n" in named else _read_template_file(Path(named).expanduser())
     if len(source.encode(errors="replace")) > MOST_BYTES:
@@ -98,14 +98,14 @@ def _read_template_file(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"Cannot read the chat template {str(path)!r}: {error.strerror}.", "Check the path.") from error
     except ValueError as error:
-        raise ConfigError(f"The chat template {str(path)!r} is no UTF-8.", "Is it the right file?") from error
+        raise ConfigError(f"The chat template {str(path)!r} is not UTF-8.", "Is it the right file?") from error
 
 
 def settle_chat(config: ModelConfig, folder: Path | None, new: bool = True) -> ModelConfig:
-    """The section with the text of its template, and the format of the model in that folder, AUTO where it is not here.
+    """The config section with its template as text and its tool format chosen; AUTO stays if the model is not on this machine.
 
     Args:
-        new: it is no run's, for which no format means what it meant before there was a choice.
+        new: False for a stored run, where no format means Hermes, as before this option existed.
 
     Raises:
         ConfigError: the template cannot be read, or there is no such format.
@@ -123,17 +123,17 @@ def settle_chat(config: ModelConfig, folder: Path | None, new: bool = True) -> M
 
 
 def _recorded_format(folder: Path | None) -> str:
-    """The format in which a model that was made here learned its calls; empty where nothing says so."""
+    """The format in which a model made by agentrl learned its calls; empty if none is recorded."""
     told = _read_object(folder / RECORD) if folder else {}
     named = told.get("tool_format")
     return named if isinstance(named, str) else ""
 
 
 def source_of(folder: Path | None, source: str | None = None) -> tuple[str, dict[str, str]] | None:
-    """A model's chat template and special tokens; None where its files do not say.
+    """A model's chat template and special tokens; None if its files hold none.
 
     Args:
-        source: of another template, which it is to have.
+        source: the text of another template to use instead.
     """
     if folder is None or not folder.is_dir():
         return (source, {}) if source else None
@@ -148,7 +148,7 @@ def source_of(folder: Path | None, source: str | None = None) -> tuple[str, dict
 
 
 def _template_text(told: object) -> str:
-    """The template of a tokenizer's config, which may have several: the one for tools."""
+    """The template in a tokenizer's config; of several, the one for tools."""
     if isinstance(told, str):
         return told
     several = [each for each in told if isinstance(each, dict)] if isinstance(told, list) else []
@@ -181,14 +181,14 @@ def _renderer_and_manner(config: ModelConfig, folder: Path) -> tuple[Render, Man
 
 
 def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool) -> None:
-    """Refuses a template through which nothing can be trained.
+    """Refuses a template that cannot be trained with.
 
     Args:
-        config: settled.
+        config: as `settle_chat` returns it.
         system: conversations begin with a system message; `tools`: calls are made in them.
 
     Raises:
-        ModelError: it drops what it is given, cannot be continued token for token, or cannot be rendered.
+        ModelError: it drops parts of messages, cannot be continued token for token, or cannot be rendered.
     """
     spoken = _renderer_and_manner(config, folder)
     said = find_trouble(*spoken, system, tools) if spoken else ""
@@ -197,7 +197,7 @@ def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool)
 
 
 def remark_on_tools(config: ModelConfig, folder: Path) -> str:
-    """A remark where the template tells a model nothing of its tools; else empty."""
+    """A remark if the template leaves the tools out of the prompt; else empty."""
     spoken = _renderer_and_manner(config, folder)
     if spoken is None or not is_silent_on_tools(*spoken):
         return ""
