@@ -170,7 +170,7 @@ def test_the_template_of_a_person_is_taken_by_its_content_and_decides_the_format
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (b"{% if %}", "no Jinja, line 1: Expected an expression"), (b"\xff\xfe{{", "no UTF-8"), (b"{{ x }" * 10, "no Jinja"),
+        (b"{% if %}", "no Jinja, line 1: Expected an expression"), (b"\xff\xfe{{", "not UTF-8"), (b"{{ x }" * 10, "no Jinja"),
         (b"{{ a }}" * MOST_BYTES, "more than 131072 bytes"), (b"{% nonsense %}", "unknown tag 'nonsense'"),
         (b"{{ " + b"(" * 5000 + b" }}", "no Jinja"),
     ],

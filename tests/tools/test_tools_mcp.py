@@ -250,8 +250,8 @@ def test_names_of_128_characters_and_those_of_servers_are_offered(called: str) -
     [
         ("d" * 70_000, {"type": "object"}, "description and parameters of 70"),
         ("d", {"type": "object", "x": ["y" * 1000] * 70}, "description and parameters of 70"),
-        ("d", {"type": "object", "x": math.inf}, "that are no JSON"),
-        ("\udfff", {"type": "object"}, "that are no JSON"),
+        ("d", {"type": "object", "x": math.inf}, "that are not JSON"),
+        ("\udfff", {"type": "object"}, "that are not JSON"),
     ],
 )
 def test_what_no_model_can_be_told_of_a_tool_is_refused(description: str, parameters: dict[str, object], said: str) -> None:

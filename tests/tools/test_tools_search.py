@@ -181,7 +181,7 @@ def test_a_search_server_is_asked_and_its_failures_are_the_systems() -> None:
         assert tool.call({"query": "bees", "k": 2}) == "[1] T\nbees\n\n[2] T\nbees"
         with pytest.raises(ServiceError, match="503: later"):
             tool.call({"query": "down"})
-        with pytest.raises(ServiceError, match="no list of results"):
+        with pytest.raises(ServiceError, match="without a list of results"):
             tool.call({"query": "odd"})
         with pytest.raises(ToolFailure, match="too long"):
             tool.call({"query": "long"})
@@ -375,7 +375,7 @@ def test_the_list_means_what_it_says(allowed: str, host: str, port: int, fits: b
 def test_the_tool_is_off_until_hosts_are_named(home: Path) -> None:
     with pytest.raises(ConfigError, match="off: no host is allowed"):
         find("tools", "fetch").check()
-    with pytest.raises(ConfigError, match="'a b' is no host"):
+    with pytest.raises(ConfigError, match="'a b' is not a host"):
         fetch_from(["a b"]).check()
 
 
