@@ -1,1 +1,1 @@
-"""What a model is: looked up, loaded, made to train, scored; its weights as other programs read them."""
+"""Models: lookup, loading, the policy and its trainable weights, logprobs, export for other programs."""

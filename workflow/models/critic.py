@@ -1,6 +1,6 @@
-"""The value head: a linear layer on the policy's own body, of the trainer alone. Samplers never see it.
+"""The value head: a linear layer on the policy's own body, which the trainer alone has. Samplers never see it.
 
-It begins as 0 everywhere, so that it says nothing before it has learned something, and every process begins alike.
+It is initialised to 0, so that it predicts nothing before it has learned something, and all processes begin alike.
 """
 
 from pathlib import Path
@@ -31,21 +31,21 @@ def make_critic(policy: Policy) -> nn.Linear:
 
 
 def critic_parameters(critic: nn.Linear) -> dict[str, nn.Parameter]:
-    """Its parameters, named as no parameter of a policy is."""
+    """The critic's parameters, under names that no parameter of a policy has."""
     return {f"critic.{name}": parameter for name, parameter in critic.named_parameters()}
 
 
 def save_critic(critic: nn.Linear, folder: Path) -> None:
-    """Writes it beside the weights of a checkpoint."""
+    """Writes the critic into a checkpoint's folder."""
     save_file({name: p.detach().cpu().contiguous() for name, p in critic_parameters(critic).items()}, folder / FILE)
 
 
 @torch.no_grad()
 def load_critic(critic: nn.Linear, folder: Path) -> None:
-    """Sets it from a checkpoint, bit for bit.
+    """Loads the critic from a checkpoint, bit for bit.
 
     Raises:
-        CheckpointError: there is none, or one of another width.
+        CheckpointError: the checkpoint has no critic, or one of another width.
     """
     try:
         found = load_file(folder / FILE)
@@ -58,9 +58,9 @@ def load_critic(critic: nn.Linear, folder: Path) -> None:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over the tokens: 1 where the critic knows, 0 where it knows no more than a mean.
+    """1 - Var(returns - values) / Var(returns) over the tokens: 1 for a perfect critic, 0 for one no better than the mean.
 
-    0 where all returns are the same.
+    0 if all returns are equal.
     """
     chosen, expected = returns[mask], values[mask]
     if len(chosen) < 2 or not float(chosen.var()):

@@ -1,6 +1,6 @@
-"""What makes a checkpoint's weights a model for other programs: tokenizer, chat template, config.
+"""The files that make a checkpoint's weights a model for other programs: tokenizer, chat template, config.
 
-With it PEFT (LoRA) or transformers (all weights) load from the checkpoint's folder what agentrl itself loads.
+With them PEFT (LoRA) or transformers (all weights) load the same model from the checkpoint's folder as agentrl does.
 """
 
 import copy
@@ -19,7 +19,7 @@ GENERATION = "generation_config.json"
 
 
 def make_files(policy: Policy, place: Path) -> dict[str, bytes]:
-    """Makes these files; by their names. `place` is a folder in which they may be made, and where none is left."""
+    """File name -> content of these files. `place` is a folder for temporary files."""
     scratch = place / "plain"
     scratch.mkdir()
     policy.tokenizer.save_pretrained(scratch)
@@ -45,7 +45,7 @@ def adapter_config(policy: Policy) -> "LoraConfig":
 def _save_config(policy: Policy, folder: Path) -> None:
     with policy.training() as module:
         config: Any = copy.deepcopy(module.config)
-        config.dtype = module.dtype  # else whoever loads it gets the base's
+        config.dtype = module.dtype  # otherwise it would name the base's dtype
     config.save_pretrained(folder)
     if (policy.folder / GENERATION).is_file():
         shutil.copyfile(policy.folder / GENERATION, folder / GENERATION)

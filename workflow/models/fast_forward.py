@@ -1,9 +1,9 @@
 """The sampler's forward pass: transformers' Llama, Mistral, Qwen2 and Qwen3 with few operations.
 
-A decoding step computes little per operation, so that it takes about as long as its operations are many. This pass has a
-fourth as many as transformers' modules: products that read the same input are one (packed where `packed_weights` can), a LoRA
-adapter adds two small ones, heads that share keys are one query block, and what all layers share is made once.
-The weights stay those of the modules. Other architectures, and a model that was told to attend otherwise, run as they are.
+A decoding step computes little per operation, so that its time depends on the number of operations. This pass has a fourth as
+many as transformers' modules: products with the same input are one (packed where `packed_weights` can), a LoRA adapter adds two
+small ones, heads that share keys are one query block, and values common to all layers are computed once. The weights stay those
+of the modules. Other architectures, and models configured with other attention, run through their own modules.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ SUPPORTED = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCau
 HALVES = (torch.float16, torch.bfloat16)
 
 Pass = Callable[[Tensor, Tensor, Tensor | None, Cache], Tensor]
-"""(ids, positions, mask, slots) -> logits, as `Forward` has it."""
+"""(ids, positions, mask, slots) -> logits, as in `Forward.__call__`."""
 
 Product = Callable[[Tensor], Tensor]
 Norm = Callable[[Tensor], Tensor]
@@ -30,7 +30,7 @@ Norm = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A layer: what is done to (B, T, width)."""
+    """A layer's functions of (B, T, width)."""
 
     before: Norm
     attend: Product
@@ -42,12 +42,12 @@ class _Block:
 
 
 class Forward:
-    """Logits (B, V) after the last of (B, T) ids, as `model(...)` gives them up to rounding.
+    """A forward pass to the logits (B, V) after the last of (B, T) ids; equal to `model(...)` up to rounding.
 
     Args:
-        model: one of `SUPPORTED`, or one of those under PEFT.
-        own: nobody else reads these weights and they never change, so that a second, packed copy may stand beside them.
-        adapter: PEFT's name for the adapter that counts.
+        model: a model of a `SUPPORTED` type, or one under PEFT.
+        own: nobody else reads these weights and they never change, so that a second, packed copy may be kept.
+        adapter: PEFT's name of the active adapter.
     """
 
     def __init__(self, model: Any, own: bool, adapter: str = "") -> None:
@@ -73,7 +73,7 @@ class Forward:
             ids: (B, T).
             positions: (B, T).
             mask: (B, 1, T, L) bool, which of the L tokens in the slots each may read; None: all up to itself.
-            slots: told what comes (`inference.kv_cache`).
+            slots: prepared with `prefill` or `extend` (`inference.kv_cache`).
         """
         hidden = self._embed(ids)
         cos, sin = self._rotary_factors(hidden, positions)
@@ -86,7 +86,7 @@ class Forward:
         return logits
 
     def _rotary_factors(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """What rotary positions multiply with, (B, T, 1, head_dim) each; the sine of the first half negated."""
+        """Cosines and sines of the rotary positions, (B, T, 1, head_dim) each; the sine of the first half negated."""
         cos, sin = self._angles(hidden, positions)
         half = sin.shape[-1] // 2
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
@@ -113,13 +113,13 @@ class Forward:
 
 
 def is_supported(model: Any, adapter: str = "") -> bool:
-    """Whether `Forward` computes what this model does."""
+    """Whether `Forward` can compute this model."""
     core = model.get_base_model() if adapter else model
     return type(core) in SUPPORTED and core.config._attn_implementation == "sdpa"
 
 
 def transformers_pass(model: Any) -> Pass:
-    """The same of any model, by transformers' own forward pass; the mask has the form that its attention wants."""
+    """The `Pass` of any model, by transformers' own forward pass; the mask gets the form that its attention takes."""
 
     def run(ids: Tensor, positions: Tensor, mask: Tensor | None, slots: Cache) -> Tensor:
         out = model(
@@ -151,7 +151,7 @@ def _block(layer: Any, product: Callable[..., Product]) -> _Block:
 
 def _norm(module: Any) -> Norm:
     """Root mean square norm (Zhang and Sennrich, arXiv 1910.07467)."""
-    if module.weight.dtype == torch.float64:  # transformers' own goes by way of float32, which says something else
+    if module.weight.dtype == torch.float64:  # transformers' own computes in float32, with another result
         return module  # type: ignore[no-any-return]
     shape, eps = module.weight.shape, module.variance_epsilon
 
@@ -162,10 +162,10 @@ def _norm(module: Any) -> Norm:
 
 
 def scaled_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, copies: bool) -> Tensor:
-    """Attention (B, H, T, D) of several tokens of each row; without a bias each sees all up to itself.
+    """Attention (B, H, T, D) for several tokens per row; without a bias each sees all up to itself.
 
     Args:
-        copies: whether each of H heads gets a copy of the keys and values (B, K, L, D) that it shares with others.
+        copies: whether each of the H heads gets its own copy of the shared keys and values (B, K, L, D).
     """
     each = queries.shape[1] // keys.shape[1]
     if copies and each > 1:
@@ -177,15 +177,15 @@ def scaled_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor
 
 
 def wants_copies(device: str, dtype: torch.dtype, bias: bool) -> bool:
-    """Whether a GPU would else make the scores (B, H, T, L) of all heads.
+    """Whether a GPU would, without copies, materialise the scores (B, H, T, L) of all heads.
 
-    It has a kernel for heads that share keys, and one for a bias, but none for both, and of the former none in float32.
+    It has a kernel for heads that share keys (not in float32), and one for a bias, but none for both.
     """
     return device != "cpu" and (bias or dtype not in HALVES)
 
 
 def _grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-    """Attention (B, K, G, D) of G queries that see the same: on a CPU two products are faster than its fused kernel."""
+    """Attention (B, K, G, D) of G queries over the same keys: on a CPU two products are faster than the fused kernel."""
     if queries.device.type != "cpu" or queries.dtype not in (torch.float32, torch.float64):
         return functional.scaled_dot_product_attention(queries, keys, values, attn_mask=bias)
     scores = torch.matmul(queries * queries.shape[-1] ** -0.5, keys.transpose(2, 3))
@@ -214,7 +214,7 @@ def _product(layers: Sequence[Any], own: bool, adapter: str) -> Product:
 
 
 def _adapter_up(layer: Any, tuned: bool, adapter: str, like: Tensor) -> Tensor:
-    """What an adapter adds to the layer's outputs (O, R); of a layer without one nothing (O, 0)."""
+    """The adapter's up projection (O, R) for a layer; (O, 0) for a layer without one."""
     return layer.lora_B[adapter].weight * layer.scaling[adapter] if tuned else like.new_empty(layer.out_features, 0)
 
 

@@ -1,4 +1,4 @@
-"""Logprobs of chosen tokens without the logits of all: a language model's head, a few hundred positions at a time.
+"""Logprobs of chosen tokens without all logits: a language model's head, applied to a few hundred positions at a time.
 
 With 152,000 words the logits of 4,096 tokens are 2.5 GB and their gradient as much again; this is where an update runs out of
 memory. Here only the positions asked for meet the head, in chunks, and no more than one chunk of (tokens, words) exists.
@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 CHUNK = 2**23
-"""Logits that are in memory at once: 32 MB in float32."""
+"""The number of logits in memory at once: 32 MB in float32."""
 
 
 def head_logprobs(
@@ -44,7 +44,7 @@ def head_logprobs(
 
 
 def logits_logprobs(logits: Tensor, targets: Tensor, temperature: float, entropy_trains: bool = False) -> tuple[Tensor, Tensor]:
-    """The same of logits (N, V) that a model made itself, again in chunks, each made twice where there is a gradient."""
+    """As `head_logprobs`, from logits (N, V) that a model made itself; in chunks, each computed twice for a gradient."""
     size = _chunk_size(logits.shape[-1])
     pairs = zip(torch.split(logits, size), torch.split(targets, size), strict=True)
     parts = [checkpoint(_scores, *pair, temperature, entropy_trains, use_reentrant=False) for pair in pairs]
@@ -70,7 +70,7 @@ class _Head(Function):
         temperature: float,
         entropy_trains: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Scores, and what the backward pass needs: slopes (N, H) of each, or all inputs once more where the head trains."""
+        """Scores; saves for the backward pass their gradients (N, H), or all inputs if the head trains."""
         like = _widen(hidden[:0])
         logprobs, entropy = like.new_empty(len(hidden)), like.new_empty(len(hidden))
         trains = any(ctx.needs_input_grad[1:3])
@@ -94,7 +94,7 @@ class _Head(Function):
 
     @staticmethod
     def backward(ctx: "_Context", *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Takes d loss / d logprobs and d entropy (N,) to those of the hidden states and, where they train, weight and bias."""
+        """Gradients of the hidden states and, if they train, weight and bias, from d loss / d logprobs and d entropy (N,)."""
         scale = gradients[0] / ctx.temperature
         widening = gradients[1] / ctx.temperature if ctx.entropy_trains else None
         slopes, spreads, targets, *inputs = ctx.saved_tensors
@@ -121,7 +121,7 @@ class _Head(Function):
 
 
 class _Context(FunctionCtx):
-    """What `forward` leaves for `backward`."""
+    """The values that `forward` saves for `backward`."""
 
     temperature: float
     dtype: torch.dtype
@@ -143,7 +143,7 @@ def _softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: f
 def _logit_gradient(shares: Tensor, total: Tensor, targets: Tensor, scale: Tensor | float) -> Tensor:
     """(onehot(t) - p) * scale (C, V) of a chunk, written over the shares.
 
-    For a sure token 1 - p is small: it is taken here, since the difference of two products in 16 bits would be noise.
+    For a likely token 1 - p is small: it is computed here, since the difference of two products in 16 bits would be noise.
     """
     rise = shares.mul_((-scale / total)[:, None])
     rise[torch.arange(len(rise), device=rise.device), targets] += scale

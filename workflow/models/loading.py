@@ -1,4 +1,4 @@
-"""A base as its folder has it: tokenizer, window, quantisation and precision, and the LoRA adapters that fit it."""
+"""Loading of a base from its folder: tokenizer, context window, quantisation, precision, and LoRA adapters that fit it."""
 
 import json
 import logging
@@ -27,29 +27,29 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-# Said once per layer and step: what int8 does to its inputs, and a name that peft still uses.
+# bitsandbytes warns once per layer and step: about int8's inputs, and about a name that peft still uses.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-# In which precision a quantised base is made whole: in the one that it computes in.
+# transformers warns about the precision in which a quantised base is dequantised: that in which it computes.
 logging.getLogger("transformers.integrations.bitsandbytes").setLevel(logging.ERROR)
-# Of a text longer than the model's window, which ends as a turn cut short: nothing is ever indexed beyond it.
+# It warns about a text longer than the model's window; here such a text ends the turn, and nothing is indexed beyond.
 logging.getLogger("transformers.tokenization_utils_base").addFilter(lambda record: "indexing errors" not in record.getMessage())
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 _COPY = "Copy the model again, all files of one version."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _loading_lock = threading.Lock()
-"""transformers makes one model at a time: of two at once, tied weights of one come out apart."""
+"""Held while transformers builds a model: of two built at once, one has its tied weights untied."""
 
 
 def load(config: ModelConfig, folder: Path, device: torch.device, kind: str) -> Any:
-    """The model, `kind` (lora or full) deciding what `auto` precision means.
+    """Loads the model; `kind` (lora or full) decides what `auto` precision means.
 
     Raises:
         ModelError: the files make no model.
     """
     dtype = _dtype(config, device, kind)
     extra = _placement(config, dtype, device)
-    # Spared, because each weight comes whole before it is quantised.
+    # Freed memory is returned at once, because each weight is read whole before it is quantised.
     with (
         _loading_lock,
         pause_gc(),
@@ -61,10 +61,10 @@ def load(config: ModelConfig, folder: Path, device: torch.device, kind: str) -> 
 
 
 def check(config: ModelConfig, folder: Path) -> None:
-    """Makes sure that `load` would make a model of the folder, without reading a weight: only how large each is said to be.
+    """Checks that `load` would succeed, without reading weights: only their shapes in the files' headers.
 
     Raises:
-        ModelError: the files make no model or tokenizer, the weights are not whole or of other shapes than the config says, the
+        ModelError: the files make no model or tokenizer, the weights are incomplete or differ in shape from the config, the
             chat template cannot be rendered, or there is nothing that LoRA could train.
     """
     check_code(config, folder)
@@ -80,16 +80,16 @@ def check(config: ModelConfig, folder: Path) -> None:
     if other:
         raise _other_shapes(folder, f"{other[0]} is {shapes[other[0]]}, not {wanted[other[0]]}")
     if not shapes.keys() & wanted.keys():
-        raise ModelError(f"None of the weights in {str(folder)!r} is one of the model that its config.json names.", _COPY)
+        raise ModelError(f"None of the weights in {str(folder)!r} belongs to the model that its config.json names.", _COPY)
     if lora_rank(config, folder):
         check_targets(config, made)
 
 
 def check_targets(config: ModelConfig, model: Any) -> None:
-    """Makes sure that the model has the layers which LoRA is to train; of the usual ones, any.
+    """Checks that the model has the layers that LoRA is to train; of the default ones, at least one.
 
     Raises:
-        ModelError: naming what it has not, and what it has.
+        ModelError: naming the missing layers, and those that there are.
     """
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
@@ -102,10 +102,10 @@ def check_targets(config: ModelConfig, model: Any) -> None:
 
 
 def _written_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight, as the files say; each file is as long as it says.
+    """Name -> shape of each weight, from the files' headers, which must match the files' lengths.
 
     Raises:
-        ModelError: a file that the index names is not there, or there is none.
+        ModelError: a file that the index names is missing, or there is no file.
         SafetensorError, OSError, ValueError: a file cannot be read.
     """
     index = folder / "model.safetensors.index.json"
@@ -129,7 +129,7 @@ def _other_shapes(folder: Path, which: str = "") -> ModelError:
 
 
 def pick_device(device: str) -> str:
-    """`auto` as what this machine has."""
+    """The device; `auto` becomes the best that this machine has."""
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -137,7 +137,7 @@ def pick_device(device: str) -> str:
 
 def lora_config(config: ModelConfig, rank: int) -> "LoraConfig":
     """LoRA (Hu et al. 2021), by default on all linear projections, as in QLoRA (Dettmers et al. 2023)."""
-    # Here and not above: with bitsandbytes it takes as long to import as everything else, and full weights need neither.
+    # Imported here: with bitsandbytes it takes as long as all other imports, and full weights need neither.
     from peft import LoraConfig
 
     return LoraConfig(
@@ -150,10 +150,10 @@ def lora_config(config: ModelConfig, rank: int) -> "LoraConfig":
 
 
 def context_and_vocabulary(folder: Path, code: bool = False) -> tuple[int, int]:
-    """Tokens that fit into one row, and ids of the vocabulary as the model's last layer has them.
+    """(tokens that fit into one row, number of ids in the model's last layer).
 
     Raises:
-        ModelError: the files make no model, or it does not say.
+        ModelError: the files make no model, or its config does not say.
     """
     with _translate_faults(folder, "model"):
         config = AutoConfig.from_pretrained(folder, **_options(code)).get_text_config()
@@ -164,20 +164,20 @@ def context_and_vocabulary(folder: Path, code: bool = False) -> tuple[int, int]:
 
 
 def load_tokenizer(folder: Path, code: bool = False) -> Any:
-    """Its tokenizer; `code` that the folder brings may run.
+    """Loads the folder's tokenizer; `code`: the folder's own code may run.
 
     Raises:
-        ModelError: the files make none.
+        ModelError: the files make no tokenizer.
     """
     with _translate_faults(folder, "tokenizer"):
         return AutoTokenizer.from_pretrained(folder, **_options(code))
 
 
 def load_chat(config: ModelConfig, folder: Path) -> Chat:
-    """Its tokenizer with the chat template and the tool format that the config names.
+    """Loads the folder's tokenizer with the chat template and the tool format that the config names.
 
     Raises:
-        ModelError: the files make none, or its template cannot be rendered.
+        ModelError: the files make no tokenizer, or its template cannot be rendered.
         ConfigError: there is no such format.
     """
     made = load_tokenizer(folder, config.trust_remote_code)
@@ -188,11 +188,11 @@ def load_chat(config: ModelConfig, folder: Path) -> Chat:
 
 @contextmanager
 def _translate_faults(folder: Path, made: str) -> Iterator[None]:
-    """Puts faults of the folder's files in one sentence; those of the machine, its memory above all, pass as they are."""
+    """Turns errors of the folder's files into one sentence; errors of the machine, such as out of memory, pass unchanged."""
     try:
         yield
     except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
-        if "trust_remote_code" in str(error):  # of a hub, whose code was not fetched
+        if "trust_remote_code" in str(error):  # a hub model, whose code was not fetched
             raise ModelError(f"The {made} in {str(folder)!r} wants code of its own.", TRUST) from error
         raise ModelError(f"The files in {str(folder)!r} make no {made}: {_sentence(error)}.") from error
     except RuntimeError as error:
@@ -202,12 +202,12 @@ def _translate_faults(folder: Path, made: str) -> Iterator[None]:
 
 
 def _options(code: bool) -> dict[str, Any]:
-    """The options of every loading."""
+    """The options of every `from_pretrained`."""
     return {"local_files_only": True, "trust_remote_code": code}
 
 
 def _sentence(error: Exception) -> str:
-    """The words of transformers, without its advice on how to install another transformers."""
+    """transformers' message, without its advice to install another transformers."""
     said = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
     return f"it names an unknown {said}" if isinstance(error, KeyError) else said[:300]
 
@@ -217,7 +217,7 @@ def _dtype(config: ModelConfig, device: torch.device, kind: str) -> torch.dtype:
         return torch.float64
     if config.dtype != "auto":
         return DTYPES[config.dtype]
-    # Weights that the optimizer writes need more bits than bfloat16 has for steps of 1e-4.
+    # Trained weights need more bits than bfloat16 has: steps are about 1e-4.
     return torch.bfloat16 if device.type == "cuda" and kind == "lora" else torch.float32
 
 
@@ -233,7 +233,7 @@ def _placement(config: ModelConfig, dtype: torch.dtype, device: torch.device) ->
 
 
 def _disable_repacking(model: Any) -> Any:
-    """Stops bitsandbytes' repacking for the CPU: the first sampled token would do it for good, and then nothing trains."""
+    """Stops bitsandbytes' repacking for the CPU: the first sampled token would repack for good, and training would fail."""
     from bitsandbytes.nn.modules import Linear4bit
 
     for module in model.modules():

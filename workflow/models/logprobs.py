@@ -1,8 +1,8 @@
-"""Reading rows by teacher forcing: the logprob of every token asked for, given those before it.
+"""Logprobs by teacher forcing: the logprob of every wanted token of a row, given those before it.
 
-The model's body reads every token; its head sees only what is asked for (`models.lm_head`). Rows that begin alike, as the
-episodes of a group do, need not read their common beginning each for itself: it is read once, its keys and values go to all of
-its rows, and the gradient comes back through them as a sum. The result is the same but for the order of sums.
+The model's body reads every token; its head sees only the wanted positions (`models.lm_head`). Rows with a common beginning,
+such as the episodes of a group, share it: it is read once, its keys and values serve all of its rows, and the gradient comes
+back through them as a sum. The result is the same up to the order of sums.
 """
 
 from collections.abc import Iterator
@@ -20,20 +20,20 @@ from agentrl.workflow.errors import ModelError
 from agentrl.workflow.models.lm_head import head_logprobs, logits_logprobs
 
 _plain_models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Whether a model's logits are its head's, of its body's last hidden states, and nothing else."""
+"""Model -> whether its logits are exactly its head applied to its body's last hidden states."""
 
 _apart_models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Whether rows on one line do not see each other."""
+"""Model -> whether rows packed on one line do not see each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """What comes before the rows (B): G beginnings of up to S tokens, padded on the right.
+    """Common beginnings of the rows (B): G prefixes of up to S tokens, padded on the right.
 
     Args:
         ids: (G, S).
         mask: (G, S), 1 where there is a token.
-        of: (B,), which one each row continues.
+        of: (B,), the number of the prefix that each row continues.
     """
 
     ids: Tensor
@@ -43,12 +43,12 @@ class Prefixes:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of the tokens 1..T-1, each (B, T - 1) and 0 where not wanted: float32, or float64 where the model has it.
+    """Scores of the tokens 1..T-1, each (B, T - 1) and 0 where not wanted: float32, or float64 if the model computes in it.
 
     Args:
-        logprobs: of each token given those before it, in nats.
-        entropy: of the distribution that it was drawn from, in nats.
-        values: what a critic expects before it; None without one.
+        logprobs: logprob of each token given those before it, in nats.
+        entropy: entropy of the distribution before each token, in nats.
+        values: the critic's value before each token; None without a critic.
     """
 
     logprobs: Tensor
@@ -70,12 +70,12 @@ def token_logprobs(
 
 
 def line_logprobs(model: nn.Module, input_ids: Tensor, positions: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor:
-    """The logprobs of the wanted tokens on lines of several rows, as `token_scores` has them, where `keeps_apart(model)`.
+    """Logprobs of the wanted tokens on lines that pack several rows; as `token_scores`. Requires `keeps_apart(model)`.
 
     Args:
         input_ids: (B, T).
-        positions: (B, T), of each token in its row; from 0 on a row begins.
-        wanted: (B, T), True where a token is scored; no row's first.
+        positions: (B, T), the position of each token in its row; 0 begins a row.
+        wanted: (B, T), True where a token is scored; never a row's first.
         temperature: logits are divided by it.
     """
     causal = causal_model(model)
@@ -96,15 +96,15 @@ def token_scores(
     critic: nn.Linear | None = None,
     entropy_trains: bool = False,
 ) -> Scores:
-    """Logprob of every wanted token given those before it, the entropy of the distribution it was drawn from, its value.
+    """Logprob of every wanted token given those before it, entropy of its distribution, and its value.
 
     Args:
         input_ids: (B, T), padded on the right.
         attention_mask: (B, T), 1 where there is a token.
         temperature: logits are divided by it, as the sampler did.
         wanted: (B, T), True where a token is scored; None for all.
-        prefixes: what the rows continue, where `shares_prefixes(model)`.
-        critic: (H) -> (1), of the hidden state before the token.
+        prefixes: the beginnings that the rows continue; requires `shares_prefixes(model)`.
+        critic: (H) -> (1), applied to the hidden state before the token.
         entropy_trains: whether the entropy has a gradient.
     """
     chosen = attention_mask[:, 1:] > 0 if wanted is None else wanted[:, 1:]
@@ -122,19 +122,19 @@ def token_scores(
 
 
 def causal_model(model: nn.Module) -> PreTrainedModel:
-    """The language model itself, inside of what peft wraps around it."""
+    """The language model itself, without peft's wrapper."""
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 def shares_prefixes(model: nn.Module) -> bool:
-    """Whether rows can continue keys and values: every layer sees everything before it, and the head is plain."""
+    """Whether rows can continue cached keys and values: every layer attends to all earlier tokens, and the head is plain."""
     causal = causal_model(model)
     layers = DynamicCache(config=causal.config).layers
     return all(type(layer) is DynamicLayer for layer in layers) and _is_plain(causal)
 
 
 def keeps_apart(model: nn.Module) -> bool:
-    """Whether a row may stand behind another on one line, which it then does not see; tried out, once for a model."""
+    """Whether rows packed on one line do not see each other; tried out once per model."""
     causal = causal_model(model)
     if causal not in _apart_models:
         training = causal.training
@@ -146,7 +146,7 @@ def keeps_apart(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def _probe_keeps_apart(causal: PreTrainedModel) -> bool:
-    """Reads a row behind two others, and before one."""
+    """Compares a row alone with the same row between others on one line."""
     first, other, row = [1, 2, 3, 4], [4, 3, 2, 1], [2, 4, 1]
     lines = [[*first, *row], [*other, *row], [*row, *first]]
     positions = [[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3]]
@@ -164,10 +164,10 @@ def _hidden_on_lines(body: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
 
 @contextmanager
 def checkpointing(model: nn.Module, on: bool) -> Iterator[None]:
-    """Makes layers in train mode keep only their inputs for the backward pass, and be computed again.
+    """Turns on gradient checkpointing inside: layers in train mode keep only their inputs and are computed again.
 
     Raises:
-        ModelError: the model cannot.
+        ModelError: the model cannot do that.
     """
     causal = causal_model(model)
     if not on:
@@ -177,7 +177,7 @@ def checkpointing(model: nn.Module, on: bool) -> Iterator[None]:
         raise ModelError(
             f"{type(causal).__name__} cannot do gradient checkpointing.", "Leave update.gradient_checkpointing out."
         )
-    # Gradient checkpointing to the older transformers 5; the newer ones warn at that name.
+    # Older versions of transformers 5 say gradient checkpointing; newer ones warn at that name.
     name = "activation" if hasattr(causal, "activation_checkpointing_enable") else "gradient"
     getattr(causal, f"{name}_checkpointing_enable")({"use_reentrant": False})
     try:
@@ -198,15 +198,15 @@ def _hidden(body: nn.Module, ids: Tensor, mask: Tensor, prefixes: Prefixes | Non
 
 
 def _inputs(ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """What a body reads; the mask may begin with what was read before."""
+    """The inputs of a model's body; the mask may also cover tokens that were read before."""
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
     return {"input_ids": ids, "attention_mask": mask, "position_ids": positions[:, -ids.shape[1] :]}
 
 
 def _own_logits(causal: nn.Module, ids: Tensor, mask: Tensor, chosen: Tensor, hidden: bool) -> tuple[Tensor, Tensor]:
-    """Logits (N, V) before the chosen (B, T - 1), as the model makes them, for the columns in which any row has one.
+    """The model's own logits (N, V) before the chosen tokens (B, T - 1), computed for columns where any row has one.
 
-    With `hidden` also the last hidden states (N, H) there, else nothing (0,).
+    With `hidden` also the last hidden states (N, H) there, else an empty tensor (0,).
     """
     columns = chosen.any(0).nonzero()[:, 0]
     made = causal(**_inputs(ids, mask), use_cache=False, logits_to_keep=columns, output_hidden_states=hidden)
@@ -222,7 +222,7 @@ def _is_plain(causal: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _probe_plain_head(causal: PreTrainedModel) -> bool:
-    """Lets the model make logits, and compares what went in and out of its head with what it was given and what it says."""
+    """Runs the model, and compares its head's input with the body's hidden states, and its output with the logits."""
     head, body = causal.get_output_embeddings(), causal.base_model  # type: ignore[no-untyped-call]
     if type(head) is not nn.Linear or body is causal:
         return False

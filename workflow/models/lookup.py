@@ -1,4 +1,4 @@
-"""Which model a name means, where its files are, their hash, and how much of it trains; without loading it, so without torch.
+"""Lookup of models by name: the folder of files, their hash, and the LoRA rank; nothing is loaded, so torch is not needed.
 
 A model is a folder in the hub's format: `config.json`, `*.safetensors`, tokenizer files. A name is `tiny` (made by
 `agentrl sft`), a folder in the models directory, a path, or a name on the hub.
@@ -22,12 +22,12 @@ from agentrl.workflow.trajectory import PolicyRef
 
 TINY = "tiny"
 TINY_DATASET = "arithmetic"
-"""The dataset whose tiny model that name means where no dataset is named."""
+"""The dataset whose model the name `tiny` means if no dataset is named."""
 SMALL = 50_000_000
 """Below this many parameters all weights train, unless the config says otherwise."""
 TRUST = "Read it, and pass --trust-remote-code if it may run here."
 LARGEST_CONFIG = 1 << 24
-"""Bytes that are read of a model's config."""
+"""The most bytes read of a model's config."""
 _FETCH_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja")
 HUB_HINT = "Name a local folder that holds a model, or tiny."
 _TEXT_FILES = (
@@ -37,11 +37,11 @@ _TEXT_FILES = (
 
 
 def resolve_model(name: str, dataset: str) -> str:
-    """The folder (or hub name, as it is) that a model's name means for runs on that dataset.
+    """The folder, or hub name, that a model's name means for runs on that dataset.
 
     Raises:
-        ModelError: `tiny` was not made for this dataset yet.
-        ConfigError: nor is there such a dataset.
+        ModelError: the tiny model for this dataset has not been made yet.
+        ConfigError: there is no such dataset.
     """
     folder = settings().models_dir / (sft_model_name(name, dataset) if name == TINY else name)
     if (folder / "config.json").is_file():
@@ -52,7 +52,7 @@ def resolve_model(name: str, dataset: str) -> str:
 
 
 def starting_policy(name: str, dataset: str) -> PolicyRef:
-    """A model as it is. A local folder's hash is taken now, a hub model's when a worker first loads it.
+    """The policy of an untrained base. A local folder is hashed now, a hub model when a worker first loads it.
 
     Raises:
         ModelError: there is no such folder, and no such model on the hub.
@@ -63,7 +63,7 @@ def starting_policy(name: str, dataset: str) -> PolicyRef:
 
 
 def existing_model(name: str, dataset: str) -> str:
-    """As `resolve_model`, of a model that there is: a folder, or a name that the hub knows. Raises as `starting_policy`."""
+    """As `resolve_model`, and checks that the folder or hub model exists. Raises as `starting_policy`."""
     base = resolve_model(name, dataset)
     folder = Path(base)
     if not folder.is_dir():
@@ -88,12 +88,12 @@ def _no_tiny(dataset: str) -> ModelError:
 
 
 def sft_model_name(model: str, dataset: str) -> str:
-    """The name that `agentrl sft` gives to what it makes: `tiny-arithmetic`."""
+    """The name of the model that `agentrl sft` makes: `tiny-arithmetic`."""
     return f"{Path(model).name}-{Path(dataset).stem}"
 
 
 def refuse_existing(target: Path, overwrite: bool) -> None:
-    """Raises ConflictError where the folder exists; only one with a RECORD is ever made anew."""
+    """Raises ConflictError if the folder exists; only one with a RECORD may be overwritten."""
     if not target.exists():
         return
     if not overwrite:
@@ -103,19 +103,19 @@ def refuse_existing(target: Path, overwrite: bool) -> None:
 
 
 def code_files(folder: Path) -> tuple[Path, ...]:
-    """The files of code that a model's folder brings, where its config or its tokenizer's names one of them."""
+    """The code files in a model's folder, if its config or its tokenizer's names one of them."""
     named = {name for config in ("config.json", "tokenizer_config.json") for name in _named_modules(folder / config)}
     there = tuple(sorted(folder.glob("*.py")))
     return there if named & {file.stem for file in there} else ()
 
 
 def _named_modules(file: Path) -> Iterator[str]:
-    """The modules that `auto_map` names: `modeling_x` of `modeling_x.Model`, each alone or in a list."""
+    """The modules that `auto_map` names (`modeling_x` in `modeling_x.Model`), singly or in lists."""
     try:
         with file.open("rb") as stream:
             tree = json.loads(stream.read(LARGEST_CONFIG))
     except (OSError, ValueError, RecursionError):
-        return  # said by whoever loads it
+        return  # loading it reports the error
     named = tree.get("auto_map") if isinstance(tree, dict) else None
     for value in named.values() if isinstance(named, dict) else ():
         for name in value if isinstance(value, list) else (value,):
@@ -124,23 +124,23 @@ def _named_modules(file: Path) -> Iterator[str]:
 
 
 def check_code(config: ModelConfig, folder: Path) -> None:
-    """Raises ModelError where the model has code of its own and nobody said that it may run."""
+    """Raises ModelError if the model has code of its own that the config does not trust."""
     code = code_files(folder)
     if code and not config.trust_remote_code:
         raise ModelError(f"The model in {str(folder)!r} brings code of its own ({code[0].name}).", TRUST)
 
 
 def code_hash(folder: Path) -> str:
-    """sha256 over the code that a model's folder brings; empty where it brings none."""
+    """sha256 over the code in a model's folder; empty if there is none."""
     lines = [f"{file.name} {sha256_file(file)}" for file in code_files(folder)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else ""
 
 
 def model_folder(path: str, code: bool = False) -> Path:
-    """The local folder of a model, fetched from the hub where it is not here yet, with its `code` if that may run.
+    """The local folder of a model, fetched from the hub if needed, with its code if `code` may run.
 
     Raises:
-        ModelError: no such folder, and the hub does not know it or cannot be reached.
+        ModelError: there is no such folder, and the hub does not know the model or cannot be reached.
     """
     folder = Path(path)
     if (folder / "config.json").is_file():
@@ -153,7 +153,7 @@ def model_folder(path: str, code: bool = False) -> Path:
 
 
 def local_folder(path: str) -> Path | None:
-    """The folder of a model, a hub's own copy here too; None of a hub model that is not here yet.
+    """The folder of a model on this machine, the hub's cache included; None for a hub model that was not fetched yet.
 
     Raises:
         ModelError: the folder holds no model.
@@ -171,7 +171,7 @@ def local_folder(path: str) -> Path | None:
 
 
 def check_on_hub(name: str) -> None:
-    """Makes sure that a hub model exists, in the cache or on the hub.
+    """Checks that a hub model exists, in the cache or on the hub.
 
     Raises:
         ModelError: the hub does not know it, or cannot be reached.
@@ -211,7 +211,7 @@ def _download(name: str, code: bool) -> Path:
 
 
 def lora_rank(config: ModelConfig, folder: Path) -> int:
-    """The LoRA rank in force; 0 trains all weights.
+    """The LoRA rank in effect; 0 trains all weights.
 
     Raises:
         ModelError: a file of weights cannot be read.
@@ -246,11 +246,11 @@ def base_hash(folder: Path) -> str:
 
 
 def check_base(base: str, known: str) -> None:
-    """Makes sure that a base in a folder here is the one that weights were trained on, by its hash (empty: not known).
+    """Checks by its hash (empty: not known) that a local base is the one that weights were trained on.
 
     Raises:
-        ModelError: it is another by now.
+        ModelError: the base has changed.
     """
     if known and Path(base).is_dir() and base_hash(Path(base)) != known:
         said = f"The model in {base!r} is not the one any more that these weights were trained on (sha256 {known[:12]}...)"
-        raise ModelError(f"{said}.", "Put that one back, or name another policy.")
+        raise ModelError(f"{said}.", "Put the old base back, or name another policy.")

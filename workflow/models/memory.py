@@ -1,4 +1,4 @@
-"""How it shows that memory ran out, on whatever device, and how the CPU's is kept from lying idle."""
+"""Recognises out-of-memory errors of any device, and returns freed CPU memory to the system."""
 
 import ctypes
 import platform
@@ -11,23 +11,23 @@ MMAP_THRESHOLD = -3
 """`M_MMAP_THRESHOLD` of glibc's malloc.h."""
 
 OOM_MESSAGES = ("DefaultCPUAllocator", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
-"""What errors of no class of their own say: torch's on a CPU, the driver's, and those of CUDA's libraries (cuBLAS, cuDNN)."""
+"""Texts of out-of-memory errors without a class of their own: torch's on a CPU, the driver's, cuBLAS's and cuDNN's."""
 
 RETURN_THRESHOLD, DEFAULT_THRESHOLD = 2**20, 2**25
-"""Bytes from which on memory is the system's own, and not the heap's: while it is spared, and else (glibc's limit)."""
+"""Allocation sizes, in bytes, from which memory comes from the system, not the heap: inside the context, and else (glibc's)."""
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory ran out, on a GPU or on the CPU."""
+    """Whether the error means that memory ran out, on a GPU or on the CPU."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(said in str(error) for said in OOM_MESSAGES)
 
 
 @contextmanager
 def return_freed_memory(wanted: bool) -> Iterator[None]:
-    """Gives freed memory back, at the price of time: what a large tensor of the CPU took goes when it is freed.
+    """Returns the memory of large CPU tensors to the system as soon as they are freed, at the price of time.
 
-    glibc's heap cannot fill a gap with an aligned tensor of the same size, so an update of a quantised base held twice the
-    memory that was in use. With another C library this does nothing.
+    glibc's heap cannot reuse a gap for an aligned tensor of the same size, so an update of a quantised base held twice the
+    memory in use. With another C library this does nothing.
     """
     if not wanted or platform.libc_ver()[0] != "glibc":
         yield

@@ -1,10 +1,10 @@
-"""Products with weights that lie as a CPU's matrix kernels read them, for a frozen model that samples.
+"""Products with weights packed in the layout of a CPU's matrix kernels, for a frozen model that samples.
 
-A decoding step multiplies few rows by all weights. Plain `torch.nn.functional.linear` brings each weight into its kernel's
-order at every call; here oneDNN does so once. The sums are taken in another order, so logprobs differ by a rounding.
+A decoding step multiplies few rows by all weights. Plain `torch.nn.functional.linear` packs each weight at every call; here
+oneDNN does so once. The order of sums differs, so logprobs differ by a rounding.
 
-torch's operations for it are private, and what they need of the processor differs by dtype (bfloat16: AVX-512 or the like).
-So each process tries them out, once per dtype, and multiplies plainly where they are missing, raise or give other numbers.
+torch's operations for this are private, and the processor features they need differ by dtype (bfloat16: AVX-512 or the like).
+So each process tries them out, once per dtype, and multiplies plainly if they are missing, raise or give other numbers.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from torch.nn import functional
 Product = Callable[[Tensor], Tensor]
 
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""The dtypes that are packed, and how far a product may be from the exact one, in units of its greatest entry."""
+"""The dtypes that are packed -> the largest error of a product, relative to its greatest entry."""
 
 WORTH_PRODUCTS = 2_000_000
-"""Below so many multiplications calling oneDNN takes longer than its product saves."""
+"""Below this many multiplications the call of oneDNN takes longer than its product saves."""
 
 
 def pack_weight(weight: Tensor, bias: Tensor | None) -> Product:
-    """inputs (..., I) -> (..., O) for a weight (O, I) as it is now: packed where this machine can, else plain."""
+    """inputs (..., I) -> (..., O) for the present values of a weight (O, I): packed if this machine can, else plain."""
     if not can_pack(weight.device, weight.dtype):
         return lambda inputs: functional.linear(inputs, weight, bias)
     fast = pack_with_onednn(weight, bias)
@@ -40,13 +40,13 @@ def pack_weight(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether weights are packed there: on a CPU, in float32 and bfloat16, where this processor and this torch can."""
+    """Whether weights are packed: on a CPU, in float32 or bfloat16, if this processor and this torch can."""
     return device.type == "cpu" and dtype in ROUNDING and not why_not_packed(dtype)
 
 
 @cache
 def why_not_packed(dtype: torch.dtype) -> str:
-    """Why this process multiplies plainly in one of the dtypes of `ROUNDING`; empty where a packed product came out right."""
+    """The reason why this process does not pack a dtype of `ROUNDING`; empty if a packed product was right."""
     draw = torch.Generator().manual_seed(0)
     weight, bias, inputs = (torch.randn(size, generator=draw).to(dtype) for size in ((80, 48), (80,), (7, 48)))
     exact = functional.linear(inputs.double(), weight.double(), bias.double())
@@ -61,7 +61,7 @@ def why_not_packed(dtype: torch.dtype) -> str:
 
 
 def pack_with_onednn(weight: Tensor, bias: Tensor | None) -> Product:
-    """The packed product itself; raises where oneDNN has none."""
+    """The packed product itself; raises if oneDNN has none."""
     kept = torch.ops.mkldnn._reorder_linear_weight(weight)
 
     def product(inputs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How many parameters a model has and how many of them train: of a module, and of files, without loading them or torch."""
+"""Counts a model's parameters and those that train: in a module, or in files, without loading them or torch."""
 
 import json
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 LARGEST_CONFIG = 1 << 20
-"""Bytes of a model's config.json."""
+"""The most bytes read of a model's config.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """How many parameters a model has, and how many of them train."""
+    """The number of a model's parameters, and of those that train."""
 
     trainable: int
     all: int
@@ -33,7 +33,7 @@ class Parameters:
 
 
 def count_parameters(module: "nn.Module") -> Parameters:
-    """The module's parameters, those of a quantised layer as they were before; the sampler's adapter is no part of it."""
+    """Counts a module's parameters: quantised layers at their original size, the sampler's adapter left out."""
     sizes = [(_size(p), p.requires_grad) for name, p in module.named_parameters() if ".sampler." not in name]
     return Parameters(sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes))
 
@@ -44,13 +44,13 @@ def _size(parameter: "nn.Parameter") -> int:
 
 
 def count_in_files(config: ModelConfig, folder: Path) -> Parameters | None:
-    """What trains of the model in the folder and how much it is, by the headers of its files; None where they do not say."""
+    """Counts the parameters of the model in the folder by the headers of its files; None if they do not say."""
     try:
         with (folder / "config.json").open("rb") as file:
             told = json.loads(file.read(LARGEST_CONFIG))
         shapes = _shapes(folder)
         rank = lora_rank(config, folder)
-    except (OSError, ValueError, RecursionError, SafetensorError, ModelError):  # whoever loads it says what is wrong
+    except (OSError, ValueError, RecursionError, SafetensorError, ModelError):  # loading it reports the error
         return None
     if not isinstance(told, dict) or "quantization_config" in told or not shapes:
         return None
@@ -65,7 +65,7 @@ def count_in_files(config: ModelConfig, folder: Path) -> Parameters | None:
 
 
 def _shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
-    """The shape of each weight, by its name."""
+    """Name -> shape of each weight."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors")):
         with safe_open(file, "np") as weights:

@@ -1,12 +1,12 @@
-"""The model: a base, the part of it that trains, and the frozen published weights that sampling reads.
+"""The policy: a base model, the part of it that trains, and the frozen published weights that sampling reads.
 
-Two kinds. `lora`: one base (4-bit, 8-bit or whole) with two adapter slots, `policy` that the optimizer writes and `sampler`
-that holds what was published; the reference is the base with its adapter switched off. `full`: all weights of a small
-model train, and the sampler is a second, frozen copy. So one process serves rollout and train with one base, and sampling
-never reads a tensor that the optimizer writes.
+There are two kinds. `lora`: one base (4-bit, 8-bit or whole) with two adapter slots: the optimizer writes `policy`, and
+`sampler` holds the published weights; the reference is the base with its adapter switched off. `full`: all weights of a small
+model train, and the sampler is a second, frozen copy. So one process serves rollout and train with one base, and sampling never
+reads a tensor that the optimizer writes.
 
-Modules are handed out by the context managers `sampling`, `training` and `reference`, and `decoding` hands out what sampling
-reads as one function; each holds `lock` while it is open, because they share one base. Keep them short.
+The context managers `sampling`, `training` and `reference` hand out modules, and `decoding` hands out the sampling weights as
+one function; each holds `lock` while it is open, because they share one base. Keep them short.
 """
 
 import copy
@@ -32,7 +32,7 @@ from agentrl.workflow.models.lookup import base_hash, check_code, code_hash, lor
 from agentrl.workflow.trajectory import PolicyRef
 
 COPY_LIMIT = 250_000_000
-"""Below this many the sampler has its weights twice: as modules, and as its forward pass reads them fastest. Beside the trained
+"""Below this many parameters the sampler has its weights twice: as modules, and packed for its forward pass. Beside the trained
 copy, its gradient and two moments, that is a sixth copy."""
 
 Slot = Literal["policy", "sampler"]
@@ -42,12 +42,12 @@ class Policy:
     """A loaded model. Make one with `Policy.load`.
 
     Attributes:
-        base_hash: names the base in every `PolicyRef`.
-        code_hash: of the code that the base brought and that ran; empty where none did.
+        base_hash: the hash that names the base in every `PolicyRef`.
+        code_hash: the hash of the base's own code that ran; empty if none did.
         kind: `lora` or `full`.
         max_context: tokens that fit into one row.
-        vocabulary: ids that the model can sample, the largest and one more.
-        lock: held by whoever uses the modules.
+        vocabulary: number of ids that the model can sample.
+        lock: held while the modules are in use.
     """
 
     def __init__(self, config: ModelConfig, folder: Path, device: str, weights: bool = True) -> None:
@@ -72,7 +72,7 @@ class Policy:
         self._initial: dict[str, Tensor] = {}
         loaded = self._base() if weights else None
         self.code_hash = code_hash(folder) if config.trust_remote_code else ""
-        self.base_hash = base_hash(folder)  # after all was read: what is put there meanwhile is never taken for what was there
+        self.base_hash = base_hash(folder)  # hashed after reading: files replaced meanwhile never pass for the old ones
         if loaded is not None:
             self._install(loaded)
 
@@ -85,11 +85,11 @@ class Policy:
             path: a folder in the hub's format, or a hub name (see `models.lookup.resolve_model`).
             device: auto takes a GPU where there is one.
             threads: CPU threads for the whole process; 0 leaves torch's choice.
-            weights: whether to read them now; else at first use, for a process whose sampler is a server may never need
-                them.
+            weights: whether to read the weights now; else at first use: a process that samples with a server may never
+                need them.
 
         Raises:
-            ModelError: not found, the hub not reached, or files that do not make a model.
+            ModelError: the model is not found, the hub cannot be reached, or the files make no model.
         """
         if config.numerics == "exact":
             if device not in ("auto", "cpu"):
@@ -138,34 +138,34 @@ class Policy:
             yield self._reference
 
     def publish(self, ref: PolicyRef) -> bool:
-        """Makes `ref`'s weights the ones that `sampling` reads; an empty path is the base as it is. Whether that changed them.
+        """Makes `sampling` read `ref`'s weights (an empty path: the base itself); returns whether that changed them.
 
         Raises:
-            CheckpointError: made for another base, missing, or altered since its sha256 was recorded; or, for the base,
-                its files are not those that were loaded first.
-            ServiceError: it is kept at a URL that does not answer.
+            CheckpointError: the weights are for another base, missing, or altered since their sha256 was recorded; or the
+                base's files have changed since they were loaded.
+            ServiceError: they are at a URL that does not answer.
         """
         self.check(ref)
         if ref.sha256 == self._published:
             return False
         weights = _read_published(ref) if ref.path else self._base_weights()
         with self.lock:
-            self._published = None  # until they are whole
+            self._published = None  # until all weights are set
             self._fill("sampler", weights)
             self._published = ref.sha256
         return True
 
     def check(self, ref: PolicyRef) -> None:
-        """Makes sure that `ref` belongs to this base.
+        """Checks that `ref` belongs to this base.
 
         Raises:
-            CheckpointError: it was made for another.
+            CheckpointError: it belongs to another.
         """
-        if ref.base_hash not in ("", self.base_hash):  # empty: submitted where the base was not at hand
+        if ref.base_hash not in ("", self.base_hash):  # empty: the submitting machine did not have the base
             raise CheckpointError(f"Policy version {ref.version} was trained on another base ({ref.base_hash[:12]}).")
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """The parameters that the optimizer trains, by their names in the weights file."""
+        """Name in the weights file -> parameter that the optimizer trains."""
         return self._slot("policy")
 
     @property
@@ -183,8 +183,8 @@ class Policy:
         """Sets the trained part from a file; None goes back to the base.
 
         Raises:
-            CheckpointError: the file is missing, broken, or of another model; or, for the base, its files are not those
-                that were loaded first.
+            CheckpointError: the file is missing, broken, or of another model; or the base's files have changed since they
+                were loaded.
         """
         weights = self._base_weights() if file is None else _read(file)
         with self.lock:
@@ -210,7 +210,7 @@ class Policy:
         lora = loading.lora_config(self.config, self.rank)
         from peft import get_peft_model
 
-        # Every process that loads this base must start from the same adapter, whatever was drawn before.
+        # Every process that loads this base must start from the same adapter, whatever the state of the generator.
         with torch.random.fork_rng():
             torch.manual_seed(int(self.base_hash[:8], 16))
             model = get_peft_model(loaded, lora, adapter_name="policy")
@@ -220,13 +220,13 @@ class Policy:
     def _full_slots(self, loaded: Any) -> dict[Slot, Any]:
         sampler = _freeze(copy.deepcopy(loaded))
         if self.config.sampler_dtype != "auto":
-            for parameter in sampler.parameters():  # not the buffers: positions stay in float32
+            for parameter in sampler.parameters():  # without the buffers: positions stay in float32
                 parameter.data = parameter.data.to(loading.DTYPES[self.config.sampler_dtype])
         return {"policy": loaded, "sampler": sampler}
 
     @torch.no_grad()
     def _forward_pass(self, model: Any) -> Pass:
-        """The engine's pass of the present published weights; a base that the trainer shares has no room for a copy."""
+        """The engine's forward pass over the published weights; a base that the trainer shares gets no packed copy."""
         adapter = "sampler" if self.kind == "lora" else ""
         if not is_supported(model, adapter):
             return transformers_pass(model)
@@ -247,16 +247,16 @@ class Policy:
     def _base_weights(self) -> Mapping[str, Tensor]:
         if self.kind == "full":
             return dict(self._reload_base().named_parameters())
-        assert self._models  # in memory, so that the initial adapter is
+        assert self._models  # loads them, and with them the initial adapter
         return self._initial
 
     def _reload_base(self) -> Any:
-        """The base read from its folder once more; checked after reading, so that no change slips in between."""
+        """Reads the base from its folder again; the hash is checked after reading, so that no change slips in between."""
         loaded = self._base()
         found = base_hash(self.folder)
         if found != self.base_hash:
             raise CheckpointError(
-                f"The base in {str(self.folder)!r} was made anew: it was {self.base_hash[:12]}, now it is {found[:12]}.",
+                f"The base in {str(self.folder)!r} has changed: its hash was {self.base_hash[:12]}, now it is {found[:12]}.",
                 "Submit a new run, or put the old files back.",
             )
         return loaded
@@ -267,7 +267,7 @@ class Policy:
         if {n: p.shape for n, p in parameters.items()} != {n: t.shape for n, t in weights.items()}:
             raise CheckpointError(f"The weights do not fit this model: {len(weights)} tensors for {len(parameters)}.")
         if slot == "sampler":
-            self._pass = None  # made of the weights that go now; who only trains never makes one
+            self._pass = None  # it was made of the old weights; a process that only trains never makes one
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
 
@@ -281,20 +281,20 @@ def _read_published(ref: PolicyRef) -> dict[str, Tensor]:
 
 
 def checked_weights(folder: Path, sha256: str) -> Path:
-    """The weights file of a checkpoint's folder, as it was when its sha256 was recorded.
+    """The weights file of a checkpoint's folder, checked against the recorded sha256.
 
     Raises:
-        CheckpointError: it is missing, or was altered.
+        CheckpointError: the file is missing, or was altered.
     """
     file = weights_of(folder)
     if not file.is_file():
         raise CheckpointError(
             f"The weights of the checkpoint {str(folder)!r} are missing.",
-            "Put them back; a run that is not over makes its newest checkpoint again by itself.",
+            "Put them back; an unfinished run makes its newest checkpoint again by itself.",
         )
     found = sha256_file(file)
     if found != sha256:
-        raise CheckpointError(f"{str(file)!r} has sha256 {found[:12]}, the record says {sha256[:12]}: it was altered.")
+        raise CheckpointError(f"{str(file)!r} was altered: its sha256 is {found[:12]}, the record says {sha256[:12]}.")
     return file
 
 
@@ -308,13 +308,13 @@ def _read(file: Path) -> dict[str, Tensor]:
 def open_run_base(
     config: ModelConfig, base: str, base_hash: str, manifest: Mapping[str, Any], device: str, threads: int
 ) -> Policy:
-    """The base that a run was made with.
+    """Loads the base that a run was made with.
 
     Args:
-        base_hash: the run's; `manifest`: its hashes of the tokenizer and the chat template, where they were taken.
+        base_hash: the run's hash of the base; `manifest`: its hashes of tokenizer and chat template, where recorded.
 
     Raises:
-        ModelError: it cannot be loaded, or is another than the run's.
+        ModelError: the base cannot be loaded, or is not the run's.
     """
     policy = Policy.load(config, base, device, threads)
     found = {"base": policy.base_hash, "tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
@@ -323,17 +323,17 @@ def open_run_base(
     for name, value in found.items():
         if known.get(name, value) != value:
             raise ModelError(
-                f"The run was made with {name} {known[name][:12]}, here {base!r} has {value[:12]}.",
+                f"The run was made with {name} {known[name][:12]}, but {base!r} has {value[:12]} here.",
                 "Bring the same model here.",
             )
     return policy
 
 
 def open_with_weights(ref: PolicyRef, config: ModelConfig, manifest: Mapping[str, Any], device: str, threads: int) -> Policy:
-    """The base with that policy's weights as those that train. Raises as `open_run_base`.
+    """Loads the base, with the policy's weights as the trained part. Raises as `open_run_base`.
 
     Raises:
-        CheckpointError: the weights are not as they were recorded, or of another base.
+        CheckpointError: the weights were altered, or belong to another base.
     """
     policy = open_run_base(config, ref.base, ref.base_hash, manifest, device, threads)
     if ref.path:

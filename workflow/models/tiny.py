@@ -1,9 +1,9 @@
 """The tiny model: about a million parameters of Qwen2's architecture, with its own tokenizer and chat template.
 
-It learns its warm-up in less than a minute on two CPU cores, so that the whole workflow can train for real anywhere. The
-template has Qwen's shapes (`<|im_start|>role`, `<tool_call>`, `<tool_response>`) with one short line for the tools. The
-tokenizer is a byte-level BPE trained on the demonstrations; a digit always stands alone, and phrases that the
-demonstrations keep repeating are one token each, so that an episode of two turns has about 45 tokens.
+Its supervised warm-up takes less than a minute on two CPU cores, so that the whole workflow can train for real anywhere. The
+template has Qwen's markup (`<|im_start|>role`, `<tool_call>`, `<tool_response>`) with one short line for the tools. The
+tokenizer is a byte-level BPE trained on the demonstrations; each digit is one token, and so is each phrase that the
+demonstrations keep repeating: an episode of two turns has about 45 tokens.
 """
 
 import json
@@ -26,7 +26,7 @@ VOCABULARY = 2048
 CONTEXT = 1024
 
 INIT = 0.06
-"""Standard deviation of the new weights; at Qwen's 0.02, which suits widths of a thousand, copying is learned half as fast."""
+"""Standard deviation of the initial weights. Qwen's 0.02 suits widths of 1,000; with it copying is learned half as fast."""
 
 TEMPLATE = """\
 {%- if tools or messages[0].role == 'system' -%}
@@ -62,7 +62,7 @@ TEMPLATE = """\
 
 
 def tiny_tokenizer(texts: Sequence[str], vocabulary: int = VOCABULARY) -> Qwen2Tokenizer:
-    """A byte-level BPE tokenizer with the tiny template, trained on the texts; the same texts give the same tokenizer.
+    """Trains a byte-level BPE tokenizer with the tiny template on the texts; the same texts give the same tokenizer.
 
     It is of Qwen2's own class, because transformers loads every `qwen2` folder with that class and its splitting rules.
     """
@@ -90,7 +90,7 @@ def tiny_tokenizer(texts: Sequence[str], vocabulary: int = VOCABULARY) -> Qwen2T
 
 
 def phrases(texts: Sequence[str]) -> list[str]:
-    """What stands between special tokens and digits in at least every twentieth text: one token each."""
+    """The phrases between special tokens and digits that at least every twentieth text has; each becomes one token."""
     counts = Counter(part for text in texts for part in set(re.split(r"\d", SPECIAL.sub("0", text))) if len(part) > 1)
     return sorted(part for part, count in counts.items() if count * 20 >= len(texts))
 
