@@ -487,7 +487,7 @@ def test_an_answer_that_is_too_long_is_read_no_further(
         ({"logprobs": "text"}, NONSENSE),
         ({"logprobs": {"token_logprobs": "text"}}, NONSENSE),
         ({"logprobs": {"token_logprobs": [10**400]}}, NONSENSE),
-        ({"logprobs": {"token_logprobs": [0.01]}}, "gave a token the logprob 0.01, and none is above 0"),
+        ({"logprobs": {"token_logprobs": [0.01]}}, "gave a token the logprob 0.01, which is above 0"),
         ({"logprobs": {"token_logprobs": [math.inf]}}, "gave a token the logprob inf"),
     ],
 )

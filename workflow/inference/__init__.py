@@ -1,1 +1,1 @@
-"""Sampling: what an engine is, the engines themselves, and a policy to ask in this process."""
+"""Sampling: the engines themselves, and a policy to query in this process."""

@@ -1,7 +1,7 @@
-"""Published adapters where a server reads them: PEFT's `adapter_config.json` beside `adapter_model.safetensors`.
+"""Exports of published adapters for a server: folders with PEFT's `adapter_config.json` and `adapter_model.safetensors`.
 
-A checkpoint may be at a URL, an older one has no config, and none stays for the server's sake; so this is a copy. It is made in
-`AGENTRL_HOME/cache/adapters/SHA256`; whoever is to load it from there, a server that samples, must see it at the same path.
+An export is a copy, because a checkpoint may be at a URL, may be old and lack the config, and may be collected while the server
+needs it. It lies in `AGENTRL_HOME/cache/adapters/SHA256`, and the server must see it at the same path.
 """
 
 import os
@@ -17,20 +17,20 @@ from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import PolicyRef
 
 KEEP = 16
-"""Folders that stay: servers read an adapter again where their own memory for adapters is short."""
+"""Folders that stay: a server whose memory for adapters is short reads them again."""
 
 
 def exported_folder(policy: Policy, ref: PolicyRef) -> Path:
-    """The adapter of a trained policy, in a folder that PEFT and vLLM load.
+    """A folder with the adapter of a trained policy, as PEFT and vLLM load it; made if need be.
 
     Raises:
         CheckpointError: the checkpoint is missing, or was altered since its sha256 was recorded.
-        ServiceError: it is kept at a URL that does not answer.
+        ServiceError: the checkpoint is at a URL that does not answer.
     """
     target = settings().cache_dir / "adapters" / ref.sha256
     with checkpoint_cache.hold_lock(
         target.parent
-    ):  # else what another process made meanwhile is removed under the server's eyes
+    ):  # locked, so that no other process's export is removed while the server reads it
         if not _is_sound(target, ref.sha256):
             shutil.rmtree(target, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as scratch:
@@ -52,7 +52,7 @@ def _write(policy: Policy, ref: PolicyRef, made: Path) -> None:
 
 
 def _is_sound(made: Path, sha256: str) -> bool:
-    """Whether it is there whole: a power failure may have left a part."""
+    """Whether the export is complete: a power failure may have left a part."""
     files = (made / ADAPTER, made / "adapter_config.json")
     return all(file.is_file() for file in files) and sha256_file(files[0]) == sha256
 

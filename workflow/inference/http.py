@@ -1,4 +1,4 @@
-"""A connection to a server that samples: what it answers as JSON, and which of our errors its refusals are. Free of torch."""
+"""A connection to a server that samples: parses its JSON answers and turns its refusals into our errors. Free of torch."""
 
 import json
 from typing import Any
@@ -11,17 +11,17 @@ from agentrl.workflow.settings import Settings
 
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 900.0
-"""A turn that waits and samples for longer is given up: what holds the other end is gone."""
+"""The longest wait for an answer; after that the server is taken for gone, and the turn is given up."""
 
 MAX_BYTES = 64 * 1024 * 1024
-"""Size of an answer: a turn of 100,000 tokens with the likeliest of each has half as many."""
+"""The largest answer in bytes: a turn of 100,000 tokens, each with its likeliest alternatives, takes half of that."""
 
 _UNAVAILABLE_STATUSES = (429, 502, 503, 504)
-"""What a server, or what stands before it, answers while it cannot serve."""
+"""HTTP statuses of a server, or of a proxy before it, that cannot serve for the moment."""
 
 
 class RequestRefused(ModelError):
-    """The server `said` that it will not do what was asked; `status` is HTTP's."""
+    """The server refused a request; `said` is its answer, `status` HTTP's."""
 
     def __init__(self, url: str, path: str, status: int, said: str) -> None:
         super().__init__(f"The server at {url} refused {path}: {status} {said:.300}")
@@ -49,24 +49,24 @@ class Connection:
         )
 
     def close(self) -> None:
-        """Ends the connections; who waits for an answer gets a ServiceError."""
+        """Closes the connections; requests that still wait raise ServiceError."""
         self._client.close()
 
     def read(self, shape: type[Shape], path: str, body: Any = None) -> Shape:
-        """What the server answers, in the shape of its route; a body is posted.
+        """Requests the path, by POST if there is a body, and returns the answer in the route's shape.
 
         Raises:
-            ServiceError: it does not answer, or is not ready.
-            ConfigError: it wants another API key.
-            Refused: it will not.
-            InfraError: it failed, or its answer has another shape.
-            ModelError: its answer is no JSON object.
+            ServiceError: the server does not answer, or is not ready.
+            ConfigError: the server refuses the API key.
+            RequestRefused: the server refuses the request.
+            InfraError: the server failed, or its answer has another shape.
+            ModelError: its answer is not a JSON object.
         """
         found = _json(self.url, path, self._ask("GET" if body is None else "POST", path, body))
         return read(shape, found, self.url, path)
 
     def tell(self, path: str, body: Any) -> None:
-        """Posts the body, for a route whose answer says nothing. Raises as `read` does."""
+        """Posts the body and ignores the answer. Raises as `read` does."""
         self._ask("POST", path, body)
 
     def _ask(self, method: str, path: str, body: Any) -> bytes:
@@ -97,10 +97,10 @@ class Connection:
 
 
 def check_url(settings: Settings) -> None:
-    """Makes sure that `engine_url` is one that a server can be asked at.
+    """Checks that `engine_url` can be the URL of a server.
 
     Raises:
-        ConfigError: it is missing, or no http URL with a host.
+        ConfigError: it is missing, or is not an http URL with a host.
     """
     url, hint = settings.engine_url, "Set AGENTRL_ENGINE_URL=http://HOST:PORT"
     if not url:
@@ -109,9 +109,9 @@ def check_url(settings: Settings) -> None:
     try:
         found = httpx2.URL(url)
     except httpx2.InvalidURL as error:
-        raise ConfigError(f"{url!r} is no URL of a server: {error}.", f"{hint}.") from error
+        raise ConfigError(f"{url!r} is not a server's URL: {error}.", f"{hint}.") from error
     if found.scheme not in ("http", "https") or not found.host:
-        raise ConfigError(f"{url!r} is no http URL of a server.", f"{hint}.")
+        raise ConfigError(f"{url!r} is not a server's http URL.", f"{hint}.")
 
 
 def _json(url: str, path: str, answer: bytes) -> Any:
@@ -119,7 +119,7 @@ def _json(url: str, path: str, answer: bytes) -> Any:
     try:
         tree = json.loads(answer)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"The server at {url} answered {path} with what is no JSON: {said!r}.") from error
+        raise ModelError(f"The server at {url} answered {path} with data that is not JSON: {said!r}.") from error
     if not isinstance(tree, dict):
-        raise ModelError(f"The server at {url} answered {path} with what is no object: {said!r}.")
+        raise ModelError(f"The server at {url} answered {path} with JSON that is not an object: {said!r}.")
     return tree

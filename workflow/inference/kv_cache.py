@@ -1,8 +1,8 @@
-"""The sampler's key/value memory: one slot per live row, each with its own length, in the shape that transformers asks for.
+"""The sampler's KV cache: one slot per live row, each with its own length, behind transformers' `Cache` interface.
 
-Live rows stand in the slots 0..n-1 without a gap, so that a decoding step reads a plain slice and copies nothing; when a row
-ends, the last one moves into its slot. What a turn leaves behind can be taken out of its slot and put back when the episode
-goes on. Memory grows when rows or tokens need it, by copying.
+Live rows occupy the slots 0..n-1 without a gap, so that a decoding step reads a plain slice and copies nothing; when a row
+ends, the last one moves into its slot. The keys and values of an ended turn can be taken out and put back when the episode goes
+on. Memory grows by copying, when rows or tokens need more.
 """
 
 from dataclasses import dataclass
@@ -14,41 +14,41 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 LENGTH_STEP = 64
-"""Slots grow by multiples of this many tokens, so that a long answer is not copied at each token."""
+"""Slots grow by multiples of this many tokens, so that a long turn is not copied at each token."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotStates:
-    """Keys and values of some tokens outside of any slot: per layer two tensors (heads, tokens, head_dim)."""
+    """Keys and values taken out of a slot: per layer two tensors (heads, tokens, head_dim)."""
 
     layers: tuple[tuple[Tensor, Tensor], ...]
     length: int
 
 
 class SlotCache(Cache):
-    """Keys and values of all layers. Say `prefill` or `extend` before each call of the model."""
+    """Keys and values of all layers. Call `prefill` or `extend` before each call of the model."""
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers=[SlotCacheLayer() for _ in range(layers)])
 
     def prefill(self, first: int, count: int, length: int) -> None:
-        """The next call writes (count, length) prompt tokens into the slots first..first+count-1, from position 0."""
+        """Lets the next call write (count, length) prompt tokens into the slots first..first+count-1, from position 0."""
         for layer in self._slot_layers():
             layer.place(slice(first, first + count), None, length)
 
     def extend(self, first: int, positions: Tensor, length: int) -> None:
-        """The next call writes tokens at `positions` (B, T) of the slots from `first` on, and reads their first `length`."""
+        """Lets the next call write tokens at `positions` (B, T) of the slots from `first` on, and read the first `length`."""
         slots = torch.arange(first, first + len(positions), device=positions.device)[:, None]
         for layer in self._slot_layers():
             layer.place(slice(first, first + len(positions)), (slots, positions), length)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Puts the first `length` tokens of one slot into another."""
+        """Copies the first `length` tokens of one slot into another."""
         for layer in self._slot_layers():
             layer.copy(source, target, length)
 
     def wipe(self, slot: int) -> None:
-        """Zeros in place of a slot's keys and values."""
+        """Zeroes a slot's keys and values."""
         for layer in self._slot_layers():
             layer.wipe(slot)
 
@@ -63,11 +63,11 @@ class SlotCache(Cache):
 
     @property
     def tokens(self) -> int:
-        """How many tokens there is memory for."""
+        """The number of tokens that the memory holds."""
         return self._slot_layers()[0].tokens
 
     def clear(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         for layer in self._slot_layers():
             layer.reset()
 
@@ -93,7 +93,7 @@ class SlotCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return 0 if self._store is None else self._store[0].shape[0] * self._store[0].shape[2]
 
     def place(self, slots: slice, tokens: tuple[Tensor, Tensor] | None, length: int) -> None:
-        """Where the next `update` writes: whole prompts (None), or tokens with their slots (B, 1) and positions (B, T)."""
+        """Sets the target of the next `update`: whole prompts (None), or tokens by slots (B, 1) and positions (B, T)."""
         self._rows, self._tokens, self._length = slots, tokens, length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -110,14 +110,14 @@ class SlotCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return keys[self._rows, :, : self._length], values[self._rows, :, : self._length]
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """One slot's first tokens into another, which has been written to or will be."""
+        """Copies one slot's first tokens into another."""
         assert self._store is not None
         self._store = _grow(self._store, max(source, target) + 1, length)
         for store in self._store:
             store[target, :, :length] = store[source, :, :length]
 
     def wipe(self, slot: int) -> None:
-        """Zeros in place of one slot's keys and values: a masked NaN would still reach whoever has the slot next."""
+        """Zeroes one slot's keys and values: a masked NaN would still spoil the slot's next row."""
         assert self._store is not None
         for store in self._store:
             store[slot] = 0
@@ -129,13 +129,13 @@ class SlotCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return keys[slot, :, :length].clone(), values[slot, :, :length].clone()
 
     def put(self, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Keys and values (heads, T, head_dim) into a slot, from position 0."""
+        """Writes keys and values (heads, T, head_dim) into a slot, from position 0."""
         stores = self._reserve(keys[None], values[None], slot + 1, keys.shape[1])
         for store, states in zip(stores, (keys, values), strict=True):
             store[slot, :, : keys.shape[1]] = states
 
     def get_seq_length(self) -> int:
-        """Tokens before those of this call, as the causal mask counts them."""
+        """The number of tokens before this call, as the causal mask counts them."""
         return 0 if self._tokens is None else self._length - self._tokens[1].shape[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -143,11 +143,11 @@ class SlotCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: it grows."""
+        """-1: the cache grows without limit."""
         return -1
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Memory comes with the first `update`."""
+        """Does nothing: the first `update` makes the memory."""
 
     def _reserve(self, keys: Tensor, values: Tensor, slots: int, length: int) -> tuple[Tensor, Tensor]:
         if self._store is None:
@@ -161,7 +161,7 @@ def _empty_store(states: Tensor) -> Tensor:
 
 
 def _grow(stores: tuple[Tensor, Tensor], slots: int, length: int) -> tuple[Tensor, Tensor]:
-    """The stores, or larger copies: slots to the next power of two, length to the next multiple of LENGTH_STEP."""
+    """The stores, or larger copies: slots rounded up to a power of two, length to a multiple of LENGTH_STEP."""
     has_slots, _, has_length, _ = stores[0].shape
     if slots <= has_slots and length <= has_length:
         return stores
@@ -171,7 +171,7 @@ def _grow(stores: tuple[Tensor, Tensor], slots: int, length: int) -> tuple[Tenso
 
 
 def _enlarge(store: Tensor, slots: int, length: int) -> Tensor:
-    # Zeros, not whatever memory holds: a masked position still counts 0 times its value, and 0 times NaN is NaN.
+    # Zeros, not uninitialised memory: a masked position counts 0 times its value, and 0 times NaN is NaN.
     larger = store.new_zeros((slots, store.shape[1], length, store.shape[3]))
     larger[: store.shape[0], :, : store.shape[2]] = store
     return larger

@@ -1,8 +1,8 @@
-"""The engine over a llama.cpp server (`llama-server -m MODEL.gguf`): a base as it is, for eval and chat.
+"""The engine over a llama.cpp server (`llama-server -m MODEL.gguf`): an untrained base, for eval and chat.
 
 Prompts go as token ids to `/completion`, whose answer has the sampled ids and their logprobs at temperature 1, so that no other
-temperature can be recorded. That the file holds the same vocabulary is checked with `/tokenize`; that it holds the same
-weights, and at which precision, cannot be seen from here.
+temperature is allowed. `/tokenize` shows whether the file has the same vocabulary; whether it has the same weights, and at
+which precision, cannot be checked from here.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ _PROBE = "Ünï 12345.6 == foo_bar(  )\n\n漢字"
 
 
 def start(policy: Policy, settings: Settings) -> ServedEngine:
-    """The engine over the server at the machine's `engine_url`; it may come up later.
+    """The engine over the server at the machine's `engine_url`; the server may start later.
 
     Raises:
         ConfigError: there is no URL.
@@ -37,14 +37,14 @@ class LlamaServer:
         self._connection = connection
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
         self._connection.close()
 
     def greet(self) -> int:
-        """Asks for the window, and compares the tokenizers.
+        """Asks for the context window, and compares the tokenizers.
 
         Raises:
-            ModelError: the server's vocabulary is another.
+            ModelError: the server has another vocabulary.
         """
         window = self._connection.read(Props, "/props").default_generation_settings.n_ctx
         asked = {"content": _PROBE, "add_special": False, "parse_special": False}
@@ -55,12 +55,12 @@ class LlamaServer:
         return window or self._policy.max_context
 
     def sample(self, request: GenerateRequest, limit: int) -> Turn:
-        """One turn of the base."""
+        """Samples one turn from the base."""
         if request.temperature != 1:
             said = f"llama.cpp gives logprobs at temperature 1, and {request.temperature:g} was asked for."
             raise ConfigError(said, "Sample at temperature 1, or with --engine rolling.")
         if request.policy.path:
-            raise ConfigError("llama.cpp samples from a base as it is, not from a trained policy.", "Use --engine rolling.")
+            raise ConfigError("llama.cpp samples from an untrained base, not from a trained policy.", "Use --engine rolling.")
         reply, url = self._connection.read(LlamaTurn, "/completion", _body(request, limit)), self._connection.url
         ids = token_ids(reply.tokens or None, self._policy.vocabulary, url)
         if reply.stop_type not in _REASONS:
@@ -71,7 +71,7 @@ class LlamaServer:
 
 
 def _body(request: GenerateRequest, limit: int) -> dict[str, Any]:
-    """All that decides a draw is named: the defaults are another taste."""
+    """The request, with every sampling option set: the server's defaults differ from ours."""
     return {
         "prompt": list(request.prompt_ids),
         "n_predict": limit,

@@ -1,4 +1,4 @@
-"""A policy to ask, in this process: `open_policy`, then `generate`, `stream` and `forward`.
+"""A policy opened in this process: `open_policy`, then `generate`, `stream` and `forward`.
 
     with open_policy("tiny") as policy:
         said = policy.generate([Message("user", "What is 15 minus 8?")], [calculator])
@@ -36,13 +36,13 @@ from agentrl.workflow.trajectory import Episode, Message, PolicyRef, SamplingKey
 
 
 class PolicyOutput(NamedTuple):
-    """What the policy says of rows of tokens (B, T), all of them on its device.
+    """The policy's outputs for rows of tokens (B, T), all on its device.
 
     Args:
-        logits: (B, T, V) as the model computes them, at temperature 1: those at t are of the token at t + 1.
-        logprobs: (B, T) float32, of each token given those before it, in nats and at the limits' temperature, as a sampler
-            records them (`Step.behavior_logprobs`); 0 for the first of a row, which nothing predicts, and where the mask is 0.
-        values: (B, T) what a critic expects after the token at t, in units of the reward; None where the policy has no critic.
+        logits: (B, T, V) as the model computes them, at temperature 1: those at t predict the token at t + 1.
+        logprobs: (B, T) float32, logprob of each token given those before it, in nats and at the limits' temperature, as a
+            sampler records it (`Step.behavior_logprobs`); 0 for a row's first token, and where the mask is 0.
+        values: (B, T) the critic's value after the token at t, in units of the reward; None if the policy has no critic.
     """
 
     logits: Tensor
@@ -51,17 +51,17 @@ class PolicyOutput(NamedTuple):
 
 
 class OpenPolicy:
-    """A loaded policy with its sampler; several threads may ask it at once. Close it, or use it in a `with`.
+    """A loaded policy with its sampler; several threads may use it at once. Close it, or use it in a `with`.
 
     Args:
         policy: the model.
-        ref: which weights of it; None: the base as it is.
-        limits: how turns are sampled (`max_new_tokens`, `temperature`, `top_k`, `top_p`, `min_p`, `stop`, `engine`).
-        seed: keys every draw.
+        ref: the weights to use; None: the untrained base.
+        limits: the sampling options (`max_new_tokens`, `temperature`, `top_k`, `top_p`, `min_p`, `stop`, `engine`).
+        seed: the seed that keys every draw.
 
     Raises:
-        ConfigError: the engine cannot sample from such weights, or in such a way, or lacks a setting.
-        ModelError: it cannot run such a model.
+        ConfigError: the engine cannot sample from these weights or with these limits, or lacks a setting.
+        ModelError: the engine cannot run this model.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class OpenPolicy:
         engines.check_options(backend, self.limits)
         engines.check_weights(backend, policy.kind, trained=bool(self.ref.path))
         self.engine: Engine = engines.start(backend, policy, settings())
-        self._end = finalize(self, self.engine.close)  # its thread must not be at work when the process ends
+        self._end = finalize(self, self.engine.close)  # the engine's thread must not run when the process ends
 
     def __enter__(self) -> Self:
         return self
@@ -85,7 +85,7 @@ class OpenPolicy:
         self.close()
 
     def close(self) -> None:
-        """Ends the sampler; turns that are not over fail."""
+        """Ends the sampler; unfinished turns fail."""
         self._end()
 
     def generate(
@@ -96,20 +96,20 @@ class OpenPolicy:
         sample: int = 0,
         **limits: Any,
     ) -> Step:
-        """One turn of the policy: `message` says what it wrote and called, beside the exact ids and logprobs.
+        """Samples one turn: the step has the parsed `message`, the exact ids and their logprobs.
 
-        It ends at the model's end token, at a stop string, or after `max_new_tokens` (`finish_reason` is then `length`), and
-        never later than where the model's window is full. Calls are made by nobody: run them, and go on with their results.
+        The turn ends at the model's end token, at a stop string, after `max_new_tokens` (`finish_reason` is then `length`),
+        or at the latest where the model's window is full. Tool calls are not run: run them, and go on with their results.
 
         Args:
-            messages: all of a conversation; with `before`, those that are new since its last turn.
-            tools: what the policy is told that it may call, the same in every turn of a conversation.
-            before: the conversation's turns so far, whose tokens are continued exactly.
-            sample: another number draws another turn; the same one draws the same again, where the engine is keyed.
+            messages: the whole conversation; with `before`, only the messages since its last turn.
+            tools: the tools offered, the same in every turn of a conversation.
+            before: the conversation's turns so far, whose exact tokens are continued.
+            sample: another number draws another turn; with a keyed engine, the same number draws the same again.
             limits: `max_new_tokens`, `temperature` and the like for this turn alone.
 
         Raises:
-            ConfigError: a limit that does not fit, or that the engine does not know.
+            ConfigError: a limit is invalid, or the engine does not support it.
             ModelError: the template refuses the messages, or the model cannot sample.
             AgentRLError: as the engine's `submit` says.
         """
@@ -123,21 +123,21 @@ class OpenPolicy:
         sample: int = 0,
         **limits: Any,
     ) -> Stream:
-        """The same turn while it is sampled: iterate over its pieces of text, then ask for its `result`."""
+        """As `generate`, while the turn is sampled: iterate over its pieces of text, then read its `result`."""
         return self._ask(messages, tools, before, sample, limits)
 
     @torch.no_grad()
     def forward(
         self, input_ids: Tensor | Sequence[Sequence[int]], attention_mask: Tensor | Sequence[Sequence[int]] | None = None
     ) -> PolicyOutput:
-        """What the published weights say of rows of tokens, without gradient.
+        """Runs the published weights on rows of tokens, without gradient.
 
         Args:
             input_ids: (B, T), padded on either side.
-            attention_mask: (B, T), 1 where there is a token; None: everywhere.
+            attention_mask: (B, T), 1 where there is a token; None: 1 everywhere.
 
         Raises:
-            ModelError: no token, ids outside of the vocabulary, or more than fit into the model's window.
+            ModelError: there is no token, an id is outside of the vocabulary, or a row exceeds the model's window.
             CheckpointError: the weights, or the critic beside them, cannot be read.
         """
         ids, mask = self._check_inputs(input_ids, attention_mask)
@@ -184,7 +184,7 @@ class OpenPolicy:
         """The limits with these changes.
 
         Raises:
-            ConfigError: one does not fit, or the engine does not know it.
+            ConfigError: a limit is invalid, or the engine does not support it.
         """
         kept = self.limits.model_dump() | changes
         made = build({f"rollout.{key}": value for key, value in kept.items()}).rollout
@@ -214,19 +214,19 @@ class OpenPolicy:
 
 
 def open_policy(model: str | RunConfig, ref: PolicyRef | None = None, seed: int = 0, **limits: Any) -> OpenPolicy:
-    """Loads a model, and starts what samples from it.
+    """Loads a model and starts its sampler.
 
     Args:
         model: `tiny`, a folder or a hub name; or a run's config, for a run's policy: `open_policy(*find_policy("RUN@best"))`
             with `cli.targets.find_policy`.
-        ref: which weights of it; None: the model as it is.
-        seed: keys every draw.
-        limits: of the config's section `rollout`: `max_new_tokens`, `temperature`, `top_p`, `engine` and the like.
+        ref: the weights to use; None: the untrained model.
+        seed: the seed that keys every draw.
+        limits: options of the config's section `rollout`: `max_new_tokens`, `temperature`, `top_p`, `engine` and the like.
 
     Raises:
-        ModelError: it cannot be loaded.
-        ConfigError: a limit does not fit, or the engine cannot sample from such weights, or in such a way.
-        CheckpointError: the weights are of another base.
+        ModelError: the model cannot be loaded.
+        ConfigError: a limit is invalid, or the engine cannot sample from these weights or with these limits.
+        CheckpointError: the weights belong to another base.
     """
     config = build({"model.path": model}) if isinstance(model, str) else model
     if limits:

@@ -2,14 +2,14 @@
 
     VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank 8 --generation-config vllm
 
-Prompts go as token ids to `/v1/completions`. The base is asked for by its own name; a trained adapter by its sha256, after
-`/v1/load_lora_adapter` was told the folder that holds it, which the server must be able to read at the same path
-(`exported_adapters`). Every answer must name the model that was asked for. Adapters that this process published and needs
-no longer are unloaded; one that the server lost is published again.
+Prompts go as token ids to `/v1/completions`. The base is requested by its own name, a trained adapter by its sha256, after
+`/v1/load_lora_adapter` was given its folder, which the server must see at the same path (`exported_adapters`). Every answer
+must name the requested model. Adapters that this process published and no longer needs are unloaded; one that the server lost
+is published again.
 
-Logprobs must be those of the sampling temperature over the whole vocabulary. At temperature 1 without top_k, top_p and min_p
-all servers agree on them. Else it depends on how vLLM was started (`--logprobs-mode`), which is found out by asking, and what
-would be recorded wrongly is refused.
+Logprobs must be those at the sampling temperature over the whole vocabulary. At temperature 1 without top_k, top_p and min_p
+all servers agree on them. Otherwise they depend on vLLM's `--logprobs-mode`, which a test request reveals; options for which
+the server would return other logprobs are refused.
 """
 
 import threading
@@ -33,16 +33,16 @@ from agentrl.workflow.trajectory import FinishReason, PolicyRef
 log = getLogger("agentrl.openai")
 
 KEEP = 10
-"""Adapters of this process that stay with the server though no turn needs them: those of nine iterations that overlap, and one
-more that an evaluation may be at."""
+"""Adapters of this process that stay on the server though no turn needs them: those of nine overlapping iterations, and one for
+an evaluation."""
 
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 _HOT_TEMPERATURE = 8.0
-"""The temperature of the question which logprobs the server gives: there the likeliest token is no longer likely."""
+"""The temperature of the test request for the logprobs mode: at it, even the likeliest token is unlikely."""
 
 
 def start(policy: Policy, settings: Settings) -> ServedEngine:
-    """The engine over the server at the machine's `engine_url`; it may come up later.
+    """The engine over the server at the machine's `engine_url`; the server may start later.
 
     Raises:
         ConfigError: there is no URL.
@@ -63,14 +63,14 @@ class OpenAIServer:
         self._published: set[str] = set()
 
     def close(self) -> None:
-        """Ends the connections; adapters stay with the server, for another worker may sample from them."""
+        """Closes the connections; adapters stay on the server, for another worker may sample from them."""
         self._connection.close()
 
     def greet(self) -> int:
-        """Asks which base the server serves.
+        """Checks which base the server serves.
 
         Raises:
-            ModelError: it is not the policy's, by its name: more of it cannot be seen from here.
+            ModelError: the base's name is not the policy's; no more than the name can be checked from here.
         """
         cards = [card for card in self._cards() if not card.parent]
         ours = {Path(self._policy.config.path).name, self._policy.folder.name}
@@ -86,7 +86,7 @@ class OpenAIServer:
         return fitting[0].max_model_len or self._policy.max_context
 
     def sample(self, request: GenerateRequest, limit: int) -> Turn:
-        """One turn; an adapter that the server does not know, or no longer, is published first."""
+        """Samples one turn; publishes the adapter first if the server does not have it."""
         self._check_logprobs(request)
         body = self._body(request, limit)
         try:
@@ -104,7 +104,7 @@ class OpenAIServer:
         url = self._connection.url
         ids = token_ids(choice.token_ids, self._policy.vocabulary, url)
         if choice.prompt_token_ids is not None and tuple(choice.prompt_token_ids) != request.prompt_ids:
-            raise ModelError(f"The server at {url} sampled from another prompt than it was given.")
+            raise ModelError(f"The server at {url} sampled from a prompt other than the given one.")
         if choice.finish_reason not in _REASONS:
             raise InfraError(f"The server at {url} ended a turn with {choice.finish_reason!r}.")
         found = choice.logprobs.token_logprobs if choice.logprobs else None
@@ -120,7 +120,7 @@ class OpenAIServer:
         return self._connection.read(Cards, "/v1/models").data
 
     def _body(self, request: GenerateRequest, limit: int) -> dict[str, Any]:
-        """All that decides a draw is named, for what is not comes from the model's own generation_config."""
+        """The request, with every sampling option set: vLLM takes others from the model's generation_config."""
         return {
             "prompt": list(request.prompt_ids),
             "max_tokens": limit,
@@ -135,7 +135,7 @@ class OpenAIServer:
             "stop": list(request.stop),
             "include_stop_str_in_output": True,
             "skip_special_tokens": False,
-            "ignore_eos": True,  # the turn's ends are those of the chat template, and they are:
+            "ignore_eos": True,  # a turn ends with the chat template's end tokens only, which are:
             "stop_token_ids": sorted(self._policy.chat.end_ids),
             "logprobs": 1,
             "return_token_ids": True,
@@ -147,7 +147,7 @@ class OpenAIServer:
         cut = bool(request.top_k or request.min_p) or request.top_p < 1
         if request.temperature == 1 and not cut:
             return
-        raw = self._raw  # another thread may greet the server meanwhile
+        raw = self._raw  # read once: another thread may greet the server meanwhile
         if raw is None:
             raw = self._raw = abs(self._likeliest(1.0) - self._likeliest(_HOT_TEMPERATURE)) < 0.02
         if raw and request.temperature != 1:
@@ -162,7 +162,7 @@ class OpenAIServer:
             )
 
     def _likeliest(self, temperature: float) -> float:
-        """The logprob of the base's likeliest token at that temperature, after one token that stands in every prompt."""
+        """The logprob of the base's likeliest token at that temperature, after a token that every prompt contains."""
         prompt = tuple(sorted(self._policy.chat.end_ids))[:1]
         asked = GenerateRequest(prompt, PolicyRef("", ""), 0, 0, 1, temperature)
         told = self._complete(self._base, self._body(asked, 1)).logprobs
@@ -173,7 +173,7 @@ class OpenAIServer:
 
     @contextmanager
     def _model(self, ref: PolicyRef) -> Iterator[str]:
-        """The name of the weights, which the server holds meanwhile."""
+        """Gives the name of the weights, which the server keeps while the context is open."""
         if not ref.path:
             yield self._base
             return
@@ -191,7 +191,7 @@ class OpenAIServer:
 
     def _publish(self, ref: PolicyRef) -> None:
         folder = exported_adapters.exported_folder(self._policy, ref)
-        if not self._has_model(ref.sha256):  # another worker may have been faster
+        if not self._has_model(ref.sha256):  # another worker may have published it meanwhile
             try:
                 self._connection.tell("/v1/load_lora_adapter", {"lora_name": ref.sha256, "lora_path": str(folder)})
             except (RequestRefused, InfraError) as error:
@@ -210,16 +210,16 @@ class OpenAIServer:
                 try:
                     self._connection.tell("/v1/unload_lora_adapter", {"lora_name": name})
                 except RequestRefused:
-                    pass  # another worker unloaded it, or the server is a new one
-                except AgentRLError as error:  # no turn fails for it: it is tried again after the next one
-                    log.warning("adapter %.12s stays with the server for now: %s", name, error)
+                    pass  # another worker unloaded it, or the server was restarted
+                except AgentRLError as error:  # no turn fails because of it: the next turn tries again
+                    log.warning("adapter %.12s stays on the server for now: %s", name, error)
                     return
                 del self._users[name]
                 self._published.discard(name)
 
 
 def _names(card: Card) -> set[str]:
-    """The names that a model of the server may be known by."""
+    """The names of a model on the server."""
     return {Path(name).name for name in (card.id, card.root) if name}
 
 

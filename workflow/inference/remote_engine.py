@@ -1,8 +1,8 @@
-"""Sampling by a server over HTTP: what such engines share, whichever routes their server speaks.
+"""Sampling by a server over HTTP: the common part of such engines, whatever the server's routes.
 
-Each turn is one request that a thread waits for; the server batches them. It is greeted before the first turn, and again after
-it was away: it may have come back with another window. A server that does not answer costs nobody an attempt (ServiceError:
-the job is handed back and tried later); one that answers something else than what was asked ends the run.
+Each turn is one request, for which a thread waits; the server batches them. It is greeted before the first turn, and again
+after it was away, since its window may have changed. A server that does not answer costs no attempt (ServiceError: the job is
+handed back and tried later); one that answers a different question ends the run.
 
 Nothing here reads the base's weights.
 """
@@ -21,15 +21,15 @@ from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import FinishReason
 
 ROUNDING = 1e-3
-"""A logprob may be so far above 0."""
+"""A logprob may be this much above 0."""
 
 LEAST = -3.4e38
-"""Rounding of a float32, as which logprobs are recorded."""
+"""The least finite float32, rounded: logprobs are recorded as float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a server sampled."""
+    """A turn that a server sampled."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -40,26 +40,26 @@ class Server(Protocol):
     """The routes of one kind of server."""
 
     def greet(self) -> int:
-        """Makes sure that it serves this base.
+        """Checks that the server serves this base.
 
         Returns:
-            Its window: tokens of prompt and answer together.
+            The window: tokens of prompt and answer together.
         """
 
     def sample(self, request: GenerateRequest, limit: int) -> Turn:
-        """One turn of at most `limit` tokens."""
+        """Samples one turn of at most `limit` tokens."""
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
 
 
 class ServedEngine:
     """Samples with a server.
 
     Args:
-        policy: says which base, and how its turns end; its weights stay unread.
-        server: its routes.
-        slots: requests that are open at once, at most; the others wait in order.
+        policy: names the base and the end of its turns; its weights are not read.
+        server: the server's routes.
+        slots: the most requests open at once; the others wait in order.
     """
 
     def __init__(self, policy: Policy, server: Server, slots: int) -> None:
@@ -74,11 +74,11 @@ class ServedEngine:
         self._closed = False
 
     def submit(self, request: GenerateRequest) -> Future[Completion]:
-        """Asks for one completion. A prompt that fills the window ends at once as `length`, with nothing sampled.
+        """Submits a request. A prompt that fills the window ends at once as `length`, with nothing sampled.
 
-        The future raises ServiceError (the server is away), ConfigError (what the server cannot do as it was started),
-        ModelError (another base or vocabulary, an answer without ids or with NaN), CheckpointError or InfraError (it failed,
-        or answered what cannot be read or believed).
+        The future raises ServiceError (the server is away), ConfigError (the server was started without a needed option),
+        ModelError (another base or vocabulary, an answer without ids or with NaN), CheckpointError or InfraError (the server
+        failed, or its answer cannot be read or trusted).
         """
         future: Future[Completion] = Future()
         with self._submitting:
@@ -87,17 +87,17 @@ class ServedEngine:
                 return future
             self._waiting.put((future, request))
             if len(self._threads) < self._slots:
-                # A daemon, which no executor's thread is: a process that is to end does not wait for a server's answers.
+                # A daemon thread, unlike an executor's: a process that ends does not wait for the server's answers.
                 thread = threading.Thread(target=self._run, name="served", daemon=True)
                 thread.start()
                 self._threads.append(thread)
         return future
 
     def release(self, key: int | None = None) -> None:
-        """Nothing is kept here; what the server keeps is its own affair."""
+        """Does nothing: nothing is kept here, and the server manages its own cache."""
 
     def close(self) -> None:
-        """Ends the threads; what is not finished fails."""
+        """Ends the threads; unfinished requests fail."""
         with self._submitting:
             self._closed = True
         self._server.close()
@@ -148,10 +148,10 @@ def _completion(turn: Turn, limit: int, seconds: float) -> Completion:
 
 
 def token_ids(found: list[int] | None, vocabulary: int, url: str) -> list[int]:
-    """The ids of an answer, each below `vocabulary`.
+    """Checks that an answer has ids, each below `vocabulary`, and returns them.
 
     Raises:
-        ModelError: it has none, or some of another vocabulary.
+        ModelError: the answer has no ids, or some outside of the vocabulary.
     """
     if found is None:
         raise ModelError(
@@ -165,10 +165,10 @@ def token_ids(found: list[int] | None, vocabulary: int, url: str) -> list[int]:
 
 
 def logprobs(found: Sequence[float | None] | None, url: str) -> list[float]:
-    """The logprobs of an answer.
+    """Checks an answer's logprobs and returns them.
 
     Raises:
-        ModelError: it has none, or NaN, or what is no number in float32.
+        ModelError: there are none, or one is NaN or no finite float32.
         InfraError: one is above 0 by more than rounding.
     """
     if found is None:
@@ -179,10 +179,10 @@ def logprobs(found: Sequence[float | None] | None, url: str) -> list[float]:
         return believed
     above = next((logprob for logprob in found if logprob is not None and logprob > ROUNDING), None)
     if above is not None:
-        raise InfraError(f"The server at {url} gave a token the logprob {above:g}, and none is above 0.")
+        raise InfraError(f"The server at {url} gave a token the logprob {above:g}, which is above 0.")
     raise ModelError(f"The model of the server at {url} returned NaN instead of logits: a token's logprob is no number.")
 
 
 def seed(request: GenerateRequest) -> int:
-    """63 bits that follow from key and position, for a server whose draws are its own."""
+    """A 63-bit seed from key and position, for a server that draws by itself."""
     return (request.key + request.position * 0x9E3779B97F4A7C15) % 2**63

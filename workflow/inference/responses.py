@@ -1,7 +1,7 @@
-"""What servers that sample answer, one shape per route: an answer of another shape goes no further than `read`.
+"""Shapes of the answers of servers that sample, one per route: `read` refuses an answer of another shape.
 
-A shape has what an engine looks at; servers may say more. Of a list only the first item that is wrong is
-looked for. Whether its numbers can be believed is `inference.remote_engine`'s to say.
+A shape has the fields that an engine reads; servers may send more. In a list, only the first wrong item is reported. Whether
+the numbers are plausible is checked in `inference.remote_engine`.
 """
 
 from reprlib import Repr
@@ -13,7 +13,7 @@ from agentrl.workflow.errors import InfraError
 
 
 class Answer(BaseModel):
-    """A JSON object of a server; no value is taken for one of another kind, such as `true` for 1."""
+    """A JSON object from a server, validated strictly: `true`, say, does not pass for 1."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -47,14 +47,14 @@ class Cards(Answer):
 
 
 class Logprobs(Answer):
-    """Logprobs of each sampled token, and of the likeliest ones by their texts."""
+    """The logprob of each sampled token, and text -> logprob of the likeliest ones."""
 
     token_logprobs: list[float | None] | None = Field(None, fail_fast=True)
     top_logprobs: list[Likeliest | None] | None = Field(None, fail_fast=True)
 
 
 class Choice(Answer):
-    """A turn that vLLM sampled; the ids of the prompt come back where the server is new enough."""
+    """A turn that vLLM sampled; a server that is new enough returns the prompt's ids, too."""
 
     token_ids: list[int] | None = Field(None, fail_fast=True)
     prompt_token_ids: list[int] | None = Field(None, fail_fast=True)
@@ -63,7 +63,7 @@ class Choice(Answer):
 
 
 class Completions(Answer):
-    """`/v1/completions`, of one choice."""
+    """`/v1/completions`, with one choice."""
 
     model: str | None = None
     choices: list[Choice] = Field(min_length=1, fail_fast=True)
@@ -106,10 +106,10 @@ _short.maxstring = _short.maxother = 80
 
 
 def read(shape: type[Shape], found: Any, url: str, path: str) -> Shape:
-    """What the server at `url` answered to `path`.
+    """Validates the answer of the server at `url` to `path`.
 
     Raises:
-        InfraError: it has another shape; said of the first place where it has.
+        InfraError: the answer has another shape; the message names the first difference.
     """
     try:
         return shape.model_validate(found)

@@ -1,8 +1,8 @@
-"""The rolling batch: the turns that are being sampled, one token for each of them at a time.
+"""The rolling batch: the live turns, all of which sample one token per step.
 
-A turn that joins has its prompt read first: once per distinct prompt, whose keys and values its siblings copy, and only the
-new tokens where its episode was sampled here before and its keys and values were kept. What changes with every token is in
-arrays with one entry per slot, so that no Python runs per token and turn; only a turn that ends is looked at.
+When a turn joins, its prompt is read first: once per distinct prompt, since its siblings copy the keys and values, and only the
+new tokens if the episode's keys and values were kept from its last turn. State that changes with every token is in arrays with
+one entry per slot, so that no Python runs per token and turn, except for turns that end.
 """
 
 import time
@@ -26,12 +26,12 @@ from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import FinishReason
 
 PREFILL_TOKENS = 8192
-"""Padded prompt tokens in one call of the model, so that its activations stay small beside the weights."""
+"""The most padded prompt tokens in one call of the model, so that activations stay small beside the weights."""
 
 Number = TypeVar("Number", np.int64, np.float64)
 
 FIRST_WIDTH = 64
-"""Sampled tokens per turn that there is room for at first; it doubles."""
+"""Room for sampled tokens per turn at first; it doubles when needed."""
 
 _STATE = np.dtype(
     [
@@ -40,21 +40,21 @@ _STATE = np.dtype(
         ("cached", "i8"),  # tokens whose keys and values the slot holds
         ("newest", "i8"),  # the token after them, which the next step reads
         ("count", "i8"),  # tokens sampled
-        ("limit", "i8"),  # as many may be
-        ("watched", "?"),  # whether stop strings are looked for
-        ("heard", "?"),  # whether somebody is told of each token
+        ("limit", "i8"),  # the most tokens to sample
+        ("watched", "?"),  # whether the turn has stop strings
+        ("heard", "?"),  # whether a callback gets each token
         ("temperature", "f8"),
         ("top_k", "i8"),
         ("top_p", "f8"),
         ("min_p", "f8"),
     ]
 )
-"""What changes with every token, and how it is drawn: one entry per slot."""
+"""State that changes with every token, and the sampling options: one entry per slot."""
 
 
 @dataclass(slots=True)
 class Turn:
-    """A request on its way: what it sampled before it was evicted, if it was."""
+    """A request, with the tokens it sampled before it was last evicted."""
 
     request: GenerateRequest
     future: Future[Completion]
@@ -65,7 +65,7 @@ class Turn:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """Prompt and sampled tokens, when it joins."""
+        """The prompt and the tokens sampled before it joins."""
         return (*self.request.prompt_ids, *self.ids)
 
     def finish(self, reason: FinishReason) -> None:
@@ -76,26 +76,26 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class _EndedTurn:
-    """What an ended turn leaves for the next one of its episode."""
+    """The keys and values of an ended turn, kept for its episode's next one."""
 
     ids: tuple[int, ...]
     kept: SlotStates
 
 
 class Batch:
-    """The live turns, in slot order, and what is kept of ended ones.
+    """The live turns, in slot order, and the kept keys and values of ended ones.
 
     Args:
-        policy: whose published weights are sampled from.
-        layers: attention layers of its model.
-        slots: turns that are live at once, at most.
+        policy: the policy whose published weights sample.
+        layers: the number of attention layers of its model.
+        slots: the most turns that are live at once.
     """
 
     def __init__(self, policy: Policy, layers: int, slots: int) -> None:
         self.turns: list[Turn] = []
         with policy.sampling() as model:
             config = cast(PreTrainedConfig, model.config)
-        # Other attention has masks of its own: they are made from one mark per token, which says nothing of several new ones.
+        # Other attention makes its masks from one mark per token, which cannot express several new tokens.
         self._direct = config._attn_implementation == "sdpa" and not config.to_dict().get("alibi", False)
         self._policy = policy
         self._slots = SlotCache(layers)
@@ -108,11 +108,11 @@ class Batch:
 
     @property
     def has_kept(self) -> bool:
-        """Whether there is memory that only turns to come need."""
+        """Whether memory is held for future turns only."""
         return bool(self._left)
 
     def join(self, turns: Sequence[Turn]) -> None:
-        """Reads their prompts and puts them into the slots after the live ones, which stay as they are whatever is raised."""
+        """Reads the turns' prompts into the slots after the live ones, which an error leaves unchanged."""
         started = time.perf_counter()
         fresh, back, copies, holders = self._sort_joining(turns)
         first = len(self.turns)
@@ -129,7 +129,7 @@ class Batch:
         self.turns += joined
 
     def step(self) -> None:
-        """One token for every live turn; those that end with it are answered."""
+        """Samples one token for every live turn, and answers those that end with it."""
         rows = self._state[: len(self.turns)]
         ids, logprobs = self._draw(rows)
         everyone, counts = np.arange(len(rows)), rows["count"]
@@ -153,7 +153,7 @@ class Batch:
             self._free(slot)
 
     def evict(self) -> list[Turn]:
-        """Takes all turns out, with what they have sampled, and frees all memory."""
+        """Takes all turns out, with their sampled tokens, and frees all memory."""
         turns = self.turns
         for slot, turn in enumerate(turns):
             self._write_back(slot, turn)
@@ -162,19 +162,19 @@ class Batch:
         return turns
 
     def keep_less(self) -> None:
-        """Frees all that is kept, and keeps half as much from now on."""
+        """Frees all kept keys and values, and keeps half as many from now on."""
         self.forget()
         self._share /= 2
 
     def forget(self, key: int | None = None) -> None:
-        """Frees what is kept for an episode's next turn; without a key, for everybody's."""
+        """Frees the keys and values kept for an episode's next turn; without a key, for all episodes."""
         if key is None:
             self._left.clear()
         else:
             self._left.pop(key, None)
 
     def clear(self) -> None:
-        """Frees all memory; nothing may be live."""
+        """Frees all memory; no turn may be live."""
         self._left.clear()
         self._slots.clear()
 
@@ -183,7 +183,7 @@ class Batch:
     def _sort_joining(
         self, turns: Sequence[Turn]
     ) -> tuple[list[Turn], list[tuple[Turn, SlotStates]], list[Turn], dict[tuple[int, ...], int]]:
-        """Those whose prompt is to be read, shortest first; whose keys are kept; whose prompt a slot holds; and which slot."""
+        """(turns to read, shortest first; turns with kept keys; turns whose prompt a slot holds; prompt -> that slot)."""
         holders = {turn.request.prompt_ids: slot for slot, turn in enumerate(self.turns)}
         fresh: dict[tuple[int, ...], Turn] = {}
         back: list[tuple[Turn, SlotStates]] = []
@@ -199,17 +199,17 @@ class Batch:
         return sorted(fresh.values(), key=lambda turn: len(turn.context)), back, copies, holders
 
     def _read_prompts(self, turns: Sequence[Turn], first: int) -> None:
-        """All prompt tokens but the last, which the next step reads: so prefill and decoding share one way to sample."""
+        """Reads all prompt tokens but the last, which the next step reads: so prefill and decoding sample in the same way."""
         for start, count in _chunks([len(turn.context) - 1 for turn in turns]):
             rows = [turn.context[:-1] for turn in turns[start : start + count]]
             if rows[-1]:
                 width = len(rows[-1])
                 self._slots.prefill(first + start, count, width)
-                # Padding needs no mask: nothing looks to its right.
+                # Padding on the right needs no mask: tokens attend to their left only.
                 self._call(_pad(rows), torch.arange(width).expand(count, -1), None)
 
     def _read_rest(self, back: list[tuple[Turn, SlotStates]], first: int) -> None:
-        """Puts kept keys and values back and reads what came since, up to the last token."""
+        """Puts kept keys and values back and reads the tokens since, up to the last."""
         back.sort(key=lambda pair: len(pair[0].context) - pair[1].length)
         for slot, (_, kept) in enumerate(back, start=first):
             self._slots.put(kept, slot)
@@ -219,7 +219,7 @@ class Batch:
             if rows[-1]:
                 past = torch.tensor([kept.length for _, kept in part])
                 positions = past[:, None] + torch.arange(len(rows[-1]))
-                positions.clamp_(max=max(len(turn.context) for turn, _ in part) - 1)  # padding has no place in the model
+                positions.clamp_(max=max(len(turn.context) for turn, _ in part) - 1)  # padding may exceed the model's window
                 self._extend(first + start, _pad(rows), positions, int(positions.max()) + 1)
 
     def _enter(self, slot: int, turn: Turn) -> None:
@@ -246,12 +246,12 @@ class Batch:
         draws = torch.from_numpy(uniforms(rows["key"].copy(), rows["drawn"].copy())).to(device)
         temperature = torch.from_numpy(rows["temperature"].copy()).to(device)
         ids, logprobs = sample(logits, draws, temperature, self._floor(rows, logits, temperature))
-        # One tensor, so that a GPU is waited for once; ids are exact in float64.
+        # One tensor, so that the CPU waits for the GPU once; ids are exact in float64.
         drawn = torch.stack([ids.double(), logprobs.double()]).cpu().numpy()
         return drawn[0].astype(np.int64), drawn[1]
 
     def _floor(self, rows: NDArray[np.void], logits: Tensor, temperature: Tensor) -> Tensor | None:
-        """The logits below which nothing is drawn, where a row asks for that."""
+        """The logits below which no token is drawn; None if no row limits its draws."""
         if not (rows["top_k"].any() or (rows["top_p"] < 1).any() or rows["min_p"].any()):
             return None
         cuts = [torch.from_numpy(rows[name].copy()).to(logits.device) for name in ("top_k", "top_p", "min_p")]
@@ -283,7 +283,7 @@ class Batch:
         self.turns.pop()
 
     def _keep(self, slot: int, turn: Turn) -> None:
-        """Keeps its keys and values, as many tokens in all as the slots have room for; the oldest go first."""
+        """Keeps the turn's keys and values; in all as many tokens as the slots have room for, dropping the oldest first."""
         if not self._direct:
             return
         length = int(self._state[slot]["cached"])
@@ -292,7 +292,7 @@ class Batch:
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            self._left.clear()  # nothing is lost but time
+            self._left.clear()  # costs only time
             return
         self._left[turn.request.key] = _EndedTurn(turn.context[:length], kept)
         while sum(left.kept.length for left in self._left.values()) > self._share * self._slots.tokens:
@@ -305,8 +305,8 @@ class Batch:
     # the model
 
     def _extend(self, first: int, ids: Tensor, positions: Tensor, length: int, even: bool = False) -> Tensor:
-        """Logits (B, V) after the last of (B, T) ids that follow what is in the slots from `first` on; `even`: T is 1, and all
-        rows are of one length.
+        """Logits (B, V) after the last of (B, T) ids that continue the slots from `first` on; `even`: T is 1, and all rows have
+        one length.
         """
         positions = positions.to(self._policy.device)
         self._slots.extend(first, positions, length)
@@ -323,7 +323,7 @@ class Batch:
 
 
 def _chunks(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, count) of runs of at most PREFILL_TOKENS padded tokens; the lengths grow."""
+    """(start, count) of chunks of at most PREFILL_TOKENS padded tokens; `lengths` are ascending."""
     chunks: list[tuple[int, int]] = []
     for index, length in enumerate(lengths):
         if chunks and (chunks[-1][1] + 1) * length <= PREFILL_TOKENS:
@@ -334,7 +334,7 @@ def _chunks(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _pad(rows: Sequence[tuple[int, ...]]) -> Tensor:
-    """Ids (B, T), padded on the right to the last row, which is the longest."""
+    """Ids (B, T), padded on the right to the length of the last row, the longest."""
     return torch.tensor([[*row, *(0,) * (len(rows[-1]) - len(row))] for row in rows])
 
 

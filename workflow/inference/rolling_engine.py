@@ -1,7 +1,7 @@
 """Our own engine: the model of a `Policy`, run in one thread over a rolling batch (`inference.rolling_batch`).
 
 Waiting requests join between two tokens, ended ones leave at once. Rows of different weights never share a batch: when the
-request at the head of the queue wants others, the batch drains first, and then all that want those go together.
+request at the head of the queue wants other weights, the batch drains first, and then all requests for those weights join.
 """
 
 import threading
@@ -24,15 +24,15 @@ from agentrl.workflow.settings import Settings
 log = getLogger("agentrl.engine")
 
 IDLE_SECONDS = 2.0
-"""Without work for this long, key/value memory is given back."""
+"""After this long without work, the KV cache is freed."""
 
 SHARE = 8
-"""While more wait than there is room for, they join when this share of the slots is free (n / SHARE): reading one prompt costs
-all the others about a token's time, an empty slot costs its own."""
+"""While more turns wait than fit, they join once n / SHARE of the n slots are free: reading a prompt costs each of the others
+about a token's time, an empty slot costs only its own."""
 
 
 def start(policy: Policy, settings: Settings) -> "RollingEngine":
-    """The engine as the machine's settings ask for it."""
+    """Starts the engine with the machine's settings."""
     return RollingEngine(policy, settings.slots)
 
 
@@ -41,10 +41,10 @@ class RollingEngine:
 
     Args:
         policy: its lock is held during each call of the model, and only then, so that a trainer can take turns.
-        slots: turns that are live at once, at most; the others wait in order.
+        slots: the most turns that are live at once; the others wait in order.
 
     Raises:
-        ModelError: a model whose layers do not all attend to the whole context.
+        ModelError: not all layers of the model attend to the whole context.
     """
 
     def __init__(self, policy: Policy, slots: int = 128) -> None:
@@ -67,11 +67,11 @@ class RollingEngine:
         self._thread.start()
 
     def submit(self, request: GenerateRequest) -> Future[Completion]:
-        """Asks for one completion. A prompt that fills the context ends at once as `length`, with nothing sampled.
+        """Submits a request. A prompt that fills the context ends at once as `length`, with nothing sampled.
 
-        The future raises ModelError (ids outside the vocabulary, NaN from the model, stop strings and a tokenizer that does not
-        tell the bytes of its tokens), CheckpointError (weights that
-        cannot be published) or InfraError (the model call failed, the sampler was closed).
+        The future raises ModelError (ids outside the vocabulary, NaN from the model, stop strings with a tokenizer that does
+        not give the bytes of its tokens), CheckpointError (weights that cannot be published) or InfraError (the model call
+        failed, the sampler was closed).
         """
         room = self._policy.max_context - len(request.prompt_ids)
         turn = Turn(request, Future(), limit=min(request.max_new_tokens, room))
@@ -90,9 +90,9 @@ class RollingEngine:
         return turn.future
 
     def release(self, key: int | None = None) -> None:
-        """Frees what is kept for an episode's next turn; without a key, for everybody's, and before it returns.
+        """Frees the memory kept for an episode's next turn; without a key, for all episodes, and before it returns.
 
-        Whoever holds the policy's lock must not call it.
+        Do not call it while holding the policy's lock.
         """
         with self._changed:
             self._released.append(key)
@@ -101,7 +101,7 @@ class RollingEngine:
                 self._changed.wait_for(lambda: None not in self._released or self._closed)
 
     def close(self) -> None:
-        """Ends the thread; what is waiting or live fails with InfraError."""
+        """Ends the thread; waiting and live turns fail with InfraError."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -124,14 +124,14 @@ class RollingEngine:
                 self._admit(self._joining)
                 if self._batch.turns:
                     self._advance()
-        finally:  # whatever ends the thread, nobody waits for it any longer
+        finally:  # whatever ends the thread, no request waits for ever
             with self._changed:
                 self._closed = True
                 self._changed.notify_all()
                 _fail([*self._batch.turns, *self._joining, *self._waiting], closed_error())
 
     def _wait(self) -> bool:
-        """Until there is something to do (True) or the engine is closed (False)."""
+        """Waits until there is work (True) or the engine is closed (False)."""
 
         def ready() -> bool:
             return self._closed or None in self._released or bool(self._waiting or self._batch.turns)
@@ -154,9 +154,9 @@ class RollingEngine:
             self._changed.notify_all()
 
     def _take(self) -> list[Turn]:
-        """The waiting turns that join now: from the head on, as long as they want the weights that are sampled from.
+        """The waiting turns that join now: from the head of the queue, as long as they want the current weights.
 
-        A new batch takes whoever wants the weights of the first in line: two runs take turns, and not with each turn.
+        A new batch takes every turn that wants the head's weights: so two runs alternate by batches, not by turns.
         """
         taken: list[Turn] = []
         with self._changed:
@@ -189,7 +189,7 @@ class RollingEngine:
             self._join(taken)
 
     def _join(self, turns: Sequence[Turn]) -> None:
-        """Those that cannot join all at once do in halves, so that a turn at fault fails alone."""
+        """Lets turns join; if all at once fail, in halves, so that a turn at fault fails alone."""
         try:
             self._batch.join(turns)
         except Exception as error:  # noqa: BLE001 - it goes to whoever waits for these turns, and the others go on
@@ -203,7 +203,7 @@ class RollingEngine:
                 self._join(turns[half:])
 
     def _advance(self) -> None:
-        """One token for every live turn."""
+        """Samples one token for every live turn."""
         try:
             self._batch.step()
         except Exception as error:  # noqa: BLE001 - it goes to whoever waits for these turns, and the thread lives on
@@ -213,9 +213,9 @@ class RollingEngine:
                 _fail(self._batch.evict(), error)
 
     def _retreat(self, joining: Sequence[Turn], error: Exception) -> None:
-        """Memory ran out: less is kept for later, or else half as many turns are sampled at once from now on.
+        """Backs off after memory ran out: keeps less for later turns, or else samples half as many turns at once from now on.
 
-        Who cannot stay goes back to the head of the queue and goes on from there.
+        Evicted turns go back to the head of the queue and continue from there.
         """
         turns = list(joining)
         if self._batch.has_kept:

@@ -1,6 +1,6 @@
-"""How a token is drawn: one uniform number per (key, position), turned into a token by the inverse CDF. Pure functions.
+"""Keyed sampling: one uniform number per (key, position), turned into a token by the inverse CDF. Pure functions.
 
-Nothing else decides a draw, so that an episode that is sampled again, elsewhere, in other company, says the same.
+Nothing else decides a draw, so that an episode sampled again, on another machine or in another batch, has the same tokens.
 """
 
 import numpy as np
@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BLOCK = 128
-"""Tokens whose probabilities are summed at once before the one that is drawn is looked for."""
+"""Tokens per block: probabilities are summed by blocks first, and then inside the block that is drawn."""
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """One number in [0, 1) for each (key, position), both (N,): a counter hash, the same on every machine.
+    """Uniform numbers in [0, 1) for (key, position), both (N,): a counter hash, the same on every machine.
 
     Source: the finaliser of SplitMix64 (Steele, Lea, Flood, 2014), once over the position and once over key + that.
     """
@@ -23,14 +23,14 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
 def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Draws one token per row by inverse CDF over float32 probabilities, in vocabulary order.
 
-    The sums are taken over blocks of the vocabulary first and then inside of the block that is drawn, so that one pass writes
-    something as large as the logits, and none of them in float64.
+    Sums are taken over blocks of the vocabulary first, and then inside the block that is drawn, so that only one pass writes a
+    tensor as large as the logits, and none does in float64.
 
     Args:
-        logits: (N, V); float64 is kept, all else is computed in float32.
+        logits: (N, V); float64 is kept, other types are computed in float32.
         uniforms: (N,) float64 in [0, 1).
         temperature: a number, or (N,).
-        floor: (N,) only tokens whose logit, divided by the temperature, is at least this are drawn (see `lowest_logit`).
+        floor: (N,) the least logit, divided by the temperature, that may be drawn (see `lowest_logit`).
 
     Returns:
         ids (N,) int64, never one of probability 0, and their logprobs (N,) float32 in the whole vocabulary. A row with a NaN
@@ -62,58 +62,58 @@ def _choose_ids(blocks: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
     block = _first_place(sums, target, total)
     chosen = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double().cumsum(-1)
     inside = chosen[:, -1:].contiguous()
-    # A block ends where the sum of all so far stands; rounding must not put a draw before its first weight.
+    # Rounding of the cumulative sums must not put a draw before the block's first weight.
     within = (target - (sums.gather(-1, block) - inside)).clamp(min=0.0)
     return block * BLOCK + _first_place(chosen, within, inside)
 
 
 def _first_place(sums: Tensor, target: Tensor, total: Tensor) -> Tensor:
-    """The first place (N, 1) where the sums (N, B) exceed the target; what rounding puts behind all weights is the last."""
+    """The first place (N, 1) where the sums (N, B) exceed the target; the last one if rounding puts it behind all weights."""
     return torch.minimum(torch.searchsorted(sums, target, right=True), torch.searchsorted(sums, total)).clamp(
         max=sums.shape[1] - 1
     )
 
 
 def distribution(logits: Tensor, temperature: Tensor | float) -> tuple[Tensor, Tensor]:
-    """The distribution that tokens are drawn from: logprobs (N, V), and sums (N, V) float64 of float32 probabilities so far."""
+    """The sampling distribution: logprobs (N, V), and cumulative sums (N, V), float64, of the float32 probabilities."""
     everything = torch.log_softmax(scale_logits(logits, temperature), dim=-1)
     return everything, cumulative_probabilities(everything)
 
 
 def scale_logits(logits: Tensor, temperature: Tensor | float) -> Tensor:
-    """The logits (N, V) divided by the temperature, a number or (N,); float64 is kept, all else becomes float32."""
+    """The logits (N, V) divided by the temperature, a number or (N,); float64 is kept, other types become float32."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits / torch.as_tensor(temperature, dtype=logits.dtype, device=logits.device).reshape(-1, 1)
 
 
 def cumulative_probabilities(logprobs: Tensor) -> Tensor:
-    """The sums (N, V) float64 of the float32 probabilities so far, in vocabulary order."""
+    """The cumulative sums (N, V), float64, of the float32 probabilities, in vocabulary order."""
     return logprobs.exp().float().double().cumsum(-1)
 
 
 WIDTHS = (256, 8192)
-"""How many of the likeliest tokens are looked at before all are: sorting a whole vocabulary costs as much as a small model."""
+"""Numbers of likeliest tokens to try before all: sorting a whole vocabulary costs as much as a small model."""
 
 
 def mask_below(logits: Tensor, floor: Tensor) -> Tensor:
-    """The logits (N, V) that are not below the floor (N,); -inf for the others."""
+    """The logits (N, V), with -inf for those below the floor (N,)."""
     return logits.masked_fill(logits < floor[:, None], -torch.inf)
 
 
 def lowest_logit(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """The logit (N,) from which on tokens may be drawn: `top_k`, then `top_p` of what is left, then `min_p`.
 
-    The order is that of transformers' `generate`, after the temperature (vLLM takes `min_p` first). A limit is a value and not
-    a place in the order, so tokens as likely as the last that may be drawn may be drawn too, and so may always the likeliest.
+    The order is that of transformers' `generate`, after the temperature (vLLM takes `min_p` first). A limit is a value, not a
+    rank, so tokens as likely as the last allowed one are allowed too. The likeliest token is always allowed.
 
     Args:
-        logits: (N, V) divided by the temperature, up to a number per row: logprobs will do.
-        top_k: (N,) int64, so many tokens; 0: all (Fan et al., arXiv 1805.04833).
-        top_p: (N,) float, until they have this probability together; 1: all (Holtzman et al., arXiv 1904.09751).
-        min_p: (N,) float, at least this share of the likeliest one's; 0: all (Nguyen et al., arXiv 2407.01082).
+        logits: (N, V) divided by the temperature, up to a constant per row: logprobs will do.
+        top_k: (N,) int64, the number of likeliest tokens; 0: all (Fan et al., arXiv 1805.04833).
+        top_p: (N,) float, the probability they must reach together; 1: all (Holtzman et al., arXiv 1904.09751).
+        min_p: (N,) float, the least share of the likeliest one's probability; 0: all (Nguyen et al., arXiv 2407.01082).
 
     Returns:
-        (N,) of the logits' type; -inf where all may be, NaN in a row with a NaN.
+        (N,) of the logits' type; -inf where all tokens are allowed, NaN in a row with a NaN.
     """
     words = logits.shape[-1]
     for width in (*(width for width in WIDTHS if width < words), words):
@@ -133,7 +133,7 @@ def _kth(best: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _nucleus(best: Tensor, mass: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The last of the best (N, W) before which there is less than top_p of the mass (N,), and whether they reach it."""
+    """The last of the best logits (N, W) with less than top_p of the mass (N,) before it, and whether they reach top_p."""
     sums = (best - mass[:, None]).double().exp().cumsum(-1)
     before = (sums[:, :-1] < top_p[:, None]).sum(-1)
     last = best.gather(-1, before[:, None])[:, 0]
@@ -141,7 +141,7 @@ def _nucleus(best: Tensor, mass: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]
 
 
 def draw_distance(cumulative: Tensor, uniforms: Tensor, ids: Tensor) -> Tensor:
-    """How much probability (N,) lies between each uniform and its id's share of [0, 1); 0 inside of it."""
+    """The distance (N,) of each uniform from its id's interval in [0, 1); 0 inside."""
     total = cumulative[:, -1]
     draws = uniforms.double() * total
     above = cumulative.gather(-1, ids[:, None])[:, 0]

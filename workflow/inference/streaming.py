@@ -1,7 +1,7 @@
-"""A turn while it is being sampled: its text piece by piece, whole characters each, and the step that it becomes.
+"""A turn while it is sampled: its text in pieces of whole characters, and then its step.
 
-A character may be split over several tokens, so that the end of what was sampled may be half of one: it waits for the rest.
-Decoders look at neighbours too (a leading space of a word), so that a token is decoded with those before it.
+A character may be split over several tokens: an incomplete one at the end waits for the rest. Decoders depend on neighbours (a
+word's leading space), so that a token is decoded with those before it.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,11 +16,11 @@ from agentrl.workflow.trajectory import Step
 
 HALF = "\ufffd"
 LONGEST = 32
-"""Tokens that may wait for the rest of a character; where so many spell none, they are shown as they are."""
+"""The most tokens that wait for the rest of a character; then they are shown as they are."""
 
 
 class Letters:
-    """Token ids to text, as they come; the pieces together are the text of all, but for its end token."""
+    """Turns token ids into text as they come; the pieces add up to the text of all ids without the end token."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
@@ -39,7 +39,7 @@ class Letters:
         return text
 
     def rest(self) -> str:
-        """The text that still waits, where nothing follows it."""
+        """The text that still waits, once no token follows."""
         text = self._read()
         self._waiting = []
         return text
@@ -52,18 +52,18 @@ class Letters:
 
 
 class Stream:
-    """Iterate over it for the text of the turn as it is sampled; whoever leaves before its end stops the turn.
+    """An iterator over a turn's text as it is sampled; leaving the loop early stops the turn.
 
-    An engine elsewhere says the whole turn at once, as one piece.
+    A remote engine gives the whole turn as one piece.
 
     Args:
-        engine: samples it.
+        engine: the engine that samples.
         request: the turn to sample.
-        chat: its tokenizer's.
-        step: makes the step of what was sampled.
+        chat: the policy's chat.
+        step: makes the step of a completion.
 
     Attributes:
-        context: all ids that the turn follows.
+        context: all ids before the turn.
     """
 
     def __init__(self, engine: Engine, request: GenerateRequest, chat: Chat, step: Callable[[Completion], Step]) -> None:
@@ -89,7 +89,7 @@ class Stream:
             self.stop()
 
     def stop(self) -> None:
-        """Ends the turn with the token that is being sampled; one that is over stays as it is."""
+        """Ends the turn with the token now being sampled; does nothing to a turn that is over."""
         self._stopped.set()
         self._future.cancel()
 
@@ -98,7 +98,7 @@ class Stream:
 
         Raises:
             AgentRLError: as the engine's `submit` says.
-            CancelledError: it was stopped before it began.
+            CancelledError: the turn was stopped before it began.
         """
         return self._step(self._future.result())
 

@@ -1,4 +1,4 @@
-"""A turn from its prompt to its step: what the policy reads next, and what became of it; rollouts and chats alike."""
+"""A turn from its prompt to its step, for rollouts and chats alike."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from agentrl.workflow.trajectory import Episode, Message, Step
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A prompt that is being sampled from.
+    """The prompt of a turn that is not sampled yet.
 
     Args:
-        messages: what is new to the policy.
-        prompt_ids: they continue the episode's tokens, unless `new_row` says why they cannot; then the whole prompt.
+        messages: the messages that are new to the policy.
+        prompt_ids: ids that continue the episode's tokens; the whole prompt if `new_row` says why that is impossible.
         new_row: see `trajectory.Step`.
     """
 
@@ -24,11 +24,11 @@ class Draft:
     new_row: str | None = None
 
     def context(self, episode: Episode) -> tuple[int, ...]:
-        """All that the policy reads: the episode's training row so far, and the new tokens."""
+        """The policy's whole input: the episode's training row so far, and the new tokens."""
         return self.prompt_ids if self.new_row else episode.context_ids + self.prompt_ids
 
     def step(self, index: int, completion: Completion, message: Message, policy_version: int) -> Step:
-        """The turn, once it is sampled; `message` is what its ids spell."""
+        """The step of a completion; `message` is what its ids spell."""
         return Step(
             index=index,
             prompt=self.messages,
