@@ -9,7 +9,7 @@ import torch
 from agentrl.workflow.config import AlgorithmConfig
 from agentrl.workflow.errors import RewardError, StateError
 from agentrl.workflow.training.advantages import relative_to_group
-from agentrl.workflow.training.batch import Row, collate, rows_of
+from agentrl.workflow.training.batch import Row, collate
 from agentrl.workflow.training.token_layout import TokenLayout, pad
 from agentrl.workflow.trajectory import Episode, Group, Message, Step, Task
 
@@ -27,7 +27,7 @@ def episode(*steps: Step, reward: float = 1.0, number: int = 1) -> Episode:
 
 
 def tokens_of(*episodes: Episode) -> tuple[TokenLayout, list[Group]]:
-    return TokenLayout.of(episodes, rows_of(episodes)), [Group(TASK, episodes)]
+    return TokenLayout.of(episodes), [Group(TASK, episodes)]
 
 
 def test_a_step_earns_at_its_last_token_and_the_episode_at_its_own() -> None:

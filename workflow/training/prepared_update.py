@@ -13,7 +13,7 @@ from agentrl.workflow.models.critic import explained_variance
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
 from agentrl.workflow.training.advantages import Credit, Credited
-from agentrl.workflow.training.batch import Row, rows_of
+from agentrl.workflow.training.batch import Row
 from agentrl.workflow.training.losses import KL, Normaliser
 from agentrl.workflow.training.reports import Metrics, Update, episode_advantages, mismatch_reasons, select_groups
 from agentrl.workflow.training.row_scorer import RowScorer
@@ -97,7 +97,7 @@ class UpdatePreparation:
         episodes = [episode for group in kept for episode in group.episodes]
         if not episodes:
             return Update(dropped=dropped, skipped="no group has enough finished episodes")
-        tokens = TokenLayout.of(episodes, rows_of(episodes))
+        tokens = TokenLayout.of(episodes)
         strayed = self._scorer.sampler_mismatch(tokens)
         known, credited, beside = self._credit_tokens(tokens, kept, strayed, critic, kl_coef)
         advantages = episode_advantages(credited, tokens)
@@ -108,7 +108,10 @@ class UpdatePreparation:
         if not minibatches:
             reason = "sampler and trainer differ" if strayed else "no advantage differs from 0"
             return Update(advantages=advantages, dropped=dropped, skipped=reason)
-        known, whole = self._add_logprobs(tokens, minibatches, known), self._update_metrics(strayed, iteration)
+        known = self._add_logprobs(tokens, minibatches, known)
+        staleness, limit = self._config.rollout.max_staleness, self._config.update.max_sampler_difference
+        whole = {} if limit is None else {"sampler_dropped": float(len(strayed))}
+        whole |= {"staleness": float(min(iteration, staleness))} if staleness else {}
         return PreparedUpdate(tokens, minibatches, known, beside, whole, advantages, dropped)
 
     def _credit_tokens(
@@ -167,12 +170,3 @@ class UpdatePreparation:
         if known.reference is None and self._options.kl_coef > 0:
             known = replace(known, reference=self._scorer.read_constants(tokens, used, self._policy.reference)[0])
         return known
-
-    def _update_metrics(self, strayed: Set[int], iteration: int) -> dict[str, float]:
-        """Metrics of the whole update alone."""
-        found = {}
-        if self._config.update.max_sampler_difference is not None:
-            found["sampler_dropped"] = float(len(strayed))
-        if self._config.rollout.max_staleness:
-            found["staleness"] = float(min(iteration, self._config.rollout.max_staleness))
-        return found

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentrl.workflow.errors import RewardError, StateError
 from agentrl.workflow.training.advantages import Earned
-from agentrl.workflow.training.batch import Row
+from agentrl.workflow.training.batch import Row, rows_of
 from agentrl.workflow.trajectory import Episode, Group
 
 
@@ -40,8 +40,9 @@ class TokenLayout:
     by_row: Mapping[tuple[int, int], Tensor]
 
     @classmethod
-    def of(cls, episodes: Sequence[Episode], rows: Sequence[Row]) -> "TokenLayout":
-        """The layout of these episodes and their rows (`training.batch.rows_of`)."""
+    def of(cls, episodes: Sequence[Episode]) -> "TokenLayout":
+        """The layout of these episodes' training rows."""
+        rows = rows_of(episodes)
         counts = [sum(row.loss_mask) for row in rows]
         lengths = torch.zeros(len(episodes), dtype=torch.long)
         for row, count in zip(rows, counts, strict=True):

@@ -41,6 +41,12 @@ class NotFinite(Exception):
     """A loss or gradient is NaN or infinite; the update is undone."""
 
 
+def require_finite(loss: float, norm: float) -> None:
+    """Raises NotFinite where the loss or the gradient's norm is no finite number."""
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise NotFinite(f"the loss is {loss} and the gradient's norm is {norm}")
+
+
 class Trainer:
     """Updates a policy, and holds what outlives an update: optimizer, learning rate, critic, weight of the KL, counters.
 
@@ -157,11 +163,9 @@ class Trainer:
             for parameter in self._policy.trainable().values():
                 parameter.grad = None
         norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), self._config.update.max_grad_norm))
-        if not math.isfinite(sums["loss"]) or not math.isfinite(norm):
-            raise NotFinite(f"the loss is {sums['loss']} and the gradient's norm is {norm}")
+        require_finite(sums["loss"], norm)
         self._optimizer.step()
-        if not all(bool(parameter.isfinite().all()) for parameter in self._parameters.values()):
-            raise NotFinite("the step left weights that are not finite")
+        self._require_finite_weights()
         counts = minibatch.normaliser
         return minibatch.means(sums) | {"grad_norm": norm, "tokens": float(counts.tokens), "rows": float(counts.rows)}
 
@@ -189,6 +193,10 @@ class Trainer:
         if torch.is_grad_enabled():
             terms.loss.backward()  # type: ignore[no-untyped-call]
         return dict(zip(terms.sums, torch.stack([value.double() for value in terms.sums.values()]).tolist(), strict=True))
+
+    def _require_finite_weights(self) -> None:
+        if not all(bool(parameter.isfinite().all()) for parameter in self._parameters.values()):
+            raise NotFinite("the step left weights that are not finite")
 
     def _set_rates(self, iteration: int) -> None:
         share = learning_rate_share(self._config.update, iteration, self._iterations)

@@ -11,7 +11,6 @@ after TRL's step: such an update is bad, and who made it loads the last checkpoi
 """
 
 import hashlib
-import math
 import os
 import random
 import time
@@ -36,7 +35,7 @@ from agentrl.workflow.training.advantages import Credit
 from agentrl.workflow.training.batch import Row, rows_of
 from agentrl.workflow.training.reports import Metrics, Update, episode_advantages, select_groups
 from agentrl.workflow.training.token_layout import TokenLayout
-from agentrl.workflow.training.trainer import NotFinite, Trainer
+from agentrl.workflow.training.trainer import NotFinite, Trainer, require_finite
 from agentrl.workflow.training.trl_options import check_trl, grpo_options, require_trl
 from agentrl.workflow.trajectory import Group
 
@@ -77,7 +76,7 @@ class TrlTrainer(Trainer):
         if not episodes:
             return Update(dropped=dropped, skipped="no group is whole")
         self._set_rates(iteration)
-        tokens = TokenLayout.of(episodes, rows_of(episodes))
+        tokens = TokenLayout.of(episodes)
         credited = self._credit(tokens.make_earned(kept), self._options)
         advantages = episode_advantages(credited, tokens)
         if not (credited.advantages.any() or self._options.kl_coef or self._options.entropy_coef):
@@ -120,15 +119,10 @@ class TrlTrainer(Trainer):
         told = [{METRICS[name]: entry[name] for name in METRICS if name in entry} for entry in trl.state.log_history]
         share = {"kl_coef": coef} if coef else {}
         steps: list[Metrics] = [{**entry, **counts, **share} for entry in told if "loss" in entry]
-        self._check(steps)
+        for step in steps:
+            require_finite(step["loss"], step["grad_norm"])
+        self._require_finite_weights()
         return steps
-
-    def _check(self, steps: Sequence[Metrics]) -> None:
-        for loss, norm in ((step["loss"], step["grad_norm"]) for step in steps):
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise NotFinite(f"the loss is {loss} and the gradient's norm is {norm}")
-        if not all(bool(parameter.isfinite().all()) for parameter in self._parameters.values()):
-            raise NotFinite("the step left weights that are not finite")
 
     def _arguments(self, folder: str, rows: Sequence[Row], iteration: int) -> Any:
         from trl import GRPOConfig
