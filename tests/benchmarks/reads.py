@@ -158,6 +158,8 @@ def pages_of(run: Run) -> dict[str, Read]:
         "mark_changes": lambda database: changes.mark_changes(database, name),
         "list_episodes, changed": lambda database: _changed(database, name),
         "list_groups": _list(group_rows.list_groups, GroupFilter(name)),
+        "list_groups, iteration=1": _list(group_rows.list_groups, GroupFilter(name, iteration=1)),
+        "list_episodes, of a group": _page(name, {"group": 2}),
         "list_steps": _list(step_rows.list_steps, StepFilter(name)),
         "list_calls": _list(call_rows.list_calls, CallFilter(name)),
         "list_rewards": _list(reward_rows.list_rewards, RewardFilter(name)),

@@ -8,7 +8,7 @@ is missed: an iteration that is over changes no more, with its groups and episod
 from typing import Any, Protocol
 
 from agentrl.workflow.store.driver_reader import select_rows, sql_read_transaction
-from agentrl.workflow.store.reads.paging import bounded, cursor_error, decode_cursor, encode_cursor, is_id
+from agentrl.workflow.store.reads.paging import cursor_error, decode_cursor, encode_cursor, is_id, storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 
 KIND = "changes"
@@ -67,7 +67,7 @@ def run_conditions(tx: Any, chosen: OfRun) -> tuple[list[str], dict[str, Any]]:
     numbers, values = [], {"run_id": run_id}
     if chosen.iteration is not None:
         numbers.append("number = :iteration - 1")
-        values["iteration"] = bounded(chosen.iteration)
+        values["iteration"] = storable_value(chosen.iteration)
     if chosen.since is not None:
         numbers.append("number >= :first_open")
         values["first_open"] = since_values(chosen.since, run_id)["first_open"]

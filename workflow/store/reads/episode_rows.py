@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.call_rows import CallRow
 from agentrl.workflow.store.reads.changes import run_conditions
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose, select_page, select_values
+from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose_conditions, select_page, select_values
 from agentrl.workflow.store.reads.reward_rows import RewardRow
 from agentrl.workflow.store.reads.step_rows import StepRow
 from agentrl.workflow.store.row_values import MAX_ID, episode_value, no_episode_error, step_value, task_value
@@ -103,7 +103,7 @@ _CONDITIONS = {
 def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) -> Page[EpisodeRow]:
     """The run's own episodes, in order of their numbers unless one of EPISODE_ORDERS is asked for."""
     of_run, of_it = run_conditions(tx, chosen)
-    conditions, values = choose(chosen, _CONDITIONS)
+    conditions, values = choose_conditions(chosen, _CONDITIONS)
     paging = paging or Paging()
     return select_page(tx, EpisodeRow, of_run + conditions, of_it | values, paging, EPISODE_ORDERS, "-id", "episodes")
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from agentrl.workflow.errors import NotFoundError, StateError
 from agentrl.workflow.stats.evaluation import is_right
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose, select_page
+from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose_conditions, select_page
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.run_names import run_row
 from agentrl.workflow.trajectory import PolicyRef
@@ -64,7 +64,7 @@ _CONDITIONS = {"dataset": "dataset = :dataset", "split": "split = :split", "stat
 def list_evals(tx: Any, chosen: EvalFilter | None = None, paging: Paging | None = None) -> Page[EvalRow]:
     """Evaluations, by the version that was measured unless another of EVAL_ORDERS is asked for."""
     chosen = chosen or EvalFilter()
-    conditions, values = choose(chosen, _CONDITIONS)
+    conditions, values = choose_conditions(chosen, _CONDITIONS)
     if chosen.measures is not None:
         conditions = ["id IN (SELECT id FROM runs WHERE measures_id = :measures)", *conditions]
         values["measures"] = run_id_and_name(tx, chosen.measures)["id"]

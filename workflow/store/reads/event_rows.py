@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from agentrl.workflow.store.driver_reader import sql_read_transaction
 from agentrl.workflow.store.reads.changes import since_values
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose, select_page
+from agentrl.workflow.store.reads.paging import BY_NUMBER, Page, Paging, ViewRow, choose_conditions, select_page
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 
 
@@ -40,8 +40,8 @@ class EventFilter:
 def list_events(tx: Any, chosen: EventFilter, paging: Paging | None = None) -> Page[EventRow]:
     """What happened to the run, oldest first."""
     run_id = run_id_and_name(tx, chosen.run)["id"]
-    conditions, values = choose(chosen, {"kind": "kind = :kind"})
+    conditions, values = choose_conditions(chosen, {"kind": "kind = :kind"})
     conditions, values["run_id"] = ["run_id = :run_id", *conditions], run_id
     if chosen.since is not None:
         conditions, values["last_event"] = [*conditions, "id > :last_event"], since_values(chosen.since, run_id)["last_event"]
-    return select_page(tx, EventRow, conditions, values, paging or Paging(), {"id": "id"}, "-id")
+    return select_page(tx, EventRow, conditions, values, paging or Paging(), BY_NUMBER, "-id")

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from agentrl.workflow.store.driver_reader import sql_read_transaction
 from agentrl.workflow.store.reads.changes import run_conditions
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose, select_page
+from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose_conditions, select_page
 
 GROUP_ORDERS = {"id": "id", "reward": "mean_reward", "deviation": "std_reward"}
 
@@ -65,6 +65,6 @@ _CONDITIONS = {
 def list_groups(tx: Any, chosen: GroupFilter, paging: Paging | None = None) -> Page[GroupRow]:
     """The run's own groups, in order of their numbers unless one of GROUP_ORDERS is asked for."""
     of_run, of_it = run_conditions(tx, chosen)
-    conditions, values = choose(chosen, _CONDITIONS)
+    conditions, values = choose_conditions(chosen, _CONDITIONS)
     paging = paging or Paging()
     return select_page(tx, GroupRow, of_run + conditions, of_it | values, paging, GROUP_ORDERS, "-id", "groups")

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from agentrl.workflow.store.driver_reader import sql_read_transaction
 from agentrl.workflow.store.reads.changes import since_values
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose, select_page
+from agentrl.workflow.store.reads.paging import BY_NUMBER, Page, Paging, ViewRow, choose_conditions, select_page
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 
 ITERATION_ORDERS = {"iteration": "iteration"}
@@ -78,7 +78,7 @@ _CONDITIONS = {"status": "status = :status", "after": "iteration > :after"}
 def list_iterations(tx: Any, chosen: IterationFilter, paging: Paging | None = None) -> Page[IterationRow]:
     """The run's iterations in their order."""
     run = run_id_and_name(tx, chosen.run)
-    conditions, values = choose(chosen, _CONDITIONS)
+    conditions, values = choose_conditions(chosen, _CONDITIONS)
     conditions, values = ["run = :run", *conditions], {"run": run["name"], **values}
     if chosen.since is not None:
         conditions, values["first_open"] = (
@@ -128,6 +128,6 @@ class UpdateFilter:
 @sql_read_transaction
 def list_updates(tx: Any, chosen: UpdateFilter, paging: Paging | None = None) -> Page[UpdateRow]:
     """The run's optimizer steps in their order."""
-    conditions, values = choose(chosen, {"iteration": "iteration = :iteration"})
+    conditions, values = choose_conditions(chosen, {"iteration": "iteration = :iteration"})
     values["run"] = run_id_and_name(tx, chosen.run)["name"]
-    return select_page(tx, UpdateRow, ["run = :run", *conditions], values, paging or Paging(), {"id": "id"}, "-id")
+    return select_page(tx, UpdateRow, ["run = :run", *conditions], values, paging or Paging(), BY_NUMBER, "-id")

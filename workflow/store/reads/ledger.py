@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from agentrl.workflow.store.driver_reader import select_rows, sql_read_transaction
-from agentrl.workflow.store.reads.paging import ViewRow, bounded, select_values
+from agentrl.workflow.store.reads.paging import ViewRow, select_values, storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.row_values import MAX_ID, no_episode_error
 
@@ -37,7 +37,7 @@ def list_fates(tx: Any, run: str, iteration: int) -> list[FateRow]:
     """What became of each episode of an iteration, from 1, those of stored groups included."""
     name = run_id_and_name(tx, run)["name"]
     rest = "WHERE run = :run AND iteration = :iteration ORDER BY slot, sample"
-    return select_values(tx, FateRow, rest, run=name, iteration=bounded(iteration))
+    return select_values(tx, FateRow, rest, run=name, iteration=storable_value(iteration))
 
 
 @sql_read_transaction

@@ -20,6 +20,9 @@ MAX_SIZE = 100_000
 """Rows of a page, at most."""
 MAX_CURSOR_CHARS = 1000
 """Longer than any cursor that was given out."""
+BY_NUMBER, FEW_BY_NUMBER = {"id": "id"}, {"id": "id + 0"}
+"""The order of rows that were only ever added; the second of few, which an index finds: Postgres would rather walk through all
+rows in their order until it met them."""
 TEXT_COLUMNS = ("run", "status")
 """What some list is sorted by that is no number."""
 
@@ -112,36 +115,38 @@ def select_page(
     """
     sort = paging.sort or own
     column, way = _find_order(orders, sort)
-    _check_bounds(paging)
+    if not (1 <= paging.size <= MAX_SIZE and 0 <= paging.offset <= MAX_ID):
+        raise ConfigError(f"A page has 1 to {MAX_SIZE} rows, not {paging.size} after passing over {paging.offset}.")
     digest = blake2s(repr((kind.VIEW, sort, sorted(parameters.items()))).encode(), digest_size=6).hexdigest()
     asked = {**parameters, "page_size": paging.size + 1, "page_offset": paging.offset}
     if paging.cursor:
-        at, last = _parse_cursor(paging.cursor, digest, column)
-        conditions = [*conditions, _after(column, way, at)]
-        asked |= {"last": last} if at is None or column == "id" else {"at": at, "last": last}
-    where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
-    order = f"id {way}" if column == "id" else f"{column} {way} NULLS LAST, id {way}"
-    limit = f"ORDER BY {order} LIMIT :page_size OFFSET :page_offset"
-    if table:
-        shown = ", ".join(f"v.{name}" for name in kind.__slots__)
-        ids = f"SELECT id, {column} AS sorted_by FROM {table} {where} {limit}"
-        again = f"page.id {way}" if column == "id" else f"page.sorted_by {way} NULLS LAST, page.id {way}"
-        query = f"SELECT {shown}, page.sorted_by FROM ({ids}) page JOIN {kind.VIEW} v ON v.id = page.id ORDER BY {again}"
-    else:
-        query = f"SELECT {', '.join(kind.__slots__)}, {column} AS sorted_by FROM {kind.VIEW} {where} {limit}"
-    found = [dict(row) for row in select_rows(tx, query, **asked)]
+        place = _parse_cursor(paging.cursor, digest, column)
+        conditions = [*conditions, _after(column, way, place)]
+        asked |= place if column != "id" and place["at"] is not None else {"last": place["last"]}
+    found = [dict(row) for row in select_rows(tx, _page_query(kind, table, conditions, column, way), **asked)]
     places = [(row.pop("sorted_by"), row["id"]) for row in found]
     rows = tuple(kind(**row) for row in found[: paging.size])
-    return Page(rows, _make_cursor(digest, *places[paging.size - 1]) if len(found) > paging.size else "")
+    return Page(rows, encode_cursor(digest, *places[paging.size - 1]) if len(found) > paging.size else "")
 
 
-def choose(asked: object, known: Mapping[str, str]) -> tuple[list[str], dict[str, Any]]:
+def _page_query(kind: type[ViewRow], table: str, conditions: Sequence[str], column: str, way: str) -> str:
+    where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+    order = f"id {way}" if column == "id" else f"{column} {way} NULLS LAST, id {way}"  # no index is in the order of the other
+    page = f"{column} AS sorted_by FROM {table or kind.VIEW} {where} ORDER BY {order} LIMIT :page_size OFFSET :page_offset"
+    if not table:
+        return f"SELECT {', '.join(kind.__slots__)}, {page}"
+    shown = ", ".join(f"v.{name}" for name in kind.__slots__)
+    again = f"page.sorted_by {way} NULLS LAST, page.id {way}"
+    return f"SELECT {shown}, sorted_by FROM (SELECT id, {page}) page JOIN {kind.VIEW} v ON v.id = page.id ORDER BY {again}"
+
+
+def choose_conditions(asked: object, known: Mapping[str, str]) -> tuple[list[str], dict[str, Any]]:
     """The conditions of those fields of a filter that are given, and their values as every database takes them.
 
     Args:
         known: field -> its condition. That of `text` is a LIKE with `!` as its escape.
     """
-    given = {name: bounded(value) for name in known if (value := getattr(asked, name)) is not None}
+    given = {name: storable_value(value) for name in known if (value := getattr(asked, name)) is not None}
     if "text" in given:
         given["text"] = f"%{escape_like(given['text'])}%"
     return [known[name] for name in given], given
@@ -152,7 +157,7 @@ def escape_like(text: str) -> str:
     return text.replace("!", "!!").replace("%", "!%").replace("_", "!_")
 
 
-def bounded(value: Any) -> Any:
+def storable_value(value: Any) -> Any:
     """A value that every database takes: none holds a greater number, or the characters that `clean` replaces."""
     if isinstance(value, str):
         return clean(value)
@@ -166,19 +171,12 @@ def _find_order(orders: Mapping[str, str], sort: str) -> tuple[str, str]:
     return orders[word], "ASC" if sort.startswith("-") else "DESC"
 
 
-def _check_bounds(paging: Paging) -> None:
-    if not 1 <= paging.size <= MAX_SIZE:
-        raise ConfigError(f"A page has 1 to {MAX_SIZE} rows, not {paging.size}.")
-    if not 0 <= paging.offset <= MAX_ID:
-        raise ConfigError(f"No list has {paging.offset} rows to pass over.")
-
-
-def _after(column: str, way: str, at: Any) -> str:
+def _after(column: str, way: str, place: Mapping[str, Any]) -> str:
     """What follows the row `:last`, whose column is `:at`; rows without a value come last."""
     beyond = "<" if way == "DESC" else ">"
     if column == "id":
         return f"id {beyond} :last"
-    if at is None:
+    if place["at"] is None:
         return f"{column} IS NULL AND id {beyond} :last"
     return f"({column} {beyond} :at OR {column} = :at AND id {beyond} :last OR {column} IS NULL)"
 
@@ -213,15 +211,11 @@ def is_id(value: Any) -> bool:
     return type(value) is int and abs(value) <= MAX_ID
 
 
-def _make_cursor(digest: str, at: Any, last: int) -> str:
-    return encode_cursor(digest, at, last)
-
-
-def _parse_cursor(cursor: str, digest: str, column: str) -> tuple[Any, int]:
-    """What the list is sorted by, and the number, of the last row that was shown. Raises as `decode_cursor`."""
+def _parse_cursor(cursor: str, digest: str, column: str) -> dict[str, Any]:
+    """Of the last row that was shown: `at`, what the list is sorted by, and its number, `last`. Raises as `decode_cursor`."""
     match decode_cursor(cursor, digest):
         case [at, last] if is_id(last) and (at is None or _may_hold(column, at)):
-            return at, last
+            return {"at": at, "last": last}
     raise cursor_error(cursor)
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from agentrl.workflow.store.driver_reader import sql_read_transaction
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose, select_page
-from agentrl.workflow.store.reads.run_rows import of_run
+from agentrl.workflow.store.reads.paging import BY_NUMBER, FEW_BY_NUMBER, Page, Paging, ViewRow, choose_conditions, select_page
+from agentrl.workflow.store.reads.run_rows import add_run_condition
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +41,7 @@ _CONDITIONS = {"episode": "episode_id = :episode", "reward_set": "reward_set = :
 @sql_read_transaction
 def list_rewards(tx: Any, chosen: RewardFilter, paging: Paging | None = None) -> Page[RewardRow]:
     """Rewards in the order in which they were given."""
-    conditions, values = choose(chosen, _CONDITIONS)
-    conditions, values = of_run(tx, chosen.run, conditions, values)
-    return select_page(tx, RewardRow, conditions, values, paging or Paging(), {"id": "id"}, "-id")
+    conditions, values = choose_conditions(chosen, _CONDITIONS)
+    conditions, values = add_run_condition(tx, chosen.run, conditions, values)
+    orders = BY_NUMBER if chosen.episode is None else FEW_BY_NUMBER
+    return select_page(tx, RewardRow, conditions, values, paging or Paging(), orders, "-id")

@@ -5,7 +5,15 @@ from datetime import datetime
 from typing import Any, ClassVar
 
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose, escape_like, select_page, select_values
+from agentrl.workflow.store.reads.paging import (
+    Page,
+    Paging,
+    ViewRow,
+    choose_conditions,
+    escape_like,
+    select_page,
+    select_values,
+)
 from agentrl.workflow.store.row_values import clean
 from agentrl.workflow.store.run_names import run_row
 
@@ -77,7 +85,7 @@ def list_runs(tx: Any, chosen: RunFilter | None = None, paging: Paging | None = 
 
 def runs_page(tx: Any, chosen: RunFilter, paging: Paging) -> Page[RunRow]:
     """As list_runs, inside a transaction."""
-    conditions, values = choose(chosen, _CONDITIONS)
+    conditions, values = choose_conditions(chosen, _CONDITIONS)
     return select_page(tx, RunRow, ["measures IS NULL", *conditions], values, paging, RUN_ORDERS, "id")
 
 
@@ -160,7 +168,9 @@ def run_id_and_name(tx: Any, run: str) -> Row:
     return run_row(tx, run, "id, name")
 
 
-def of_run(tx: Any, run: str | None, conditions: list[str], values: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+def add_run_condition(
+    tx: Any, run: str | None, conditions: list[str], values: dict[str, Any]
+) -> tuple[list[str], dict[str, Any]]:
     """The conditions on rows that carry the name of their run, and their values, with that of the run, where one is named."""
     return (
         (conditions, values)
