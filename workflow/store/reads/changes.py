@@ -12,6 +12,7 @@ from agentrl.workflow.store.reads.paging import cursor_error, decode_cursor, enc
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 
 KIND = "changes"
+OF_RUN = "run_id = :run_id"
 LATE_EVENTS = 50
 """The newest events come again: on Postgres one may be committed after another of a greater number."""
 
@@ -72,7 +73,7 @@ def run_conditions(tx: Any, chosen: OfRun) -> tuple[list[str], dict[str, Any]]:
         numbers.append("number >= :first_open")
         values["first_open"] = since_values(chosen.since, run_id)["first_open"]
     if not numbers:
-        return ["run_id = :run_id"], values
+        return [OF_RUN], values
     # Not of the run as well: SQLite would walk through all of it.
-    some = " AND ".join(["run_id = :run_id", *numbers])
+    some = " AND ".join([OF_RUN, *numbers])
     return [f"iteration_id IN (SELECT id FROM iterations WHERE {some})"], values

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.call_rows import CallRow
-from agentrl.workflow.store.reads.changes import run_conditions
+from agentrl.workflow.store.reads.changes import OF_RUN, run_conditions
 from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose_conditions, select_page, select_values
 from agentrl.workflow.store.reads.reward_rows import RewardRow
 from agentrl.workflow.store.reads.step_rows import StepRow
@@ -88,7 +88,7 @@ class EpisodeFilter:
 
 
 _CONDITIONS = {
-    "group": "group_id = :group",
+    "group": "group_id = (SELECT id FROM groups WHERE id = :group AND run_id = :run_id)",
     "status": "status = :status",
     "stop_reason": "stop_reason = :stop_reason",
     "task": "task_id IN (SELECT id FROM tasks WHERE key = :task)",
@@ -104,6 +104,8 @@ def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) 
     """The run's own episodes, in order of their numbers unless one of EPISODE_ORDERS is asked for."""
     of_run, of_it = run_conditions(tx, chosen)
     conditions, values = choose_conditions(chosen, _CONDITIONS)
+    if "group" in values and of_run == [OF_RUN]:
+        of_run = []  # SQLite would walk through the run
     paging = paging or Paging()
     return select_page(tx, EpisodeRow, of_run + conditions, of_it | values, paging, EPISODE_ORDERS, "-id", "episodes")
 
