@@ -27,6 +27,7 @@ def docker(folder: Path) -> Iterator[tuple[str, ...]]:
     socket = f"unix://{folder}/docker.sock"
     words = ["dockerd", "--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec", "--pidfile", f"{folder}/pid"]
     words += ["--bridge", "none", "--iptables=false", "--ip6tables=false", "--host", socket]
+    words += ["--shutdown-timeout", "1"]  # that it gives containers which are told to stop, at its own end
     with open(folder / "log", "wb") as log:
         daemon = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
     command = ("docker", "--host", socket)

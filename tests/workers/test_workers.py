@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -134,20 +135,27 @@ def in_line(x: str) -> str:
         return steady(x)
 
 
-@pytest.mark.parametrize("function", [steady, in_line])
-def test_a_process_that_stands_still_takes_none_of_a_calls_time(function: Callable[..., Any]) -> None:
+def test_a_process_that_stands_still_takes_none_of_a_calls_time() -> None:
+    with ExitStack() as opened:
+        processes = [opened.enter_context(_calling(function)) for function in (steady, in_line)]
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begun\n"
+            process.send_signal(signal.SIGSTOP)
+        time.sleep(5.0)
+        for process in processes:
+            process.send_signal(signal.SIGCONT)
+        assert [process.stdout.read() for process in processes if process.stdout] == ["1 True\n"] * 2
+
+
+def _calling(function: Callable[..., Any]) -> "subprocess.Popen[str]":
+    """A process that calls the tool, and prints what it said and whether it was in time."""
     script = (
         f"from tests.workers.test_workers import Tool, run_tool, {function.__name__} as function, work_for\n"
         "told = run_tool(Tool(function, timeout_seconds=4.0), work_for(function))\n"
         "print(told.content, 0 <= told.seconds < 4)"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "begun\n"
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(5.0)
-        process.send_signal(signal.SIGCONT)
-        assert process.stdout.read() == "1 True\n"
+    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
 
 
 def test_a_process_that_stands_still_before_it_has_looked_even_once_takes_none_of_a_calls_time_either() -> None:
