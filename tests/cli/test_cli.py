@@ -220,14 +220,14 @@ def test_a_dry_run_prints_the_plan(home: Path, tmp_path: Path, capsys: pytest.Ca
     assert (plan["tasks"], plan["iterations"], plan["episodes"], plan["env"]) == (10, 6, 80, "arithmetic")
     assert plan["config"]["update"]["weight_decay"] == 0.5
     assert "critic" not in plan
-    plan = json.loads(agentrl(capsys, "submit", *flags[:4], *flags[6:], "--iterations", "5", "--dry-run", "--json"))
-    assert (plan["epochs"], plan["iterations"], plan["episodes"]) == (2, 5, (10 + 8) * 4)
-    assert (plan["config"]["epochs"], plan["config"]["iterations"]) == (None, 5)
     more = ["--algorithm", "ppo", "-s", "update.epochs=2", "-s", "critic.warmup=3", "-s", "rollout.dynamic_sampling=3"]
-    plan = json.loads(agentrl(capsys, "submit", *flags, *more, "--dry-run", "--json"))
+    more += ["--iterations", "5"]
+    plan = json.loads(agentrl(capsys, "submit", *flags[:4], *flags[6:], *more, "--dry-run", "--json"))
+    assert (plan["epochs"], plan["iterations"]) == (2, 5)
+    assert (plan["config"]["epochs"], plan["config"]["iterations"]) == (None, 5)
     assert (plan["algorithm"], plan["convention"], plan["passes"]) == ("ppo", "verl", 2)
     assert plan["critic"] == "learning rate 0.001, alone in the first 3 iterations"
-    assert (plan["episodes"], plan["dynamic_sampling"]) == (80, "up to 240 episodes (3 x)")
+    assert (plan["episodes"], plan["dynamic_sampling"]) == ((10 + 8) * 4, "up to 216 episodes (3 x)")
     assert not home.exists()
 
 
