@@ -191,11 +191,11 @@ def test_a_search_server_is_asked_and_its_failures_are_the_systems() -> None:
 
 HOSTILE_ANSWERS = {
     "more than may be": (b'{"results": [' + b" " * (MAX_BYTES + 1) + b"]}", "more than"),
-    "nested without end": (b"[" * 1_000_000, "no list of results"),
-    "a row that is none": (b'{"results": [1]}', "no list of results"),
-    "a text that is none": (b'{"results": [{"text": ' + b"[" * 500 + b"]" * 500 + b"}]}", "no list of results"),
-    "a number of a million digits": (b'{"results": ' + b"9" * 1_000_000 + b"}", "no list of results"),
-    "no text": (b"\xff\xfe[\x00", "no list of results"),
+    "nested without end": (b"[" * 1_000_000, "without a list of results"),
+    "a row that is none": (b'{"results": [1]}', "without a list of results"),
+    "a text that is none": (b'{"results": [{"text": ' + b"[" * 500 + b"]" * 500 + b"}]}", "without a list of results"),
+    "a number of a million digits": (b'{"results": ' + b"9" * 1_000_000 + b"}", "without a list of results"),
+    "no text": (b"\xff\xfe[\x00", "without a list of results"),
 }
 
 

@@ -1,12 +1,12 @@
-"""Engines: what samples. Prompts in, token ids with behavior logprobs out, many episodes at once.
+"""Engines sample: prompts in, token ids with behavior logprobs out, for many episodes at once.
 
-A request names its weights, its key and its position, and with a `keyed` engine nothing else decides what is sampled: one
+A request names its weights, its key and its position, and with a `keyed` engine nothing else decides the sampled tokens: one
 uniform number per token comes from (key, position), and picks a token by the inverse of the cumulative distribution in
-vocabulary order. So an episode's tokens do not depend on who else is in the batch, in which order, or on the attempt that
-samples them (up to the rounding of the model's own sums; `numerics: exact` leaves none that matter).
+vocabulary order. So an episode's tokens do not depend on the other episodes in the batch, on their order, or on the attempt (up
+to the rounding of the model's own sums; under `numerics: exact` none of it matters).
 
-A file here names an engine and says what it can do (`Backend`). It only names it, so that the command line can check a run's
-options without loading torch; the engines themselves are in `inference`.
+Each file here names an engine and its capabilities (`Backend`). The engines themselves are in `inference`, so that the command
+line can check a run's options without loading torch.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One turn to sample.
+    """A request to sample one turn.
 
     Args:
         prompt_ids: the whole training row so far, exact ids; at least one.
-        policy: which weights.
-        key: 64 bits (`SamplingKey.bits`), one per episode: its next turn comes with the same one.
+        policy: the weights to sample from.
+        key: 64 bits (`SamplingKey.bits`), one per episode: its next turn has the same one.
         position: tokens of the episode that were sampled before this turn.
-        max_new_tokens: at most this many; the end token counts.
+        max_new_tokens: the most tokens to sample; the end token counts.
         temperature: logits are divided by it.
-        top_k: only the so many likeliest tokens are drawn from; 0: all.
+        top_k: the number of likeliest tokens to draw from; 0: all.
         top_p: only the likeliest tokens that together reach this probability (arXiv 1904.09751).
         min_p: only tokens at least this share as likely as the likeliest (arXiv 2407.01082).
         stop: the turn ends with the token that completes one of these texts; that token stays.
         follows: whether another turn of its episode may follow.
-        heard: called with each token when it is drawn, by an engine that samples here; False ends the turn there, as `length`.
+        heard: called with each token as it is drawn, by an engine in this process; False ends the turn there, as `length`.
     """
 
     prompt_ids: tuple[int, ...]
@@ -66,7 +66,7 @@ class GenerateRequest:
         position: int,
         follows: bool = True,
     ) -> "GenerateRequest":
-        """The turn as a run's limits have it sampled."""
+        """The request for a turn under a run's limits."""
         return cls(
             prompt_ids,
             policy,
@@ -84,14 +84,14 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What was sampled.
+    """A sampled turn.
 
     Args:
-        token_ids: with the end token, where one was sampled.
-        logprobs: one per token, natural log at the sampling temperature over the whole vocabulary (top_k, top_p and min_p
-            decide what is drawn from and change no logprob: the trainer computes these); float32 values.
+        token_ids: the sampled ids, including the end token if one was sampled.
+        logprobs: one per token, natural log at the sampling temperature over the whole vocabulary, as the trainer computes
+            it (top_k, top_p and min_p restrict the draw and change no logprob); float32 values.
         finish_reason: `stop` at an end token or a stop string, `length` at the limit or at the end of the model's context.
-        seconds: from joining the batch to leaving it; with a server from asking it, whose own queue cannot be told apart.
+        seconds: from joining the batch to leaving it; with a server, from the request on, its own queue included.
     """
 
     token_ids: tuple[int, ...]
@@ -101,20 +101,20 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Whatever samples. What it can is said by its `engines.Backend`."""
+    """A sampler; its `engines.Backend` lists its capabilities."""
 
     def submit(self, request: GenerateRequest) -> Future[Completion]:
-        """Asks for one completion; errors come out of the future."""
+        """Submits a request; errors are raised by the future."""
 
     def release(self, key: int | None = None) -> None:
-        """Frees what is kept for an episode's next turn, since there will be none; without a key, for everybody's."""
+        """Frees the memory kept for an episode's next turn, since there will be none; without a key, for all episodes."""
 
     def close(self) -> None:
-        """Ends the sampler; what is not finished fails."""
+        """Ends the sampler; unfinished turns fail."""
 
 
 def fail_futures(futures: Iterable[Future[Completion]], error: Exception) -> None:
-    """Gives the error to those that are not answered; one that is none of ours is the system's."""
+    """Sets the error on all unfinished futures; an error that is not ours becomes an InfraError."""
     if not isinstance(error, AgentRLError):
         cause = error
         error = InfraError(f"Sampling failed: {type(cause).__name__}: {cause}.")
@@ -126,29 +126,29 @@ def fail_futures(futures: Iterable[Future[Completion]], error: Exception) -> Non
 
 
 def closed_error() -> InfraError:
-    """The error of a turn that an engine's end leaves unsampled."""
+    """The error of a turn that was not sampled before its engine was closed."""
     return InfraError("The sampler was closed before this turn was sampled.")
 
 
 def nan_error() -> ModelError:
-    """The error of a turn whose distribution is none."""
+    """The error of a turn whose logits are NaN."""
     return ModelError("The model returned NaN instead of logits.")
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One way to sample.
+    """An engine's name and capabilities.
 
     Args:
         name: the file's name.
-        start: `module:function`; called with a `Policy` and the machine's `Settings`, gives an `Engine`.
-        keyed: a request alone decides its tokens.
-        logprobs: every token comes with its logprob, without which nothing can be trained.
-        weights: what it can sample from besides the base: `lora` adapters, `full` sets of weights, both or neither.
-        quantised: it runs the base as the config says (4 or 8 bits); else whatever serves it decides.
-        options: which of `temperature`, `top_k`, `top_p`, `min_p`, `stop` it honours.
-        local: it computes with the policy's own weights, in this process; else the process need not read them to sample.
-        at_url: it samples with the server at the machine's `engine_url`.
+        start: `module:function`; called with a `Policy` and the machine's `Settings`, it returns an `Engine`.
+        keyed: whether a request alone decides its tokens.
+        logprobs: whether every token comes with its logprob, which training needs.
+        weights: the weights it can sample from besides the base: `lora` adapters, `full` sets of weights, both or neither.
+        quantised: whether it runs the base with the config's quantisation (4 or 8 bits); else its server decides.
+        options: those of `temperature`, `top_k`, `top_p`, `min_p`, `stop` that it honours.
+        local: whether it computes in this process with the policy's own weights; else they need not be read to sample.
+        at_url: whether it samples with the server at the machine's `engine_url`.
     """
 
     name: str
@@ -163,22 +163,22 @@ class Backend:
 
 
 def start(backend: Backend, policy: "Policy", settings: Settings) -> Engine:
-    """The engine that samples for this policy.
+    """Starts the engine for this policy.
 
     Raises:
-        ConfigError: a setting that it needs is missing.
-        ModelError: it cannot run such a model.
+        ConfigError: a required setting is missing.
+        ModelError: the engine cannot run this model.
     """
     engine: Engine = find("engine", backend.start)(policy, settings)
     return engine
 
 
 def check(backend: Backend, config: RunConfig, trains: bool, trained: bool = False) -> None:
-    """Refuses what the engine cannot honour, as far as the config tells.
+    """Refuses options that the engine cannot honour, as far as the config shows them.
 
     Args:
         trains: whether the run trains.
-        trained: whether it starts from weights that another trained.
+        trained: whether it starts from weights that another run trained.
 
     Raises:
         ConfigError: naming the option.
@@ -192,13 +192,13 @@ def check(backend: Backend, config: RunConfig, trains: bool, trained: bool = Fal
     if not backend.weights or config.model.lora_r is not None:
         check_weights(backend, "full" if config.model.lora_r == 0 else "lora", trains or trained)
     if (config.model.load_in_4bit or config.model.load_in_8bit) and not backend.quantised:
-        raise ConfigError(f"The engine {backend.name!r} does not quantise the base; what serves it does.", hint)
+        raise ConfigError(f"The engine {backend.name!r} does not quantise the base; its server does.", hint)
     if config.model.sampler_dtype != "auto" and not backend.local:
-        raise ConfigError(f"The engine {backend.name!r} does not heed model.sampler_dtype; what serves the base decides.", hint)
+        raise ConfigError(f"The engine {backend.name!r} ignores model.sampler_dtype; its server decides.", hint)
 
 
 def check_options(backend: Backend, rollout: RolloutConfig) -> None:
-    """Refuses a way to draw, or to end a turn, that the engine does not know.
+    """Refuses sampling options that the engine does not support.
 
     Raises:
         ConfigError: naming the option.
@@ -210,14 +210,14 @@ def check_options(backend: Backend, rollout: RolloutConfig) -> None:
 
 
 def check_weights(backend: Backend, kind: str, trained: bool) -> None:
-    """Refuses trained weights that the engine cannot sample from; the base it always can.
+    """Refuses trained weights that the engine cannot sample from; it can always sample from the base.
 
     Args:
         kind: `lora` or `full`, as the policy trains.
-        trained: whether the run trains, or starts from what another trained.
+        trained: whether the run trains, or starts from weights that another run trained.
 
     Raises:
-        ConfigError: it samples from the base alone, or from another kind of weights.
+        ConfigError: the engine samples from the base alone, or from another kind of weights.
     """
     if not trained or kind in backend.weights:
         return

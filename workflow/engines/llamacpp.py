@@ -1,4 +1,4 @@
-"""A llama.cpp server, for eval and chat with a base as it is: see `inference.llamacpp_engine`."""
+"""A llama.cpp server, for eval and chat with an untrained base: see `inference.llamacpp_engine`."""
 
 from agentrl.workflow.engines import Backend
 
@@ -9,7 +9,7 @@ llamacpp = Backend(
     logprobs=True,
     weights=frozenset(),
     quantised=False,
-    options=frozenset({"top_k", "top_p", "min_p"}),  # its logprobs are those of temperature 1
+    options=frozenset({"top_k", "top_p", "min_p"}),  # no temperature: its logprobs are those at 1
     local=False,
     at_url=True,
 )

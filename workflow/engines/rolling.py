@@ -1,4 +1,4 @@
-"""Our own engine, for every transformers model: see `inference.rolling_engine`."""
+"""agentrl's own engine, for every transformers model: see `inference.rolling_engine`."""
 
 from agentrl.workflow.engines import Backend
 

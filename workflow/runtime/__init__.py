@@ -1,1 +1,1 @@
-"""This process and its children: time limits, patience, fault points, what is made once."""
+"""This process and its children: time limits, waits, fault points, lazy singletons, warm processes."""

@@ -1,12 +1,12 @@
-"""Fault points: named places at which a test can kill, fail or stop the process that passes them; elsewhere they do nothing.
+"""Fault points: named places where a test can kill, fail or stop the process that passes them; otherwise they do nothing.
 
-`AGENTRL_FAULT_DIR` names a folder in which every point counts its hits, over all processes that share it and for ever, so that
-a process that is started again does not fall at the same place. `AGENTRL_FAULT` is what happens: `name:n:action` (several with
-commas between them) acts at the n-th hit of the point `name`.
+`AGENTRL_FAULT_DIR` names a folder in which every point counts its hits, over all processes that share it and for good, so that
+a restarted process does not fail at the same place again. `AGENTRL_FAULT` holds the faults, separated by commas:
+`name:n:action` acts at the n-th hit of the point `name`.
 
-- `kill`   SIGKILL to itself: nothing is flushed, nobody is told
+- `kill`   SIGKILL to itself: nothing is flushed, no handler runs
 - `raise`  InjectedFault
-- `sleep`  the whole process, heartbeat and all, stands still for `AGENTRL_FAULT_SLEEP` seconds (5) and wakes up as a zombie
+- `sleep`  the whole process, with its heartbeat, is stopped for `AGENTRL_FAULT_SLEEP` seconds (5), then goes on as a zombie
 """
 
 import fcntl
@@ -19,14 +19,14 @@ from pathlib import Path
 
 
 class InjectedFault(Exception):
-    """Somebody asked for this failure."""
+    """A failure that `AGENTRL_FAULT` requested."""
 
 
 def faultpoint(name: str) -> None:
-    """Does what was asked for here, if anything was.
+    """Counts a hit of the point, and carries out the fault that is due, if any.
 
     Raises:
-        InjectedFault: this is the hit at which it was asked for.
+        InjectedFault: the fault due at this hit is `raise`.
     """
     plan = _plan()
     if plan is not None:
@@ -56,7 +56,7 @@ def _plan() -> _Plan | None:
 
 def _count(file: Path) -> int:
     with file.open("ab") as hits:
-        fcntl.flock(hits, fcntl.LOCK_EX)  # else two processes might both be the n-th, or none
+        fcntl.flock(hits, fcntl.LOCK_EX)  # unlocked, two processes might both be the n-th, or neither
         os.write(hits.fileno(), b".")
         return os.fstat(hits.fileno()).st_size
 
@@ -74,6 +74,6 @@ def _act(action: str, where: str) -> None:
 
 
 def _stand_still(seconds: float) -> None:
-    # Who is stopped cannot wake himself.
+    # A stopped process cannot wake itself.
     with subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"]):
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Garbage collection while torch and transformers are imported: 800,000 objects, none of which is ever garbage."""
+"""A pause of garbage collection while torch and transformers are imported: 800,000 objects, none of which is garbage."""
 
 import gc
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def pause_gc() -> Iterator[None]:
-    """No collection inside, for imports and the loading of a model: it would look at all there is, again and again.
+    """Turns collection off inside, for imports and the loading of a model: it would scan all objects again and again.
 
-    That took a third of the six seconds after which a process has a model.
+    That took two of the six seconds in which a process loads a model.
     """
     was = gc.isenabled()
     gc.disable()

@@ -1,7 +1,7 @@
 """The text of an HTML page, read in a process of its own that may be killed.
 
-A parser that is patient with broken pages takes time by the square of their length for some (a megabyte of `<!--` takes
-hours), and there is no end to such pages. This file is run by itself, as a script, and imports only the standard library.
+A lenient parser takes time quadratic in the length of some broken pages (a megabyte of `<!--` takes hours), and their variety
+has no end. This file is run by itself, as a script, and imports only the standard library.
 """
 
 import re
@@ -15,11 +15,11 @@ MEMORY_BYTES = 1 << 30
 
 
 class PageTooLong(Exception):
-    """The page takes too long to read."""
+    """The page takes too much time or memory to read."""
 
 
 def text_of(page: str) -> str:
-    """The text of a page, a line per block.
+    """The text of a page, one line per block.
 
     Raises:
         PageTooLong: it used up the time or memory that a page has.
@@ -45,13 +45,13 @@ class _Words(HTMLParser):
         self._skipped = self._kept = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Begins a line, or what is passed over."""
+        """Begins a line, or an element whose text is skipped."""
         self._skipped += tag in self.SKIPPED
         self._kept += tag == "pre"
         self.parts += ["\n"] * (tag in self.BREAKS)
 
     def handle_endtag(self, tag: str) -> None:
-        """Ends them."""
+        """Ends a line, or a skipped element."""
         self._skipped -= tag in self.SKIPPED and self._skipped > 0
         self._kept -= tag == "pre" and self._kept > 0
         self.parts += ["\n"] * (tag in self.BREAKS)
@@ -63,7 +63,7 @@ class _Words(HTMLParser):
 
 
 def extract_text(page: str) -> str:
-    """The text, however long it takes."""
+    """The text of a page, without limits."""
     words = _Words()
     words.feed(page)
     words.close()
@@ -72,7 +72,7 @@ def extract_text(page: str) -> str:
 
 
 def main() -> None:
-    """The page from stdin, its text to stdout."""
+    """Reads the page from stdin and writes its text to stdout."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     text = extract_text(sys.stdin.buffer.read().decode(errors="replace"))

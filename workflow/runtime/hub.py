@@ -1,4 +1,4 @@
-"""The hub, asked once whether it knows a name, and not waited for: its own client would ask again for half a minute."""
+"""Asks the hub once, without retries, whether it knows a name: its own client would retry for half a minute."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ SECONDS = 5.0
 
 
 def ask_hub(kind: Literal["model", "dataset"], name: str) -> Literal["known", "unknown", "away"]:
-    """What the hub says of a model or dataset of that name; `away` where it does not answer."""
+    """Whether the hub knows a model or dataset of that name; `away` if it does not answer."""
     from huggingface_hub import HfApi  # slow to import, and seldom needed
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
@@ -21,7 +21,7 @@ def ask_hub(kind: Literal["model", "dataset"], name: str) -> Literal["known", "u
 
 
 def go_offline() -> None:
-    """From now on this process takes only what was fetched before. Call it before `datasets` is imported."""
+    """Limits this process to files that were fetched before. Call it before `datasets` is imported."""
     from huggingface_hub import constants
 
     constants.HF_HUB_OFFLINE = True

@@ -1,4 +1,4 @@
-"""Once: what a process has one of, made when it is first asked for."""
+"""Once: a lazy singleton, made when it is first needed."""
 
 import threading
 from collections.abc import Callable
@@ -9,9 +9,9 @@ Made = TypeVar("Made")
 
 
 class Once(Generic[Made]):
-    """What `make` gives, made at the first call; threads that call at the same time get the same one.
+    """A callable that returns the one result of `make`; threads that call at the same time get the same one.
 
-    functools.cache would have each of them make one. Where `make` raises, the next call tries again.
+    With functools.cache each of those threads would make one. If `make` raises, the next call tries again.
     """
 
     def __init__(self, make: Callable[[], Made]) -> None:
@@ -20,15 +20,15 @@ class Once(Generic[Made]):
         self._made = cache(make)
 
     def __call__(self) -> Made:
-        """It, made if need be."""
+        """Returns the result, made if need be."""
         with self._lock:
             return self._made()
 
     @property
     def made(self) -> bool:
-        """Whether it is there."""
+        """Whether the result was made."""
         return bool(self._made.cache_info().currsize)
 
     def forget(self) -> None:
-        """The next call makes another."""
+        """Drops the result: the next call makes another."""
         self._made.cache_clear()

@@ -1,7 +1,7 @@
-"""Patience: what a call waits for because others have it takes none of its own time, and who is not wanted waits for nothing.
+"""Patience: time that a call spends waiting for shared resources does not count against its limit.
 
-Whoever sets a limit on the clock to a call makes a `Patience` and has the call's thread hold it. What is handed out in turn
-(a sandbox's turns, the judges) is waited for inside of `waiting()`.
+To limit a call's time on the clock, make a `Patience` and let the call's thread hold it. Code that waits for a shared resource
+(a sandbox's turns, the judges) does so inside `waiting()`. Once the call is given up, its waits end with an error.
 """
 
 import threading
@@ -13,7 +13,7 @@ from agentrl.workflow.errors import InfraError
 
 
 class Patience:
-    """How long a thread has waited for others, and whether anybody still wants what it does."""
+    """The time that a thread has spent waiting, and whether its result is still wanted."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -25,15 +25,15 @@ class Patience:
 
     @property
     def seconds_waited(self) -> float:
-        """Seconds so far, those of a wait that goes on too."""
+        """Seconds waited so far, including a wait that is still going on."""
         since = self._since
         return self._before + (0.0 if since is None else time.monotonic() - since)
 
     def look(self, meant: float) -> float:
-        """The call's own seconds, after counting for how long the whole process stood still since the last look.
+        """Counts the time for which the whole process stood still since the last look, and returns the call's own seconds.
 
-        That is what the clock counted beyond what was meant to pass and what the process worked: it was stopped, or the machine
-        had no time for it, and so the call has done nothing either.
+        The standstill is the time on the clock beyond the `meant` wait and the process's own work: the process was stopped,
+        or got no core, and so the call did nothing either.
         """
         before, worked = self._looked
         now, busy = self.own_seconds, time.process_time()
@@ -44,16 +44,16 @@ class Patience:
 
     @property
     def own_seconds(self) -> float:
-        """On the clock since it was made, without what was waited and what the process stood still."""
+        """Seconds on the clock since the start, less waits and the process's standstills."""
         return time.monotonic() - self._began - self.seconds_waited - self._still
 
     def end(self) -> None:
-        """Nobody wants what it does any more: from now on it waits for nothing."""
+        """Gives the call up: from now on its waits raise."""
         self._over = True
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Makes it this thread's."""
+        """Makes this the thread's patience inside."""
         before: Patience | None = getattr(_this, "patience", None)
         _this.patience = self
         try:
@@ -65,7 +65,7 @@ class Patience:
     def waiting(self) -> Iterator[None]:
         """See `waiting`."""
         if self._over:
-            raise InfraError("Nobody waits any more for what was to be done.")
+            raise InfraError("The call was given up before its turn came.")
         self._since = time.monotonic()
         try:
             yield
@@ -78,10 +78,10 @@ _this = threading.local()
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """What this thread does inside is to wait for what others have.
+    """Marks the time inside as this thread's wait for a shared resource.
 
     Raises:
-        InfraError: nobody wants what it does any more.
+        InfraError: the call was given up.
     """
     patience: Patience = getattr(_this, "patience", None) or Patience()
     with patience.waiting():

@@ -1,4 +1,4 @@
-"""A time limit on all of a piece of asynchronous work."""
+"""A time limit on asynchronous work as a whole."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -9,12 +9,12 @@ Answer = TypeVar("Answer")
 
 
 def within(seconds: float, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """What the work gives; where the time is over it is cut off, whatever it waits for, and its connections are closed.
+    """Runs the work and returns its result; past the limit it is cancelled, whatever it waits for, and its connections close.
 
-    It runs in a thread of its own, so that whoever calls may be asynchronous too.
+    It runs in a thread of its own, so that an asynchronous caller may use it too.
 
     Raises:
-        TimeoutError: it took longer.
+        TimeoutError: the work took longer.
     """
 
     async def limited() -> Answer:

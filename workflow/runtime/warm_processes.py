@@ -1,4 +1,4 @@
-"""Processes that are kept between the questions they are asked: each question has one for itself."""
+"""A pool of warm processes: each request has one for itself, and the process is kept for the next."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -11,11 +11,11 @@ from agentrl.workflow.runtime.patience import waiting
 
 
 class Lasting(Protocol):
-    """What may be lost."""
+    """A process, or a session in one, that may be lost."""
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked, as far as is known."""
+        """Whether it can serve a request, as far as is known."""
         ...
 
 
@@ -23,7 +23,7 @@ Kept = TypeVar("Kept", bound=Lasting)
 
 
 class Warm(Generic[Kept]):
-    """Processes that last, as many as there are cores, each opened when it is first asked for, and again when it was lost."""
+    """A pool with as many processes as cores; each is opened when first needed, and again after it was lost."""
 
     def __init__(self, opened: Callable[[], Kept]) -> None:
         self._opened = opened
@@ -31,7 +31,7 @@ class Warm(Generic[Kept]):
 
     @contextmanager
     def one(self) -> Iterator[Kept]:
-        """One of them, for the caller alone.
+        """Lends one process to the caller alone.
 
         Raises:
             AgentRLError: it cannot be opened.
@@ -47,11 +47,11 @@ class Warm(Generic[Kept]):
 
     @property
     def idle(self) -> int:
-        """How many nobody uses at this moment."""
+        """The number of processes not in use."""
         return self._places().qsize()
 
     def forget(self) -> None:
-        """They are opened anew; who has one keeps it until it is done."""
+        """Lets all be opened anew; a process now in use is kept until its user is done."""
         self._places.forget()
 
     @staticmethod
