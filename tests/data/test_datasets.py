@@ -327,7 +327,7 @@ def test_a_loader_that_raises_or_yields_no_task_is_one_sentence(tmp_path: Path, 
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(DatasetError, match=r"'users_loaders:raising' cannot be loaded: ZeroDivisionError: division by zero"):
         load_tasks(DatasetConfig(name="users_loaders:raising"))
-    with pytest.raises(DatasetError, match="'users_loaders:strange' yields a str, no Task"):
+    with pytest.raises(DatasetError, match="'users_loaders:strange' yields a str, not a Task"):
         load_tasks(DatasetConfig(name="users_loaders:strange"))
 
 

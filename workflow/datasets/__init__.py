@@ -1,4 +1,4 @@
-"""Datasets: a file here yields Tasks. See `Dataset`; `load_tasks` is the way in."""
+"""Datasets: each file here yields Tasks. See `Dataset`; `load_tasks` is the entry point."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,14 +14,14 @@ from agentrl.workflow.trajectory import Message, Task
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Where tasks come from.
+    """A source of tasks.
 
     Args:
         load: split -> tasks, in a fixed order; raises DatasetError.
-        env: the env its tasks are made for.
-        demonstrations: tasks -> for each, a conversation that solves it (for `agentrl sft`), None for a task without one; None
-            where the dataset has none at all.
-        sft_split: the split whose tasks `agentrl sft` shows.
+        env: the env for its tasks.
+        demonstrations: tasks -> for each, a conversation that solves it (for `agentrl sft`), or None; unset if the dataset
+            has no demonstrations at all.
+        sft_split: the split that `agentrl sft` trains on.
     """
 
     load: Callable[[str], Iterator[Task]]
@@ -35,11 +35,11 @@ _Reader = Callable[[Path, str, bool], tuple[list[Task], list[str]]]
 
 @dataclass(frozen=True, slots=True)
 class LoadedTasks:
-    """What a config's dataset section names.
+    """The tasks that a config's dataset section names.
 
     Args:
-        tasks: in the dataset's order; never empty, their keys all different.
-        env: name of the env they are made for.
+        tasks: the tasks in the dataset's order; at least one, with different keys.
+        env: name of the env for the tasks.
         skipped: malformed rows that were left out, each as `line N: why`.
     """
 
@@ -49,12 +49,12 @@ class LoadedTasks:
 
 
 def load_tasks(config: DatasetConfig) -> LoadedTasks:
-    """The tasks of a plug-in, of a user's `package.module:name`, or of a .jsonl file.
+    """Loads the tasks of a plug-in, of a user's `package.module:name`, or of a .jsonl file.
 
     Raises:
-        ConfigError: no dataset is called so, or `skip_bad_rows` is asked of one that is no .jsonl file.
-        DatasetError: no such file or split, malformed rows, a loader that raises or yields what is no Task, no task at all,
-            or two tasks of one key.
+        ConfigError: there is no such dataset, or `skip_bad_rows` is set for one that is not a .jsonl file.
+        DatasetError: there is no such file or split, rows are malformed, the loader raises or yields something other than
+            Tasks, there is no task, or two tasks have one key.
     """
     found, env, skipped = _find_reader(config)
     tasks = _select_tasks(config, found)
@@ -77,7 +77,7 @@ def _select_tasks(config: DatasetConfig, found: Callable[[], Iterable[Task]]) ->
         raise DatasetError(f"The dataset {config.name!r} cannot be loaded: {said}.", "Correct its load().") from error
     strange = next((task for task in tasks if not isinstance(task, Task)), None)
     if strange is not None:
-        raise DatasetError(f"The dataset {config.name!r} yields a {type(strange).__name__}, no Task.", "Correct its load().")
+        raise DatasetError(f"The dataset {config.name!r} yields a {type(strange).__name__}, not a Task.", "Correct its load().")
     return tasks
 
 

@@ -1,9 +1,9 @@
-"""arithmetic: generated sums in words, `What is 12 plus 7?`, in three levels of difficulty; the same ones for ever.
+"""arithmetic: generated sums in words, `What is 12 plus 7?`, in three levels of difficulty; always the same ones.
 
 512 tasks to train on, 256 held out, and 16,384 more (split `warmup`) for supervised fine-tuning; no question is in two
-splits. The demonstrations come from a deliberately unreliable teacher: the form is always right (one calculator call, then
-its result as the answer), but it often takes one operator for another. So a model that imitates it solves about half,
-and what is left to learn by reinforcement is what the words mean.
+splits. The demonstrations come from a deliberately unreliable teacher: the form is always right (one calculator call, then its
+result as the answer), but it often mistakes one operator for another. So a model that imitates it solves about half of the
+tasks, and learns by reinforcement what the words mean.
 """
 
 import random
@@ -17,12 +17,12 @@ from agentrl.workflow.trajectory import Message, Task, ToolCall
 OPERATORS = {"plus": "+", "minus": "-", "times": "*"}
 SPLITS = {"test": 256, "train": 512, "warmup": 16_384}
 LEVELS = (2, range(1, 21)), (2, range(10, 100)), (3, range(1, 11))
-"""Level -> how many numbers, from which range."""
+"""Level -> (how many numbers, their range)."""
 
 CONFUSED_OPERATORS = {"plus": "-", "minus": "*", "times": "+"}
 MISTAKE_RATE = 0.4
-"""How often the teacher writes the confused operator. (One confusion per word, because a model learns it ten times faster
-than operators drawn at random, at the same share of right answers.)"""
+"""How often the teacher writes the confused operator. (Each word is confused with one other, because a model learns that ten
+times faster than operators drawn at random, at the same share of right answers.)"""
 
 
 def load(split: str) -> Iterator[Task]:
@@ -40,7 +40,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """A conversation in two turns for each task: a calculator call that is often the wrong one, then what it returned."""
+    """A conversation in two turns for each task: a calculator call that is often wrong, then its result as the answer."""
     rng = random.Random(f"arithmetic demonstrations {seed}")
     for task in tasks:
         words = str(task.metadata["words"]).split()
@@ -57,7 +57,7 @@ def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, 
 
 
 def _distinct_questions() -> Iterator[tuple[int, str]]:
-    """Level and words of an endless row of questions: the levels in turn, none twice while the small levels last."""
+    """(level, words) of endless questions: the levels in turn, without repeats until a small level is used up."""
     rng = random.Random("arithmetic")
     seen: set[str] = set()
     reserved = SPLITS["test"] + SPLITS["train"]
@@ -92,7 +92,7 @@ def _expression(numbers: Sequence[str], signs: Sequence[str]) -> str:
 
 
 def _value(expression: str) -> str:
-    """The value of whole numbers with + - *, products first."""
+    """The value of an expression of whole numbers with + - *, products first."""
     terms = expression.replace("-", "+-").split("+")
     return str(sum(_product(term) for term in terms))
 

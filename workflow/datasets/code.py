@@ -3,16 +3,16 @@
 HumanEval (Chen et al. 2021, arXiv:2107.03374): `task_id, prompt, entry_point, canonical_solution, test`. MBPP (Austin et al.
 2021, arXiv:2108.07732): `task_id`, `text` or `prompt`, `code`, `test_list`, and `test_setup_code`, `challenge_test_list`.
 
-All of a row's tests are judged, or it is refused by its name. Tests that constants say (`assert f(1, 2) == 3 * 19`) are read
-here and never run: their arguments go into the sandbox, and what comes out is compared elsewhere. Where one says more than that
-(a loop, a helper, what another call gave), the row's tests are run as the program that they are, in a process that runs nothing
-of a model's, and each call of the function is relayed to where the answer is (`sandbox.checks`).
+All of a row's tests are judged, or the row is refused by its name. Tests over constants (`assert f(1, 2) == 3 * 19`) are read
+here and never run: their arguments go into the sandbox, and the values are compared elsewhere. If one test is more than that (a
+loop, a helper, the value of another call), the row's tests run as a program, in a process without model-written code, and each
+call of the function is relayed to the sandbox of the answer (`sandbox.checks`).
 
-A task's key is its row's `task_id`: `HumanEval/0` as it is, `mbpp/11` for a number in mbpp.jsonl, `mbpp/line-11` for a line
-that has none.
+A task's key is its row's `task_id`: `HumanEval/0` unchanged, `mbpp/11` for a number in mbpp.jsonl, `mbpp/line-11` for a line
+without one.
 
-The model sees HumanEval's prompt as it is, with the examples in its docstring, and of MBPP's tests the first; the others are
-hidden.
+The model sees HumanEval's prompt unchanged, with the examples in its docstring, and the first of MBPP's tests; the other tests
+are hidden.
 """
 
 import ast
@@ -41,11 +41,11 @@ UNSTORABLE = re.compile(r"[\x00\ud800-\udfff]")
 def code_metadata(
     function: str, cases: Sequence[Case], setup: str = "", visible: Sequence[Case] = (), test: str = ""
 ) -> dict[str, Any]:
-    """What the rewards read of a task: the function's name, what must run before the answer, the hidden tests and those that
-    the question shows.
+    """The metadata that the rewards read: the function's name, the code to run before the answer, the hidden tests, and those
+    that the question shows.
 
     Args:
-        test: the hidden tests as a program, where cases do not say them.
+        test: the hidden tests as a program, if cases cannot express them.
     """
     tests = {"hidden": [case.text for case in cases], "visible": [case.text for case in visible]}
     return {"function": function, "setup": setup, **tests, **({"test": test} if test else {})}
@@ -55,7 +55,7 @@ def code_metadata(
 
 
 def is_code(path: Path) -> bool:
-    """Whether the file's first row is HumanEval's or MBPP's; False where it cannot be read."""
+    """Whether the file's first row is HumanEval's or MBPP's; False if it cannot be read."""
     try:
         with path.open(encoding="utf-8-sig") as lines:
             row = json.loads(next((line for line in lines if line.strip()), "null"))
@@ -65,7 +65,7 @@ def is_code(path: Path) -> bool:
 
 
 def read_tasks(path: Path, split: str = "train", skip_bad_rows: bool = False) -> tuple[list[Task], list[str]]:
-    """The file's tasks, and what was wrong with the lines that were left out (`line N: why`).
+    """The file's tasks, and the lines that were left out (`line N: why`).
 
     Raises:
         DatasetError: another split than `train`; the file cannot be read; a line is malformed and `skip_bad_rows` is off.
@@ -102,7 +102,7 @@ def _row(line: str) -> dict[str, Any]:
 
 
 def _key(row: Mapping[str, Any], stem: str, line: int) -> str:
-    """The row's own name; a plain number or word only means something together with its file's."""
+    """The row's key; a plain number or word gets the file's name as a prefix."""
     given = row.get("task_id")
     if given is None:
         return f"{stem}/line-{line}"
@@ -122,7 +122,7 @@ def _human_eval(key: str, row: Mapping[str, Any]) -> Task:
     reference = prompt + _text(row, "canonical_solution")
     tests = _tests(_text(row, "test"), ("candidate", function), reference)
     question = f"Complete this function, and answer with all of it:\n```python\n{prompt.strip()}\n```"
-    # What stands before the function, its imports and helpers, need not be repeated in an answer.
+    # The code before the function, imports and helpers, need not be repeated in an answer.
     metadata = code_metadata(function, setup=_code_before(prompt, function), visible=_examples(prompt, function), **tests)
     return Task(key, (Message("user", question),), reference, metadata)
 
@@ -145,10 +145,10 @@ def _mbpp(key: str, row: Mapping[str, Any]) -> Task:
 
 
 def _tests(source: str, names: Sequence[str], program: str) -> dict[str, Any]:
-    """The tests as `code_metadata` takes them.
+    """The tests in the form that `code_metadata` takes.
 
     Raises:
-        ValueError: there is none, or one needs what neither it nor the reference's program defines.
+        ValueError: there is no test, or one uses a name that neither it nor the reference defines.
     """
     cases = all_cases(source, names)
     if cases:
@@ -170,10 +170,10 @@ def _code_before(prompt: str, function: str) -> str:
 
 
 def _examples(prompt: str, function: str) -> list[Case]:
-    """The tests that the docstring of a prompt shows: `>>> f(1)` and what it gives."""
+    """The tests that a prompt's docstring shows: `>>> f(1)` and its value."""
     found: list[Case] = []
     constants = Constants()
-    with suppress(ValueError):  # no examples but something alike
+    with suppress(ValueError):  # text that only looks like examples
         defined = (
             node for node in ast.walk(parse_source(prompt)) if isinstance(node, ast.FunctionDef) and node.name == function
         )
@@ -196,7 +196,7 @@ def _tested_function(test: str, reference: str) -> str:
 
 def _refuse(split: str) -> Iterator[Task]:
     raise DatasetError(
-        "code is a format, no dataset: the file is missing.",
+        "code is a format, not a dataset: the file is missing.",
         "Name a file in HumanEval's or MBPP's format: --dataset FILE.jsonl",
     )
 

@@ -1,11 +1,11 @@
-"""code_tiny: functions of one expression, `Write f(x, y) that gives x plus y times 2.`; the same ones for ever.
+"""code_tiny: functions of one expression, `Write f(x, y) that gives x plus y times 2.`; always the same ones.
 
 256 tasks to train on, 128 held out, and 8,192 more (split `warmup`) for supervised fine-tuning; no train or test question is
-in another split. The question shows one test; five more are hidden, at least one of which tells each confusion of
-operators from the right function.
+in another split. The question shows one test; five more are hidden, and for each confusion of operators at least one of them
+fails.
 
 The demonstrations come from a deliberately unreliable teacher: the form is always right (it tries its function out with the
-tool python, then answers with it), but it often takes one operator for another and does not look at what came out.
+tool python, then answers with it), but it often mistakes one operator for another and ignores the output.
 """
 
 import random
@@ -21,13 +21,13 @@ from agentrl.workflow.trajectory import Message, Task, ToolCall
 OPERATORS = {"plus": "+", "minus": "-", "times": "*"}
 SPLITS = {"test": 128, "train": 256, "warmup": 8_192}
 LEVELS = (2, 3, 3)
-"""How many terms, in turn."""
+"""The numbers of terms, in turn."""
 
 TERMS = ("x", "y", *map(str, range(2, 21)))
 CASES = 6
 CONFUSED_OPERATORS = {"plus": "-", "minus": "*", "times": "+"}
 MISTAKE_RATE = 0.4
-"""How often the teacher writes the confused operator; of the functions it is right in about half."""
+"""How often the teacher writes the confused operator; about half of its functions are right."""
 
 
 def load(split: str) -> Iterator[Task]:
@@ -63,7 +63,7 @@ def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, 
 
 
 def _distinct_questions() -> Iterator[str]:
-    """The words of an endless row of questions; those of `test` and `train` come once, the others may come again."""
+    """The words of endless questions; those of `test` and `train` come once, the others may repeat."""
     rng = random.Random("code_tiny")
     reserved: set[str] = set()
     kept = SPLITS["test"] + SPLITS["train"]
@@ -102,7 +102,7 @@ def _task(key: str, words: str) -> Task:
 
 
 def _is_telling(words: Sequence[str], cases: Sequence[Case]) -> bool:
-    """Whether no function with another operator passes all of these, save one that is the same everywhere."""
+    """Whether no function with another operator passes all cases, unless it is equivalent."""
     right = _expression(words, [OPERATORS[word] for word in words[1::2]])
     grid = list(product(range(2, 10), repeat=2))
     for signs in product(OPERATORS.values(), repeat=len(words) // 2):

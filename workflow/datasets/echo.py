@@ -1,4 +1,4 @@
-"""echo: 64 texts to be sent through the tool echo and said again, the smallest tasks with a tool. Every fourth is held out."""
+"""echo: 64 texts to send through the tool echo and to repeat; the smallest tasks with a tool. Every fourth is held out."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """The call, what comes back, and the answer, for each task; `seed` is not used."""
+    """The call, its result, and the answer, for each task; `seed` is not used."""
     for task in tasks:
         yield (
             *task.messages,

@@ -1,12 +1,11 @@
 """gsm8k: 7,473 training and 1,319 test problems of school mathematics (Cobbe et al. 2021, arXiv:2110.14168).
 
-The published JSON lines are read from the folder AGENTRL_GSM8K_DIR, where it is set, else from the hub. A task's
-reference is the number after `####`; its key ends in the row's number, counted from 1 as the lines of the file are.
+The published JSON lines are read from the folder AGENTRL_GSM8K_DIR, if it is set, else from the hub. A task's reference is the
+number after `####`; its key ends in the row's number, counted from 1 like the lines of the file.
 
-The solutions carry their computations as `<<48/2=24>>`: in a demonstration each becomes a call of the calculator, which
-returns what it computes. A row has no demonstration where the calculator cannot read what is written there, or comes to
-something else: such a call would teach to write nonsense, or to disregard what comes back. (In the 8,792 rows of the copy that
-was at hand every annotation computes.)
+The solutions carry their computations as `<<48/2=24>>`: in a demonstration each becomes a call of the calculator, with its real
+result. A row has no demonstration if the calculator cannot read an expression, or gets another result: such a call would teach
+the model to write nonsense, or to disregard results. (In the 8,792 rows of the copy used here every annotation is right.)
 """
 
 import json
@@ -28,7 +27,7 @@ Calculate = Callable[[Mapping[str, Any]], str]
 SPLITS = ("train", "test")
 ANNOTATION = re.compile(r"<<(.*?)=([^=]*?)>>")
 ROUNDING_SHARE = Fraction(1, 100)
-"""How far, as a share of it, a solution may round what it computed (`<<1/3=0.33>>`)."""
+"""The relative error with which a solution may round a result (`<<1/3=0.33>>`)."""
 HINT = "Set AGENTRL_GSM8K_DIR to the folder that holds train.jsonl and test.jsonl."
 
 
@@ -36,17 +35,17 @@ def load(split: str) -> Iterator[Task]:
     """The split's tasks, in the published order.
 
     Raises:
-        DatasetError: an unknown split, neither folder nor hub within reach, or rows that are not gsm8k's.
+        DatasetError: the split is unknown, neither folder nor hub can be reached, or the rows are not gsm8k's.
     """
     return (_task(split, row) for row in _rows(split))
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...] | None]:
-    """Each task's question, calculator calls with their real results, and the final answer; None where one is wrong.
+    """Each task's question, calculator calls with their real results, and the final answer; None if a call is wrong.
 
     Args:
         tasks: tasks of this dataset.
-        seed: not used; the published solutions are what they are.
+        seed: not used; the solutions are the published ones.
     """
     splits = {task.key.split("/")[1] for task in tasks}
     solutions = {_key(split, row): row.reference for split in splits for row in _rows(split)}
@@ -73,7 +72,7 @@ def _turns(solution: str, reference: str, calculate: Calculate) -> list[Message]
 
 
 def _is_same(result: str, written: str) -> bool:
-    """Whether what the calculator says is what the solution goes on with, but for rounding."""
+    """Whether the calculator's result equals the solution's, up to rounding."""
     try:
         meant = Fraction(written.strip().lstrip("$").rstrip("%").replace(",", ""))
     except (ValueError, ZeroDivisionError):
@@ -108,7 +107,7 @@ def _rows(split: str) -> list[Row]:
 def _download(split: str) -> list[bytes]:
     try:
         if hub.ask_hub("dataset", "openai/gsm8k") != "known":
-            hub.go_offline()  # then what was fetched before must do
+            hub.go_offline()  # then only files fetched before can be used
         from datasets import load_dataset  # type: ignore[import-untyped]  # slow, and needed only here
 
         rows = load_dataset("openai/gsm8k", "main", split=split)

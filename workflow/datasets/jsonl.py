@@ -1,10 +1,10 @@
 """jsonl: any file of JSON lines as a dataset. `--dataset FILE.jsonl`
 
 One object per line: `question` or `prompt` (text) or `messages` (a list of `{"role", "content"}`), and `answer` or
-`reference` (text or a number). Whatever else the object holds becomes the task's metadata. UTF-8, with or without a
-byte-order mark, lines ended by LF or CRLF; blank lines are passed over. A task's key is its file's name and line.
+`reference` (text or a number). All other keys become the task's metadata. The file is UTF-8, with or without a byte-order mark,
+with lines ended by LF or CRLF; blank lines are skipped. A task's key is its file's name and line.
 
-Every malformed line is found before anything is refused, so that a file is repaired once.
+All malformed lines are reported at once, so that a file can be repaired in one go.
 """
 
 import codecs
@@ -25,13 +25,13 @@ from agentrl.workflow.trajectory import Message, Task
 ENV = "math"
 MAX_PROMPT_BYTES = 1_000_000
 MAX_DIGITS = 4300
-"""Python reads no longer whole number from text."""
+"""The longest integer that Python reads from text."""
 SHOWN_PROBLEMS = 20
 SKIP_HINT = "Correct them, or leave them out with -s dataset.skip_bad_rows=true."
 PROMPTS = ("question", "prompt", "messages")
 REFERENCES = ("answer", "reference")
 ROLES = ("system", "user", "assistant")
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # all but \n and \t; half surrogate pairs too
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # all but \n and \t; lone surrogates too
 ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
@@ -46,7 +46,7 @@ class Row:
 
 
 def read_tasks(path: Path, split: str = "train", skip_bad_rows: bool = False) -> tuple[list[Task], list[str]]:
-    """The file's tasks, and what was wrong with the lines that were left out (`line N: why`).
+    """The file's tasks, and the lines that were left out (`line N: why`).
 
     Raises:
         DatasetError: another split than `train`; the file cannot be read; a line is malformed and `skip_bad_rows` is off.
@@ -59,7 +59,7 @@ def read_tasks(path: Path, split: str = "train", skip_bad_rows: bool = False) ->
 
 
 def read_file(path: Path) -> tuple[list[Row], list[str]]:
-    """`read_rows` of a file.
+    """Calls `read_rows` on a file.
 
     Raises:
         DatasetError: there is no such file, or it cannot be read.
@@ -72,10 +72,10 @@ def read_file(path: Path) -> tuple[list[Row], list[str]]:
 
 
 def check_split(path: Path, split: str) -> None:
-    """Makes sure that a file's only split is the one asked for.
+    """Checks that the split asked for is `train`, a file's only one.
 
     Raises:
-        DatasetError: it is another.
+        DatasetError: it is another split.
     """
     if split != "train":
         said = f"{str(path)!r} is one split, 'train', and {split!r} was asked."
@@ -94,7 +94,7 @@ def malformed_error(source: str, problems: list[str], hint: str) -> DatasetError
 
 
 def read_rows(lines: Iterable[bytes]) -> tuple[list[Row], list[str]]:
-    """The well-formed rows, and for each other line `line N: why`, in the order of the file."""
+    """The well-formed rows, and `line N: why` for each malformed line, in the order of the file."""
     rows: list[Row] = []
     problems: list[str] = []
     seen: dict[tuple[tuple[Message, ...], str], int] = {}
@@ -111,7 +111,7 @@ def read_rows(lines: Iterable[bytes]) -> tuple[list[Row], list[str]]:
 
 
 def number_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank with their numbers, from 1; without a byte-order mark."""
+    """(number from 1, line) for each line that is not blank; a byte-order mark is removed."""
     for number, raw in enumerate(lines, start=1):
         line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
         if line.strip():
@@ -132,7 +132,7 @@ def read_object(line: bytes) -> dict[str, Any]:
     """The JSON object of one line.
 
     Raises:
-        ValueError: it holds none, or one that cannot be stored.
+        ValueError: the line holds no object, or one that cannot be stored.
     """
     try:
         row = json.loads(line.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite, parse_int=_whole)
@@ -175,7 +175,7 @@ def _refuse_unstorable(metadata: Mapping[str, Any]) -> None:
 
 
 def only_one_of(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
-    """The one key of these that the row has.
+    """The one of these keys that the row has.
 
     Raises:
         ValueError: it has none of them, or several.
@@ -226,10 +226,10 @@ def _reference(name: str, value: object) -> str:
 
 
 def plain_text(name: str, value: object) -> str:
-    """A text that is not empty and holds no control character.
+    """Checks that a value is text, not empty and without control characters, and returns it.
 
     Raises:
-        ValueError: it is none, naming it.
+        ValueError: it is not; the message names the value.
     """
     if not isinstance(value, str):
         raise ValueError(f"{name!r} must be text, not {kind_of(value)}")
@@ -242,12 +242,12 @@ def plain_text(name: str, value: object) -> str:
 
 
 def kind_of(value: object) -> str:
-    """JSON's name of its kind."""
+    """JSON's name for the type of a value."""
     return {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
 
 
 def _refuse(split: str) -> Iterator[Task]:
-    raise DatasetError("jsonl is a format, no dataset: the file is missing.", "Name it: --dataset FILE.jsonl")
+    raise DatasetError("jsonl is a format, not a dataset: the file is missing.", "Name it: --dataset FILE.jsonl")
 
 
 jsonl = Dataset(load=_refuse, env=ENV)

@@ -1,6 +1,7 @@
-"""qa: 96 generated questions that are answered in a word or a number, from one's own head; every fourth is held out.
+"""qa: 96 generated questions with answers of a word or a number, without tools; every fourth is held out.
 
-Opposites, letters, days, the alphabet, and who owns what: nothing that has to be looked up. `metadata["kind"]` says which.
+The kinds are opposites, letters, days, the alphabet, and who owns what: no answer has to be looked up. `metadata["kind"]` names
+the kind.
 """
 
 import random

@@ -1,8 +1,8 @@
-"""search_qa: questions whose answers stand in a collection of texts about an invented country, and nowhere else.
+"""search_qa: questions whose answers are found in a collection of texts about an invented country, and nowhere else.
 
-36 villages and their founders, a text each (`texts`); 72 questions, half of which need two texts (the founder of a village,
-then what is said of that person). Every fifth is held out. `metadata["hops"]` is 1 or 2. Everything is generated, the same
-for ever.
+There are 36 villages and their founders, with a text each (`texts`), and 72 questions, half of which need two texts (a
+village's founder, then a fact about that person). Every fifth is held out. `metadata["hops"]` is 1 or 2. All is generated, and
+always the same.
 """
 
 import random
@@ -30,7 +30,7 @@ BIRDS = "heron|magpie|kestrel|swallow|plover|owl|wren|stork|finch|raven|bittern|
 
 @dataclass(frozen=True, slots=True)
 class Village:
-    """What is to be known of a village and of who founded it."""
+    """The facts about a village and its founder."""
 
     name: str
     founder: str
@@ -43,7 +43,7 @@ class Village:
 
 @cache
 def villages() -> tuple[Village, ...]:
-    """All of them; no two share a name or a founder."""
+    """All villages; no two share a name or a founder."""
     rng = random.Random("search_qa")
     names = rng.sample([start + end for start in STARTS.split() for end in ENDS.split()], 2 * VILLAGES)
     people = [f"{rng.choice(GIVEN_NAMES.split())} {name}" for name in names[VILLAGES:]]
@@ -57,7 +57,7 @@ def _village(rng: random.Random, name: str, founder: str, year: int) -> Village:
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Title and text of everything that can be found."""
+    """(title, text) of every text in the collection."""
     for village in villages():
         yield (
             village.name,
@@ -87,7 +87,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """The searches, what they really find, and the answer, for each task; `seed` is not used."""
+    """The searches with their real results, and the answer, for each task; `seed` is not used."""
     from agentrl.workflow.plugins import find  # the env imports this file
 
     search = find("envs", "search_qa").toolset()["search"]

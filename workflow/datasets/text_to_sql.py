@@ -1,8 +1,8 @@
-"""text_to_sql: questions about an invented bookshop (`bookshop.sql`), each with a query that answers it.
+"""text_to_sql: questions about the database of an invented bookshop (`bookshop.sql`), each with a query that answers it.
 
-60 questions, of which every fifth is held out (split `test`); a task's reference is its query, and its metadata names the
-database. Tasks of your own need the same: `reference` a query, `metadata["database"]` a SQLite file, a .sql script or a
-postgresql:// URL.
+Of the 60 questions every fifth is held out (split `test`). A task's reference is its query, and its metadata names the
+database. Tasks of your own need the same: a query as `reference`, and a SQLite file, a .sql script or a postgresql:// URL as
+`metadata["database"]`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,1 +1,1 @@
-"""Code that is judged: tests as they are written, and what model-written code returned."""
+"""Judging of code: tests read from their source, and checks of the values that model-written code returned."""

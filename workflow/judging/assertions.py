@@ -1,8 +1,8 @@
-"""Tests as they are written: the asserts of a source are read here, and never run.
+"""Reads the asserts of a test's source, without running it.
 
-An assert over one call with arguments that constants say (`assert f(1, 2) == 3 * 19`, `assert not f("x")`,
-`assert abs(f(2) - 1.41) < 1e-2`) is a `Case`: data alone. A source that says more than that (a loop, a helper, what another
-call gave) is a program, and is run as one (`sandbox.checks`); here it is only looked over.
+An assert over one call with constant arguments (`assert f(1, 2) == 3 * 19`, `assert not f("x")`,
+`assert abs(f(2) - 1.41) < 1e-2`) is a `Case`: data alone. A source with more than that (a loop, a helper, the value of another
+call) is a program, and is run as one (`sandbox.checks`); here only its names are checked.
 """
 
 import ast
@@ -16,7 +16,7 @@ from agentrl.workflow.sandbox.cases import Case
 
 
 def parse_source(source: str) -> ast.Module:
-    """The tree of a source.
+    """Parses a source.
 
     Raises:
         ValueError: it is no Python.
@@ -28,10 +28,10 @@ def parse_source(source: str) -> ast.Module:
 
 
 def read_asserts(source: str, names: Sequence[str], constants: Constants | None = None) -> tuple[list[Case], int]:
-    """The tests of these functions, and how many asserts say it in another form.
+    """(the cases of these functions, the number of asserts in another form).
 
     Args:
-        constants: those that this source is read together with.
+        constants: the evaluator that this source shares with others, and with it their common size limit.
 
     Raises:
         ValueError: it is no Python.
@@ -43,9 +43,9 @@ def read_asserts(source: str, names: Sequence[str], constants: Constants | None 
 
 
 def all_cases(source: str, names: Sequence[str]) -> list[Case] | None:
-    """All tests of a source whose asserts stand alone, each of them a case; None where it must be run to know.
+    """The cases of a source, if each of its asserts stands alone and is a case; None if the source must be run.
 
-    `assert True` tests nothing, and is none.
+    `assert True` tests nothing, and does not count.
 
     Raises:
         ValueError: it is no Python.
@@ -59,10 +59,10 @@ def all_cases(source: str, names: Sequence[str]) -> list[Case] | None:
 
 
 def check_names(source: str, program: str) -> None:
-    """Looks whether all names that a source uses are there when it runs after `program`.
+    """Checks that all names that a source uses are defined when it runs after `program`.
 
     Raises:
-        ValueError: nothing defines one, or it holds no assert; it is no Python.
+        ValueError: a name is undefined, the source holds no assert, or it is not Python.
     """
     tree, before = parse_source(source), parse_source(program)
     if not any(isinstance(node, ast.Assert) and not _says_nothing(node) for node in ast.walk(tree)):
@@ -74,7 +74,7 @@ def check_names(source: str, program: str) -> None:
 
 
 def _is_alone(statement: ast.stmt, constants: Constants, top: bool) -> bool:
-    """Whether nothing but its place makes the asserts in it true: no loop, no variable, no helper."""
+    """Whether the asserts in it depend on nothing around them: no loop, no variable, no helper."""
     match statement:
         case ast.Assert() | ast.Import() | ast.ImportFrom() | ast.Pass() | ast.Expr(ast.Constant() | ast.Name()):
             return True
@@ -90,7 +90,7 @@ def _says_nothing(node: ast.Assert) -> bool:
 
 
 def _bound_names(tree: ast.AST) -> Iterator[str]:
-    """The names that something in it binds, wherever; `*` where that cannot be told."""
+    """The names bound anywhere in the tree; `*` if they cannot be known."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(name, ast.Store() | ast.Del()) | ast.arg(name) | ast.ExceptHandler(name=str(name)):
@@ -104,10 +104,10 @@ def _bound_names(tree: ast.AST) -> Iterator[str]:
 
 
 def _case(test: ast.expr, names: Sequence[str], constants: Constants) -> Case | None:
-    """None for what is none of the forms."""
+    """The case of an assert's test; None if it has another form."""
     try:
         return _read_case(test, names, constants)
-    except (ValueError, TypeError, RecursionError):  # an argument that no constants say
+    except (ValueError, TypeError, RecursionError):  # an argument that is not constant
         return None
 
 
@@ -148,6 +148,6 @@ def _number(node: ast.expr, constants: Constants) -> float:
 
 
 def _check_storable(case: Case) -> Case:
-    """The case, if its data are plain."""
+    """Returns the case if its data are plain, else raises."""
     assert case.text
     return case

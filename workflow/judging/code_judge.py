@@ -1,9 +1,8 @@
-"""Judging: what model-written code returned is decoded and compared in a process that may be killed, and that never ran any.
+"""Judges values that model-written code returned, in a process that may be killed and that never ran such code.
 
-Such a process is a session of the sandbox that knows `sandbox.cases` and `checks`, and nothing of a model. As many as
-there are cores last; each question is a call in a fork of one, limited in its processor time and memory, and gone afterwards. A
-value that uses these up fails its test. Where the process is lost otherwise, the system has failed, and nothing is said of the
-value.
+Such a process is a session of the sandbox that knows `sandbox.cases` and `checks`, and nothing of a model. There are as many as
+cores; each question is a call in a fork of one, limited in processor time and memory, and gone afterwards. A value that uses
+these up fails its test. If the process is lost in another way, the system has failed, and the value is not judged.
 """
 
 import inspect
@@ -18,21 +17,21 @@ from agentrl.workflow.sandbox import Limits, Result, Session, cases, checks, exa
 from agentrl.workflow.tools.python import sandbox, system_failed
 
 LIMITS = Limits(cpu_seconds=2.0)
-"""Limits of one question. A million characters of the most usual data take a tenth of it."""
+"""Limits of one question. A million characters of ordinary data take a tenth of them."""
 
 WHOLE_CPU_SECONDS = 6.0
-"""Limit of all questions about one function: what is left after that counts as wrong."""
+"""Processor time of all questions about one function; values not judged by then count as wrong."""
 
 ATTEMPTS = 2
 MOST_ROUNDS = 8
-"""Calls whose arguments depend on what as many calls before them gave have failed."""
+"""The longest chain of calls whose arguments depend on earlier values; calls beyond it count as failed."""
 
 
 def passed(pairs: Sequence[tuple[str, str]]) -> list[bool]:
-    """Whether the value passes, for each pair of a case's text and the text of the value that a function gave for it.
+    """Whether the value passes, for each pair of a case and the value that a function returned for it, both as text.
 
     Raises:
-        SandboxUnavailable: nothing here can hold it.
+        SandboxUnavailable: no sandbox works here.
         InfraError: the system failed.
     """
     found: list[bool] = []
@@ -49,20 +48,20 @@ def passed(pairs: Sequence[tuple[str, str]]) -> list[bool]:
             found += (verdict is True for verdict in json.loads(result.value))
         elif len(batch) == 1:
             found.append(False)
-        else:  # one of them is too much: which one?
+        else:  # one of the pairs takes too much: find out which
             waiting += [[pair] for pair in reversed(batch)]
     return found
 
 
 def relayed(reference: str, test: str, function: str, call: Callable[[str], str | None]) -> list[bool]:
-    """Whether the answer's function passes each test of a program of tests.
+    """Whether the model's function passes each test of a program of tests.
 
     Args:
-        reference: the program that the tests run after; it defines the function as it should be.
-        call: the text of arguments -> that of the value which the answer's function gives for them; None: it gives none.
+        reference: the program that the tests run after; it defines the correct function.
+        call: arguments -> the value of the model's function, both as text; None if the call failed.
 
     Raises:
-        ValueError: these tests cannot be judged, whatever the answer.
+        ValueError: these tests cannot judge any answer.
         SandboxUnavailable, InfraError: as `passed`.
     """
     told: list[tuple[str, str | None]] = []
@@ -71,7 +70,7 @@ def relayed(reference: str, test: str, function: str, call: Callable[[str], str 
         result = asked("outcome", json.dumps([reference, test, function, told, final]))
         found: dict[str, Any] = json.loads(result.value) if result.status == "ok" else {"unjudged": _describe(result)}
         if "unjudged" in found:
-            if turn:  # it is what the answer gave
+            if turn:  # a value of the model's function
                 return []
             raise ValueError(f"the tests cannot be judged: {found['unjudged']}")
         if not found["asked"]:
@@ -85,7 +84,7 @@ def _describe(result: Result) -> str:
 
 
 def _batches(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """The pairs in order, no more characters at once than one value may have, save where one alone has more."""
+    """The pairs in order, in batches of no more characters than one value may have, unless one pair alone has more."""
     batch: list[tuple[str, str]] = []
     for pair in pairs:
         if batch and sum(len(case) + len(value) for case, value in [*batch, pair]) > exact_json.MAX_CHARACTERS:
@@ -97,11 +96,11 @@ def _batches(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]
 
 
 def asked(function: str, args: str, warm: Warm[Session] | None = None, limits: Limits = LIMITS) -> Result:
-    """What a function of ours came to inside, for arguments as the text of plain data: `ok`, or that they took too much.
+    """Calls a function of ours inside, with arguments as text: the result is `ok`, or says that they took too much.
 
     Args:
-        warm: the sessions that know the function; those of this file where None.
-        limits: of the call.
+        warm: the sessions that know the function; None: those of this file.
+        limits: the call's limits.
 
     Raises:
         SandboxUnavailable, InfraError: as `passed`.

@@ -1,7 +1,7 @@
-"""Expressions of constants as they are written: their values, as far as those are no larger than a test needs.
+"""Evaluates constant expressions in a source, as long as their values are no larger than a test needs.
 
-What a text of a few characters says may be larger than any memory, `[[[0]*99999]*99999]*99999`: what operators make is counted
-before it is made, with all that it holds, and everything of one source together. So are the numbers of one hash in a set.
+The value of a short text may exceed any memory, `[[[0]*99999]*99999]*99999`: so the size of an operator's result, with all its
+items, is counted before it is made, for one source in total. So are keys of the same hash in a set.
 """
 
 import ast
@@ -11,11 +11,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 MOST_BITS = 4096
-"""Bits of a number that an operator takes or makes."""
+"""The most bits of a number that an operator takes or makes."""
 MOST_MADE = 100_000
-"""Digits, characters and items that the operators of a source take and make."""
+"""The most digits, characters and items that the operators of a source take and make in total."""
 MOST_ALIKE = 1000
-"""Keys of a set or dict that have the same hash: to build it takes the square of their number."""
+"""The most keys of a set or dict with the same hash: building it takes time quadratic in their number."""
 
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -30,7 +30,7 @@ SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: operator.neg, 
 
 
 class Constants:
-    """The values of a source's constant expressions, all of which together may be so large and no larger."""
+    """An evaluator of a source's constant expressions, with a limit on their total size."""
 
     def __init__(self) -> None:
         self._room = MOST_MADE
@@ -39,7 +39,7 @@ class Constants:
         """The value of an expression of constants and operators between them.
 
         Raises:
-            ValueError, TypeError: it holds something else, has no value, or is too large.
+            ValueError, TypeError: the expression holds something else, has no value, or is too large.
         """
         try:
             match node:
@@ -61,7 +61,7 @@ class Constants:
             raise ValueError(f"no value: {error}") from error
 
     def is_one(self, node: ast.expr) -> bool:
-        """Whether an expression has such a value."""
+        """Whether an expression is constant."""
         try:
             self.value(node)
         except (ValueError, TypeError, RecursionError):
@@ -69,7 +69,7 @@ class Constants:
         return True
 
     def _apply(self, sign: type[ast.operator], left: Any, right: Any) -> Any:
-        """The value; its size is known before it is computed."""
+        """The value of an operation; its size is checked before it is computed."""
         if not (_is_short(left) and _is_short(right)):
             raise ValueError("a number that is too large")
         if sign in (ast.Pow, ast.Mod) and not (isinstance(left, int | float) and isinstance(right, int | float)):
@@ -92,14 +92,14 @@ class Constants:
 
 
 def _distinct(keys: Sequence[Hashable]) -> Sequence[Hashable]:
-    """The keys, of which few have the same hash."""
+    """Returns the keys, or raises if too many have the same hash."""
     if max(Counter(map(hash, keys)).values(), default=0) > MOST_ALIKE:
         raise ValueError("too many keys of the same hash")
     return keys
 
 
 def _size(value: Any) -> int:
-    """The digits, characters and items of it and of all that it holds; what it holds twice counts twice."""
+    """The number of digits, characters and items in a value; an item held twice counts twice."""
     match value:
         case str() | bytes():
             return 1 + len(value)
