@@ -1,6 +1,6 @@
-"""Algorithms: a file here names how tokens are credited and what is minimised. See `Algorithm`.
+"""Algorithms: each file here names a credit function and a surrogate loss. See `Algorithm`.
 
-It only names them, so that the command line can check a run's options without loading torch.
+The functions are named and not imported, so that the command line can check a run's options without loading torch.
 """
 
 from collections.abc import Mapping
@@ -12,22 +12,22 @@ from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.plugins import find
 
 ROUNDING = 1e-6
-"""Advantages that are made of rewards alone differ by less between two machines."""
+"""The largest difference, between two machines, of advantages that are computed from rewards alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """How to credit and what to minimise.
+    """An algorithm: how tokens are credited, and which loss is minimised.
 
     Args:
         name: the file's name.
-        credit: `module:function` of what the tokens of an update earned -> their advantages (`training.advantages.Credit`).
-        surrogate: `module:function` of a microbatch's tokens -> each token's loss (`training.losses.Surrogate`).
+        credit: `module:function`: rewards of an update's tokens -> their advantages (`training.advantages.Credit`).
+        surrogate: `module:function`: a microbatch's tokens -> each token's loss (`training.losses.Surrogate`).
         needs_group: whether an episode is compared with the others of its group, so that a group of one teaches nothing.
         critic: whether a value head is trained beside the policy.
-        options: those those of `config.ALGORITHM_OPTIONS` that it reads, and their values where a run names none.
-        trl: of these, what is another value in TRL's convention; None: not read there.
-        trl_surrogate: in TRL's convention, where it is another.
+        options: the options of `config.ALGORITHM_OPTIONS` that it reads, and their defaults.
+        trl: the defaults that differ in TRL's convention; None: the option is not read there.
+        trl_surrogate: the surrogate in TRL's convention, if it differs.
     """
 
     name: str
@@ -40,20 +40,20 @@ class Algorithm:
     trl_surrogate: str | None = None
 
     def surrogate_of(self, config: AlgorithmConfig) -> str:
-        """`module:function` of the convention."""
+        """The surrogate's `module:function` in the config's convention."""
         return self.trl_surrogate if self.trl_surrogate and config.convention == "trl" else self.surrogate
 
     def options_in(self, convention: str) -> dict[str, Any]:
-        """What it reads of `config.ALGORITHM_OPTIONS` in the convention, and their values where a run names none."""
+        """The options of `config.ALGORITHM_OPTIONS` that it reads in the convention, and their defaults."""
         own = {**self.options, **(self.trl if convention == "trl" else {})}
         return {name: value for name, value in own.items() if value is not None}
 
 
 def settle_options(config: AlgorithmConfig) -> AlgorithmConfig:
-    """The options with the algorithm's own values where none was named. Settled ones stay as they are.
+    """The options with the algorithm's defaults filled in. Settled options stay as they are.
 
     Raises:
-        ConfigError: no such algorithm, or one was named that it does not read.
+        ConfigError: there is no such algorithm, or it does not read an option that was set.
     """
     algorithm: Algorithm = find("algorithms", config.name)
     own = algorithm.options_in(config.convention)
@@ -69,17 +69,17 @@ def _check_dual_clip(chosen: AlgorithmConfig) -> None:
     highest = 1 + (chosen.clip_high or 0.0)
     if chosen.dual_clip and chosen.dual_clip <= highest:
         raise ConfigError(
-            f"algorithm.dual_clip={chosen.dual_clip:g} is not above 1 + clip_high, {highest:g}, where the other clip ends.",
-            f"Set algorithm.dual_clip above {highest:g}, or to 0, which is none.",
+            f"algorithm.dual_clip={chosen.dual_clip:g} is not above 1 + clip_high = {highest:g}, where the other clip ends.",
+            f"Set algorithm.dual_clip above {highest:g}, or to 0 for none.",
         )
 
 
 def settle_run(config: RunConfig) -> RunConfig:
-    """A training run's config with the algorithm's own values where none was named.
+    """A training run's config with the algorithm's defaults filled in.
 
     Raises:
-        ConfigError: as `settle_options`; a critic's option without one, a dual clip within the other, or a group of one where
-            it compares within groups.
+        ConfigError: as `settle_options`; a critic's option without a critic, a dual clip within the other clip, or groups of
+            one for an algorithm that compares within groups.
     """
     algorithm: Algorithm = find("algorithms", config.algorithm.name)
     options = settle_options(config.algorithm)
@@ -88,18 +88,18 @@ def settle_run(config: RunConfig) -> RunConfig:
         raise ConfigError(f"critic.* does nothing with {algorithm.name}: it has no critic.", "Leave it out, or take ppo.")
     if algorithm.needs_group and config.rollout.group_size < 2 and not config.source.given:
         raise ConfigError(
-            f"{algorithm.name} compares the episodes of a group, and a group of one has nobody to compare with.",
+            f"{algorithm.name} compares the episodes of a group, and a group of one has nothing to compare.",
             "Set --group-size to 2 or more.",
         )
     return config.model_copy(update={"algorithm": options})
 
 
 def credits_alike(options: AlgorithmConfig, advantages: Mapping[int, float], recorded: Mapping[int, float]) -> bool:
-    """Whether an update that was computed again credits its episodes as it did, by their ids.
+    """Whether a recomputed update credits its episodes as recorded, by episode id.
 
-    Also on another machine: 1e-6 apart at most. Where the model's own words are in the advantages, a critic's values or a KL in
-    the reward, only the episodes are compared: logprobs and values are rounded otherwise there (1e-7 to 1e-6 in float32, 2e-3
-    to 7e-3 in bfloat16), and whitening by a small deviation multiplies that by up to 1e4.
+    Advantages may differ by 1e-6, as between two machines. If they depend on the model's outputs, through a critic's values or
+    a KL in the reward, only the sets of episodes are compared: other machines round logprobs and values differently (1e-7 to
+    1e-6 in float32, 2e-3 to 7e-3 in bfloat16), and whitening by a small deviation multiplies that by up to 1e4.
     """
     algorithm: Algorithm = find("algorithms", options.name)
     if advantages.keys() != recorded.keys():

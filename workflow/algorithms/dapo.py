@@ -1,8 +1,8 @@
-"""DAPO: GRPO's credit, a wider upper clip, mean over all tokens.
+"""DAPO: GRPO's credit, a wider upper clip, and the mean over all tokens.
 
-Source: arXiv 2503.14476, equations 8 to 12. The wider upper clip lets unlikely tokens grow, so that the entropy lasts. The
-other two parts of the paper are the run's: sampling on until enough groups have unequal rewards is `rollout.dynamic_sampling`,
-the soft punishment of answers that are nearly too long is the reward `overlong`; configs/dapo.yaml has all four.
+Source: arXiv 2503.14476, equations 8 to 12. The wider upper clip lets unlikely tokens grow, which preserves entropy. The
+paper's other two parts belong to the run: sampling until enough groups have unequal rewards is `rollout.dynamic_sampling`, the
+soft penalty for answers that are nearly too long is the reward `overlong`; configs/dapo.yaml has all four.
 """
 
 from agentrl.workflow.algorithms import Algorithm

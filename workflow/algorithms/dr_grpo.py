@@ -1,9 +1,9 @@
-"""Dr.GRPO: R - mean without the deviation, and the sum over tokens divided by a constant: the most that an episode may sample.
+"""Dr.GRPO: R - mean, not divided by the deviation; the sum over tokens, divided by the most that an episode may sample.
 
 Source: arXiv 2503.20783, section 3.2. Dividing by the deviation favours tasks that are nearly always or nearly never solved,
-dividing by an answer's own length favours long wrong ones; neither is done. The paper averages over answers, and so does TRL;
-verl sums them, which multiplies the gradient by their number. Here the paper's and TRL's mean is the default of both
-conventions, since max_grad_norm would cut a sum at once.
+and dividing by an answer's own length favours long wrong answers; neither is done. The paper and TRL average over answers; verl
+sums them, which multiplies the gradient by their number. Here the mean is the default of both conventions, since max_grad_norm
+would clip the sum at once.
 """
 
 from agentrl.workflow.algorithms import Algorithm

@@ -1,4 +1,4 @@
-"""GRPO: group-relative advantages, clipped surrogate, KL to the reference in the loss where kl_coef is not 0.
+"""GRPO: group-relative advantages, clipped surrogate, and, if kl_coef is not 0, a KL to the reference in the loss.
 
 Source: DeepSeekMath, arXiv 2402.03300, equations 3 and 4. Where its two common implementations differ, verl's convention is
 the default: epsilon 1e-6, dual clip at 3, mean over all trained tokens. The token mean weighs every token of a minibatch

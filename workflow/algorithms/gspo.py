@@ -1,7 +1,8 @@
 """GSPO: GRPO's credit, and one ratio for a whole row: the geometric mean of its tokens' ratios.
 
-Source: arXiv 2507.18071, equations 5 and 7. A reward belongs to an answer, and so does its weight; the mean keeps it near 1
-however long the answer is, so that the clip is narrow: the paper's 3e-4 and 4e-4. Each row of an episode has its own.
+Source: arXiv 2507.18071, equations 5 and 7. A reward belongs to a whole answer, and so does its weight. The mean keeps the
+ratio near 1 however long the answer is, so that the clip is narrow: the paper's 3e-4 and 4e-4. Each row of an episode has one
+ratio.
 """
 
 from agentrl.workflow.algorithms import Algorithm

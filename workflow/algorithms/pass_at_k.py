@@ -1,9 +1,9 @@
-"""Pass@k: only the best episode of a group is credited, with its lead over the second.
+"""Pass@k: only the best episode of a group is credited, with its lead over the second best.
 
-Source: arXiv 2503.19595. It raises the chance that one of k answers is right rather than the mean: where two or more of a group
-are equally good nothing is learned, so it is for hard tasks, and flat where most answers are right already. A group is
+Source: arXiv 2503.19595. It raises the chance that one of k answers is right, rather than the mean. If the two best of a group
+are equally good, nothing is learned: so it is for hard tasks, and has no effect once most answers are right. A group is
 rewarded for any right answer, so that on easy tasks with a single answer the mean reward stays lower than GRPO's (measured on
-arithmetic: 0.50 to 0.70 where GRPO comes to 0.96).
+arithmetic: 0.50 to 0.70, and 0.96 with GRPO).
 """
 
 from agentrl.workflow.algorithms import Algorithm

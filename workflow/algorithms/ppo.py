@@ -1,8 +1,8 @@
-"""PPO: a critic's advantages (GAE over sampled tokens), clipped surrogate, value loss.
+"""PPO: advantages from a critic (GAE over sampled tokens), clipped surrogate, value loss.
 
 Source: arXiv 1707.06347, equation 9; GAE arXiv 1506.02438. The critic is a linear head on the policy's own body (`critic.*`).
-discount 1 and lambda 1 where none is named: an episode has one reward, at its end, and a critic that has learned little would
-else blur it.
+The defaults are discount 1 and lambda 1: an episode has one reward, at its end, which a critic that has learned little would
+otherwise blur.
 """
 
 from agentrl.workflow.algorithms import Algorithm

@@ -1,1 +1,1 @@
-"""SQL that somebody else wrote, on databases that can only be read."""
+"""Untrusted SQL on databases that can only be read."""

@@ -1,10 +1,10 @@
 """Databases that a model may read: a SQLite file, a .sql script or a postgresql:// URL.
 
-A script makes a database in memory, the same for every query. A Postgres login must be one that may only read: a superuser, or
-one that may write any table, is refused.
+A script makes a database in memory, the same for every query. A Postgres login must be read-only: a superuser, or a login that
+may write any table, is refused.
 
-SQLite's work is limited by its instructions and not by the clock, so that a busy machine gives the same answers; what these do
-not tell of is `sql.query_process`'s to stop.
+SQLite's work is limited by instructions and not by the clock, so that a busy machine gives the same answers; work that they do
+not count is stopped by `sql.query_process`.
 """
 
 import sqlite3
@@ -23,10 +23,10 @@ from agentrl.workflow.sql.readonly_postgres import read_postgres
 
 SECONDS = 5.0
 INSTRUCTIONS = 20_000_000
-"""About a second of SQLite's work."""
+"""The limit of SQLite's instructions: about a second of work."""
 
 MAX_BYTES = 4_000_000
-"""Bytes of an answer, and of a value that SQLite makes."""
+"""The most bytes of an answer, and of a value that SQLite makes."""
 
 HINT = "Set AGENTRL_SQL_DATABASE to a SQLite file, a .sql script or a postgresql:// URL."
 TABLES = "SELECT sql FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite_%' ORDER BY name"
@@ -47,10 +47,10 @@ OR EXISTS (
 
 
 def check(database: str) -> None:
-    """Whether there is such a database, and none that could be written.
+    """Checks that the database exists and that the login can only read it.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such database.
         ServiceError: it does not answer, or its login may do more than read.
     """
     if not database:
@@ -63,22 +63,22 @@ def check(database: str) -> None:
 
 
 def prepare(database: str) -> None:
-    """Makes what a query needs and is not the query's work.
+    """Prepares the database: work that does not count against a query's limits.
 
     Raises:
-        ServiceError: the script is none.
+        ServiceError: the script is not valid SQLite.
     """
     if Path(database).suffix == ".sql" and not is_url(database):
         _database_image(Path(database))
 
 
 def read_here(database: str, query: str, limit: int) -> Table:
-    """The columns and at most `limit` rows of one SELECT; without a query, what tables there are.
+    """Runs one SELECT and returns its columns and at most `limit` rows; without a query, lists the tables.
 
     Raises:
-        AccessDenied: it does more than read, or asks for too much.
-        ConfigError: it does not work.
-        ServiceError: the database does not answer, or is not to be trusted to it.
+        AccessDenied: the query does more than read, or asks for too much.
+        ConfigError: the query is invalid.
+        ServiceError: the database does not answer, or its login may do more than read.
     """
     if is_url(database):
         stopped = AccessDenied(f"The query took longer than {SECONDS:g} s and was stopped.", "Narrow it.")
@@ -87,7 +87,7 @@ def read_here(database: str, query: str, limit: int) -> Table:
     over = instructions(INSTRUCTIONS)
     stopped = AccessDenied("The query takes too much work and was stopped.", "Narrow it.")
     with translate_sqlite_errors(over, stopped, ""), closing(_sqlite(Path(database))) as connection:
-        connection.execute("PRAGMA temp_store = MEMORY")  # which is limited, as the disk is not
+        connection.execute("PRAGMA temp_store = MEMORY")  # memory is limited, the disk is not
         return read_sqlite(connection, query.strip() or TABLES, limit, over, MAX_BYTES)
 
 
@@ -105,13 +105,13 @@ def _database_image(script: Path) -> bytes:
 
 @lru_cache(maxsize=16)
 def _make_database(script: Path, changed: int) -> bytes:
-    """The database that a script makes; `changed` is when the file was."""
+    """The database that a script makes; `changed`, the file's mtime, keys the cache."""
     try:
         with closing(sqlite3.connect(":memory:")) as connection:
             connection.executescript(script.read_text(encoding="utf-8"))
             return connection.serialize()
     except (sqlite3.Error, ValueError) as error:
-        raise ServiceError(f"{str(script)!r} is no script of SQLite: {error}.", HINT) from error
+        raise ServiceError(f"{str(script)!r} is not a SQLite script: {error}.", HINT) from error
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def _postgres(url: str) -> "Iterator[psycopg.Connection[tuple[Any, ...]]]":
         raise ServiceError(f"The database of the tool sql does not answer: {said}.", HINT) from error
     with connection:
         if connection.info.parameter_status("server_encoding") == "SQL_ASCII":
-            connection.execute("SET client_encoding TO SQL_ASCII")  # else the server refuses what is no UTF-8
+            connection.execute("SET client_encoding TO SQL_ASCII")  # so that the server sends bytes that are not UTF-8
             connection.commit()
         row = connection.execute(MAY_WRITE, [list(MIGHTY_ROLES)]).fetchone()
         connection.rollback()

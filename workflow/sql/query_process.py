@@ -1,8 +1,8 @@
-"""A query that a model wrote, read in a process of its own that may be killed.
+"""Runs a model-written query in a process of its own that may be killed.
 
-Some functions of SQLite take time by the square of what they are given, in one instruction and without looking up; a value of
-Postgres may be larger than the memory. Such a process answers one query after another, and is lost with one that takes too
-much. This file is both ends of it: `read` asks, `main` answers.
+Some functions of SQLite take time quadratic in their input, within one instruction that cannot be interrupted; a value of
+Postgres may exceed the memory. A process answers one query after another, and is lost with one that takes too much. This file
+has both ends: `read` asks, `main` answers.
 """
 
 import json
@@ -29,16 +29,16 @@ MAX_ROWS = 10_000
 CPU_SECONDS = 5
 MEMORY_BYTES = 1 << 30
 WALL_SECONDS = 20.0 * CPU_SECONDS
-"""Limits of one query; the last where it waits more than it works. The memory is the whole process's."""
+"""Limits of one query; this one is for a query that mostly waits. The limit on memory is the whole process's."""
 
 
 def read(database: str, query: str, limit: int = MAX_ROWS) -> Table:
-    """The columns and at most `limit` rows of one SELECT; without a query, what tables there are.
+    """Runs one SELECT and returns its columns and at most `limit` rows; without a query, lists the tables.
 
     Raises:
-        AccessDenied: it does more than read, or asks for too much.
-        ConfigError: it does not work.
-        ServiceError: the database does not answer, or is not to be trusted to it.
+        AccessDenied: the query does more than read, or asks for too much.
+        ConfigError: the query is invalid.
+        ServiceError: the database does not answer, or its login may do more than read.
     """
     check_text(query)
     if not is_url(database):
@@ -60,16 +60,16 @@ class QueryProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it is there."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     def ask(self, asked: dict[str, Any]) -> Table:
-        """Its answer. Raises as `read` does."""
+        """The process's answer to a query. Raises as `read` does."""
         timer = threading.Timer(WALL_SECONDS, self._process.kill)
         timer.start()
         try:
             line = self._answer(json.dumps(asked).encode() + b"\n")
-        except BaseException:  # what it still says would be taken for the answer to the next
+        except BaseException:  # its late answer would be taken for the next query's
             self._process.kill()
             raise
         finally:
@@ -91,7 +91,7 @@ class QueryProcess:
         status = self._process.wait()
         if status < 0:
             raise AccessDenied("The query takes too much work and was stopped.", "Narrow it.")
-        raise ServiceError(f"What reads the database ended with {status}.", "Its words are in the worker's log.")
+        raise ServiceError(f"The process that reads the database ended with {status}.", "Its output is in the worker's log.")
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -106,7 +106,7 @@ readers = Warm(QueryProcess)
 
 
 def main() -> None:
-    """Queries from stdin, a line each; their answers to stdout."""
+    """Reads queries from stdin, one per line, and writes their answers to stdout."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for line in sys.stdin.buffer:
@@ -128,7 +128,7 @@ def _answer_text(database: str, query: str, limit: int, seconds: int) -> str:
 
 
 def _limit_processor_time(seconds: int | None) -> None:
-    """Limits it from now on; None: without end."""
+    """Limits the process's further processor time; None: no limit."""
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     limit = most if seconds is None else math.ceil(time.process_time()) + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, most))
@@ -143,7 +143,7 @@ def _tag_value(value: bytes | Decimal) -> dict[str, str]:
 
 
 def _untag_value(told: dict[str, Any]) -> Any:
-    """The value of which `_tag_value` made this."""
+    """The value that `_tag_value` was given."""
     if told.keys() == {"bytes"}:
         return bytes.fromhex(told["bytes"])
     return Decimal(told["number"]) if told.keys() == {"number"} else told

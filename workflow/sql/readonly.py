@@ -1,7 +1,7 @@
-"""SQL that somebody else wrote, on a connection that can only read: what `agentrl sql` and the tool `sql` share.
+"""Untrusted SQL on a connection that can only read, for `agentrl sql` and the tool `sql`.
 
-SQLite reads under an authorizer that allows reading alone (`mode=ro` by itself lets ATTACH and VACUUM INTO write files).
-What is refused says why in one sentence. Postgres' half is `readonly_postgres`.
+SQLite runs with an authorizer that allows reading alone (`mode=ro` by itself lets ATTACH and VACUUM INTO write files). A
+refusal says why in one sentence. Postgres' half is `readonly_postgres`.
 """
 
 import itertools
@@ -19,13 +19,13 @@ from agentrl.workflow.errors import AccessDenied, AgentRLError, ConfigError, Ser
 MAX_SQL = 100_000
 MAX_VALUE = 64 * 1024 * 1024
 MAX_ANSWER = 256 * 1024 * 1024
-"""Longest query in characters; longest value that SQLite may build, in bytes; longest answer in characters and bytes."""
+"""The longest query in characters; the longest value of SQLite in bytes; the longest answer in characters and bytes."""
 
 NUMBER_BYTES = 8
-"""What a number counts in an answer, and what is no value."""
+"""The size that a number, or NULL, counts in an answer."""
 
 STEP = 1000
-"""Instructions of SQLite between two looks at the limit."""
+"""Instructions of SQLite between two checks of the limit."""
 
 _ALLOWED_ACTIONS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 _FORBIDDEN_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"}
@@ -33,15 +33,15 @@ _UNREADABLE = ("locked", "unable to open", "readonly", "not a database", "disk I
 
 Table = tuple[list[str], list[tuple[Any, ...]]]
 Over = Callable[[], bool]
-"""Whether a query has used up what it may take."""
+"""Whether a query has passed its limit."""
 
 
 def check_text(sql: str) -> None:
-    """Refuses what is no text of a query.
+    """Refuses text that cannot be a query.
 
     Raises:
-        AccessDenied: it is too long, or holds a NUL.
-        ConfigError: it holds half a surrogate pair.
+        AccessDenied: the text is too long, or holds a NUL.
+        ConfigError: the text holds half a surrogate pair.
     """
     if len(sql) > MAX_SQL:
         raise AccessDenied(f"The query has {len(sql)} characters, and {MAX_SQL} are allowed.", "Ask for less at a time.")
@@ -52,22 +52,22 @@ def check_text(sql: str) -> None:
 
 
 def deadline(seconds: float) -> Over:
-    """True once `seconds` have passed from now on."""
+    """A limit on time: true once `seconds` have passed."""
     end = time.monotonic() + seconds
     return lambda: time.monotonic() > end
 
 
 def instructions(count: int) -> Over:
-    """True after so many of SQLite's instructions: a limit that a busy machine does not move."""
+    """A limit on SQLite's instructions: true after `count` of them, however busy the machine is."""
     left = iter(range(count // STEP))
     return lambda: next(left, None) is None
 
 
 def collect_rows(rows: Iterable[tuple[Any, ...]], limit: int, size: int = MAX_ANSWER) -> list[tuple[Any, ...]]:
-    """The first `limit` rows, of at most `size` characters and bytes.
+    """The first `limit` rows, of at most `size` characters and bytes in total.
 
     Raises:
-        AccessDenied: they are too long.
+        AccessDenied: the rows are too long.
     """
     found, taken = [], 0
     for row in itertools.islice(rows, limit):
@@ -82,25 +82,25 @@ def collect_rows(rows: Iterable[tuple[Any, ...]], limit: int, size: int = MAX_AN
 
 
 def open_sqlite(file: Path, seconds: float = 5.0) -> sqlite3.Connection:
-    """A connection that writes no file; it waits up to `seconds` for whoever writes."""
+    """Opens a connection that writes no file; it waits up to `seconds` for a writer's lock."""
     return sqlite3.connect(f"file:{quote(str(file))}?{_access(file)}", uri=True, timeout=seconds)
 
 
 def _access(file: Path) -> str:
-    """WAL mode wants to make files beside the database. Where it may not, and none is there, nobody writes either."""
+    """The options of the file's URL: in WAL mode without write access and without WAL files, nobody writes: immutable."""
     sealed = not os.access(file.parent, os.W_OK) and not Path(f"{file}-wal").exists()
     return "immutable=1" if sealed else "mode=ro"
 
 
 def read_sqlite(connection: sqlite3.Connection, sql: str, limit: int, over: Over, size: int = MAX_ANSWER) -> Table:
-    """The columns and at most `limit` rows of one SELECT, of at most `size` characters and bytes in all.
+    """Runs one SELECT and returns its columns and at most `limit` rows, of at most `size` characters and bytes in total.
 
-    From now on the connection can do nothing else.
+    The connection can be used for nothing else afterwards.
     """
     connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
     connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, 4 * MAX_SQL)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(size, MAX_VALUE))
-    connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 1000)  # no limit on instructions reaches into a long match
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 1000)  # a long match is one instruction, which nothing stops
     connection.set_authorizer(_authorize)
     connection.set_progress_handler(over, STEP)
     cursor = connection.execute(sql)
@@ -118,11 +118,11 @@ def _authorize(action: int, first: str | None, second: str | None, database: str
 
 @contextmanager
 def translate_sqlite_errors(over: Over, stopped: AgentRLError, hint: str) -> Iterator[None]:
-    """Raises what SQLite raises as one of our errors.
+    """Turns SQLite's errors into ours.
 
     Args:
-        over: the limit of the query inside; past it `stopped` is raised.
-        hint: to what does not work.
+        over: the limit of the query inside; `stopped` is raised past it.
+        hint: the hint for an invalid query.
     """
     try:
         yield
@@ -143,11 +143,11 @@ def _sqlite_refusal(error: Exception, hint: str) -> AgentRLError:
     return ConfigError(f"The query does not work: {message}.", hint)
 
 
-# what is said of both
+# errors of both databases
 
 
 def no_rows_error() -> AccessDenied:
-    """The error of a statement that answers nothing."""
+    """The error of a statement without an answer."""
     return AccessDenied("The query gives no rows.", "Write one SELECT.")
 
 

@@ -1,6 +1,6 @@
-"""SQL that somebody else wrote, on a Postgres: one statement over the extended protocol in a read-only transaction.
+"""Untrusted SQL on a Postgres: one statement over the extended protocol, in a read-only transaction.
 
-A login that may write could leave that: whoever connects sees to it that the login may not.
+A login that may write could leave that transaction: the caller must connect with one that may not.
 """
 
 import threading
@@ -16,14 +16,14 @@ from agentrl.workflow.errors import AccessDenied, AgentRLError, ConfigError, Ser
 from agentrl.workflow.sql.readonly import MAX_ANSWER, Table, collect_rows, no_rows_error, several_statements_error, write_error
 
 NUMBERS = {"bool", "bytea", "int2", "int4", "int8", "oid", "float4", "float8", "numeric"}
-"""Types of Postgres whose values are Python's."""
+"""Types of Postgres whose values become Python's."""
 
 
 class AnyText(Loader):
-    """A value as the server writes it: in a database of SQL_ASCII any bytes, of which those that are no UTF-8 are escaped."""
+    """A loader of a value's text as the server writes it; bytes that are not UTF-8, possible in SQL_ASCII, are escaped."""
 
     def load(self, data: Buffer) -> str:
-        """The text."""
+        """The value's text."""
         return bytes(data).decode(errors="backslashreplace")
 
 
@@ -36,17 +36,16 @@ def read_postgres(
     hint: str,
     size: int = MAX_ANSWER,
 ) -> Table:
-    """The columns and at most `limit` rows of one SELECT, stopped after `seconds` by the server or, failing that, from here.
+    """Runs one SELECT and returns its columns and at most `limit` rows; stopped after `seconds` by the server, else from here.
 
-    What is no number, no bytes and neither true nor false comes as text: Python's own values hold fewer dates, depths and
-    digits than Postgres has.
+    Values other than numbers, bytes and booleans come as text: Postgres has more dates, depths and digits than Python's types.
 
     Args:
-        connection: of a login that may only read, with `statement_timeout` and `default_transaction_read_only` set, in UTF-8
-            (or SQL_ASCII, which is any).
-        stopped: raised where the time is over.
-        hint: to what does not work.
-        size: of the answer in characters and bytes, at most.
+        connection: a connection of a read-only login, with `statement_timeout` and `default_transaction_read_only` set, in
+            UTF-8 (or SQL_ASCII, which is any).
+        stopped: the error to raise when the time is over.
+        hint: the hint for an invalid query.
+        size: the most characters and bytes of the answer.
     """
     timer = threading.Timer(seconds + 0.5, connection.cancel)
     timer.start()
@@ -54,7 +53,7 @@ def read_postgres(
         cursor = connection.cursor()
         for kind in (0, *_texts(connection)):  # 0: any other
             cursor.adapters.register_loader(kind, AnyText)
-        with closing(_stream_rows(cursor, sql)) as streamed:  # until it is closed it holds the connection, which is rolled back
+        with closing(_stream_rows(cursor, sql)) as streamed:  # an open stream would block the connection's rollback
             rows = collect_rows(streamed, limit, size)
         if cursor.description is None:  # an empty stream does not name its columns
             cursor.execute(sql.encode(), prepare=True)
@@ -64,7 +63,7 @@ def read_postgres(
         raise (stopped if isinstance(error, psycopg.errors.QueryCanceled) else _postgres_refusal(error, hint)) from error
     finally:
         timer.cancel()
-        with suppress(psycopg.OperationalError):  # it is lost, and nothing is left of it
+        with suppress(psycopg.OperationalError):  # the connection is lost, and its transaction with it
             connection.rollback()
     if cursor.description is None:
         raise no_rows_error()
@@ -72,12 +71,12 @@ def read_postgres(
 
 
 def _stream_rows(cursor: "psycopg.Cursor[tuple[Any, ...]]", sql: str) -> Generator[tuple[Any, ...], None, None]:
-    """The rows as they come, by the extended protocol: of one statement."""
+    """Streams the rows over the extended protocol, which takes one statement only."""
     yield from cursor.stream(sql.encode())
 
 
 def _texts(connection: "psycopg.Connection[tuple[Any, ...]]") -> Iterator[int]:
-    """The types that come as text, and the arrays of all types."""
+    """The types to load as text, and the array types."""
     for kind in connection.adapters.types:
         yield from [kind.array_oid] + [kind.oid] * (kind.name not in NUMBERS)
 

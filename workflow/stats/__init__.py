@@ -1,1 +1,1 @@
-"""What numbers say: evaluations, paired tests, the variance of groups. Without torch."""
+"""Statistics: evaluations, paired tests, the variance of groups, selection of episodes. Free of torch."""

@@ -1,8 +1,8 @@
-"""What an evaluation says: the mean reward of fresh episodes with its uncertainty, how many are right, errors counted apart.
+"""Evaluation: the mean reward of fresh episodes with its interval, the share that are right, errors counted apart.
 
-An episode is right where what says so in its reward is at its full value, 1: the parts that the env names in `correct`, else
-the heaviest of its own (see `is_right`). So neither a tenth for a well-formed answer nor a penalty makes an episode right or
-wrong, and what a run adds to the rewards changes nothing about it.
+An episode is right if the decisive parts of its reward are at their full value, 1: the parts that the env names in `correct`,
+else the heaviest of its own (see `is_right`). So neither a tenth for a well-formed answer nor a penalty makes an episode right
+or wrong, and the rewards that a run adds change nothing about it.
 """
 
 import math
@@ -13,26 +13,26 @@ from typing import Literal
 from agentrl.workflow.trajectory import Group
 
 Z95 = 1.959964
-"""Two-sided 95% quantile of the normal distribution: of Student's t with endless degrees of freedom."""
+"""Two-sided 95% quantile of the normal distribution, or Student's t with infinite degrees of freedom."""
 
 T95 = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157)
-"""Two-sided 95% quantiles of Student's t with 1, 2, ... degrees of freedom, where `student_quantile` expands too coarsely."""
+"""Two-sided 95% quantiles of Student's t with 1, 2, ... degrees of freedom, too few for `student_quantile`'s expansion."""
 
 IntervalBy = Literal["Wilson", "Student"]
-"""Name of the 95% interval: Wilson's of a share, which never leaves 0 to 1, Student's of any other mean."""
+"""Method of the 95% interval: Wilson's for a share, which never leaves 0 to 1, Student's for any other mean."""
 
 FULL_VALUE = 1 - 1e-9
-"""A part of a reward that is at least this is at its full value."""
+"""The least value of a reward part that counts as its full value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Mean reward of `episodes` done ones with its 95% interval; `errors` ended otherwise and are in no mean.
+    """Mean reward of the `episodes` that are done, with its 95% interval; `errors` ended otherwise and are in no mean.
 
     Args:
-        interval_by: see `bounds`; None where there is no mean.
-        tasks: those with a done episode: what the means are over.
-        accuracy: mean share of right episodes; None where no part of the rewards tells.
+        interval_by: see `bounds`; None if there is no mean.
+        tasks: number of tasks with a done episode; the means are over these.
+        accuracy: mean share of right episodes; None if no part of the rewards decides that.
         pass_at: k -> the chance that one of k episodes of a task is right, for k = 1, 2, 4, ... and the group's size.
     """
 
@@ -50,10 +50,10 @@ class Score:
 def evaluate(groups: Sequence[Group], right: Collection[int] | None = None) -> Score:
     """The mean over tasks of each task's mean reward, with its interval (see `bounds`).
 
-    Episodes of one task are alike, so that tasks, not episodes, are what is independent.
+    Episodes of one task are correlated: the independent units are tasks, not episodes.
 
     Args:
-        right: ids of the episodes that are right; None where nothing tells.
+        right: ids of the episodes that are right; None if no part of the rewards decides that.
     """
     done = [[e for e in group.episodes if e.trainable] for group in groups]
     rewards = [[e.reward or 0.0 for e in some] for some in done if some]
@@ -68,10 +68,10 @@ def evaluate(groups: Sequence[Group], right: Collection[int] | None = None) -> S
 
 
 def bounds(tasks: Sequence[Sequence[float]]) -> tuple[float, float, float, IntervalBy]:
-    """The mean over tasks of the mean of each one's values, its 95% interval, and whose that is.
+    """(the mean over tasks of each task's mean, the lower and upper end of its 95% interval, the interval's method).
 
-    Values that are all 0 or 1 make a share: Wilson's interval of as many trials as `effective_trials` says. The means of others
-    have Student's, which knows nothing of the bounds that a reward may have.
+    If all values are 0 or 1, the mean is a share: Wilson's interval for `effective_trials` trials. Other means have Student's
+    interval, which ignores any bounds of the reward.
     """
     means = [math.fsum(values) / len(values) for values in tasks]
     mean, margin = interval(means)
@@ -82,7 +82,7 @@ def bounds(tasks: Sequence[Sequence[float]]) -> tuple[float, float, float, Inter
 
 
 def wilson_interval(share: float, trials: float) -> tuple[float, float]:
-    """The 95% interval of a share of so many independent trials; it holds the share, and never leaves 0 to 1.
+    """The 95% interval of a share of `trials` independent trials; it contains the share, and never leaves 0 to 1.
 
     Wilson 1927, Probable inference, the law of succession, and statistical inference.
     """
@@ -93,11 +93,11 @@ def wilson_interval(share: float, trials: float) -> tuple[float, float]:
 
 
 def effective_trials(shares: Sequence[float], sizes: Sequence[int]) -> float:
-    """How many independent trials the mean of tasks' shares is worth, which have so many episodes each.
+    """The number of independent trials with the same variance as the mean of the tasks' shares; `sizes`: episodes per task.
 
-    With one episode a task, as many as tasks. With several, the effective sample size p (1 - p) / variance, where the variance
-    is that of the tasks' mean, reduced by the squared ratio of the normal quantile to Student's because few tasks estimate it
-    badly. At least one trial a task, at most what independent episodes would be worth; one a task where all shares are equal.
+    With one episode per task, it is the number of tasks. With several, it is the effective sample size p (1 - p) / variance,
+    with the variance of the tasks' mean, reduced by the squared ratio of the normal quantile to Student's because few tasks
+    estimate it badly. It is at least one per task, at most that of independent episodes; one per task if all shares are equal.
     Korn and Graubard 1998, Confidence intervals for proportions with small expected number of positive counts estimated from
     survey data.
     """
@@ -110,10 +110,10 @@ def effective_trials(shares: Sequence[float], sizes: Sequence[int]) -> float:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean of independent values, and half the width of its 95% interval; infinite where there is one value.
+    """The mean of independent values, and half the width of its 95% interval; infinite for one value.
 
-    Of Student's t with n - 1 degrees of freedom: few values know their own spread badly. Student 1908, The probable error of a
-    mean.
+    The interval is Student's t with n - 1 degrees of freedom, since few values estimate their own spread badly. Student 1908,
+    The probable error of a mean.
     """
     mean = math.fsum(values) / len(values)
     if len(values) < 2:
@@ -143,8 +143,8 @@ def pass_at_ks(counts: Sequence[tuple[int, int]], size: int) -> dict[int, float]
     """pass@k for k = 1, 2, 4, ... and `size`, each over the tasks that have at least k done episodes.
 
     Args:
-        counts: of each task its done episodes, and how many of them are right.
-        size: the episodes that were planned for a task.
+        counts: per task (done episodes, right ones among them).
+        size: the number of episodes planned per task.
     """
     ks = sorted({size, *(2**power for power in range(size.bit_length()))} - {0})
     chances = {k: [pass_at(n, c, k) for n, c in counts if n >= k] for k in ks}
@@ -152,7 +152,7 @@ def pass_at_ks(counts: Sequence[tuple[int, int]], size: int) -> dict[int, float]
 
 
 def pass_at(n: int, c: int, k: int) -> float:
-    """The chance that k of n episodes, c of them right, drawn without return hold a right one: unbiased for pass@k.
+    """The chance that k of n episodes, drawn without replacement, include one of the c right ones: unbiased for pass@k.
 
     Chen et al. 2021, arXiv 2107.03374, eq. 1: 1 - C(n - c, k) / C(n, k), for 1 <= k <= n.
     """
@@ -162,11 +162,11 @@ def pass_at(n: int, c: int, k: int) -> float:
 def is_right(
     parts: Mapping[str, float], weights: Mapping[str, float], correct: Collection[str] = (), given: Collection[str] = ()
 ) -> bool | None:
-    """Whether every part of an episode's reward that says so is at its full value; None where no part does.
+    """Whether all decisive parts of an episode's reward are at their full value; None if no part is decisive.
 
-    Those are the parts named `correct`; without them the heaviest of the env's own: of its `weights`, all where several are;
-    and of the parts `given` by the env itself, each of weight 1, where no named one weighs more. The other parts are a run's: a
-    penalty of its own, never above 0, would let no episode be right.
+    Decisive are the parts named `correct`; without them the heaviest of the env's own: of its `weights` (all of several equal
+    ones), and of the parts `given` by the env itself, each of weight 1, if no named one weighs more. The other parts are the
+    run's: if its penalty, never above 0, were decisive, no episode would be right.
     """
     says = correct or _heaviest(weights, given)
     return all(parts.get(name, 0.0) >= FULL_VALUE for name in says) if says else None

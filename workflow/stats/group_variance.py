@@ -1,9 +1,9 @@
-"""Dynamic sampling: an iteration samples on until enough of its groups have variance, and trains on those alone.
+"""Dynamic sampling: an iteration goes on sampling until enough of its groups have variance, and trains on those alone.
 
-A group whose episodes all earn the same has no advantage, and teaches a group-relative algorithm nothing. With
-`rollout.dynamic_sampling` N an iteration that lacks groups with unequal rewards gets as many more, of other tasks, until there
-are as many with variance as were planned at first, or N times as many groups in all. Pure functions of rewards;
-`store.train_claims` plans the groups, when all that were planned before are over.
+A group with equal rewards has no advantages, and teaches a group-relative algorithm nothing. With `rollout.dynamic_sampling` N
+an iteration gets as many more groups, of other tasks, as it lacks groups with unequal rewards, until as many have variance as
+were planned at first, or N times as many groups were planned. Pure functions of rewards; `store.train_claims` plans the groups,
+when all planned before are over.
 
 Source: DAPO, arXiv 2503.14476, section 3.2 (dynamic sampling).
 """
@@ -14,28 +14,28 @@ from agentrl.workflow.trajectory import Group
 
 NO_VARIANCE = "no variance: all of its rewards are equal"
 SURPLUS = "enough other groups have variance"
-"""Why a group was dropped, as its row and the ledger have it."""
+"""The reason for which a group was dropped, as its row and the ledger record it."""
 
 
 def varies(rewards: Collection[float]) -> bool:
-    """Whether there are at least two rewards, and not all of them the same: exactly, for a standard deviation is rounded."""
+    """Whether there are at least two different rewards: compared exactly, since a standard deviation is rounded."""
     return len(set(rewards)) > 1
 
 
 def groups_to_plan(varied: int, wanted: int, planned: int, limit: int) -> int:
-    """How many more groups to plan.
+    """The number of further groups to plan.
 
     Args:
         varied: groups with variance so far.
-        wanted: groups that were planned at first, and that train at most.
-        planned: groups in all so far.
-        limit: how many times `wanted` groups may be planned.
+        wanted: groups planned at first, which is also the most that train.
+        planned: groups planned so far in total.
+        limit: the most groups to plan in total, as a multiple of `wanted`.
     """
     return max(0, min(wanted - varied, limit * wanted - planned))
 
 
 def choose_groups(groups: Sequence[Group], wanted: int) -> tuple[list[Group], dict[int, str]]:
-    """The first `wanted` groups with variance in the order of their slots, and why the others are dropped, by slot."""
+    """(the first `wanted` groups with variance, in the order of their slots; slot -> reason why a group is dropped)."""
     kept: list[Group] = []
     dropped = {}
     for group in sorted(groups, key=lambda group: group.slot):

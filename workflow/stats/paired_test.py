@@ -1,9 +1,9 @@
-"""Two policies on the same tasks: by how much their rewards differ, and whether that could be chance.
+"""A paired test of two policies on the same tasks: the difference of their rewards, and whether it could be chance.
 
-Each task is compared with itself, so that hard and easy ones do not blur the difference. The test is the sign-flip permutation
-test: if the two were alike, each task's difference could as well have the other sign; the p-value is the share of all such
-worlds in which the mean is at least as far from 0 as it is. Exact where the differences take few values, as with rewards of 0
-and 1; else of `DRAWS` drawn worlds, keyed by a seed.
+Each task is compared with itself, so that hard and easy tasks do not blur the difference. The test is the sign-flip permutation
+test: if the two policies were equally good, each task's difference could as well have the other sign. The p-value is the share
+of all such sign flips (worlds) whose mean is at least as far from 0 as the observed one. It is exact if the differences take
+few values, as with rewards of 0 and 1; else estimated from `DRAWS` worlds, drawn with a seed.
 """
 
 import math
@@ -16,26 +16,26 @@ from typing import Literal
 from agentrl.workflow.stats.evaluation import IntervalBy, interval
 
 DRAWS = 9_999
-"""Worlds drawn where they are too many to be counted; the smallest p-value is then 1 / (DRAWS + 1)."""
+"""The number of worlds drawn if there are too many to count; the smallest p-value is then 1 / (DRAWS + 1)."""
 
 MOST_STEPS = 1_000_000
-"""Steps of counting, at most: about a second."""
+"""The most steps of counting: about a second."""
 
 SAME_TOLERANCE = 1e-9
-"""Differences that differ by less are one."""
+"""Differences closer than this are counted as equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairedComparison:
-    """How much better the second is than the first on the tasks that both have a reward for.
+    """The difference between two policies on the tasks for which both have a reward.
 
     Args:
-        first, second: their means over these tasks.
-        difference, low, high: mean of second - first, with its 95% interval from the spread between tasks: Student's t, so
-            that few tasks have a wide one, and one task has none (infinite). It may leave -1 to 1: no difference is a share.
+        first, second: the policies' means over these tasks.
+        difference, low, high: mean of second - first, with its 95% interval from the spread between tasks by Student's t:
+            wide for few tasks, infinite for one. It may leave -1 to 1, since a difference is not a share.
         p_value: two-sided; NaN without a task.
-        method: whether the worlds were all counted or drawn.
-        won, lost, tied: tasks on which the second has more, less, the same.
+        method: `exact` if all worlds were counted, else `drawn`.
+        won, lost, tied: numbers of tasks on which the second's reward is higher, lower, equal.
     """
 
     first: float
@@ -51,20 +51,20 @@ class PairedComparison:
 
     @property
     def interval_by(self) -> IntervalBy:
-        """Whose the interval is."""
+        """The interval's method."""
         return "Student"
 
     @property
     def tasks(self) -> int:
-        """How many were compared."""
+        """The number of tasks compared."""
         return self.won + self.lost + self.tied
 
 
 def compare_paired(first: Mapping[int, float], second: Mapping[int, float], seed: int = 0) -> PairedComparison:
-    """Compares the mean rewards of tasks; those that only one of them has are left out.
+    """Compares two policies by their mean rewards per task; tasks that only one has are left out.
 
     Args:
-        seed: keys the drawn worlds.
+        seed: the seed of the drawn worlds.
     """
     tasks = [task for task in first if task in second]
     if not tasks:
@@ -93,10 +93,10 @@ def _mean(rewards: Mapping[int, float], tasks: Sequence[int]) -> float:
 
 
 def sign_flip(differences: Sequence[float], seed: int = 0) -> tuple[float, Literal["exact", "drawn"]]:
-    """The two-sided p-value of differences that are alike around 0 if nothing differs.
+    """The two-sided p-value of differences that are symmetric around 0 under the null hypothesis.
 
-    Fisher 1935, The Design of Experiments, section 21. Drawn worlds count this one too, so that the test keeps its level
-    (Phipson and Smyth 2010, eq. 2).
+    Fisher 1935, The Design of Experiments, section 21. The observed world counts among the drawn ones, so that the test keeps
+    its level (Phipson and Smyth 2010, eq. 2).
     """
     sizes = Counter(round(abs(d) / SAME_TOLERANCE) for d in differences)
     del sizes[0]
@@ -110,7 +110,7 @@ def sign_flip(differences: Sequence[float], seed: int = 0) -> tuple[float, Liter
 
 
 def _count_worlds(sizes: Mapping[int, int]) -> dict[int, float] | None:
-    """Sum of the flipped differences -> the share of worlds with it; None where they are too many."""
+    """Sum of the flipped differences -> the share of worlds with it; None if there are too many to count."""
     worlds, steps = {0: 1.0}, 0
     for size, count in sizes.items():
         steps += len(worlds) * (count + 1)
@@ -126,5 +126,5 @@ def _count_worlds(sizes: Mapping[int, int]) -> dict[int, float] | None:
 
 
 def _draw_world(sizes: Mapping[int, int], draw: random.Random) -> int:
-    """The sum in one world: of the differences of each size as many are positive as bits are set."""
+    """The sum in one drawn world: of the differences of each size, one is positive for each bit set."""
     return sum(size * (2 * draw.getrandbits(count).bit_count() - count) for size, count in sizes.items())

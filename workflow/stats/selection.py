@@ -1,4 +1,4 @@
-"""Which stored episodes are learned from apart from a run: the best of each task, pairs of a group. Pure, without tokens."""
+"""Selection of stored episodes for offline training: the best of each task, pairs from a group. Pure, without tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from itertools import groupby
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A finished, untainted episode with a reward; `group` and `task` are numbers of rows."""
+    """A finished, untainted episode with a reward; `group` and `task` are ids of rows."""
 
     id: int
     group: int
@@ -16,9 +16,9 @@ class Candidate:
 
 
 def select_best(candidates: Sequence[Candidate], min_reward: float | None = None, most: int | None = None) -> list[Candidate]:
-    """Candidates of at least that reward, at most so many of each task, in the order of their numbers.
+    """Candidates of at least `min_reward`, at most `most` per task, in the order of their ids.
 
-    Of a task's the better ones are taken, and of equals those that were made first: older policies are nearer to the start.
+    Of a task's candidates the best are taken, and of equals the oldest: older policies are closer to the start.
     """
     good = [one for one in candidates if min_reward is None or one.reward >= min_reward]
     ranked = sorted(good, key=lambda one: (one.task, -one.reward, one.id))
@@ -27,9 +27,9 @@ def select_best(candidates: Sequence[Candidate], min_reward: float | None = None
 
 
 def select_pairs(candidates: Sequence[Candidate], most: int = 1) -> list[tuple[Candidate, Candidate]]:
-    """At most so many pairs (better, worse) of each group: best and worst, second best and second worst, ...
+    """At most `most` pairs (better, worse) per group: best and worst, second best and second worst, ...
 
-    No episode is in two of them, and those of a pair have different rewards.
+    No episode is in two pairs, and the rewards of a pair differ.
     """
     ranked = sorted(candidates, key=lambda one: (one.group, -one.reward, one.id))
     found = []
