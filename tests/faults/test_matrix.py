@@ -340,4 +340,4 @@ def test_what_anybody_can_write_to_the_broker_does_nothing_and_the_workers_live_
         assert "Refusing to deserialize" in said[role]
         assert "Received unregistered task" in said[role]
         assert "where a row's id belongs" in said[role]
-        assert "is no message, or could not be taken" in said[role]
+        assert "sent no valid message, or it could not be taken" in said[role]

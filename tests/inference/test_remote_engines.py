@@ -405,8 +405,8 @@ def spoilt(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (spoilt(token_ids=[1, 2], logprobs={"token_logprobs": [-1.0]}), "2 ids and 1 logprobs"),
         (spoilt(token_ids=[], logprobs={"token_logprobs": []}), "0 ids"),
         (spoilt(token_ids=[1] * 13, logprobs={"token_logprobs": [-1.0] * 13}), "up to 12 tokens"),
-        (spoilt(prompt_token_ids=[1, *PROMPT]), "another prompt"),
-        (lambda reply: [reply], "no object"),
+        (spoilt(prompt_token_ids=[1, *PROMPT]), "a prompt other than the given one"),
+        (lambda reply: [reply], "not an object"),
     ],
 )
 def test_an_answer_that_cannot_be_recorded_as_it_is_ends_the_run(
@@ -622,7 +622,7 @@ def test_llama_cpp_samples_the_base_for_eval_and_chat(
     done = engine.submit(ask()).result(60)
     assert (done.token_ids, done.logprobs) == (routes.sampled[0].ids, routes.sampled[0].logprobs)
     assert "temperature 1" in refusal(engine, ConfigError, temperature=0.5)
-    assert "base as it is" in refusal(engine, ConfigError, policy=trained(trainer, tmp_path / "v1", 0.2))
+    assert "untrained base" in refusal(engine, ConfigError, policy=trained(trainer, tmp_path / "v1", 0.2))
     routes.spoil = lambda reply: {**reply, "tokens": [VOCABULARY]}
     assert "the model has those below" in refusal(engine, ModelError)
     routes.spoil = lambda reply: {**reply, "completion_probabilities": [{"logprob": 1.0}]}

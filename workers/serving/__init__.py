@@ -1,1 +1,1 @@
-"""Tools over HTTP, for agents that are no job of ours."""
+"""Tools over HTTP, for agents outside of agentrl."""

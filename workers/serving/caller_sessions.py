@@ -1,11 +1,10 @@
-"""The sessions of the tool server's callers: in each, the names of tools that keep them last from one call to the next.
+"""The sessions of the tool server's callers, for tools whose names last from one call to the next.
 
-The calls of a session run one after another, in the order in which they came; those of different sessions side by side. A
-session ends when it is closed, when it was not used for long, when its interpreter is lost, or with the server: there are no
-rows from which it could be made anew, and whoever calls in it then is told so.
+The calls of a session run one after another, in the order in which they came; those of different sessions run in parallel. A
+session ends when it is closed, when it was idle for long, when its interpreter is lost, or with the server. It cannot be
+rebuilt, for there are no rows of it; a later call in it gets an error that says so.
 
-Who has which session is decided in the server's event loop alone, so that it takes no lock; only what may last is done in
-threads.
+The table of sessions is used in the server's event loop alone, so that it needs no lock; only slow work is done in threads.
 """
 
 import asyncio
@@ -21,51 +20,51 @@ from agentrl.workflow.tools.python import Notebook
 
 Answer = TypeVar("Answer")
 IDLE_SECONDS = 600.0
-"""After so long without a call a session ends. Longer than a tools worker's, which makes its own anew."""
+"""The time without a call after which a session ends; longer than in a tools worker, which can rebuild sessions."""
 
 NAME_BYTES = 16
-"""Random bytes in a session's name: who was not told it does not guess it."""
+"""Random bytes in a session's name, so that nobody can guess it."""
 
 
 @dataclass(eq=False)
 class _CallerSession:
-    """One session. `calls` run or wait for their turn; `rest` ends it where none comes."""
+    """One session. `calls` counts those that run or wait; `rest` is the timer that ends an idle session."""
 
     notebook: Notebook = field(default_factory=Notebook)
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # who asked first has it first
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # granted in the order of requests
     calls: int = 0
     closed: bool = False
     rest: asyncio.TimerHandle | None = None
 
 
 class ServedSessions:
-    """The sessions of one server. To be used in its event loop, but for `end`."""
+    """The sessions of one server. Use it in the server's event loop, except for `end`."""
 
     def __init__(self, most: int = MAX_SESSIONS, idle_seconds: float = IDLE_SECONDS) -> None:
         self.most, self.idle_seconds = most, idle_seconds
         self._sessions: dict[str, _CallerSession] = {}
-        self._ending: set[asyncio.Task[None]] = set()  # asyncio itself would forget them
-        self._threads = ThreadPoolExecutor(most, "session")  # cells that wait for a core are in nobody else's way
+        self._ending: set[asyncio.Task[None]] = set()  # asyncio keeps only weak references to tasks
+        self._threads = ThreadPoolExecutor(most, "session")  # one per session: cells that wait for a core block no other
 
     def open(self) -> str:
-        """A new session's name.
+        """Opens a session and returns its name.
 
         Raises:
-            StateError: there are as many as there may be.
+            StateError: the most sessions are open already.
         """
         if len(self._sessions) >= self.most:
             idle = f"wait until one was not used for {self.idle_seconds:g} s"
-            raise StateError(f"{self.most} sessions are open, and no more are kept.", f"Close one, or {idle}.")
+            raise StateError(f"{self.most} sessions are open, the most that may be.", f"Close one, or {idle}.")
         name = token_urlsafe(NAME_BYTES)
         self._sessions[name] = _CallerSession()
         self._start_idle_timer(name)
         return name
 
     async def run(self, name: str, call: Callable[[Notebook], Answer]) -> Answer:
-        """What the call comes to, in a thread, after those that came before it.
+        """Runs the call in a thread, after the session's earlier calls, and returns its answer.
 
         Raises:
-            NotFoundError: no session of that name is open, or no more when it is the call's turn.
+            NotFoundError: no session of that name is open, or it was closed before the call's turn.
         """
         session = self._find(name)
         session.calls += 1
@@ -85,10 +84,10 @@ class ServedSessions:
                 self._start_idle_timer(name)
 
     async def close(self, name: str) -> None:
-        """Ends the session, after the call that runs in it; those that wait find it closed.
+        """Ends the session, after the call that runs in it; waiting calls find it closed.
 
         Raises:
-            NotFoundError: none of that name is open.
+            NotFoundError: no session of that name is open.
         """
         session = self._find(name)
         session.closed = True
@@ -96,7 +95,7 @@ class ServedSessions:
         await self._end_session(name)
 
     def end(self) -> None:
-        """Ends them all, where the event loop is over."""
+        """Ends all sessions, once the event loop has ended."""
         for session in self._sessions.values():
             session.notebook.close()
 
@@ -124,7 +123,7 @@ class ServedSessions:
         session = self._sessions[name]
         async with session.turn:
             await self._in_thread(Notebook.close, session.notebook)
-        del self._sessions[name]  # until here it counts, and `end` sees it
+        del self._sessions[name]  # only now: until here it counts, and `end` must see it
 
     async def _in_thread(self, call: Callable[[Notebook], Answer], notebook: Notebook) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, notebook)

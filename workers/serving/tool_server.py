@@ -1,9 +1,9 @@
-"""The tools over HTTP, for agents that are no Celery job: `agentrl tools serve` (`pip install 'agentrl[server]'`).
+"""The tools over HTTP, for agents outside of agentrl: `agentrl tools serve` (`pip install 'agentrl[server]'`).
 
-`GET /tools` lists them, `GET /tools/NAME` tells of one, `POST /tools/NAME/call` with `{"arguments": {...}}` runs it as a
-`tools` job does, within the same limits. Whatever a model would read is an answer with status 200: a result, wrong arguments,
-a time-out; `error_class` says which. 401, 404, 413 and 422 are the caller's mistakes; 503 says that the system failed, and that
-the call may be sent again. Requests carry `Authorization: Bearer TOKEN`, but for `/openapi.json`, which names no tool.
+`GET /tools` lists them, `GET /tools/NAME` describes one, `POST /tools/NAME/call` with `{"arguments": {...}}` runs it as a
+`tools` job does, within the same limits. Whatever a model would read is an answer with status 200: a result, wrong arguments, a
+time-out; `error_class` says which. 401, 404, 413 and 422 are the caller's mistakes; 503 means that the system failed, and that
+the call may be sent again. Requests carry `Authorization: Bearer TOKEN`, except for `/openapi.json`, which names no tool.
 
 `POST /sessions` opens a session, for tools whose names last from one call to the next: `POST /sessions/SESSION/tools/NAME/call`
 calls in it, `DELETE /sessions/SESSION` ends it. 404 says that it is over, and 429 that there are too many.
@@ -46,7 +46,7 @@ from agentrl.workflow.tools.python import Notebook, keeps_session
 from agentrl.workflow.trajectory import ToolCall, ToolResult
 
 MAX_BYTES = 1_000_000
-"""The size of a request's body. What a tool takes at most (see `refusal`) fits into it, however its characters are escaped."""
+"""The largest body of a request. The largest arguments that a tool takes fit into it, however they are escaped."""
 
 BACKLOG = 128
 
@@ -92,7 +92,7 @@ _SESSION_HINT = "POST /sessions opens one, POST /sessions/SESSION/tools/NAME/cal
 
 
 def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions) -> FastAPI:
-    """The routes over these tools."""
+    """Makes the application with the routes of these tools."""
     guard = Depends(_token_check(token))
     app = FastAPI(title="agentrl tools", version=__version__, docs_url=None, redoc_url=None, dependencies=[guard])
 
@@ -169,7 +169,7 @@ async def _arguments(request: Request) -> dict[str, Any]:
 
 
 async def _body(request: Request) -> bytes:
-    # Read to its end also when it is too long: who is cut off while it sends reads no answer.
+    # Read to its end even if it is too long: a client that is cut off while it sends reads no answer.
     kept, size = bytearray(), 0
     async for chunk in request.stream():
         size += len(chunk)
@@ -195,21 +195,21 @@ def _run_tool(tool: Tool, arguments: dict[str, Any], notebook: Notebook | None) 
     return run_tool(tool, CallWork(0, "", tool.name, arguments, tool.effects))
 
 
-# where it listens
+# listening
 
 
 @contextmanager
 def listen_at_address(host: str, port: int, guarded: bool) -> Iterator[socket.socket]:
-    """A socket that listens there; port 0 takes a free one. `guarded`: a person chose the token.
+    """Opens a socket that listens at the address; port 0 takes a free one. `guarded`: the user chose the token.
 
     Raises:
-        ConfigError: other machines could reach the address, and nobody chose a token.
-        ServiceError: it cannot be listened at.
+        ConfigError: other machines could reach the address, and the user chose no token.
+        ServiceError: the address cannot be listened at.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if not guarded and not ip_address(str(address[0]).partition("%")[0]).is_loopback:
-            raise ConfigError(f"Other machines reach {host!r}, and no token was chosen.", "Set AGENTRL_TOOLS_TOKEN.")
+            raise ConfigError(f"Other machines can reach {host!r}, and no token was chosen.", "Set AGENTRL_TOOLS_TOKEN.")
         made = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
         raise _cannot_serve_error(host, error) from error
@@ -225,16 +225,16 @@ def listen_at_address(host: str, port: int, guarded: bool) -> Iterator[socket.so
 
 @contextmanager
 def listen_at_path(path: Path) -> Iterator[socket.socket]:
-    """A Unix socket that listens there, for this user alone; what a killed server left there is replaced.
+    """Opens a Unix socket at the path, for this user alone; replaces one that a killed server left there.
 
     Raises:
-        ServiceError: it cannot be listened at, or somebody does already.
+        ServiceError: the path cannot be listened at, or another server listens there.
     """
     with socket.socket(socket.AF_UNIX) as made:
         try:
             _remove_stale_socket(path)
             made.bind(str(path))
-            path.chmod(0o600)  # nobody gets in before it listens
+            path.chmod(0o600)  # nobody can connect before it listens
             made.listen(BACKLOG)
         except OSError as error:
             raise _cannot_serve_error(str(path), error) from error
@@ -259,7 +259,7 @@ def _cannot_serve_error(where: str, error: Exception) -> ServiceError:
 
 
 def serve(tools: Mapping[str, Tool], listener: socket.socket, token: str) -> None:
-    """Serves the tools until SIGTERM; calls that have begun are answered first, then all sessions end."""
+    """Serves the tools until SIGTERM; begun calls are answered first, then all sessions end."""
     sessions = ServedSessions()
     longest = max(tool.timeout_seconds for tool in tools.values())
     config = uvicorn.Config(
@@ -278,7 +278,7 @@ def serve(tools: Mapping[str, Tool], listener: socket.socket, token: str) -> Non
     def stop(number: int, frame: FrameType | None) -> None:
         server.should_exit = True
 
-    # Uvicorn raises the signal again when it is done, and that is then no death by SIGTERM.
+    # Uvicorn raises the signal again when it is done, which must not end the process as killed by SIGTERM.
     signal.signal(signal.SIGTERM, stop)
     try:
         server.run(sockets=[listener])

@@ -1,1 +1,1 @@
-"""The processes themselves: Celery and its broker, the control loop, the supervisor of the embedded stack."""
+"""The stack's processes: Celery and its broker, the control loop, the supervisor of the embedded stack."""

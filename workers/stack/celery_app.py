@@ -1,4 +1,4 @@
-"""The Celery app: three queues, JSON only, late acknowledgement; a lost or doubled message changes nothing.
+"""The Celery app: three queues, JSON only, late acknowledgement; a lost or duplicate message changes nothing.
 
 `rollout` jobs sample episodes, `tools` jobs run one tool call each, `train` jobs run one update. A router admits these
 queues and `tools.<host>`, and refuses the rest.
@@ -28,7 +28,7 @@ TRANSPORT_ALIASES |= dict.fromkeys(("redis", "rediss"), "agentrl.workers.stack.t
 
 
 def route_job(name: str, args: Any, kwargs: Any, options: Any, task: Any = None, **kw: Any) -> dict[str, Any]:
-    """The queue of a job: that of its name, unless a host's own tools queue was asked for."""
+    """The queue of a job: the one its name begins with, unless a host's own tools queue was asked for."""
     asked = options.get("queue")
     asked = getattr(asked, "name", asked)
     if asked and _HOST_QUEUE.fullmatch(asked):
@@ -43,16 +43,16 @@ def route_job(name: str, args: Any, kwargs: Any, options: Any, task: Any = None,
 
 @Once
 def own_queue() -> str:
-    """The queue that this process alone reads: its sessions' calls are sent there."""
+    """The queue that this process alone reads, for calls in its sessions."""
     host = re.sub(r"[^a-z0-9.-]", "-", socket.gethostname().lower()).strip(".-")[:32] or "host"
     return f"tools.{host}-{os.getpid()}-{uuid4().hex[:8]}"
 
 
 def row_id(value: object) -> int:
-    """The value, if it can be a row's id: anybody who reaches the broker can write a message.
+    """Checks that a value can be a row's id, and returns it: anybody who reaches the broker can write a message.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the value cannot be an id.
     """
     if type(value) is not int or not 0 < value < 2**63:
         raise ConfigError(f"A job came with {value!r:.100} where a row's id belongs.")
@@ -60,7 +60,7 @@ def row_id(value: object) -> int:
 
 
 def make_app(where: Settings) -> Celery:
-    """The app for these settings. Every option below was measured against a fault that breaks chords without it."""
+    """Makes the app for these settings. Without any one of the options below, a tested fault breaks chords."""
     broker = broker_url(where)
     app = Celery("agentrl", broker=broker, backend="cache+memory://" if is_in_memory(where) else broker)
     app.conf.update(
@@ -84,7 +84,7 @@ def make_app(where: Settings) -> Celery:
             "global_keyprefix": "agentrl.",
             "retry_policy": {"max_retries": 3, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.5},
         },
-        # Celery's own 120 s of patience with a silent link are four leases.
+        # Celery's default of 120 s for a silent connection would be four leases.
         redis_socket_timeout=10.0,
         redis_socket_connect_timeout=5.0,
         redis_retry_on_timeout=True,
@@ -110,7 +110,7 @@ def make_app(where: Settings) -> Celery:
 
 
 def log_service_loss(sender: Any = None, exception: BaseException | None = None, **context: Any) -> None:
-    """A service that was away for long is one line in the log; the jobs say `throws`, so that Celery adds no traceback."""
+    """Logs one line for a service that was away for long; the jobs declare `throws`, so that Celery adds no traceback."""
     if isinstance(exception, ServiceError):
         getLogger("agentrl.app").warning("%s gave up: %s", getattr(sender, "name", "a job"), exception)
 

@@ -1,6 +1,6 @@
-"""The control loop: every few seconds compare the rows with the world and send what is missing. One at a time, by a lease.
+"""The control loop: every few seconds it compares the rows with the world and sends missing messages. A lease keeps it single.
 
-It needs no memory and no clock of its own: killed and started anywhere else it goes on as before, and it mends lost messages,
+It needs no memory and no clock of its own: killed and started elsewhere, it goes on as before. It recovers from lost messages,
 lost workers, a lost Redis and a lost control loop in the same way.
 """
 
@@ -30,7 +30,7 @@ def run() -> None:
 
 
 def tick() -> int:
-    """Sends what is missing, if no other control loop does; returns how many messages that took."""
+    """Sends the missing messages, unless another control loop does; returns how many it sent."""
     where, db = settings(), database()
     if not control_reads.take_service_lease(db, "control", worker_name(), 3 * where.tick_seconds + 2):
         return 0
@@ -38,7 +38,7 @@ def tick() -> int:
 
 
 def send_missing() -> int:
-    """Sends what is missing, whoever else may do so: a message too many changes nothing. Returns how many that took."""
+    """Sends the missing messages, even if others do so too: a duplicate changes nothing. Returns how many it sent."""
     db = database()
     actions = plan(control_reads.snapshot(db, settings().lease_seconds))
     for action in actions:

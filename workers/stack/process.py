@@ -1,4 +1,4 @@
-"""What every worker process has one of: its name, its database, its heartbeat, its wish to stop."""
+"""State of which every worker process has one: its name, its database, its heartbeat, the request to stop."""
 
 import os
 import socket
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 log = getLogger("agentrl.process")
 APART_HINT = "Start `agentrl worker rollout` and `agentrl worker train` apart (embedded: `agentrl down; agentrl up --separate`)"
-"""What to type where one process must not do both."""
+"""The command to type where one process must not do both."""
 
 stopping = threading.Event()
-"""Set when the process was asked to stop: rollouts hand their claims back.
+"""Set when the process is asked to stop: rollouts then hand their claims back.
 
-The main thread, in which signals are handled, never waits for it: whoever waits holds the lock that `set` needs for a moment.
+The main thread, which handles signals, must never wait for it: a waiter briefly holds the lock that `set` needs.
 """
 
 shared = threading.Event()
-"""Set where this process both rolls out and trains."""
+"""Set if this process both rolls out and trains."""
 
 
 def worker_name() -> str:
@@ -41,15 +41,15 @@ def worker_name() -> str:
 
 
 def claim_name() -> str:
-    """host:pid/N: one claim of this process, as rows remember who works on them; each call gives another."""
+    """host:pid/N: a new name for one claim of this process, by which rows record who works on them."""
     return f"{worker_name()}/{uuid4().hex[:8]}"
 
 
 def confirm_base(run: int, policy: "Policy") -> None:
-    """Makes sure that the base in memory is the one the run was made with; the first to load it says which that is.
+    """Checks that the base in memory is the run's; the first worker to load the run's base records it.
 
     Raises:
-        ModelError: it is another.
+        ModelError: it is another base.
     """
     hashes = {"tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
     hashes |= {"code": policy.code_hash} if policy.code_hash else {}
@@ -57,7 +57,7 @@ def confirm_base(run: int, policy: "Policy") -> None:
 
 
 def refuse_overlap(config: RunConfig) -> None:
-    """Refuses a run whose rollouts are to go on during updates, where this process would do both.
+    """Refuses a run whose rollouts go on during updates, if this process would do both.
 
     Raises:
         ConfigError: saying what to start instead.
@@ -67,7 +67,7 @@ def refuse_overlap(config: RunConfig) -> None:
 
 
 def no_overlap_error(hint: str) -> ConfigError:
-    """What to say of staleness where one process rolls out and trains."""
+    """The error of a run with staleness where one process rolls out and trains."""
     return ConfigError(
         "With rollout.max_staleness above 0 rollouts go on during updates, but here one worker process does both, so that "
         "nothing could overlap.",
@@ -77,13 +77,13 @@ def no_overlap_error(hint: str) -> ConfigError:
 
 @cache
 def _confirm_hashes(run: int, base_hash: str, hashes: tuple[tuple[str, str], ...]) -> None:
-    # Once for each run and base: the record does not change, and every job would take the database's write lock to look.
+    # Cached per run and base: the record never changes, and each check takes the database's write lock.
     train_commits.confirm_base(database(), run, base_hash, dict(hashes))
 
 
 def write_when_possible(write: Callable[[], object]) -> None:
-    """Writes as soon as the database takes it: a claim that nobody hands back counts as a lost worker. Gives up when the
-    process is to stop.
+    """Retries a write until the database takes it, or the process is to stop: a claim not handed back counts as a lost
+    worker.
     """
     while True:
         try:
@@ -104,7 +104,7 @@ def database() -> Database:
 
 @Once
 def heartbeat() -> Heartbeat:
-    """The process's heartbeat, beating."""
+    """The process's heartbeat, started."""
     made = Heartbeat(database(), settings().lease_seconds)
     made.start()
     return made

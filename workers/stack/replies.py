@@ -1,7 +1,7 @@
-"""How a rollout process hears that a tool call is answered: one Redis list per process, one thread that reads it.
+"""Replies to tool calls: a rollout process has one Redis list, and one thread that reads it.
 
-A reply carries the call's id; the result is in the row, and whoever waits also looks there now and then. Of a call that cannot
-run where it came to it also says why: nothing follows from that but a word to the person who waits.
+A reply carries the call's id; the result is in the row, which the waiting rollout also polls now and then. For a call that
+cannot run on the worker that received it, a reply carries the reason, which is only shown to the user.
 """
 
 import re
@@ -26,17 +26,17 @@ _ADDRESS = re.compile(r"agentrl\.replies\.[0-9a-f]{32}")
 
 _REPLY = re.compile(rb"([0-9]{1,19})(?: (.*))?", re.DOTALL)
 MAX_REASON = 500
-"""Characters of why a call cannot run."""
+"""The most characters of the reason why a call cannot run."""
 
 ReplyCallback = Callable[[int, str], None]
-"""Is called with the call, and with why it cannot run where it came to; empty where it is answered."""
+"""Called with the call and the reason why it cannot run; the reason is empty once the call is answered."""
 
 _local_lists: "dict[str, Replies]" = {}
-"""The lists of this process: where the tools share it, nothing goes through Redis."""
+"""The lists of this process: if the tools share the process, replies do not go through Redis."""
 
 
 class Replies:
-    """The list of this process; each call's waiter is called once, from the reader's thread."""
+    """The list of this process; each call's callback runs once, in the reader's thread."""
 
     def __init__(self, where: Settings) -> None:
         self.address = f"agentrl.replies.{uuid.uuid4().hex}"
@@ -46,15 +46,15 @@ class Replies:
             threading.Thread(target=self._run, args=(connect_redis(where),), name="replies", daemon=True).start()
 
     def expect(self, call: int, answered: ReplyCallback) -> None:
-        """Calls `answered` when the call's reply comes in, and before that with each reason why it cannot run."""
+        """Registers `answered`: called when the call's reply comes, and before that with each reason why it cannot run."""
         self._waiting[call] = answered
 
     def forget(self, call: int) -> None:
-        """No longer waits for it."""
+        """Removes the call's callback."""
         self._waiting.pop(call, None)
 
     def answer(self, call: int, reason: str = "") -> None:
-        """Calls whoever waits for the call; who hears a reason goes on waiting."""
+        """Runs the call's callback; with a reason, it stays registered."""
         answered = self._waiting.get(call) if reason else self._waiting.pop(call, None)
         if answered:
             answered(call, reason)
@@ -80,12 +80,12 @@ class Replies:
         found = _REPLY.fullmatch(said[: 4 * MAX_REASON])
         if found:
             self.answer(int(found[1]), (found[2] or b"").decode(errors="replace")[:MAX_REASON])
-        else:  # anybody can push onto a list in Redis; the reader of all replies must not end for it
+        else:  # anybody can push onto a list in Redis, which must not end the reader of all replies
             log.warning("no call's id on %s: %.80r", self.address, said)
 
 
 class Waker:
-    """The tools side: pushes the ids of answered calls onto their processes' lists."""
+    """The tools side: pushes the ids of answered calls onto the lists of their rollout processes."""
 
     def __init__(self, where: Settings) -> None:
         self._where = where
@@ -95,12 +95,12 @@ class Waker:
         return connect_redis(self._where)
 
     def wake(self, address: str, call: int, reason: str = "") -> None:
-        """Wakes who waits for the call, or tells why it cannot run here.
+        """Wakes the rollout that waits for the call, or sends the reason why the call cannot run here.
 
-        A broker that is away is no harm, since the waiter looks at the row too.
+        A broker that is away does no harm, since the rollout polls the row, too.
 
         Raises:
-            ConfigError: the address is none of ours; anybody can write a message, and Redis holds other lists too.
+            ConfigError: the address is not one of ours; anybody can write a message, and Redis holds other lists, too.
         """
         if not (isinstance(address, str) and _ADDRESS.fullmatch(address)):
             raise ConfigError(f"A tool call came with {address!r:.100} where the list for its reply belongs.")

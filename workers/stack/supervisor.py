@@ -1,9 +1,9 @@
-"""The supervisor: one process over a private Redis and three workers, for a machine where nothing runs yet.
+"""The supervisor: one process that runs a private Redis and three workers, on a machine where nothing runs yet.
 
-`agentrl up` starts it, and so does `submit` where no broker is named; it restarts the dead with back-off, sends again what a
-dead tools worker may have had, and one that `submit` started stops some time after the last run, unless `up` was said since.
-`AGENTRL_BROKER_URL` set, it leaves Redis out and supervises the workers alone. Rollout and train share a process, and one copy
-of the base, unless they are asked to be separate or an unfinished run wants rollouts to go on during updates.
+`agentrl up` starts it, and so does `submit` if no broker is named. It restarts dead processes with back-off, and sends the
+calls of a dead tools worker again. One that `submit` started stops some time after the last run, unless `agentrl up` was used
+since. With `AGENTRL_BROKER_URL` set, it supervises the workers alone, without Redis. Rollout and train share a process, and one
+copy of the base, unless `--separate` is given or an unfinished run has rollouts that go on during updates.
 """
 
 import os
@@ -32,14 +32,14 @@ log = getLogger("agentrl.supervisor")
 WORKERS = ("rollout,train", "tools", "control")
 SEPARATE = ("rollout", "train", "tools", "control")
 CALM_SECONDS = 30.0
-"""A process that lived this long is started again at once; one that died sooner waits longer each time."""
+"""A process that lived this long is restarted at once; one that died sooner waits longer each time."""
 MAX_BACKOFF = 30.0
-"""Nor longer than half a lease: what the dead process held waits that long anyway, and must not wait for the living."""
+"""At most half a lease: the claims of the dead process wait for their lease anyway, and no longer than that."""
 
 
 @dataclass
 class Child:
-    """One supervised process, when it may be started again, and how often the out-of-memory killer had struck before it."""
+    """One supervised process, the time when it may be restarted, and the count of out-of-memory kills before it started."""
 
     role: str
     process: "subprocess.Popen[bytes]"
@@ -50,7 +50,7 @@ class Child:
 
 
 class Supervisor:
-    """Keeps the children alive until told to stop, or until no run has been running for a while and nobody said `up`."""
+    """Keeps the children alive until it is stopped, or until no run was active for a while and `stay` is not set."""
 
     def __init__(self, where: Settings, separate: bool = False) -> None:
         self.where = where
@@ -62,7 +62,7 @@ class Supervisor:
         threading.Thread(target=self._record_losses, name="news", daemon=True).start()
 
     def run(self) -> None:
-        """Starts everything, watches it, stops it. Redis first up and last down."""
+        """Starts, watches and stops all children; Redis starts first and stops last."""
         if broker.is_in_memory(self.where):
             log.warning("no Redis server was found: all in this process, over an in-memory broker")
             run_together(self._is_idle)
@@ -87,11 +87,11 @@ class Supervisor:
                 self.stopping = self.stopping or self._is_idle()
 
     def _is_idle(self) -> bool:
-        """Whether no run has been running for long enough to stop; if so, the state file says so before anybody is stopped."""
+        """Whether no run was active for long enough to stop; if so, writes that to the state file before stopping anything."""
         if not self._is_quiet():
             return False
         embedded.write_state(self.where, stopping=True, separate=self.separate)
-        if self._is_quiet():  # who asked before the file was written relies on this stack, who asks later waits for its end
+        if self._is_quiet():  # a command that asked before the file was written uses this stack; a later one waits for its end
             return True
         embedded.write_state(self.where, stopping=False, separate=self.separate)
         return False
@@ -106,7 +106,7 @@ class Supervisor:
         try:
             return control_reads.count_running_runs(database()) > 0
         except Exception as error:  # noqa: BLE001 - nothing that the database does is a reason to end the workers
-            log.warning("taken for busy: %s", error)
+            log.warning("the runs cannot be counted, so the stack counts as busy: %s", error)
             return True
 
     def _restart_ended(self, child: Child) -> None:
@@ -132,13 +132,13 @@ class Supervisor:
                 log.error("%s", error)
 
     def _record_losses(self) -> None:
-        """Beside the watch: a database that is away delays no restart, and no stop."""
+        """Records losses in a thread of its own: a database that is away delays neither restarts nor the stop."""
         while True:
             tell = self.news.get()
             try:
                 tell()
             except Exception as error:  # noqa: BLE001 - nothing that the database does is a reason to tell no more
-                log.warning("not told: %s", error)
+                log.warning("a lost process could not be recorded: %s", error)
             self.news.task_done()
 
     def _start(self, role: str) -> "subprocess.Popen[bytes]":
@@ -166,7 +166,7 @@ class Supervisor:
 
 
 def _record_loss(role: str, pid: int, code: int, out_of_memory: bool) -> None:
-    """Tells the runs' events who is gone, and how it ended."""
+    """Records in the runs' events which process was lost, and how it ended."""
     name = f"{socket.gethostname()}:{pid}"
     if out_of_memory:
         log.error("%s was killed by the kernel, out of memory. %s", role, OOM_HINT)
@@ -176,7 +176,7 @@ def _record_loss(role: str, pid: int, code: int, out_of_memory: bool) -> None:
 
 
 def _describe_exit(code: int) -> str:
-    """How a process with that code ended, in words."""
+    """The end of a process with that exit code, in words."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -186,26 +186,26 @@ def _describe_exit(code: int) -> str:
 
 
 def _send_calls_again() -> None:
-    """So that nobody waits until a lease and a tool's time limit have passed for what the dead tools worker had begun."""
+    """Sends a dead tools worker's calls again at once, not only after a lease and a tool's time limit have passed."""
     from agentrl.workers.stack.dispatch import send_calls_again
 
-    send_calls_again(database())  # where that fails, the rollouts do it, later
+    send_calls_again(database())  # if that fails, the rollouts do it later
 
 
 def _is_some_run_overlapping() -> bool:
     try:
         return control_reads.some_run_overlaps(database())
     except Exception as error:  # noqa: BLE001 - nothing that the database does is a reason to start no workers
-        log.warning("taken for no: %s", error)
+        log.warning("the runs cannot be read, so none counts as overlapping: %s", error)
         return False
 
 
 def main(stay: bool, separate: bool = False) -> None:
-    """The supervisor process.
+    """Runs the supervisor process.
 
     Args:
-        stay: it stops only when told to.
-        separate: rollout and train are processes of their own.
+        stay: stop only on request.
+        separate: make rollout and train processes of their own.
     """
     where = settings()
     where.stack_dir.mkdir(parents=True, exist_ok=True)
@@ -214,7 +214,7 @@ def main(stay: bool, separate: bool = False) -> None:
     if lock is None:
         return
     with lock:
-        (where.stack_dir / "supervisor.json").unlink(missing_ok=True)  # of one that was killed
+        (where.stack_dir / "supervisor.json").unlink(missing_ok=True)  # left by a killed supervisor
         if stay:
             embedded.stay_file(where).touch()
         else:

@@ -1,5 +1,5 @@
-"""Redis as kombu reads it, except for what ends the whole worker there (no message at all, a job that outlived its link), and
-for the client that it makes anew for each command, which is a fifth of what a message costs.
+"""kombu's Redis transport with three corrections: data that are no message, and a job that outlived its connection, do not end
+the worker; and the client is not made anew for each command, which is a fifth of a message's cost.
 """
 
 from logging import getLogger
@@ -12,7 +12,7 @@ log = getLogger("agentrl.transport")
 
 
 class Channel(redis.Channel):  # type: ignore[misc]
-    """See the module's text; all three were met in kombu 5.7.0."""
+    """The corrected channel, see the module's docstring; all three faults are in kombu 5.7.0."""
 
     _own: Any = None
 
@@ -20,24 +20,24 @@ class Channel(redis.Channel):  # type: ignore[misc]
         try:
             return super()._brpop_read(**options)
         except (ValueError, TypeError, KeyError, AttributeError) as error:  # anybody who reaches Redis can push onto its lists
-            log.exception("what came from the broker is no message, or could not be taken; the rows tell what is missing")
+            log.exception("the broker sent no valid message, or it could not be taken; the control loop sends what is missing")
             raise Empty from error
 
     def _create_client(self, asynchronous: bool = False) -> Any:
-        if asynchronous:  # made once, and with a connection of its own
+        if asynchronous:  # kombu makes this one once, with a connection of its own
             return super()._create_client(asynchronous)
         if self._own is None or self._own.connection_pool is not self.pool:
             self._own = super()._create_client()
         return self._own
 
     def _connparams(self, asynchronous: bool = False) -> Any:
-        # A message is acknowledged, or given back, over a link that was given up: an AttributeError without this.
+        # Acknowledging or rejecting a message over a closed connection would raise AttributeError.
         if self.connection is None or self.connection.client is None:
             raise ConnectionError("the connection to the broker was given up")
         return super()._connparams(asynchronous)
 
 
 class Transport(redis.Transport):  # type: ignore[misc]
-    """Reads with that channel."""
+    """The transport that uses the corrected channel."""
 
     Channel = Channel

@@ -30,17 +30,17 @@ MODULES = {
     "control": "agentrl.workers.stack.control_loop",
     "fit": "agentrl.workers.requests.requirements",
 }
-"""Where the job of each role is, and what a worker is asked before a run is written."""
+"""Role -> module of its job; `fit`: the module of the check that workers make before a run is written."""
 
 SUPERVISOR = "AGENTRL_SUPERVISOR"
-"""Environment variable with the supervisor's pid: its workers end when it does."""
+"""Environment variable with the supervisor's pid: its workers end with it."""
 
 ORPHAN_SECONDS = 40.0
-"""How long a worker without a supervisor has to hand its claims back."""
+"""The time in which a worker whose supervisor is gone hands its claims back."""
 
 SWITCH_SECONDS = 0.0005
-"""After so long a thread lets others run Python, instead of 5 ms: the sampler asks for its turn after each of the model's
-operations, a hundred times for a token, and beside one busy thread took five times as long as alone; a tool call as well.
+"""The interpreter's switch interval, instead of 5 ms: the sampler needs the GIL after each of the model's operations, a hundred
+times for a token, and beside one busy thread took five times as long as alone; so did a tool call.
 """
 
 CONCURRENCY = {"rollout": 16, "tools": 64, "train": 1}
@@ -51,7 +51,7 @@ def run(roles: list[str], concurrency: int | None = None) -> None:
     """Serves the roles in this process until SIGTERM.
 
     Raises:
-        ConfigError: an unknown role, or roles that cannot share a process.
+        ConfigError: a role is unknown, or the roles cannot share a process.
     """
     unknown = [role for role in roles if role not in ROLES]
     if unknown or not roles:
@@ -71,14 +71,14 @@ def run(roles: list[str], concurrency: int | None = None) -> None:
 
 
 def set_up_logging() -> None:
-    """Our own words from INFO on, everybody else's warnings."""
+    """Logs our own messages from INFO on, and other libraries' warnings."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname).1s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("agentrl").setLevel(logging.INFO)
-    logging.getLogger("celery.app.trace").setLevel(logging.ERROR)  # a message that goes to another worker is no news
+    logging.getLogger("celery.app.trace").setLevel(logging.ERROR)  # without warnings of messages that go to another worker
 
 
 def _end_with_supervisor(supervisor: int, roles: list[str]) -> None:
-    """Ends this process when its supervisor is gone; the control loop, which holds nothing, takes the private Redis along."""
+    """Ends this process when its supervisor is gone; the control worker also ends the private Redis."""
     while os.getppid() == supervisor:
         time.sleep(1.0)
     logging.getLogger("agentrl").warning("the supervisor is gone")
@@ -88,7 +88,7 @@ def _end_with_supervisor(supervisor: int, roles: list[str]) -> None:
         end_orphaned_redis(settings())
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(ORPHAN_SECONDS)
-    os.kill(os.getpid(), signal.SIGKILL)  # nobody is left to do it
+    os.kill(os.getpid(), signal.SIGKILL)  # no supervisor is left to do it
 
 
 def _run_control() -> None:
@@ -102,7 +102,7 @@ def _run_control() -> None:
     signal.signal(signal.SIGINT, stop)
     database()
     ticking = threading.Thread(target=control_loop.run, name="control")
-    ticking.start()  # not in this thread: it would be interrupted with the lock in hand that `stop` needs
+    ticking.start()  # in a thread: a signal might interrupt this one while it holds the lock that `stop` needs
     ticking.join()
 
 
@@ -119,21 +119,21 @@ def _run_queues(roles: list[str], concurrency: int) -> None:
 
     worker_shutting_down.connect(stop, weak=False)
     sys.setswitchinterval(SWITCH_SECONDS)
-    database()  # a database that is not ready is said now, not in the first job
+    database()  # a database that is not ready is reported now, not in the first job
     worker = make_worker(roles, concurrency)
     worker.start()
     sys.exit(worker.exitcode or 0)
 
 
 def make_worker(roles: list[str], concurrency: int) -> "Worker":
-    """A Celery worker for these queues: threads, since one engine and one base serve them all."""
+    """Makes a Celery worker for these queues, with threads, since one engine and one base serve all jobs."""
     from kombu import Queue
 
     from agentrl.workers.stack.celery_app import app, own_queue
 
     with pause_gc():
         for name in (*roles, "fit"):
-            import_module(MODULES[name])  # its job, or its command, becomes known to the app
+            import_module(MODULES[name])  # registers its job, or its command, with the app
     own = [own_queue()] if "tools" in roles else []
     for name in own:
         app.amqp.queues.add(Queue(name, routing_key=name))
@@ -150,9 +150,9 @@ def make_worker(roles: list[str], concurrency: int) -> "Worker":
 
 
 def run_together(idle: Callable[[], bool]) -> None:
-    """Every role in this one process, for a broker in memory; ends once `idle` says so.
+    """Runs every role in this process, for a broker in memory, until `idle()` is true.
 
-    The tools have a worker, and threads, of their own: rollouts wait for them, and must not take their places.
+    The tools have a worker with threads of its own: rollouts wait for tools, and must not take up all threads.
     """
     from celery.app.trace import setup_worker_optimizations
 
@@ -163,7 +163,7 @@ def run_together(idle: Callable[[], bool]) -> None:
     setup_worker_optimizations(app)
     with pause_gc():
         for role in ROLES:
-            import_module(MODULES[role])  # before any worker starts: each looks once for the jobs there are
+            import_module(MODULES[role])  # before any worker starts: each reads the list of jobs only once
     tools = make_worker(["tools"], CONCURRENCY["tools"])
     for name, work in (("tools", tools.start), ("control", control_loop.run)):
         threading.Thread(target=work, name=name, daemon=True).start()
