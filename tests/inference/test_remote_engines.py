@@ -626,7 +626,7 @@ def test_llama_cpp_samples_the_base_for_eval_and_chat(
     routes.spoil = lambda reply: {**reply, "tokens": [VOCABULARY]}
     assert "the model has those below" in refusal(engine, ModelError)
     routes.spoil = lambda reply: {**reply, "completion_probabilities": [{"logprob": 1.0}]}
-    assert "none is above 0" in refusal(engine, InfraError)
+    assert "which is above 0" in refusal(engine, InfraError)
     routes.spoil = lambda reply: {**reply, "tokens": []}
     assert "engine without token ids" in refusal(engine, ModelError)
 

@@ -176,7 +176,7 @@ def test_a_database_that_is_none_is_refused_before_the_run_and_the_systems_failu
     with pytest.raises(ServiceError, match="not a database"):
         sql_over(tmp_path / "noise.db").call({"query": "SELECT * FROM a"})
     (tmp_path / "bad.sql").write_text("CREATE TABL")
-    with pytest.raises(ServiceError, match="no script of SQLite"):
+    with pytest.raises(ServiceError, match="not a SQLite script"):
         sql_over(tmp_path / "bad.sql").call({"query": "SELECT 1"})
 
 

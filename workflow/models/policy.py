@@ -294,7 +294,7 @@ def checked_weights(folder: Path, sha256: str) -> Path:
         )
     found = sha256_file(file)
     if found != sha256:
-        raise CheckpointError(f"{str(file)!r} was altered: its sha256 is {found[:12]}, the record says {sha256[:12]}.")
+        raise CheckpointError(f"{str(file)!r} has sha256 {found[:12]}, the record says {sha256[:12]}: it was altered.")
     return file
 
 
