@@ -52,7 +52,7 @@ BACKLOG = 128
 
 
 class Call(BaseModel):
-    """What a caller sends."""
+    """The body of a call."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -61,7 +61,7 @@ class Call(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the tool said, as a model would read it; `error_class` is null for success. `seconds` is what it took."""
+    """The tool's answer, as a model would read it; `error_class` is null for success. `seconds` is the time it took."""
 
     result: str
     error_class: str | None

@@ -141,7 +141,7 @@ def restart(where: Settings, separate: bool = False) -> None:
 
 
 def list_queues(where: Settings) -> tuple[str, ...]:
-    """The queues that the running stack's workers serve."""
+    """The queues of each worker of the running stack."""
     return ("rollout", "train", "tools") if read_state(where)["separate"] else ("rollout,train", "tools")
 
 

@@ -142,7 +142,7 @@ def remove_rivals(folder: Path) -> None:
 
 
 def verify(folder: Path, without: Collection[str] = (), shared: bool = True) -> Mapping[str, FileRecord]:
-    """Verifies that every file is as it was written, and returns the manifest; files in `without` may be missing.
+    """Verifies that every file, except those in `without`, is as it was written, and returns the manifest.
 
     Args:
         shared: verify the files that the run's checkpoints share, too; no update reads them.

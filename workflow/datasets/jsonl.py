@@ -25,7 +25,7 @@ from agentrl.workflow.trajectory import Message, Task
 ENV = "math"
 MAX_PROMPT_BYTES = 1_000_000
 MAX_DIGITS = 4300
-"""The longest integer that Python reads from text."""
+"""The most digits of an integer that Python reads from text."""
 SHOWN_PROBLEMS = 20
 SKIP_HINT = "Correct them, or leave them out with -s dataset.skip_bad_rows=true."
 PROMPTS = ("question", "prompt", "messages")

@@ -117,7 +117,7 @@ def send(kind: bytes, data: bytes) -> None:
 
 
 def counts(waited: float) -> bytes:
-    """How often the kernel killed for memory and refused a process in this container, and its processor time, as JSON.
+    """The kernel's counts for this container as JSON: kills for memory, refused processes, processor time.
 
     Args:
         waited: seconds that the container waited for a core.

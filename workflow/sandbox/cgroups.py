@@ -25,7 +25,7 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class Events:
-    """How often, so far, a limit on memory or disk killed it, or a new process was refused."""
+    """Counts so far: kills for memory, refused processes, kills for disk use."""
 
     oom: int = 0
     pids: int = 0

@@ -87,7 +87,7 @@ def open_sqlite(file: Path, seconds: float = 5.0) -> sqlite3.Connection:
 
 
 def _access(file: Path) -> str:
-    """The options of the file's URL: in WAL mode without write access and without WAL files, nobody writes: immutable."""
+    """The options of the file's URL: WAL mode cannot write in a read-only folder without a WAL file, so nobody else writes."""
     sealed = not os.access(file.parent, os.W_OK) and not Path(f"{file}-wal").exists()
     return "immutable=1" if sealed else "mode=ro"
 
