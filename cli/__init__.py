@@ -1,7 +1,7 @@
 """The commands: `agentrl submit`, `watch`, `replay` and the rest. A command parses, calls one function, prints.
 
-Nothing heavy is imported before a command needs it, so that `--help` answers at once; torch comes only with `sft`, `dpo`
-and `chat`.
+Heavy modules are imported only when a command needs them, so that `--help` answers at once; only `sft`, `dpo` and `chat`
+import torch.
 """
 
 if __name__ != "agentrl.cli":

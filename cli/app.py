@@ -1,4 +1,4 @@
-"""All commands, and the one place where an error becomes a sentence, the next command to type and an exit code."""
+"""The application with all commands: turns every error into a sentence, the next command to type and an exit code."""
 
 import traceback
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def run(words: Sequence[str]) -> int:
     """Runs one command line and returns its exit code.
 
     Raises:
-        BrokenPipeError: who reads the output went away.
+        BrokenPipeError: the reader of the output has closed it.
     """
     debug = "--debug" in words
     try:
@@ -62,7 +62,7 @@ def run(words: Sequence[str]) -> int:
     except typer.Abort:
         return 130
     except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # typer makes an exit of it
+        if isinstance(error.__context__, BrokenPipeError):  # typer turns it into an exit
             raise error.__context__ from None
         raise
     except TyperException as error:
@@ -75,7 +75,7 @@ def run(words: Sequence[str]) -> int:
         if error.hint:
             say(f"  {error.hint}")
         return error.exit_code
-    except Exception as error:  # noqa: BLE001 - the last resort: said in one sentence, whole with --debug
+    except Exception as error:  # noqa: BLE001 - the last resort: one sentence, or the traceback with --debug
         if debug:
             traceback.print_exc()
         say(f"agentrl: unexpected {type(error).__name__}: {' '.join(str(error).split())[:500]}")
@@ -85,7 +85,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _say_usage(said: str, command: str) -> None:
-    if said.startswith("Usage:"):  # no command was named: this is its help
+    if said.startswith("Usage:"):  # without a command, typer's message is the help
         say(said)
     else:
         say(f"agentrl: {said}")

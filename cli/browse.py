@@ -1,4 +1,4 @@
-"""`agentrl runs`, `episodes`, `replay`, `events`: what is in the database, as lists and as transcripts."""
+"""`agentrl runs`, `episodes`, `replay`, `events`: the rows of the database, as lists and as transcripts."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, get_args
@@ -28,7 +28,7 @@ RUN_COLUMNS = (
     "best", "seconds",
 )  # fmt: skip
 RUN_MINOR_COLUMNS = ("best", "kind", "seconds", "dataset", "model", "episodes_done")
-"""What a narrow terminal may have no room for, the more important first."""
+"""Columns that a narrow terminal may leave out, the more important first."""
 EPISODE_COLUMNS = (
     "id", "iteration", "task", "sample", "status", "stop_reason", "reward", "advantage", "steps", "tool_calls=calls",
     "tool_errors=errors", "sampled_tokens=tokens", "seconds", "final_answer=answer",
@@ -37,11 +37,11 @@ EPISODE_MINOR_COLUMNS = (
     "iteration", "final_answer", "tool_calls", "tool_errors", "sampled_tokens", "steps", "seconds", "sample", "advantage",
 )  # fmt: skip
 ANSWER_CHARS = 18
-"""Characters of an answer that a list shows, at most; `replay` shows it whole."""
+"""The most characters of an answer that a list shows; `replay` shows all."""
 
 
 MAX_INTEGER = 2**63 - 1
-"""No database takes a greater number."""
+"""The greatest integer that both databases take."""
 
 
 def _filter_option(text: str) -> Any:
@@ -52,11 +52,11 @@ def _integer_filter(text: str, least: int | None = None) -> Any:
     return typer.Option(help=text, show_default=False, min=least, max=MAX_INTEGER)
 
 
-Limit = Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")]
+Limit = Annotated[int, typer.Option(min=1, max=100_000, help="Show at most this many.")]
 
 
 def _sort_option(default: str) -> Any:
-    text = f"By which column, the greatest first; -COLUMN: the least [{default}]."
+    text = f"Sort by this column, greatest first; -COLUMN: least first [{default}]."
     return typer.Option(metavar="COLUMN", help=text, show_default=False)
 
 
@@ -70,10 +70,10 @@ def _check_sort(sort: str, known: Mapping[str, str]) -> None:
 def runs(
     limit: Limit = 50,
     sort: Annotated[str, _sort_option("id")] = "id",
-    tree: Annotated[bool, typer.Option("--tree", help="Show which run comes from which.")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Show each run under the run that it comes from.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the newest runs; best: the highest mean on the held-out split, and whose version it is (RUN@best)."""
+    """List the newest runs; best: the highest mean reward on the held-out split, reached by the version RUN@best."""
     from agentrl.workflow.store.reads import run_rows
     from agentrl.workflow.store.reads.paging import Paging
 
@@ -107,10 +107,10 @@ def episodes(
     task: Annotated[str | None, _filter_option("Only of the task of this key.")] = None,
     min_reward: Annotated[float | None, _filter_option("Only with at least this reward.")] = None,
     max_reward: Annotated[float | None, _filter_option("Only with at most this reward.")] = None,
-    tool_errors: Annotated[int | None, _integer_filter("Only with at least so many failed tool calls.")] = None,
+    tool_errors: Annotated[int | None, _integer_filter("Only with at least this many failed tool calls.")] = None,
     sort: Annotated[str, _sort_option("-id")] = "-id",
     limit: Limit = 50,
-    offset: Annotated[int, typer.Option(min=0, max=MAX_INTEGER, help="Pass over so many.")] = 0,
+    offset: Annotated[int, typer.Option(min=0, max=MAX_INTEGER, help="Skip this many.")] = 0,
     as_json: Json = False,
 ) -> None:
     """List a run's episodes."""
@@ -156,7 +156,7 @@ def replay(
         str | None,
         typer.Option(
             metavar="tools|tokens|rewards|all",
-            help="Do it again, tools in this process; exit 1 if it differs.",
+            help="Repeat the episode, tools in this process; exit 1 if it differs.",
             show_default=False,
         ),
     ] = None,
@@ -166,12 +166,12 @@ def replay(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show an episode's transcript, or whether it is true.
+    """Show an episode's transcript, or verify it.
 
     Messages, thoughts, tool calls with results and times, reward parts, logprobs, policy version. With --verify the tools
-    run again in this process, with its files and network (none that must run once), what the model read is compared with
-    the results, the tokens are scored and drawn again under the stored weights, the rewards computed again, and the first
-    difference is named.
+    run again in this process, with its files and network (except tools that must run only once), the messages that the model
+    read are compared with the results, the tokens are scored and drawn again under the stored weights, the rewards are
+    computed again, and the first difference is named.
     """
     if sum(option is not None for option in (step, verify, diff)) > 1:
         raise ConfigError("--step, --verify and --diff are three different questions.", "Ask one at a time.")
@@ -197,11 +197,11 @@ def replay(
 def events(
     run: NewestRun = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, max=MAX_INTEGER, help="Only the newest so many.", show_default=False)
+        int | None, typer.Option(min=1, max=MAX_INTEGER, help="Show at most this many, the newest.", show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List what happened to a run, oldest first."""
+    """List the events of a run, oldest first."""
     from agentrl.workflow.store.reads.event_rows import EventFilter, list_events
     from agentrl.workflow.store.reads.paging import iterate_rows
 

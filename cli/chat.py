@@ -1,4 +1,4 @@
-"""The loop of `agentrl chat`: at a terminal with history, commands and words as they come; in a pipe a line for a line."""
+"""The loop of `agentrl chat`: at a terminal with history, commands and streamed answers; in a pipe one answer per line."""
 
 import errno
 import os
@@ -29,16 +29,16 @@ HELP = (
     ("/help", "this"),
     ("/exit", "leave, as ctrl-D does"),
     ('LINE\\ or """', "goes on in the next line; three quotation marks begin a block that three more end"),
-    ("ctrl-C", "stop the answer. A line that begins with a space is no command"),
+    ("ctrl-C", "stop the answer. A line that begins with a space is not a command"),
 )
 
 
 class Loading:
-    """A conversation that is being made while a person types.
+    """A conversation that is loaded while a person types.
 
     Args:
-        make: makes it.
-        what: says what that loads.
+        make: loads it.
+        what: the name of what is loaded, for the spinner.
     """
 
     def __init__(self, make: "Callable[[], Talk]", what: str) -> None:
@@ -47,28 +47,28 @@ class Loading:
         threading.Thread(target=self._run, args=(make,), name="loading", daemon=True).start()
 
     def talk(self) -> "Talk":
-        """It, once it is there; what loads is shown where that has to be waited for.
+        """The conversation; waits for it, behind a spinner, if it is not loaded yet.
 
         Raises:
-            AgentRLError: it cannot be made.
+            AgentRLError: loading failed.
         """
         with nullcontext() if self._made.done() else _spinner(f"loading {self._what}"):
             return self._made.result()
 
     @property
     def has_failed(self) -> bool:
-        """Whether there will be none."""
+        """Whether loading has failed."""
         return self._made.done() and self._made.exception() is not None
 
     def close(self) -> None:
-        """Ends it, where it was made."""
+        """Ends the conversation, if it was loaded."""
         if self._made.done() and not self.has_failed:
             self._made.result().close()
 
     def _run(self, make: "Callable[[], Talk]") -> None:
         try:
             self._made.set_result(make())
-        except BaseException as error:  # noqa: BLE001 - it goes to whoever waits
+        except BaseException as error:  # noqa: BLE001 - `talk` raises it
             self._made.set_exception(error)
 
 
@@ -81,7 +81,7 @@ def chat_in_pipe(talk: "Talk") -> None:
 
 
 def chat_at_terminal(loading: Loading, greeting: str, home: Path) -> None:
-    """Asks and answers until ctrl-D. Ctrl-C stops what is being answered, or gives up what is being typed."""
+    """Reads messages and answers them until ctrl-D. Ctrl-C stops an answer, or discards the line being typed."""
     keyboard = Keyboard(History(home / "chat_history"))
     say(greeting)
     while True:
@@ -95,7 +95,7 @@ def chat_at_terminal(loading: Loading, greeting: str, home: Path) -> None:
         except KeyboardInterrupt:
             print(file=sys.stderr)
         except UnicodeDecodeError:
-            say("That was no UTF-8; nothing was asked.")
+            say("That line is not UTF-8; it was not sent.")
         except AgentRLError as error:
             if loading.has_failed:
                 raise
@@ -107,14 +107,14 @@ def _handle_line(loading: Loading, words: str) -> None:
     if command in COMMANDS:
         COMMANDS[command](loading, given.strip())
     elif words.startswith("/") and command[1:].isalpha():
-        hint = f"{did_you_mean(command, COMMANDS)} To say it all the same, begin with a space."
+        hint = f"{did_you_mean(command, COMMANDS)} To send it as a message, begin with a space."
         raise ConfigError(f"There is no command {one_line(command)!r}.", hint)
     else:
         _answer(loading.talk(), words.strip())
 
 
 def _answer(talk: "Talk", words: str) -> None:
-    """Shows the answer as it is sampled; a question whose answer is stopped, or fails, is taken back."""
+    """Shows the answer as it is sampled; takes the question back if the answer is stopped or fails."""
     screen = console()
     try:
         with closing(talk.answer(words, lambda thinks, opens: Voice(_screen_writer(screen), thinks, opens))) as lines:
@@ -182,7 +182,7 @@ def _parse_temperature(given: str) -> float:
     except ValueError:
         asked = 0.0
     if not 0 < asked <= 10:
-        said = f"{one_line(given)!r} is no temperature: it is a number above 0 and at most 10."
+        said = f"{one_line(given)!r} is not a temperature: a number above 0 and at most 10."
         raise ConfigError(said, "For example: /temperature 0.7")
     return asked
 
@@ -196,7 +196,7 @@ def _save(loading: Loading, given: str) -> None:
     try:
         line = line_of(loading.talk().demonstration())
     except ValueError as error:
-        raise ConfigError(f"Nobody could learn from this conversation: {error}.", "Begin anew: /reset") from error
+        raise ConfigError(f"This conversation cannot be a demonstration: {error}.", "Begin anew: /reset") from error
     try:
         _append_line(file, line)
     except OSError as error:
@@ -205,7 +205,7 @@ def _save(loading: Loading, given: str) -> None:
 
 
 def _append_line(file: Path, line: bytes) -> None:
-    """Writes it as the file's last line, whole or not at all."""
+    """Appends the line to the file, whole or not at all."""
     if file.exists() and not file.is_file():
         raise OSError(errno.EINVAL, "it is no file")
     with file.open("a+b", buffering=0) as lines:
@@ -244,7 +244,7 @@ def _read_lines() -> Iterator[str]:
     """The lines of stdin up to an empty one.
 
     Raises:
-        ConfigError: one is no UTF-8.
+        ConfigError: a line is not UTF-8.
     """
     while True:
         if sys.stdin.isatty():
@@ -252,7 +252,7 @@ def _read_lines() -> Iterator[str]:
         try:
             line = sys.stdin.readline()
         except UnicodeDecodeError as error:
-            raise ConfigError("What was typed is no UTF-8.", "Convert it: iconv -t UTF-8") from error
+            raise ConfigError("The input is not UTF-8.", "Convert it: iconv -t UTF-8") from error
         if not line.strip():
             return
         yield replace_invalid(line.strip())

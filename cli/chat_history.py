@@ -1,6 +1,6 @@
-"""What was typed in chats before: a file of agentrl's home that readline remembers from, of bounded size.
+"""The history of chat messages for readline: a file of bounded size in agentrl's home.
 
-Its first line says whose it is, each other one is a message as a JSON string. Another's file is left as it is.
+Its first line is a header, each other line a message as a JSON string. A file without the header is never changed.
 """
 
 import json
@@ -13,24 +13,24 @@ from agentrl.cli.output import clean, say
 
 HEADER = "agentrl chat history 1"
 MAX_MESSAGES = 1000
-"""Messages that are remembered."""
+"""The most messages that are remembered."""
 MAX_MESSAGE_CHARS = 10_000
-"""Characters of one; a longer one is not remembered."""
+"""The most characters of a message; a longer one is not remembered."""
 MAX_FILE_BYTES = 1 << 20
-"""Bytes of a file that may be ours."""
+"""The largest history file in bytes; a larger file is not ours."""
 SHORTENED_BYTES = MAX_FILE_BYTES // 2
-"""Bytes from which on its older half goes."""
+"""The size in bytes above which the older half is removed."""
 
 
 class History:
-    """The messages of earlier chats, and a place for new ones; without one where the file is another's or cannot be had."""
+    """The messages of earlier chats and the file for new ones; keeps nothing if the file is not ours or cannot be opened."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._kept = True
 
     def read(self) -> list[str]:
-        """The newest messages, oldest first; where the file is not ours that is said, and nothing is kept."""
+        """The newest messages, oldest first; if the file is not ours, says so and keeps nothing from then on."""
         try:
             found = self._read_entries()
         except FileNotFoundError:
@@ -41,7 +41,7 @@ class History:
         return found[-MAX_MESSAGES:]
 
     def add(self, message: str) -> None:
-        """Remembers one more."""
+        """Adds a message."""
         if not self._kept or len(message) > MAX_MESSAGE_CHARS:
             return
         try:
@@ -64,7 +64,7 @@ class History:
         say(f"What is typed here is not remembered: {str(self._file)!r} {why}.")
 
     def _read_entries(self) -> list[str]:
-        """Raises ValueError where the file is not ours."""
+        """Reads the file; raises ValueError if it is not ours."""
         place = os.open(self._file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(place, "rb") as file:
             found = os.fstat(place)
@@ -88,7 +88,7 @@ class History:
 
 
 def _parse_message(line: str) -> str:
-    """The message of a line; empty where it holds none, or what no keyboard types."""
+    """The message of a line; empty if the line holds none, or one with characters that no keyboard types."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Which commands there are, in groups. A command's own file is imported when it is called or completed, and no other."""
+"""The list of commands, in groups. Only the file of a command that is called or completed is imported."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -14,13 +14,13 @@ from typer.models import CommandInfo, TyperInfo
 EXAMPLES = (
     ("agentrl submit --dataset gsm8k --epochs 3", "train, with workers of its own"),
     ("agentrl watch", "follow the newest run"),
-    ('agentrl sql "SELECT * FROM v_iterations"', "ask the rows"),
+    ('agentrl sql "SELECT * FROM v_iterations"', "query the rows"),
 )
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A command: `module:object` of a function or of a Typer, and what it does in a line."""
+    """A command: `module:object` of a function or a Typer, and one line of help."""
 
     where: str
     line: str
@@ -39,8 +39,8 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
         "runs": Entry("agentrl.cli.browse:runs", "List the newest runs."),
         "watch": Entry("agentrl.cli.watch:watch", "Follow a run to its end."),
         "episodes": Entry("agentrl.cli.browse:episodes", "List a run's episodes, with filters."),
-        "replay": Entry("agentrl.cli.browse:replay", "Show an episode's transcript, or whether it is true."),
-        "events": Entry("agentrl.cli.browse:events", "List what happened to a run."),
+        "replay": Entry("agentrl.cli.browse:replay", "Show an episode's transcript, or verify it."),
+        "events": Entry("agentrl.cli.browse:events", "List the events of a run."),
         "why": Entry("agentrl.cli.fork:why", "Tell which update trained on an episode, or why none did."),
         "whatif": Entry("agentrl.cli.whatif:whatif", "Compare what other algorithms make of an update."),
     },
@@ -70,21 +70,21 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
 }
 COMMANDS: Mapping[str, Entry] = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 COMPLETION_VARIABLE = "_AGENTRL_COMPLETE"
-"""The variable with which a shell asks what a word may become."""
+"""The environment variable by which a shell asks for completions."""
 
 
 class Command(TyperCommand):
-    """A command whose options are listed in groups: those that name one (`rich_help_panel`) after the others."""
+    """A command whose help lists the options of each group (`rich_help_panel`) after those without a group."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """The arguments, then each group of options."""
+        """Writes the arguments, then each group of options."""
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             plain = "Arguments" if param.param_type_name == "argument" else "Options"
             if record is not None:
                 sections.setdefault(getattr(param, "rich_help_panel", None) or plain, []).append(record)
-        sections["Options"] = sections.pop("Options")  # --help and what belongs nowhere, last
+        sections["Options"] = sections.pop("Options")  # options without a group, --help among them, last
         for title, records in sections.items():
             if records:
                 with formatter.section(title):
@@ -92,13 +92,13 @@ class Command(TyperCommand):
 
 
 class LazyCommands(Mapping[str, Any]):
-    """The commands by their names; one is imported when it is asked for."""
+    """The commands by name; each is imported at first access."""
 
     def __getitem__(self, name: str) -> Any:
         """The command.
 
         Raises:
-            KeyError: there is none of that name.
+            KeyError: there is no command of that name.
         """
         module, _, attribute = COMMANDS[name].where.partition(":")
         found = getattr(import_module(module), attribute)
@@ -114,52 +114,52 @@ class LazyCommands(Mapping[str, Any]):
         return get_command_from_info(wanted, pretty_exceptions_short=True, rich_markup_mode=None)
 
     def __iter__(self) -> Iterator[str]:
-        """Their names, in the order of the groups."""
+        """The names, in the order of the groups."""
         return iter(COMMANDS)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of commands."""
         return len(COMMANDS)
 
 
 def with_hyphens(word: str) -> str:
-    """Options and commands are spelled with `-` or `_` alike."""
+    """The word with `-` for `_`: options and commands may be spelled with either."""
     return word.replace("_", "-")
 
 
 class Commands(TyperGroup):
-    """`agentrl`: its help and its completion read the lines above, and import nothing."""
+    """`agentrl` itself: its help and completion use the list above and import no command."""
 
     def __init__(self, **attributes: Any) -> None:
-        """With the commands that there are."""
+        """Takes all commands of the list."""
         super().__init__(**attributes | {"commands": LazyCommands()})
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Their names."""
+        """The names of the commands."""
         return list(COMMANDS)
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """What it is for, and the first commands to type."""
+        """Writes the purpose, and the first commands to type."""
         super().format_help_text(ctx, formatter)
         with formatter.section("Examples"):
             formatter.write_dl(EXAMPLES, col_max=44)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """A section for each group, a whole line for each command."""
+        """Writes a section for each group, with a whole line for each command."""
         longest = max(map(len, COMMANDS))
         for title, group in GROUPS.items():
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(longest), entry.line) for name, entry in group.items()])
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """The commands first, which are what a person looks for."""
+        """Writes the commands before the options, for they are what a person looks for."""
         self.format_commands(ctx, formatter)
         records = [record for param in self.get_params(ctx) if (record := param.get_help_record(ctx)) is not None]
         with formatter.section("Options"):
             formatter.write_dl(records)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """The commands, and its own options, that begin so."""
+        """The commands and global options that begin with the incomplete word."""
         from typer._click.shell_completion import CompletionItem
 
         begun = [CompletionItem(name, help=entry.line) for name, entry in COMMANDS.items() if name.startswith(incomplete)]

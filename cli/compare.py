@@ -1,4 +1,4 @@
-"""`agentrl compare`: two evaluations of the same tasks, task by task: which policy is better, and could that be chance?"""
+"""`agentrl compare`: two evaluations, task by task: which policy is better, and could the difference be chance?"""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +26,7 @@ def compare(
     second: Annotated[str, _side_argument("other")],
     dataset: Annotated[str | None, typer.Option(help="Only evaluations on this dataset.", show_default=False)] = None,
     split: Annotated[str | None, typer.Option(help="Only evaluations on this split.", show_default=False)] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the test, where its worlds are too many to count.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the test, used if there are too many sign flips to count all.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Compare two policies on the tasks that both were measured on: B - A, with a paired sign-flip permutation test.
@@ -58,7 +58,7 @@ def compare(
 
 
 def _right_shares(row: Row) -> dict[int, float]:
-    """The share of right ones among each task's done episodes, where it has some; empty where nothing tells."""
+    """Task -> share of its done episodes that are right; empty if no reward says what is right."""
     from agentrl.workflow.store.reads import eval_results
 
     right = eval_results.find_right_episodes(stored_reader(), row["iteration"])
@@ -69,7 +69,7 @@ def _right_shares(row: Row) -> dict[int, float]:
 
 
 def _right_by_names(row: Row) -> list[str]:
-    """The names of what says that an episode is right: see `stats.evaluation.is_right`."""
+    """The names of the rewards that decide whether an episode is right: see `stats.evaluation.is_right`."""
     told = row["manifest"].get("right_by", {})
     if told.get("correct"):
         return sorted(told["correct"])
@@ -80,7 +80,7 @@ def _right_by_names(row: Row) -> list[str]:
 
 
 def _list_remarks(pair: Pair, document: Mapping[str, Any]) -> Iterator[str]:
-    """What a person should know of the two before a difference is taken for one of the policies."""
+    """Remarks on other causes of a difference than the policies, a sentence each."""
     from agentrl.workers.requests.eval_config import sampling_differences
 
     one, other = pair.one, pair.other
@@ -90,12 +90,12 @@ def _list_remarks(pair: Pair, document: Mapping[str, Any]) -> Iterator[str]:
     otherwise = sampling_differences(one["config"], other["config"]).items()
     if otherwise:
         said = ", ".join(f"{key} {cell(a)} and {cell(b)}" for key, (a, b) in otherwise)
-        yield f"They were sampled otherwise: {said}: the difference may be of that."
+        yield f"They were sampled differently ({said}), which may explain the difference."
     if pair.rewards == OTHER_CODE:
-        yield "Their rewards were computed by different code: the difference may be of the rewards."
+        yield "Their rewards were computed by different code, which may explain the difference."
     if pair.rewards == OTHER_REWARDS:
         made = "; ".join(f"{side} {_describe_rewards(row)}" for side, row in (("A", one), ("B", other)))
-        instead = "accuracy is" if document["accuracy"] else "nothing else is told by both"
+        instead = "accuracy is" if document["accuracy"] else "they have nothing else in common"
         yield f"Their rewards differ ({made}): their means are not compared; {instead}."
     if _right_by_names(one) != _right_by_names(other):
         yield "Different parts of the rewards say what is right: their accuracies are not compared."
@@ -107,7 +107,7 @@ def _describe_rewards(row: Row) -> str:
 
 
 def _document(pair: Pair, rewards: "PairedComparison", rights: "PairedComparison", tasks: int) -> dict[str, Any]:
-    """`difference` and what follows it are null where the rewards differ; `accuracy` where not the same says what is right."""
+    """The JSON document: `difference` and what follows is null if the rewards differ, `accuracy` if the parts behind it do."""
     accuracies = (rights.first, rights.second) if rights.tasks else (None, None)
     sides = {
         side: {

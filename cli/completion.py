@@ -1,5 +1,5 @@
-"""What a word may become at the prompt: runs, episodes, plug-ins, models, keys of the config. It imports no plug-in, writes
-nothing, and where it cannot know it is silent.
+"""Shell completion of runs, episodes, plug-ins, models and keys of the config. It imports no plug-in, writes nothing, and
+offers nothing if it cannot know.
 """
 
 import os
@@ -14,14 +14,14 @@ from typing import Any, NoReturn, get_args, get_type_hints
 from typer.models import ParameterInfo
 
 Choice = str | tuple[str, str]
-"""A word, or one with what is said beside it."""
+"""A word, or a word with its description."""
 
 MAX_CHOICES = 100
-"""Words that are offered at a time."""
+"""The most words offered at a time."""
 
 
 def complete(command: Callable[..., Any]) -> None:
-    """Tells typer of each parameter of a command what its words may become."""
+    """Sets the completion of each parameter of a command."""
     for name, hint in get_type_hints(command, include_extras=True).items():
         for told in getattr(hint, "__metadata__", ()):
             if isinstance(told, ParameterInfo) and name in CHOICES:
@@ -38,7 +38,7 @@ def _without_errors(words: Callable[[str], list[Choice]]) -> Callable[[str], lis
 
 
 def _query_database(query: Callable[..., list[Any]], begin: str) -> list[Any]:
-    """Rows that begin so, of the database as it is; none where it would have to be made or upgraded first."""
+    """The rows that begin with `begin`; none if the database would have to be made or upgraded first."""
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.driver_reader import Reader
     from agentrl.workflow.store.reads.user_sql import sqlite_file
@@ -65,7 +65,7 @@ def _episode_choices(incomplete: str) -> list[Choice]:
 
 
 def _model_choices(incomplete: str) -> list[Choice]:
-    """What `agentrl sft` made here, and what the hub's cache has."""
+    """The models that `agentrl sft` made here, and those in the hub's cache."""
     from agentrl.workflow.settings import settings
 
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub").expanduser()
@@ -91,7 +91,7 @@ def _dataset_choices(incomplete: str) -> list[Choice]:
 
 
 def _assignment_choices(incomplete: str) -> list[Choice]:
-    """`key=`, and after it what the key may be where that is a plug-in or one of few words."""
+    """`key=`, and after it the key's values, if it names a plug-in or has a fixed choice."""
     from agentrl.workflow.config import DESCRIPTIONS, KEYS
 
     key, given, word = incomplete.partition("=")
@@ -136,4 +136,4 @@ CHOICES: Mapping[str, Callable[[str], list[Choice]]] = {
     "verify": _fixed_choices("tools", "tokens", "rewards", "all"), "query": _view_choices,
     "role": _fixed_choices("rollout", "tools", "train", "control", "rollout,train", "supervisor", "redis"),
 }  # fmt: skip
-"""Name of a command's parameter -> what its words may become."""
+"""Name of a command's parameter -> its completion."""

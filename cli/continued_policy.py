@@ -1,4 +1,4 @@
-"""`--model RUN@N`: a training goes on from a run's policy, its LoRA as it is, or merged where a new one is to begin."""
+"""`--model RUN@N`: training continues from a run's policy, with its LoRA, or with a new one on the merged weights."""
 
 import json
 from collections.abc import Mapping
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 DEQUANTISED_NOTE = "The base was dequantised, as the LoRA was learned beside it, and then merged: what is made is whole."
 FREE_KEYS = ("path", "lora", "lora_dropout", "dtype", "sampler_dtype", "numerics")
-"""Keys of the section `model` that may be other than they were in the run that the weights are from."""
+"""Keys of the section `model` that may differ from those of the weights' run."""
 
 
 def resolve_start(asked: RunConfig, origins: Mapping[str, str]) -> "tuple[RunConfig, PolicyRef | None]":
-    """The config and the weights that `model.path` means where it names a run's policy; else the config as it is, and None.
+    """The config and the weights that `model.path` means if it names a run's policy; else the unchanged config, and None.
 
     Raises:
         NotFoundError: there is no such run or version.
-        ConfigError: an option was chosen that the LoRA which goes on has already, or `model.lora` with a plain model.
+        ConfigError: an option was chosen that the continued LoRA fixes, or `model.lora` with a plain model.
     """
     from agentrl.workflow.trajectory import PolicyRef
 
@@ -46,10 +46,10 @@ def resolve_start(asked: RunConfig, origins: Mapping[str, str]) -> "tuple[RunCon
 
 
 def with_origin(prepared: "PreparedRun", policy: str, lora: str = "continue", merges: bool = False) -> "PreparedRun":
-    """The request whose manifest tells which run and version it comes `from`; it starts from them merged if it `merges`.
+    """The request with its origin, run and version, in the manifest's `from`; starts from the merged weights if it `merges`.
 
     Raises:
-        ModelError, CheckpointError: they cannot be merged.
+        ModelError, CheckpointError: the weights cannot be merged.
     """
     made, ref, manifest = find_trained_policy(policy, "--model")
     submission = prepared.submission
@@ -62,11 +62,11 @@ def with_origin(prepared: "PreparedRun", policy: str, lora: str = "continue", me
 
 
 def merge_base(made: RunConfig, ref: "PolicyRef", manifest: Mapping[str, Any]) -> "PolicyRef":
-    """The policy as a model among agentrl's own, `RUN-vN`; made now unless it is there already.
+    """The policy merged into a model among agentrl's own, `RUN-vN`; made unless it is there already.
 
     Raises:
         ConflictError: another model is there.
-        ModelError, CheckpointError: it cannot be merged.
+        ModelError, CheckpointError: the policy cannot be merged.
     """
     from agentrl.workflow.models.lookup import base_hash, refuse_existing
     from agentrl.workflow.settings import settings
@@ -86,7 +86,7 @@ def merge_base(made: RunConfig, ref: "PolicyRef", manifest: Mapping[str, Any]) -
 
 
 def _is_made_of(target: Path, ref: "PolicyRef") -> bool:
-    """Whether the model was merged of just these weights."""
+    """Whether the model was merged from exactly these weights."""
     from agentrl.workflow.checkpoints.sealed_folder import RECORD
 
     try:

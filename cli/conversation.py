@@ -1,6 +1,6 @@
 """A conversation with a policy in this process: the same chat template, sampler, parser and tools as an episode has.
 
-What was sampled is kept as token ids, so that the next turn continues it exactly.
+Turns are kept as the sampled token ids, so that the next turn continues them exactly.
 """
 
 import threading
@@ -27,7 +27,7 @@ OTHER_TOOLS_NOTE = "other tools are offered from here on"
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """Where a conversation stood before a question."""
+    """The state of a conversation before a question."""
 
     steps: tuple[Step, ...]
     row: tuple[Step, ...]
@@ -35,15 +35,15 @@ class _Checkpoint:
 
 
 class Talk:
-    """A conversation: `answer` takes the user's words and gives what the policy and its tools say, line by line.
+    """A conversation: `answer` takes the user's words and yields the answers of the policy and its tools, line by line.
 
     Attributes:
         steps: its turns, each with the messages that were new to it.
-        off: names of tools that are not offered.
+        off: names of the tools that are not offered.
     """
 
     def __init__(self, policy: OpenPolicy, env: Env, tools: Mapping[str, Tool] | None = None) -> None:
-        """`tools`: unset, the env's own."""
+        """Begins a conversation; without `tools`, with those of the env."""
         self.policy = policy
         self.env = env
         self.tools = env.toolset() if tools is None else tools
@@ -56,17 +56,17 @@ class Talk:
         self._notebook = Notebook()
 
     def close(self) -> None:
-        """Ends the sampler and what keeps a tool's names."""
+        """Ends the sampler and the tools' sessions."""
         self.policy.close()
         self._notebook.close()
 
     @property
     def offered_tools(self) -> dict[str, Tool]:
-        """The tools that the policy is told of."""
+        """The tools that the prompt offers."""
         return {name: tool for name, tool in self.tools.items() if name not in self.off}
 
     def set_tools_off(self, off: frozenset[str]) -> None:
-        """All tools but these from now on; what was said before is read again, as the template tells of tools first."""
+        """Offers all tools but these from now on; the conversation is rendered anew, as the template lists the tools first."""
         self.off = off
         self._row = ()
         self._draws += 1
@@ -78,17 +78,17 @@ class Talk:
         self._forget_names()
 
     def take_back(self) -> None:
-        """Forgets the last question and what was answered; asked again, it draws another answer."""
+        """Forgets the last question and its answer; the same question then draws another answer."""
         self.steps, self._row, self._unheard = self._before.steps, self._before.row, self._before.unheard
         self._draws += 1
 
     def answer(self, words: str, voice: MakesVoice | None = None) -> Generator[Line, None, None]:
-        """The policy's turns until it calls no tool, at most `max_steps`.
+        """Samples turns until one calls no tool, at most `max_steps`, and yields their lines.
 
         Args:
-            words: the user's.
-            voice: makes what shows a turn while it is sampled (told whether the turn begins inside of a thought, and what a
-                call begins with); the lines are then the rest.
+            words: the user's message.
+            voice: makes the display of a turn while it is sampled (from whether the turn begins inside a thought, and the
+                mark that begins a call); the lines are then the rest.
         """
         self._before = _Checkpoint(self.steps, self._row, self._unheard)
         asked = Message("user", words)
@@ -112,20 +112,20 @@ class Talk:
         yield f"(stopped after {self.policy.limits.max_steps} turns)", "yellow"
 
     def demonstration(self) -> Demonstration:
-        """The conversation as one to imitate.
+        """The conversation as a demonstration.
 
         Raises:
-            StateError: nothing was answered yet, or an answer was cut.
+            StateError: there is no answer yet, or an answer was cut.
         """
         if not self.steps:
-            raise StateError("Nothing was answered yet, and so nothing can be saved.", "Ask something first.")
+            raise StateError("There is no answer yet, and so nothing to save.", "Ask something first.")
         if any(step.finish_reason == "length" for step in self.steps):
-            raise StateError("An answer was cut, and nobody should learn to stop there.", "Begin anew: /reset")
+            raise StateError("An answer was cut, and a model must not learn to stop there.", "Begin anew: /reset")
         messages = tuple(message for step in self.steps for message in (*step.prompt, step.message))
         return Demonstration(messages, tuple(tool.schema for tool in self.offered_tools.values()))
 
     def _sample_turn(self, new: tuple[Message, ...], voice: MakesVoice | None) -> Generator[Line, None, Step]:
-        """Samples the next turn, and shows it."""
+        """Samples the next turn and shows it."""
         again = bool(self.steps) and not self._row
         heard = (*(message for step in self.steps for message in (*step.prompt, step.message)), *new) if again else new
         stream = self.policy.stream(heard, tuple(self.offered_tools.values()), before=self._row, sample=self._draws)
@@ -170,14 +170,14 @@ class Talk:
         if refused is not None:
             return refused
         tool, answer, began = self.tools[call.name], Future[ToolResult](), time.monotonic()
-        # A thread of its own, so that one that never ends keeps nobody.
+        # A thread for each call, so that a call that never ends holds up nothing else.
         threading.Thread(target=_run_call, args=(self._notebook, tool, call, answer), daemon=True).start()
         try:
             told = answer.result(None if keeps_session(tool) else tool.timeout_seconds)
         except KeyboardInterrupt:
             self._forget_names()
             raise
-        except Exception as error:  # noqa: BLE001 - a tool is anybody's code; its fault is shown to the model and the user
+        except Exception as error:  # noqa: BLE001 - anybody's code; its errors are shown to the model and the user
             told = failure(tool, error if answer.done() else tool.overdue())
         return replace(told, seconds=time.monotonic() - began)
 
@@ -189,5 +189,5 @@ class Talk:
 def _run_call(notebook: Notebook, tool: Tool, call: ToolCall, answer: "Future[ToolResult]") -> None:
     try:
         answer.set_result(notebook.run(tool, call.arguments))
-    except BaseException as error:  # noqa: BLE001 - it goes to whoever waits
+    except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
         answer.set_exception(error)

@@ -1,4 +1,4 @@
-"""`agentrl doctor`: is everything there that a run needs? One line per question: ok, warn or fail, and what to do."""
+"""`agentrl doctor`: checks whether everything is there that a run needs. One line per check: ok, warn or fail, and a fix."""
 
 import shutil
 import sys
@@ -21,7 +21,7 @@ LOW_DISK = 2 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One question, its answer, and what to do about it."""
+    """One check: its name, its result, and what to do about a failure."""
 
     name: str
     state: Literal["ok", "warn", "fail"]
@@ -30,7 +30,7 @@ class Check:
 
 
 def doctor(
-    model: Annotated[str | None, typer.Option(help="Look at this model's chat template too.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="Check this model's chat template too.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
     """Check the machine, the services, the models; exit 4 on a fail."""
@@ -104,7 +104,7 @@ def _torch(where: Any) -> Iterator[Check]:
 
 
 def _cpu(facts: dict[str, Any]) -> Check:
-    """Which weights a sampler on the processor packs for its kernels; what it cannot pack it multiplies plainly."""
+    """Checks which dtypes a sampler on the CPU packs for its kernels; the others are multiplied unpacked."""
     roads = [f"{dtype} {f'plain ({why})' if why else 'packed'}" for dtype, why in facts["lacking"].items()]
     return Check("cpu", "ok", f"{facts['cpu']}: {', '.join(roads)}")
 
@@ -150,13 +150,13 @@ def _broker(where: Any) -> Iterator[Check]:
 
 
 def _workers(coming: str) -> Iterator[Check]:
-    """Who serves the queues, and who lacks; `coming` says what to do where a stack that runs starts them by itself."""
+    """Checks which queues have workers; `coming` is the advice if a running stack starts the missing ones by itself."""
     from agentrl.cli.targets import existing_database
     from agentrl.workers.stack.presence import count_workers_by_queue, missing_control_hints, missing_worker_hints
 
     try:
         db = existing_database()
-        lost = missing_control_hints(db) if db else []  # a database that is not there yet has no control loop either
+        lost = missing_control_hints(db) if db else []  # without a database there is no control loop either
     except AgentRLError as error:
         yield Check("workers", "fail", error.message, error.hint)
         return
@@ -212,7 +212,7 @@ def _sandbox(where: Any) -> Check:
 
 
 def _describe_sandbox(sandbox: Any) -> str:
-    """What runs inside, and how its memory is held."""
+    """The interpreter inside the sandbox, and how memory is limited."""
     from agentrl.workflow.sandbox.cgroups import parents
 
     asked = "import sys; print(sys.executable, '.'.join(map(str, sys.version_info[:3])))"

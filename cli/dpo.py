@@ -28,12 +28,12 @@ from agentrl.workflow.runtime.gc_pause import pause_gc
 
 def dpo(
     from_episodes: Annotated[
-        list[str], typer.Option(metavar="RUN", help="Whose stored episodes; repeatable.", show_default=False)
+        list[str], typer.Option(metavar="RUN", help="Run of the stored episodes; repeatable.", show_default=False)
     ],
-    pairs: Annotated[int, typer.Option(min=1, help="Pairs of a group, at most; no episode is in two.")] = 1,
-    beta: Annotated[float, typer.Option(help="What a nat counts: the smaller, the further from the reference.")] = 0.1,
+    pairs: Annotated[int, typer.Option(min=1, help="Most pairs per group; no episode is in two.")] = 1,
+    beta: Annotated[float, typer.Option(help="Weight of a nat: the smaller, the further from the reference.")] = 0.1,
     reference: Annotated[
-        str, typer.Option(metavar="start|sampler", help="The weights it starts from, or what sampled each episode.")
+        str, typer.Option(metavar="start|sampler", help="The starting weights, or those that sampled each episode.")
     ] = "start",
     reward_set: RewardSet = None,
     policy: StartPolicy = None,
@@ -41,7 +41,7 @@ def dpo(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Pairs per step [16].", show_default=False)] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Highest [the run's].", show_default=False)] = None,
     optimizer: Optimizer = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the order.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the order.")] = 0,
     name: Annotated[str | None, typer.Option(help="Name of the model made [RUN-dpo].", show_default=False)] = None,
     output_dir: OutputDir = None,
     save_every: SaveEvery = None,
@@ -50,7 +50,7 @@ def dpo(
 ) -> None:
     """Train a run's model to prefer its better episodes to their siblings (DPO); prints the folder of the model made.
 
-    Of each group the best episode is paired with the worst, the second best with the second worst, and so on.
+    In each group the best episode is paired with the worst, the second best with the second worst, and so on.
     """
     asked = recipe_options(steps, batch_size, learning_rate, seed, 1, optimizer)
     if not 0 < beta < float("inf"):
@@ -77,8 +77,8 @@ def _train_on_pairs(
     groups = len({one.group for one in stored.candidates})
     if not pairs:
         raise StateError(
-            f"In none of {groups} groups two episodes have different rewards, so that none is to be preferred.",
-            f"Take another --reward-set, or episodes of more groups; agentrl episodes {stored.name}",
+            f"None of the {groups} groups has two episodes with different rewards, so that there are no pairs.",
+            f"Choose another --reward-set, or episodes of more groups; agentrl episodes {stored.name}",
         )
     paired = len({better.group for better, _ in pairs})
     others = "; in the others all rewards are the same" if paired < groups else ""

@@ -1,7 +1,7 @@
-"""Which evaluations two names mean to `agentrl compare`: of the same tasks, rewards and limits, of these runs themselves.
+"""The choice of two evaluations for `agentrl compare`: most alike in tasks, rewards and limits, best of the named runs.
 
-Version 0 is the same weights in every run of a base, so that a policy has evaluations that other runs asked for too. Those are
-taken only where its own have no counterpart that is as much alike.
+Version 0 has the same weights in every run of a base, so that other runs evaluate the same policy too. Their evaluations are
+chosen only if the policy's own are less alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +17,14 @@ from agentrl.workflow.errors import ConfigError, NotFoundError
 Row = Mapping[str, Any]
 
 SAME_REWARDS, OTHER_CODE, OTHER_REWARDS = 0, 1, 2
-"""How alike the rewards of two evaluations are: the same, of the same parts and weights by other code, of others."""
+"""Likeness of the rewards of two evaluations: the same; the same parts and weights by other code; other parts or weights."""
 
 
 @dataclass(frozen=True)
 class Pair:
     """Two evaluations on one split of a dataset.
 
-    `newest`: whether both are the newest there are; else by what the newest two are not alike.
+    `newest`: "yes" if both are the newest of their policies; else what the newest two do not have in common.
     """
 
     one: Row
@@ -44,15 +44,15 @@ class _Candidate:
 
 
 def find_pair(first: str, second: str, dataset: str | None, split: str | None) -> Pair:
-    """The pair that is most alike: in its tasks, its rewards, how it was sampled, then not asked for by other runs; the newest.
+    """The most alike pair: by tasks, rewards, sampling, then by not being another run's; among equals the newest.
 
     Args:
-        first, second: an evaluation, or what `find_policy` knows.
+        first, second: an evaluation, or a policy as `find_policy` takes it.
         dataset, split: only evaluations on these.
 
     Raises:
-        NotFoundError: one has no evaluation.
-        ConfigError: they have none on the same split of the same dataset, or only one between them.
+        NotFoundError: one name has no evaluation.
+        ConfigError: they have none on the same split of the same dataset, or share a single one.
     """
     from agentrl.workers.requests.eval_config import stored_sampling_values
     from agentrl.workflow.store.reads import eval_results
@@ -81,7 +81,7 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
             sum(each.foreign for each in pair),
         )
 
-    found = min(pairs, key=unlike)  # of those alike the first, which is the newest
+    found = min(pairs, key=unlike)  # among equals the first, which is the newest
     newest = tuple(min(side, key=lambda each: each.foreign) for side in sides)
     if newest == found or newest[0].row["id"] == newest[1].row["id"]:
         return Pair(found[0].row, found[1].row)
@@ -95,7 +95,7 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
 def _pairs_on_one_split(
     first: str, second: str, sides: Sequence[Sequence[_Candidate]], tasks: Callable[[int], frozenset[int]]
 ) -> list[tuple[_Candidate, _Candidate]]:
-    """Pairs of two evaluations on the same split of a dataset. Raises as `find_pair`."""
+    """The pairs of evaluations on the same split of a dataset. Raises as `find_pair` does."""
     pairs = [(a, b) for a, b in product(*sides) if _dataset_and_split(a.row) == _dataset_and_split(b.row)]
     one, other = sides[0][0].row, sides[1][0].row
     if not pairs:
@@ -109,13 +109,13 @@ def _pairs_on_one_split(
         again = _same_tasks_options(row, len(tasks(row["id"])))
         raise ConfigError(
             f"{first!r} and {second!r} are measured by one evaluation, {row['run']}: there is nothing to compare.",
-            f"Measure once more what are the same weights: agentrl eval --policy {second}{again}",
+            f"The weights are the same; measure them once more: agentrl eval --policy {second}{again}",
         )
     return found
 
 
 def counted_rewards(row: Row) -> dict[str, float | str]:
-    """What an evaluation's rewards are made of: the weights that count and, where the env gives some itself, its name."""
+    """The parts of an evaluation's rewards: the weights other than 0 and, if the env gives rewards itself, its name."""
     gives = row["manifest"].get("right_by", {}).get("gives")
     counting = {name: weight for name, weight in row["weights"].items() if weight}
     return {**counting, **({"env": row["config"]["env"]} if gives else {})}
@@ -124,7 +124,7 @@ def counted_rewards(row: Row) -> dict[str, float | str]:
 def _compare_rewards(one: Row, other: Row) -> int:
     if counted_rewards(one) != counted_rewards(other):
         return OTHER_REWARDS
-    told = one["weights"] == other["weights"]  # the hash is of the weights too, also of those that count nothing
+    told = one["weights"] == other["weights"]  # the hash covers the weights too, even those of 0
     return OTHER_CODE if told and one["code_hash"] != other["code_hash"] else SAME_REWARDS
 
 
@@ -149,7 +149,7 @@ def _find_candidates(name: str, dataset: str | None) -> Sequence[_Candidate]:
 
 
 def _tiny_candidates(datasets: Sequence[str]) -> list[_Candidate]:
-    """The evaluations of each dataset's tiny model on that dataset: another's is another model of that name."""
+    """The evaluations of each dataset's tiny model on that dataset: each dataset has its own model of that name."""
     from agentrl.workflow.models.lookup import TINY, sft_model_name, starting_policy
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.reads import eval_results
@@ -164,9 +164,9 @@ def _tiny_candidates(datasets: Sequence[str]) -> list[_Candidate]:
 
 
 def _is_foreign(row: Row, config: RunConfig) -> bool:
-    """Whether another run asked for the evaluation than the one with the config, or for a model's own, which has no name, any.
+    """Whether the evaluation belongs to another run than the config's (to any run, if a plain model's config has no name).
 
-    One by hand tells whose policy was named; where it is too old for that, its rewards tell.
+    An evaluation by hand records the run of the named policy; one older than that field is recognised by its rewards.
     """
     if row["measures"] is not None:
         return bool(row["measures"] != config.name)
@@ -184,5 +184,5 @@ def _split_name(row: Row) -> str:
 
 
 def _same_tasks_options(row: Row, tasks: int) -> str:
-    """The words that measure another on the same tasks."""
+    """The options of `agentrl eval` for the same tasks."""
     return f" --dataset {row['dataset']} --split {row['split']} -n {tasks}"

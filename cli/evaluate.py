@@ -27,10 +27,10 @@ PolicyName = Annotated[
 ]
 TopK = Annotated[int | None, typer.Option("--top-k", help="Draw from the K likeliest tokens [the run's].", show_default=False)]
 TopP = Annotated[
-    float | None, typer.Option("--top-p", help="Draw from the likeliest that reach this [the run's].", show_default=False)
+    float | None, typer.Option("--top-p", help="Draw from the likeliest up to this total [the run's].", show_default=False)
 ]
 MinP = Annotated[
-    float | None, typer.Option("--min-p", help="Draw from this share of the likeliest on [the run's].", show_default=False)
+    float | None, typer.Option("--min-p", help="Least share of the likeliest's probability [the run's].", show_default=False)
 ]
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", help="A text that ends a turn; repeatable [the run's].", show_default=False)
@@ -58,7 +58,7 @@ SCORE_COLUMNS = (
     "dataset",
     "split",
 )
-"""What `eval --json` says of an evaluation."""
+"""Fields of an evaluation in `eval --json`."""
 
 
 def evaluate(
@@ -82,7 +82,7 @@ def evaluate(
     top_p: TopP = None,
     min_p: MinP = None,
     stop: Stop = None,
-    engine: Annotated[str | None, typer.Option(help="What samples [the run's, else rolling].", show_default=False)] = None,
+    engine: Annotated[str | None, typer.Option(help="Sampling engine [the run's, else rolling].", show_default=False)] = None,
     trust_remote_code: Trust = False,
     tool_format: ToolFormatName = None,
     chat_template: TemplateFile = None,
@@ -93,8 +93,8 @@ def evaluate(
 
     The interval is Wilson's where every reward is 0 or 1, so that their mean is a share, else Student's.
 
-    An episode counts as right where what says so in its reward is at its full value; pass@k is the chance that one of k
-    episodes of a task is right, for k up to --group-size. Compare two: agentrl compare A B.
+    An episode is right if the part of its reward that decides it has its full value; pass@k is the chance that one of k
+    episodes of a task is right, for k up to --group-size. Compare two policies: agentrl compare A B.
     """
     from agentrl.cli.services import start_run
     from agentrl.cli.watch import follow
@@ -126,27 +126,27 @@ def evaluate(
         say(f"No episode could be scored{why}. See them: agentrl episodes {made.name}")
         raise typer.Exit(1)
     if fail_under is not None and (result["mean_reward"] is None or result["mean_reward"] < fail_under):
-        say(f"The mean reward is under {fail_under:g}.")
+        say(f"The mean reward is below {fail_under:g}.")
         raise typer.Exit(1)
 
 
 def _with_policy_name(prepared: "PreparedRun", policy: str) -> "PreparedRun":
-    """The evaluation's manifest tells of which run (empty: none) the policy was named, as several may have the same weights."""
+    """The evaluation with the policy's run (empty: none) in its manifest, since several runs may have the same weights."""
     manifest = {**prepared.submission.manifest, "of": find_policy(policy)[0].name or ""}
     return replace(prepared, submission=replace(prepared.submission, manifest=manifest))
 
 
 def _greedy_options(drawn: Mapping[str, Any], group_size: int) -> dict[str, Any]:
-    """How the likeliest token is taken: alike for each policy, whatever its run drew from.
+    """The options that take the likeliest token, the same for each policy whatever its run's options.
 
     Raises:
-        ConfigError: something else was asked for as well.
+        ConfigError: an option about drawing, or more than one episode per task, was asked for as well.
     """
     also = [f"--{name.replace('_', '-')}" for name, value in drawn.items() if value is not None]
     if also:
         raise ConfigError(f"--greedy takes the likeliest token, and {also[0]} says how to draw one.", "Leave one out.")
     if group_size > 1:
-        raise ConfigError(f"--greedy makes {group_size} times the same episode of a task.", "Leave --group-size out.")
+        raise ConfigError(f"--greedy makes the same episode of a task {group_size} times.", "Leave --group-size out.")
     return {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -159,16 +159,16 @@ def eval_run_of(
     env: str | None = None,
     trust: bool = False,
 ) -> tuple[RunConfig, Any]:
-    """The config of an eval run (one iteration with all tasks) and the policy to measure, None for a model as it is.
+    """The config of an eval run (one iteration with all tasks) and the policy to measure, None for an untrained model.
 
-    What `rollout` leaves out, or gives as None, is the run's. `trust`: the model's own code may run.
+    Options that `rollout` lacks, or gives as None, are the run's. `trust`: the model's own code may run.
     """
     from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
     from agentrl.workflow.models.lookup import existing_model
 
     base, ref = _find_policy(policy, trust)
     config = eval_config(base, dataset, split, n, rollout, env)
-    if ref is None:  # before the dataset, which may be far away and is not what is wrong with an unknown name
+    if ref is None:  # before the dataset, which may be far away: an unknown name is the first error to report
         try:
             existing_model(config.model.path, config.dataset.name)
         except ModelError as error:
@@ -177,7 +177,7 @@ def eval_run_of(
 
 
 def _find_policy(policy: str, trust: bool) -> tuple[RunConfig, Any]:
-    """What `find_policy` finds, whose own code may run if a person says so here, or said so when the run was submitted."""
+    """The result of `find_policy`; the model's own code may run if a person allows it here, or did so in `submit`."""
     config, ref = find_policy(policy)
     trusted = config.model.trust_remote_code or trust
     return config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": trusted})}), ref
@@ -188,7 +188,7 @@ def _rollout_values(rollout: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat_values(tool_format: str | None, chat_template: str | None) -> dict[str, Any]:
-    """The keys of the config that say how a model is spoken to, as far as a person did."""
+    """The chosen chat options, as keys of the config."""
     given = {"model.tool_format": tool_format, "model.chat_template": chat_template}
     return {key: value for key, value in given.items() if value is not None}
 
@@ -216,16 +216,16 @@ def chat(
     min_p: MinP = None,
     stop: Stop = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per turn.")] = 256,
-    engine: Annotated[str | None, typer.Option(help="What samples [the run's, else rolling].", show_default=False)] = None,
+    engine: Annotated[str | None, typer.Option(help="Sampling engine [the run's, else rolling].", show_default=False)] = None,
     tool_format: ToolFormatName = None,
     chat_template: TemplateFile = None,
     seed: Annotated[int, typer.Option(min=0, help="Keys every random draw.")] = 0,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Talk to a policy, its tools at hand; everything runs in this process.
+    """Talk to a policy that may call its tools; everything runs in this process.
 
-    At a terminal: /help says what else one can do, ctrl-C stops an answer, ctrl-D ends it. In a pipe one line of input is one
-    message, and an empty line ends it.
+    At a terminal, /help lists the commands, ctrl-C stops an answer, ctrl-D ends the chat. In a pipe each line of input is one
+    message, and an empty line ends the chat.
     """
     from contextlib import closing
 
@@ -262,10 +262,10 @@ def chat(
 
 
 def _check_model(name: str, trusted: bool) -> None:
-    """Makes sure, before a person types, that a model of this machine is there.
+    """Checks, before a person types, that a local model exists.
 
     Raises:
-        ModelError: it is not.
+        ModelError: it does not.
     """
     from pathlib import Path
 
@@ -278,14 +278,14 @@ def _check_model(name: str, trusted: bool) -> None:
 
 def _greeting(policy: str, tools: Mapping[str, Any]) -> str:
     offered = f"tools: {', '.join(tools)}" if tools else "no tools"
-    return f"{one_line(policy)}, {offered}. /help says what you can type; ctrl-D ends it."
+    return f"{one_line(policy)}, {offered}. /help lists the commands; ctrl-D ends the chat."
 
 
 def _env_at_hand(config: RunConfig, named: str | None) -> tuple[Any, Mapping[str, Any]]:
-    """The env to talk in, and its tools: those named, else the run's; what of the run's is not to be had here is done without.
+    """The env of the chat and its tools: those named, else the run's, without the ones that cannot be loaded here.
 
     Raises:
-        ConfigError: the env that a person named is not here.
+        ConfigError: the env that a person named cannot be loaded.
     """
     from agentrl.workflow.envs import Env, offered_tools
     from agentrl.workflow.plugins import find
@@ -297,13 +297,13 @@ def _env_at_hand(config: RunConfig, named: str | None) -> tuple[Any, Mapping[str
     try:
         env = find("envs", config.env or default)
     except ConfigError as error:
-        say(f"It talks without the run's env: {error}")
+        say(f"The chat goes on without the run's env: {error}")
         env = Env()
     own = config.model_copy(update={"tools": tuple(name for name in config.tools if _is_here(name))})
     try:
         return env, offered_tools(env, own)
     except ConfigError as error:
-        say(f"It talks without tools: {error}")
+        say(f"The chat goes on without tools: {error}")
         return env, {}
 
 
@@ -314,6 +314,6 @@ def _is_here(tool: str) -> bool:
     try:
         mcp_tool.is_server(tool) or find("tools", tool)
     except ConfigError as error:
-        say(f"It talks without a tool: {error}")
+        say(f"The chat goes on without a tool: {error}")
         return False
     return True

@@ -1,4 +1,4 @@
-"""`agentrl fork`, `rescore`, `why`: what could have been, what it would have earned, and what became of it."""
+"""`agentrl fork`, `rescore`, `why`: other continuations of an episode, other rewards for it, and the update that used it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -18,18 +18,18 @@ def fork(
     n: Annotated[int, typer.Option("-n", min=1, max=1024, help="How many forks.")] = 8,
     edit_message: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="What the step reads instead of the last message before it.", show_default=False),
+        typer.Option(metavar="TEXT", help="Replace the last message before the step by this text.", show_default=False),
     ] = None,
     policy: Annotated[
         str | None,
         typer.Option(metavar="V", help="Version of its run, or RUN@V [the one that sampled the step].", show_default=False),
     ] = None,
-    with_parent: Annotated[bool, typer.Option("--with-parent", help="The episode itself joins the group.")] = False,
+    with_parent: Annotated[bool, typer.Option("--with-parent", help="Add the episode itself to the group.")] = False,
     name: Annotated[str | None, typer.Option(help="Name of the fork run.", show_default=False)] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the forks to their end.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Go on with an episode from one of its steps, several times; prints the fork run's name."""
+    """Continue an episode from one of its steps, several times; prints the fork run's name."""
     from agentrl.cli.submit import send_run
     from agentrl.workers.requests.fork_request import ForkRequest, prepare_fork
 
@@ -67,7 +67,7 @@ def rescore(
 
 
 def why(episode: LastEpisode = None, as_json: Json = False) -> None:
-    """Tell what became of an episode: the update that trained on it, or why none did."""
+    """Tell which update trained on an episode, or why none did."""
     from agentrl.workflow.store.reads import ledger
 
     db = stored_reader()
@@ -80,13 +80,13 @@ def why(episode: LastEpisode = None, as_json: Json = False) -> None:
 
 
 NEIGHBOURS = 3
-"""Iterations shown before and after the episode's, where the run has many more."""
+"""Iterations shown before and after the episode's, if the run is longer."""
 
 COLUMNS = (
     "iteration", "planned", "trained", "no_variance=no variance", "strayed", "too_few=too few", "surplus", "skipped", "tainted",
     "no_reward=no reward", "failed", "infra_error", "cancelled", "evaluated", "forked", "waiting", "open",
 )  # fmt: skip
-"""Fates, in the table; a column where nothing ended so is left out."""
+"""Fates as columns of the table; a fate without episodes is left out."""
 
 SENTENCES = {
     "trained": "trained: advantage {advantage} in the update of iteration {iteration}, which made policy version {iteration}",
@@ -100,12 +100,12 @@ SENTENCES = {
     "failed": "not trained: it failed ({error})",
     "infra_error": "not trained: the system failed it ({error})",
     "cancelled": "not trained: the run was cancelled",
-    "evaluated": "made to measure a policy, and trained by no update",
+    "evaluated": "made to measure a policy; no update trains on it",
     "forked": "made by a fork; train on its group: agentrl submit --from-groups {run}",
     "waiting": "done, and not trained yet: its iteration is still open",
     "open": "not over yet: {status}",
 }
-"""Fate -> what a person is told."""
+"""Fate -> sentence for a person."""
 
 
 def _fate_lines(found: Any) -> Iterator[Line]:
@@ -127,7 +127,7 @@ def _fate_sentence(fate: Mapping[str, Any]) -> str:
 
 
 def _iteration_rows(iterations: Sequence[Mapping[str, Any]], here: int) -> list[dict[str, Any]]:
-    """The iterations, of a long run those about the episode's, and the sum over all."""
+    """The iterations (of a long run, those around the episode's) and the sum over all."""
     near = [row for row in iterations if abs(row["iteration"] - here) <= NEIGHBOURS]
     shown = iterations if len(iterations) <= 2 * len(near) else near
     marked = [{**row, "iteration": f"{row['iteration']}{' <-' if row['iteration'] == here else ''}"} for row in shown]

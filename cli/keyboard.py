@@ -1,4 +1,4 @@
-"""What a person types at a terminal, message by message: edited and remembered by readline, of one line or of several.
+"""Messages typed at a terminal, of one line or several, with readline for editing and history.
 
 A line that ends in a backslash goes on in the next one; three quotation marks begin a block that ends with three more.
 """
@@ -11,14 +11,14 @@ from agentrl.workflow.errors import ConfigError
 
 BLOCK = '"""'
 MAX_MESSAGE_CHARS = 1_000_000
-"""Characters of a message."""
+"""The most characters of a message."""
 
 
 class Keyboard:
-    """The terminal that a person types at.
+    """A person's terminal.
 
     Args:
-        history: what was typed before.
+        history: the earlier messages.
     """
 
     def __init__(self, history: History) -> None:
@@ -29,13 +29,13 @@ class Keyboard:
             self._readline.add_history(message)
 
     def message(self) -> str:
-        """The next one; empty where nothing was typed.
+        """Reads the next message; empty if the line is empty.
 
         Raises:
-            EOFError: there is none (ctrl-D).
-            KeyboardInterrupt: it was given up (ctrl-C).
-            UnicodeDecodeError: it is no UTF-8.
-            ConfigError: it is too long.
+            EOFError: the input ended (ctrl-D).
+            KeyboardInterrupt: the message was discarded (ctrl-C).
+            UnicodeDecodeError: the message is not UTF-8.
+            ConfigError: the message is too long.
         """
         text = read_message(lambda prompt: replace_invalid(input(prompt))).rstrip()
         if text and text != self._last:
@@ -47,10 +47,10 @@ class Keyboard:
 
 
 def read_message(line: Callable[[str], str]) -> str:
-    """A message of one line or several; `line` is given a prompt and gives the next line.
+    """Reads a message of one line or several; `line` takes a prompt and returns the next line.
 
     Raises:
-        ConfigError: it is too long.
+        ConfigError: the message is too long.
     """
     first = line("> ")
     begun = first.lstrip().removeprefix(BLOCK)
@@ -63,19 +63,19 @@ def read_message(line: Callable[[str], str]) -> str:
         lines.append(line("... "))
         typed += len(lines[-1]) + 1
         if typed > MAX_MESSAGE_CHARS:
-            raise ConfigError(f"A message may have {MAX_MESSAGE_CHARS} characters.", "Say it in less.")
+            raise ConfigError(f"A message may have {MAX_MESSAGE_CHARS} characters.", "Shorten it.")
     if block:
         lines[-1] = lines[-1].rstrip().removesuffix(BLOCK)
     return "\n".join(lines).strip("\n")
 
 
 def replace_invalid(line: str) -> str:
-    """The line with U+FFFD for what was no UTF-8."""
+    """The line with U+FFFD for bytes that were not UTF-8."""
     return line.encode("utf-8", "replace").decode()
 
 
 def _find_readline() -> Any:
-    """The module, where Python has it."""
+    """The module readline, if this Python has it."""
     try:
         import readline
     except ImportError:

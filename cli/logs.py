@@ -1,4 +1,4 @@
-"""`agentrl logs`: the end of what the processes of this home's embedded stack wrote, and what they write from now on."""
+"""`agentrl logs`: the last lines of the logs of this home's embedded stack, and those that follow."""
 
 import os
 import sys
@@ -15,9 +15,9 @@ from agentrl.workflow.errors import NotFoundError, did_you_mean
 PAUSE_SECONDS = 0.3
 MOST_LINES = 10_000
 END_BYTES = 1_000_000
-"""What is read of the end of a log."""
+"""Bytes read from the end of a log."""
 MAX_LINE_CHARS = 2_000
-"""Characters of a line that are shown, at most."""
+"""The most characters of a line that are shown."""
 
 
 def logs(
@@ -25,10 +25,10 @@ def logs(
         str | None,
         typer.Argument(metavar="ROLE", help="supervisor, rollout, train, tools, control or redis [all].", show_default=False),
     ] = None,
-    lines: Annotated[int, typer.Option("-n", "--lines", min=1, max=MOST_LINES, help="So many of the newest of each.")] = 20,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Show also what is written from now on.")] = False,
+    lines: Annotated[int, typer.Option("-n", "--lines", min=1, max=MOST_LINES, help="Newest lines of each log.")] = 20,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Also show new lines as they are written.")] = False,
 ) -> None:
-    """Show what the workers of this home's embedded stack wrote; `agentrl worker` writes to its own terminal."""
+    """Show the logs of this home's embedded stack; `agentrl worker` writes to its own terminal instead."""
     from agentrl.workflow.settings import settings
 
     files = _pick_logs(settings().stack_dir, role)
@@ -39,10 +39,10 @@ def logs(
 
 
 def _pick_logs(folder: Path, role: str | None) -> dict[str, Path]:
-    """The log of each process by its name, or those that a role writes to.
+    """Name -> log of each process, or of those with the role.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no such log.
     """
     there = {file.stem: file for file in sorted(folder.glob("*.log")) if file.is_file() and not file.is_symlink()}
     if not there:
@@ -56,7 +56,7 @@ def _pick_logs(folder: Path, role: str | None) -> dict[str, Path]:
 
 
 def _show_end(name: str, file: Path, lines: int, titled: bool) -> int:
-    """Shows the last lines; returns where the file ended."""
+    """Shows the last lines; returns the position after them."""
     with file.open("rb") as log:
         end = log.seek(0, os.SEEK_END)
         log.seek(max(end - END_BYTES, 0))
@@ -71,13 +71,13 @@ def _show_new(files: Mapping[str, Path], places: dict[str, int]) -> None:
     for name, file in files.items():
         with file.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
-            log.seek(places[name] if size >= places[name] else 0)  # a shorter one was begun anew
+            log.seek(places[name] if size >= places[name] else 0)  # a log that is shorter now was begun anew
             _show_lines(_read_whole_lines(log), f"{name}: " if len(files) > 1 else "")
             places[name] = log.tell()
 
 
 def _read_whole_lines(log: BinaryIO) -> list[bytes]:
-    """The lines that are there, and the file after the last that is whole, unless that has no end."""
+    """Reads whole lines and leaves the file after them; a line longer than END_BYTES counts as whole."""
     start = log.tell()
     found = log.read(END_BYTES)
     whole = found.rfind(b"\n") + 1 or (len(found) if len(found) == END_BYTES else 0)

@@ -14,13 +14,13 @@ STDOUT = 1
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
     try:
-        from agentrl.cli.app import run  # takes a third of a second, in which Ctrl-C is none the less an answer
+        from agentrl.cli.app import run  # takes a third of a second, in which Ctrl-C must work too
 
         code = run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `| head` has what it wanted; what is still buffered must not fail at exit either
+    except BrokenPipeError:  # `| head` has closed the pipe; flushing the buffer must not fail at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
         return 0

@@ -1,4 +1,4 @@
-"""`agentrl gc`, `agentrl vacuum`: what no row needs leaves the disk, and the database gives back what it does not use."""
+"""`agentrl gc`, `agentrl vacuum`: remove files that no row needs, and return the database's unused space."""
 
 from typing import Annotated, Any
 
@@ -16,17 +16,17 @@ def gc(
         int | None,
         typer.Option(
             min=1,
-            help="Of runs that are over keep only the newest N adapters, also where episodes name others.",
+            help="Of finished runs keep only the newest N adapters, even if episodes name others.",
             metavar="N",
             show_default=False,
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed, and keep it.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove what no row needs from the checkpoint folders.
+    """Remove the files from the checkpoint folders that no row needs.
 
-    Leftovers of killed trainers, optimizer state of all but the last two checkpoints, adapters that no episode names.
+    These are leftovers of killed trainers, optimizer state of all but the last two checkpoints, adapters that no episode names.
     """  # fmt: skip
     from agentrl.workflow.checkpoints.checkpoint_gc import KINDS
     from agentrl.workflow.store import retention
@@ -47,7 +47,7 @@ def gc(
 
 
 def _collect_run(db: Any, place: Any, keep_last: int | None, dry_run: bool) -> dict[str, int]:
-    """One run; bytes by kind."""
+    """Collects one run's garbage; returns bytes by kind."""
     from agentrl.workflow.checkpoints import checkpoint_gc
     from agentrl.workflow.checkpoints.epoch_links import unlink_epochs
     from agentrl.workflow.store import epoch_ends, retention
@@ -57,7 +57,7 @@ def _collect_run(db: Any, place: Any, keep_last: int | None, dry_run: bool) -> d
     decide = retention.find_needs if dry_run else retention.collect
     waste = checkpoint_gc.find_waste(folders, decide(db, place.run_id, present, keep_last), place.key)
     if not dry_run:
-        unlink_epochs(epoch_ends.load_epoch_ends(db, place.run_id))  # none leads to what goes now
+        unlink_epochs(epoch_ends.load_epoch_ends(db, place.run_id))  # so that no link leads to a removed folder
     for item in () if dry_run else waste:
         checkpoint_gc.remove(place.output_dir, item)
     return {kind: sum(item.bytes for item in waste if item.kind == kind) for kind in checkpoint_gc.KINDS}
@@ -73,7 +73,7 @@ def vacuum(as_json: Json = False) -> None:
     else:
         show(f"{_format_bytes(done.before)} -> {_format_bytes(done.after)}")
     if done.left:
-        say("Somebody reads an older state: the log beside the file shrinks at the next vacuum.")
+        say("Another process reads an older state: the log beside the file shrinks at the next vacuum.")
 
 
 def _format_bytes(count: int) -> str:

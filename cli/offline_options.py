@@ -1,4 +1,4 @@
-"""What `agentrl sft` and `dpo` share: where the model goes, which stored episodes it learns from, and how far it is."""
+"""Options that `agentrl sft` and `dpo` share: the model's place, the stored episodes, the recipe; and the progress."""
 
 import re
 import sys
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from agentrl.workflow.training.offline_training import Recipe, Start, TrainedModel
     from agentrl.workflow.trajectory import Episode
 
-RewardSet = Annotated[
-    str | None, typer.Option(help="Whose rewards choose among stored episodes [default].", show_default=False)
-]
+RewardSet = Annotated[str | None, typer.Option(help="Reward set that ranks stored episodes [default].", show_default=False)]
 StartPolicy = Annotated[
     str | None,
     typer.Option("--policy", metavar="RUN[@V]", help="With stored episodes: start from this [theirs].", show_default=False),
@@ -34,7 +32,7 @@ StartPolicy = Annotated[
 
 
 def _read_options_file(ctx: typer.Context, file: Path | None) -> Path | None:
-    """Takes the options of a YAML file, whose keys are their names, as what is not typed."""
+    """Reads options from a YAML file by name, as defaults of those that are not typed."""
     if file is None:
         return None
     options = {spelling.lstrip("-").replace("-", "_"): option.name for option in ctx.command.params for spelling in option.opts}
@@ -78,7 +76,7 @@ OutputDir = Annotated[
 
 @dataclass(frozen=True)
 class OutputPlace:
-    """Where the model is to be made, as it was asked for, and how often on the way it is kept."""
+    """The options on the model's place, and on how often training writes a checkpoint."""
 
     name: str | None
     output_dir: Path | None
@@ -87,11 +85,11 @@ class OutputPlace:
 
     @property
     def writing_options(self) -> dict[str, Any]:
-        """What a training is told of it, beside the folder."""
+        """The training's keyword arguments for writing, beside the folder."""
         return {"overwrite": self.force, "save_every": self.save_every}
 
     def of(self, made: str) -> Path:
-        """The folder; `made` is its name where none was given."""
+        """The model's folder; without --name and --output-dir its name is `made`."""
         if self.output_dir and self.name:
             raise ConfigError("--name and --output-dir both say where the model goes.", "Leave one out.")
         target = self.output_dir.expanduser() if self.output_dir else _named_folder(self.name, made)
@@ -104,17 +102,17 @@ def _named_folder(asked: str | None, made: str) -> Path:
     from agentrl.workflow.settings import settings
 
     if asked is not None and not re.match(NAME_PATTERN, asked):
-        raise ConfigError(f"--name {asked!r} is no name.", "Use a-z, 0-9, '.', '_' and '-', at most 64.")
+        raise ConfigError(f"--name {asked!r} is not a valid name.", "Use a-z, 0-9, '.', '_' and '-', at most 64.")
     name = asked or made
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise ConfigError(f"No name can be made of {name!r}.", "Pass --name.")
+        raise ConfigError(f"{name!r} cannot be a model's name.", "Pass --name.")
     return settings().models_dir / name
 
 
 def recipe_options(
     steps: int | None, batch_size: int | None, learning_rate: float | None, seed: int, pieces: int, optimizer: str | None
 ) -> dict[str, Any]:
-    """What was asked of the recipe."""
+    """The recipe's options that were given."""
     if learning_rate is not None and not 0 < learning_rate < float("inf"):
         raise ConfigError(f"--learning-rate must be above 0, not {learning_rate:g}.")
     wanted: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
@@ -124,7 +122,7 @@ def recipe_options(
 
 
 def refuse_options(options: Mapping[str, Any], why: str, hint: str) -> None:
-    """Raises ConfigError naming those of the options that were given."""
+    """Raises ConfigError, with their names, if any of the options were given."""
     given = [option for option, value in options.items() if value is not None]
     if given:
         raise ConfigError(f"{', '.join(given)}: {why}", hint)
@@ -132,7 +130,7 @@ def refuse_options(options: Mapping[str, Any], why: str, hint: str) -> None:
 
 @dataclass(frozen=True)
 class StoredEpisodes:
-    """Stored episodes to choose from, and what learns from them."""
+    """Stored episodes to choose from, and the weights that learn from them."""
 
     db: "Database"
     found: "StoredGroups"
@@ -140,12 +138,12 @@ class StoredEpisodes:
 
     @property
     def name(self) -> str:
-        """The first run's."""
+        """The name of the first run."""
         return str(self.found.sources[0].row["name"])
 
     @property
     def start(self) -> "Start":
-        """What learns."""
+        """The weights that learn, with the config of their run."""
         from agentrl.workflow.training.offline_training import Start
 
         made = self.found.config
@@ -153,21 +151,21 @@ class StoredEpisodes:
         return Start(made.model, self.found.start, made.rollout.temperature, manifest)
 
     def recipe(self, examples: int, passes: int, asked: Mapping[str, Any]) -> "Recipe":
-        """So many passes, at the run's learning rate unless another was asked for."""
+        """The recipe for this many passes, at the run's learning rate unless another was asked for."""
         from agentrl.workflow.training.offline_training import recipe_for
 
         rate = self.found.config.update.learning_rate
         return replace(recipe_for(examples, passes, rate, asked.get("batch_size")), **asked)
 
     def episodes(self, chosen: "list[Candidate]") -> "list[Episode]":
-        """The chosen ones with their tokens."""
+        """The chosen episodes with their tokens."""
         from agentrl.workflow.store import offline_data
 
         return offline_data.load_chosen_episodes(self.db, [one.id for one in chosen])
 
 
 def find_stored(runs: list[str], reward_set: str | None, policy: str | None, least: int) -> StoredEpisodes:
-    """What these runs have stored; `least` done episodes make a group of use."""
+    """The stored episodes of these runs, from groups with at least `least` done episodes."""
     from agentrl.workers.requests.stored_groups import load_stored_groups
     from agentrl.workflow.store import offline_data
 
@@ -185,7 +183,7 @@ def find_stored(runs: list[str], reward_set: str | None, policy: str | None, lea
 
 
 def train_with_progress(target: Path, training: "Callable[..., TrainedModel]") -> "TrainedModel":
-    """Trains as this machine is set up to, and shows how far it is; first of all there is a place for what it makes."""
+    """Trains with this machine's settings and shows the progress; makes the parent folder of the model first."""
     from agentrl.workflow.settings import settings
 
     try:
@@ -203,21 +201,21 @@ def train_with_progress(target: Path, training: "Callable[..., TrainedModel]") -
 
 
 def model_name(target: Path) -> str:
-    """How a command names the model made: by its folder where that is not among agentrl's own."""
+    """The model's name for commands: its path if it is not among agentrl's own models."""
     from agentrl.workflow.settings import settings
 
     return target.name if target.parent == settings().models_dir else str(target)
 
 
 def say_next_steps(stored: StoredEpisodes, target: Path) -> None:
-    """What one does with the model made."""
+    """Prints commands that use the new model."""
     dataset = stored.found.config.dataset.name
     say(f"Measure it: agentrl eval --policy {model_name(target)} --dataset {dataset}")
     say(f"Train it: agentrl submit --dataset {dataset} --model {model_name(target)}")
 
 
 def show_made(made: "TrainedModel", learned: str, more: Mapping[str, Any], as_json: bool) -> None:
-    """What was made, of what."""
+    """Prints the new model, and what it learned from."""
     left_out = "".join(f"; left out {count}: {why}" for why, count in made.left_out.items())
     say(f"Learned from {learned}{left_out}.")
     if not as_json:
@@ -228,7 +226,7 @@ def show_made(made: "TrainedModel", learned: str, more: Mapping[str, Any], as_js
 
 
 class Progress:
-    """What trains; then a bar on a terminal, else a line for every tenth; with the speed and the time left."""
+    """The progress of a training: a bar on a terminal, else a line for every tenth; with the speed and the time left."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -248,14 +246,14 @@ class Progress:
             self._bar.stop()
 
     def begins(self, parameters: object, steps: int, done: int) -> None:
-        """Says what trains, and where it goes on; from here the time counts."""
+        """Says what trains and at which step it resumes; starts the clock."""
         self._began, self._before = time.monotonic(), done
         say(str(parameters))
         if done:
             say(f"goes on at step {done} of {steps}")
 
     def step(self, done: int, steps: int, tokens: int, metrics: Mapping[str, float]) -> None:
-        """Shows how far it is."""
+        """Shows the progress."""
         self._tokens += tokens
         seconds = time.monotonic() - self._began
         said = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in metrics.items())

@@ -1,4 +1,4 @@
-"""What a command prints: data on stdout, the rest on stderr; tables by rich on a terminal, plain aligned columns elsewhere.
+"""The output of commands: data on stdout, the rest on stderr; tables by rich on a terminal, plain aligned columns elsewhere.
 
 Texts of models, tools, datasets and users go through `clean`: terminal escapes and control characters never reach a terminal,
 and rich's markup is never interpreted. `--json` is one document, in ASCII, so that nothing in it needs cleaning.
@@ -20,10 +20,10 @@ import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
-# A title or link of a terminal has an end, and is short: of one that has none, nothing but its beginning goes.
+# A terminal's title or link ends, and soon: of one without an end only the beginning is removed.
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b\n]{0,500}(?:\x07|\x1b\\)|[ -/]*[0-~])")
-# Control characters but \t and \n; the marks that turn the direction of text; what is not seen, or ends a line elsewhere; half
-# surrogate pairs.
+# Control characters but \t and \n; marks that turn the direction of text; invisible characters, and line ends of other systems;
+# half surrogate pairs.
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
     "\u00ad\u180e\u200b\u2028\u2029\u2060-\u2064\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f\ud800-\udfff]"
@@ -31,11 +31,11 @@ _CONTROLS = re.compile(
 CELL_CHARS = 60
 """Longest text in a cell of a table."""
 MAX_DEPTH = 100
-"""Levels of a value that are shown; what lies deeper is `...`."""
+"""Levels of a value that are shown; deeper ones become `...`."""
 MOST_BITS = 10_000
-"""Bits of a whole number that is written in decimal; Python writes no more than 4300 digits."""
+"""The most bits of an integer that is written in decimal; Python writes no more than 4300 digits."""
 MOST_DIGITS = 300
-"""Digits of a number of Postgres that is written in decimal; no float has more."""
+"""The most digits of a Postgres number that is written in decimal; no float has more."""
 
 Line = tuple[str, str]
 """A text, of one line or several, and rich's name of its style."""
@@ -53,29 +53,29 @@ def one_line(text: str, limit: int = CELL_CHARS) -> str:
 
 
 def say(text: str) -> None:
-    """A remark, on stderr."""
+    """Prints a remark on stderr."""
     print(clean(text), file=sys.stderr)
 
 
 def show(text: str) -> None:
-    """A line of data, on stdout, at once."""
+    """Prints a line of data on stdout and flushes it."""
     print(clean(text), flush=True)
 
 
 def show_json(value: Any) -> None:
-    """One JSON document on stdout."""
+    """Prints one JSON document on stdout."""
     print(json.dumps(plain(value), indent=2, allow_nan=False))
 
 
 def show_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Comma-separated values on stdout, a header first."""
+    """Prints comma-separated values on stdout, a header first."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(map(clean, columns))
     writer.writerows([clean(item) if isinstance(item, str) else item for item in map(plain, row)] for row in rows)
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """A table on stdout; on a terminal that is too narrow its lines are wrapped, and nothing is left out."""
+    """Prints a table on stdout; a narrow terminal wraps its lines, and nothing is left out."""
     titles = [one_line(column) for column in columns]
     cells = [[cell(value) for value in row] for row in rows]
     if sys.stdout.isatty() and max(map(len, _align_rows(titles, cells))) + len(titles) < console().width:
@@ -87,12 +87,12 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 def show_rows(
     rows: Sequence[Mapping[str, Any]], columns: Sequence[str], least: Sequence[str] = (), below: Sequence[str] = ()
 ) -> None:
-    """A table of these columns of the rows, without those that are empty.
+    """Prints a table of these columns of the rows, without empty columns.
 
     Args:
         columns: the keys; each may have a short name after a `=`: `sampled_tokens=tokens`.
-        least: keys that a narrow terminal has no room for, the more important first; a remark names those left out.
-        below: keys whose texts stand in lines of their own, under their row.
+        least: keys that a narrow terminal may leave out, the more important first; a remark names those left out.
+        below: keys whose texts get lines of their own, under their row.
     """
     told = [column for column in columns if any(row[column.partition("=")[0]] not in (None, "") for row in rows)]
     width = _width()
@@ -116,7 +116,7 @@ def show_rows(
 
 
 def _width() -> int:
-    """How wide what is printed may be: the terminal, or what COLUMNS says; a file takes all."""
+    """The width of the output: the terminal's, or COLUMNS; unlimited for a file."""
     told = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
     return shutil.get_terminal_size().columns if told else 100_000
 
@@ -126,20 +126,20 @@ def _cells(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[li
 
 
 def _natural_width(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> int:
-    """How wide the table is."""
+    """The width of the table."""
     titles = [column.rpartition("=")[2] for column in columns]
     return max(len(line) for line in _align_rows(titles, _cells(rows, columns)))
 
 
 def _align_rows(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """A line for the titles and one for each row."""
+    """The aligned lines: one for the titles and one for each row."""
     widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
     padded = [[text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in (titles, *cells)]
     return ["  ".join(row).rstrip() for row in padded]
 
 
 def show_lines(lines: Iterable[Line]) -> None:
-    """Texts on stdout, with their styles on a terminal."""
+    """Prints texts on stdout, with their styles on a terminal."""
     if not sys.stdout.isatty():
         for text, _ in lines:
             print(clean(text))
@@ -152,7 +152,7 @@ def show_lines(lines: Iterable[Line]) -> None:
 
 
 def console(stderr: bool = False) -> Any:
-    """rich's console, which interprets nothing in the texts it is given."""
+    """rich's console, with all interpretation of markup off."""
     from rich.console import Console
 
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
@@ -180,13 +180,13 @@ def cell(value: Any) -> str:
 
 
 def format_interval(found: Mapping[str, Any]) -> str:
-    """`95% Wilson [0.15, 0.85]`: from `low` to `high`, and whose it is, which of older evaluations nothing tells."""
+    """`95% Wilson [0.15, 0.85]`: from `low` to `high`, with the method, which older evaluations do not record."""
     whose = f"{found['interval_by']} " if found["interval_by"] else ""
     return f"95% {whose}[{cell(found['low'])}, {cell(found['high'])}]"
 
 
 def format_decimals(value: float) -> str:
-    """A number of a curve, with three decimals; one of five digits or more as `cell` writes it."""
+    """A number of a curve with three decimals, or as `cell` writes it if it has five digits or more."""
     return f"{value:.3f}" if abs(value) < 10_000 else cell(value)
 
 
@@ -209,7 +209,7 @@ def plain(value: Any, depth: int = 0) -> Any:
             return {str(key): plain(item, depth + 1) for key, item in value.items()}
         case list() | tuple():
             return [plain(item, depth + 1) for item in value]
-        case Decimal():  # what Postgres makes of a sum
+        case Decimal():  # Postgres' type of a sum
             return _plain_number(value)
         case _:
             return str(value)

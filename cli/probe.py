@@ -1,4 +1,4 @@
-"""What `agentrl doctor` asks a process of its own, so that torch and transformers stay out of the command: facts as JSON.
+"""Facts about torch and models as JSON, found in a process of its own so that commands import neither torch nor transformers.
 
 `python -m agentrl.cli.probe torch DEVICE`, `template FOLDER`, `model FOLDER|NAME CONFIG`, `optimizer NAME DEVICE`;
 see `cli.probe_process`.
@@ -15,9 +15,9 @@ from agentrl.workflow.runtime.gc_pause import pause_gc
 
 
 def torch_facts(device: str) -> dict[str, Any]:
-    """Version, threads, GPUs; why the device that the settings name cannot be used, empty if it can; the processor's roads.
+    """Version, threads, GPUs and CPU; why the settings' device cannot be used, empty if it can.
 
-    `lacking` has for each dtype that the sampler packs on a CPU why it does not here, empty where it does.
+    `lacking`: for each dtype that the sampler packs on a CPU, why it does not here, empty if it does.
     """
     import torch
 
@@ -63,7 +63,7 @@ def template_facts(folder: str) -> dict[str, Any]:
 
 
 def model_facts(path: str, config: str) -> dict[str, Any]:
-    """Why the model cannot be loaded as the config (JSON) says; nothing where it can, or is a hub's and not here."""
+    """Why the model cannot be loaded with the config (JSON); empty if it can, or if it is a hub model that is not here."""
     from agentrl.workflow.config import ModelConfig
     from agentrl.workflow.errors import AgentRLError
     from agentrl.workflow.models.loading import check
@@ -79,7 +79,7 @@ def model_facts(path: str, config: str) -> dict[str, Any]:
 
 
 def optimizer_facts(name: str, device: str) -> dict[str, Any]:
-    """Why that optimizer cannot run here; nothing where it can."""
+    """Why the optimizer cannot run here; empty if it can."""
     from agentrl.workflow.errors import AgentRLError
     from agentrl.workflow.models.loading import pick_device
     from agentrl.workflow.training.optimizer import check_optimizer
@@ -101,4 +101,4 @@ FACTS: dict[str, Callable[..., dict[str, Any]]] = {
 if __name__ == "__main__":
     with pause_gc():
         print(json.dumps(FACTS[sys.argv[1]](*sys.argv[2:])), flush=True)
-        gc.freeze()  # nor when the process ends
+        gc.freeze()  # no collection at exit either

@@ -1,4 +1,4 @@
-"""What the command line asks a process of its own, `cli.probe`, so that torch and transformers stay out of it."""
+"""Queries of `cli.probe` in a process of its own, so that commands import neither torch nor transformers."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ PROBE_SECONDS = 120
 
 
 def probe_facts(*arguments: str) -> dict[str, Any]:
-    """Facts from `cli.probe`; `error` where it has none."""
+    """The facts of a query to `cli.probe`, or an `error`."""
     command = [sys.executable, "-P", "-m", "agentrl.cli.probe", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
@@ -26,10 +26,10 @@ def probe_facts(*arguments: str) -> dict[str, Any]:
 
 
 def check_model(config: ModelConfig, base: str) -> None:
-    """Makes sure that the files of a model make one, as a worker finds when it loads them; of a hub model only if it is here.
+    """Checks that a worker can load the model's files; a hub model is checked only if it is here.
 
     Raises:
-        ModelError: they do not, or not as the config wants it.
+        ModelError: the files are not a model, or do not fit the config.
     """
     facts = probe_facts("model", base, config.model_dump_json())
     if "error" in facts:
@@ -37,7 +37,7 @@ def check_model(config: ModelConfig, base: str) -> None:
 
 
 def check_optimizer(name: str) -> None:
-    """Makes sure that an optimizer other than torch's own works on this machine.
+    """Checks that an optimizer other than torch's own works on this machine.
 
     Raises:
         ConfigError: it does not.

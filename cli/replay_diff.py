@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def diff(episode: int, other: int, as_json: bool) -> int:
-    """Prints where the two part and in what else they differ; 0 where in nothing, else 1."""
+    """Prints the first token at which the two part and all other differences; returns 0 if there are none, else 1."""
     from agentrl.workflow.analysis.episode_diff import compare
     from agentrl.workflow.store.reads.provenance import find_origin
 
@@ -32,7 +32,7 @@ def diff(episode: int, other: int, as_json: bool) -> int:
 
 
 def _with_reward_parts(origin: "Origin") -> Episode:
-    """With the parts of its own reward set, which a record keeps apart."""
+    """The episode with the parts of its default reward set, which a record keeps apart."""
     from agentrl.workflow.rewards import part_sum
 
     parts = origin.reward_sets["default"].parts
@@ -45,7 +45,7 @@ def _with_token_texts(token: "TokenDifference", sides: "tuple[Origin, Origin]") 
 
 
 def _token_text(base: str, token: int | None) -> str:
-    """What the id spells for that base, if its tokenizer is on this machine; without transformers, which take a second."""
+    """The token's text in that base, if its tokenizer is on this machine; without transformers, whose import takes a second."""
     from huggingface_hub import try_to_load_from_cache
     from tokenizers import Tokenizer
 

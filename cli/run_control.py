@@ -1,6 +1,6 @@
-"""`agentrl resume`, `pause`, `cancel`: each may be said twice, and says what is kept and what is redone.
+"""`agentrl resume`, `pause`, `cancel`: each may be repeated, and prints what is kept and what is redone.
 
-Only `resume --epochs` and `--iterations` add up: each time they are said the run is so much longer.
+Only `resume --epochs` and `--iterations` add up: each call makes the run that much longer.
 """
 
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ from agentrl.workflow.errors import ConfigError, ServiceError, WorkerError
 
 
 def _more_option(what: str) -> Any:
-    return typer.Option(min=1, max=MOST, metavar="N", help=f"Make the run so many {what} longer, also when it is done.")
+    return typer.Option(min=1, max=MOST, metavar="N", help=f"Make the run this many {what} longer, even if it is done.")
 
 
 def resume(
@@ -57,7 +57,7 @@ def resume(
     else:
         before = planning.resume(stored_database(), run)
     if not broker.is_in_memory(settings()):
-        send_missing()  # also where no control loop runs
+        send_missing()  # sends even if no control loop runs
     _show_run(run, "running", before["status"], as_json, before["iterations"])
     for line in missing:
         say(line)
@@ -84,7 +84,7 @@ def cancel(run: RunName, as_json: Json = False) -> None:
 
 
 def _show_run(run: str, status: str, before: str, as_json: bool, length: int | None = None) -> None:
-    """What became of the run; `length`: its iterations before, where it may be longer now."""
+    """Prints the run's state; `length`: its iterations before, if it may be longer now."""
     from agentrl.workflow.store.reads import run_rows
 
     row, now = run_rows.describe_run(stored_database(), run), run_rows.count_progress(stored_database(), run)

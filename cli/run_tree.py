@@ -1,4 +1,4 @@
-"""`agentrl runs --tree`: which run comes from which. What fits into a line is shown; `--json` has it whole."""
+"""`agentrl runs --tree`: each run under the run that it comes from. Long lines are cut; `--json` has all."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from shutil import get_terminal_size
@@ -11,11 +11,11 @@ TITLES = ("run", "status", "done", "reward", "from")
 
 Relative = Any
 Children = Mapping[int, Sequence[Relative]]
-"""Number of a run -> the runs that stand under it; 0: those that come from none."""
+"""Number of a run -> the runs under it; 0: those that come from no run."""
 
 
 def show_tree(db: Any, limit: int, as_json: bool) -> None:
-    """The newest runs and what they come from: each under the first run that it comes from."""
+    """Prints the newest runs and their origins, each under the first run that it comes from."""
     from agentrl.workflow.store.reads.lineage import load_family
 
     children: dict[int, list[Relative]] = {}
@@ -37,7 +37,7 @@ def _run_document(relative: Relative, children: Children) -> dict[str, Any]:
 
 
 def _tree_rows(relative: Relative, children: Children, first: str = "", rest: str = "") -> Iterator[tuple[str, ...]]:
-    """The cells of the run and of those under it; `first` is drawn before its name, `rest` before theirs."""
+    """The cells of the run and of the runs under it; `first` is the prefix of its name, `rest` of theirs."""
     row, sources = relative.row, relative.sources
     told = [f"{source.run}: {source.what}" if index else source.what for index, source in enumerate(sources)]
     done = f"{row['iterations_done']}/{row['iterations']}"
@@ -51,7 +51,7 @@ def _tree_rows(relative: Relative, children: Children, first: str = "", rest: st
 
 
 def _tree_lines(cells: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Lines no wider than the screen: long names and sources are cut."""
+    """The lines, no wider than the screen: long names and sources are cut."""
     width = max(MIN_WIDTH, get_terminal_size((80, 24)).columns)
     widths = [max(map(len, column)) for column in zip(TITLES, *cells, strict=True)][:-1]
     for index, (*columns, source) in enumerate((TITLES, *cells)):

@@ -1,4 +1,4 @@
-"""What is known of a run while it is watched, and what its parts are called."""
+"""The state of a watched run, and texts about its parts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ Row = Any
 
 @dataclass
 class RunView:
-    """What is known of a run: its row, its finished iterations, the counts of its open ones, its failures, a warning, and the
-    evaluations that it makes of its own policies."""
+    """The state of a run: its row, its finished iterations, the counts of its open ones, its failures, a warning, and the
+    evaluations of its own policies."""
 
     run: Row
     iterations: list[Row] = field(default_factory=list)
@@ -31,13 +31,13 @@ class RunView:
 
     @property
     def is_active(self) -> bool:
-        """Whether something of it goes on: the run itself, or the evaluations of one that is done."""
+        """Whether the run, or an evaluation of a done run, goes on."""
         left = self.run["status"] == "done" and any(row["status"] in OPEN_STATUSES for row in self.evals)
         return left or self.run["status"] in OPEN_STATUSES
 
     @property
     def has_episodes(self) -> bool:
-        """Whether there is an episode to look at: one with a turn, or one that ended."""
+        """Whether there is an episode to look at, with a turn or with an end."""
         open_ones = self.progress and (self.progress["finished"] or self.progress["sampled_tokens"])
         return bool(self.rewards or self.failure or open_ones or self.run["episodes_done"])
 
@@ -48,13 +48,13 @@ class RunView:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The pace of the newest five finished iterations."""
+        """Tokens per second in the newest five finished iterations."""
         seconds = sum(iteration_seconds(self.iterations)[-5:])
         return sum(row["tokens"] for row in self.iterations[-5:]) / seconds if seconds else None
 
     @property
     def seconds_left(self) -> float | None:
-        """At the pace of the newest ten finished iterations."""
+        """The time left at the pace of the newest ten finished iterations."""
         newest = [seconds for seconds in iteration_seconds(self.iterations)[-10:] if seconds]
         left = self.run["iterations"] - self.run["iterations_done"]
         return left * sum(newest) / len(newest) if newest else None
@@ -71,7 +71,7 @@ def iteration_seconds(rows: Sequence[Row]) -> list[float]:
 
 
 def held_out_line(view: RunView) -> str:
-    """How the held-out scores went, in one line."""
+    """The curve of the held-out scores, in one line."""
     run, scores = view.run, view.scores
     went = format_decimals(scores[0]) if len(scores) == 1 else f"{format_decimals(scores[0])} -> {format_decimals(scores[-1])}"
     best = (
@@ -83,6 +83,6 @@ def held_out_line(view: RunView) -> str:
 
 
 def iteration_numbers(now: Row) -> str:
-    """`iteration 3`, or `iterations 3 to 4` where rollouts go on during updates: the open ones."""
+    """The open iterations: `iteration 3`, or `iterations 3 to 4` if rollouts go on during updates."""
     start, end = now["iteration"], now["through"]
     return f"iteration {start}" if start == end else f"iterations {start} to {end}"

@@ -1,4 +1,4 @@
-"""A run on one screen: how far it is, how its curves went, its newest iterations. A larger screen shows more."""
+"""A run on one screen: its progress, its curves, its newest iterations. A larger screen shows more."""
 
 from collections.abc import Callable, Iterator, Sequence
 from textwrap import wrap
@@ -9,9 +9,9 @@ from agentrl.cli.run_view import OPEN_STATUSES, Row, RunView, iteration_numbers,
 
 LABEL, VALUES, BAR = 14, 24, 40
 MIN_CURVE_LINES = 6
-"""Lines that a screen of iterations is worth having."""
+"""The height above which a blank line follows the head."""
 TALL_SCREEN = 36
-"""Lines from which on a screen has room for every curve, and for the reward's as a plot."""
+"""Above this many lines a screen has room for every curve, and for the reward's as a plot."""
 
 
 def _length(row: Row) -> float | None:
@@ -36,11 +36,11 @@ CURVES: dict[str, Callable[[Row], float | None]] = {
     "off-policy": lambda row: row["importance_weight"],
     "sampler differs": lambda row: row["sampler_difference_max"],
 }
-"""What is drawn of the finished iterations, the first of it where there is little room; what none of them has is left out."""
+"""Curves over the finished iterations, most important first for small screens; curves without values are left out."""
 
 MAX_CURVES = 7
 MAX_REASON_LINES = 3
-"""Lines of what a run waits for, or why it is sampled on."""
+"""The most lines on what a run waits for, or why more is sampled."""
 
 COLUMNS: dict[str, Callable[[Row], float | None]] = {
     "iteration": lambda row: row["iteration"],
@@ -52,7 +52,7 @@ COLUMNS: dict[str, Callable[[Row], float | None]] = {
     "errors": lambda row: row["tool_errors"],
     "held out": lambda row: row["eval_reward"],
 }
-"""What the table tells of each of the newest iterations; tokens are those of an episode."""
+"""Columns of the table of the newest iterations; tokens are per episode."""
 
 
 def live_lines(view: RunView, width: int = 80, height: int = 24) -> list[str]:
@@ -71,7 +71,7 @@ def live_lines(view: RunView, width: int = 80, height: int = 24) -> list[str]:
 
 
 def _head_lines(view: RunView) -> Iterator[str]:
-    """Its state, its bar, the open iterations and the pace."""
+    """The run's state, its bar, the open iterations and the pace."""
     run, now = view.run, view.progress
     done, total = run["iterations_done"], run["iterations"]
     epoch = f"  epoch {view.iterations[-1]['epoch']} of {run['epochs']}" if view.iterations else ""
@@ -108,12 +108,12 @@ def _curve_line(label: str, values: Sequence[float], width: int) -> str:
 
 
 def _short_number(value: float) -> str:
-    """With three decimals, unless little of it is left then."""
+    """The number with three decimals, unless too few digits are left then."""
     return cell(value) if 0 < abs(value) < 0.01 else format_decimals(value)
 
 
 def _eval_line(view: RunView) -> str:
-    """The newest evaluation, whose version is best, and how many wait."""
+    """The newest evaluation, the best version, and the number of those to come."""
     run, scored = view.run, [row for row in view.evals if row["mean_reward"] is not None]
     newest = scored[-1]
     told = [f"version {newest['policy_version']}: {format_interval(newest)}"]
@@ -124,7 +124,7 @@ def _eval_line(view: RunView) -> str:
 
 
 def _newest_table(view: RunView, room: int) -> list[str]:
-    """A table of the newest iterations that fits into so many lines; empty where that is none."""
+    """A table of the newest iterations in at most this many lines; empty if there is no room."""
     rows = view.iterations[-(room - 1) :] if room > 1 else []
     if not rows:
         return []

@@ -1,4 +1,4 @@
-"""`agentrl tools`: what a model may call, told and served."""
+"""`agentrl tools`: lists the tools that a model may call, and serves them."""
 
 import json
 import re
@@ -20,12 +20,12 @@ HOST = "127.0.0.1"
 PORT = 8750
 TOKEN_CHARACTERS = re.compile(r"[\w.~+/=-]+", re.ASCII)
 
-tools = typer.Typer(help="What a model may call: listed, and served over HTTP.", rich_markup_mode=None)
+tools = typer.Typer(help="List the tools that a model may call, or serve them over HTTP.", rich_markup_mode=None)
 
 
 @tools.callback(invoke_without_command=True)
 def list_tools(ctx: typer.Context, as_json: Json = False) -> None:
-    """List the tools there are; --json with the schemas of their arguments."""
+    """List all tools; --json adds the schemas of their arguments."""
     if ctx.invoked_subcommand is not None:
         if as_json:
             raise typer.BadParameter("--json goes with the list alone.")
@@ -46,7 +46,7 @@ def list_tools(ctx: typer.Context, as_json: Json = False) -> None:
 
 
 def _tool_row(tool: "Tool", envs: "Mapping[str, Mapping[str, Tool]]") -> dict[str, Any]:
-    """`works_in`: the envs that bring a tool of that name of their own, which works here."""
+    """A tool as a row; `works_in`: the envs whose own tool of that name works here."""
     from dataclasses import asdict
 
     from agentrl.workers.requests.tool_selection import Description
@@ -80,8 +80,8 @@ def serve(
         list[str] | None,
         typer.Option("--tools", metavar="NAME,...", help="These tools; also mcp:COMMAND, once for each.", show_default=False),
     ] = None,
-    host: Annotated[str, typer.Option(help="Where to listen; other than here only with AGENTRL_TOOLS_TOKEN.")] = HOST,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = PORT,
+    host: Annotated[str, typer.Option(help="Address to listen at; one beyond this machine needs AGENTRL_TOOLS_TOKEN.")] = HOST,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = PORT,
     path: Annotated[
         Path | None, typer.Option("--socket", metavar="PATH", help="Listen at a Unix socket instead.", show_default=False)
     ] = None,
@@ -89,7 +89,7 @@ def serve(
     """Serve tools over HTTP until SIGTERM, for agents of any kind.
 
     GET /tools, GET /tools/NAME, POST /tools/NAME/call with {"arguments": {...}}, each with `Authorization: Bearer TOKEN`. The
-    token is AGENTRL_TOOLS_TOKEN, or one that is made up and printed. POST /sessions opens a session, in which the names of
+    token is AGENTRL_TOOLS_TOKEN, or a random one that is printed. POST /sessions opens a session, in which the variables of
     python_session last: POST /sessions/SESSION/tools/NAME/call, until DELETE /sessions/SESSION. /openapi.json describes it all.
     """
     from agentrl.workflow.errors import ConfigError
@@ -120,7 +120,7 @@ def serve(
 
 
 def _read_token() -> tuple[str, bool]:
-    """The token, and whether a person chose it."""
+    """Reads or makes the token; returns it and whether a person chose it."""
     from secrets import token_urlsafe
 
     from agentrl.workflow.errors import ConfigError
@@ -128,7 +128,7 @@ def _read_token() -> tuple[str, bool]:
 
     given = settings().tools_token
     if given and not TOKEN_CHARACTERS.fullmatch(given):
-        raise ConfigError("AGENTRL_TOOLS_TOKEN cannot be sent in a header.", "Take letters, digits and -._~+/= alone.")
+        raise ConfigError("AGENTRL_TOOLS_TOKEN cannot be sent in a header.", "Use only letters, digits and -._~+/=.")
     return given or token_urlsafe(24), bool(given)
 
 

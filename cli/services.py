@@ -1,5 +1,5 @@
-"""What a command that has work for workers needs: a stack or a broker, a worker for each queue, and that each has what the run
-needs. An embedded stack without it is started anew where nobody else is using it.
+"""Checks before a command sends work: a stack or a broker, a worker for each queue, and everything that the run needs in each
+worker. An embedded stack that lacks something is restarted if no other run is using it.
 """
 
 import time
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from agentrl.workflow.store.planning import Submission, SubmittedRun
 
 UP_SECONDS = 10.0
-"""How long a worker of the embedded stack may take to answer: it has perhaps just been started."""
+"""The longest wait for a worker of the embedded stack, which may have just been started."""
 
 _UNDECIDED = "has not said whether it can run this"
 RESTART_HINT = "Type `agentrl down`: what is unfinished goes on in the new stack"
 
 
 def start_run(prepared: "PreparedRun", required: bool) -> "tuple[SubmittedRun, list[str]]":
-    """Starts what must run, writes the run and sends its first work; the run, and what a person should know of who works there.
+    """Starts the services, writes the run and sends its first work; returns the run, and remarks on its workers.
 
-    Where nobody can run it, it is written as a run that failed before it began, with the reason: `resume` sets it going.
+    A run that no worker can run is stored as failed before it began, with the reason: `resume` sets it going.
 
     Args:
         prepared: the run.
@@ -40,27 +40,27 @@ def start_run(prepared: "PreparedRun", required: bool) -> "tuple[SubmittedRun, l
     from agentrl.workers.requests import submission as submission
     from agentrl.workers.stack.process import database
 
-    db = database()  # before workers that could not open it are started
+    db = database()  # before any workers, which could not open it either
     try:
         missing = start_services(prepared.submission, required)
     except (ServiceError, WorkerError) as error:
         made = submission.write_failed_run(db, prepared, error.message)
-        if made.status not in ("failed", "paused"):  # it was submitted before, and is at work or over
+        if made.status not in ("failed", "paused"):  # submitted before, and at work or over
             raise
         raise with_resume_hint(error, made.name) from error
     return submission.submit(db, prepared), missing
 
 
 def with_resume_hint(error: AgentRLError, run: str, options: str = "") -> AgentRLError:
-    """The same, of a stored run that goes on when that is mended; `options`: those of `resume` that were typed."""
+    """The error with `resume` as its hint, for a stored run; `options`: those of `resume` that were typed."""
     return type(error)(f"{run}: {error.message}", f"{error.hint.rstrip('.')}, then: agentrl resume {run}{options}")
 
 
 def start_services(wanted: "Submission", required: bool) -> list[str]:
-    """Starts the embedded stack, or looks at the broker that is named; what a person should know of who works there.
+    """Starts the embedded stack, or checks the broker of the settings; returns remarks on the workers.
 
     Args:
-        wanted: what is to be submitted.
+        wanted: the submission.
         required: a queue that no worker serves, or a worker that cannot run it, is an error.
 
     Raises:
@@ -79,11 +79,11 @@ def ready_workers(run: str, asked: "Requirements", separate: bool, there: bool, 
     """Does what `start_services` does, for a run that is stored already.
 
     Args:
-        run: its name.
-        asked: what it needs.
+        run: the run's name.
+        asked: its requirements.
         separate: rollout and train must be processes of their own.
         there: a queue that no worker serves is an error.
-        fit: a worker that lacks what the run needs is one.
+        fit: a worker that lacks what the run needs is an error.
     """
     from agentrl.workers.stack import broker, embedded
     from agentrl.workflow.settings import settings
@@ -104,12 +104,11 @@ def ready_workers(run: str, asked: "Requirements", separate: bool, there: bool, 
 
 
 def _start_embedded(asked: "Requirements", separate: bool) -> bool:
-    """Starts the embedded stack, and looks meanwhile at what its workers look at else; False where somebody was faster.
+    """Starts the embedded stack, and checks model and optimizer meanwhile; returns False if another command has started it.
 
     Raises:
-        ServiceError: it does not come up.
-        ModelError, ConfigError: a worker here could not load the model, or not learn by that optimizer. The stack ends as any
-            that has nothing to do.
+        ServiceError: the stack does not come up.
+        ModelError, ConfigError: a worker here could not load the model, or run the optimizer. The idle stack then ends.
     """
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
@@ -125,10 +124,10 @@ def _start_embedded(asked: "Requirements", separate: bool) -> bool:
 
 
 def check_separate(separate: bool) -> None:
-    """Refuses, where rollout and train are to be processes of their own, workers that do both.
+    """Refuses workers that both roll out and train, if these must be processes of their own.
 
     Raises:
-        ConfigError: saying what to type.
+        ConfigError: there is such a worker; the hint says what to type.
     """
     from agentrl.workers.stack import broker, embedded, presence, process
     from agentrl.workflow.settings import settings
@@ -144,7 +143,7 @@ def _check_named_broker(asked: "Requirements", there: bool, fit: bool) -> list[s
     from agentrl.workers.stack import presence
     from agentrl.workers.stack.process import database
 
-    with ThreadPoolExecutor(1) as beside:  # both take as long as a worker may take to answer
+    with ThreadPoolExecutor(1) as beside:  # both may wait for the slowest worker
         counting = beside.submit(presence.count_workers_by_queue)
         workers = ask_workers(asked)
     served = counting.result()
@@ -156,15 +155,15 @@ def _check_named_broker(asked: "Requirements", there: bool, fit: bool) -> list[s
         raise ServiceError(_join_lines("Nothing was started.", missing), hint)
     unfit = [line for worker in workers for line in _lack_lines(worker)]
     if fit and unfit:
-        raise WorkerError(_join_lines("Nothing was started.", unfit), "Start those workers anew with it")
-    mute = f"{_UNDECIDED}: it is busy, or of another agentrl."
+        raise WorkerError(_join_lines("Nothing was started.", unfit), "Restart those workers with what they lack")
+    mute = f"{_UNDECIDED}: it is busy, or has another version of agentrl."
     told = [f"The worker of the queue {queue!r} {mute}" for queue in silent if served[queue]]
-    told += [f"{worker.label} {_UNDECIDED}: it still looks." for worker in workers if not worker.found]
+    told += [f"{worker.label} {_UNDECIDED}: it is still checking." for worker in workers if not worker.found]
     return [*missing, *unfit, *told, *(line for worker in workers for line in _difference_lines(worker))]
 
 
 def _renew_embedded(asked: "Requirements", separate: bool, run: str) -> None:
-    """Starts the stack anew with this command's environment where its workers lack what the run needs, or have another."""
+    """Restarts the stack with this command's environment if its workers lack what the run needs, or have a different one."""
     from agentrl.workers.requests.requirements import list_lacks
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
@@ -180,13 +179,13 @@ def _renew_embedded(asked: "Requirements", separate: bool, run: str) -> None:
         raise WorkerError(_join_lines("Nothing was started, for this command lacks it too.", lines), "Mend that first")
     for line in unfit:
         say(line)
-    say("Nothing else runs in the embedded stack: it starts anew, with this command's environment.")
-    _refuse_beside(run, unfit)  # one that came while this command looked, which imports somebody's code
+    say("No other run uses the embedded stack: it restarts with this command's environment.")
+    _refuse_beside(run, unfit)  # a run may have begun during the check, which imports plug-ins
     embedded.restart(where, separate)
 
 
 def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
-    """Leaves the stack to the runs that are at work there."""
+    """Raises WorkerError if other runs are at work in the stack."""
     from agentrl.workers.stack.process import database
     from agentrl.workflow.store import control_reads
 
@@ -198,15 +197,15 @@ def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
 
 
 def _list_unfit(asked: "Requirements") -> Iterator[str]:
-    """What the running stack lacks or has another than this command, a sentence each."""
+    """What the running stack lacks, or has in another version than this command, a sentence each."""
     from agentrl.workers.stack import broker, embedded
     from agentrl.workflow.settings import settings
 
     other = embedded.changed_variables(settings(), [*asked.variables, *(embedded.PATH_VARIABLES if asked.own else ())])
     if other:
-        yield f"The embedded stack was started with another {' and '.join(other)} than this command has."
+        yield f"The embedded stack was started with another {' and '.join(other)} than this command's."
     if broker.is_in_memory(settings()):
-        return  # there is nobody to ask
+        return  # there are no workers to ask
     for worker in _ask_embedded(asked):
         if not worker.found:
             say(f"{worker.label} {_UNDECIDED}: what it lacks, `agentrl watch` says later.")
@@ -215,7 +214,7 @@ def _list_unfit(asked: "Requirements") -> Iterator[str]:
 
 
 def _ask_embedded(asked: "Requirements") -> "list[Fitness]":
-    """The answers of the embedded stack's workers; of one that has just been started, when it is up."""
+    """The answers of the embedded stack's workers; waits for workers that are still starting."""
     from agentrl.workers.requests import requirements
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
@@ -237,10 +236,10 @@ def _lack_lines(worker: "Fitness") -> Iterator[str]:
 
 
 def _difference_lines(worker: "Fitness") -> Iterator[str]:
-    if worker.other and not worker.lacks:  # else it is said already
+    if worker.other and not worker.lacks:  # else `_lack_lines` has reported the worker
         yield f"{worker.label} has another {', '.join(worker.other)} than this command."
 
 
 def _join_lines(first: str, rest: Sequence[str]) -> str:
-    """A line each."""
+    """The texts as lines, all but the first indented."""
     return "\n".join([first, *(f"  {line}" for line in rest)])

@@ -64,17 +64,17 @@ def sft(
         int | None,
         typer.Option(min=0, help="LoRA rank; 0 trains all weights [8, or 0 below 50M parameters].", show_default=False),
     ] = None,
-    lora_alpha: Annotated[float | None, typer.Option(help="LoRA scale is alpha / r [16].", show_default=False)] = None,
+    lora_alpha: Annotated[float | None, typer.Option(help="LoRA's scale is alpha / r [16].", show_default=False)] = None,
     lora_dropout: Annotated[float | None, typer.Option(help="Dropout on the LoRA input [0].", show_default=False)] = None,
     lora_targets: Annotated[
         list[str] | None,
         typer.Option(metavar="NAMES", help="Linear layers that LoRA trains, by name [all projections].", show_default=False),
     ] = None,
     lora: Annotated[
-        Literal["continue", "new"], typer.Option(help="Of RUN@V: goes on, or is merged and a new one begins.")
+        Literal["continue", "new"], typer.Option(help="LoRA of RUN@V: continue it, or merge it and begin a new one.")
     ] = "continue",
     load_in_4bit: Annotated[
-        bool, typer.Option("--load-in-4bit", help="Train LoRA beside a base of 4 bits; what is made is whole.")
+        bool, typer.Option("--load-in-4bit", help="Train LoRA on a 4-bit base; the model made is in full precision.")
     ] = False,
     trust_remote_code: Trust = False,
     tool_format: Annotated[
@@ -90,9 +90,9 @@ def sft(
         typer.Option(metavar="RUN", help="Learn from a run's stored episodes instead; repeatable.", show_default=False),
     ] = None,
     min_reward: Annotated[
-        float | None, typer.Option(help="Of these only those with this reward or more.", show_default=False)
+        float | None, typer.Option(help="Only episodes with this reward or more.", show_default=False)
     ] = None,
-    best: Annotated[int | None, typer.Option(min=1, help="Of these only the N best of a task.", show_default=False)] = None,
+    best: Annotated[int | None, typer.Option(min=1, help="Of these only the N best per task.", show_default=False)] = None,
     reward_set: RewardSet = None,
     policy: StartPolicy = None,
     steps: Annotated[
@@ -103,16 +103,16 @@ def sft(
     ] = None,
     learning_rate: Annotated[
         float | None,
-        typer.Option(help="Highest [tiny 3e-3, else 2e-4 LoRA, 2e-5 full; episodes: the run's].", show_default=False),
+        typer.Option(help="Peak [tiny 3e-3, else 2e-4 LoRA, 2e-5 full; episodes: the run's].", show_default=False),
     ] = None,
     optimizer: Optimizer = None,
     gradient_accumulation_steps: Annotated[
-        int, typer.Option(min=1, help="Pieces that a step's examples are read in, at least: less memory, the same gradient.")
+        int, typer.Option(min=1, help="Least number of pieces for a step's examples: less memory, the same gradient.")
     ] = 1,
     held_out: Annotated[
-        float, typer.Option(metavar="SHARE", help="Share of the demonstrations that is measured and not learned.")
+        float, typer.Option(metavar="SHARE", help="Share of the demonstrations held out to measure the loss.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of new weights, the teacher and the order.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of new weights, the teacher and the order.")] = 0,
     name: Annotated[
         str | None, typer.Option(help="Name of the model made [MODEL-DATASET, RUN-sft].", show_default=False)
     ] = None,
@@ -122,7 +122,7 @@ def sft(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Fine-tune a model on demonstrations, or on what stored episodes sampled; prints its folder.
+    """Fine-tune a model on demonstrations, or on stored episodes; prints its folder.
 
     Without --min-reward and --best it learns from every finished episode, the bad ones too.
     """
@@ -155,8 +155,8 @@ def sft(
 
 @dataclass(frozen=True)
 class _LearningOptions:
-    """How it is to be learned: `asked` of the recipe; of the model's section in a config what trains of it (`parts`) and how it
-    is spoken to (`words`), None what was not asked for.
+    """The options of a training: `asked` are the recipe's; `parts` (what trains) and `words` (chat) are keys of the section
+    `model` of a config, None if not given.
     """
 
     asked: Mapping[str, Any]
@@ -169,19 +169,19 @@ class _LearningOptions:
 
     @property
     def of_model(self) -> dict[str, Any]:
-        """The options that say what of a model trains, None where they were not given."""
+        """The options on what trains, None if not given."""
         return _as_flags(self.parts)
 
     @property
     def of_words(self) -> dict[str, Any]:
-        """Those that say how it is spoken to."""
+        """The options on the chat, None if not given."""
         return _as_flags(self.words)
 
     def model(self, path: str, trusted: bool) -> "ModelConfig":
-        """The model, and what of it trains.
+        """The config's section on the model.
 
         Raises:
-            ConfigError: the options do not fit, or not together.
+            ConfigError: the options do not fit the model, or each other.
         """
         asked = {**self.parts, **self.words}
         given = {f"model.{name}": value for name, value in asked.items() if value is not None}
@@ -228,25 +228,23 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
     usual = model == "tiny" and not (place.name or place.output_dir)
     if isinstance(found, list) and not _has_references(Path(dataset)):
         say(f"Talk to it: agentrl chat --model {model_name(target)}")
-        say(f"Train it on what has answers: agentrl submit --dataset NAME --model {model_name(target)}")
+        say(f"Train it on a dataset with answers: agentrl submit --dataset NAME --model {model_name(target)}")
     else:
         say(f"Train it: agentrl submit --dataset {dataset} --model {'tiny' if usual else model_name(target)}")
 
 
 def _has_references(file: Path) -> bool:
-    """Whether a run could train on the file: each of its lines has an answer."""
+    """Whether a run could train on the file, since each of its lines has an answer."""
     from agentrl.workflow.datasets.jsonl import read_file
 
     return not read_file(file)[1]
 
 
 def _find_named_policy(model: str, how: _LearningOptions) -> "tuple[ModelConfig, PolicyRef | None, Mapping[str, Any]]":
-    """What `RUN@V` means: the run's section on its model, the policy and the run's manifest; of any other name no policy.
-
-    Nor of one that is merged, so that a new LoRA begins.
+    """The model section, policy and manifest of the run in `RUN@V`; no policy for any other name, or if it is merged.
 
     Raises:
-        NotFoundError: no such run or version.
+        NotFoundError: there is no such run or version.
     """
     if not is_stored_policy(model):
         if how.lora == "new":
@@ -271,7 +269,7 @@ def _build_recipe(model: str, how: _LearningOptions, config: "ModelConfig") -> "
     full = model == "tiny" or lora_rank(config, model_folder(model, config.trust_remote_code)) == 0
     if full:
         others = {option: value for option, value in how.of_model.items() if option != "--lora-r"}
-        refuse_options(others, "of no use where all weights train.", "Pass --lora-r 8, too.")
+        refuse_options(others, "of no use if all weights train.", "Pass --lora-r 8, too.")
     return replace(default_recipe(model, full), **how.asked)
 
 

@@ -1,4 +1,4 @@
-"""`agentrl sql`: a researcher's own SELECT, read-only, with a deadline; `--schema` says what there is to ask for."""
+"""`agentrl sql`: a researcher's own SELECT, read-only, with a deadline; `--schema` explains the views."""
 
 from typing import Annotated, Any
 
@@ -23,10 +23,10 @@ def sql(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Ask the database: read-only, 5 s, 10,000 rows.
+    """Query the database: read-only, at most 5 s and 10,000 rows.
 
-    The views begin with v_; --schema says what they and their columns mean. rl_i4(blob) and rl_f4(blob) give the token ids
-    and logprobs of step_tokens as JSON.
+    The views begin with v_; --schema explains them and their columns. rl_i4(blob) and rl_f4(blob) return the token ids and
+    logprobs of step_tokens as JSON.
     """
     from agentrl.workflow.errors import ConfigError
     from agentrl.workflow.settings import settings
@@ -35,10 +35,10 @@ def sql(
     if as_csv and as_json:
         raise ConfigError("--csv and --json exclude each other.", "Choose one.")
     if query is None and not schema:
-        raise ConfigError("Nothing was asked.", 'For example: agentrl sql "SELECT * FROM v_runs"; agentrl sql --schema')
+        raise ConfigError("No SELECT was given.", 'For example: agentrl sql "SELECT * FROM v_runs"; agentrl sql --schema')
     file = store.sqlite_file(settings())
     if file is not None and not file.exists():
-        stored_database()  # says so
+        stored_database()  # raises if there is no database
     if schema or query is None:
         _explain_views(query, as_csv, as_json)
         return
@@ -54,7 +54,7 @@ def sql(
 
 
 def _explain_views(view: str | None, as_csv: bool, as_json: bool) -> None:
-    """The columns of a view with what they mean, or the views with their columns.
+    """Prints the columns of a view with their meanings, or the views with their columns.
 
     Raises:
         NotFoundError: there is no view of that name.
@@ -87,7 +87,7 @@ def _explain_views(view: str | None, as_csv: bool, as_json: bool) -> None:
     else:
         for each in found:
             _show_view(each)
-        say("What the columns mean: agentrl sql --schema VIEW")
+        say("Meanings of the columns: agentrl sql --schema VIEW")
 
 
 def _show_view(found: dict[str, Any]) -> None:

@@ -16,13 +16,13 @@ config = typer.Typer(help="The config of a run.", no_args_is_help=True, rich_mar
 def up(
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay in this process until Ctrl-C.")] = False,
     separate: Annotated[
-        bool, typer.Option("--separate", help="A process each for rollout and train, as --max-staleness needs them.")
+        bool, typer.Option("--separate", help="Separate processes for rollout and train, as --max-staleness needs.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Start the embedded stack.
 
-    A private Redis (where AGENTRL_BROKER_URL names none), a rollout+train worker, a tools worker, a control loop.
+    It has a private Redis (unless AGENTRL_BROKER_URL is set), a rollout+train worker, a tools worker and a control loop.
     """
     from agentrl.workers.stack import embedded, supervisor
     from agentrl.workers.stack.process import database
@@ -71,7 +71,7 @@ def worker(
     from agentrl.workflow.settings import settings
 
     roles = [word.strip() for word in role.split(",") if word.strip()]
-    # A broker that somebody named may come up later; the embedded one comes with a stack, or not at all.
+    # A broker in the settings may come up later; the embedded one comes with a stack, or not at all.
     known = set(roles) <= worker.SHARED_ROLES or (len(roles) == 1 and roles[0] in worker.ROLES)
     if known and not settings().broker_url:
         broker.require_broker(settings())
@@ -80,9 +80,9 @@ def worker(
 
 @db.command("upgrade")
 def upgrade() -> None:
-    """Bring the database to this agentrl's revision.
+    """Upgrade the database to this agentrl's revision.
 
-    On Postgres it also makes the role that `agentrl sql` reads as, with the password in AGENTRL_READER_PASSWORD.
+    On Postgres this also creates the role that `agentrl sql` reads as, with the password in AGENTRL_READER_PASSWORD.
     """
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store import migrate
@@ -96,7 +96,7 @@ def upgrade() -> None:
 
 @db.command("current")
 def current(as_json: Json = False) -> None:
-    """Show the database's revision; exit 4 if it is another."""
+    """Show the database's revision; exit 4 if it is not this agentrl's."""
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store import migrate
     from agentrl.workflow.store.connect import Database
@@ -121,14 +121,14 @@ def show_config(
     file: ConfigFile = None,
     assignments: Assignments = None,
     run: Annotated[
-        str | None, typer.Option("--run", metavar="RUN", help="As stored with that run.", show_default=False)
+        str | None, typer.Option("--run", metavar="RUN", help="Show the config stored with this run.", show_default=False)
     ] = None,
     origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show the config that a run would have (or has), as YAML.
 
-    What the algorithm makes of options that are left out is a comment there, so that another algorithm takes the file too.
+    The algorithm's own values for options that are left out are comments, so that another algorithm takes the file too.
     """
     values, origins, settled = _config_values(file, assignments, run)
     if as_json:
@@ -146,7 +146,7 @@ def _config_values(
     """Values and origins by key, and the keys whose value is the algorithm's own.
 
     Raises:
-        ConfigError: the config is one that `submit` refuses, or both a stored one and changes to it were asked for.
+        ConfigError: `submit` would refuse the config, or both a stored config and changes to it were asked for.
     """
     from agentrl.workflow import trainers
     from agentrl.workflow.algorithms import settle_run

@@ -1,4 +1,4 @@
-"""`agentrl submit`: flags to a RunConfig, the run written, its first chord sent. Where no stack runs, one is started."""
+"""`agentrl submit`: turns flags into a RunConfig, writes the run, sends its first chord. Starts a stack if none runs."""
 
 import os
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ _PANELS = {
     "iterations": "Learning",
     "eval": "Learning",
 }
-"""Begin of a key -> the group of its option in `submit --help`."""
+"""Prefix of a key -> group of its option in `submit --help`."""
 STORED = "Stored episodes"
 RUN = "The run"
 EXAMPLES = """Name a dataset, a file or stored episodes:
@@ -142,7 +142,7 @@ def submit(
         list[str] | None,
         typer.Option(
             metavar="MODULE:CLASS",
-            help="A class of yours that is called where rollouts, turns and updates begin and end; may be repeated.",
+            help="A class of yours, called when rollouts, turns and updates begin and end; may be repeated.",
             show_default=False,
             rich_help_panel=RUN,
         ),
@@ -162,13 +162,13 @@ def submit(
     ] = None,
     reward_set: Annotated[
         str | None,
-        typer.Option(help="Whose rewards train on stored episodes [default].", show_default=False, rich_help_panel=STORED),
+        typer.Option(help="Reward set that trains on stored episodes [default].", show_default=False, rich_help_panel=STORED),
     ] = None,
     policy: Annotated[
         str | None,
         typer.Option(
             metavar="RUN[@V]",
-            help="Start from it, with stored episodes [theirs].",
+            help="With stored episodes: start from this policy [theirs].",
             show_default=False,
             rich_help_panel=STORED,
         ),
@@ -177,9 +177,7 @@ def submit(
     assignments: Assignments = None,
     wait: Annotated[
         bool | None,
-        typer.Option(
-            "--wait/--detach", help="Follow the run to its end / submit it also where no worker is.", show_default=False
-        ),
+        typer.Option("--wait/--detach", help="Follow the run to its end / submit it even without workers.", show_default=False),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, write nothing.")] = False,
     as_json: Json = False,
@@ -214,7 +212,7 @@ def submit(
 
 
 def _trainable_lines(prepared: Any) -> Iterator[str]:
-    """What trains, of a model that is here; of another the worker's log says it."""
+    """Lines on what trains, for a model that is here; the worker's log has them for others."""
     from agentrl.workflow.models.lookup import local_folder
     from agentrl.workflow.models.parameters import count_in_files
 
@@ -226,7 +224,7 @@ def _trainable_lines(prepared: Any) -> Iterator[str]:
 
 def _source_values(groups: list[str], runs: list[str], reward_set: str | None) -> dict[str, Any]:
     """The flags that name stored episodes, as keys of the config."""
-    numbers = [word for word in groups if word.isascii() and word.isdigit() and len(word) < 19]  # more no database takes
+    numbers = [word for word in groups if word.isascii() and word.isdigit() and len(word) < 19]  # no database takes more digits
     named = [*(word for word in groups if word not in numbers), *runs]
     return {
         "source.groups": [int(word) for word in numbers] or None,
@@ -254,7 +252,7 @@ def _prepare_from_model(asked: RunConfig, origins: dict[str, str], dry_run: bool
 
 
 def send_run(prepared: Any, wait: bool | None, as_json: bool) -> None:
-    """Starts what must run, writes the run, and follows it if asked to. Only who detaches may leave it to workers to come."""
+    """Starts the services, writes the run, and follows it if asked to. Only a detached run may wait for later workers."""
     from agentrl.cli.services import start_run
     from agentrl.cli.watch import follow_to_end
     from agentrl.workers.stack.process import database
@@ -294,7 +292,7 @@ def _describe_evaluation(evaluation: Any, every: int) -> str:
 
 
 def _describe_update(made: Any) -> dict[str, Any]:
-    """What an update is, as far as it is not the ordinary one."""
+    """The parts of an update that differ from the ordinary."""
     config = made.config
     warmup = f", alone in the first {config.critic.warmup} iterations" if config.critic.warmup else ""
     found: dict[str, Any] = {"convention": config.algorithm.convention}

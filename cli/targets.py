@@ -1,4 +1,4 @@
-"""What a person's words mean: the database if there is one yet, and which policy a name is."""
+"""Targets of commands: the run, the episode and the policy that a person's words mean, and the database if there is one."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -19,14 +19,14 @@ LastEpisode = Annotated[
 ]
 
 
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code that the model's folder brings.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code in the model's folder.")]
 
 
 def pick_run(db: Any, run: str | None) -> str:
-    """The run, or where none is named the newest one, which is said.
+    """The named run, or else the newest one, whose name is printed.
 
     Raises:
-        NotFoundError: there is none yet.
+        NotFoundError: there is no run yet.
     """
     from agentrl.workflow.errors import NotFoundError
     from agentrl.workflow.store.reads import run_rows
@@ -40,10 +40,10 @@ def pick_run(db: Any, run: str | None) -> str:
 
 
 def pick_episode(db: Any, episode: int | None) -> int:
-    """The episode, or where none is named the last one that is done, which is said.
+    """The named episode, or else the last done one, whose number is printed.
 
     Raises:
-        NotFoundError: none is done yet.
+        NotFoundError: no episode is done yet.
     """
     from agentrl.workflow.errors import NotFoundError
     from agentrl.workflow.store.reads import episode_rows
@@ -57,7 +57,7 @@ def pick_episode(db: Any, episode: int | None) -> int:
 
 
 def existing_database() -> Any:
-    """The database, or None where it would have to be made: a request is checked before anything is written."""
+    """The database, or None if it would have to be made: a request is checked before anything is written."""
     from agentrl.workers.stack.process import database
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.reads.user_sql import sqlite_file
@@ -67,7 +67,7 @@ def existing_database() -> Any:
 
 
 def existing_reader() -> "Reader | None":
-    """The database to read from, quickly; None where it would have to be made."""
+    """The database for reading, opened quickly; None if it would have to be made."""
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.driver_reader import Reader
     from agentrl.workflow.store.reads.user_sql import sqlite_file
@@ -83,19 +83,19 @@ def _open_database() -> Any:
 
 
 def stored_reader() -> "Reader":
-    """The database to read from, for a command that tells of what is stored.
+    """The database for reading, for a command that shows stored rows.
 
     Raises:
-        NotFoundError: there is none yet.
+        NotFoundError: there is no database yet.
     """
     return existing_reader() or _refuse_empty()
 
 
 def stored_database() -> Any:
-    """The database, for a command that tells of what is stored, or changes it: none makes one.
+    """The database, for a command that shows or changes stored rows and so never makes one.
 
     Raises:
-        NotFoundError: there is none yet.
+        NotFoundError: there is no database yet.
     """
     return existing_database() or _refuse_empty()
 
@@ -108,7 +108,7 @@ def _refuse_empty() -> NoReturn:
 
 
 def first_run_hint() -> str:
-    """What to type where there is no run yet, with what can be had everywhere."""
+    """The commands for a first run, which work everywhere."""
     from agentrl.workflow.settings import settings
 
     made = (settings().models_dir / "tiny-arithmetic" / "config.json").is_file()
@@ -117,12 +117,12 @@ def first_run_hint() -> str:
 
 
 def find_policy(policy: str) -> "tuple[RunConfig, Any]":
-    """`RUN[@VERSION|@best|@epochN]`, or a checkpoint folder of a run: the run's config and that policy.
+    """The run's config and the policy, from `RUN[@VERSION|@best|@epochN]` or a checkpoint folder of a run.
 
-    Else a model: the default config with it, and None.
+    For a model: the default config with it, and None.
 
     Raises:
-        NotFoundError: there is no such run or version, and no model can be of that name.
+        NotFoundError: there is no such run or version, and no model can have that name.
     """
     from agentrl.workflow.config import build
     from agentrl.workflow.errors import NotFoundError
@@ -156,18 +156,18 @@ def find_policy(policy: str) -> "tuple[RunConfig, Any]":
 
 
 def find_trained_policy(words: str, option: str) -> "tuple[RunConfig, Any, Mapping[str, Any]]":
-    """The policy of a run that the words mean, with the run's config and manifest.
+    """The run's policy that the words mean, with the run's config and manifest.
 
     Raises:
         NotFoundError: there is no such run or version.
-        ConfigError: the words, given as that option, mean a model.
+        ConfigError: the words, a value of `option`, mean a model.
     """
     from agentrl.workflow.errors import ConfigError
     from agentrl.workflow.store import run_names
 
     config, ref = find_policy(words)
     if ref is None:
-        raise ConfigError(f"{words!r} is no policy of a run.", f"Write {option} RUN or {option} RUN@3.")
+        raise ConfigError(f"{words!r} is not a run's policy.", f"Write {option} RUN or {option} RUN@3.")
     return config, ref, run_names.find_run(stored_reader(), str(config.name))["manifest"]
 
 
@@ -175,7 +175,7 @@ def is_stored_policy(words: str) -> bool:
     """Whether the words, which may also name a model, mean a run's policy: `RUN@N`, a checkpoint's folder, or only `RUN`.
 
     Raises:
-        NotFoundError: they mean a checkpoint of no run here.
+        NotFoundError: they mean a checkpoint that belongs to no run here.
     """
     from pathlib import Path
 
@@ -191,11 +191,11 @@ def is_stored_policy(words: str) -> bool:
 
 
 def find_stored_start(policy: str | None) -> tuple[Any, Any]:
-    """The database that stored episodes are in, and the policy of a run to start from; None for theirs.
+    """The database of the stored episodes, and the run's policy to start from; None for their own.
 
     Raises:
         NotFoundError: there is no database yet, or no such run.
-        ConfigError: the policy is no run's.
+        ConfigError: the policy is not a run's.
     """
     from agentrl.workflow.errors import NotFoundError
 
@@ -206,7 +206,7 @@ def find_stored_start(policy: str | None) -> tuple[Any, Any]:
 
 
 def _may_be_a_model(name: str) -> bool:
-    """Whether there is a folder of that name, or may be a model on the hub."""
+    """Whether a local folder, or possibly a hub model, has that name."""
     from pathlib import Path
 
     from agentrl.workflow.models.lookup import TINY
@@ -216,21 +216,21 @@ def _may_be_a_model(name: str) -> bool:
 
 
 def _link_again(db: Any, run_id: int) -> None:
-    """Makes the links to the run's epochs, where one is missing."""
+    """Makes missing links to the run's epochs."""
     from contextlib import suppress
 
     from agentrl.workflow.checkpoints.epoch_links import link_epochs
     from agentrl.workflow.store import epoch_ends
 
-    with suppress(OSError):  # whoever may not write there needs none
+    with suppress(OSError):  # a user who may not write there needs no links
         link_epochs(epoch_ends.load_epoch_ends(db, run_id))
 
 
 def _policy_of_checkpoint(db: Any, policy: str) -> str:
-    """`RUN@VERSION` of the checkpoint that the words are the path of; empty where they are no path of a checkpoint.
+    """`RUN@VERSION` of the checkpoint at the path; empty if the words are not a checkpoint's path.
 
     Raises:
-        NotFoundError: it is one of no run here, or no file is called so.
+        NotFoundError: the checkpoint belongs to no run here, or the words cannot be a file's name.
     """
     import os
     from pathlib import Path
@@ -246,7 +246,7 @@ def _policy_of_checkpoint(db: Any, policy: str) -> str:
     typed = Path(policy).expanduser()
     typed = typed if typed.exists() or not (settings().root / typed).parent.is_dir() else settings().root / typed
     folder, epoch = typed.resolve(), epoch_number(typed.name)
-    if db is not None and epoch is not None:  # the link may not be made yet, or lead to an older run's
+    if db is not None and epoch is not None:  # the link may not exist yet, or lead to an older run's folder
         run = epoch_ends.find_run_of_folder(db, str(typed.parent.resolve()))
         if run:
             return f"{run}@epoch{epoch}"
@@ -256,7 +256,7 @@ def _policy_of_checkpoint(db: Any, policy: str) -> str:
     found = "" if db is None else run_names.find_policy_at(db, policy.rstrip("/") if is_url(policy) else str(folder))
     if not found:
         raise NotFoundError(
-            f"{policy!r} is a checkpoint of no run in this database, which alone knows its base model.",
+            f"{policy!r} is a checkpoint of no run in this database; only its run's database knows its base model.",
             "Name RUN@VERSION where its run is, or a model's folder.",
         )
     return found

@@ -1,4 +1,4 @@
-"""An episode as a transcript: who said what, which tools ran how long, what it earned, how sure the policy was."""
+"""An episode as a transcript: the messages, tool calls and their times, rewards, and the policy's logprobs."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue"}
 
 
 def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
-    """The episode (an `EpisodeRecord`) as lines to print; of its steps only `only`, if given."""
+    """The episode (an `EpisodeRecord`) as lines to print; only the step `only`, if given."""
     yield from _head_lines(record.row)
     for step in record.episode.steps:
         if only in (None, step.index):
@@ -26,7 +26,7 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
 
 
 def conversation_lines(steps: Sequence[Step]) -> Iterator[Line]:
-    """Turns that no database holds, as `transcript_lines` shows those of an episode."""
+    """Turns that are not in a database, as lines like those of `transcript_lines`."""
     heard: set[str] = set()
     for step in steps:
         row = {"policy_version": step.policy_version, "generate_seconds": step.seconds}
@@ -39,7 +39,7 @@ def conversation_lines(steps: Sequence[Step]) -> Iterator[Line]:
 
 
 def _call_row(index: int, call: ToolCall, result: ToolResult | None) -> dict[str, Any]:
-    """What the database would say of a call that was made here."""
+    """A row as the database would have it, for a call that was made here."""
     told = result or ToolResult("")
     return {
         **{"call": index, "tool": call.name, "arguments": call.arguments, "attempts": 1, "queue_seconds": None},
@@ -50,7 +50,7 @@ def _call_row(index: int, call: ToolCall, result: ToolResult | None) -> dict[str
 
 
 def as_document(record: Any, only: int | None = None) -> dict[str, Any]:
-    """The same as one value for JSON, with the exact token ids and logprobs."""
+    """The episode as one value for JSON, with the exact token ids and logprobs."""
     chosen = [step for step in record.episode.steps if only in (None, step.index)]
     return {
         "episode": record.row,
@@ -87,7 +87,7 @@ def _head_lines(row: Any) -> Iterator[Line]:
 
 
 def _step_lines(step: Step, row: Any, calls: list[Any], shown: set[str]) -> Iterator[Line]:
-    """`shown`: the results that stand under the step before; a tool's message that is none of them was edited."""
+    """The lines of a step; `shown`: the results under the step before; a tool's message that is not among them was edited."""
     yield "", ""
     yield (
         f"--- step {step.index}  policy v{row['policy_version']}, {cell(row['generate_seconds'])} s, {_token_text(step)}",
@@ -129,7 +129,7 @@ def _call_lines(call: Any) -> Iterator[Line]:
 
 
 def _sandbox_note(call: Any) -> str:
-    """What its sandbox saw, and how often it was sent."""
+    """The call's processor time and exit code in its sandbox, and how often it was sent."""
     code = f", exit code {call['exit_code']}" if call["exit_code"] else ""
     seen = f", {call['cpu_seconds']:.3f} s of processor time in {call['sandbox']}{code}" if call["sandbox"] else ""
     return seen + (f", sent {call['attempts']} times" if call["attempts"] > 1 else "")
@@ -147,7 +147,7 @@ def _end_lines(record: Any) -> Iterator[Line]:
         yield f"  judged by {grade['tool']}: {said}", "red" if grade["error_class"] else ""
     for (chosen, name), rows in groupby(record.rewards, lambda row: (row["reward_set"], row["part"])):
         yield f"  {name}: {_format_part(list(rows))}" + ("" if chosen == "default" else f" (reward set {chosen})"), ""
-    if row["status"] == "done":  # no other has its final answer recorded, whatever its last turn said
+    if row["status"] == "done":  # only done episodes have a recorded final answer
         yield f"  answer:    {one_line(row['final_answer'], 400) or '(none)'}", ""
     yield f"  reference: {one_line(row['reference'], 400)}", ""
     yield (
@@ -158,7 +158,7 @@ def _end_lines(record: Any) -> Iterator[Line]:
 
 
 def _format_part(rows: list[Any]) -> str:
-    """What a part came to, the sum of its steps where these earned it."""
+    """The value of a reward part, or the sum of its steps' values."""
     by_steps = "" if rows[0]["step"] is None else f" (over {len(rows)} steps)"
     return f"{cell(sum(row['value'] for row in rows))} x {cell(rows[0]['weight'])}{by_steps}"
 

@@ -1,4 +1,4 @@
-"""What a person sees of a turn while it is sampled: words as they come, the thought dimly, calls once they are whole."""
+"""The display of a turn while it is sampled: words as they come, the thought dimly, calls once they are whole."""
 
 import json
 import re
@@ -13,12 +13,12 @@ PLAIN, DIM = "", "italic dim"
 
 
 class Voice:
-    """Takes a turn's text in pieces and writes what of it is for people.
+    """Takes a turn's text in pieces and writes the part that is for people.
 
     Args:
-        write: told what to show, and rich's name of its style.
-        thinks: whether the turn begins inside of a thought.
-        opens: what a call begins with, as the model's family writes it; a call that begins with nothing is shown as it comes.
+        write: shows a text in rich's style of that name.
+        thinks: whether the turn begins inside a thought.
+        opens: the marks that begin a call in the model's family; calls without a mark are shown as they come.
     """
 
     def __init__(self, write: Callable[[str, str], None], thinks: bool, opens: Sequence[str]) -> None:
@@ -35,7 +35,7 @@ class Voice:
         self._begun = thinks
 
     def take(self, piece: str) -> None:
-        """Shows what came; what may be the beginning of a mark waits for the rest of it."""
+        """Shows the piece; holds back an end that may begin a mark."""
         self._held += piece.replace("\0", "\ufffd")
         while not self._calls and (mark := self._mark.search(self._held)):
             self._write_text(self._held[: mark.start()])
@@ -47,7 +47,7 @@ class Voice:
             self._held = self._held[len(self._held) - kept :]
 
     def rest(self, message: Message) -> Iterator[Line]:
-        """The lines that say what the whole turn has beside what was shown."""
+        """The lines of the whole turn that were not shown yet."""
         if not self._calls:
             self._write_text(self._held)
         self._end_line()
@@ -59,7 +59,7 @@ class Voice:
         yield from call_lines(message)
 
     def _write_text(self, text: str) -> None:
-        """Writes it without the white space at either end, as the turn that is read has none either."""
+        """Writes the text without white space at either end of the turn, as the parser strips it too."""
         text = self._space + text
         if not (self._thought if self._thinks else self._shown):
             text = text.lstrip()
@@ -77,7 +77,7 @@ class Voice:
             self._shown += words
 
     def _handle_mark(self, mark: str) -> None:
-        """A thought begins before all else, and ends once; any other mark of one is text."""
+        """Handles a mark: a thought begins before all else, and ends once; any other mark of a thought is text."""
         if mark not in (THINK, END_THINK):
             self._calls = True
         elif mark == THINK and not (self._begun or self._shown):
@@ -97,7 +97,7 @@ class Voice:
 
 
 def turn_lines(message: Message) -> Iterator[Line]:
-    """A whole turn."""
+    """The lines of a whole turn."""
     if message.thought:
         yield f"(thinks) {message.thought}", DIM
     if message.content:
@@ -106,13 +106,13 @@ def turn_lines(message: Message) -> Iterator[Line]:
 
 
 def call_lines(message: Message) -> Iterator[Line]:
-    """The calls of a turn."""
+    """The lines of a turn's calls."""
     for call in message.tool_calls:
         shown: Any = call.error if call.error else json.dumps(dict(call.arguments), ensure_ascii=False)
         yield f"  {call.name or '(unreadable call)'} {shown}", "bold blue"
 
 
 def _unfinished_chars(text: str, marks: Sequence[str]) -> int:
-    """How many characters at its end may be the beginning of a mark."""
+    """The number of characters at the text's end that may begin a mark."""
     longest = max(map(len, marks)) - 1
     return next((size for size in range(min(longest, len(text)), 0, -1) if any(m.startswith(text[-size:]) for m in marks)), 0)

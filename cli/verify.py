@@ -1,4 +1,4 @@
-"""`agentrl replay EPISODE --verify WHAT`: is the record true? The episode is done again, and the report names what differs."""
+"""`agentrl replay EPISODE --verify WHAT`: repeats the episode and reports differences from its record."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 TOOLS, TOKENS, REWARDS = "tools", "tokens", "rewards"
 CHECK_CHOICES = (TOOLS, TOKENS, REWARDS, "all")
-"""What can be verified."""
+"""The parts that can be verified."""
 
 MAX_QUOTED = 200
-"""Characters of a text in a report, at most."""
+"""The most characters of a text in a report."""
 
 
 def verify(episode: int, what: str, as_json: bool) -> int:
-    """Does the episode again and prints what came of it; 0 where all that could be verified is the same, else 1.
+    """Repeats the episode and prints the report; returns 0 if all that could be verified is the same, else 1.
 
-    Where nothing could be, it says so instead: the JSON's `same` is null then, and the exit code 0, since nothing differs.
+    If nothing could be verified, the report says so: the JSON's `same` is null, and the exit code 0, since nothing differs.
 
     Raises:
-        CheckpointError: tokens alone were asked for, and the weights that sampled them are gone.
-        ModelError: the base here is another than the run's.
+        CheckpointError: only tokens were asked for, and the weights that sampled them are gone.
+        ModelError: the base here is not the run's.
     """
     from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.store.reads.provenance import find_origin
@@ -72,7 +72,7 @@ def _report_document(found: Any) -> Any:
     return [_report_document(report) for report in found] if isinstance(found, list) else {"same": found.same, **asdict(found)}
 
 
-# doing it again
+# the repetition
 
 
 def _check_tools(origin: "Origin", made: "Experiment") -> "ToolsReport":
@@ -257,7 +257,7 @@ def _reward_lines(reports: "list[RewardsReport]", status: str) -> Iterator[Line]
 
 
 def parting_lines(found: "TokenDifference", left: str, right: str) -> Iterator[Line]:
-    """Where two token sequences part, one line for each side after its name."""
+    """Lines on where two token sequences part, one for each side after its name."""
     yield f"  first: step {found.step}, {found.part} token {found.index}", "red"
     for name, token, text in zip((left, right), found.ids, found.texts, strict=True):
         yield f"    {name} {'(no more)' if token is None else f'{token} {quote(text)}'}", ""
@@ -269,10 +269,10 @@ def line_style(same: bool) -> str:
 
 
 def quote(text: str) -> str:
-    """A text in quotation marks, what cannot be seen escaped."""
+    """A text in quotation marks, invisible characters escaped."""
     return repr(one_line(text, MAX_QUOTED)) if len(text) > MAX_QUOTED else repr(text)
 
 
 def full_number(value: float | str | None) -> str:
-    """A number with all its digits; what was raised instead of it as it is."""
+    """A number with all its digits; an error's text in its place is unchanged."""
     return one_line(value, MAX_QUOTED) if isinstance(value, str) else cell(value) if value is None else repr(value)

@@ -1,6 +1,6 @@
-"""`agentrl watch`: a run as it goes on. Live on a terminal, else one line per finished iteration; a summary at the end.
+"""`agentrl watch`: follows a run. Live on a terminal, else one line per finished iteration; a summary at the end.
 
-It only looks: Ctrl-C detaches, and the run goes on.
+It only reads: Ctrl-C detaches, and the run goes on.
 """
 
 import sys
@@ -33,17 +33,17 @@ from agentrl.cli.targets import NewestRun, pick_run, stored_reader
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name or number of the run.", show_default=False)]
 POLL_SECONDS = 0.5
 LINE_EVERY, FEW_ITERATIONS, MAX_SILENCE_SECONDS = 8, 16, 15.0
-"""Where no terminal is: each Nth iteration has a line, of a run of few each, and one after so many seconds without."""
+"""Without a terminal: a line for each Nth iteration (each one of a short run), and for one after this long a silence."""
 ALONE_SECONDS = 10.0
-"""Without a control loop for so long, a run is said to be stranded."""
+"""Seconds without a control loop after which a run is reported as stranded."""
 ENDED_STATUSES = ("done", "cancelled")
 
 TOO_FEW_NOTE = " (trains with the episodes there are)"
 SKIPPED_NOTE = " (goes on without an update of that iteration: none of its episodes can train)"
-"""What going on means for an open iteration none of whose episodes is left to run, and where none of them can train."""
+"""What `resume` does with an open iteration none of whose episodes is left to run, and with one that cannot train."""
 
 RESUME_HINT = "Once what it says is mended"
-"""When a run that failed can go on: nothing has changed by itself."""
+"""When a failed run can go on: its cause does not go away by itself."""
 
 
 def watch(run: NewestRun = None, as_json: Json = False) -> None:
@@ -61,10 +61,10 @@ def watch(run: NewestRun = None, as_json: Json = False) -> None:
 
 
 def follow_to_end(db: Any, run: str) -> None:
-    """As `watch`, with everything on stderr: what `submit --wait` shows.
+    """Follows a run as `watch` does, with everything on stderr, for `submit --wait`.
 
     Raises:
-        typer.Exit: 1, unless the run ends as done.
+        typer.Exit: with 1, unless the run ends as done.
     """
     view = follow(db, run, sys.stderr.isatty(), say)
     for text, _ in summary(view):
@@ -74,14 +74,14 @@ def follow_to_end(db: Any, run: str) -> None:
 
 
 def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
-    """The run now; of its iterations only those that `before` does not have are read."""
+    """The run's state now; reads only iterations that `before` lacks."""
     from agentrl.workflow.store.reads import run_rows
     from agentrl.workflow.store.reads.eval_results import EvalFilter, list_evals
     from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
     from agentrl.workflow.store.reads.paging import iterate_rows
 
     known = [] if before is None else before.iterations
-    evals = [*iterate_rows(list_evals, db, EvalFilter(run))]  # before the row, which names the best of them
+    evals = [*iterate_rows(list_evals, db, EvalFilter(run))]  # before the row, which names the best one
     row = run_rows.describe_run(db, run)
     after = known[-1]["iteration"] if known else 0
     found = iterate_rows(list_iterations, db, IterationFilter(run, after=after))
@@ -93,13 +93,13 @@ def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
 
 
 def follow(db: Any, run: str, live: bool, write: Any) -> RunView:
-    """Shows the run until it is done, paused, failed or cancelled. Ctrl-C says how to stop it, and ends with 130."""
+    """Shows the run until it is done, paused, failed or cancelled. Ctrl-C prints how to stop it, and exits with 130."""
     view, seen = None, time.monotonic()
     try:
         with _Live() if live else _Lines(write) as screen:
             while True:
                 view = load_view(db, run, view)
-                if view.run["status"] != "done":  # else there is nobody to look for
+                if view.run["status"] != "done":  # a done run needs no control loop
                     if is_somebody_working(db):
                         seen = time.monotonic()
                     view.warning = (
@@ -116,7 +116,7 @@ def follow(db: Any, run: str, live: bool, write: Any) -> RunView:
 
 @dataclass
 class _Lines:
-    """A line per finished iteration; of a long run for every eighth, what made no step, and where none was written for long."""
+    """Writes a line per finished iteration; of a long run every eighth, those without a step, and one after a long silence."""
 
     write: Any
     shown: int = 0
@@ -153,7 +153,7 @@ class _Lines:
 
 
 class _Live:
-    """A screen on the terminal, renewed in place."""
+    """A screen on the terminal, updated in place."""
 
     def __init__(self) -> None:
         from rich.live import Live
@@ -168,7 +168,7 @@ class _Live:
         self.live.__exit__(*ending)
 
     def show(self, view: RunView) -> None:
-        """Renews the lines."""
+        """Updates the lines."""
         from rich.text import Text
 
         size = self.live.console.size
@@ -176,7 +176,7 @@ class _Live:
 
 
 def iteration_line(row: Row, iterations: int, seconds: float) -> str:
-    """A finished iteration, and the seconds that it took, in one line."""
+    """One line on a finished iteration and its seconds."""
     if row["status"] == "cancelled":
         return f"iteration {row['iteration']}/{iterations}  cancelled"
     parts = [
@@ -196,7 +196,7 @@ def iteration_line(row: Row, iterations: int, seconds: float) -> str:
 
 
 def eval_line(row: Row, best: int | None) -> str:
-    """A version that was measured, in one line."""
+    """One line on a measured version."""
     head = f"held out  version {row['policy_version']}"
     if row["mean_reward"] is None:
         return f"{head}  {row['status']}  {row['reason']}".rstrip()
@@ -205,7 +205,7 @@ def eval_line(row: Row, best: int | None) -> str:
 
 
 def summary(view: RunView) -> list[Line]:
-    """How the run went, and the commands to look closer."""
+    """Lines on the run's course, and the commands to look closer."""
     run, name = view.run, view.run["run"]
     lines = [(f"{name}: {run['status']}" + (f" after {format_duration(run['seconds'])}" if run["seconds"] else ""), "bold")]
     if run["reason"]:
@@ -235,7 +235,7 @@ def summary(view: RunView) -> list[Line]:
 
 
 def trained_on_query(run: str) -> str:
-    """The command that lists the stored episodes that a run learns from: it has none of its own."""
+    """The command that lists the stored episodes of a run that samples none of its own."""
     return f"agentrl sql \"SELECT episode_id, task, advantage, fate FROM v_ledger WHERE run = '{run}' LIMIT 50\""
 
 
@@ -259,7 +259,7 @@ def _describe_rewards(rewards: Sequence[float]) -> str:
 
 
 def is_somebody_working(db: Any) -> bool:
-    """Whether a control loop runs, or a supervisor that starts one: on a slow machine that takes a while."""
+    """Whether a control loop runs, or a supervisor that starts one, which takes a while on a slow machine."""
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store import control_reads

@@ -1,4 +1,4 @@
-"""`agentrl whatif`: what other algorithms would have made of an update of a run, as one table; nothing is kept."""
+"""`agentrl whatif`: a table of what other algorithms would have made of a run's update; nothing is stored."""
 
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 NAME_CHARS = 13
-"""Columns of a line, and of a name in front of its numbers; a longer one has a line of its own."""
+"""The width of a line, and of the name before its numbers; a longer name gets a line of its own."""
 
 COLUMNS = (
     *(("spread", 7), ("zero", 5), ("corr", 7)),
@@ -34,25 +34,25 @@ MEANINGS = (
 def whatif(
     run: RunName,
     algorithm: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Algorithms to look at beside the run's own.", show_default=False)
+        str, typer.Option(metavar="NAME,...", help="Algorithms to compare with the run's own.", show_default=False)
     ],
     iteration: Annotated[
-        int | None, typer.Option(min=1, max=MAX_INTEGER, help="Of this iteration (from 1) [last trained].", show_default=False)
+        int | None, typer.Option(min=1, max=MAX_INTEGER, help="The update's iteration [last trained].", show_default=False)
     ] = None,
     convention: Annotated[
         Literal["verl", "trl"] | None,
-        typer.Option(help="Whose, where the two differ [the run's].", show_default=False),
+        typer.Option(help="Convention where the two differ [the run's].", show_default=False),
     ] = None,
     assignments: Annotated[
         list[str] | None,
-        typer.Option("-s", metavar="KEY=VALUE", help="algorithm.KEY, for those that take it.", show_default=False),
+        typer.Option("-s", metavar="KEY=VALUE", help="algorithm.KEY, for the algorithms that take it.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare algorithms on an update of a run: advantages, loss, gradient, and what one step would change.
 
-    On the stored episodes of the iteration, from the policy that its update started from. The run, its checkpoints and the
-    database stay as they are.
+    It uses the stored episodes of the iteration, and the policy that its update started from. The run, its checkpoints and the
+    database do not change.
     """
     from agentrl.workers.requests.whatif_request import prepare_whatif
 
@@ -114,7 +114,7 @@ def _algorithm_document(found: "Finding") -> dict[str, Any]:
 
 
 def _episode_document(episode: Any, found: "Sequence[Finding]") -> dict[str, Any]:
-    """Its advantages are in the order of the algorithms; null where one does not credit it."""
+    """An episode with its advantages in the order of the algorithms; null if one does not credit it."""
     return {"id": episode.id, "reward": episode.reward, "advantages": [each.advantages.get(episode.id) for each in found]}
 
 
@@ -198,7 +198,7 @@ def _whatif_sentences(asked: "WhatIfRequest", found: "Sequence[Finding]") -> Ite
 
 
 def _describe_optimizer(past: "UpdateInputs", found: "Sequence[Finding]") -> str:
-    """What the optimizer knows of earlier steps: a run's later updates had something, which is collected first."""
+    """Words on the optimizer's state: a run's later updates started with one, which `agentrl gc` removes first."""
     if all("optimizer" not in each.blank for each in found):
         return "as the run had it"
     return "whose state was removed since" if past.policy.path and not past.is_borrowed else "that remembers nothing yet"

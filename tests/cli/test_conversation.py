@@ -106,7 +106,7 @@ def test_the_prompt_is_there_before_the_model_and_the_first_question_waits_for_i
     terminal: Callable[..., Terminal], tmp_path: Path
 ) -> None:
     screen = terminal(SLOW_START=str(tmp_path / "go"))
-    at = screen.wait(r"/help says what you can type; ctrl-D ends it\.\n> ")
+    at = screen.wait(r"/help lists the commands; ctrl-D ends the chat\.\n> ")
     screen.type("/help\nhello\n")
     at = screen.wait("/replay +the conversation", at)
     at = screen.wait("loading .*tiny", at)
@@ -200,12 +200,12 @@ def test_settings_are_changed_while_one_talks(terminal: Callable[..., Terminal])
     at = screen.wait("\n> ")
     for typed, shown in (
         ("/temperature 0.5", "temperature 0\\.5"),
-        ("/temperature nan", "'nan' is no temperature"),
+        ("/temperature nan", "'nan' is not a temperature"),
         ("/temperature", "temperature 0\\.5"),
         ("/tools off", "off  calculator"),
         ("/tools on clock", "no tool 'clock'"),
         ("/save this", "\\.jsonl file"),
-        ("/save this.jsonl", "Nothing was answered yet"),
+        ("/save this.jsonl", "There is no answer yet"),
         ("hello", "You said"),
         ("/save /nowhere/this.jsonl", "No such file"),
         ("/reset", "forgotten"),
@@ -308,7 +308,7 @@ def test_a_tool_that_takes_too_long_is_told_so(talk: Callable[..., Talk]) -> Non
 
 def test_an_answer_that_was_cut_is_no_demonstration(talk: Callable[..., Talk]) -> None:
     made = talk(Message("assistant", "7 " * 200), ANSWER)
-    with pytest.raises(StateError, match="Nothing was answered"):
+    with pytest.raises(StateError, match="There is no answer"):
         made.demonstration()
     list(made.answer("Count."))
     with pytest.raises(StateError, match="was cut"):

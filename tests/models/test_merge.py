@@ -122,7 +122,7 @@ def test_what_cannot_be_merged_is_refused_in_a_sentence_and_nothing_is_written(
     refused = [
         (["first@9"], 5, "no policy version 9"),
         (["nobody@1"], 5, "There is no run 'nobody'"),
-        ([str(base)], 2, "no policy of a run"),
+        ([str(base)], 2, "not a run's policy"),
     ]
     for words, code, said in refused:
         assert said in agentrl(capsys, "merge", *words, "--out", plain, code=code)[1], words

@@ -599,7 +599,7 @@ def test_only_of_the_same_rewards_other_code_is_told(here: Database, capsys: pyt
     evaluation(here, "one", 1.0, 0.0)
     evaluation(here, "other", 1.0, 1.0, base="other", code_hash="mended")
     assert remarks(capsys, "one", "other") == [
-        "Their rewards were computed by different code: the difference may be of the rewards."
+        "Their rewards were computed by different code, which may explain the difference."
     ]
     assert "B - A  0.25 " in said(capsys, "one", "other")
     weights = submission().weights
@@ -639,8 +639,8 @@ def test_compare_says_by_what_the_two_were_sampled_otherwise(here: Database, cap
     older["rollout"] = {key: value for key, value in older["rollout"].items() if key != "min_p"}
     evaluation(here, "older", 1.0, 1.0, base="third", config=older)
     assert remarks(capsys, "one", "other") == [
-        "They were sampled otherwise: rollout.temperature 1 and 0.5, rollout.max_steps 4 and 8, env math and arithmetic: "
-        "the difference may be of that."
+        "They were sampled differently (rollout.temperature 1 and 0.5, rollout.max_steps 4 and 8, env math and arithmetic), "
+        "which may explain the difference."
     ]
     assert remarks(capsys, "one", "older") == []
 

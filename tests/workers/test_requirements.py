@@ -239,7 +239,7 @@ def test_a_worker_that_lacks_something_is_refused_where_fit_ones_are_asked_for_e
 ) -> None:
     found = [worker(1, "rollout", "train"), worker(2, "tools", lacks=("says: no module",)), worker(3, "tools", found=False)]
     lacks = "The tools worker on host (pid 2) says: no module"
-    mute = "The tools worker on host (pid 3) has not said whether it can run this: it still looks."
+    mute = "The tools worker on host (pid 3) has not said whether it can run this: it is still checking."
     on_broker(monkeypatch, found, ONE_EACH)
     question = asked(tmp_path)
     with pytest.raises(WorkerError, match="Nothing was started") as refused:
@@ -255,7 +255,7 @@ def test_what_differs_and_who_is_mute_is_told_and_refuses_nothing(
 ) -> None:
     on_broker(monkeypatch, [worker(1, "rollout", "train", other=("AGENTRL_SEARCH", "the file of rewards mine"))], ONE_EACH)
     assert services._check_named_broker(asked(tmp_path), there=True, fit=True) == [
-        "The worker of the queue 'tools' has not said whether it can run this: it is busy, or of another agentrl.",
+        "The worker of the queue 'tools' has not said whether it can run this: it is busy, or has another version of agentrl.",
         "The rollout and train worker on host (pid 1) has another AGENTRL_SEARCH, the file of rewards mine than this command.",
     ]
 
@@ -317,7 +317,7 @@ def test_a_stack_in_memory_may_stand_in_another_folder_unless_the_run_has_a_modu
     embedded.write_state(settings(), stopping=False, separate=False)
     monkeypatch.chdir(tmp_path)
     found = list(services._list_unfit(question))
-    assert found == [f"The embedded stack was started with another {name} than this command has." for name in elsewhere]
+    assert found == [f"The embedded stack was started with another {name} than this command's." for name in elsewhere]
 
 
 @pytest.mark.parametrize("found", [False, True])
