@@ -1,1 +1,1 @@
-"""What a person asks for, checked and made ready before anything is written."""
+"""Requests of commands, checked and prepared before anything is written."""

@@ -1,6 +1,6 @@
-"""Forks: a stored episode is gone on with from one of its steps, several times, under the same or another policy.
+"""Forks: continuations of a stored episode from one of its steps, under the same or another policy.
 
-A fork run has one group: the forks of one step of one episode. It samples and scores like any run and updates nothing;
+A fork run has one group: the forks of one step of one episode. It samples and scores like any run but makes no update;
 `submit --from-groups` trains on it.
 """
 
@@ -22,15 +22,15 @@ OTHER_CODE = "The parent's reward was given by other code than the forks' will b
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """What a person asks for.
+    """A request of `agentrl fork`.
 
     Args:
-        episode, step: where the forks leave.
-        n: how many.
+        episode, step: the place at which the forks begin.
+        n: the number of forks.
         edit: replaces the last message that the policy reads before the step.
         policy: `RUN[@VERSION]` or a version of the episode's run; unset: the one that sampled the step.
         with_parent: the parent joins the group.
-        name: of the fork run; unset: a free one.
+        name: the fork run's name; unset: a free one.
     """
 
     episode: int
@@ -46,10 +46,10 @@ def prepare_fork(db: Database, asked: ForkRequest) -> PreparedRun:
     """Checks the request and makes the submission of the fork run; writes nothing.
 
     Raises:
-        NotFoundError, StateError, ConfigError, ModelError, CheckpointError: what is wrong, in one sentence.
+        NotFoundError, StateError, ConfigError, ModelError, CheckpointError: the fault, in one sentence.
     """
     if asked.with_parent and asked.edit is not None:
-        raise ConfigError("The parent read another message than the forks will.", "Leave --with-parent or --edit-message out.")
+        raise ConfigError("The parent and the forks read different messages.", "Leave --with-parent or --edit-message out.")
     point = load_fork_point(db, asked.episode, asked.step)
     parent = Experiment.load(point.run["config"])
     if parent.env.resumability == "restart" and asked.step:
@@ -73,7 +73,7 @@ def prepare_fork(db: Database, asked: ForkRequest) -> PreparedRun:
 
 
 def _fork_origin(asked: ForkRequest) -> dict[str, Any]:
-    """What makes two fork runs of one name the same."""
+    """The values that must be equal for two fork runs of one name to be the same."""
     return {
         "episode": asked.episode,
         "step": asked.step,
@@ -84,7 +84,7 @@ def _fork_origin(asked: ForkRequest) -> dict[str, Any]:
 
 
 def _opening_messages(asked: ForkRequest, point: ForkPoint) -> tuple[Message, ...] | None:
-    """The messages that the forked step reads, its last one replaced; as they were where the episode's own were edited."""
+    """The messages that the forked step reads, with the last one replaced; those of an edited episode as they were stored."""
     if asked.edit is None:
         first_own = point.episode.parent_id is not None and asked.step == point.episode.fork_step
         return point.episode.steps[asked.step].prompt if first_own else None
@@ -93,7 +93,7 @@ def _opening_messages(asked: ForkRequest, point: ForkPoint) -> tuple[Message, ..
 
 
 def _parse_policy(policy: str, point: ForkPoint) -> tuple[str, Version]:
-    """`V`, of the run whose policy sampled the step, `RUN` for its newest, or `RUN@V`."""
+    """Run and version of `V` (of the run whose policy sampled the step), `RUN` (its newest) or `RUN@V`."""
     run, at, word = policy.partition("@")
     if not at and run.removeprefix("v").isdecimal():
         run, at, word = point.policy_run, "@", run

@@ -1,7 +1,7 @@
-"""Whether the processes that will run a run have what it needs: each is asked before anything is written, and looks itself.
+"""The requirements of a run: each worker is asked before anything is written whether it has what the run needs.
 
-What a worker lacks (a module, a setting, a folder) it says in a sentence. Where it merely has another than the command that
-asks, another file or value, it says the names: values never travel, only their digests under a key of the question's own.
+A worker answers with a sentence for each thing that it lacks (a module, a setting, a folder), and with the names of files and
+variables that differ from the command's. Values never travel, only digests under a key that each question makes anew.
 """
 
 import os
@@ -34,31 +34,31 @@ from agentrl.workflow.training.trl_options import require_trl
 
 COMMAND = "agentrl_fits"
 ANSWER_SECONDS = 1.5
-"""Whoever serves a queue says so within them."""
+"""The wait for the first answers of workers."""
 
 LOOK_SECONDS = 30.0
-"""How long a worker may look: it imports somebody's code, starts a sandbox, asks a hub."""
+"""The longest check of a worker, which imports plug-ins, starts a sandbox, asks a hub."""
 
 REPLY_SECONDS = 0.5
-"""How long a worker's reply waits for what it looks for; who asks again hears it then."""
+"""The longest wait of a worker's reply for its check; the next question gets a later result."""
 
 MAX_LOOKS = 8
-"""Questions whose answers a worker keeps for who asks again."""
+"""The most questions whose answers a worker keeps for repeated questions."""
 
 ENGINE = ("AGENTRL_ENGINE_URL", "AGENTRL_ENGINE_KEY")
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a run needs of its workers, as it travels.
+    """The requirements of a run, as a command sends them to workers.
 
     Args:
-        config: the run's.
+        config: the run's config.
         weights: reward -> weight.
-        base, output_dir: its model and the place of its checkpoints.
-        roles: the queues that it needs.
-        version: agentrl's, here.
-        variables, code: what the command that asks has: digests by variable and by `kind name` of a plug-in.
+        base, output_dir: the run's model and the place of its checkpoints.
+        roles: the queues that the run needs.
+        version: the command's version of agentrl.
+        variables, code: digests of the command's own, by variable and by `kind name` of a plug-in.
     """
 
     config: Mapping[str, Any]
@@ -73,12 +73,12 @@ class Requirements:
 
     @cached_property
     def experiment(self) -> Experiment:
-        """The run's, as far as it is to be had here."""
+        """The run's experiment, as far as it can be loaded here."""
         return Experiment.load(self.config, self.weights)
 
     @property
     def own(self) -> bool:
-        """Whether something of it comes from a module of somebody's own, `module:name`."""
+        """Whether the run has a plug-in from a user's own module, `module:name`."""
         named = (self.config.get("env"), self.config["rollout"]["engine"], *self.config["tools"], *self.config["hooks"])
         named += (self.config["model"].get("tool_format"),)
         return any(":" in str(name).removeprefix("mcp:") for name in (*named, *self.weights))
@@ -86,9 +86,9 @@ class Requirements:
 
 @dataclass(frozen=True)
 class Fitness:
-    """A worker's answer: what it `lacks`, in sentences, and what it has `other` than who asked.
+    """A worker's answer: what it `lacks`, in sentences, and the names of what is `other` than the command's.
 
-    `found`: it has looked to the end.
+    `found`: whether the check is complete.
     """
 
     worker: str
@@ -99,7 +99,7 @@ class Fitness:
 
     @property
     def label(self) -> str:
-        """The worker as a person finds it."""
+        """The worker's roles, host and pid, for a person to find it."""
         host, _, pid = self.worker.rpartition(":")
         return f"The {' and '.join(self.roles)} worker on {host} (pid {pid})"
 
@@ -107,10 +107,10 @@ class Fitness:
 def requirements_of(
     config: Mapping[str, Any], weights: Mapping[str, float], base: str, output_dir: str, rolls_out: bool
 ) -> Requirements:
-    """What to ask about a run.
+    """The requirements of a run, with this process's digests.
 
     Args:
-        rolls_out: it makes episodes; else it trains on stored ones.
+        rolls_out: whether the run makes episodes; else it trains on stored ones.
     """
     made, key = Experiment.load(config, weights), token_hex(8)
     roles = QUEUES if rolls_out else ("train",)
@@ -120,16 +120,16 @@ def requirements_of(
 
 
 def ask_workers(asked: Requirements, workers: int | None = None) -> list[Fitness]:
-    """The answers of all workers that serve a queue of the run. A worker that is still looking is asked again; one that does
-    not answer has no entry.
+    """The answers of all workers that serve a queue of the run. A worker whose check goes on is asked again; one that does not
+    answer has no entry.
 
     Args:
-        workers: how many there are, where that is known: then nobody waits for more.
+        workers: the number of workers, if known: then no time is spent waiting for more.
     """
     found: dict[str, Fitness] = {}
     deadline = time.monotonic() + LOOK_SECONDS
     while True:
-        with app.connection_for_write() as link:  # not one of the pool: a stack that was renewed has another Redis
+        with app.connection_for_write() as link:  # not from the pool: a restarted stack has another Redis
             asking = {"arguments": {"question": asdict(asked)}, "timeout": ANSWER_SECONDS, "limit": workers}
             replies = app.control.broadcast(COMMAND, reply=True, connection=link, **asking)
         told = (_parse_fitness(answer) for reply in replies or () for answer in reply.values() if "worker" in answer)
@@ -151,7 +151,7 @@ _looks: dict[str, "Future[tuple[list[str], list[str]]]"] = {}
 
 @inspect_command(name=COMMAND, args=[("question", dict)], visible=False)  # type: ignore[untyped-decorator]
 def fits(state: Any, question: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether this process has what the run in question needs. Looks in a thread: the worker reads its messages meanwhile."""
+    """Checks whether this process has what the run needs, in a thread, so that the worker goes on reading its messages."""
     served = [queue.name for queue in state.consumer.task_consumer.queues]
     return _answer_question(Requirements(**question), [role for role in QUEUES if role in served])
 
@@ -174,12 +174,12 @@ def _find_lacks(answer: "Future[tuple[list[str], list[str]]]", asked: Requiremen
     mine = [role for role in roles if role in asked.roles]
     try:
         answer.set_result((list_lacks(asked, mine), list_differences(asked, mine)))
-    except BaseException as error:  # noqa: BLE001 - somebody's code may raise whatever it likes; whoever asks hears it
+    except BaseException as error:  # noqa: BLE001 - a user's code may raise anything; the command reports it
         answer.set_result(([_error_sentence(error)], []))
 
 
 def list_lacks(asked: Requirements, roles: Iterable[str]) -> list[str]:
-    """What this process lacks to serve the run in these roles, a sentence each."""
+    """Lists what this process lacks to serve the run in these roles, a sentence each."""
     if asked.version != __version__:
         return [f"is agentrl {__version__}, not {asked.version}"]
     looks = [look for role in roles for look in _CHECKS_BY_ROLE[role](asked)]
@@ -226,10 +226,10 @@ _CHECKS_BY_ROLE = {"rollout": _rollout_checks, "tools": _tools_checks, "train": 
 
 
 def _load_tools(made: Experiment) -> list[Tool]:
-    """The tools and judges of a run.
+    """Loads the tools and judges of a run.
 
     Raises:
-        ConfigError: one of them, or the env, is not to be had here.
+        ConfigError: one of them, or the env, cannot be loaded here.
     """
     return [*made.tools.values(), *made.judges.values()]
 
@@ -278,11 +278,11 @@ def _check_output_dir(output_dir: str) -> None:
     check_place(output_dir)
 
 
-# what is there, but another
+# differences from the command
 
 
 def list_differences(asked: Requirements, roles: Sequence[str]) -> list[str]:
-    """Names of the variables and files which this process has other than the command that asks."""
+    """The names of variables and files in which this process differs from the command that asks."""
     read = _list_variables(asked.experiment, roles)
     other = [
         name for name in read if name in asked.variables and digest(asked.key, _variable_value(name)) != asked.variables[name]
@@ -294,20 +294,20 @@ def list_differences(asked: Requirements, roles: Sequence[str]) -> list[str]:
 
 
 def _list_variables(made: Experiment, roles: Sequence[str] = QUEUES) -> list[str]:
-    """The environment variables that something of the run reads in these roles, as far as it can be had here."""
+    """The environment variables that the run's plug-ins read in these roles, as far as these can be loaded here."""
     names: list[str] = []
     try:
         if "tools" in roles:
             names += [name for tool in _load_tools(made) for name in tool.variables]
         if "rollout" in roles and made.engine.at_url:
             names += ENGINE
-    except ConfigError:  # said elsewhere
+    except ConfigError:  # `list_lacks` reports it
         return []
     return list(dict.fromkeys(names))
 
 
 def _list_code(made: Experiment, roles: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """`kind name` of each plug-in that runs in these roles and is here, with the source that this process has loaded."""
+    """`kind name` and loaded source of each plug-in that runs in these roles and is here."""
     config = made.config
     named: list[tuple[str, str]] = []
     if {"rollout", "tools"} & set(roles):
@@ -324,7 +324,7 @@ def _list_code(made: Experiment, roles: Sequence[str]) -> Iterator[tuple[str, st
 
 
 def _variable_value(name: str) -> str:
-    """The variable's value; a file or folder by its whole path, since each process stands elsewhere."""
+    """The variable's value; a path is made absolute, since each process has another working directory."""
     value = os.environ.get(name, "")
     try:
         return str(Path(value).expanduser().resolve()) if value and not is_url(value) and Path(value).exists() else value

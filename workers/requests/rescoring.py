@@ -1,4 +1,4 @@
-"""Rescoring: other rewards over stored episodes. All are computed before anything is written."""
+"""Rescoring: other rewards for stored episodes. All are computed before anything is written."""
 
 import re
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ from agentrl.workflow.store.connect import Database
 
 
 def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) -> dict[str, Any]:
-    """Adds a reward set to the run and says what came out.
+    """Adds a reward set to the run and returns a summary.
 
     Args:
         rewards: `NAME` or `NAME=WEIGHT` each, where a name may be `package.module:function`.
-        name: of the set; unset: made from the first reward.
+        name: the set's name; unset: made from the first reward's.
 
     Returns:
-        run, reward_set, episodes, changed (their reward is another than in the default set), mean_before, mean, parts.
+        run, reward_set, episodes, changed (episodes whose reward differs from the default set's), mean_before, mean, parts.
 
     Raises:
         ConfigError: an unknown reward, or a name or weight that does not fit.
-        ConflictError: a set of that name is there.
+        ConflictError: a set of that name exists.
         RewardError: a reward raised; nothing was written.
         StateError: no episode of the run is done.
     """
@@ -68,7 +68,7 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
 
 
 def _reward_set_name(reward: str) -> str:
-    """`package.module:Function` as a name: its last word, small."""
+    """`package.module:Function` as a name: its last word in lower case."""
     return re.sub(r"[^a-z0-9._-]", "-", reward.rpartition(":")[2].lower()).lstrip("._-")[:64] or "rescored"
 
 

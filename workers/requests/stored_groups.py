@@ -1,7 +1,6 @@
-"""Training on stored groups: a run that makes no episode of its own, of the runs' config that made them.
+"""Training on stored groups: a run that makes no episodes of its own, with the config of the runs that made them.
 
-What was decided when the episodes were made (model, dataset, env, sampling) is taken from there; only how they are credited
-and trained on can be chosen.
+Model, dataset, env and sampling were decided when the episodes were made; only crediting and training can be chosen.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,19 +29,19 @@ from agentrl.workflow.store.run_names import find_run, find_stored_policy
 from agentrl.workflow.trajectory import PolicyRef
 
 ALLOWED_KEYS = ("name", "seed", "epochs", "output_dir", "hooks", "rollout.tasks_per_iteration")
-"""What may be chosen beside the sections that say nothing of how episodes are made."""
+"""Keys that may be chosen, besides the sections of TRAINING_KEYS."""
 
 
 def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], policy: PolicyRef | None = None) -> PreparedRun:
     """Checks the request and makes the submission; writes nothing.
 
     Args:
-        asked: with `source` given.
-        origins: where each of its values came from; what is no default was chosen.
+        asked: the config, with `source` given.
+        origins: the origin of each value; a value that is not a default was chosen.
         policy: the weights to start from; unset: those that the first of the runs started from.
 
     Raises:
-        AgentRLError: of the kind that is wrong, in one sentence.
+        AgentRLError: the fault in one sentence, as the class for it.
     """
     chosen = {key: value for key, value in asked.flat().items() if origins.get(key, "default") != "default"}
     _refuse_ignored(chosen)
@@ -75,9 +74,9 @@ class StoredGroups:
     """Stored groups of one or several runs, and the weights that learn from them.
 
     Args:
-        sources: by run, the first of which names config and model.
-        start: its base, at the policy that was asked for, else at the one that it started from.
-        remarks: what a person should know of it.
+        sources: the groups of each run; the first run gives config and model.
+        start: the policy that was asked for, else the one that the first run started from.
+        remarks: remarks on groups that are left out.
     """
 
     sources: Sequence[StoredRun]
@@ -86,25 +85,25 @@ class StoredGroups:
 
     @cached_property
     def experiments(self) -> Sequence[Experiment]:
-        """What made the episodes, by run."""
+        """The experiment of each run."""
         return [Experiment.load(source.row["config"], source.weights) for source in self.sources]
 
     @property
     def config(self) -> RunConfig:
-        """The first run's."""
+        """The config of the first run."""
         return self.experiments[0].config
 
 
 def load_stored_groups(db: Database, source: SourceConfig, least: int, policy: PolicyRef | None = None) -> StoredGroups:
-    """The finished groups that the source names, with at least so many done episodes each.
+    """Loads the finished groups that the source names, with at least `least` done episodes each.
 
     Args:
         policy: the weights to start from; unset: those that the first of the runs started from.
 
     Raises:
-        NotFoundError: no such run, group or reward set.
+        NotFoundError: there is no such run, group or reward set.
         StateError: no group there is finished.
-        ConfigError: an episode would count twice, or they are of several bases or temperatures.
+        ConfigError: an episode would count twice, or the groups differ in base or temperature.
     """
     sources = _load_sources(db, source, least)
     start = policy or find_stored_policy(db, sources[0].row["name"], sources[0].version)
@@ -126,7 +125,7 @@ def _refuse_ignored(chosen: Mapping[str, Any]) -> None:
     ignored = [key for key in chosen if not key.startswith(TRAINING_KEYS) and key not in (*ALLOWED_KEYS, "iterations")]
     if ignored:
         raise ConfigError(
-            f"{', '.join(ignored)}: decided when the stored episodes were made, and cannot be chosen again.", "Leave it out."
+            f"{', '.join(ignored)}: fixed when the stored episodes were made, and cannot be chosen now.", "Leave it out."
         )
     if chosen.get("epochs", 1) != 1 or "iterations" in chosen:
         said = "A run trains on an episode at most once, so that stored ones give one epoch."
@@ -134,7 +133,7 @@ def _refuse_ignored(chosen: Mapping[str, Any]) -> None:
 
 
 def _load_sources(db: Database, asked: SourceConfig, least: int) -> list[StoredRun]:
-    """The runs to take groups from, each with those of its groups that are named; all where the run itself is."""
+    """The runs with their named groups, or with all groups if the run itself is named."""
     named: dict[int, list[int]] = {find_run(db, run)["id"]: [] for run in asked.runs}
     whole = set(named)
     for group in asked.groups:
@@ -155,7 +154,7 @@ def _load_sources(db: Database, asked: SourceConfig, least: int) -> list[StoredR
 
 
 def _check_alike(sources: list[StoredRun], start: PolicyRef) -> None:
-    """One base, one sampling temperature: the tokens and their logprobs mean the same everywhere."""
+    """Checks for one base and one sampling temperature, so that tokens and logprobs mean the same everywhere."""
     bases = {source.row["base_hash"] for source in sources} | {start.base_hash}
     temperatures = {source.row["config"]["rollout"]["temperature"] for source in sources}
     if len(bases) > 1 or len(temperatures) > 1:

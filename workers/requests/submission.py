@@ -1,7 +1,6 @@
 """Submitting: check everything, write the run's rows in one transaction, send its first chords.
 
-Whatever is wrong with the request is said before anything is written; a broker that is away leaves a run that the control loop
-will start.
+Every fault of the request is reported before anything is written; if the broker is away, the control loop starts the run later.
 """
 
 import platform
@@ -46,7 +45,7 @@ PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "celery", "sqlalche
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A checked request; `remarks` are what a person should know of it."""
+    """A checked request, with remarks on it for a person."""
 
     submission: Submission
     experiment: Experiment
@@ -55,7 +54,7 @@ class PreparedRun:
 
     @property
     def config(self) -> RunConfig:
-        """The run's, settled."""
+        """The run's config, settled."""
         return self.experiment.config
 
 
@@ -63,11 +62,11 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     """Checks the whole request and makes the submission; writes nothing.
 
     Args:
-        db: to find a free name in; None where no database was made yet.
-        policy: the weights to start from; unset: the model as `config` names it.
+        db: the database to find a free name in; None if there is none yet.
+        policy: the weights to start from; unset: the model that `config` names.
 
     Raises:
-        AgentRLError: of the kind that is wrong, in one sentence.
+        AgentRLError: the fault in one sentence, as the class for it.
     """
     config = _with_absolute_paths(config)
     loaded = load_tasks(config.dataset)
@@ -122,10 +121,10 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
 
 
 def submission_of(db: Database | None, made: Experiment, kind: str, policy: PolicyRef, stem: str, **more: Any) -> Submission:
-    """The experiment as a run to submit; where nobody chose its name, the first one of the stem that is free by now.
+    """The experiment as a run to submit; without a chosen name it gets the first free one of the stem.
 
     Raises:
-        ConfigError: no checkpoint can be written where the run's go.
+        ConfigError: no checkpoint can be written to the run's folder.
         ServiceError: the store at the URL does not answer.
     """
     config = made.config
@@ -152,7 +151,7 @@ def submission_of(db: Database | None, made: Experiment, kind: str, policy: Poli
 
 
 def _local_model_folder(base: str) -> Path | None:
-    """The folder of a model, also of a hub's that was fetched; None where it is not here."""
+    """The folder of a model, or of a fetched hub model; None if it is not here."""
     return local_folder(base) if Path(base).is_dir() or not Path(base).is_absolute() else None
 
 
@@ -161,10 +160,10 @@ def _has_system_prompt(env: Env, tasks: Sequence[Task]) -> bool:
 
 
 def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -> Submission | None:
-    """The run that measures this one's first policy, where it is to measure itself (`eval.every`).
+    """The run that measures this one's first policy, if `eval.every` is set.
 
     Raises:
-        AgentRLError: as `prepare`, of the held-out tasks.
+        AgentRLError: as in `prepare`, on the held-out tasks.
     """
     asked = config.eval
     if asked.every is None:
@@ -174,15 +173,15 @@ def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -
 
 
 def list_remarks(submission: Submission) -> tuple[str, ...]:
-    """What a person should know of how the run trains and measures itself."""
+    """Remarks on the run's training and its evaluations."""
     return tuple(chain(_remarks_on_training(submission), _remarks_on_evaluation(submission)))
 
 
 def remark_on_rewards(*made: Experiment) -> Iterator[str]:
-    """Said where no episode can earn anything.
+    """A remark if no episode can earn anything.
 
     Args:
-        made: those whose episodes train.
+        made: the experiments whose episodes train.
     """
     names = ", ".join(dict.fromkeys(f"{name}=0" for each in made for name in each.weights))
     if names and not any(map(_may_earn, made)):
@@ -190,7 +189,7 @@ def remark_on_rewards(*made: Experiment) -> Iterator[str]:
 
 
 def _may_earn(made: Experiment) -> bool:
-    """What hooks or the env itself add has no weight here, and counts 1."""
+    """Whether a reward can be other than 0; those of hooks and of the env itself have no weight here, and count 1."""
     return any(made.weights.values()) or bool(made.config.hooks) or gives_rewards(made.env)
 
 
@@ -218,10 +217,10 @@ def submit(db: Database, prepared: PreparedRun) -> SubmittedRun:
     """
     made = _write_run(db, prepared)
     if made.created and prepared.submission.kind == "train":
-        with suppress(OSError):  # links only; and whoever may not write there has none
+        with suppress(OSError):  # only links, which a user who may not write there does without
             link_epochs(epoch_ends.load_epoch_ends(db, made.id))
-    if made.created and not broker.is_in_memory(settings()):  # else only the stack itself can send, and its control loop does
-        from agentrl.workers.stack.dispatch import dispatch  # which loads Celery: only who sends needs it
+    if made.created and not broker.is_in_memory(settings()):  # else the stack's own control loop sends
+        from agentrl.workers.stack.dispatch import dispatch  # late, as it imports Celery
 
         for iteration in (*planning.open_iterations(db, made.id), *evals.list_open_evals(db, made.id)):
             dispatch(db, iteration)
@@ -229,7 +228,7 @@ def submit(db: Database, prepared: PreparedRun) -> SubmittedRun:
 
 
 def write_failed_run(db: Database, prepared: PreparedRun, reason: str) -> SubmittedRun:
-    """Writes the run as one that failed before it began, or finds the one of this name; `resume` sets it going.
+    """Writes the run as failed before it began, or finds the one of this name; `resume` sets it going.
 
     Raises:
         ConflictError: the name belongs to another run.
@@ -248,13 +247,13 @@ def _write_run(db: Database, prepared: PreparedRun, failed: str = "") -> Submitt
 def _check_sampling(config: RunConfig, kind: str) -> None:
     if kind != "train" and config.rollout.dynamic_sampling > 1:
         raise ConfigError(
-            f"rollout.dynamic_sampling={config.rollout.dynamic_sampling} samples on for an update, and an {kind} run has none.",
+            f"rollout.dynamic_sampling={config.rollout.dynamic_sampling} is for updates, and an {kind} run has none.",
             "Leave it out.",
         )
 
 
 def _check_server_url(where: Settings) -> None:
-    """Refuses a URL that the embedded stack could not ask; one that runs was started with an environment of its own."""
+    """Refuses an `engine_url` that the embedded stack could not use; a running stack has an environment of its own."""
     from agentrl.workflow.inference.http import check_url
 
     if not where.broker_url and (where.engine_url or embedded.find_supervisor(where) is None):
@@ -262,14 +261,14 @@ def _check_server_url(where: Settings) -> None:
 
 
 def _check_weights(backend: Backend, config: RunConfig, ref: PolicyRef, trained: bool) -> None:
-    """Refuses what the engine cannot sample from, where the base is at hand; of a hub model the worker that fetched it does."""
+    """Refuses weights that the engine cannot sample from, if the base is here; else the worker that fetches it does."""
     if Path(ref.base).is_dir():
         kind = "lora" if lora_rank(config.model, Path(ref.base)) else "full"
         engines.check_weights(backend, kind, trained)
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Files by their whole path: a run is resumed and evaluated from anywhere."""
+    """The config with absolute paths of files: a run may be resumed and evaluated from anywhere."""
     dataset, output = config.dataset, config.output_dir
     if dataset.name.endswith(".jsonl"):
         dataset = dataset.model_copy(update={"name": str(Path(dataset.name).expanduser().resolve())})
@@ -280,11 +279,11 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _with_served_tools(config: RunConfig) -> RunConfig:
-    """With what each server of `tools` offers: what is recorded already, as for an evaluation of a run's policy, else asked."""
+    """The config with the tools of each server of `tools`: the recorded ones (as for an evaluation), else those offered now."""
     known = {tool.server for tool in config.served_tools}
     strange = known - set(config.tools)
     if strange:
-        raise ConfigError(f"served_tools tells of {min(strange)!r}, which is not among the tools.", "Name it: --tools.")
+        raise ConfigError(f"served_tools has {min(strange)!r}, which is not among the tools.", "Name it: --tools.")
     more = (
         tool for name in config.tools if mcp_tool.is_server(name) and name not in known for tool in mcp_tool.list_tools(name)
     )
@@ -292,7 +291,7 @@ def _with_served_tools(config: RunConfig) -> RunConfig:
 
 
 def check_place(place: str) -> None:
-    """Makes sure that checkpoints can be written to the folder or URL from here.
+    """Checks that checkpoints can be written to the folder or URL from here.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -306,7 +305,7 @@ def check_place(place: str) -> None:
 def _check_writable(folder: Path) -> None:
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
-        with NamedTemporaryFile(dir=there):  # whatever its permissions promise: /proc takes no file from anybody
+        with NamedTemporaryFile(dir=there):  # permissions do not tell: /proc, say, takes no file
             pass
     except OSError as error:
         said = f"No checkpoint can be written to {str(folder)!r}: {str(there)!r} takes no file: {error.strerror}."
@@ -322,7 +321,7 @@ def _name_stem(config: RunConfig, kind: str, policy: PolicyRef | None) -> str:
 
 
 def manifest(config: RunConfig) -> dict[str, Any]:
-    """What one needs to know to make the run again, beside its config."""
+    """The facts besides its config that one needs to repeat the run."""
     return {
         "id": uuid4().hex,
         "agentrl": __version__,

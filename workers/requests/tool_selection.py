@@ -1,4 +1,4 @@
-"""Which tools a person means outside of a run, and what is told of them."""
+"""The selection of tools outside of a run, and their descriptions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ _TOOLS_HINT = "`agentrl tools` lists them; name one with --tools, or an env with
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A tool as a caller needs to know it; `parameters` is the JSON schema of its arguments. See `Tool` for the rest.
+    """A tool's description for callers; `parameters` is the JSON schema of its arguments. See `Tool` for the rest.
 
-    `keeps_session`: names last from one call to the next of an episode, or of a session of the tool server's.
+    `keeps_session`: variables last from one call to the next of an episode, or of a session of the tool server.
     """
 
     name: str
@@ -32,17 +32,17 @@ class Description:
 
     @classmethod
     def of(cls, tool: Tool) -> "Description":
-        """What there is to tell of the tool."""
+        """The description of the tool."""
         told = tool.schema["function"]
         limits = (tool.timeout_seconds, tool.max_characters, tool.memory_mb)
         return cls(tool.name, told["description"], told["parameters"], tool.effects, *limits, keeps_session(tool))
 
 
 def select_tools(env: str | None, names: Sequence[str]) -> Mapping[str, Tool]:
-    """The tools of the env and those named, as a run of that env with these `tools` would have them.
+    """The tools of the env and the named ones, as a run of that env with these `tools` would have them.
 
     Raises:
-        ConfigError: that is none, there is none of a name or two, or this machine lacks what one needs.
+        ConfigError: there are none, a name has no tool or two, or this machine lacks what a tool needs.
     """
     servers = {mcp_tool.absolute_name(name): None for name in names if mcp_tool.is_server(name)}
     others = dict.fromkeys(name for name in names if not mcp_tool.is_server(name))

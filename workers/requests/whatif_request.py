@@ -1,4 +1,4 @@
-"""What-if: which algorithms are asked about an update that is over, with which options. Writes nothing, loads no model."""
+"""What-if requests: the algorithms to compare on a past update, and their options. Writes nothing, loads no model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads.update_inputs import UpdateInputs, load_update_inputs
 
 PLAIN_UPDATE = {"update.batch_size": None, "update.epochs": 1, "update.max_kl": None, "update.trainer": "agentrl"}
-"""One step of our trainer on all episodes, whatever the run's own was."""
+"""Values for one step of our trainer on all episodes, whatever the run's own were."""
 
 REFUSED_KEYS = {
-    "name": "The algorithms are those of --algorithm",
-    "convention": "The convention is that of --convention",
+    "name": "--algorithm chooses the algorithms",
+    "convention": "--convention chooses the convention",
     "kl_target": "It acts after an update",
     "kl_horizon": "It acts after an update",
 }
-"""Keys of `algorithm` that say nothing here, and why."""
+"""Key of `algorithm` without effect here -> reason."""
 
 
 @dataclass(frozen=True)
 class WhatIfRequest:
-    """An update, and the configs to look at it with: the run's own first.
+    """An update and the configs to compare on it, the run's own first.
 
-    `options`: what was asked for, by key, and the names of the algorithms that take it.
+    `options`: key of each chosen option -> names of the algorithms that take it.
     """
 
     past: UpdateInputs
@@ -45,17 +45,17 @@ def prepare_whatif(
     convention: str | None,
     assignments: Sequence[str],
 ) -> WhatIfRequest:
-    """Checks what is asked.
+    """Checks the request.
 
     Args:
-        iteration: None is the last trained one.
+        iteration: None: the last trained one.
         algorithms: names, or `package.module:name`.
-        convention: None is the run's own.
-        assignments: `algorithm.KEY=VALUE`, for those of the algorithms that take it.
+        convention: None: the run's own.
+        assignments: `algorithm.KEY=VALUE`, for the algorithms that take the key.
 
     Raises:
-        ConfigError: no such algorithm, or an option that none of them takes.
-        NotFoundError, StateError, CheckpointError: as `load_update_inputs`.
+        ConfigError: there is no such algorithm, or none of them takes an option.
+        NotFoundError, StateError, CheckpointError: as in `load_update_inputs`.
     """
     names = list(dict.fromkeys(algorithms))
     found: list[Algorithm] = [find("algorithms", name) for name in names]
@@ -91,13 +91,13 @@ def _has_option(algorithm: Algorithm, key: str, convention: str) -> bool:
 
 
 def _variant_config(own: RunConfig, name: str, algorithm: Algorithm, convention: str, asked: Mapping[str, Any]) -> RunConfig:
-    """The run's config with another algorithm, and its own options; what all algorithms read stays the run's."""
+    """The run's config with another algorithm and its options; values that all algorithms read stay the run's."""
     flat = own.flat()
     if (name, convention) != (own.algorithm.name, own.algorithm.convention):
         flat |= {f"algorithm.{key}": None for key in ALGORITHM_OPTIONS}
     flat |= {"algorithm.name": name, "algorithm.convention": convention}
     if not algorithm.critic:
         flat = {key: value for key, value in flat.items() if not key.startswith("critic.")}
-    if "algorithm.kl_coef" in asked:  # that weight, and not what the run has made of its own
+    if "algorithm.kl_coef" in asked:  # the chosen weight, not the one that the run has adapted
         flat |= {"algorithm.kl_target": None, "algorithm.kl_horizon": None}
     return settle_run(build(flat | {key: value for key, value in asked.items() if _has_option(algorithm, key, convention)}))
