@@ -1,1 +1,1 @@
-"""What a worker does with a message: rollouts, tool calls, updates. A job loads, calls the library, stores."""
+"""Jobs, one per kind of message: rollouts, tool calls, updates. A job loads, calls the library, stores."""

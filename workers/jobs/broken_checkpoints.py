@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be read is reported to its run's rows; the run's train job then makes it again (`train_job`)."""
+"""Reports of checkpoints that cannot be read, in the run's rows; the run's train job then rebuilds them (`train_job`)."""
 
 from logging import getLogger
 from typing import TYPE_CHECKING
@@ -24,11 +24,11 @@ def report_broken(run_id: int, policy: PolicyRef, part: checkpoint_cache.Part) -
     """Marks the policy's checkpoint as broken if it is.
 
     Returns:
-        The iteration whose train job makes it again; None where it is whole, cannot be seen from this host, or belongs to no
-        run that trains.
+        The iteration whose train job rebuilds it; None if it is whole, cannot be seen from this host, or belongs to no run
+        that trains.
 
     Raises:
-        ServiceError: nothing is known: the store or the database was away for long, or this host has no space.
+        ServiceError: its state is unknown: the store or the database was away for long, or this host has no space.
     """
     try:
         fault = checkpoint_cache.fault_of(policy.path, policy.sha256, part) if policy.path else ""
@@ -42,7 +42,7 @@ def report_broken(run_id: int, policy: PolicyRef, part: checkpoint_cache.Part) -
 
 
 def send_rebuild(iteration: int) -> None:
-    """Sends the train job that makes the checkpoint again."""
+    """Sends the train job that rebuilds the checkpoint."""
     try:
         send_train(database(), iteration)
     except ServiceError as error:
@@ -50,10 +50,10 @@ def send_rebuild(iteration: int) -> None:
 
 
 def check_same_update(work: IterationWork, experiment: Experiment, rebuild: Rebuild, update: "Update") -> None:
-    """Makes sure that the update that was run again is the recorded one.
+    """Checks that the repeated update is the recorded one.
 
     Raises:
-        CheckpointError: it took no step, or credits other episodes, or the same otherwise: the code is another, or the rewards.
+        CheckpointError: it took no step, or its episodes or advantages differ, because code or rewards have changed.
     """
     if update.skipped:
         raise beyond_repair_error(work, rebuild, f"its update now takes no step: {update.skipped}")
@@ -62,7 +62,7 @@ def check_same_update(work: IterationWork, experiment: Experiment, rebuild: Rebu
 
 
 def beyond_repair_error(work: IterationWork, rebuild: Rebuild, reason: str) -> CheckpointError:
-    """What to say where a broken checkpoint cannot be made again; names the last whole one and what to do."""
+    """The error for a broken checkpoint that cannot be rebuilt; names the last whole one and what to do."""
     broken = rebuild.broken.version
     versions = repair.list_versions_before(database(), work.run_id, broken)
     whole = next(

@@ -1,9 +1,8 @@
 """The built-in loop of one group: ask `next_action` what an episode needs next, do it, have it committed, ask again.
 
 *Generate*: a turn is sampled and committed, then its calls are sent. *CallTools*: they are waited for; their results are
-committed, then the policy reads them. *Finish*: judges are asked as tools are, and the episode ends with its reward. What is
-committed is the `EpisodeRecorder`'s, what is waited for `PendingCalls`'; here one decides, and remembers only what is being
-sampled.
+committed, then the policy reads them. *Finish*: judges are asked as tools are, and the episode ends with its reward.
+`EpisodeRecorder` commits and `PendingCalls` waits; the loop decides, and remembers only the turns that are being sampled.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -52,21 +51,21 @@ class GroupRollout:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is something left to do."""
+        """Whether there is anything left to do."""
         return bool(self.recorder.episodes) and self.work.fence not in self.lost
 
     def lose(self) -> None:
-        """Another worker has the group, or this attempt is over: nothing more is written."""
+        """Stops all writing, since another worker has the group or this attempt is over."""
         self.lost.add(self.work.fence)
         self.calls.forget()
 
     def start(self) -> None:
-        """Sets every episode going from where its record stands."""
+        """Starts every episode from the end of its record."""
         self.recorder.begin()
         self._advance(list(self.recorder.episodes))
 
     def handle(self, events: Sequence[Event]) -> None:
-        """Commits what was sampled and observed, and goes on."""
+        """Commits sampled turns and answered calls, and goes on."""
         turns = [event for event in events if event.completion is not None and event.episode in self._drafts]
         if turns:
             self._commit_sampled(turns)
@@ -76,16 +75,16 @@ class GroupRollout:
         self._observe({event.episode for event in events if event.call and not event.reason})
 
     def poll_calls(self) -> None:
-        """Reads the rows of calls that nobody woke us for, and sends again what seems lost.
+        """Reads the rows of calls without a wake-up, and sends calls again that seem lost.
 
         Raises:
-            ServiceError, InfraError: nobody serves the tools, see `PendingCalls.send_overdue`.
+            ServiceError, InfraError: no worker serves the tools, see `PendingCalls.send_overdue`.
         """
         self._observe(self.calls.by_episode.keys())
         self.calls.send_overdue()
 
     def _advance(self, episodes: Iterable[int]) -> None:
-        """Does what each of the episodes needs next, save those that a hook has failed."""
+        """Does what each of the episodes needs next, except those that a hook has failed."""
         failures, ended = list[Outcome](), dict[int, StopReason]()
         for number in episodes:
             episode = self.recorder.episodes.get(number)
@@ -103,14 +102,14 @@ class GroupRollout:
         self._end(ended, failures)
 
     def _next_action(self, episode: Episode) -> Action | Outcome:
-        """What follows, or how the episode ends because its env failed it."""
+        """The episode's next action, or its end if its env failed it."""
         try:
             action = next_action(episode, self.env, self.limits)
             if isinstance(action, Generate) and self.work.opening and not episode.begun:
                 action = Generate(self.work.opening)
-        except InfraError:  # the env says so itself: another attempt may go well
+        except InfraError:  # raised by the env itself: another attempt may succeed
             raise
-        except Exception as error:  # noqa: BLE001 - anybody's `reset` and `step`; the episode fails with their words
+        except Exception as error:  # noqa: BLE001 - a user's `reset` and `step`; the episode fails with their message
             return Outcome(episode.id, "failed", error_class="EnvError", error=f"{type(error).__name__}: {error}")
         return action
 
@@ -126,7 +125,7 @@ class GroupRollout:
         faultpoint("generate.sent")
 
     def _draft(self, episode: Episode, messages: tuple[Message, ...]) -> Draft:
-        """The next turn's prompt; the one that an episode begins with is rendered once, for the siblings read the same."""
+        """The next turn's prompt; the first prompt is rendered once for all siblings."""
         if episode.steps:
             return draft_turn(self.chat, episode, messages, self.schemas)
         if self._opening is None or self._opening.messages != messages:
@@ -134,7 +133,7 @@ class GroupRollout:
         return self._opening
 
     def _commit_sampled(self, events: Sequence[Event]) -> None:
-        """T1; then the calls are sent. Where none of a step's can be, they are answered as recorded, and observed at once."""
+        """Commits T1, then sends the calls. A step without calls to send has recorded answers, and is observed at once."""
         records = [self._sampled_step(event) for event in events]
         refused, others = set[int](), list[int]()
         for record, calls in zip(records, self.recorder.commit_sampled(records), strict=True):
@@ -170,24 +169,24 @@ class GroupRollout:
         return SampledStep(event.episode, step, self.work.policy_id, self.chat.decode(completion.token_ids), calls)
 
     def _resume_calls(self, episode: Episode, step: Step) -> None:
-        """Goes on with calls that another worker may have sent."""
+        """Waits for calls that another worker may have sent."""
         self.calls.add(episode.id, steps.list_calls(self.db, episode.id, step.index), self.tools)
         if not self._observe({episode.id}):
             self.calls.send_again(episode.id)
 
     def _observe(self, episodes: Set[int]) -> bool:
-        """Commits the results of those whose calls are all answered, and goes on; returns whether there were any."""
+        """Commits the results of episodes whose calls are all answered, and goes on; returns whether there were any."""
         answered = self.calls.take_answered(episodes)
         if answered:
             self._advance(self.recorder.commit_results(answered))
         return bool(answered)
 
     def _end(self, ended: Mapping[int, StopReason], failures: Sequence[Outcome]) -> None:
-        """Ends what has failed, and what is over once its judges have answered."""
+        """Ends episodes that failed, and those that are over once their judges have answered."""
         outcomes, asked = self.recorder.ask_judges(ended)
         for episode, calls in asked.items():
             self.calls.add(episode, calls, self.judges)
-        self._observe(asked.keys())  # another worker may have asked them before
+        self._observe(asked.keys())  # another worker may have asked the judges before
         for episode in asked.keys() & self.calls.by_episode.keys():
             self.calls.send(episode)
         self.recorder.finish([*failures, *outcomes])

@@ -1,8 +1,8 @@
-"""What becomes of a group's episodes, in rows: whoever decides the next turn, it is committed here.
+"""Commits of a group's episodes, whatever decides the next turn.
 
 A step is two transactions. *Sampled*: prompt, ids, logprobs and one pending row per tool call; only then may the calls be sent.
 *Observed*: all results, in the order of the calls; only then may the policy read them. At the end judges are asked through rows
-of their own, and an episode ends with its reward. Nothing is sampled and no message is sent from here.
+of their own, and an episode ends with its reward. The recorder samples nothing and sends no message.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from agentrl.workflow.trajectory import Episode, Step, StopReason, ToolResult
 
 @dataclass
 class EpisodeRecorder:
-    """The unfinished `episodes` of a claimed group as their rows have them; `on_end` is told of each that ends, and the group's
+    """The unfinished `episodes` of a claimed group as their rows have them; `on_end` is called with each that ends; the group's
     end may make an `iteration_ready` to train on.
     """
 
@@ -44,7 +44,7 @@ class EpisodeRecorder:
         self.episodes = {episode.id: replace(episode, limits=self.limits) for episode in self.work.episodes}
 
     def begin(self) -> None:
-        """Every episode goes on from where its record stands, or begins anew where its env cannot."""
+        """Resumes every episode from the end of its record, or restarts it if its env cannot resume."""
         for episode in list(self.episodes.values()):
             if episode.begun and self.env.resumability == "restart":
                 steps.restart_episode(self.db, self.work.fence, episode.id)
@@ -53,19 +53,19 @@ class EpisodeRecorder:
             self._call_hooks("on_rollout_start", episode)
 
     def begin_step(self, episode: Episode) -> bool:
-        """Tells the hooks that a step is about to be sampled; returns whether they let it be."""
+        """Calls the hooks before a step is sampled; returns whether they allow it."""
         self._call_hooks("on_trace_start", episode)
         return episode.id in self.episodes
 
     def commit_sampled(self, records: Sequence[SampledStep]) -> list[list[int]]:
-        """T1 of these steps; returns the ids of each one's calls, which may now be sent."""
+        """Commits T1 of these steps; returns the ids of each one's calls, which may now be sent."""
         calls = steps.commit_sampled(self.db, self.work.fence, records)
         for record in records:
             self._add_step(record.episode, record.step)
         return calls
 
     def commit_results(self, answered: Mapping[int, tuple[ToolResult, ...]]) -> list[int]:
-        """What an episode's calls came to: T2 of its last step or, where they ask its judges, its end with what they say.
+        """Commits results: T2 of an episode's last step or, for the calls to its judges, its end with their grades.
 
         Returns the episodes that go on.
         """
@@ -83,8 +83,8 @@ class EpisodeRecorder:
     def ask_judges(self, ended: Mapping[int, StopReason]) -> tuple[list[Outcome], dict[int, list[int]]]:
         """Commits the questions about episodes that are over.
 
-        Returns the outcomes of those that have no judge to ask, for `finish`, and by each of the others the ids of the calls
-        that ask, which may now be sent.
+        Returns the outcomes of episodes without judges, for `finish`, and the ids of each other episode's calls, which may now
+        be sent.
         """
         outcomes, asked = [], []
         for number, stop_reason in ended.items():
@@ -103,7 +103,7 @@ class EpisodeRecorder:
         return outcomes, {one.episode: ids for one, ids in zip(asked, calls, strict=True)}
 
     def finish(self, outcomes: Sequence[Outcome]) -> None:
-        """Ends these episodes, with their rewards."""
+        """Ends these episodes with their rewards."""
         if not outcomes:
             return
         finished = store.finish_episodes(self.db, self.work.fence, outcomes, self.work.reward_set, self.work.weights)
@@ -116,7 +116,7 @@ class EpisodeRecorder:
             self.iteration_ready = finished.iteration
 
     def report_wait(self, what: str) -> None:
-        """Tells the run's events what its calls wait for, and with the next observation or end that they go on."""
+        """Records an event on what the calls wait for; the next observation or end records that they go on."""
         self._says_waiting = True
         waiting_runs.wait_for(self.db, self.work.run_id, what)
 
@@ -126,7 +126,7 @@ class EpisodeRecorder:
             waiting_runs.wait_no_more(self.db, self.work.run_id)
 
     def _add_step(self, number: int, step: Step) -> None:
-        """Keeps the step that was just committed, and tells the hooks once nothing of it is to be observed."""
+        """Adds the step that was just committed, and calls the hooks if it has nothing to observe."""
         self.episodes[number] = episode = self.episodes[number].with_step(step)
         if not step.pending:
             self._call_hooks("on_trace_end", episode)
@@ -136,11 +136,11 @@ class EpisodeRecorder:
         return scored_outcome(ended, self.work, self.env, self.hooks, self.judges, answers)
 
     def _call_hooks(self, place: str, episode: Episode) -> None:
-        """Calls every hook at that place; one that raises fails the episode, loudly."""
+        """Calls every hook at that place; a hook that raises fails the episode, loudly."""
         for hook in self.hooks:
             try:
                 getattr(hook, place)(episode)
-            except Exception as error:  # noqa: BLE001 - anybody's code; the episode fails with its words
+            except Exception as error:  # noqa: BLE001 - a user's code; the episode fails with its message
                 failure = Outcome(episode.id, "failed", error_class="HookError", error=f"{type(error).__name__}: {error}")
                 self.finish([failure])
                 return

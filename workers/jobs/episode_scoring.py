@@ -1,4 +1,4 @@
-"""How an episode ended, as its row takes it: scored by its env, by the judges that were asked and by the run's hooks."""
+"""The outcome of an episode for its row: scored by its env, by the judges that were asked and by the run's hooks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,11 +18,11 @@ def scored_outcome(
     judges: Mapping[str, Judge],
     said: Mapping[str, ToolResult],
 ) -> Outcome:
-    """Done, with its reward; failed where a reward, the env or a hook gave none.
+    """The outcome done, with its reward; failed if a reward, the env or a hook raised.
 
     Args:
         ended: the episode with its stop_reason.
-        said: by those of the judges that were asked.
+        said: the answers of the judges that were asked.
 
     Raises:
         InfraError: the system failed a reward.
@@ -38,7 +38,7 @@ def scored_outcome(
 
 
 def unscored_outcome(ended: Episode, error: RewardError) -> Outcome:
-    """Failed: it cannot be scored."""
+    """The outcome of an episode that failed and cannot be scored."""
     return Outcome(ended.id, "failed", error_class="RewardError", error=str(error))
 
 

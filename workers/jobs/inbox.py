@@ -1,4 +1,4 @@
-"""What a rollout job wakes up for: its engine and its tools put it into one inbox, from whatever thread they are in."""
+"""The inbox of a rollout job, into which the engine and the tools put events from any thread."""
 
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ Inbox = SimpleQueue[Event]
 
 
 def put_completion(inbox: Inbox, group: int, episode: int, future: "Future[Completion]") -> None:
-    """The engine's part."""
+    """Puts the engine's completion into the inbox."""
     inbox.put(Event(group, episode, completion=future))
 
 
 def put_reply(inbox: Inbox, group: int, episode: int, call: int, reason: str) -> None:
-    """The tools' part."""
+    """Puts a tool's reply into the inbox."""
     inbox.put(Event(group, episode, call=call, reason=reason))

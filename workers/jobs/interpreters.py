@@ -1,9 +1,9 @@
-"""The interpreters that this tools worker has, one for each episode that uses a tool that keeps one.
+"""The interpreters of this tools worker, one for each episode that uses a tool with a session.
 
-A call goes to whoever has its episode's session: each tools worker reads a queue of its own beside `tools`, and sends on what
-came to it and belongs to another. A session that nobody has is made anew: the episode's cells are run again, in their order.
-So it survives its worker, a pause in which it was put away, and whatever ended its sandbox. Cells of one turn are run in
-their order too, whichever is delivered first, by whoever comes first.
+A call goes to the worker that has its episode's session: each tools worker reads a queue of its own besides `tools`, and
+forwards calls that belong to another. A session that no worker has is made anew by running the episode's cells again, in order.
+So it survives the end of its worker, of its sandbox, and long pauses. Cells of one turn are run in order too, whichever is
+delivered first, by the worker that comes first.
 """
 
 import threading
@@ -28,13 +28,13 @@ from agentrl.workflow.trajectory import ToolResult
 
 log = getLogger("agentrl.sessions")
 MAX_SESSIONS = 64
-"""Interpreters at once; who has waited longest for its next call makes room, and is made anew."""
+"""The most interpreters at once; the one that has been idle longest makes room, and is made anew at its next call."""
 
 IDLE_SECONDS = 120.0
-"""After so long without a call an interpreter is put away."""
+"""Seconds without a call after which an interpreter is closed."""
 
 FULL_SECONDS = 0.05
-"""How long to wait until one of them is idle, where all are at work."""
+"""The longest wait for an idle interpreter if all are at work."""
 
 RERUN_NOTE = "[the session was lost and its cells were run again: one of them did not come to the same as before]\n"
 
@@ -52,11 +52,11 @@ class _LiveSession:
 
 
 class Sessions:
-    """The sessions of this process. Safe to use from many threads.
+    """The sessions of this process, safe to use from many threads.
 
     Args:
-        owner: the queue that it reads.
-        failed: what a call's model is told of what it raised; raises itself where the system failed.
+        owner: the queue that this process reads.
+        failed: turns an exception of a call into the model's result; raises if the system failed.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class Sessions:
         self._lives: dict[SessionKey, _LiveSession] = {}
 
     def start(self) -> None:
-        """Begins to renew leases, in a daemon thread."""
+        """Starts the daemon thread that renews leases."""
         threading.Thread(target=self._beat, name="sessions", daemon=True).start()
 
     def answer(self, key: SessionKey, call: int, tool: CodeTool) -> str:
-        """Answers the call, after those before it; returns the queue of whoever has the session, and does nothing if another.
+        """Answers the call after those before it; if another worker has the session, only returns that worker's queue.
 
         Raises:
-            InfraError: the system failed it; it is left without a result.
+            InfraError: the system failed the call, which stays without a result.
         """
         ended: set[int] = set()
         with self._hold(key) as live:
@@ -102,16 +102,16 @@ class Sessions:
                     ended.add(asked.id)
 
     def close(self) -> None:
-        """Puts all of them away that no call is using."""
+        """Closes all interpreters that no call is using."""
         while self._put_away_oldest(lambda live: True):
             pass
 
     # cells
 
     def _run_cells(self, live: _LiveSession, tool: CodeTool, past: Sequence[Cell], asked: Cell, last: bool) -> bool:
-        """Runs the cells that the interpreter has not seen, then the one that is asked for, and records it.
+        """Runs the cells that the interpreter has not seen, then the requested one, and records it.
 
-        False where the whole sandbox ended meanwhile: whether that was the cell's doing shows when it is run again, as `last`.
+        Returns False if the whole sandbox ended meanwhile; a second run, as `last`, shows whether the cell caused that.
         """
         try:
             note = "" if self._run_past_cells(live, tool, past) else RERUN_NOTE
@@ -121,28 +121,28 @@ class Sessions:
                 return False
             recorded = tool_calls.record_result(self._db, asked.id, result, started, worker_name())
         except BaseException:
-            self._put_away(live)  # it may have seen what nobody recorded
+            self._put_away(live)  # the interpreter may have seen a cell that is not recorded
             raise
-        if not recorded:  # what another worker recorded may not be what was seen here
+        if not recorded:  # another worker's recorded result may differ from the one here
             self._put_away(live)
         return True
 
     @staticmethod
     def _is_prefix(live: _LiveSession, past: Sequence[Cell]) -> bool:
-        """Whether the interpreter is there and has seen nothing but the first of these cells."""
+        """Whether the interpreter is alive and has seen only a prefix of these cells."""
         if live.session is None or not live.session.alive:
             return False
         return live.seen == [cell.id for cell in past[: len(live.seen)]]
 
     def _run_past_cells(self, live: _LiveSession, tool: CodeTool, past: Sequence[Cell]) -> bool:
-        """Runs those cells that the interpreter has not seen; whether they came to what they had come to before."""
+        """Runs the cells that the interpreter has not seen; returns whether their results are the recorded ones."""
         same = True
         for cell in past[len(live.seen) :]:
             assert live.session is not None
             assert cell.result is not None
             seen = cell.result.exit
             if seen is None or seen.code is None or seen.code < 0 or seen.status == "killed":
-                live.session.run("pass")  # it died, and had no effect but to be counted
+                live.session.run("pass")  # the cell died, and only its number counts
             else:
                 found = self._run_code(tool, live.session, cell)
                 same = self._compare(live.key, cell, found) and same
@@ -173,7 +173,7 @@ class Sessions:
     def _run_code(self, tool: CodeTool, session: Session, cell: Cell) -> ToolResult:
         try:
             return tool.cell(session, cell.arguments)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - anybody's tool; what is the system's is raised again
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's tool; failures of the system are raised again
             return self._failed(tool, error)
 
     # interpreters
@@ -212,13 +212,13 @@ class Sessions:
             self._places.release()
 
     def _put_away_oldest(self, chosen: Callable[[_LiveSession], bool]) -> bool:
-        """The one of those that nobody uses that was used longest ago; False where there is none."""
+        """Closes the unused interpreter that was used longest ago; returns False if there is none."""
         with self._lock:
             idle = [live for live in self._lives.values() if live.session and not live.users and chosen(live)]
             if not idle:
                 return False
             live = min(idle, key=lambda live: live.used)
-            del self._lives[live.key]  # so that nobody else comes to it
+            del self._lives[live.key]  # so that no other call gets it
         self._put_away(live)
         return True
 
@@ -234,7 +234,7 @@ class Sessions:
             log.warning("others wait for this worker's leases to end: %s", error)
 
     def renew_and_clean(self) -> None:
-        """Renews the leases; puts away what was not used for long, and what belongs to an episode that is over or to others."""
+        """Renews the leases; closes interpreters that were idle for long, or whose episode is over or leased to others."""
         with self._lock:
             there = set(self._lives)
         held = tool_sessions.keep(self._db, self.owner, self._lease)

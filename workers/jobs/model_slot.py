@@ -1,8 +1,8 @@
 """The model of a worker process: one base at a time, loaded at first use and kept between jobs; sampler and trainer share it.
 
-A job that needs another base waits until nobody uses the present one; nobody new is let in before it, and with it comes in
-whoever waits for the same base: two runs take turns, and bases are not changed for each job. A folder whose files were
-replaced (`agentrl sft --force`) is another base.
+A job that needs another base waits until no job uses the present one; newer jobs wait behind it, except those that wait for
+the same base: two runs take turns, and bases are not changed for each job. A folder whose files were replaced
+(`agentrl sft --force`) is another base.
 """
 
 import threading
@@ -32,17 +32,17 @@ class LoadedModel:
     backend: Backend
     trainer: Trainer | None = None
     trainer_holds: tuple[int, str] | None = None
-    """(run id, checkpoint path) that the trainable weights and the optimizer are exactly at; None after a failed update."""
+    """(run id, checkpoint path) of the exact state of trainable weights and optimizer; None after a failed update."""
     _engine: Engine | None = None
     _starting: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def engine(self) -> Engine:
-        """What samples; started at first use, for a worker that only trains has neither memory nor a server for it.
+        """The engine, started at first use: a worker that only trains has neither memory nor a server for it.
 
         Raises:
-            ConfigError: it lacks a setting.
-            ModelError: it cannot run this model.
+            ConfigError: the engine lacks a setting.
+            ModelError: the engine cannot run this model.
         """
         with self._starting:
             if self._engine is None:
@@ -50,19 +50,19 @@ class LoadedModel:
             return self._engine
 
     def release(self) -> None:
-        """Frees what the engine keeps for episodes to come, where one was started."""
+        """Frees the memory that a started engine keeps for later episodes."""
         if self._engine is not None:
             self._engine.release()
 
     def close(self) -> None:
-        """Ends the engine, where one was started."""
+        """Ends the engine if it was started."""
         if self._engine is not None:
             self._engine.close()
 
 
 @dataclass
 class Models:
-    """Hands out the loaded base; see the module's text for who waits for whom."""
+    """Hands out the loaded base; the module's docstring has the order of waiting jobs."""
 
     _key: str = ""
     _loaded: LoadedModel | None = None
@@ -74,10 +74,10 @@ class Models:
 
     @contextmanager
     def use(self, experiment: Experiment, base: str) -> Iterator[LoadedModel]:
-        """The base loaded as the experiment says, with the engine that it names; many may use it at once.
+        """Gives the base and engine of the experiment; many jobs may use them at once.
 
         Raises:
-            ModelError: it cannot be loaded.
+            ModelError: the base cannot be loaded.
             ConfigError: there is no such engine.
         """
         with self._changed:
@@ -105,7 +105,7 @@ class Models:
             self._changed.notify_all()
 
     def _may_enter(self, ticket: tuple[int, str]) -> bool:
-        # Who already waited for this base when it came: they go in whoever stands before them.
+        # Jobs that already waited for this base when it was loaded: they enter before anything that stands in front.
         invited = [other for other in self._line if other[0] <= self._invited and other[1] == self._key]
         first = self._line[0] == ticket
         return ticket in invited or (first and (ticket[1] == self._key or not (self._users or invited)))
@@ -126,12 +126,12 @@ class Models:
 
 
 def _loading_key(config: RunConfig, base: str) -> str:
-    """What must be equal for two jobs to share a loaded base."""
+    """The key that must be equal for two jobs to share a loaded base."""
     return f"{base}|{config.model.model_dump_json(exclude={'path'})}|{config.rollout.engine}|{_folder_stamp(Path(base))}"
 
 
 def _folder_stamp(folder: Path) -> str:
-    """Tells a folder that was made anew from the one that was loaded; hashing gigabytes for every job would be too slow."""
+    """The stamp by which a replaced folder differs from the loaded one; hashing gigabytes for every job would be too slow."""
     files = sorted(file for file in folder.glob("*") if file.suffix in (".safetensors", ".json", ".jinja", ".txt", ".py"))
     try:
         return " ".join(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}" for file in files for stat in [file.stat()])
@@ -140,4 +140,4 @@ def _folder_stamp(folder: Path) -> str:
 
 
 models = Models()
-"""The one of this process."""
+"""The models of this process."""

@@ -1,6 +1,6 @@
-"""Calls that are out: sent to the tools, and again where they seem lost, until their rows have results.
+"""Pending calls: sent to the tools, and again if they seem lost, until their rows have results.
 
-Nothing is decided and no result is written here. A reply is only a wake-up: the row says what the call came to.
+Nothing is decided and no result is written here. A reply is only a wake-up: the row has the call's result.
 """
 
 import time
@@ -24,15 +24,15 @@ RESEND_SECONDS = 30.0
 """A call without a result is sent again after a lease, at most this long, and its tool's limit; the first answer counts."""
 
 RESENDS = 5
-"""After so many of them in vain nobody seems to serve the tools: the group fails an attempt instead of waiting for ever."""
+"""Sends in vain after which the tools seem unserved: the group fails an attempt instead of waiting for ever."""
 
 _TOOLS_WORKER_HINT = "Is a tools worker running? Start one: agentrl worker tools"
 
 
 @dataclass
 class _EpisodeCalls:
-    """Calls that an episode waits for: their ids in order, the longest time that one may take, which of them are answered, when
-    they were last sent, how often, and why a worker cannot run one of them since.
+    """Calls that an episode waits for: their ids in order, the longest time limit, the answered ones, the time of the last
+    send, the number of sends, and a worker's reason, since then, for not running one of them.
     """
 
     calls: Sequence[int]
@@ -44,7 +44,7 @@ class _EpisodeCalls:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether they seem lost."""
+        """Whether the calls seem lost."""
         return time.monotonic() - self.sent > min(RESEND_SECONDS, settings().lease_seconds) + self.limit_seconds
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class _EpisodeCalls:
 
 @dataclass
 class PendingCalls:
-    """The calls that a group's episodes wait for; `report_wait` is told what keeps them waiting."""
+    """The calls that a group's episodes wait for; `report_wait` is called with what keeps them waiting."""
 
     db: Database
     group: int
@@ -63,12 +63,12 @@ class PendingCalls:
     by_episode: dict[int, _EpisodeCalls] = field(default_factory=dict)
 
     def add(self, episode: int, calls: Sequence[int], tools: Mapping[str, Tool], answered: Collection[int] = ()) -> None:
-        """Waits for these calls, each of one of the tools; nothing is sent yet."""
+        """Registers these calls, each of one of the tools; nothing is sent yet."""
         longest = max((tool.timeout_seconds for tool in tools.values()), default=0.0)
         self.by_episode[episode] = _EpisodeCalls(calls, longest, answered)
 
     def send(self, episode: int) -> None:
-        """Sends those of the episode's calls that are not known to be answered, and listens for their replies."""
+        """Sends the episode's calls that are not known to be answered, and listens for their replies."""
         waiting = self.by_episode[episode]
         unanswered = [call for call in waiting.calls if call not in waiting.answered]
         for call in unanswered:
@@ -79,12 +79,12 @@ class PendingCalls:
             send_call(call, _replies().address)
 
     def send_again(self, episode: int) -> None:
-        """The same for calls that were sent before, by whomever."""
+        """Does what `send` does, for calls that some worker has sent before."""
         count_sending(self.db, self.by_episode[episode].calls)
         self.send(episode)
 
     def take_answered(self, episodes: Set[int]) -> dict[int, tuple[ToolResult, ...]]:
-        """The results of all calls, in their order, by each of the episodes that has them all; it waits no longer."""
+        """The results of all calls, in order, for each of the episodes that has them all; removes these episodes."""
         waiting = {episode: self.by_episode[episode] for episode in sorted(episodes & self.by_episode.keys())}
         if not waiting:
             return {}
@@ -98,19 +98,18 @@ class PendingCalls:
         return answered
 
     def note_refusal(self, episode: int, call: int, reason: str) -> None:
-        """Reports what a tools worker lacks for a call that is still waited for."""
+        """Reports what a tools worker lacks for a pending call."""
         waiting = self.by_episode.get(episode)
         if waiting is not None and call in waiting.calls:
             waiting.refused = reason
             self.report_wait(reason)
 
     def send_overdue(self) -> None:
-        """Sends again what seems lost, and reports it.
+        """Sends calls again that seem lost, and reports them.
 
         Raises:
-            ServiceError: calls were sent again and again, and who got one last cannot run it, as it says.
-            InfraError: they were not answered, whoever had them: nobody has them, they never end, or the system fails them
-                each time.
+            ServiceError: calls were sent again and again, and the last worker to get one says that it cannot run it.
+            InfraError: calls were not answered: no worker has them, they never end, or the system fails them each time.
         """
         for episode, waiting in self.by_episode.items():
             if not waiting.is_overdue:
@@ -122,7 +121,7 @@ class PendingCalls:
             self.send_again(episode)
 
     def forget(self) -> None:
-        """Nobody waits for any of them."""
+        """Drops all calls: nothing waits for them any more."""
         for episode in list(self.by_episode):
             self._forget(episode)
 

@@ -1,7 +1,7 @@
-"""The `rollout` job: claim groups, drive their episodes until each is finished, hand back what cannot be.
+"""The `rollout` job: claim groups, drive their episodes until each is finished, hand back groups that cannot be finished.
 
-One job drives all episodes of its groups from one inbox: the engine and the tools put what they finished there, the loop
-commits it and asks `next_action` what follows. While some episodes wait for a tool the others go on sampling.
+One job drives all episodes of its groups from one inbox: the engine and the tools put their results there, the loop
+commits them and asks `next_action` what follows. While some episodes wait for a tool, the others go on sampling.
 """
 
 import time
@@ -40,17 +40,17 @@ from agentrl.workflow.store.rollout_claims import Fence, GroupWork
 
 log = getLogger("agentrl.rollout")
 POLL_SECONDS = 2.0
-"""How often waiting episodes look at the rows themselves."""
+"""Seconds between two looks of waiting episodes at their rows."""
 
 GATHER_SECONDS = 0.001
-"""Rows that end in one decoding step are committed and go on together; for answered calls nothing is waited."""
+"""The wait for turns that end in the same decoding step, to commit them together; answered calls wait for nothing."""
 
 
 @app.task(name="agentrl.rollout", throws=(ServiceError,))
 def rollout(groups: list[int]) -> int:
-    """Rolls out the groups; returns how many of them are finished.
+    """Rolls out the groups; returns the number of finished ones.
 
-    A group that a live worker holds is left to it: the message is then acknowledged without counting for the chord.
+    A group that a live worker holds is left to that worker: the message is acknowledged without counting for the chord.
     """
     groups = [row_id(group) for group in groups]
     batches = _group_by_run(_claim_groups(groups))
@@ -66,10 +66,10 @@ def rollout(groups: list[int]) -> int:
 
 
 def _claim_groups(groups: Sequence[int]) -> list[GroupWork]:
-    """Those of the groups that nobody holds.
+    """Claims those of the groups that no worker holds.
 
     Raises:
-        Reject: this process is to stop and would only hand them back; the message goes to another at once.
+        Reject: this process is stopping and would only hand them back; the message goes to another worker at once.
     """
     works: list[GroupWork] = []
     try:
@@ -92,9 +92,9 @@ def _group_by_run(works: Sequence[GroupWork]) -> list[list[GroupWork]]:
 
 
 def _roll_out_groups(works: Sequence[GroupWork]) -> None:
-    """Drives the groups of one run; every failure ends at the boundary that it belongs to."""
+    """Drives the groups of one run; every failure ends at its own boundary."""
     lost: set[Fence] = set()
-    for work in works:  # from now on: loading a model may take longer than a lease
+    for work in works:  # begins now: loading a model may take longer than a lease
         heartbeat().hold_group(work.fence, partial(lost.add, work.fence))
     try:
         experiment = Experiment.load(works[0].config, works[0].weights)
@@ -127,10 +127,10 @@ def _roll_out_groups(works: Sequence[GroupWork]) -> None:
 
 
 def _check_code(work: GroupWork, experiment: Experiment) -> None:
-    """Looks whether this process scores by the code that the run was submitted with; where it never can, the event log says so.
+    """Checks that this process scores by the code of the run's submission; if it never can, the event log says so.
 
     Raises:
-        ConfigError: it would if it read a file again.
+        ConfigError: it could, if it read a file again.
     """
     held = _scoring_hash(experiment, anew=False)
     if held in (work.code_hash, ""):
@@ -144,12 +144,12 @@ def _check_code(work: GroupWork, experiment: Experiment) -> None:
 def _scoring_hash(experiment: Experiment, anew: bool) -> str:
     try:
         return experiment.scoring_hash(anew)
-    except OSError:  # a file of it is gone
+    except OSError:  # a file of the code is gone
         return ""
 
 
 def _fail_run(works: Sequence[GroupWork], error: AgentRLError) -> None:
-    """Ends the run, for it would fail again and again; unless it is its own checkpoint, which can be made again."""
+    """Ends the run, as it would fail again and again; except for its own broken checkpoint, which can be rebuilt."""
     broken = {work.policy for work in works} if isinstance(error, CheckpointError) else set()
     waiting: list[int] = []
     try:
@@ -158,7 +158,7 @@ def _fail_run(works: Sequence[GroupWork], error: AgentRLError) -> None:
         if not waiting:
             log.error("%s: %s", works[0].run, error)
             train_commits.fail_run(database(), works[0].run_id, _failure_reason(works[0], error))
-    except ServiceError as away:  # nothing is known, so nothing ends: whoever takes the groups next finds the same
+    except ServiceError as away:  # the checkpoint's state is unknown, so the run does not end: the next worker checks again
         log.warning("%s: %s", works[0].run, away)
     finally:
         _hand_back_groups(works)
@@ -167,7 +167,7 @@ def _fail_run(works: Sequence[GroupWork], error: AgentRLError) -> None:
 
 
 def _failure_reason(work: GroupWork, error: AgentRLError) -> str:
-    if isinstance(error, ConfigError):  # elsewhere it may be otherwise: what can be imported, how that process was started
+    if isinstance(error, ConfigError):  # another worker may differ in its modules or its settings
         return f"The rollout worker {worker_name()} says: {error}"
     if work.kind == "train" or not work.policy.path or not isinstance(error, CheckpointError):
         return str(error)
@@ -177,12 +177,12 @@ def _failure_reason(work: GroupWork, error: AgentRLError) -> str:
 def _report_wait(run_id: int, error: ServiceError) -> None:
     try:
         waiting_runs.wait_for(database(), run_id, str(error))
-    except ServiceError as away:  # what does not answer is the database itself
+    except ServiceError as away:  # the service that is away is the database itself
         log.warning("the run's events do not say so: %s", away)
 
 
 def _fetch_weights(works: Sequence[GroupWork]) -> None:
-    """Brings their weights to this host, so that the sampler, which all jobs share, need not wait for a network."""
+    """Brings the weights to this host, so that the sampler, which all jobs share, need not wait for a network."""
     for policy in {work.policy for work in works if work.policy.path}:
         checkpoint_cache.local_part(policy.path, policy.sha256)
 
@@ -208,7 +208,7 @@ def _drive_rollouts(rollouts: dict[int, GroupRollout], inbox: Inbox) -> None:
             mine = [event for event in events if event.group == group]
             if driver.is_live and mine:
                 _run_guarded(driver, partial(driver.handle, mine))
-        if time.monotonic() - looked > POLL_SECONDS:  # also while others keep the inbox busy
+        if time.monotonic() - looked > POLL_SECONDS:  # also while other episodes keep the inbox busy
             looked = time.monotonic()
             for driver in rollouts.values():
                 if driver.is_live:
@@ -224,7 +224,7 @@ def _run_guarded(driver: GroupRollout, act: Callable[[], None]) -> None:
         driver.lose()
     except (ConfigError, ModelError, CheckpointError):
         raise
-    except ServiceError as error:  # the database or the broker was away for long: no attempt of the group's
+    except ServiceError as error:  # the database or the broker was away for long: this costs the group no attempt
         log.warning("group %d is handed back: %s", driver.work.fence.group, error)
         driver.lose()
         _report_wait(driver.work.run_id, error)
@@ -251,7 +251,7 @@ def _hand_back_groups(works: Sequence[GroupWork]) -> None:
 
 
 def _take_events(inbox: Inbox) -> list[Event]:
-    """All events that are there, waiting for the first and, if it was sampled, a moment for those that come with it."""
+    """Waits for an event, and after a sampled turn a moment longer, then takes all events that are there."""
     events: list[Event] = []
     try:
         events.append(inbox.get(timeout=POLL_SECONDS))

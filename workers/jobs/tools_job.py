@@ -1,9 +1,9 @@
 """The `tools` job: run one tool call, record its result, wake the episode that waits. An episode's judges are such calls too.
 
-What a tool raises for the model's mistakes is its result; anything else it raises is its own fault, told to the model as
-such and counted. Where the system failed a tool the call stays without a result: it is sent again, and in the end its group
-fails an attempt. Where this process lacks what the tool needs, whoever waits is also told so at once, and goes on waiting: no
-answer of a model brings that about. A call that must not run twice commits its start first.
+An error that a tool raises for the model's mistake is its result; any other error is the tool's own fault, reported to the
+model as such and counted. If the system failed a tool, the call stays without a result: it is sent again, and in the end its
+group fails an attempt. If this process lacks what the tool needs, the rollout worker is notified at once and goes on waiting:
+no model output can cause that. A call that must not run twice commits its start first.
 """
 
 import threading
@@ -49,9 +49,9 @@ log = getLogger("agentrl.tools")
 Answer = TypeVar("Answer")
 RESTART_HINT = "Start that worker anew with what it needs (embedded: agentrl down, then agentrl resume RUN)."
 GRACE_SECONDS = 5.0
-"""How much longer than its tool's limit a call may take to be recorded."""
+"""Seconds beyond its tool's limit for a call to be recorded."""
 LOOKS_PER_LIMIT = 8
-"""At the clock, in the time that a call may take."""
+"""Number of looks at the clock within a call's time limit."""
 
 _running: set[int] = set()
 _running_lock = threading.Lock()
@@ -59,13 +59,13 @@ _running_lock = threading.Lock()
 
 @app.task(name="agentrl.call", throws=(ServiceError, InfraError))
 def call(call_id: int, reply_to: str) -> None:
-    """Runs the call unless it is answered already."""
+    """Runs the call unless it already has an answer."""
     work = tool_calls.find_call(database(), row_id(call_id))
     try:
         if work is not None and not _answer_call(work, reply_to):
             return
     except Unready as error:
-        with suppress(ConfigError):  # an address that is none: what failed the call is what is to be said
+        with suppress(ConfigError):  # a malformed address must not hide the call's own failure
             _wake_waiter(reply_to, call_id, " ".join(str(error).split()))
         raise
     faultpoint("wake.before")
@@ -79,7 +79,7 @@ def _wake_waiter(reply_to: str, call_id: int, reason: str = "") -> None:
 
 
 def _answer_call(work: CallWork, reply_to: str) -> bool:
-    """Answers the call; False where that is another's: who may be running what must not run twice, or has it already."""
+    """Answers the call; returns False if it must not run twice and may be running, or a thread here has it."""
     started = datetime.now(UTC)
     tool = _load_tool(work)
     if isinstance(tool, CodeTool) and tool.keeps:
@@ -98,7 +98,7 @@ def _answer_call(work: CallWork, reply_to: str) -> bool:
 
 @contextmanager
 def _hold_call(call: int) -> Iterator[bool]:
-    """Whether no other thread here has the call: one that waits for its turn is sent again, and stands in line once."""
+    """Gives whether no other thread here has the call: a waiting call that is sent again stands in line only once."""
     with _running_lock:
         alone = call not in _running
         _running.add(call)
@@ -111,10 +111,10 @@ def _hold_call(call: int) -> Iterator[bool]:
 
 
 def _load_tool(work: CallWork) -> Tool:
-    """The call's tool.
+    """Loads the call's tool.
 
     Raises:
-        Unready: it cannot be had here. The model has no part in that: the rollout worker, which offered it, has it.
+        Unready: it cannot be loaded here. The model is not at fault: the rollout worker, which offered the tool, has it.
     """
     try:
         tool: Tool = find("rewards", work.tool) if work.kind == "grade" else load_toolset(database(), work.run)[work.tool]
@@ -128,7 +128,7 @@ def _load_tool(work: CallWork) -> Tool:
 
 
 def _run_or_skip(tool: Tool, work: CallWork) -> ToolResult | None:
-    """What the call came to; None while another worker may still be running it, and it must not run twice."""
+    """The call's result; None while another worker may still be running a call that must not run twice."""
     if work.effects == "once":
         unopened = _open_tool(tool)
         if unopened is not None:  # and the call was not started
@@ -140,18 +140,18 @@ def _run_or_skip(tool: Tool, work: CallWork) -> ToolResult | None:
 
 
 def run_tool(tool: Tool, work: CallWork) -> ToolResult:
-    """The tool's answer within its time limit; never raises for what the tool did.
+    """Runs the tool within its time limit; the tool's own errors become its result.
 
     Raises:
         InfraError: the system failed the tool.
-        Unready: this process lacks what it needs.
+        Unready: this process lacks what the tool needs.
     """
     faultpoint("run_tool.before")
     unopened = _open_tool(tool)
     if unopened is not None:
         return _unopened_result(tool, unopened)
     patience, answer = Patience(), Future[ToolResult]()
-    # A thread of its own for each call: one that never ends takes nobody else's place.
+    # A thread for each call, so that a call that never ends takes no other call's place.
     attempt = (answer, partial(_run_timed, tool, work.arguments, patience))
     threading.Thread(target=_settle, args=attempt, name=f"tool-{tool.name}", daemon=True).start()
     error = _wait_for_answer(answer, tool, patience)
@@ -160,9 +160,9 @@ def run_tool(tool: Tool, work: CallWork) -> ToolResult:
 
 
 def _wait_for_answer(answer: "Future[ToolResult]", tool: Tool, patience: Patience) -> BaseException | None:
-    """What the call raised, if anything, within its tool's time, of which none passes while it waits for its turn.
+    """Waits for the call within its tool's time and returns its exception, if any; time in the tool's queue does not count.
 
-    Nor does any while this process stands still: it looks at the clock often enough to see how long that was.
+    Nor does time in which this process is suspended: frequent looks at the clock show how long that was.
     """
     wait = 0.0
     while (left := tool.timeout_seconds - patience.look(wait)) > 0:
@@ -176,9 +176,9 @@ def _wait_for_answer(answer: "Future[ToolResult]", tool: Tool, patience: Patienc
 
 
 def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -> ToolResult:
-    """The answer of a tool that keeps a session, as the next cell of the notebook's; never raises for what the tool did.
+    """Runs a tool with a session on the notebook's next cell; the tool's own errors become its result.
 
-    Only the sandbox limits it: a cell that outlived a limit of ours would run beside the next.
+    Only the sandbox limits the time: a cell that outlived a limit of ours would run beside the next.
 
     Raises:
         InfraError: the system failed the tool.
@@ -187,13 +187,13 @@ def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -
     try:
         with patience.hold():
             told = notebook.run(tool, arguments)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - anybody's tool; what is the system's is raised again
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's tool; failures of the system are raised again
         told = _failure_result(tool, error)
     return replace(told, seconds=patience.own_seconds)
 
 
 def _run_timed(tool: Tool, arguments: Mapping[str, Any], patience: Patience) -> ToolResult:
-    """The tool's answer, with the processor time of this thread, which did nothing else, where no sandbox told its own."""
+    """The tool's result, with this thread's processor time unless a sandbox reported its own."""
     try:
         with patience.hold():
             told = tool.run(arguments)
@@ -205,12 +205,12 @@ def _run_timed(tool: Tool, arguments: Mapping[str, Any], patience: Patience) -> 
 def _settle(answer: "Future[Answer]", work: Callable[[], Answer]) -> None:
     try:
         answer.set_result(work())
-    except BaseException as error:  # noqa: BLE001 - anybody's code, and `exit()` in it; it is recorded as the call's result
+    except BaseException as error:  # noqa: BLE001 - a user's code, even `exit()`; recorded as the call's result
         answer.set_exception(error)
 
 
 def _open_tool(tool: Tool) -> BaseException | None:
-    """Makes what the tool needs for all of its calls; what it raised."""
+    """Opens the resources for all calls of the tool; returns the exception, if any."""
     opened: Future[object] = Future()
     if tool.opens is None:
         return None
@@ -219,7 +219,7 @@ def _open_tool(tool: Tool) -> BaseException | None:
 
 
 def _unopened_result(tool: Tool, error: BaseException) -> ToolResult:
-    """What a call comes to whose tool has not what it needs for all of its calls."""
+    """The result of a call whose tool could not be opened."""
     if isinstance(error, AgentRLError) and not isinstance(error, ToolFailure):
         raise _unready_error(tool, error) from error
     return _failure_result(tool, error)
@@ -231,7 +231,7 @@ def _unready_error(tool: Tool, error: AgentRLError) -> Unready:
 
 
 def _failure_result(tool: Tool, error: BaseException) -> ToolResult:
-    """What a call that raised comes to. A model may bring about what fails it, but not what is missing here."""
+    """The result of a call that raised. A model can cause a failing call, but not a missing resource."""
     if isinstance(error, ConfigError | SandboxUnavailable):
         raise _unready_error(tool, error) from error
     if isinstance(error, AgentRLError) and not isinstance(error, ToolFailure):
@@ -245,7 +245,7 @@ def _failure_result(tool: Tool, error: BaseException) -> ToolResult:
 
 @lru_cache(maxsize=64)
 def load_toolset(db: Database, run: int) -> Mapping[str, Tool]:
-    """The tools of the run's env and its own, by the name the model writes."""
+    """The tools of the run and of its env, by the name that the model writes."""
     return Experiment.load(tool_calls.load_config(db, run)).tools
 
 

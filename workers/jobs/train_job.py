@@ -1,7 +1,7 @@
 """The `train` job: claim a finished iteration, update the policy on it, write the checkpoint, commit it all at once.
 
-The checkpoint's folder is whole before the commit and means nothing without it. What is in memory is trusted only if it is
-exactly the published checkpoint; after anything else the trainer loads that first.
+The checkpoint's folder is whole before the commit and means nothing without it. The state in memory is trusted only if it is
+exactly the published checkpoint; otherwise the trainer loads that first.
 """
 
 import threading
@@ -54,7 +54,7 @@ def train(iteration: int) -> None:
         published = _run_iteration(work, fenced)
     except Fenced as error:
         log.info("%s", error)
-    except ServiceError as error:  # the database was away for long: no attempt of the iteration's
+    except ServiceError as error:  # the database was away for long: this costs the iteration no attempt
         log.warning("iteration %d of %s is handed back: %s", work.iteration, work.run, error)
         write_when_possible(partial(train_claims.hand_back_iteration, database(), work.id, work.token))
     except (ConfigError, ModelError, CheckpointError) as error:
@@ -81,7 +81,7 @@ def _dispatch_more_groups(made: MoreGroupsPlanned) -> None:
 
 @cache
 def _update_thread() -> ThreadPoolExecutor:
-    """All updates run in one thread: glibc keeps what a thread freed for that thread, a copy of the activations in each."""
+    """The one thread of all updates: glibc keeps freed memory per thread, a copy of the activations in each."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
 
 
@@ -108,9 +108,9 @@ def _train_iteration(work: IterationWork, experiment: Experiment, fenced: thread
     refuse_overlap(config)
     with models.use(experiment, work.policy.base) as loaded:
         confirm_base(work.run_id, loaded.policy)
-        loaded.release()  # the engine's memory is wanted now
+        loaded.release()  # frees the engine's memory for the update
         trainer = _load_trainer(work, experiment, loaded)
-        loaded.trainer_holds = None  # until the commit says that what is in memory is what is published
+        loaded.trainer_holds = None  # until the commit makes the state in memory the published one
         started = time.perf_counter()
         faultpoint("update.before")
         update = _run_update(trainer, work)
@@ -134,7 +134,7 @@ def _train_iteration(work: IterationWork, experiment: Experiment, fenced: thread
 
 
 def _run_update(trainer: Trainer, work: IterationWork) -> Update:
-    """The update on the work's groups: with dynamic sampling on those that it chooses."""
+    """Runs the update on the work's groups, or on those that dynamic sampling chooses."""
     if not work.wanted:
         return trainer.update(work.groups, work.number)
     chosen, left_out = choose_groups(work.groups, work.wanted)
@@ -143,12 +143,12 @@ def _run_update(trainer: Trainer, work: IterationWork) -> Update:
 
 
 def _rebuild_checkpoint(work: IterationWork, experiment: Experiment, fenced: threading.Event) -> PublishedUpdate:
-    """Makes the run's broken checkpoint again by the update that made it; the iteration then goes on with it."""
+    """Rebuilds the run's broken checkpoint by repeating its update; the iteration then goes on from it."""
     rebuild = repair.load_rebuild(database(), work)
     broken = rebuild.broken
     if not checkpoint_cache.fault_of(
         broken.path, broken.sha256, _checkpoint_part(work, broken.path)
-    ):  # somebody put the files back
+    ):  # a person has put the files back
         repair.commit_rebuild(database(), work, broken, broken.path, broken.sha256)
         return PublishedUpdate(broken.version, work.id)
     if not rebuild.groups:
@@ -164,7 +164,7 @@ def _rebuild_checkpoint(work: IterationWork, experiment: Experiment, fenced: thr
 def _repeat_update(
     work: IterationWork, rebuild: Rebuild, experiment: Experiment, loaded: LoadedModel, fenced: threading.Event
 ) -> None:
-    """The update that made the broken checkpoint, once more, into a folder of its own."""
+    """Repeats the update that made the broken checkpoint, into a folder of its own."""
     source = replace(work, number=rebuild.broken.version - 1, policy=rebuild.start, groups=rebuild.groups)
     source = replace(source, wanted=rebuild.wanted)
     try:
@@ -186,7 +186,7 @@ def _repeat_update(
 
 
 def _fail_run(work: IterationWork, error: Exception) -> None:
-    """Ends the run, for it would fail again and again; unless it is its own checkpoint, which can be made again."""
+    """Ends the run, as it would fail again and again; except for its own broken checkpoint, which can be rebuilt."""
     reported = isinstance(error, CheckpointError) and not work.rebuilds
     waiting = (
         broken_checkpoints.report_broken(work.run_id, work.policy, _checkpoint_part(work, work.policy.path))
@@ -202,10 +202,10 @@ def _fail_run(work: IterationWork, error: Exception) -> None:
 
 
 def _load_trainer(work: IterationWork, experiment: Experiment, loaded: LoadedModel) -> Trainer:
-    """The trainer at exactly the state that this update starts from."""
+    """Loads the trainer at exactly the state that this update starts from."""
     wanted = (work.run_id, work.policy.path)
     if loaded.trainer is None or loaded.trainer_holds != wanted:
-        loaded.trainer, loaded.trainer_holds = None, None  # nothing is held until it is loaded whole
+        loaded.trainer, loaded.trainer_holds = None, None  # the trainer holds no state until one is loaded whole
         trainer = trainers.start(experiment.trainer, loaded.policy, experiment.config, work.iterations)
         with loaded.policy.training() as module:
             log.info("%s: %s", work.run, count_parameters(module))
@@ -219,12 +219,12 @@ def _load_trainer(work: IterationWork, experiment: Experiment, loaded: LoadedMod
 
 
 def _checkpoint_part(work: IterationWork, path: str) -> checkpoint_cache.Part:
-    """What an update starts from: of another run's checkpoint all but the optimizer, which is not ours."""
+    """The part of the checkpoint that an update starts from: of another run's, all but the optimizer."""
     return "all" if path.endswith(work.key) else "start"
 
 
 def _discard_checkpoint(path: str) -> None:
-    """Removes what a fenced trainer wrote, unless its commit was done and only the answer lost."""
+    """Removes a fenced trainer's checkpoint, unless its commit was done and only the reply was lost."""
     if not repair.is_checkpoint_named(database(), path):
         checkpoint_cache.remove(path)
 
@@ -250,7 +250,7 @@ def _mean_reward(work: IterationWork) -> float:
 
 
 def _checkpoint_path(work: IterationWork, mark: str = "t") -> str:
-    """Where the update's checkpoint goes; `r` marks one that is made again, under the token of a later iteration."""
+    """The path of the update's checkpoint; `r` marks a rebuilt one, under the token of a later iteration."""
     return f"{work.output_dir.rstrip('/')}/v{work.number + 1:05d}.{mark}{work.token}.{work.key}"
 
 
@@ -273,7 +273,7 @@ def _send_next(work: IterationWork, published: PublishedUpdate) -> None:
 
 
 def _link_epoch(work: IterationWork, version: int) -> None:
-    """The checkpoint that ended an epoch has a name for people."""
+    """Links a readable name to the checkpoint that ended an epoch."""
     if work.kind == "train" and not is_url(work.output_dir) and epoch_ends.may_end_epoch(database(), work.run_id, version):
         links.link_epochs(epoch_ends.load_epoch_ends(database(), work.run_id))
 
@@ -285,6 +285,6 @@ def _remove_leftovers(work: IterationWork) -> None:
     if stale:
         checkpoint_cache.drop_optimizer(stale)
         faultpoint("optimizer.dropped")
-    if work.config["update"].get("save_every"):  # which a run of before there was such an option does not have
+    if work.config["update"].get("save_every"):  # runs older than this option lack it
         for path in retention.drop_unsaved(database(), work.run_id):
             checkpoint_cache.remove(path)

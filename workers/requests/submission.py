@@ -279,7 +279,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _with_served_tools(config: RunConfig) -> RunConfig:
-    """The config with the tools of each server of `tools`: the recorded ones (as for an evaluation), else those offered now."""
+    """The config with the tools of each server of `tools`: recorded ones (as for an evaluation), else those offered now."""
     known = {tool.server for tool in config.served_tools}
     strange = known - set(config.tools)
     if strange:
