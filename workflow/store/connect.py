@@ -28,13 +28,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 RETRY_SECONDS = 30.0
-"""How long a transaction is tried again while the database is away."""
+"""Seconds for which a transaction is retried while the database is away."""
 
 POOL_SIZE = 8
 """Postgres connections of a process; its threads take turns on them, for a small server allows only some dozens."""
 
 POOL_SECONDS = 60.0
-"""How long a thread waits for its turn."""
+"""Seconds that a thread waits for a connection."""
 
 _CLIENT_TIMEOUTS = {
     "connect_timeout": 10,
@@ -70,7 +70,7 @@ def database_url(text: str) -> URL:
     """The URL of a SQLite file or a Postgres database.
 
     Raises:
-        ConfigError: it is none, or one of another kind.
+        ConfigError: it is neither.
     """
     try:
         url = make_url(text)
@@ -89,10 +89,10 @@ class Database:
     """One database; threads share it, each transaction has a connection of its own."""
 
     def __init__(self, url: str) -> None:
-        """Opens nothing yet, but makes the folder of a SQLite file.
+        """Makes the folder of a SQLite file; opens no connection yet.
 
         Raises:
-            ConfigError: no URL of a SQLite file or a Postgres database.
+            ConfigError: the URL is not one of a SQLite file or a Postgres database.
             ServiceError: the folder cannot be made.
         """
         self.url = database_url(url)
@@ -126,17 +126,17 @@ class Database:
         return engine
 
     def full_database(self) -> "Database":
-        """Itself: a `Reader` opens one for what its driver cannot do."""
+        """The database itself; a `Reader` opens one for queries that its driver cannot run."""
         return self
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A connection to read from, for whoever would rather fail than wait; sees one state of the database."""
+        """Gives a connection for reading, which sees one state of the database; fails at once if the database is away."""
         with self._translate_errors(), self._connect_for_reading() as connection, connection.begin():
             yield connection
 
     def ask(self, query: Callable[[Connection], T]) -> T:
-        """Runs `query` in one read transaction, again where the connection was lost.
+        """Runs `query` in one read transaction, again if the connection was lost.
 
         Raises:
             ServiceError: the database stayed away for RETRY_SECONDS.
@@ -144,7 +144,7 @@ class Database:
         return self._retry(lambda: self._read_once(query))
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """Runs `work` in one transaction, again where the connection was lost.
+        """Runs `work` in one transaction, again if the connection was lost.
 
         Raises:
             ServiceError: the database stayed away for RETRY_SECONDS.
@@ -156,7 +156,7 @@ class Database:
             return query(connection)
 
     def _connect_for_reading(self) -> Connection:
-        """All that one transaction on it reads is of one state: SQLite's way, and Postgres' if it is asked to."""
+        """A connection whose transactions each read one state: the default of SQLite, an option of Postgres."""
         options = {"agentrl_read": True} if self.is_sqlite else {"isolation_level": "REPEATABLE READ"}
         return self.engine.connect().execution_options(**options)
 
@@ -201,14 +201,14 @@ class Database:
         return ServiceError(f"The database {shown} does not answer: {reason}.", "Check AGENTRL_DATABASE_URL; `agentrl doctor`.")
 
     def close(self) -> None:
-        """Gives all connections back."""
+        """Closes all connections."""
         self._group_commit.close()
         self.engine.dispose()
 
 
 @dataclass
 class _PendingWrite:
-    """One thread's work in a shared transaction, and what came of it."""
+    """One thread's work in a shared transaction, and its result."""
 
     work: Callable[[Connection], Any]
     done: bool = False
@@ -260,7 +260,7 @@ class _GroupCommit:
         """Runs them in one transaction. Returns the one at whose failure SQLite undid all (a full disk), if there was one."""
         connection = self._connection = self._connection or self._engine.connect()
         with connection.begin():
-            if len(errands) == 1:  # what fails undoes all there is
+            if len(errands) == 1:  # alone, so that its failure undoes nothing else
                 errands[0].error = None
                 errands[0].result = errands[0].work(connection)
                 return None
@@ -273,7 +273,7 @@ class _GroupCommit:
         return None
 
     def close(self) -> None:
-        """Gives the connection back: it is kept from one transaction to the next, which saves a quarter of a short one."""
+        """Closes the connection, which is kept between transactions to save a quarter of the time of a short one."""
         with self._turn:
             self._release_connection()
 
@@ -287,12 +287,12 @@ class _GroupCommit:
         try:
             with connection.begin_nested():
                 errand.result = errand.work(connection)
-        except Exception as error:  # noqa: BLE001 - its thread raises it; the others' work stands
+        except Exception as error:  # noqa: BLE001 - its own thread raises it; the other threads' work stands
             errand.error = error
 
 
 class Source(Protocol):
-    """What a query is called with: a `Database`, or a reader that opens one for what its driver cannot do."""
+    """The first argument of a query: a `Database`, or a reader that opens one for queries that its driver cannot run."""
 
     def full_database(self) -> Database:
         """The database itself."""

@@ -1,4 +1,4 @@
-"""What the control loop and the services want to know: snapshots, who is at work, leases; the policy that a name means."""
+"""Queries of the control loop and the services: snapshots, running runs, leases."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -78,7 +78,7 @@ def _group_seconds(tx: Connection, run_id: int) -> float:
 
 
 def count_running_runs(database: Database) -> int:
-    """How many runs are running: an embedded stack stops some time after this is 0.
+    """The number of running runs: an embedded stack stops some time after this is 0.
 
     Raises:
         ServiceError: the database is away; said at once, since who asks has workers to look after.
@@ -89,10 +89,10 @@ def count_running_runs(database: Database) -> int:
 
 @read_transaction
 def load_run_to_serve(tx: Connection, run: str) -> Row:
-    """The run's row, with what its workers must know beside it: the `weights` of its rewards, whether its groups are `stored`.
+    """The run's row, with the `weights` of its rewards and whether its groups are `stored`.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no such run.
     """
     row = run_row(tx, run)
     sets, groups = schema.reward_sets.c, schema.run_groups.c
@@ -103,7 +103,7 @@ def load_run_to_serve(tx: Connection, run: str) -> Row:
 
 @read_transaction
 def list_runs_beside(tx: Connection, run: str) -> list[str]:
-    """The names of the runs that are running, but for that one and its own evaluations."""
+    """The names of the running runs, except that one and its own evaluations."""
     mine = select(schema.runs.c.id).where(schema.runs.c.name == run)
     others = select(schema.runs.c.name).where(schema.runs.c.status == "running", schema.runs.c.name != run)
     others = others.where(func.coalesce(schema.runs.c.measures_id, 0).not_in(mine))
@@ -111,7 +111,7 @@ def list_runs_beside(tx: Connection, run: str) -> list[str]:
 
 
 def some_run_overlaps(database: Database) -> bool:
-    """Whether a run is running whose rollouts go on during updates.
+    """Whether any running run has rollouts during updates.
 
     Raises:
         ServiceError: the database is away; said at once.
@@ -123,7 +123,7 @@ def some_run_overlaps(database: Database) -> bool:
 
 @transaction
 def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -> bool:
-    """Takes or renews the lease of a service that must run once; False while another holds it."""
+    """Takes or renews the lease of a service that must run once; returns False while another holds it."""
     leases = schema.service_leases
     until = now_ms() + int(seconds * 1000)
     made = tx.execute(
@@ -144,7 +144,7 @@ def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -
 
 @read_transaction
 def service_holder(tx: Connection, name: str) -> str | None:
-    """Who holds the service's lease now; None where nobody does."""
+    """The present holder of the service's lease, or None."""
     leases = schema.service_leases
     return tx.execute(
         select(leases.c.holder).where(leases.c.name == name, leases.c.lease_until >= now_ms())

@@ -1,4 +1,4 @@
-"""The database for who only looks: the driver alone, since importing SQLAlchemy takes longer than all else of a listing.
+"""The database for reading only, by the driver alone, since importing SQLAlchemy takes longer than the rest of a listing.
 
 A query that reads views and tables by plain SQL (`select_rows`) runs on this as on SQLAlchemy's connection. What the driver
 cannot do, a database of another revision, one that is away or whose URL is not plain, is left to the whole `Database`, which
@@ -34,7 +34,7 @@ WAIT_SECONDS = 30.0
 
 
 class Queryable(Protocol):
-    """What a query can be put to."""
+    """An object that runs queries."""
 
     def ask(self, query: Callable[[Any], T]) -> T:
         """Runs `query` in one read transaction."""
@@ -44,7 +44,7 @@ class DriverTransaction:
     """A read transaction of the driver."""
 
     def __init__(self, connection: Any, is_sqlite: bool) -> None:
-        """On a connection that writes nothing."""
+        """Takes a connection that writes nothing."""
         self._connection = connection
         self.is_sqlite = is_sqlite
 
@@ -60,11 +60,11 @@ class Reader:
     """A database that is read through its driver as long as that suffices."""
 
     def __init__(self, url: str, open_whole: "Callable[[], Database]") -> None:
-        """Opens nothing yet.
+        """Opens no connection yet.
 
         Args:
-            url: of the database.
-            open_whole: gives the whole database, where the driver does not suffice.
+            url: the database's URL.
+            open_whole: opens the whole database if the driver does not suffice.
         """
         self._file, self._parts = sqlite_path(url), postgres_parts(url)
         self._open_whole = open_whole
@@ -130,7 +130,7 @@ def sqlite_path(url: str) -> Path | None:
 
 
 def postgres_parts(url: str) -> dict[str, Any]:
-    """What psycopg is told of a plain URL of Postgres; empty for any other."""
+    """psycopg's arguments for a plain URL of Postgres; empty for any other."""
     found = _POSTGRES.fullmatch(url)
     if not found:
         return {}

@@ -1,4 +1,4 @@
-"""Which version ended an epoch of a run: `RUN@epoch3`, and where the links to these checkpoints lead."""
+"""The versions that ended the epochs of a run, for `RUN@epoch3` and for the links to their checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import select_rows, sql_read_transaction
 
 MAX_ITERATIONS = 2**31 - 2
-"""No run has more epochs."""
+"""The most epochs of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ def version_after(tx: Any, run: Mapping[str, Any], epoch: int) -> int:
     """The version that ended that epoch of the run (its row).
 
     Raises:
-        NotFoundError: it is not over, or the run has no such epoch.
+        NotFoundError: the epoch is not over, or the run has no such epoch.
     """
     found = _epoch_end_versions(tx, run, min(epoch, MAX_ITERATIONS) - 1)
     newest = select_rows(tx, "SELECT max(version) AS version FROM policies WHERE run_id = :run", run=run["id"])
@@ -36,7 +36,7 @@ def version_after(tx: Any, run: Mapping[str, Any], epoch: int) -> int:
 
 @sql_read_transaction
 def may_end_epoch(tx: Any, run_id: int, version: int) -> bool:
-    """Whether an epoch may end with that version, as far as the iterations planned by now tell."""
+    """Whether an epoch may end with that version, by the iterations planned so far."""
     query = "SELECT epoch FROM iterations WHERE run_id = :run AND number IN (:last, :next)"
     found = [row["epoch"] for row in select_rows(tx, query, run=run_id, last=version - 1, next=version)]
     return len(found) == 1 or len(set(found)) == 2
@@ -61,7 +61,7 @@ def load_epoch_ends(tx: Any, run_id: int) -> EpochEnds:
 
 @sql_read_transaction
 def find_run_of_folder(tx: Any, folder: str) -> str:
-    """The youngest run that keeps its checkpoints in the folder; empty where none does."""
+    """The newest run that keeps its checkpoints in the folder; empty if there is none."""
     return _find_run_of_folder(tx, folder)
 
 
@@ -90,7 +90,7 @@ def _epoch_end_versions(tx: Any, run: Mapping[str, Any], only: int | None = None
 
 
 def _iterations_per_epoch(tx: Any, run: Mapping[str, Any]) -> int:
-    """Iterations of an epoch."""
+    """The number of iterations in an epoch."""
     tables = ("run_groups", "run_tasks")
     counts = (select_rows(tx, f"SELECT count(*) AS found FROM {table} WHERE run_id = :run", run=run["id"]) for table in tables)
     stored, tasks = (int(found[0]["found"]) for found in counts)

@@ -41,7 +41,7 @@ def plan_eval(tx: Connection, run: Mapping[Any, Any], version: int) -> None:
     values |= {"measures_version": version, "manifest": model["manifest"] | {"id": uuid4().hex}}
     values["status"] = "paused" if run["status"] == "paused" else "running"
     made = None
-    while made is None:  # unless somebody takes the name in between
+    while made is None:  # again if another command takes the name in between
         name = eval_name(tx, run["name"], version)
         made = insert_run(tx, {**values, "name": name, "config": model["config"] | {"name": name}})
     _copy_rows(tx, model["id"], made, ("task_id",), schema.run_tasks)
@@ -50,7 +50,7 @@ def plan_eval(tx: Connection, run: Mapping[Any, Any], version: int) -> None:
 
 
 def _copy_rows(tx: Connection, model: int, made: int, names: tuple[str, ...], table: Any) -> None:
-    """What rows of the table say of the run `model` is said of the run `made` too."""
+    """Copies the table's rows of the run `model` for the run `made`."""
     rows = select(literal(made), *(table.c[name] for name in names)).where(table.c.run_id == model)
     tx.execute(insert(table).from_select(["run_id", *names], rows))
 

@@ -1,4 +1,4 @@
-"""A run is made longer: what comes after its last iteration is planned as if it had been asked for from the start.
+"""Extending a run: the iterations after its last one are planned as if they had been asked for from the start.
 
 Whatever an iteration is made of follows from its number alone (its tasks, its draws, the version that it samples with), so that
 a run that is extended is bit for bit the run that was planned so long; but for a learning rate that falls until the end.
@@ -22,16 +22,16 @@ EXTENDABLE = (*RESUMABLE, "done")
 
 @transaction
 def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterations: int | None = None) -> Mapping[str, Any]:
-    """Adds so many passes over its tasks, or so many iterations, to a run, and sets it going again as `planning.resume` does.
+    """Adds passes over its tasks, or iterations, to a run, and sets it going again as `planning.resume` does.
 
     Args:
-        key: of this request alone: said twice, as where the answer of the commit was lost, it adds once.
+        key: the key of this request: repeated, as after a commit whose reply was lost, it adds only once.
 
     Returns:
         The run's row before.
 
     Raises:
-        StateError, ConfigError: it cannot be longer.
+        StateError, ConfigError: the run cannot be longer.
         CheckpointError: the weights that the next iteration samples with were collected.
     """
     # Locked: two that extend it at once, or an update that publishes meanwhile, come one after the other.
@@ -58,10 +58,10 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
 
 
 def check_extendable(row: Mapping[str, Any], stored: bool) -> None:
-    """Raises StateError or ConfigError where the run, by its row, cannot be made longer.
+    """Raises StateError or ConfigError if the run, by its row, cannot be made longer.
 
     Args:
-        stored: it trains on stored groups.
+        stored: whether it trains on stored groups.
     """
     name, decay = row["name"], row["config"]["update"].get("decay", "none")
     if row["kind"] != "train":

@@ -19,10 +19,10 @@ from agentrl.workflow.trajectory import OPEN, Episode, Message
 
 @dataclass(frozen=True)
 class Fork:
-    """Where a fork run's episodes leave their parent.
+    """The place where a fork run's episodes leave their parent.
 
     Args:
-        parent: the episode.
+        parent: the parent episode.
         step: the first step that they sample themselves.
         opening: what that step reads instead of what the env says; None for what the env says.
         with_parent: the parent is a sibling too, and trains from that step on.
@@ -36,7 +36,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class ForkPoint:
-    """The episode to fork, its run's row, the version of the policy that sampled the step, and what the run's rewards are."""
+    """The episode to fork, its run's row, the version of the policy that sampled the step, and the run's rewards."""
 
     episode: Episode
     run: Mapping[str, Any]
@@ -48,10 +48,10 @@ class ForkPoint:
 
 @read_transaction
 def load_fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
-    """What a fork of the episode at that step starts from.
+    """The starting point of a fork of the episode at that step.
 
     Raises:
-        NotFoundError: no such episode, or no such step in it.
+        NotFoundError: there is no such episode, or no such step in it.
         StateError: the episode is not over.
     """
     row = episode_row(tx, episode)
@@ -82,7 +82,7 @@ def find_reward_set(tx: Connection, run_id: int, name: str) -> Mapping[Any, Any]
     """The run's reward set of that name.
 
     Raises:
-        NotFoundError: it has none.
+        NotFoundError: the run has no such set.
     """
     sets = schema.reward_sets.c
     found = tx.execute(select(schema.reward_sets).where(sets.run_id == run_id)).mappings().all()
@@ -94,7 +94,7 @@ def find_reward_set(tx: Connection, run_id: int, name: str) -> Mapping[Any, Any]
 
 
 def insert_fork(tx: Connection, run_id: int, policy_id: int, size: int, fork: Fork) -> None:
-    """The fork run's one iteration with its one group and `size` episodes, planned, and the parent beside them if asked."""
+    """Plans the fork run's one iteration with its one group and `size` episodes, and adds the parent if asked."""
     parent = episode_row(tx, fork.parent, locked=True)  # so that two forks at once do not count their samples alike
     iteration_id: int = tx.execute(
         schema.iterations.insert()
@@ -168,7 +168,7 @@ def load_stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str,
     """The run's finished groups (of `only`, if any are named) with `least` done episodes that have a reward in that set.
 
     Raises:
-        NotFoundError: it has no such reward set.
+        NotFoundError: the run has no such reward set.
     """
     row = tx.execute(select(schema.runs).where(schema.runs.c.id == run_id)).mappings().one()
     groups, episodes = schema.groups.c, schema.episodes.c

@@ -1,4 +1,4 @@
-"""What an iteration trains on: its groups with their episodes, whole, and the rewards of one set."""
+"""Training data of an iteration: its groups with their whole episodes, and the rewards of one set."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ def _load_slots(tx: Connection, iteration: int) -> dict[int, tuple[int, int]]:
 
 
 def load_groups(tx: Connection, iteration: int, reward_set: str) -> tuple[Group, ...]:
-    """What the iteration trains on, with the rewards of that set."""
+    """Loads the groups that the iteration trains on, with the rewards of that set."""
     slots = _load_slots(tx, iteration)
     rows = tx.execute(select(schema.tasks).where(schema.tasks.c.id.in_({task for _, task in slots.values()}))).mappings()
     tasks = {row["id"]: task_value(row) for row in rows}
@@ -37,7 +37,7 @@ def load_groups(tx: Connection, iteration: int, reward_set: str) -> tuple[Group,
 
 
 def _load_rewards(tx: Connection, iteration: int, episodes: Sequence[Episode], reward_set: str) -> list[Episode]:
-    """The episodes with their reward in that set of their own run, and their steps'; one that has none there cannot train."""
+    """The episodes' rewards, and their steps', in that set of their own run; an episode without one there cannot train."""
     sets = schema.reward_sets.c
     runs = select(schema.episodes.c.run_id).where(members_of(iteration))
     named = tx.execute(select(sets.id).where(sets.name == reward_set, sets.run_id.in_(runs))).scalars().all()

@@ -1,4 +1,4 @@
-"""What an iteration consists of: the groups of the tasks whose turn it is, or the stored groups that it trains on.
+"""The contents of an iteration: the groups of the tasks whose turn it is, or the stored groups that it trains on.
 
 With dynamic sampling groups of other tasks may be added to the first ones.
 
@@ -30,24 +30,24 @@ def task_order(seed: int, epoch: int | str, keys: Sequence[str]) -> list[int]:
 
 
 def iterations_per_epoch(tasks: int, tasks_per_iteration: int) -> int:
-    """Iterations in which each of the tasks has its turn once."""
+    """The number of iterations in which each of the tasks has its turn once."""
     return -(-tasks // tasks_per_iteration)
 
 
 def epoch_length(tx: Connection, run: Mapping[Any, Any]) -> int:
-    """Iterations of an epoch of the run (its row); 0 where it trains on stored groups."""
+    """The number of iterations in an epoch of the run (its row); 0 if it trains on stored groups."""
     tasks = tx.execute(select(func.count()).where(schema.run_tasks.c.run_id == run["id"])).scalar_one()
     return iterations_per_epoch(tasks, run["config"]["rollout"]["tasks_per_iteration"])
 
 
 def epochs_of(iterations: int, of_an_epoch: int) -> int:
-    """Epochs that so many iterations begin."""
+    """The number of epochs that these iterations begin."""
     return -(-iterations // of_an_epoch)
 
 
 def staleness_of(config: Mapping[str, Any]) -> int:
-    """How many versions a run's episodes may lag behind its trainer: iteration i samples with version max(0, i - that)."""
-    return int(config["rollout"].get("max_staleness", 0))  # a run of before there was such an option has none
+    """The most versions by which a run's episodes lag behind its trainer: iteration i samples with version max(0, i - that)."""
+    return int(config["rollout"].get("max_staleness", 0))  # runs older than this option lack it
 
 
 def dynamic_sampling_of(config: Mapping[str, Any]) -> int:

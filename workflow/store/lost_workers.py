@@ -1,6 +1,6 @@
-"""Workers that were lost: told to the runs' events by whoever sees it first.
+"""Lost workers, recorded in the runs' events by the process that notices first.
 
-Their supervisor sees them end, and knows how; elsewhere whoever takes a claim over that its holder did not hand back.
+A supervisor sees how its workers end; elsewhere it is the worker that takes over a claim which was not handed back.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -14,7 +14,7 @@ from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import OPEN
 
 OOM_HINT = "Lower rollout.group_size or update.microbatch_tokens, or set model.load_in_4bit=true."
-"""What to do about it."""
+"""Advice on a worker that was out of memory."""
 
 LOSS_EVENTS = ("oom", "worker_lost")
 """Kinds of events that name a worker which is gone; `oom` where it was killed for want of memory."""
@@ -72,7 +72,7 @@ def _is_held_by(table: Any, worker: str) -> tuple[ColumnElement[bool], ...]:
 
 
 def _describe_held_work(tx: Connection, run: int, worker: str, role: str) -> str:
-    """What the worker held of the run, in words; of calls nobody knows who had them, and all are sent again."""
+    """The claims of the run that the worker held, in words; the holders of calls are unknown, and all calls are sent again."""
     counts = [
         (tx.execute(select(func.count()).select_from(table).where(table.c.run_id == run, *_is_held_by(table, worker))), word)
         for table, word in ((schema.groups, "group"), (schema.iterations, "update"))

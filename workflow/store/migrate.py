@@ -71,7 +71,7 @@ def open_database(url: str) -> Database:
 
 
 def upgrade(database: Database, revision: str = "head") -> None:
-    """Brings the database to `revision`, its views and triggers made anew."""
+    """Upgrades the database to `revision`, and makes its views and triggers anew."""
     from alembic import command
 
     with _migration_lock(database):
@@ -139,7 +139,7 @@ def _has_role(tx: Connection, role: str, purpose: str) -> bool:
     """Whether the role is there, made now if need be and may be."""
     found = text("SELECT count(*) FROM pg_roles WHERE rolname = :role")
     if not tx.execute(found, {"role": role}).scalar_one():
-        # Another database of the same server may be making it too.
+        # A migration of another database on the same server may be making it too.
         passing = "duplicate_object OR unique_violation OR insufficient_privilege"
         tx.execute(text(f"DO $$ BEGIN CREATE ROLE {role} LOGIN; EXCEPTION WHEN {passing} THEN NULL; END $$"))
     there = bool(tx.execute(found, {"role": role}).scalar_one())

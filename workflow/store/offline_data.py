@@ -1,4 +1,4 @@
-"""What is learned from apart from a run: finished episodes with their rewards, then the tokens of those that were chosen."""
+"""Data for training apart from a run: finished episodes with their rewards, then the tokens of the chosen ones."""
 
 from collections.abc import Collection, Sequence
 

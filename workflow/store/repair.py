@@ -1,4 +1,4 @@
-"""A published checkpoint that is found broken is marked, made again from the one before it, and named by its rows anew.
+"""Repair of a published checkpoint: it is marked as broken, rebuilt from the one before it, and named by its rows anew.
 
 Version k came from exactly version k - 1 and the recorded episodes of iteration k - 1, so that the same update gives it once
 more. The run's open iteration lends its train token as the fence; no episode, consumption or iteration changes its state.
@@ -24,12 +24,12 @@ from agentrl.workflow.trajectory import OPEN, Group, PolicyRef
 
 @dataclass(frozen=True)
 class Rebuild:
-    """How a broken checkpoint came to be.
+    """The inputs of the update that made a broken checkpoint.
 
     Args:
         broken: the policy whose checkpoint it is.
         start: the policy that its update started from.
-        groups: what it was trained on; empty where it came from another run.
+        groups: the groups that it was trained on; empty if it came from another run.
         advantages: by episode, as its update recorded them.
         wanted: as in `IterationWork`.
     """
@@ -87,7 +87,7 @@ def _select_needed_path(run_id: int, path: str) -> Select[tuple[str]]:
 
 
 def _find_maker(tx: Connection, path: str) -> Mapping[str, Any] | None:
-    """The run that first published the checkpoint; None where it was made again in another folder meanwhile."""
+    """The run that first published the checkpoint; None if it was rebuilt in another folder meanwhile."""
     named = (
         select(schema.runs)
         .join(schema.policies, schema.policies.c.run_id == schema.runs.c.id)
@@ -99,7 +99,7 @@ def _find_maker(tx: Connection, path: str) -> Mapping[str, Any] | None:
 
 @read_transaction
 def recovery_hint(tx: Connection, run: str, path: str) -> str:
-    """What to type where a run that trains nothing has failed by a broken checkpoint."""
+    """The command to type for a run without training that failed because of a broken checkpoint."""
     maker = _find_maker(tx, path)
     if maker is None:
         return f"It was made again in another folder: type `agentrl resume {run}`."
@@ -114,7 +114,7 @@ def recovery_hint(tx: Connection, run: str, path: str) -> str:
 
 @read_transaction
 def load_rebuild(tx: Connection, work: IterationWork) -> Rebuild:
-    """What the claimed run's first broken checkpoint was made of."""
+    """The inputs of the claimed run's first broken checkpoint."""
     mine = select(schema.policies).where(schema.policies.c.run_id == work.run_id)
     row = tx.execute(mine.where(schema.policies.c.broken != "").order_by(schema.policies.c.version).limit(1)).one()
     broken = _policy_ref(work, row)

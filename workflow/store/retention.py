@@ -1,4 +1,4 @@
-"""What is kept: which checkpoints rows still need, and which policies are collected.
+"""Retention: the checkpoints that rows still need, and the policies that are collected.
 
 A policy is collected by its row first; its files go after the commit. So whoever asks for it is told the truth at any moment.
 """
@@ -38,7 +38,7 @@ class Checkpoints:
 
 @read_transaction
 def list_checkpoint_folders(tx: Connection, runs: Sequence[str] = ()) -> list[Checkpoints]:
-    """Where these runs (all if none is named) keep their checkpoints.
+    """The checkpoint folders of these runs (of all if none is named).
 
     Raises:
         NotFoundError: there is no such run.
@@ -52,7 +52,7 @@ def list_checkpoint_folders(tx: Connection, runs: Sequence[str] = ()) -> list[Ch
 
 @read_transaction
 def find_needs(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> Needs:
-    """What `collect` would leave, without collecting anything."""
+    """The needs that `collect` would return, without collecting anything."""
     return _find_needs(tx, run_id, present, keep_last)[0]
 
 
@@ -111,7 +111,7 @@ def _saved_paths(tx: Connection, run: Mapping[Any, Any], rows: Sequence[Any]) ->
 
 
 def _min_checkpoints(status: str, config: Mapping[str, Any]) -> int:
-    """How many of its newest checkpoints a run must have: one that is done may be made longer."""
+    """The number of newest checkpoints that a run must keep, as even a done run may be made longer."""
     restartable = RESTART_CHECKPOINTS + staleness_of(config)
     return {"done": restartable - 1, "cancelled": 1}.get(status, restartable)
 

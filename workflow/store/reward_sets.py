@@ -1,4 +1,4 @@
-"""New scores beside the old: a run's done episodes are read again, and a reward set is added in one transaction."""
+"""New scores besides the old: a run's done episodes are read again, and a reward set is added in one transaction."""
 
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -14,7 +14,7 @@ from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import Episode
 
 PAGE_SIZE = 500
-"""Episodes in memory at once."""
+"""The most episodes in memory at once."""
 
 
 def iterate_done_episodes(db_: Database, run_id: int) -> Iterator[Episode]:

@@ -1,7 +1,7 @@
-"""Rollouts are claimed, handed back, given up; their episodes finished.
+"""Claims of rollouts: taken, handed back, given up; and the ends of their episodes.
 
 Every write of a rollout is fenced by its group's attempt: a worker that was thought lost and comes back finds that its attempt
-is over, and what it computed is discarded. Tool results are fenced by nothing: the first one counts.
+is over, and its work is discarded. Tool results are not fenced: the first one counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class HeldEpisodes:
-    """What a claim holds: the group's run, and of each of its episodes the attempt and the number of steps."""
+    """The contents of a claim: the group's run, and the attempt and number of steps of each episode."""
 
     run: str
     attempts: Mapping[int, int]
@@ -85,7 +85,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class CompletedWork:
-    """What became complete with an episode: its group, and then perhaps its iteration."""
+    """The group that an episode completed, and perhaps its iteration."""
 
     group: bool
     iteration: int | None
@@ -241,7 +241,7 @@ def find_ready_iteration(tx: Connection, group: int) -> int | None:
 
 @transaction
 def extend_leases(tx: Connection, fences: Sequence[Fence], lease_seconds: float) -> set[int]:
-    """The heartbeat: the groups of `fences` that are still ours, their leases renewed."""
+    """Renews the leases of those groups of `fences` that are still ours, and returns these."""
     held = set()
     for fence in fences:
         extended = tx.execute(
@@ -403,10 +403,10 @@ _HELD_EPISODES = PreparedStatement(
 
 
 def check_claim(tx: Connection, fence: Fence) -> HeldEpisodes:
-    """What the claim holds, where it is still ours.
+    """The contents of the claim.
 
     Raises:
-        Fenced: it is not.
+        Fenced: the claim is no longer ours.
     """
     rows = _HELD_EPISODES.rows(tx, {"group": fence.group, "attempt": fence.attempt})
     if not rows:

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from agentrl.workflow.rewards import Part
 
 MAX_ID = 2**63 - 1
-"""No database takes a greater number."""
+"""The greatest integer that both databases take."""
 
 
 def no_episode_error(episode: int) -> NotFoundError:
-    """What to say where there is no episode of that number."""
+    """The error for an episode number that does not exist."""
     return NotFoundError(f"There is no episode {episode}.", "List them with `agentrl episodes RUN`.")
 
 

@@ -1,4 +1,4 @@
-"""Rows to values: whole episodes with their steps. What a single row says is read in `row_values`."""
+"""Rows to values: whole episodes with their steps. `row_values` converts single rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ __all__ = [
 ]  # fmt: skip
 
 PART_SIZE = 500
-"""Values in one query: a database takes only so many (SQLite 32,766)."""
+"""The most values in one query: databases have limits (SQLite 32,766)."""
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def episode_row(tx: Connection, episode: int, locked: bool = False) -> Mapping[A
     """The episode's row, `locked` against others until the transaction ends.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no such episode.
     """
     query = select(schema.episodes).where(schema.episodes.c.id == episode)
     query = query.with_for_update() if locked else query

@@ -1,4 +1,4 @@
-"""What a person's words name: a run, by its name or its number; a policy of one: `RUN`, `RUN@3`, `RUN@best`, `RUN@epoch3`."""
+"""Names of runs and policies: a run by name or number, its policies as `RUN`, `RUN@3`, `RUN@best`, `RUN@epoch3`."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -13,7 +13,7 @@ from agentrl.workflow.trajectory import PolicyRef
 Version = int | Literal["best"] | Epoch | None
 """A version of a run's policy; None is the newest."""
 MAX_NAME_CHARS = 64
-"""Characters of a run's name."""
+"""The most characters of a run's name."""
 
 
 @sql_read_transaction
@@ -28,7 +28,7 @@ def find_run(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def is_run(tx: Any, name: str) -> bool:
-    """Whether a run is called so."""
+    """Whether there is a run of that name or number."""
     return bool(select_rows(tx, "SELECT id FROM runs WHERE name = :name", name=name))
 
 
@@ -44,7 +44,7 @@ def run_row(tx: Any, run: str, columns: str = "*") -> Row:
 
 
 def _similar_name_hint(tx: Any, run: str) -> str:
-    """The name among the newest runs that may have been meant."""
+    """A hint with the name among the newest runs that may have been meant."""
     names = (
         [row["name"] for row in select_rows(tx, "SELECT name FROM runs ORDER BY id DESC LIMIT 200")]
         if len(run) <= MAX_NAME_CHARS
@@ -114,13 +114,13 @@ def find_policy_at(tx: Any, path: str) -> str:
 
 
 def find_best_version(tx: Any, run_id: int) -> int | None:
-    """The version with the highest mean on the held-out split, of those alike the first; None where none was measured yet."""
+    """The version with the highest mean on the held-out split, the first among equals; None if none was measured yet."""
     found: int | None = select_rows(tx, "SELECT best_version FROM v_runs WHERE id = :id", id=run_id)[0]["best_version"]
     return found
 
 
 def _require_best_version(tx: Any, run: Mapping[str, Any]) -> int:
-    """As best_version, of a run's row.
+    """The best version of a run's row.
 
     Raises:
         NotFoundError: none was measured yet.

@@ -31,7 +31,7 @@ class CallRecord:
 
 @dataclass(frozen=True)
 class SampledStep:
-    """What T1 records of one step; `text` is what was sampled, readable."""
+    """The record of one step in T1; `text` is the sampled text, readable."""
 
     episode: int
     step: Step
@@ -42,7 +42,7 @@ class SampledStep:
 
 @dataclass(frozen=True, slots=True)
 class JudgeQuestions:
-    """What judges an episode that is over: at its last `step`, the arguments by the name of each judge."""
+    """Questions to the judges of an episode that is over: at its last `step`, judge -> arguments."""
 
     episode: int
     step: int
@@ -191,14 +191,14 @@ _CALL_RESULTS = select(_CALLS.id, _CALLS.result, _CALLS.error_class, _CALLS.seco
 
 @read_transaction
 def load_results(tx: Connection, calls: Sequence[int]) -> dict[int, ToolResult]:
-    """The results that are there, by call id."""
+    """Call id -> result, for calls that have one."""
     rows = tx.execute(_CALL_RESULTS, {"calls": list(calls)})
     return {call: ToolResult(result, error_class, seconds) for call, result, error_class, seconds in rows}
 
 
 @read_transaction
 def list_calls(tx: Connection, episode: int, step: int) -> list[int]:
-    """Ids of the calls of the episode's step, in order."""
+    """The ids of the calls of the episode's step, in order."""
     calls = schema.tool_calls.c
     attempt = select(schema.episodes.c.attempt).where(schema.episodes.c.id == episode).scalar_subquery()
     query = select(calls.id).where(calls.episode_id == episode, calls.attempt == attempt, calls.step == step)

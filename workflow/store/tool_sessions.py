@@ -1,4 +1,4 @@
-"""Sessions of tools that keep one: who has an episode's interpreter, and the cells that it is made again of.
+"""Sessions of tools: the owner of an episode's interpreter, and the cells from which it can be made again.
 
 A session belongs to one attempt of an episode. Its cells are the episode's calls of that tool in their order, a fork's after
 those of the steps that it has from its parent. Whoever has it holds a lease, in the row; the result of a call is fenced by
@@ -21,7 +21,7 @@ _SESSIONS, _CALLS, _EPISODES = schema.tool_sessions.c, schema.tool_calls.c, sche
 
 @dataclass(frozen=True, slots=True)
 class SessionKey:
-    """Which session: one attempt of an episode has one for each tool that keeps one."""
+    """The key of a session: an attempt of an episode has one for each tool with sessions."""
 
     episode: int
     attempt: int
@@ -95,7 +95,7 @@ def load_cells_until(tx: Connection, key: SessionKey, call: int) -> list[Cell]:
 
 
 def _load_inherited_cells(tx: Connection, episode: int, tool: str) -> list[Cell]:
-    """Those of the steps that a fork has from its parent."""
+    """The cells of the steps that a fork inherits from its parent."""
     parent = schema.episodes.alias()
     line = select(parent.c.id, parent.c.attempt, _EPISODES.inherited_steps).join(parent, parent.c.id == _EPISODES.parent_id)
     row = tx.execute(line.where(_EPISODES.id == episode)).one_or_none()

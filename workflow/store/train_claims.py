@@ -51,7 +51,7 @@ class IterationWork:
 
     @property
     def iteration(self) -> int:
-        """Its number as people count, from 1: that of the policy version which its update makes."""
+        """The iteration's number from 1, which is also the policy version that its update makes."""
         return self.number + 1
 
 

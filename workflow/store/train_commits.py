@@ -26,7 +26,7 @@ from agentrl.workflow.trajectory import OPEN
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """What an update leaves behind.
+    """The record of an update.
 
     Args:
         metrics: one mapping per optimizer step; those of `db.UPDATE_METRICS`, `rows` and `tokens` are kept.
@@ -35,7 +35,7 @@ class UpdateRecord:
         path, sha256: the new checkpoint; empty if the update was skipped.
         skipped: why no step was taken; empty if one was.
         bad: the skip came from a NaN or Inf, and counts towards the run's failure.
-        seconds: of the update.
+        seconds: the update's duration.
     """
 
     metrics: Sequence[Mapping[str, float]]

@@ -20,7 +20,7 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.tables import schema
 
 BUSY_SECONDS = 5.0
-"""How long it waits for others before it gives up."""
+"""Seconds that it waits for other processes before it gives up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def _check_room(file: Path, connection: sqlite3.Connection) -> None:
 
 
 def _sqlite_temp_folder() -> Path:
-    """Where SQLite puts its temporary files: the first of these that is there."""
+    """The folder of SQLite's temporary files: the first of these that exists."""
     named = (os.environ.get("SQLITE_TMPDIR"), os.environ.get("TMPDIR"), "/var/tmp", "/usr/tmp", "/tmp")
     return next((Path(place) for place in named if place and os.access(place, os.W_OK)), Path())
 

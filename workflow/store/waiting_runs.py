@@ -1,5 +1,5 @@
-"""What a run's rollouts wait for: a server that is away, as its workers said in its events, or a checkpoint that another run
-makes again.
+"""Causes for which a run's rollouts wait: a server that is away, as recorded in its events, or a checkpoint that another run
+rebuilds.
 """
 
 from sqlalchemy import ColumnElement, Connection, Select, and_, func, select

@@ -1,4 +1,4 @@
-"""Calls: what the policy asked of tools, and what judged an episode."""
+"""Calls: those of the policy to tools, and those that judge an episode."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,7 +11,7 @@ from agentrl.workflow.store.reads.run_rows import add_run_condition
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallRow(ViewRow):
-    """One call of a tool, or of what judges an episode."""
+    """One call to a tool or to an episode's judge."""
 
     VIEW: ClassVar[str] = "v_tool_calls"
     id: int
@@ -43,10 +43,10 @@ class CallRow(ViewRow):
 
 @dataclass(frozen=True, slots=True)
 class CallFilter:
-    """Which calls: of a run, by its name or number, or of an episode.
+    """A filter of calls: by run (name or number) or by episode.
 
     Args:
-        text: stands in the result.
+        text: a text in the result.
     """
 
     run: str | None = None

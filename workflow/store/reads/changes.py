@@ -1,4 +1,4 @@
-"""What may have changed of a run since somebody looked: a cursor for what shows it live.
+"""Changes of a run since an earlier look: a cursor for live views.
 
 `mark_changes` gives the cursor; as `since` of a later filter it leaves the rows that may be new or other than they were then.
 It is taken before the lists are read: whatever happens in between is in the next ones. Some rows come again as they were, none
@@ -38,7 +38,7 @@ def since_values(since: str, run_id: int) -> dict[str, int]:
     """`first_open`, the number of the iteration with which the changes begin, and `last_event`, after which they do.
 
     Raises:
-        ConfigError: it is no such cursor, or another run's.
+        ConfigError: it is not such a cursor, or another run's.
     """
     match decode_cursor(since, KIND):
         case [of, first_open, last_event] if of == run_id and is_id(first_open) and is_id(last_event):
@@ -47,7 +47,7 @@ def since_values(since: str, run_id: int) -> dict[str, int]:
 
 
 class OfRun(Protocol):
-    """A filter of what a run's iterations consist of."""
+    """A filter of rows that belong to a run's iterations."""
 
     @property
     def run(self) -> str:

@@ -63,15 +63,15 @@ class EpisodeRow(ViewRow):
 
 @dataclass(frozen=True, slots=True)
 class EpisodeFilter:
-    """Which episodes of a run, by its name or number.
+    """A filter of a run's episodes; the run by its name or number.
 
     Args:
-        iteration: of that iteration, from 1.
-        since: those that may have changed since that cursor (`mark_changes`).
-        group: of the group of that number.
-        task: of the task of that key.
-        tool_errors: with at least so many failed calls.
-        text: stands in its answer or its error.
+        iteration: the iteration's number, from 1.
+        since: a cursor (`mark_changes`): only episodes that may have changed since.
+        group: the group's number.
+        task: the task's key.
+        tool_errors: the fewest failed calls.
+        text: a text in the answer or the error.
     """
 
     run: str
