@@ -35,17 +35,17 @@ def start(backend: TrainerBackend, policy: "Policy", config: RunConfig, iteratio
     """The trainer of this policy.
 
     Raises:
-        ConfigError: it cannot be had here.
+        ConfigError: the trainer cannot be loaded here.
     """
     trainer: Trainer = find("trainer", backend.start)(policy, config, iterations)
     return trainer
 
 
 def check(config: RunConfig) -> None:
-    """Refuses what the run's trainer cannot do or would not read.
+    """Refuses options that the run's trainer does not support or read.
 
     Raises:
-        ConfigError: saying what.
+        ConfigError: there is such an option.
     """
     cap = AlgorithmConfig.model_fields["importance_cap"].default
     if not config.rollout.max_staleness and config.algorithm.importance_cap != cap:

@@ -22,15 +22,15 @@ WHITEN_EPSILON = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class Earned:
-    """What the tokens of an update earned; N episodes of up to T tokens, padded on the right.
+    """The earnings of an update's tokens; N episodes of up to T tokens, padded on the right.
 
     Args:
-        rewards: (N, T) float64: what an episode earned for a step stands at the step's last token, all else that it earned at
-            its own last one; less kl_coef x KL at each token, where the KL is in the reward.
+        rewards: (N, T) float64: a step's reward is at the step's last token, every other reward at the episode's last one;
+            less kl_coef x KL at each token, if the KL is in the reward.
         mask: (N, T), True where there is a token.
         turns: (N, T), the number of the step that each token is of.
         groups: (N,), equal for episodes of one group.
-        values: (N, T) float64, what a critic expects from each token on; None where the algorithm has none.
+        values: (N, T) float64, a critic's expected reward from each token on; None if the algorithm has no critic.
         outcomes: (N,) float64, each episode's reward as it was recorded; None: the sum of its tokens'. Sums of the same parts
             in another order differ in their last digit, and equal rewards must be equal.
     """
@@ -50,14 +50,14 @@ class Earned:
 
 @dataclass(frozen=True, slots=True)
 class Credited:
-    """Both (N, T): each token's advantage, and with a critic what its value should have been."""
+    """Both (N, T): each token's advantage, and with a critic the target of its value."""
 
     advantages: Tensor
     returns: Tensor | None = None
 
 
 Credit = Callable[[Earned, AlgorithmConfig], Credited]
-"""Function of what was earned and the run's options -> one advantage per token."""
+"""Function of the earnings and the run's options -> one advantage per token."""
 
 
 # Whole episodes against their group: all tokens of one share its advantage.

@@ -21,13 +21,13 @@ from agentrl.workflow.models.logprobs import Prefixes
 from agentrl.workflow.trajectory import Episode, Step
 
 PAD_ID = 0
-"""What fills a row's end; the attention mask hides it, so any id of the vocabulary will do."""
+"""The id that fills a row's end; the attention mask hides it, so any id of the vocabulary will do."""
 
 CALL_TOKENS = 128
-"""Calling the model once more, for the beginnings, costs about as much as so many tokens."""
+"""The cost of one more call of the model, for the beginnings, in tokens."""
 
 PREFIX_TOKENS_PER_TOKEN = 16
-"""So many tokens of a beginning that a row only looks back at take the memory of one that it reads."""
+"""The number of tokens of a shared beginning that take the memory of one token that a row reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Row:
         behavior_logprobs: as the sampler computed them; 0 where the token was not sampled.
 
     Attributes:
-        prefix: how many tokens come before the one that the first trained token is predicted from.
+        prefix: the number of tokens before the one that the first trained token is predicted from.
     """
 
     episode: int
@@ -62,7 +62,7 @@ class Row:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Which row this is."""
+        """The row's identity."""
         return self.episode, self.index
 
 
@@ -71,7 +71,7 @@ class Microbatch:
     """Rows for one forward and backward, each on a line.
 
     Args:
-        prefixes: what comes before the lines, where that is shared.
+        prefixes: the beginnings before the lines, if these are shared.
         others: (B, T).
     """
 

@@ -21,7 +21,7 @@ QUESTIONS = ("question", "prompt")
 ANSWERS = ("answer", "response", "completion")
 ROLES: tuple[Role, ...] = get_args(Role)
 MOST_BYTES = 4_000_000
-"""Bytes of one line: a conversation that any model could read is shorter."""
+"""The most bytes of one line: a conversation that any model could read is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def read_demonstrations(path: Path, most: int | None = None) -> list[Demonstrati
     """The file's demonstrations, in its order.
 
     Args:
-        most: only the first so many.
+        most: only the first N.
 
     Raises:
         DatasetError: the file cannot be read, holds none, or has malformed lines, which are named.

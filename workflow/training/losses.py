@@ -1,4 +1,4 @@
-"""What is minimised: pure functions of (B, T) token tensors, named by the files of `workflow/algorithms`.
+"""Losses: pure functions of (B, T) token tensors, named by the files of `workflow/algorithms`.
 
 A surrogate gives each token its loss; `policy_loss` adds KL and entropy and aggregates. A microbatch never divides by its own
 counts: `aggregate` divides by the counts of the whole minibatch (`Normaliser`), so that the microbatches' losses add up to the
@@ -15,7 +15,7 @@ from torch import Tensor
 from agentrl.workflow.config import AlgorithmConfig
 
 MOST_LOG_RATIO = 10.0
-"""A sequence's log ratio is cut here, as in verl: its exponential must stay finite."""
+"""The cap of a sequence's log ratio, as in verl: its exponential must stay finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class Normaliser:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """What a loss reads, one value per token; all (B, T).
+    """The inputs of a loss, one value per token; all (B, T).
 
     Args:
         logprobs: of the policy being trained, at the sampling temperature; carries the gradient.
-        old: what the ratio is against (PPO's "old"), a constant.
+        old: the denominator of the ratio (PPO's "old"), a constant.
         advantages: credit of each token.
         mask: True where the token trains. Whatever stands elsewhere changes nothing.
         reference: logprobs of the frozen reference, None where no KL is asked for.

@@ -1,4 +1,4 @@
-"""A policy as one plain model: its LoRA added into its base, the base of a quantised one as what it computes with."""
+"""A policy as one plain model: its LoRA is added into its base, and a quantised base becomes the numbers it computes with."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from agentrl.workflow.trajectory import PolicyRef
 def merge(
     ref: PolicyRef, config: ModelConfig, manifest: Mapping[str, Any], target: Path, device: str, threads: int
 ) -> dict[str, Any]:
-    """Makes a model folder of a stored policy; what its record says of it.
+    """Makes a model folder from a stored policy; returns the folder's record.
 
     Args:
         config: the section of the policy's run; `manifest`: the run's, for its hashes of tokenizer and template.

@@ -28,11 +28,11 @@ from agentrl.workflow.training.optimizer import optimizer_state, set_optimizer_s
 AGAIN_HINT = "type the same command again"
 INTERRUPTED_HINT = "Type its command again to go on with it, or pass --force to begin anew."
 MIN_SECONDS_APART = 60.0
-"""Seconds between two checkpoints, at least, where nobody says how many steps."""
+"""The least seconds between two checkpoints, if no number of steps is given."""
 MAX_TIME_SHARE = 20
-"""Checkpoints take at most one part in so many of a training's time, where nobody says how many steps."""
+"""Checkpoints take at most one part in this many of a training's time, if no number of steps is given."""
 LARGEST_STATE = 1 << 16
-"""Bytes of what is read of where a training stands."""
+"""The most bytes of the progress file that are read."""
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def catch_interrupt() -> Iterator[Callable[[], bool]]:
 
 
 class Resumable:
-    """Where one training stands.
+    """The progress of one training.
 
     Args:
         folder: its last checkpoint, or where it will be.
@@ -72,10 +72,10 @@ class Resumable:
         self._written = time.monotonic()
 
     def load(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
-        """Puts weights and optimizer where the last checkpoint has them; how many steps were done, 0 without one.
+        """Restores weights and optimizer from the last checkpoint; returns the number of steps done, 0 without one.
 
         Raises:
-            CheckpointError: it cannot be read, or is of other parameters.
+            CheckpointError: the checkpoint cannot be read, or is of other parameters.
         """
         if not self._folder.exists():
             return 0

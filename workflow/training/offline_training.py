@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Progress(Protocol):
-    """Is told how a training goes."""
+    """A listener on the progress of a training."""
 
     def begins(self, parameters: Parameters, steps: int, done: int) -> None:
         """Before the first step, of so many, of which some were done by a process that was killed."""
@@ -62,7 +62,7 @@ BETAS, WEIGHT_DECAY = (0.9, 0.98), 0.01
 """Options of the optimizer."""
 
 BATCH_SIZE = 16
-"""Examples per step, unless asked for otherwise."""
+"""The default number of examples per step."""
 
 PIECE_TOKENS = 8192
 """Tokens in one forward and backward, padding included, at most, and fewer where memory runs out; no example is cut."""
@@ -92,14 +92,14 @@ class Recipe:
 
 
 def recipe_for(examples: int, passes: int, learning_rate: float, batch_size: int | None = None) -> Recipe:
-    """So many passes over that many examples."""
+    """The recipe for that many passes over that many examples."""
     batch_size = batch_size or BATCH_SIZE
     return Recipe(passes * math.ceil(examples / batch_size), batch_size, learning_rate)
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What stored episodes are learned by: the model of the run that made them, at one of its policies.
+    """The learner of stored episodes: the model of the run that made them, at one of its policies.
 
     Args:
         model: the run's section of the config.
@@ -115,7 +115,7 @@ class Start:
     manifest: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self, stage: str) -> dict[str, Any]:
-        """What `training.json` says of it."""
+        """The start as `training.json` records it."""
         return {"stage": stage, **asdict(self.policy), "temperature": self.temperature}
 
 
@@ -124,11 +124,11 @@ class TrainedModel:
     """A model that was made.
 
     Args:
-        folder: where it is.
-        recipe: how it was made.
-        examples: how many there were to learn from.
-        left_out: why others were not learned, and how many.
-        metrics: of the last step.
+        folder: the model's folder.
+        recipe: the recipe that made it.
+        examples: the number of examples that it learned from.
+        left_out: reason -> number of examples that were left out.
+        metrics: the metrics of the last step.
     """
 
     folder: Path
@@ -140,7 +140,7 @@ class TrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class Objective(Generic[T]):
-    """What a training minimises.
+    """The objective of a training.
 
     Args:
         rows: of an example.
@@ -232,7 +232,7 @@ def train(
         kept: where it goes on, and where it writes its checkpoints.
 
     Raises:
-        ModelError: the loss or the gradient is no finite number any more.
+        ModelError: the loss or the gradient is no longer finite.
         CheckpointError: a checkpoint cannot be read or written.
         InfraError: memory does not suffice for one example.
         Stopped: ctrl-C; what is done is kept, where there is a place for it.
@@ -296,7 +296,7 @@ def _backward(module: nn.Module, examples: Sequence[T], objective: Objective[T],
 
 @torch.no_grad()
 def measure(module: nn.Module, examples: Sequence[T], objective: Objective[T], backoff: OomBackoff[T]) -> float:
-    """The loss of these examples, from which nothing is learned."""
+    """The loss of these examples, without learning from them."""
     module.eval()
     for attempt in backoff.attempts(examples):
         with attempt as pieces:

@@ -1,4 +1,4 @@
-"""Work on what does not fit into memory at once: cut into pieces, and into smaller ones where memory runs out.
+"""Work on items that do not fit into memory at once: cut into pieces, and into smaller ones if memory runs out.
 
 `for attempt in backoff.attempts(rows):` and in it `with attempt as microbatches:`; what stands there begins anew each time.
 """
@@ -18,7 +18,7 @@ Pieces = Sequence[Sequence[T]]
 
 @dataclass(slots=True)
 class OomBackoff(Generic[T]):
-    """How items are cut; what once was too much stays too much.
+    """The cut of items into pieces; a size that was once too much stays too much.
 
     Args:
         tokens: that a piece has at most, padding included; fewer after an attempt that failed.

@@ -1,4 +1,4 @@
-"""The optimizers, and what they remember as named tensors: what a checkpoint holds of them."""
+"""The optimizers, and their state as named tensors for a checkpoint."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from agentrl.workflow.errors import CheckpointError, ConfigError
 
 BETAS = (0.9, 0.999)
 QUANTISED_ELEMENTS = 4096
-"""Elements from which on bitsandbytes keeps a parameter's moments in 8 bits."""
+"""The fewest elements of a parameter whose moments bitsandbytes keeps in 8 bits."""
 
 
 def make_optimizer(
@@ -32,7 +32,7 @@ def check_optimizer(name: str, device: str) -> None:
     """Refuses an optimizer that this machine cannot run, by one step of it.
 
     Raises:
-        ConfigError: saying why.
+        ConfigError: it cannot run here, with the reason.
     """
     if name == "adamw":
         return
@@ -55,7 +55,7 @@ def _unusable(name: str, device: str, why: str) -> ConfigError:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Its state by `<parameter>:<moment>`, on the CPU; empty before the first step."""
+    """The optimizer's state by `<parameter>:<moment>`, on the CPU; empty before the first step."""
     return {
         f"{name}:{moment}": torch.as_tensor(value).cpu().contiguous()
         for name, parameter in parameters.items()
@@ -66,10 +66,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, n
 def set_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Gives it copies of what `optimizer_state` returned.
+    """Gives the optimizer copies of a state from `optimizer_state`.
 
     Raises:
-        CheckpointError: they are of other parameters, or of another optimizer.
+        CheckpointError: the state is of other parameters, or of another optimizer.
     """
     states: dict[str, dict[str, Tensor]] = {}  # of no parameter that was left alone so far
     for key, tensor in tensors.items():
@@ -88,7 +88,7 @@ def set_optimizer_state(
 
 
 def _state_fits(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> bool:
-    """Whether that is what the optimizer would remember of the parameter."""
+    """Whether the state has the shape that the optimizer keeps for the parameter."""
     shape = tuple(parameter.shape)
     if isinstance(optimizer, torch.optim.AdamW):
         wanted: dict[str, tuple[int, ...]] = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}

@@ -49,10 +49,10 @@ Reference = Literal["start", "sampler"]
 REFERENCES: tuple[Reference, ...] = ("start", "sampler")
 
 PASSES = 3
-"""Over the pairs, unless asked for otherwise."""
+"""The default number of passes over the pairs."""
 
 EMPTY = "nothing sampled"
-"""Why a pair is left out: by one of its episodes."""
+"""The reason for which a pair is left out: one of its episodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def dpo(
         pairs: already chosen (`stats.selection.select_pairs`), of one base and temperature.
         start: the model and the weights that learn.
         target: the model folder to make.
-        beta: how much a nat counts; the smaller, the further the policy goes from the reference.
+        beta: the weight of a nat; the smaller, the further the policy goes from the reference.
         recipe: unset: `PASSES` over them at 1e-4.
 
     Raises:

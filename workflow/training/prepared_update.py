@@ -1,4 +1,4 @@
-"""An update before its first step: what is known of its tokens, and the rows of each step. See `training.trainer`."""
+"""An update before its first step: constants of its tokens, and the rows of each step. See `training.trainer`."""
 
 import math
 from collections.abc import Mapping, Sequence, Set
@@ -21,7 +21,7 @@ from agentrl.workflow.training.token_layout import TokenLayout, pad
 from agentrl.workflow.trajectory import Group
 
 WHOLE = frozenset({"loss", "sampler_difference_max"})
-"""Metrics that are no sums over tokens."""
+"""Metrics that are not sums over tokens."""
 
 
 @dataclass(frozen=True, slots=True)

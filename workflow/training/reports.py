@@ -1,4 +1,4 @@
-"""What an update says of itself: pure functions of groups, advantages and metrics."""
+"""Reports of updates: pure functions of groups, advantages and metrics."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -15,7 +15,7 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What an update did.
+    """The report of an update.
 
     Args:
         metrics: over the whole update: `loss`, `grad_norm` (before clipping), `tokens` and `rows` that trained, `seconds`;

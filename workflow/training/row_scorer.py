@@ -1,4 +1,4 @@
-"""Reading rows with the policy: what it says of their tokens, with a gradient or without."""
+"""Scoring rows with the policy: logprobs and values of their tokens, with a gradient or without."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -94,7 +94,7 @@ class RowScorer:
         behavior = [value for row in tokens.rows for value in compress(row.behavior_logprobs, row.loss_mask)]
         difference = (ours - torch.tensor(behavior, device=self._policy.device)).abs()
         by_episode = torch.split(difference, tokens.lengths.tolist())
-        # What is not a number is left to the guard against it.
+        # NaN is left to the guard against it.
         return {number for number, some in enumerate(by_episode) if float(some.mean()) > limit}
 
 

@@ -1,4 +1,4 @@
-"""What changes from update to update by rule: the learning rate, and the weight of the KL.
+"""Schedules over updates: the learning rate, and the weight of the KL.
 
 The learning rate follows from the iteration's number alone, so that a resumed run goes on with the one it would have had.
 """
@@ -11,7 +11,7 @@ MOST_ERROR = 0.2
 """The KL's distance from its target counts as at most this share of it."""
 
 KL_HORIZON = 10_000
-"""Episodes in which kl_coef grows by a fifth at most, where a run names no other number."""
+"""The default number of episodes in which kl_coef grows by at most a fifth."""
 
 
 def learning_rate_share(options: UpdateConfig, iteration: int, iterations: int) -> float:

@@ -56,17 +56,17 @@ Example = tuple[Row, ...]
 """The rows of one demonstration or episode."""
 
 TOKENIZER_SAMPLES = 500
-"""So many demonstrations show a tiny tokenizer its texts."""
+"""The number of demonstrations from which a tiny tokenizer learns."""
 
 PASSES = 3
-"""Over stored episodes, unless asked for otherwise."""
+"""The default number of passes over stored episodes."""
 
 UNSOLVED, TOO_LONG, EMPTY = "no demonstration", "longer than the model reads", "nothing sampled"
-"""Why a task or an episode is left out."""
+"""Reasons for which a task or an episode is left out."""
 
 
 def default_recipe(model: str, full: bool) -> Recipe:
-    """What works: measured for `tiny` on arithmetic, customary for the others."""
+    """The recipe that works: measured for `tiny` on arithmetic, customary for the others."""
     if model == TINY:
         return Recipe(steps=400, batch_size=32, learning_rate=3e-3)
     return Recipe(steps=200, batch_size=16, learning_rate=2e-5 if full else 2e-4)
@@ -237,7 +237,7 @@ def _demonstrate_in_env(dataset: Dataset, tasks: Sequence[Task], seed: int) -> I
 
 
 def texts_of(shown: Iterable[Demonstration | None]) -> list[str]:
-    """The texts that a tokenizer meets there, cut where one speaker's tokens end and the other's begin."""
+    """The texts of the demonstrations for a tokenizer, cut where the speaker changes."""
     plain = Chat(tiny_tokenizer([]))
     return [plain.decode(ids) for one in shown if one for ids, _ in segments_of(plain, one)]
 

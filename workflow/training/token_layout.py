@@ -68,7 +68,7 @@ class TokenLayout:
         return values.new_zeros(int(self.lengths.sum())).index_copy(0, self.places(rows).to(values.device), values)
 
     def make_earned(self, groups: Sequence[Group], penalty: Tensor | None = None, values: Tensor | None = None) -> Earned:
-        """What each token earned.
+        """The earnings of each token.
 
         Args:
             groups: those of the episodes, in their order.

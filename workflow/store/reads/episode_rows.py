@@ -1,4 +1,4 @@
-"""Episodes: pages of a run's, and one whole, as a transcript needs it. A list reads no blob and no long text."""
+"""Episodes: pages of a run's, and a whole one for a transcript. A list reads no blob and no long text."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -128,7 +128,7 @@ def find_last_episode(tx: Any) -> int | None:
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """One episode whole: its row, its value with every step, the rows of its steps, calls and rewards.
+    """One whole episode: its row, its value with every step, the rows of its steps, calls and rewards.
 
     `grades` are the calls that judged it: the env made them when it was over, and the model saw nothing of them.
     """

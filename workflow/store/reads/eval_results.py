@@ -1,4 +1,4 @@
-"""What evaluations came to: pages of them, those of a policy, the mean of each task, the episodes that are right."""
+"""Results of evaluations: pages of them, those of a policy, the mean of each task, the episodes that are right."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,10 +45,10 @@ class EvalRow(ViewRow):
 
 @dataclass(frozen=True, slots=True)
 class EvalFilter:
-    """Which evaluations: of whichever run asked for them, by its name or number, or all.
+    """A filter of evaluations by the run that asked for them, by name or number; without it, all.
 
     Args:
-        measures: those that this run makes of its own policies.
+        measures: a run: only its evaluations of its own policies.
     """
 
     measures: str | None = None
@@ -76,7 +76,7 @@ def find_result(tx: Any, run: str) -> Row:
     """The result of an eval run.
 
     Raises:
-        NotFoundError: the run is no evaluation, or not done.
+        NotFoundError: the run is not an evaluation, or not done.
     """
     found = select_rows(tx, "SELECT * FROM evals WHERE run_id = :id", id=run_id_and_name(tx, run)["id"])
     if not found:
@@ -86,7 +86,7 @@ def find_result(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def find_evals(tx: Any, run: str) -> list[Row]:
-    """The evaluation of that name or number; empty where the run is none.
+    """The evaluation of that name or number; empty if that run is not an evaluation.
 
     Raises:
         NotFoundError: there is no such run.
@@ -151,13 +151,13 @@ def load_done_episodes(tx: Any, run: int) -> dict[int, list[int]]:
 
 @sql_read_transaction
 def list_measured_datasets(tx: Any) -> list[str]:
-    """Every dataset that something was measured on."""
+    """Every dataset of an evaluation."""
     return [row["dataset"] for row in select_rows(tx, "SELECT DISTINCT dataset FROM evals ORDER BY 1")]
 
 
 @sql_read_transaction
 def find_right_episodes(tx: Any, iteration: int) -> set[int] | None:
-    """Ids of the evaluation's episodes that are right, by the rewards they had when they ended; None where nothing tells."""
+    """Ids of the evaluation's episodes that are right, by the rewards at their end; None if no reward decides it."""
     query = """
         SELECT s.id, s.weights, r.manifest FROM iterations i JOIN runs r ON r.id = i.run_id
         JOIN reward_sets s ON s.run_id = r.id AND s.name = 'default' WHERE i.id = :iteration"""

@@ -1,4 +1,4 @@
-"""Events: what happened to a run."""
+"""Events of runs."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,7 +12,7 @@ from agentrl.workflow.store.reads.run_rows import run_id_and_name
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EventRow(ViewRow):
-    """What happened to a run, to which part of it, and in words."""
+    """An event of a run: its kind, the part it concerns, and a text."""
 
     VIEW: ClassVar[str] = "events"
     id: int
@@ -25,10 +25,10 @@ class EventRow(ViewRow):
 
 @dataclass(frozen=True, slots=True)
 class EventFilter:
-    """Which events of a run, by its name or number.
+    """A filter of a run's events; the run by its name or number.
 
     Args:
-        since: those that may be new since that cursor (`mark_changes`).
+        since: a cursor (`mark_changes`): only events that may be new since.
     """
 
     run: str
@@ -38,7 +38,7 @@ class EventFilter:
 
 @sql_read_transaction
 def list_events(tx: Any, chosen: EventFilter, paging: Paging | None = None) -> Page[EventRow]:
-    """What happened to the run, oldest first."""
+    """The run's events, oldest first."""
     run_id = run_id_and_name(tx, chosen.run)["id"]
     conditions, values = choose_conditions(chosen, {"kind": "kind = :kind"})
     conditions, values["run_id"] = ["run_id = :run_id", *conditions], run_id

@@ -38,12 +38,12 @@ class GroupRow(ViewRow):
 
 @dataclass(frozen=True, slots=True)
 class GroupFilter:
-    """Which groups of a run, by its name or number.
+    """A filter of a run's groups; the run by its name or number.
 
     Args:
-        iteration: of that iteration, from 1.
-        since: those that may have changed since that cursor (`mark_changes`).
-        task: of the task of that key.
+        iteration: the iteration's number, from 1.
+        since: a cursor (`mark_changes`): only groups that may have changed since.
+        task: the task's key.
     """
 
     run: str

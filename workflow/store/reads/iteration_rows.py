@@ -58,11 +58,11 @@ class IterationRow(ViewRow):
 
 @dataclass(frozen=True, slots=True)
 class IterationFilter:
-    """Which iterations of a run, by its name or number.
+    """A filter of a run's iterations; the run by its name or number.
 
     Args:
-        after: those of a greater number, from 1.
-        since: those that may have changed since that cursor (`mark_changes`).
+        after: only iterations of a greater number, from 1.
+        since: a cursor (`mark_changes`): only iterations that may have changed since.
     """
 
     run: str
@@ -119,7 +119,7 @@ class UpdateRow(ViewRow):
 
 @dataclass(frozen=True, slots=True)
 class UpdateFilter:
-    """Which optimizer steps of a run: all, or those of an iteration, from 1."""
+    """A filter of a run's optimizer steps: all, or those of an iteration, from 1."""
 
     run: str
     iteration: int | None = None

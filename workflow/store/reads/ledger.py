@@ -1,4 +1,4 @@
-"""The ledger: what became of every planned episode. Facts only; `v_ledger` has one fate for each episode of each run."""
+"""The ledger: the fate of every planned episode. `v_ledger` has one fate for each episode of each run."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ FATES = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FateRow(ViewRow):
-    """What became of a planned episode in a run."""
+    """The fate of a planned episode in a run."""
 
     VIEW: ClassVar[str] = "v_ledger"
     run: str
@@ -34,7 +34,7 @@ class FateRow(ViewRow):
 
 @sql_read_transaction
 def list_fates(tx: Any, run: str, iteration: int) -> list[FateRow]:
-    """What became of each episode of an iteration, from 1, those of stored groups included."""
+    """The fate of each episode of an iteration, from 1, including those of stored groups."""
     name = run_id_and_name(tx, run)["name"]
     rest = "WHERE run = :run AND iteration = :iteration ORDER BY slot, sample"
     return select_values(tx, FateRow, rest, run=name, iteration=storable_value(iteration))

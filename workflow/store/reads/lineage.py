@@ -14,7 +14,7 @@ from agentrl.workflow.tables import schema
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A run that another one comes from, by its number and name, and what that one has of it."""
+    """A run that another one comes from, by its number and name, and what the other took from it."""
 
     id: int
     run: str
@@ -42,7 +42,7 @@ def load_family(tx: Connection, limit: int) -> list[Relative]:
 
 
 def _find_sources(tx: Connection, run_id: int) -> Iterator[Source]:
-    """What the run comes from; each is older than it, so that a tree has an end."""
+    """The runs that the run comes from; each is older, so that a tree has an end."""
     run = tx.execute(select(schema.runs).where(schema.runs.c.id == run_id)).mappings().one()
     seen: set[tuple[int, str]] = set()
     for find in (_fork_sources, _group_sources, _checkpoint_sources, _model_sources):

@@ -1,4 +1,4 @@
-"""Open work: who holds what of the running runs, and what waits in which queue."""
+"""Open work of the running runs: claims that workers hold, and work that waits in queues."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,10 +13,10 @@ class OpenWork:
 
     Args:
         queue: rollout, train or tools; `id` is that of the group, iteration or call.
-        worker: who had it last.
-        lease_until: until when somebody holds it, in ms since 1970 by the database's clock; None: it waits.
-        sends: how many messages were sent for it.
-        losses: how often its worker was lost.
+        worker: the last worker that had it.
+        lease_until: the end of its lease, in ms since 1970 by the database's clock; None: it waits.
+        sends: the number of messages sent for it.
+        losses: the number of workers lost with it.
     """
 
     queue: str
@@ -49,5 +49,5 @@ _QUERY = f"""
 
 @sql_read_transaction
 def list_open_work(tx: Any, limit: int = 1000) -> list[OpenWork]:
-    """What is held and what waits now, run by run."""
+    """The work that is held or waits now, run by run."""
     return [OpenWork(**row) for row in select_rows(tx, _QUERY, limit=limit)]

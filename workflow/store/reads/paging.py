@@ -17,9 +17,9 @@ from agentrl.workflow.store.driver_reader import select_rows
 from agentrl.workflow.store.row_values import MAX_ID, clean
 
 MAX_SIZE = 100_000
-"""Rows of a page, at most."""
+"""The most rows of a page."""
 MAX_CURSOR_CHARS = 1000
-"""Longer than any cursor that was given out."""
+"""The most characters of a cursor, more than any has."""
 BY_NUMBER, FEW_BY_NUMBER = {"id": "id"}, {"id": "id + 0"}
 """The order of rows that were only ever added; the second of few, which an index finds: Postgres would rather walk through all
 rows in their order until it met them."""
@@ -51,12 +51,12 @@ F = TypeVar("F")
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """Which page of a list.
+    """The choice of a list's page.
 
     Args:
-        size: rows, at most.
+        size: the most rows.
         cursor: `Page.next` of the page before; empty for the first.
-        offset: rows to pass over, for who counts; a cursor costs less.
+        offset: the number of rows to skip; a cursor costs less.
         sort: one of the list's orders, the greatest first; with a `-` before it the least. Empty: the list's own.
     """
 
@@ -68,7 +68,7 @@ class Paging:
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[R]):
-    """Some rows of a list; `next` is the cursor of those that follow, empty where none do."""
+    """Some rows of a list; `next` is the cursor of those that follow, empty after the last."""
 
     rows: tuple[R, ...]
     next: str = ""
@@ -182,7 +182,7 @@ def _after(column: str, way: str, place: Mapping[str, Any]) -> str:
 
 
 def encode_cursor(*parts: Any) -> str:
-    """A word that means these parts; opaque to who is given it."""
+    """A cursor of these parts, opaque to callers."""
     return urlsafe_b64encode(json.dumps(parts, separators=(",", ":")).encode()).decode().rstrip("=")
 
 
@@ -190,7 +190,7 @@ def decode_cursor(cursor: str, of: str) -> list[Any]:
     """The parts after the first, which is `of`.
 
     Raises:
-        ConfigError: it is no cursor, or one of something else.
+        ConfigError: it is not a cursor, or one of another list.
     """
     try:
         found = json.loads(urlsafe_b64decode(cursor.encode("ascii") + b"==")) if len(cursor) <= MAX_CURSOR_CHARS else None
@@ -202,7 +202,7 @@ def decode_cursor(cursor: str, of: str) -> list[Any]:
 
 
 def cursor_error(cursor: str) -> ConfigError:
-    """What to say of a cursor that is not this list's."""
+    """The error for a cursor that is not this list's."""
     return ConfigError(f"{cursor[:40]!r} is no cursor of this list with this filter and order.", "Begin again without one.")
 
 

@@ -1,4 +1,4 @@
-"""How an episode came about: what `replay --verify` needs to make it again, read at one moment."""
+"""The origin of an episode: everything that `replay --verify` needs to repeat it, read at one moment."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from agentrl.workflow.trajectory import Message, PolicyRef, SamplingKey
 
 @dataclass(frozen=True, slots=True)
 class RewardSet:
-    """How the episode was scored.
+    """A scoring of the episode.
 
     Args:
         weights: by reward; `code_hash`: of the rewards' code at that time.
@@ -31,11 +31,11 @@ class RewardSet:
 
 @dataclass(frozen=True)
 class Origin:
-    """An episode whole, and what made it.
+    """A whole episode with its origin.
 
     Args:
-        config, manifest, base, base_hash: of its run.
-        key: of its draws.
+        config, manifest, base, base_hash: the run's.
+        key: the key of its draws.
         policies: what each step that it sampled itself was sampled with, by the step's number.
         collected: when the files of such a policy were removed, by the step's number; only where they were.
         reward_sets: those of its run, by name.
@@ -56,10 +56,10 @@ class Origin:
 
 @read_transaction
 def find_origin(tx: Connection, episode: int) -> Origin:
-    """The episode with what made it.
+    """The episode with its origin.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no such episode.
     """
     record = episode_record(tx, episode)
     query = (

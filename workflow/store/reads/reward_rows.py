@@ -10,7 +10,7 @@ from agentrl.workflow.store.reads.run_rows import add_run_condition
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewardRow(ViewRow):
-    """A part of an episode's reward; of no `step` where the whole episode earned it."""
+    """A part of an episode's reward; without a `step` if the whole episode earned it."""
 
     VIEW: ClassVar[str] = "v_rewards"
     id: int
@@ -27,7 +27,7 @@ class RewardRow(ViewRow):
 
 @dataclass(frozen=True, slots=True)
 class RewardFilter:
-    """Which rewards: of a run, by its name or number, or of an episode."""
+    """A filter of rewards: by run (name or number) or by episode."""
 
     run: str | None = None
     episode: int | None = None

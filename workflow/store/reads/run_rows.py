@@ -1,4 +1,4 @@
-"""Runs: pages of them, one by its name or number, and how far it is."""
+"""Runs: pages of them, one by its name or number, and its progress."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -26,7 +26,7 @@ RUN_ORDERS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunRow(ViewRow):
-    """A run: what it trains or measures, how far it is."""
+    """A run: its task and its progress."""
 
     VIEW: ClassVar[str] = "v_runs"
     id: int
@@ -55,10 +55,10 @@ class RunRow(ViewRow):
 
 @dataclass(frozen=True, slots=True)
 class RunFilter:
-    """Which runs; those that runs make to measure themselves are in no list of runs (`list_evals`).
+    """A filter of runs; a run's evaluations of itself are in no list of runs (see `list_evals`).
 
     Args:
-        text: stands in its name.
+        text: a text in the name.
     """
 
     status: str | None = None
@@ -98,7 +98,7 @@ def list_run_names(tx: Any, begin: str, limit: int) -> list[Row]:
 
 @sql_read_transaction
 def find_newest_run(tx: Any) -> str | None:
-    """The name of the run that was submitted last, by whoever."""
+    """The name of the run that was submitted last."""
     found = select_rows(tx, "SELECT name FROM runs WHERE measures_id IS NULL ORDER BY id DESC LIMIT 1")
     return found[0]["name"] if found else None
 
@@ -108,7 +108,7 @@ def describe_run(tx: Any, run: str) -> RunRow:
     """One run.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no such run.
     """
     return run_by_id(tx, run_id_and_name(tx, run)["id"])
 

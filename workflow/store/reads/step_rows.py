@@ -37,10 +37,10 @@ class StepRow(ViewRow):
 
 @dataclass(frozen=True, slots=True)
 class StepFilter:
-    """Which steps: of a run, by its name or number, or of an episode.
+    """A filter of steps: by run (name or number) or by episode.
 
     Args:
-        text: stands in what was sampled.
+        text: a text in the sampled text.
     """
 
     run: str | None = None

@@ -1,4 +1,4 @@
-"""An update that is over, as its trainer found it: what `agentrl whatif` looks at."""
+"""Inputs of a past update, as its trainer found them, for `agentrl whatif`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from agentrl.workflow.trajectory import Group, PolicyRef
 
 @dataclass(frozen=True)
 class UpdateInputs:
-    """What an iteration was trained on, and with.
+    """The inputs of an iteration's update.
 
     Args:
-        run: its row.
-        policy: what the update started from.
-        number: from 0; `iteration` is the same as people count.
+        run: the run's row.
+        policy: the policy that the update started from.
+        number: the iteration's number from 0; `iteration` is the one from 1.
         groups, wanted: as of `claims.IterationWork`.
         advantages: by episode, as the update recorded them.
     """
@@ -36,7 +36,7 @@ class UpdateInputs:
 
     @property
     def iteration(self) -> int:
-        """Its number from 1: that of the policy version which its update made."""
+        """The iteration's number from 1, which is also the policy version that its update made."""
         return self.number + 1
 
     @property

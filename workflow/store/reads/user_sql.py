@@ -1,4 +1,4 @@
-"""`agentrl sql`: somebody's own SELECT, on a connection that can do nothing else (see `sql.readonly`).
+"""`agentrl sql`: a person's own SELECT, on a connection that can do nothing else (see `sql.readonly`).
 
 Postgres is reached only as the reader role (a read-only transaction of a mightier login is left with `commit; ...`). Both
 databases have a deadline and a limit of rows.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 READER = "agentrl_reader"
 _LOGIN_REFUSED = ("authentication failed", "no password supplied", "does not exist", "pg_hba.conf", "not permitted to log in")
 _UNKNOWN_NAME = re.compile(r"no such (table|column): ([\w.]*\w)|(relation|column) \"?([\w.]+)\"? does not exist")
-"""How SQLite and Postgres say that there is nothing of a name."""
+"""The messages of SQLite and Postgres for an unknown name."""
 _VIEWS_HINT = "What there is: agentrl sql --schema"
 
 
