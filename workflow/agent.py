@@ -15,7 +15,7 @@ from agentrl.workflow.tools import Tool
 from agentrl.workflow.trajectory import UNCLOSED, UNFINISHED, Episode, Message, Step, StopReason, ToolCall, ToolResult
 
 MAX_ARGUMENT_CHARACTERS = 65536
-"""Longer arguments are not sent to a tool; the model is told."""
+"""The most characters of arguments; longer ones are not sent to a tool, and the model is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ Action = Generate | CallTools | Finish
 
 
 def next_action(episode: Episode, env: Env, limits: RolloutConfig) -> Action:
-    """What the episode needs next.
+    """The action that the episode needs next.
 
     Raises:
-        TypeError: the env gave something else than messages with text; whatever its own code raises comes through as well.
+        TypeError: the env returned something other than messages with text; errors of its own code pass through as well.
     """
     if not episode.steps:
         return _generate(env.reset(episode.task))
@@ -74,7 +74,7 @@ def _generate(messages: tuple[Message, ...]) -> Generate:
 
 
 def refusal(call: ToolCall, index: int, tools: Mapping[str, Tool], limits: RolloutConfig) -> ToolResult | None:
-    """What the model is told at once about a call that cannot be sent; None for one that can."""
+    """The immediate answer to the model for a call that cannot be sent; None for a call that can."""
     if call.error is not None:
         return ToolResult(call.error, "parse_error")
     if index >= limits.max_tool_calls:

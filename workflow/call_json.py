@@ -1,4 +1,4 @@
-"""A tool call as somebody else wrote it: JSON that is bounded before it is decoded, and the call made of it.
+"""Tool calls from untrusted JSON, which is bounded before it is decoded.
 
 Every format of `tool_formats` reads through here, so that the same limits hold for all of them.
 """
@@ -17,7 +17,7 @@ MAX_NESTING = 64
 """Objects and arrays within each other in one tool call; whatever stores and sends a call recurses over them."""
 
 MAX_DIGITS = 4300
-"""Length of a whole number: Python's own limit, as long as nobody changed it."""
+"""The most digits of an integer: Python's own default limit."""
 
 TOO_LONG = f"more than {MAX_CHARACTERS} characters, which a call may have at most"
 
@@ -26,8 +26,8 @@ class Unreadable(Exception):
     """A call that cannot be read.
 
     Args:
-        why: what the model is told.
-        end: where its text ends, at least as far as it was read: reading goes on there.
+        why: the reason that the model is told.
+        end: the end of its text, as far as it was read: reading goes on there.
     """
 
     def __init__(self, why: str, end: int) -> None:
@@ -50,20 +50,20 @@ class _Keys:
 
     @property
     def why(self) -> str:
-        """What the model is told of it."""
+        """The reason that the model is told."""
         return "" if self.twice is None else duplicate_key_message(self.twice)
 
 
 def duplicate_key_message(key: str) -> str:
-    """What the model is told of a key that it gave twice."""
+    """The message to the model about a key that it gave twice."""
     return f"the key {json.dumps(key[:100])} stands twice in one object; give it once"
 
 
 def decode_json(text: str) -> tuple[Any, str]:
-    """The value of a JSON text that somebody else wrote, and why it cannot be taken as it is; empty where it can.
+    """The value of an untrusted JSON text, and why it cannot be accepted; empty if it can.
 
     Raises:
-        ValueError: it is none, or longer than a call may be.
+        ValueError: the text is not JSON, or is longer than a call may be.
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(TOO_LONG)
@@ -77,7 +77,7 @@ def decode_json(text: str) -> tuple[Any, str]:
 
 
 def why_unfit(value: Any) -> str:
-    """Why a decoded value cannot be taken; empty where it can.
+    """Why a decoded value cannot be accepted; empty if it can.
 
     Raises:
         ValueError: it cannot be written back (NaN, 1e999, half a surrogate pair), and so not stored either.
@@ -92,7 +92,7 @@ def scan_json(text: str, at: int) -> tuple[Any, int]:
     """The JSON value that begins at a place of a text, and where it ends.
 
     Raises:
-        Unreadable: there is none that could be taken.
+        Unreadable: there is no acceptable value.
     """
     window = text[at : at + MAX_CHARACTERS + 1]
     keys = _Keys()
@@ -111,10 +111,10 @@ def scan_json(text: str, at: int) -> tuple[Any, int]:
 
 
 def parse_digits(digits: str) -> int:
-    """The whole number of these digits.
+    """The integer of these digits.
 
     Raises:
-        ValueError: they are too many.
+        ValueError: there are too many digits.
     """
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"a whole number may have {MAX_DIGITS} digits, not more")
@@ -122,7 +122,7 @@ def parse_digits(digits: str) -> int:
 
 
 def nesting(value: Any) -> int:
-    """How many objects and arrays stand within each other; counted level by level, without recursion."""
+    """The nesting depth of objects and arrays, counted level by level, without recursion."""
     level, depth = [value], 0
     while level := [item for item in level if isinstance(item, dict | list)]:
         depth += 1
@@ -147,7 +147,7 @@ def make_call(name: object, arguments: object, end: int) -> ToolCall:
     """The call of that name with these arguments, whose text ends there.
 
     Raises:
-        Unreadable: they make none.
+        Unreadable: they do not make a call.
     """
     if not isinstance(name, str) or not name:
         raise Unreadable('a call is an object with a "name" and "arguments"', end)
@@ -158,7 +158,7 @@ def make_call(name: object, arguments: object, end: int) -> ToolCall:
 
 
 def unreadable_call(why: str) -> ToolCall:
-    """A call that cannot be made, which the model is told."""
+    """A call that could not be read, with the reason for the model."""
     return ToolCall("", {}, error=why)
 
 
@@ -166,6 +166,6 @@ def spell_json(value: object) -> str:
     """The value as JSON, as models write it.
 
     Raises:
-        ValueError: JSON has no word for it (NaN).
+        ValueError: JSON cannot express it (NaN).
     """
     return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -1,4 +1,4 @@
-"""RunConfig: what a run is asked to be, frozen; unknown keys are refused. `resolve` makes it from what is typed."""
+"""RunConfig: the config of a run, frozen; unknown keys are refused. `resolve` makes it from files, flags and variables."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, get_args
@@ -17,10 +17,10 @@ from pydantic import (
 from agentrl.workflow.errors import ConfigError
 
 MOST = 2**31 - 1
-"""Largest count; the rows, the arrays and the servers have no room for more."""
+"""The largest count; rows, arrays and servers have no room for more."""
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""What LoRA trains, unless asked for otherwise: all linear projections."""
+"""The default layers of LoRA: all linear projections."""
 
 
 def _as_tuple(value: Any) -> Any:
@@ -59,7 +59,7 @@ class Section(BaseModel):
 
 
 class DatasetConfig(Section):
-    """Which tasks."""
+    """The tasks."""
 
     name: str = Field("gsm8k", description="gsm8k, arithmetic, a .jsonl file, or package.module:name")
     split: str = Field("train", description="train, test, or another that the dataset has")
@@ -68,7 +68,7 @@ class DatasetConfig(Section):
 
 
 class ModelConfig(Section):
-    """Which weights, and which part of them trains."""
+    """The weights, and the part of them that trains."""
 
     path: str = Field(
         "Qwen/Qwen2.5-0.5B-Instruct", min_length=1, description="Hub name, folder, a model of `agentrl sft`, RUN@N"
@@ -114,7 +114,7 @@ class ModelConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How episodes are made.
+    """The options of rollouts.
 
     `top_k`, `top_p` and `min_p` decide what is drawn and change no logprob: sampler and trainer both give those of the whole
     vocabulary, so the ratio of an update is that of the full distributions, and what truncation never draws is never trained.
@@ -255,7 +255,7 @@ class SourceConfig(Section):
 
     @property
     def given(self) -> bool:
-        """Whether the run makes no episode of its own."""
+        """Whether the run trains on stored episodes only."""
         return bool(self.runs or self.groups)
 
 
@@ -287,7 +287,7 @@ class ServedTool(Section):
 
 
 class RunConfig(Section):
-    """What a run is asked to be."""
+    """The config of a run."""
 
     name: str | None = Field(None, pattern=NAME_PATTERN, description="Unique name [made from dataset, model]")
     seed: int = Field(0, ge=0, lt=2**31, description="Orders tasks and keys every random draw")

@@ -87,7 +87,7 @@ class CheckpointError(AgentRLError):
 
 
 class BrokenCheckpoint(CheckpointError):
-    """The files of a checkpoint are not as they were written; no other error says so, least of all one of this host's own."""
+    """A checkpoint whose files are not as they were written; never raised for a fault of this host itself."""
 
 
 class SandboxUnavailable(AgentRLError):
@@ -97,7 +97,7 @@ class SandboxUnavailable(AgentRLError):
 
 
 class WorkerError(AgentRLError):
-    """Workers run that lack what the run needs, or have another than the command that asks."""
+    """Running workers lack what the run needs, or differ from the command in it."""
 
     exit_code = 11
 

@@ -1,4 +1,4 @@
-"""Experiment: a run's config with what its names lead to, made at submission and for each claim, and handed to whoever works.
+"""Experiment: a run's config with the plug-ins that it names, made at submission and for each claim.
 
 A part is found when it is first asked for, and kept: a tools worker need not have the run's engine. None of them loads torch.
 """
@@ -20,10 +20,10 @@ from agentrl.workflow.trainers import TrainerBackend
 
 @dataclass(frozen=True)
 class Experiment:
-    """A run's config and its parts, each of which raises ConfigError where it is not to be had here.
+    """A run's config and its parts, each of which raises ConfigError if it cannot be loaded here.
 
     Args:
-        config: the run's.
+        config: the run's config.
         stored_weights: reward -> weight, as a run's rows have them; unset: those of the env and the config.
     """
 
@@ -37,13 +37,13 @@ class Experiment:
 
     @cached_property
     def env(self) -> Env:
-        """What the agent acts in; one without anything where none is named."""
+        """The env that the agent acts in; an empty one if none is named."""
         found: Env = find("envs", self.config.env) if self.config.env is not None else Env()
         return found
 
     @cached_property
     def tools(self) -> Mapping[str, Tool]:
-        """What the model may call, by the name it writes."""
+        """The tools that the model may call, by the name that it writes."""
         return offered_tools(self.env, self.config)
 
     @cached_property
@@ -62,19 +62,19 @@ class Experiment:
 
     @cached_property
     def engine(self) -> Backend:
-        """What samples."""
+        """The sampling engine."""
         found: Backend = find("engines", self.config.rollout.engine)
         return found
 
     @cached_property
     def algorithm(self) -> Algorithm:
-        """How tokens are credited and what is minimised."""
+        """The algorithm: credit of the tokens, and loss."""
         found: Algorithm = find("algorithms", self.config.algorithm.name)
         return found
 
     @cached_property
     def trainer(self) -> TrainerBackend:
-        """What updates the policy."""
+        """The trainer that updates the policy."""
         found: TrainerBackend = find("trainers", self.config.update.trainer)
         return found
 

@@ -11,7 +11,7 @@ from agentrl.workflow.trajectory import Episode
 
 
 class Hook:
-    """Does nothing at every place; override the ones you need."""
+    """A hook that does nothing at every place; override the ones you need."""
 
     def on_run_start(self, run: str, config: Mapping[str, object]) -> None:
         """The run's rows exist; nothing has been sent yet. Called once, by the process that submits."""

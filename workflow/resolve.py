@@ -19,7 +19,7 @@ ENV_PREFIX = "AGENTRL_RUN_"
 MISSPELT = 0.85
 """A key this like one of ours, or like a section, is that one with a slip of the finger."""
 LARGEST_FILE = 1 << 20
-"""Bytes of a config."""
+"""The most bytes of a config file."""
 MOST_DIGITS = 100
 INSTEAD = {"epochs": "iterations", "iterations": "epochs"}
 """Keys that say the same in two ways: one that is given takes the place of the other where that was given less directly."""
@@ -91,7 +91,7 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
     """`key=value` each, values read as YAML, by key.
 
     Raises:
-        ConfigError: a text is no assignment, or its key is unknown.
+        ConfigError: a text is not an assignment, or its key is unknown.
     """
     found = dict(_parse_assignment(text) for text in texts)
     for key in found:
@@ -139,7 +139,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The dotted keys of a YAML file, and their values.
 
     Raises:
-        ConfigError: it cannot be read, is no YAML, or holds no keys.
+        ConfigError: the file cannot be read, is not YAML, or holds no keys.
     """
     try:
         with path.open("rb") as file:
@@ -149,7 +149,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         tree = _load_yaml(data.decode())
     except OSError as error:
         raise ConfigError(f"Cannot read the config {str(path)!r}: {error.strerror}.") from error
-    except ValueError as error:  # of bytes that are no UTF-8, too
+    except ValueError as error:  # also for bytes that are not UTF-8
         raise ConfigError(f"{str(path)!r} is not YAML: {error}.") from error
     if tree is None:
         return {}
@@ -162,7 +162,7 @@ def _load_yaml(text: str) -> Any:
     """Reads a text of YAML.
 
     Raises:
-        ValueError: it is none that can be read.
+        ValueError: the text is not YAML that can be read.
     """
     try:
         return yaml.load(text, _Loader)

@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 def is_url(path: str) -> bool:
-    """Whether it is `scheme://...`, and no path of this host."""
+    """Whether the text is `scheme://...` and not a path of this host."""
     return "://" in path
 
 
@@ -96,7 +96,7 @@ class Settings(BaseSettings):
 
     @property
     def models_dir(self) -> Path:
-        """Where `agentrl sft` puts the models it makes."""
+        """The folder of the models that `agentrl sft` makes."""
         return self.root / "models"
 
     @property

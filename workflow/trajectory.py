@@ -29,7 +29,7 @@ TRANSITIONS: Mapping[str, frozenset[str]] = {
 
 TERMINAL = frozenset(status for status, following in TRANSITIONS.items() if not following)
 OPEN = ("planned", "running")
-"""What is not terminal."""
+"""The statuses that are not terminal."""
 
 
 WHOLE = -1
@@ -68,7 +68,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a call returned, as the model reads it, and what it took, of which the model is told nothing.
+    """The result of a call as the model reads it, and its costs, which the model does not see.
 
     Args:
         error_class: None for success.
@@ -219,7 +219,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class PolicyRef:
-    """Which weights: a base by its hash, and what was trained on it by the sha256 of its file.
+    """The identity of weights: a base by its hash, and the weights trained on it by the sha256 of their file.
 
     Args:
         base: name or folder of the base model.
@@ -237,13 +237,13 @@ class PolicyRef:
 
     @property
     def weights(self) -> tuple[str, str]:
-        """What tells these weights from others: base and sha256."""
+        """The key that tells these weights from others: base and sha256."""
         return self.base_hash, self.sha256
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingKey:
-    """What an episode's random draws depend on; attempt, worker and batch row are not in it.
+    """The key of an episode's random draws; attempt, worker and batch row are not in it.
 
     Args:
         seed: the run's seed.

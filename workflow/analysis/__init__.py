@@ -1,1 +1,1 @@
-"""Questions about what is stored: is it true, where do episodes part, what would another algorithm do."""
+"""Analysis of stored episodes: verification, differences between two, and updates by other algorithms."""

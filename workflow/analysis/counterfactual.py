@@ -1,4 +1,4 @@
-"""What would another algorithm have made of an update? The same episodes and the same weights, and nothing is kept.
+"""Counterfactual updates: another algorithm on the same episodes and the same weights; nothing is kept.
 
 Each algorithm credits the episodes, and takes one step on all of them from exactly the weights, critic and optimizer that the
 run's own update started from; the step is measured and put back. Before the step every ratio is 1 by definition (but for
@@ -27,10 +27,10 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one algorithm makes of the episodes.
+    """The results of one algorithm on the episodes.
 
     Args:
-        options: of the algorithm, all of them.
+        options: all options of the algorithm.
         own: whether it is the run's own.
         skipped: why there is no step; None where there is one.
         advantages: by episode id, the mean over its tokens.
@@ -65,13 +65,13 @@ def whatif(
     iteration: int,
     iterations: int,
 ) -> Iterator[Finding]:
-    """Looks at the update with each of the configs, of which the first is the run's own.
+    """Repeats the update with each of the configs, of which the first is the run's own.
 
     Args:
         policy: the base of the run; its trained weights are those of `start` afterwards.
-        start: what the update started from.
-        borrowed: that is another run's checkpoint.
-        groups: what it was trained on.
+        start: the checkpoint that the update started from.
+        borrowed: whether that is another run's checkpoint.
+        groups: the groups that it was trained on.
         iteration: its number; the run has `iterations`.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Literal
 from agentrl.workflow.trajectory import Episode, StopReason
 
 SCALAR = "reward"
-"""How the weighted sum of the reward parts is called beside them."""
+"""The name of the weighted sum of the reward parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ResultDifference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Where two episodes part.
+    """The comparison of two episodes.
 
     Args:
         common: tokens that they begin with alike, prompts and sampled ones.
@@ -73,12 +73,12 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether they differ in nothing of this."""
+        """Whether none of this differs."""
         return self.token is None and not self.results and not self.rewards and self.stop_reasons is None
 
 
 def compare(left: Episode, right: Episode) -> Comparison:
-    """Two episodes step by step; their `rewards` and `reward` are compared too."""
+    """Compares two episodes step by step, and their `rewards` and `reward`."""
     common, token = first_difference(left, right)
     counts = (_token_count(left), _token_count(right))
     reasons = (left.stop_reason, right.stop_reason)
@@ -95,7 +95,7 @@ def compare(left: Episode, right: Episode) -> Comparison:
 
 
 def first_difference(left: Episode, right: Episode) -> tuple[int, TokenDifference | None]:
-    """How many tokens two episodes begin with alike, and the first that differs."""
+    """The number of tokens that two episodes begin with alike, and the first that differs."""
     common = 0
     for one, other in zip_longest(_parts(left), _parts(right), fillvalue=_NOTHING):
         index = common_prefix(one.ids, other.ids)
@@ -107,7 +107,7 @@ def first_difference(left: Episode, right: Episode) -> tuple[int, TokenDifferenc
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many ids two sequences begin with alike."""
+    """The number of ids that two sequences begin with alike."""
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
@@ -133,7 +133,7 @@ def _result_differences(left: Episode, right: Episode) -> Iterator[ResultDiffere
 
 
 def _results(episode: Episode) -> dict[tuple[int, int], str]:
-    """What each call came to, in words, by (step, call)."""
+    """(step, call) -> the call's result, in words."""
     return {
         (step.index, index): f"{result.error_class}: {result.content}" if result.error_class else result.content
         for step in episode.steps

@@ -1,8 +1,8 @@
-"""Is the record true? An episode is done again from its rows and compared with them.
+"""Verification of an episode's record: the episode is repeated from its rows and compared with them.
 
-Three questions, each with its own report: do the tools say the same again, and did the model read what they said
-(`check_tools`), do the rewards come to the same (`check_rewards`), did the recorded weights and draws give these tokens
-(`analysis.verify_tokens`, since that needs a model)? What cannot or must not be done again is taken from the record and counted
+Three questions, each with its own report: do the tools return the same again, and did the model read these results
+(`check_tools`), are the rewards the same (`check_rewards`), did the recorded weights and draws give these tokens
+(`analysis.verify_tokens`, since that needs a model)? What cannot or must not be repeated is taken from the record and counted
 by its reason.
 
 Nothing here needs torch: the reports of `analysis.verify_tokens` are defined here too, so that they can be printed anywhere.
@@ -41,7 +41,7 @@ REFUSED_CLASSES = frozenset({"parse_error", "too_many_calls", "unknown_tool", "b
 
 @dataclass(frozen=True, slots=True)
 class CallDifference:
-    """A call that says something else when it is run again."""
+    """A call whose result differs when it is run again."""
 
     step: int
     call: int
@@ -52,7 +52,7 @@ class CallDifference:
 
 @dataclass(frozen=True, slots=True)
 class MessageDifference:
-    """What a step read is not what the env makes of the recorded results.
+    """A message of a step that is not the one that the env makes of the recorded results.
 
     Args:
         index: which of the step's messages.

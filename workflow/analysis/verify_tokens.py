@@ -1,4 +1,4 @@
-"""Did the recorded weights and draws give these tokens? Prompts are rendered, tokens scored and drawn again, with the model.
+"""Verification of tokens: with the recorded weights, prompts are rendered, tokens scored and drawn again.
 
 Each training row is read at once by teacher forcing: every sampled token is scored after the recorded tokens before it, so that
 one difference does not become the cause of others. Its draw is repeated from the episode's key by `inference.sampling`, the
@@ -98,7 +98,7 @@ def check_tokens(
     key: int,
     rollout: RolloutConfig,
 ) -> TokensReport:
-    """Renders every prompt of the episode's own steps, scores and draws every token that it sampled itself, and looks how each
+    """Renders every prompt of the episode's own steps, scores and draws every token that it sampled itself, and checks how each
     turn ended.
 
     Args:

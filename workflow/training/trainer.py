@@ -51,9 +51,9 @@ class Trainer:
     """Updates a policy, and holds what outlives an update: optimizer, learning rate, critic, weight of the KL, counters.
 
     Args:
-        policy: its trainable weights are what is updated; its lock is held during an update.
-        config: the run's.
-        iterations: how many the run has, where the learning rate falls to 0 at their end.
+        policy: the policy whose trainable weights are updated; its lock is held during an update.
+        config: the run's config.
+        iterations: the run's number of iterations, if the learning rate falls to 0 at their end.
 
     Raises:
         ConfigError: an option that the algorithm does not read.
@@ -74,7 +74,7 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """The step size of the update that was last, of the policy; the critic has its own."""
+        """The policy's step size in the last update; the critic has its own."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def update(self, groups: Sequence[Group], iteration: int) -> Update:
@@ -101,7 +101,7 @@ class Trainer:
         return Update(metrics | {"seconds": time.perf_counter() - started}, tuple(steps), prepared.advantages, prepared.dropped)
 
     def preview(self, groups: Sequence[Group], iteration: int) -> UpdatePreview:
-        """The first step that the update would take: all is as before when it returns. Raises as `update`."""
+        """Previews the first step that the update would take, and undoes it. Raises as `update` does."""
         with self._policy.lock, return_freed_memory(self._config.lean):
             self._set_rates(iteration)
             prepared = self._preparation.prepare(groups, iteration, self._critic, self.kl_coef)
@@ -128,7 +128,7 @@ class Trainer:
         return UpdatePreview(Update(metrics, (step,), prepared.advantages, prepared.dropped), moved, gradient, blank)
 
     def _take_steps(self, prepared: PreparedUpdate, iteration: int) -> tuple[list[Metrics], str | None]:
-        """All optimizer steps, or none and the reason."""
+        """Takes all optimizer steps, or none and gives the reason."""
         epochs = self._config.update.epochs
         before = self._snapshot() if len(prepared.minibatches) * epochs > 1 else None
         steps: list[Metrics] = []
@@ -150,7 +150,7 @@ class Trainer:
         return steps, None
 
     def _exceeds_max_kl(self, prepared: PreparedUpdate) -> bool:
-        """Whether the policy is by now so far from where it began that there is no other pass."""
+        """Whether the policy has moved so far from its start that no further pass is made."""
         limit = self._config.update.max_kl
         if limit is None or prepared.known.start is None:
             return False
@@ -227,7 +227,7 @@ class Trainer:
     # checkpoints
 
     def save(self, folder: Path) -> Collection[str]:
-        """Writes all that the next update reads, and what makes it a model; the writer for `checkpoint.write`."""
+        """Writes all that the next update reads, and the files of a model; the writer for `checkpoint.write`."""
         with self._policy.lock:
             self._policy.save_weights(folder / self._policy.weights_name)
             save_file(optimizer_state(self._optimizer, self._parameters), folder / sealed_folder.OPTIMIZER)

@@ -1,4 +1,4 @@
-"""What TRL's `GRPOTrainer` can do of a run, in its own words, and what it cannot. See `training.trl_trainer`.
+"""A run's options as those of TRL's `GRPOTrainer`, and refusals of those that it lacks. See `training.trl_trainer`.
 
 TRL is installed only where it is asked for (`pip install 'agentrl[trl]'`), and nothing here needs it: the command line checks a
 run before anything is written. An algorithm is known by how it credits and what it minimises, so that a person's own may be
@@ -37,10 +37,10 @@ LOSSES: Mapping[str, Mapping[str, str]] = {
 
 
 def check_run(config: RunConfig) -> None:
-    """Refuses a run that TRL cannot train; workers of a named broker may have installed what is missing here.
+    """Refuses a run that TRL cannot train; workers of a named broker may have packages that are missing here.
 
     Raises:
-        ConfigError: saying what.
+        ConfigError: TRL cannot train it, with the reason.
     """
     check_trl(config)
     if not settings().broker_url:
@@ -76,7 +76,7 @@ def check_trl(config: RunConfig) -> None:
 
 
 def grpo_options(config: RunConfig) -> dict[str, Any]:
-    """What is minimised, as fields of `trl.GRPOConfig`; the KL is not among them (`training.trl_trainer`)."""
+    """The loss as fields of `trl.GRPOConfig`; the KL is not among them (`training.trl_trainer`)."""
     options, limits = settle_options(config.algorithm), config.rollout
     fields = {
         "loss_type": _loss_type(options),
@@ -142,7 +142,7 @@ def _algorithm(options: AlgorithmConfig) -> Algorithm:
 
 
 def _is_sequence_level(options: AlgorithmConfig) -> bool:
-    """Whether a whole row has one ratio."""
+    """Whether the loss has one ratio for a whole row."""
     return _algorithm(options).surrogate_of(options).endswith(":clipped_sequence_mean")
 
 

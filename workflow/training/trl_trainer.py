@@ -6,8 +6,8 @@ weights and the optimizer are ours, lent for one update: what is saved, resumed 
 be compared with the same run by it. Both have the same gradient in TRL's convention (`tests/training/test_trl.py`).
 
 Where TRL goes its own way: a group trains whole or not at all, an episode of several rows does not train, all rows are read,
-also those without advantage, and the entropy bonus is a mean over the tokens of each microbatch. What is not finite is seen
-after TRL's step: such an update is bad, and who made it loads the last checkpoint.
+also those without advantage, and the entropy bonus is a mean over the tokens of each microbatch. A value that is not finite is
+seen after TRL's step: such an update is bad, and its caller loads the last checkpoint.
 """
 
 import hashlib
@@ -51,10 +51,10 @@ METRICS = {
 
 
 class TrlTrainer(Trainer):
-    """As `Trainer`, with updates by TRL.
+    """A trainer like `Trainer`, with updates by TRL.
 
     Raises:
-        ConfigError: TRL is not installed, or an option of the run is none of its trainer's.
+        ConfigError: TRL is not installed, or its trainer lacks an option of the run.
     """
 
     def __init__(self, policy: Policy, config: RunConfig, iterations: int = 0) -> None:
@@ -232,7 +232,7 @@ class _RecordedRollouts:
 
 
 def _rewards(reward: list[float], **_: Any) -> list[float]:
-    """TRL's reward function: what was rewarded already."""
+    """TRL's reward function, which returns the recorded rewards."""
     return reward
 
 

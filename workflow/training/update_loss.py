@@ -1,4 +1,4 @@
-"""The loss of a microbatch in an update, and what is worth watching beside it. See `training.losses`."""
+"""The loss of a microbatch in an update, and the metrics beside it. See `training.losses`."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from agentrl.workflow.training.prepared_update import TokenConstants
 
 
 class UpdateLoss:
-    """What a run's updates minimise: a surrogate, and where it asks for them a KL, an entropy bonus and a critic's error."""
+    """The loss of a run's updates: a surrogate, and if the run asks for them, a KL, an entropy bonus and a critic's error."""
 
     def __init__(self, config: RunConfig) -> None:
         algorithm: Algorithm = find("algorithms", config.algorithm.name)
