@@ -376,7 +376,7 @@ def test_an_idle_stack_that_lacks_what_a_run_needs_starts_anew(stack: Stack, tmp
     done = command(stack, tmp_path, *words)
     assert done.returncode == 0, done.stderr + stack.logs()
     assert "No module named 'own_here'" in done.stderr
-    assert "starts anew" in done.stderr
+    assert "it restarts" in done.stderr
     assert embedded.find_supervisor(stack.settings) not in (None, first)
     assert embedded.stay_file(stack.settings).exists(), "as `agentrl up` wished"
 
@@ -419,5 +419,5 @@ def test_a_run_that_stopped_for_its_workers_environment_goes_on_once_resumed_wit
     assert run_rows.describe_run(stack.database, "own")["status"] == "failed", "it is not running again"
     resumed = command(stack, tmp_path, "resume", "own")
     assert resumed.returncode == 0, resumed.stderr + stack.logs()
-    assert "starts anew" in resumed.stderr
+    assert "it restarts" in resumed.stderr
     stack.wait(lambda: run_rows.describe_run(stack.database, "own")["episodes_done"] == 2, "the episodes' end")
