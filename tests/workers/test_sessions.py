@@ -21,6 +21,7 @@ from agentrl.workers.stack.celery_app import make_app
 from agentrl.workflow.config import build
 from agentrl.workflow.envs import Env, offered_tools
 from agentrl.workflow.errors import ConfigError, InfraError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.plugins import find
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store import planning, steps, tool_sessions, train_commits
@@ -449,7 +450,8 @@ def test_a_killed_workers_session_goes_on_elsewhere_as_if_nothing_had_happened(s
     assert after == repr([*wanted, drawn.random()])
     assert builds(stack.database) == [2]
     assert values(stack.database, "SELECT count(*) FROM episodes WHERE tainted") == [0]
-    report = _check_tools(find_origin(stack.database, work.episodes[0].id))
+    origin = find_origin(stack.database, work.episodes[0].id)
+    report = _check_tools(origin, Experiment.load(origin.config))
     assert (report.ran, report.differing) == (3, 0)
 
 
