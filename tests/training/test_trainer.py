@@ -316,6 +316,31 @@ def test_with_nothing_to_learn_the_weights_stay(folder: Path, tmp_path: Path, gr
     assert unchanged(trainer, tmp_path / "after", before)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"algorithm__name": "ppo"},
+        {"algorithm__kl_coef": 0.1, "algorithm__kl_in": "reward"},
+        {"update__max_sampler_difference": 0.1},
+    ],
+    ids=["grpo", "ppo", "kl in reward", "sampler difference"],
+)
+def test_episodes_without_a_sampled_token_teach_nothing(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Their prompts fill the context."""
+
+    def unsampled(episode: Episode) -> Episode:
+        return replace(episode, steps=(replace(episode.steps[0], sampled_ids=(), behavior_logprobs=()),))
+
+    _, trainer = trainer_of(folder, config(**options))
+    before = saved(trainer, tmp_path / "before")
+    groups = [replace(group, episodes=tuple(map(unsampled, group.episodes))) for group in groups_of()]
+    update = trainer.update(groups, 0)
+    assert update.skipped == "no episode has a token that trains"
+    assert set(update.advantages.values()) == {0.0}
+    assert unchanged(trainer, tmp_path / "after", before)
+
+
 def told_otherwise(group: Group, numbers: tuple[int, ...], logprob: float) -> Group:
     """The group where the sampler recorded another logprob for the tokens of these episodes."""
 

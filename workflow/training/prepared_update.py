@@ -98,6 +98,9 @@ class UpdatePreparation:
         if not episodes:
             return Update(dropped=dropped, skipped="no group has enough finished episodes")
         tokens = TokenLayout.of(episodes)
+        if not tokens.rows:  # every prompt filled the context
+            none = {episode.id: 0.0 for episode in episodes}
+            return Update(advantages=none, dropped=dropped, skipped="no episode has a token that trains")
         strayed = self._scorer.sampler_mismatch(tokens)
         known, credited, beside = self._credit_tokens(tokens, kept, strayed, critic, kl_coef)
         advantages = episode_advantages(credited, tokens)

@@ -1,8 +1,9 @@
 """One update: groups of finished episodes in, better weights out, or unchanged weights and the reason.
 
 An update is cut into minibatches (one optimizer step each) and those into microbatches (one forward and backward each). The
-cut into microbatches changes memory and time, never the gradient. What is not finite never reaches the weights: the update
-is undone and says why. The order of everything follows from the order of the groups, so an update can be repeated.
+cut into microbatches changes memory and time, never the gradient. A result that is not finite is never published: the update
+says why, and its weights are restored or loaded again. The order of everything follows from the order of the groups, so an
+update can be repeated.
 """
 
 import json
