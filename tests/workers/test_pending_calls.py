@@ -87,6 +87,29 @@ def test_who_sends_again_in_vain_gives_up_with_the_reason_that_it_heard_last(
         waiting.calls.send_overdue()
 
 
+def test_calls_wait_for_their_turn_where_the_tools_answer_others_but_not_for_ever(
+    sqlite: Database, sent: Callable[[], list[int]], overdue: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending_calls, "MOST_SENDINGS", 20)
+    waiting = Waiting(sqlite)
+    for _ in range(pending_calls.MOST_SENDINGS):
+        pending_calls._replies().answer(10**6)
+        waiting.calls.send_overdue()
+    assert waiting.told == []
+    pending_calls._replies().answer(10**6)
+    with pytest.raises(InfraError, match="sent 21 times and not answered"):
+        waiting.calls.send_overdue()
+
+
+def test_who_waits_for_the_tools_says_so_in_the_same_words_for_every_episode(
+    sqlite: Database, sent: Callable[[], list[int]], overdue: None
+) -> None:
+    waiting = Waiting(sqlite)
+    waiting.calls.send_overdue()
+    assert len(waiting.told) == 2
+    assert len(set(waiting.told)) == 1
+
+
 def test_a_reply_wakes_whoever_waits_for_the_call_and_nobody_else(sqlite: Database, sent: Callable[[], list[int]]) -> None:
     waiting = Waiting(sqlite)
     replies = pending_calls._replies()

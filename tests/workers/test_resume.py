@@ -3,6 +3,7 @@
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +21,7 @@ from agentrl.workers.stack import dispatch
 from agentrl.workers.stack.dispatch import MAX_SENDS, NO_REPLY
 from agentrl.workers.stack.process import stopping
 from agentrl.workers.stack.supervisor import Child, Supervisor
-from agentrl.workflow.engines import GenerateRequest
+from agentrl.workflow.engines import Completion, GenerateRequest
 from agentrl.workflow.envs import Env
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.plugins import find, names
@@ -198,6 +199,26 @@ def test_an_env_that_is_not_replayed_begins_again_with_the_same_key_and_keeps_th
     heir.driver.poll_calls()
     heir.samples()
     assert values(sqlite, "SELECT steps FROM episodes") == [2, 2]
+
+
+def test_turns_of_a_lost_group_that_the_engine_has_not_begun_are_taken_back(sqlite: Database) -> None:
+    class Held:
+        """Begins nothing."""
+
+        def __init__(self) -> None:
+            self.turns: list[Future[Completion]] = []
+
+        def submit(self, request: GenerateRequest) -> Future[Completion]:
+            self.turns.append(Future())
+            return self.turns[-1]
+
+    worker, engine = Worker(sqlite, group_of(sqlite)), Held()
+    worker.driver.engine = engine  # type: ignore[assignment]
+    worker.starts()
+    assert engine.turns
+    engine.turns[0].set_running_or_notify_cancel()
+    worker.driver.lose()
+    assert [turn.cancelled() for turn in engine.turns] == [False, *[True] * (len(engine.turns) - 1)]
 
 
 def test_a_message_that_comes_twice_while_its_group_is_held_changes_nothing(own_database: Database) -> None:

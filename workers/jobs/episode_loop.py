@@ -6,6 +6,7 @@ committed, then the policy reads them. *Finish*: judges are asked as tools are, 
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,7 +15,7 @@ from agentrl.workers.jobs.inbox import Event, Inbox, put_completion
 from agentrl.workers.jobs.pending_calls import PendingCalls
 from agentrl.workflow.agent import Action, CallTools, Finish, Generate, next_action, refusal
 from agentrl.workflow.chat.rendering import Chat
-from agentrl.workflow.engines import Engine, GenerateRequest
+from agentrl.workflow.engines import Completion, Engine, GenerateRequest
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
@@ -39,6 +40,7 @@ class GroupRollout:
     inbox: Inbox
     lost: set[Fence]
     _drafts: dict[int, Draft] = field(default_factory=dict)
+    _turns: dict[int, Future[Completion]] = field(default_factory=dict)
     _opening: Draft | None = None
 
     def __post_init__(self) -> None:
@@ -58,6 +60,12 @@ class GroupRollout:
         """Stops all writing, since another worker has the group or this attempt is over."""
         self.lost.add(self.work.fence)
         self.calls.forget()
+        self.cancel_turns()
+
+    def cancel_turns(self) -> None:
+        """Takes back the turns that the engine has not begun."""
+        for turn in self._turns.values():
+            turn.cancel()
 
     def start(self) -> None:
         """Starts every episode from the end of its record."""
@@ -120,7 +128,7 @@ class GroupRollout:
         follows = len(episode.steps) + 1 < self.limits.max_steps
         policy, key = self.work.policy, self._sampling_key(episode)
         request = GenerateRequest.within(self.limits, draft.context(episode), policy, key, episode.sampled_count, follows)
-        future = self.engine.submit(request)
+        self._turns[episode.id] = future = self.engine.submit(request)
         future.add_done_callback(partial(put_completion, self.inbox, self.work.fence.group, episode.id))
         faultpoint("generate.sent")
 
@@ -157,6 +165,7 @@ class GroupRollout:
         completion = event.completion.result()
         message = self.chat.parse(completion.token_ids, self.schemas)
         index = len(self.recorder.episodes[event.episode].steps)
+        self._turns.pop(event.episode, None)
         step = self._drafts.pop(event.episode).step(index, completion, message, self.work.policy.version)
         calls = tuple(
             CallRecord(

@@ -24,7 +24,10 @@ RESEND_SECONDS = 30.0
 """A call without a result is sent again after a lease, at most this long, and its tool's limit; the first answer counts."""
 
 RESENDS = 5
-"""Sends in vain after which the tools seem unserved: the group fails an attempt instead of waiting for ever."""
+"""After this many in vain, nobody seems to serve the tools: the group fails an attempt instead of waiting for ever."""
+
+MOST_SENDINGS = 50
+"""Where replies to other calls come, the tools are served and merely slow; but no call is sent more often than this."""
 
 _TOOLS_WORKER_HINT = "Is a tools worker running? Start one: agentrl worker tools"
 
@@ -32,7 +35,8 @@ _TOOLS_WORKER_HINT = "Is a tools worker running? Start one: agentrl worker tools
 @dataclass
 class _EpisodeCalls:
     """Calls that an episode waits for: their ids in order, the longest time limit, the answered ones, the time of the last
-    send, the number of sends, and a worker's reason, since then, for not running one of them.
+    send, the number of sends, how many of the last ones were followed by no reply to any call, and a worker's reason, since the
+    last, for not running one of them.
     """
 
     calls: Sequence[int]
@@ -40,6 +44,7 @@ class _EpisodeCalls:
     answered: Collection[int]
     sent: float = 0.0
     sendings: int = 0
+    in_vain: int = 0
     refused: str = ""
 
     @property
@@ -47,9 +52,11 @@ class _EpisodeCalls:
         """Whether the calls seem lost."""
         return time.monotonic() - self.sent > min(RESEND_SECONDS, settings().lease_seconds) + self.limit_seconds
 
-    def __str__(self) -> str:
+    @property
+    def fate(self) -> str:
+        """What became of the calls, in words."""
         times = "once" if self.sendings == 1 else f"{self.sendings} times"
-        return f"Tool calls {self.calls} were sent {times} and not answered."
+        return f"were sent {times} and not answered."
 
 
 @dataclass
@@ -114,10 +121,13 @@ class PendingCalls:
         for episode, waiting in self.by_episode.items():
             if not waiting.is_overdue:
                 continue
-            if waiting.sendings > RESENDS:
-                raise ServiceError(waiting.refused) if waiting.refused else InfraError(str(waiting), _TOOLS_WORKER_HINT)
-            if not waiting.refused:
-                self.report_wait(f"{waiting} {_TOOLS_WORKER_HINT}")
+            slow = not waiting.refused and _replies().answered_at > waiting.sent
+            waiting.in_vain = 0 if slow else waiting.in_vain + 1
+            if waiting.in_vain > RESENDS or waiting.sendings > MOST_SENDINGS:
+                said = f"Tool calls {waiting.calls} {waiting.fate}"
+                raise ServiceError(waiting.refused) if waiting.refused else InfraError(said, _TOOLS_WORKER_HINT)
+            if not waiting.refused and not slow:  # in the same words for all episodes, so that the run's events say it once
+                self.report_wait(f"Tool calls {waiting.fate} {_TOOLS_WORKER_HINT}")
             self.send_again(episode)
 
     def forget(self) -> None:

@@ -213,6 +213,8 @@ def _drive_rollouts(rollouts: dict[int, GroupRollout], inbox: Inbox) -> None:
             for driver in rollouts.values():
                 if driver.is_live:
                     _run_guarded(driver, driver.poll_calls)
+    for driver in rollouts.values():
+        driver.cancel_turns()  # those of a group that was lost to another worker
 
 
 def _run_guarded(driver: GroupRollout, act: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ A reply carries the call's id; the result is in the row, which the waiting rollo
 cannot run on the worker that received it, a reply carries the reason, which is only shown to the user.
 """
 
+import math
 import re
 import threading
 import time
@@ -36,10 +37,15 @@ _local_lists: "dict[str, Replies]" = {}
 
 
 class Replies:
-    """The list of this process; each call's callback runs once, in the reader's thread."""
+    """The list of this process; each call's callback runs once, in the reader's thread.
+
+    Attributes:
+        answered_at: the monotonic time of the last answer to any call.
+    """
 
     def __init__(self, where: Settings) -> None:
         self.address = f"agentrl.replies.{uuid.uuid4().hex}"
+        self.answered_at = -math.inf
         self._waiting: dict[int, ReplyCallback] = {}
         _local_lists[self.address] = self
         if not is_in_memory(where):
@@ -56,6 +62,8 @@ class Replies:
     def answer(self, call: int, reason: str = "") -> None:
         """Runs the call's callback; with a reason, it stays registered."""
         answered = self._waiting.get(call) if reason else self._waiting.pop(call, None)
+        if not reason:
+            self.answered_at = time.monotonic()
         if answered:
             answered(call, reason)
 
