@@ -59,6 +59,19 @@ def test_a_worker_that_was_killed_is_named_with_its_signal_and_what_it_held(tmp_
     assert len(lost_events(own_database)) == 3
 
 
+@pytest.mark.parametrize("of_memory", [False, True])
+def test_what_a_dead_worker_held_goes_on_without_waiting_for_its_lease(own_database: Database, of_memory: bool) -> None:
+    first, second = start(own_database, submission())
+    host = socket.gethostname()
+    for group, pid in ((first, 7), (second, 77)):
+        assert rollout_claims.claim_group(own_database, group, f"{host}:{pid}/1", 60) is not None
+    assert rollout_claims.claim_group(own_database, first, f"{host}:8/1", 60) is None
+    supervisor._record_loss("rollout,train", 7, -signal.SIGKILL, of_memory)
+    assert rollout_claims.claim_group(own_database, first, f"{host}:8/1", 60) is not None
+    assert rollout_claims.claim_group(own_database, second, f"{host}:8/2", 60) is None
+    assert values(own_database, "SELECT losses FROM groups ORDER BY id") == [1, 0]
+
+
 def test_a_database_that_does_not_answer_keeps_no_process_from_being_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

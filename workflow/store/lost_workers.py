@@ -6,11 +6,12 @@ A supervisor sees how its workers end; elsewhere it is the worker that takes ove
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, func, select, union
+from sqlalchemy import ColumnElement, Connection, func, select, union, update
 
 from agentrl.workflow.store.connect import transaction
 from agentrl.workflow.store.planning import log
 from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.columns import now_ms
 from agentrl.workflow.trajectory import OPEN
 
 OOM_HINT = "Lower rollout.group_size or update.microbatch_tokens, or set model.load_in_4bit=true."
@@ -27,6 +28,7 @@ def record_oom(tx: Connection, worker: str, role: str) -> None:
     runs: set[int | None] = set(tx.execute(union(*held)).scalars())
     for run in runs or {None}:
         log(tx, run, "oom", worker, f"the worker {role} was killed, out of memory. {OOM_HINT}")
+    _end_leases(tx, worker)
 
 
 @transaction
@@ -42,6 +44,14 @@ def record_loss(tx: Connection, worker: str, role: str, how: str) -> None:
         )
         if tx.execute(newest).scalar() != said:
             log(tx, run, "worker_lost", worker, said)
+    _end_leases(tx, worker)
+
+
+def _end_leases(tx: Connection, worker: str) -> None:
+    """Ends the leases of a worker that is certainly gone, so that nobody waits for them; its claims count as lost."""
+    for table in (schema.groups, schema.iterations):
+        now = now_ms()
+        tx.execute(update(table).where(*_is_held_by(table, worker), table.c.lease_until > now).values(lease_until=now - 1))
 
 
 def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str, seen_ms: int) -> None:
