@@ -134,7 +134,7 @@ def episodes(
         say(f"Transcript: agentrl replay {page.rows[0].id}")
     else:
         say("No episode is like that.")
-        if chosen == episode_rows.EpisodeFilter(run) and run_rows.describe_run(db, run).iterations_done:
+        if not offset and chosen == episode_rows.EpisodeFilter(run) and run_rows.describe_run(db, run).iterations_done:
             say(f"It learned from stored ones: {trained_on_query(run)}")
     if page.next:
         say(f"There are more: --offset {offset + limit}")

@@ -32,7 +32,7 @@ from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, list_episod
 from agentrl.workflow.store.reads.event_rows import EventFilter, list_events
 from agentrl.workflow.store.reads.group_rows import GroupFilter, list_groups
 from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
-from agentrl.workflow.store.reads.paging import MAX_SIZE, Page, Paging, ViewRow, iterate_rows
+from agentrl.workflow.store.reads.paging import MAX_SIZE, Page, Paging, ViewRow, decode_cursor, iterate_rows
 from agentrl.workflow.store.reads.run_rows import RUN_ORDERS, RunFilter, list_runs
 from agentrl.workflow.store.reads.step_rows import StepFilter, list_steps
 from agentrl.workflow.tables.views import VIEWS
@@ -304,6 +304,13 @@ def test_a_hostile_cursor_gets_one_sentence(database: Database, cursor: str) -> 
         refused(lambda list_page=list_page, asked=asked: list_page(database, asked, Paging(cursor=cursor)))
         if hasattr(chosen, "since") and name != "runs":
             refused(lambda list_page=list_page, asked=asked: list_page(database, replace(asked, since=cursor)))
+
+
+def test_a_cursor_is_refused_from_however_deep_it_is_read() -> None:
+    def decode(frames: int) -> object:
+        return decode(frames - 1) if frames else decode_cursor(urlsafe_b64encode(b"[" * 740).decode(), "runs")
+
+    refused(lambda: decode(300))
 
 
 def refused(read: Callable[[], object]) -> None:

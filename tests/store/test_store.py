@@ -9,7 +9,10 @@ import pytest
 from sqlalchemy import select, text, update
 from sqlalchemy.exc import IntegrityError
 
-from agentrl.workflow.errors import ConflictError, Fenced, NotFoundError
+from agentrl.workers.requests.submission import submission_of
+from agentrl.workflow.config import build
+from agentrl.workflow.errors import ConfigError, ConflictError, Fenced, NotFoundError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.rewards import LARGEST
 from agentrl.workflow.store import control_reads, planning, rollout_claims, run_names, steps, train_commits, waiting_runs
 from agentrl.workflow.store.connect import Database
@@ -21,7 +24,7 @@ from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.store.rollout_claims import MAX_LOSSES, Fence
 from agentrl.workflow.tables import schema as tables
 from agentrl.workflow.tables import views
-from agentrl.workflow.trajectory import TERMINAL
+from agentrl.workflow.trajectory import TERMINAL, PolicyRef
 from tests.support.played_runs import (
     EXPIRED,
     LEASE,
@@ -72,6 +75,12 @@ def test_a_run_of_before_an_option_there_was_is_the_same_as_one_with_its_default
         tx.execute(update(tables.runs).values(config=older | {"gone": 1}))
     with pytest.raises(ConflictError, match="another config"):
         planning.submit(database, submission())
+
+
+def test_a_name_of_digits_alone_is_refused_since_it_reads_as_a_runs_number() -> None:
+    asked = Experiment(build({"name": "2"}), {})
+    with pytest.raises(ConfigError, match="--name 2 reads as the number of a run"):
+        submission_of(None, asked, "train", PolicyRef("tiny", "hash"), "arithmetic-tiny", manifest={}, tasks=(), code_hash="")
 
 
 def test_twenty_threads_that_submit_one_name_make_one_run(database: Database) -> None:

@@ -124,10 +124,12 @@ def submission_of(db: Database | None, made: Experiment, kind: str, policy: Poli
     """The experiment as a run to submit; without a chosen name it gets the first free one of the stem.
 
     Raises:
-        ConfigError: no checkpoint can be written to the run's folder.
+        ConfigError: the name reads as a number, or no checkpoint can be written to the run's folder.
         ServiceError: the store at the URL does not answer.
     """
     config = made.config
+    if config.name and config.name.isdecimal():
+        raise ConfigError(f"--name {config.name} reads as the number of a run.", "Put a letter into it.")
     unnamed = Submission(
         name="",
         kind=kind,

@@ -10,6 +10,7 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2s
+from math import isfinite
 from typing import Any, ClassVar, Generic, TypeVar
 
 from agentrl.workflow.errors import ConfigError, did_you_mean
@@ -194,7 +195,7 @@ def decode_cursor(cursor: str, of: str) -> list[Any]:
     """
     try:
         found = json.loads(urlsafe_b64decode(cursor.encode("ascii") + b"==")) if len(cursor) <= MAX_CURSOR_CHARS else None
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, list) or found[:1] != [of]:
         raise cursor_error(cursor)
@@ -222,4 +223,4 @@ def _parse_cursor(cursor: str, digest: str, column: str) -> dict[str, Any]:
 def _may_hold(column: str, value: Any) -> bool:
     if column in TEXT_COLUMNS:
         return isinstance(value, str) and value == clean(value)
-    return isinstance(value, float) or is_id(value)
+    return is_id(value) or (isinstance(value, float) and isfinite(value))
