@@ -241,6 +241,11 @@ def _is_number(text: str) -> bool:
     return text == "-" or re.fullmatch(r"-?[0-9.]+(e[+-]?[0-9]+)?", text) is not None
 
 
+def format_count(number: int, noun: str) -> str:
+    """`1 call`, `2 calls`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def format_duration(seconds: float) -> str:
     """`75 s`, `12 min`, `3.4 h`."""
     if seconds < 120:

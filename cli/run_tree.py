@@ -43,7 +43,7 @@ def _tree_rows(relative: Relative, children: Children, first: str = "", rest: st
     done = f"{row['iterations_done']}/{row['iterations']}"
     name = one_line(row["run"], max(10, MAX_NAME_CHARS - len(first)))
     kind = [] if row["kind"] == "train" else [row["kind"]]
-    yield f"{first}{name}", row["status"], done, cell(row["last_reward"]), ": ".join([*kind, "; ".join(told)])
+    yield f"{first}{name}", row["status"], done, cell(row["last_reward"]), ": ".join(filter(None, [*kind, "; ".join(told)]))
     below = children.get(row["id"], ())
     for index, child in enumerate(below):
         last = index + 1 == len(below)

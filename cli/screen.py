@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from textwrap import wrap
 
-from agentrl.cli.output import cell, clean, format_decimals, format_duration, format_interval
+from agentrl.cli.output import cell, clean, format_count, format_decimals, format_duration, format_interval
 from agentrl.cli.plot import plot, sparkline
 from agentrl.cli.run_view import OPEN_STATUSES, Row, RunView, iteration_numbers, iteration_seconds
 
@@ -83,7 +83,7 @@ def _head_lines(view: RunView) -> Iterator[str]:
     if now:
         yield (
             f"{iteration_numbers(now)}: {now['finished']}/{now['episodes']} episodes, "
-            f"{now['sampled_tokens']} tokens sampled, {now['tool_calls']} tool calls"
+            f"{now['sampled_tokens']} tokens sampled, {format_count(now['tool_calls'], 'tool call')}"
         )
     if view.tokens_per_second is not None:
         yield f"{view.tokens_per_second:.0f} tokens/s"

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, zip_longest
 from typing import Any
 
-from agentrl.cli.output import Line, cell, one_line
+from agentrl.cli.output import Line, cell, format_count, one_line
 from agentrl.workflow.trajectory import Step, ToolCall, ToolResult
 
 STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue"}
@@ -150,9 +150,10 @@ def _end_lines(record: Any) -> Iterator[Line]:
     if row["status"] == "done":  # only done episodes have a recorded final answer
         yield f"  answer:    {one_line(row['final_answer'], 400) or '(none)'}", ""
     yield f"  reference: {one_line(row['reference'], 400)}", ""
+    calls = f"{format_count(row['tool_calls'], 'tool call')} ({format_count(row['tool_errors'], 'error')})"
     yield (
-        f"  {row['steps']} steps, {row['prompt_tokens']} + {row['sampled_tokens']} tokens, {row['tool_calls']} tool calls "
-        f"({row['tool_errors']} errors), sampling {row['generate_seconds']:.2f} s, tools {row['tool_seconds']:.3f} s",
+        f"  {row['steps']} steps, {row['prompt_tokens']} + {row['sampled_tokens']} tokens, {calls}, "
+        f"sampling {row['generate_seconds']:.2f} s, tools {row['tool_seconds']:.3f} s",
         "dim",
     )
 

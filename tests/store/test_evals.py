@@ -250,6 +250,8 @@ def test_the_best_version_is_known_by_name_and_of_those_alike_it_is_the_first(da
     planning.submit(database, measured(every=1))
     with pytest.raises(NotFoundError, match="No policy version of 'first' was measured yet"):
         find_stored_policy(database, "first", "best")
+    with pytest.raises(NotFoundError, match="'first' has no policy version 99; 0 is the newest"):
+        find_stored_policy(database, "first", 99)
     for version, rewards in enumerate([(0.0, 1.0), (1.0, 1.0), (1.0, 1.0)]):
         measure(database, f"first-eval-{version}", *rewards)
         train(database)

@@ -134,7 +134,7 @@ def test_what_cannot_be_learned_from_is_one_sentence_a_next_step_and_a_code(
         (["sft", "--best", "1"], 2, "--from-episodes"),
         (["sft", "--policy", "first"], 2, "--from-episodes"),
         (["dpo"], 2, "--from-episodes"),
-        (["dpo", "--from-episodes", "even"], 6, "none of 1 groups"),
+        (["dpo", "--from-episodes", "even"], 6, "None of the 1 groups"),
         (["dpo", "--from-episodes", "first", "--beta", "0"], 2, "--beta"),
         (["dpo", "--from-episodes", "first", "--reference", "base"], 2, "start or sampler"),
         (["dpo", "--from-episodes", "first", "--name", "../x"], 2, "--name"),

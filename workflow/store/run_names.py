@@ -95,7 +95,11 @@ def find_policy(tx: Any, run: str, version: Version) -> Row:
         query, asked = f"{query} AND version = :version", asked | {"version": min(version, MAX_ID)}  # more no database takes
     found = select_rows(tx, f"{query} ORDER BY version DESC LIMIT 1", **asked)
     if not found:
-        raise NotFoundError(f"Run {row['name']!r} has no policy version {version}.", f"agentrl watch {row['name']}")
+        newest = select_rows(tx, "SELECT max(version) AS version FROM policies WHERE run_id = :run", run=row["id"])[0][
+            "version"
+        ]
+        said = f"Run {row['name']!r} has no policy version {version}; {newest} is the newest."
+        raise NotFoundError(said, f"agentrl watch {row['name']}")
     policy = found[0]
     if policy["collected_at"] is not None:
         raise CheckpointError(
