@@ -5,8 +5,8 @@ from datetime import datetime
 from typing import Any, ClassVar
 
 from agentrl.workflow.store.driver_reader import sql_read_transaction
-from agentrl.workflow.store.reads.paging import BY_NUMBER, FEW_BY_NUMBER, Page, Paging, ViewRow, choose_conditions, select_page
-from agentrl.workflow.store.reads.run_rows import add_run_condition
+from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow
+from agentrl.workflow.store.reads.run_rows import select_parts_page
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +71,4 @@ _CONDITIONS = {
 @sql_read_transaction
 def list_calls(tx: Any, chosen: CallFilter, paging: Paging | None = None) -> Page[CallRow]:
     """Calls in the order in which they were asked for."""
-    conditions, values = choose_conditions(chosen, _CONDITIONS)
-    conditions, values = add_run_condition(tx, chosen.run, conditions, values)
-    orders = BY_NUMBER if chosen.episode is None else FEW_BY_NUMBER
-    return select_page(tx, CallRow, conditions, values, paging or Paging(), orders, "-id")
+    return select_parts_page(tx, CallRow, chosen, _CONDITIONS, paging)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from agentrl.workflow.store.driver_reader import sql_read_transaction
-from agentrl.workflow.store.reads.paging import BY_NUMBER, FEW_BY_NUMBER, Page, Paging, ViewRow, choose_conditions, select_page
-from agentrl.workflow.store.reads.run_rows import add_run_condition
+from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow
+from agentrl.workflow.store.reads.run_rows import select_parts_page
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,4 @@ _CONDITIONS = {"episode": "episode_id = :episode", "reward_set": "reward_set = :
 @sql_read_transaction
 def list_rewards(tx: Any, chosen: RewardFilter, paging: Paging | None = None) -> Page[RewardRow]:
     """Rewards in the order in which they were given."""
-    conditions, values = choose_conditions(chosen, _CONDITIONS)
-    conditions, values = add_run_condition(tx, chosen.run, conditions, values)
-    orders = BY_NUMBER if chosen.episode is None else FEW_BY_NUMBER
-    return select_page(tx, RewardRow, conditions, values, paging or Paging(), orders, "-id")
+    return select_parts_page(tx, RewardRow, chosen, _CONDITIONS, paging)

@@ -1,13 +1,17 @@
 """Runs: pages of them, one by its name or number, and its progress."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.paging import (
+    BY_NUMBER,
+    FEW_BY_NUMBER,
     Page,
     Paging,
+    R,
     ViewRow,
     choose_conditions,
     escape_like,
@@ -168,12 +172,22 @@ def run_id_and_name(tx: Any, run: str) -> Row:
     return run_row(tx, run, "id, name")
 
 
-def add_run_condition(
-    tx: Any, run: str | None, conditions: list[str], values: dict[str, Any]
-) -> tuple[list[str], dict[str, Any]]:
-    """The conditions on rows that carry the name of their run, and their values, with that of the run, where one is named."""
-    return (
-        (conditions, values)
-        if run is None
-        else (["run = :run", *conditions], {"run": run_id_and_name(tx, run)["name"], **values})
-    )
+class OfEpisode(Protocol):
+    """A filter of what episodes consist of."""
+
+    @property
+    def run(self) -> str | None:
+        """The run's name or number; None for all."""
+
+    @property
+    def episode(self) -> int | None:
+        """The episode's number; None for all."""
+
+
+def select_parts_page(tx: Any, kind: type[R], chosen: OfEpisode, known: Mapping[str, str], paging: Paging | None) -> Page[R]:
+    """A page of what episodes consist of, in order of their numbers; `known` as in `choose_conditions`."""
+    conditions, values = choose_conditions(chosen, known)
+    if chosen.run is not None:
+        conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]
+    orders = BY_NUMBER if chosen.episode is None else FEW_BY_NUMBER
+    return select_page(tx, kind, conditions, values, paging or Paging(), orders, "-id")

@@ -5,8 +5,8 @@ from datetime import datetime
 from typing import Any, ClassVar
 
 from agentrl.workflow.store.driver_reader import sql_read_transaction
-from agentrl.workflow.store.reads.paging import BY_NUMBER, FEW_BY_NUMBER, Page, Paging, ViewRow, choose_conditions, select_page
-from agentrl.workflow.store.reads.run_rows import add_run_condition
+from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow
+from agentrl.workflow.store.reads.run_rows import select_parts_page
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +54,4 @@ _CONDITIONS = {"episode": "episode_id = :episode", "text": "lower(text) LIKE low
 @sql_read_transaction
 def list_steps(tx: Any, chosen: StepFilter, paging: Paging | None = None) -> Page[StepRow]:
     """Steps in the order in which they were sampled."""
-    conditions, values = choose_conditions(chosen, _CONDITIONS)
-    conditions, values = add_run_condition(tx, chosen.run, conditions, values)
-    orders = BY_NUMBER if chosen.episode is None else FEW_BY_NUMBER
-    return select_page(tx, StepRow, conditions, values, paging or Paging(), orders, "-id")
+    return select_parts_page(tx, StepRow, chosen, _CONDITIONS, paging)
