@@ -59,11 +59,11 @@ class GroupRollout:
     def lose(self) -> None:
         """Stops all writing, since another worker has the group or this attempt is over."""
         self.lost.add(self.work.fence)
-        self.calls.forget()
-        self.cancel_turns()
+        self.close()
 
-    def cancel_turns(self) -> None:
-        """Takes back the turns that the engine has not begun."""
+    def close(self) -> None:
+        """Waits for no call any more, and takes back the turns that the engine has not begun."""
+        self.calls.forget()
         for turn in self._turns.values():
             turn.cancel()
 

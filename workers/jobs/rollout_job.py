@@ -110,7 +110,11 @@ def _roll_out_groups(works: Sequence[GroupWork]) -> None:
                 for work in works
             }
             _check_code(works[0], experiment)
-            _drive_rollouts(rollouts, inbox)
+            try:
+                _drive_rollouts(rollouts, inbox)
+            finally:  # however a group was lost, or left
+                for driver in rollouts.values():
+                    driver.close()
     except (ConfigError, ModelError, CheckpointError) as error:
         _fail_run(works, error)
     except ServiceError as error:
@@ -213,8 +217,6 @@ def _drive_rollouts(rollouts: dict[int, GroupRollout], inbox: Inbox) -> None:
             for driver in rollouts.values():
                 if driver.is_live:
                     _run_guarded(driver, driver.poll_calls)
-    for driver in rollouts.values():
-        driver.cancel_turns()  # those of a group that was lost to another worker
 
 
 def _run_guarded(driver: GroupRollout, act: Callable[[], None]) -> None:
