@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Role = Literal["system", "user", "assistant", "tool"]
 Status = Literal["planned", "running", "done", "failed", "infra_error", "cancelled"]
-StopReason = Literal["answered", "max_steps", "max_tokens", "parse_error", "tool_error", "timeout"]
+StopReason = Literal["answered", "max_steps", "max_tokens", "parse_error", "tool_error", "timeout", "agent_error"]
 FinishReason = Literal["stop", "length"]
 
 TRANSITIONS: Mapping[str, frozenset[str]] = {
@@ -34,6 +34,9 @@ OPEN = ("planned", "running")
 
 WHOLE = -1
 """The step of a reward that the whole episode earned: no null, which no unique key would hold to be the same as another."""
+
+ROOT = -1
+"""The parent of a step that continues no other step's tokens."""
 
 UNCLOSED = "<tool_call> was not closed"
 """The `error` of a call inside of which the policy stopped: the episode ends as parse_error, since no answer can follow."""
@@ -115,11 +118,17 @@ class Task:
 class Step:
     """One policy turn: the prompt tokens that were new, the tokens that were sampled, the calls, their results.
 
-    Token ids are exact and never re-tokenised. `prompt_ids` continues the previous step's tokens (with its end token, where
-    a stop string ended it), unless `new_row` says why the template could not be continued; then it holds the whole prompt.
-    `behavior_logprobs` has one natural-log value per sampled token, at the sampling temperature and over the whole
-    vocabulary. `results` is None until they are all observed. `reward` is what this very step earned, weighted; it is part of
-    its episode's reward.
+    Token ids are exact and never re-tokenised. `prompt_ids` continues the tokens of `parent` (with its end token, where a stop
+    string ended it), or the first `shared` of them. `behavior_logprobs` has one natural-log value per sampled token, at the
+    sampling temperature and over the whole vocabulary. `results` is None until they are all observed. `reward` is what this very
+    step earned, weighted; it is part of its episode's reward.
+
+    Args:
+        new_row: why the step could not continue the one before it, where it begins a new chain.
+        chain: the number of its chain: steps each of which continues the one before token for token.
+        parent: the index of the step that it continues, ROOT for none; unset: the one before it, or none where `new_row` is set.
+        shared: how many tokens of the parent's line it continues; None: all.
+        delivered: whether whoever asked for the turn was sent all of it.
     """
 
     index: int
@@ -134,6 +143,14 @@ class Step:
     results: tuple[ToolResult, ...] | None = None
     new_row: str | None = None
     reward: float = 0.0
+    chain: int = 0
+    parent: int | None = None
+    shared: int | None = None
+    delivered: bool = True
+
+    def __post_init__(self) -> None:
+        if self.parent is None:
+            object.__setattr__(self, "parent", self.index - 1 if self.new_row is None else ROOT)
 
     @property
     def pending(self) -> bool:
@@ -169,16 +186,27 @@ class Episode:
         """This episode, one step later (the same index replaces)."""
         return replace(self, steps=(*self.steps[: step.index], step), status="running")
 
-    @property
-    def context_ids(self) -> tuple[int, ...]:
-        """All tokens of the current training row: what the next prompt must start with."""
+    def line(self, index: int) -> tuple[Step, ...]:
+        """The step of that index and those that it continues, the first one first."""
+        found: list[Step] = []
+        while index != ROOT:
+            found.append(self.steps[index])
+            index = found[-1].parent if found[-1].parent is not None else ROOT
+        return tuple(reversed(found))
+
+    def tokens_of(self, index: int) -> tuple[int, ...]:
+        """All tokens up to the end of that step: its prompt and what was sampled; none for ROOT."""
         ids: list[int] = []
-        for step in self.steps:
-            if step.new_row is not None:
-                ids = []
+        for step in self.line(index):
+            del ids[len(ids) if step.shared is None else step.shared :]
             ids += step.prompt_ids
             ids += step.sampled_ids
         return tuple(ids)
+
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        """All tokens of the last step's line: what its continuation starts with."""
+        return self.tokens_of(len(self.steps) - 1)
 
     @property
     def sampled_count(self) -> int:
@@ -187,7 +215,7 @@ class Episode:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The conversation as the policy has seen and made it."""
+        """The conversation as the policy has seen and made it, in the order of the steps."""
         return tuple(message for step in self.steps for message in (*step.prompt, step.message))
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.errors import NotFoundError
-from agentrl.workflow.trajectory import WHOLE, Episode, Message, Step, Task, ToolCall, ToolResult
+from agentrl.workflow.trajectory import ROOT, WHOLE, Episode, Message, Step, Task, ToolCall, ToolResult
 
 if TYPE_CHECKING:
     from agentrl.workflow.rewards import Part
@@ -57,6 +57,10 @@ def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any]) -> St
         seconds=row["generate_seconds"],
         results=results if row["observed_at"] is not None else None,
         new_row=row["new_row"],
+        chain=row["chain"],
+        parent=ROOT if row["parent_step"] is None else row["parent_step"],
+        shared=row["shared_tokens"],
+        delivered=row["delivered"],
     )
 
 

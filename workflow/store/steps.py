@@ -17,7 +17,7 @@ from agentrl.workflow.store.rollout_claims import Fence, HeldEpisodes, check_cla
 from agentrl.workflow.store.rows import clean, clean_tree, message_row, pack
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc
-from agentrl.workflow.trajectory import Step, ToolCall, ToolResult
+from agentrl.workflow.trajectory import ROOT, Step, ToolCall, ToolResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,10 @@ def _step_row(record: SampledStep, held: HeldEpisodes) -> dict[str, Any]:
         "content": clean(step.message.content),
         "thought": clean(step.message.thought),
         "new_row": step.new_row,
+        "chain": step.chain,
+        "parent_step": None if step.parent == ROOT else step.parent,
+        "shared_tokens": step.shared,
+        "delivered": step.delivered,
         "finish_reason": step.finish_reason,
         "prompt_tokens": len(step.prompt_ids),
         "sampled_tokens": len(step.sampled_ids),

@@ -69,7 +69,7 @@ COLUMNS: Mapping[str, str] = {
     "iteration": "the iteration's number in its run, from 1",
     "iterations": "number of iterations planned",
     "iterations_done": "number of iterations done",
-    "kind": "train, eval or fork",
+    "kind": "train, eval, fork or serve",
     "kl": "KL to the reference model, mean over tokens",
     "kl_coef": "weight of the KL",
     "last_reward": "mean reward of the newest iteration that has one",
@@ -143,8 +143,8 @@ COLUMNS: Mapping[str, str] = {
 
 VIEW_MEANINGS: Mapping[str, Mapping[str, str]] = {
     "v_tool_calls": {
-        "kind": "call: made by the model; grade: made by a judge",
-        "status": "pending, started, done, unknown_outcome",
+        "kind": "call: made by the model; grade: made by a judge; agent: made by the model, run by its agent",
+        "status": "pending, started, done, unknown_outcome, unobserved",
     },
     "v_updates": {"loss": "the loss of this step", "tokens": "tokens that trained"},
     "v_rewards": {"step": "the turn that earned the reward; NULL: the whole episode"},

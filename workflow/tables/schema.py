@@ -54,10 +54,12 @@ metadata = MetaData(
 RUN_STATUS = ("planned", "running", "paused", "done", "failed", "cancelled")
 WORK_STATUS = ("planned", "running", "done", "cancelled")
 EPISODE_STATUS = tuple(TRANSITIONS)
-STOP_REASONS = ("answered", "max_steps", "max_tokens", "parse_error", "tool_error", "timeout")
-CALL_STATUS = ("pending", "started", "done", "unknown_outcome")
+STOP_REASONS = ("answered", "max_steps", "max_tokens", "parse_error", "tool_error", "timeout", "agent_error")
+CALL_STATUS = ("pending", "started", "done", "unknown_outcome", "unobserved")
 EFFECTS = ("none", "repeatable", "once")
-CALL_KINDS = ("call", "grade")
+CALL_KINDS = ("call", "grade", "agent")
+RUN_KINDS = ("train", "eval", "fork", "serve")
+AGENT_STATUS = ("pending", "running", "ended", "lost")
 runs = Table(
     "runs",
     metadata,
@@ -79,12 +81,13 @@ runs = Table(
     Column("reward_set", String(64), nullable=False, server_default="default"),
     reference_column("measures_id", "runs", nullable=True),
     Column("measures_version", Integer, nullable=True),
+    Column("key_scheme", Integer, nullable=False, server_default="1"),
     created_column(),
     time_column("started_at"),
     time_column("finished_at"),
     UniqueConstraint("measures_id", "measures_version"),
     check_one_of("status", RUN_STATUS),
-    check_one_of("kind", ("train", "eval", "fork")),
+    check_one_of("kind", RUN_KINDS),
 )
 
 tasks = Table(
@@ -185,13 +188,14 @@ groups = Table(
     Column("failures", Integer, nullable=False, server_default="0"),
     text_column("dropped"),
     Column("opening", JSON(none_as_null=True), nullable=True),
+    text_column("address"),
     float_column("mean_reward"),
     float_column("std_reward"),
     time_column("started_at"),
     time_column("finished_at"),
     UniqueConstraint("iteration_id", "slot"),
     check_one_of("status", WORK_STATUS),
-    check_one_of("kind", ("train", "eval", "fork")),
+    check_one_of("kind", RUN_KINDS),
 )
 
 iteration_groups = Table(
@@ -243,6 +247,16 @@ episodes = Table(
     Index("ix_episodes_run", "run_id", "id"),
 )
 
+request_options = Table(
+    "request_options",
+    metadata,
+    id_column(),
+    Column("content_hash", String(64), nullable=False, unique=True),
+    Column("tools", JSON, nullable=False),
+    Column("template_options", JSON, nullable=False),
+)
+"""The tools and template options that requests of agents brought, each once."""
+
 steps = Table(
     "steps",
     metadata,
@@ -256,6 +270,14 @@ steps = Table(
     text_column("content"),
     text_column("thought"),
     text_column("new_row", default=None),
+    Column("chain", Integer, nullable=False, server_default="0"),
+    Column("parent_step", Integer, nullable=True),
+    Column("shared_tokens", Integer, nullable=True),
+    Column("request_id", String(64), nullable=True),
+    Column("request_hash", String(64), nullable=True),
+    Column("delivered", Boolean, nullable=False, server_default="1"),
+    Column("asked", JSON(none_as_null=True), nullable=True),
+    reference_column("options_id", "request_options", nullable=True),
     Column("finish_reason", String(8), nullable=False),
     count_column("prompt_tokens"),
     count_column("sampled_tokens"),
@@ -265,6 +287,7 @@ steps = Table(
     time_column("observed_at"),
     run_name_column(),
     UniqueConstraint("episode_id", "attempt", "number"),
+    UniqueConstraint("episode_id", "attempt", "request_id"),
     Index("ix_steps_run", "run", "id"),
     check_one_of("finish_reason", ("stop", "length")),
 )
@@ -329,6 +352,35 @@ tool_sessions = Table(
     created_column(),
 )
 """The owner of an episode's interpreter, by the name of the queue that it reads, and how often one was started."""
+
+agent_attempts = Table(
+    "agent_attempts",
+    metadata,
+    id_column(),
+    reference_column("episode_id", "episodes"),
+    Column("attempt", Integer, nullable=False),
+    Column("status", String(16), nullable=False, server_default="pending"),
+    Column("key_hash", String(64), nullable=True, unique=True),
+    Column("sends", Integer, nullable=False, server_default="0"),
+    Column("sent_ms", BigInteger, nullable=True),
+    Column("lease_until", BigInteger, nullable=True),
+    text_column("worker"),
+    Column("exit_code", Integer, nullable=True),
+    text_column("error_class"),
+    text_column("error"),
+    Column("answer", Text, nullable=True),
+    Column("rewards", JSON(none_as_null=True), nullable=True),
+    text_column("output"),
+    created_column(),
+    time_column("started_at"),
+    time_column("finished_at"),
+    run_name_column(),
+    UniqueConstraint("episode_id", "attempt"),
+    Index("ix_agent_attempts_run", "run", "id"),
+    check_one_of("status", AGENT_STATUS),
+    CheckConstraint("status <> 'running' OR key_hash IS NOT NULL", name="running_has_key"),
+)
+"""The agents that episodes were given to: one process per attempt, and how it ended."""
 
 reward_sets = Table(
     "reward_sets",

@@ -1,0 +1,114 @@
+"""Steps of agents that are driven from outside: chains, requests, attempts; and which way a run's draws are keyed.
+
+A step of before continues the one before it, unless it began a new row of tokens; runs of before keep their keys.
+"""
+
+from typing import Any
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0009"
+down_revision = "0008"
+branch_labels = None
+depends_on = None
+
+ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+STEP_COLUMNS: dict[str, tuple[sa.types.TypeEngine[Any], str | None]] = {
+    "chain": (sa.Integer(), "0"),
+    "parent_step": (sa.Integer(), None),
+    "shared_tokens": (sa.Integer(), None),
+    "request_id": (sa.String(length=64), None),
+    "request_hash": (sa.String(length=64), None),
+    "delivered": (sa.Boolean(), "1"),
+    "asked": (sa.JSON(), None),
+    "options_id": (ID, None),
+}
+"""Name -> type, and the value in steps of before; None: it may be NULL."""
+KINDS = {"runs": "'train', 'eval', 'fork'", "groups": "'train', 'eval', 'fork'", "tool_calls": "'call', 'grade'"}
+MORE_KINDS = {"runs": "'serve'", "groups": "'serve'", "tool_calls": "'agent'"}
+CALL_STATUS = "'pending', 'started', 'done', 'unknown_outcome'"
+
+
+def upgrade() -> None:
+    """Adds them."""
+    op.create_table(
+        "request_options",
+        sa.Column("id", ID, autoincrement=True, nullable=False),
+        sa.Column("content_hash", sa.String(length=64), nullable=False),
+        sa.Column("tools", sa.JSON(), nullable=False),
+        sa.Column("template_options", sa.JSON(), nullable=False),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_request_options")),
+        sa.UniqueConstraint("content_hash", name=op.f("uq_request_options_content_hash")),
+    )
+    op.create_table(
+        "agent_attempts",
+        sa.Column("id", ID, autoincrement=True, nullable=False),
+        sa.Column("episode_id", ID, nullable=False),
+        sa.Column("attempt", sa.Integer(), nullable=False),
+        sa.Column("status", sa.String(length=16), server_default="pending", nullable=False),
+        sa.Column("key_hash", sa.String(length=64), nullable=True),
+        sa.Column("sends", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("sent_ms", sa.BigInteger(), nullable=True),
+        sa.Column("lease_until", sa.BigInteger(), nullable=True),
+        sa.Column("worker", sa.Text(), server_default="", nullable=False),
+        sa.Column("exit_code", sa.Integer(), nullable=True),
+        sa.Column("error_class", sa.Text(), server_default="", nullable=False),
+        sa.Column("error", sa.Text(), server_default="", nullable=False),
+        sa.Column("answer", sa.Text(), nullable=True),
+        sa.Column("rewards", sa.JSON(), nullable=True),
+        sa.Column("output", sa.Text(), server_default="", nullable=False),
+        sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.func.now(), nullable=False),
+        sa.Column("started_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("finished_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("run", sa.String(length=64), nullable=False),
+        sa.CheckConstraint("status IN ('pending', 'running', 'ended', 'lost')", name=op.f("ck_agent_attempts_status")),
+        sa.CheckConstraint("status <> 'running' OR key_hash IS NOT NULL", name=op.f("ck_agent_attempts_running_has_key")),
+        sa.ForeignKeyConstraint(["episode_id"], ["episodes.id"], name=op.f("fk_agent_attempts_episode_id")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_agent_attempts")),
+        sa.UniqueConstraint("episode_id", "attempt", name=op.f("uq_agent_attempts_episode_id_attempt")),
+        sa.UniqueConstraint("key_hash", name=op.f("uq_agent_attempts_key_hash")),
+    )
+    op.create_index(op.f("ix_agent_attempts_run"), "agent_attempts", ["run", "id"])
+    for table, kinds in KINDS.items():
+        with op.batch_alter_table(table) as altered:
+            altered.drop_constraint(op.f(f"ck_{table}_kind"), type_="check")
+            altered.create_check_constraint(op.f(f"ck_{table}_kind"), f"kind IN ({kinds}, {MORE_KINDS[table]})")
+            if table == "runs":
+                altered.add_column(sa.Column("key_scheme", sa.Integer(), server_default="1", nullable=False))
+            if table == "groups":
+                altered.add_column(sa.Column("address", sa.Text(), server_default="", nullable=False))
+            if table == "tool_calls":
+                altered.drop_constraint(op.f("ck_tool_calls_status"), type_="check")
+                altered.create_check_constraint(op.f("ck_tool_calls_status"), f"status IN ({CALL_STATUS}, 'unobserved')")
+    with op.batch_alter_table("steps") as steps:
+        for name, (kind, default) in STEP_COLUMNS.items():
+            steps.add_column(sa.Column(name, kind, server_default=default, nullable=default is None))
+        steps.create_foreign_key(op.f("fk_steps_options_id"), "request_options", ["options_id"], ["id"])
+        key = ["episode_id", "attempt", "request_id"]
+        steps.create_unique_constraint(op.f("uq_steps_episode_id_attempt_request_id"), key)
+    op.execute("UPDATE steps SET parent_step = number - 1 WHERE number > 0 AND new_row IS NULL")
+
+
+def downgrade() -> None:
+    """Removes them; what agents ran themselves counts as run by tools, or is removed where nobody saw its result."""
+    op.execute("DELETE FROM tool_calls WHERE kind = 'agent' AND result IS NULL")
+    op.execute("UPDATE tool_calls SET kind = 'call' WHERE kind = 'agent'")
+    with op.batch_alter_table("steps") as steps:
+        steps.drop_constraint(op.f("uq_steps_episode_id_attempt_request_id"), type_="unique")
+        steps.drop_constraint(op.f("fk_steps_options_id"), type_="foreignkey")
+        for name in reversed(STEP_COLUMNS):
+            steps.drop_column(name)
+    for table, kinds in KINDS.items():
+        with op.batch_alter_table(table) as altered:
+            altered.drop_constraint(op.f(f"ck_{table}_kind"), type_="check")
+            altered.create_check_constraint(op.f(f"ck_{table}_kind"), f"kind IN ({kinds})")
+            if table == "runs":
+                altered.drop_column("key_scheme")
+            if table == "groups":
+                altered.drop_column("address")
+            if table == "tool_calls":
+                altered.drop_constraint(op.f("ck_tool_calls_status"), type_="check")
+                altered.create_check_constraint(op.f("ck_tool_calls_status"), f"status IN ({CALL_STATUS})")
+    op.drop_table("agent_attempts")
+    op.drop_table("request_options")
