@@ -120,13 +120,13 @@ class Step:
 
     Token ids are exact and never re-tokenised. `prompt_ids` continues the tokens of `parent` (with its end token, where a stop
     string ended it), or the first `shared` of them. `behavior_logprobs` has one natural-log value per sampled token, at the
-    sampling temperature and over the whole vocabulary. `results` is None until they are all observed. `reward` is what this very
-    step earned, weighted; it is part of its episode's reward.
+    sampling temperature and over the whole vocabulary. `results` is None until they are all observed. `reward` is what this
+    very step earned, weighted; it is part of its episode's reward.
 
     Args:
         new_row: why the step could not continue the one before it, where it begins a new chain.
         chain: the number of its chain: steps each of which continues the one before token for token.
-        parent: the index of the step that it continues, ROOT for none; unset: the one before it, or none where `new_row` is set.
+        parent: the index of the step that it continues, ROOT for none; unset: the one before it, or none where `new_row` is.
         shared: how many tokens of the parent's line it continues; None: all.
         delivered: whether whoever asked for the turn was sent all of it.
     """
