@@ -29,12 +29,17 @@ IN_THOUGHT = f"a call inside a {THINK} that is not closed is not made; write {EN
 TOO_MANY = f"a turn may have {MAX_CALLS} calls, not more; what follows them was not read"
 
 
-def parse_text(text: str, tool_format: ToolFormat = hermes, tools: Sequence[Schema] = ()) -> Message:
+def parse_text(
+    text: str, tool_format: ToolFormat = hermes, tools: Sequence[Schema] = (), thinking: bool | None = None
+) -> Message:
     """The assistant's message that a sampled text (without its end-of-turn token) spells.
 
     A call that cannot be read becomes `ToolCall("", {}, error=...)` and its text stays in the content, or in the thought.
+
+    Args:
+        thinking: whether the prompt ended inside of a thought; None: it did if the text closes one that it did not open.
     """
-    thought, rest = _split_thought(text.replace("\0", "\ufffd"), tool_format)
+    thought, rest = _split_thought(text.replace("\0", "\ufffd"), tool_format, thinking)
     calls = [] if rest is not None else _lost_calls(thought, tool_format)
     content = _content(rest or "", tool_format, tools, calls)
     return Message("assistant", content.strip(), thought=thought.strip(), tool_calls=tuple(calls))
@@ -72,17 +77,21 @@ def _read_calls(
     return (calls if 0 < len(calls) <= most else (unreadable_call(TOO_MANY),)), end
 
 
-def _split_thought(text: str, tool_format: ToolFormat) -> tuple[str, str | None]:
+def _split_thought(text: str, tool_format: ToolFormat, thinking: bool | None) -> tuple[str, str | None]:
     """(thought, rest); the rest is None if the thought has no end.
 
     Some templates open `<think>` in the generation prompt: then only the closing tag was sampled.
     """
     opened = text.lstrip().startswith(THINK)
-    begins = tool_format.begins.search(text)
-    if not opened and END_THINK not in (text[: begins.start()] if begins else text):
+    if not opened and not (_closes_thought(text, tool_format) if thinking is None else thinking):
         return "", text
     thought, end, rest = text.partition(END_THINK)
     return thought.lstrip().removeprefix(THINK) if opened else thought, rest if end else None
+
+
+def _closes_thought(text: str, tool_format: ToolFormat) -> bool:
+    begins = tool_format.begins.search(text)
+    return END_THINK in (text[: begins.start()] if begins else text)
 
 
 def _lost_calls(thought: str, tool_format: ToolFormat) -> list[ToolCall]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from agentrl.workflow.chat.parsing import parse_text
+from agentrl.workflow.chat.parsing import THINK, parse_text
 from agentrl.workflow.chat.stop_strings import Spelling, Stops
 from agentrl.workflow.chat.template_probe import Manner, legacy_manner, manner_of
 from agentrl.workflow.errors import ModelError
@@ -24,6 +24,9 @@ from agentrl.workflow.trajectory import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+LAST_TOKENS = 16
+"""At the end of a prompt: enough for a tag and the white space behind it, however they are cut into tokens."""
 
 _PROBE_QUESTION = Message("user", "x")
 # It has a thought, so that the prefix check catches a template that drops old thoughts.
@@ -130,16 +133,28 @@ class Chat:
         made = tuple(call for call in message.tool_calls if call.error is None)
         return found.tool_calls == made and message.content.strip() in found.content
 
-    def parse(self, sampled_ids: Sequence[int], tools: Sequence[Schema] = ()) -> Message:
+    def parse(self, sampled_ids: Sequence[int], tools: Sequence[Schema] = (), thinking: bool | None = None) -> Message:
         """The message that the sampled ids spell; no ids raise an error.
 
         Args:
             tools: the tools that were offered; some formats need their schemas to tell the types of arguments.
+            thinking: whether the prompt ended inside of a thought (`leaves_thought_open`); None: as the ids have it.
         """
         ids = list(sampled_ids)
         while ids and ids[-1] in self.end_ids:
             ids.pop()
-        return parse_text(self.decode(ids), self.manner.tool_format, tools)
+        return parse_text(self.decode(ids), self.manner.tool_format, tools, thinking)
+
+    def leaves_thought_open(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends inside of a thought, which the turn goes on with: some templates open one."""
+        return self.decode(prompt_ids[-LAST_TOKENS:]).rstrip().endswith(THINK)
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """The bytes that an id stands for; None where the tokenizer does not give them."""
+        try:
+            return self._spelling[token]
+        except ModelError:
+            return None
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens included; bytes that are not UTF-8 become U+FFFD."""

@@ -1,0 +1,184 @@
+"""chat_completions: the replies, as the `openai` package reads them; whole or streamed they say the same."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from openai.types import Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.dialects import Ask, RequestError, Turn
+from agentrl.workflow.dialects.chat_completions import Events, error_body, models, read, whole
+from agentrl.workflow.engines import Completion
+from agentrl.workflow.trajectory import Message
+from tests.support.small_models import tokenizer
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "é": [2]}}\n</tool_call>'
+PROMPT = tuple(tokenizer().encode("What?"))
+
+
+@pytest.fixture(scope="module")
+def chat() -> Chat:
+    return Chat(tokenizer())
+
+
+def asking(**fields: Any) -> Ask:
+    return read(json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}]} | fields).encode())
+
+
+def turn_of(chat: Chat, text: str, finish: Any = "stop", top: Any = ()) -> Turn:
+    ids = tuple(chat.tokenizer.encode(text, add_special_tokens=False))
+    return turn_of_ids(chat, ids, finish, top)
+
+
+def turn_of_ids(chat: Chat, ids: Sequence[int], finish: Any = "stop", top: Any = ()) -> Turn:
+    return Turn(chat.parse(ids, thinking=False), Completion(tuple(ids), (-0.5,) * len(ids), finish, 0.1), top)
+
+
+def answered(ask: Ask, turns: Sequence[Turn], chat: Chat) -> ChatCompletion:
+    return ChatCompletion.model_validate(whole(ask, turns, PROMPT, "ab" * 16, 1700000000, chat), strict=True)
+
+
+def streamed(ask: Ask, turns: Sequence[Turn], chat: Chat) -> bytes:
+    events = Events(ask, PROMPT, "ab" * 16, 1700000000, chat)
+    said = [events.begin()]
+    for choice, turn in enumerate(turns):
+        said += [events.token(choice, token) for token in turn.completion.token_ids]
+        said.append(events.end(choice, turn))
+    return b"".join([*said, events.close(turns)])
+
+
+def chunks(stream: bytes) -> list[ChatCompletionChunk]:
+    *events, done, nothing = stream.split(b"\n\n")
+    assert (done, nothing) == (b"data: [DONE]", b"")
+    return [ChatCompletionChunk.model_validate_json(event.removeprefix(b"data: ")) for event in events]
+
+
+def told(found: Sequence[ChatCompletionChunk], choice: int = 0) -> dict[str, Any]:
+    """What a client adds up of one choice."""
+    said: dict[str, Any] = {"content": "", "reasoning": "", "reasoning_content": "", "calls": [], "finish": None}
+    for chunk in found:
+        for one in chunk.choices:
+            if one.index != choice:
+                continue
+            said["content"] += one.delta.content or ""
+            for name in ("reasoning", "reasoning_content"):
+                said[name] += (one.delta.model_extra or {}).get(name) or ""
+            said["calls"] += [call.function.model_dump() for call in one.delta.tool_calls or [] if call.function]
+            said["finish"] = one.finish_reason or said["finish"]
+    return said
+
+
+def test_a_turn_is_a_completion(chat: Chat) -> None:
+    found = answered(asking(), [turn_of(chat, "Hello!")], chat)
+    assert (found.id, found.created, found.model, found.object) == ("chatcmpl-" + "ab" * 16, 1700000000, "m", "chat.completion")
+    assert (found.choices[0].message.content, found.choices[0].finish_reason) == ("Hello!", "stop")
+    assert found.usage is not None
+    assert found.usage.total_tokens == len(PROMPT) + found.usage.completion_tokens
+
+
+def test_calls_have_ids_of_their_own_and_are_read_again_from_the_history(chat: Chat) -> None:
+    turn = turn_of(chat, f"<think>two</think>Both:\n{CALL}\n{CALL}")
+    message = answered(asking(), [turn], chat).choices[0].message
+    assert message.tool_calls is not None
+    assert len({call.id for call in message.tool_calls}) == 2
+    assert (message.content, answered(asking(), [turn], chat).choices[0].finish_reason) == ("Both:", "tool_calls")
+    again = asking(messages=[{"role": "user", "content": "x"}, message.model_dump()])
+    assert again.messages[1] == turn.message
+
+
+def test_a_call_that_cannot_be_read_stays_text(chat: Chat) -> None:
+    found = answered(asking(), [turn_of(chat, "<tool_call>\n{bad}\n</tool_call>")], chat).choices[0]
+    assert (found.message.tool_calls, found.finish_reason) == (None, "stop")
+    assert found.message.content == "<tool_call>\n{bad}\n</tool_call>"
+
+
+def test_token_ids_and_logprobs_come_where_they_are_asked_for(chat: Chat) -> None:
+    ask = asking(logprobs=True, top_logprobs=1, return_token_ids=True)
+    plain = turn_of(chat, "Hi")
+    turn = turn_of(chat, "Hi", top=(((9, -0.1), (8, -0.2)),) * len(plain.completion.token_ids))
+    found = whole(ask, [turn], PROMPT, "ab" * 16, 1, chat)
+    assert found["prompt_token_ids"] == list(PROMPT)
+    assert found["choices"][0]["token_ids"] == list(turn.completion.token_ids)
+    spelled = answered(ask, [turn], chat).choices[0].logprobs
+    assert spelled is not None
+    assert spelled.content is not None
+    assert b"".join(bytes(one.bytes or ()) for one in spelled.content) == b"Hi"
+    assert [(len(one.top_logprobs), one.logprob) for one in spelled.content] == [(1, -0.5)] * len(spelled.content)
+    assert "prompt_token_ids" not in whole(asking(), [turn], PROMPT, "ab" * 16, 1, chat)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Hello, world.", f"Look: {CALL}{CALL}", "<think>\nhm\n</think>\n\nYes 🙂 é", "<tool_call>{bad}", "", "  ", "a</think>b"],
+)
+def test_a_stream_says_what_the_whole_reply_says(chat: Chat, text: str) -> None:
+    turn = turn_of(chat, text)
+    message = whole(asking(), [turn], PROMPT, "r", 1, chat)["choices"][0]["message"]
+    said = told(chunks(streamed(asking(stream=True), [turn], chat)))
+    assert said["content"] == (message["content"] or "")
+    assert said["reasoning"] == said["reasoning_content"] == message.get("reasoning", "")
+    assert said["calls"] == [call["function"] for call in message.get("tool_calls", [])]
+    assert said["finish"] == whole(asking(), [turn], PROMPT, "r", 1, chat)["choices"][0]["finish_reason"]
+
+
+@given(st.lists(st.integers(0, 600), max_size=40))
+@hypothesis_settings(max_examples=200, deadline=None)
+def test_a_stream_of_any_tokens_says_what_the_whole_reply_says(ids: list[int]) -> None:
+    made = Chat(tokenizer())
+    ids = [token % len(made.tokenizer) for token in ids]
+    turn = turn_of_ids(made, ids)
+    said = told(chunks(streamed(asking(stream=True), [turn], made)))
+    if "\ufffd" not in turn.message.content + turn.message.thought:
+        assert (said["content"], said["reasoning"]) == (turn.message.content, turn.message.thought)
+
+
+def test_the_same_turn_streams_the_same_bytes(chat: Chat) -> None:
+    turns = [turn_of(chat, f"Look: {CALL}"), turn_of(chat, "No.")]
+    ask = asking(stream=True, n=2, return_token_ids=True, logprobs=True, stream_options={"include_usage": True})
+    assert streamed(ask, turns, chat) == streamed(ask, turns, chat)
+
+
+def test_a_stream_gives_ids_logprobs_and_usage_in_their_chunks(chat: Chat) -> None:
+    turns = [turn_of(chat, "Hi there"), turn_of(chat, f"{CALL}", "length")]
+    ask = asking(stream=True, n=2, return_token_ids=True, logprobs=True, stream_options={"include_usage": True})
+    found = chunks(streamed(ask, turns, chat))
+    extras = [chunk.model_extra or {} for chunk in found]
+    assert [extra.get("prompt_token_ids") for extra in extras] == [list(PROMPT), *[None] * (len(extras) - 1)]
+    for number, turn in enumerate(turns):
+        mine = [one for chunk in found for one in chunk.choices if one.index == number]
+        ids = [token for one in mine for token in (one.model_extra or {}).get("token_ids", [])]
+        logprobs = [one for choice in mine if choice.logprobs for one in choice.logprobs.content or []]
+        assert (tuple(ids), len(logprobs)) == (turn.completion.token_ids, len(turn.completion.token_ids))
+    assert [told(found, number)["finish"] for number in (0, 1)] == ["stop", "length"]
+    assert found[-1].choices == []
+    assert found[-1].usage is not None
+    assert found[-1].usage.completion_tokens == sum(len(turn.completion.token_ids) for turn in turns)
+    assert all(chunk.usage is None for chunk in found[:-1])
+
+
+def test_an_error_has_the_shape_of_the_api() -> None:
+    error = RequestError(400, "Too long.", "context_length_exceeded", "messages")
+    assert error_body(error) == {
+        "error": {
+            "message": "Too long.",
+            "type": "invalid_request_error",
+            "param": "messages",
+            "code": "context_length_exceeded",
+        }
+    }
+    assert error_body(RequestError(429, "Later."))["error"]["type"] == "rate_limit_error"
+
+
+def test_models_are_listed_as_the_api_lists_them() -> None:
+    assert [Model.model_validate(one).id for one in models("gsm8k-1")["data"]] == ["gsm8k-1"]
+
+
+def test_an_empty_thought_and_no_calls_leave_no_field(chat: Chat) -> None:
+    message = whole(asking(), [Turn(Message("assistant", "x"), Completion((), (), "stop", 0.0))], PROMPT, "r", 1, chat)
+    assert set(message["choices"][0]["message"]) == {"role", "content", "refusal"}

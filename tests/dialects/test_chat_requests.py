@@ -1,0 +1,165 @@
+"""chat_requests: what a client's request asks for; whatever is wrong with it is told in the API's shape."""
+
+import json
+from typing import Any
+
+import pytest
+
+from agentrl.workflow.dialects import Ask, RequestError
+from agentrl.workflow.dialects.chat_completions import error_body, read
+from agentrl.workflow.trajectory import Message, ToolCall
+
+HELLO = {"role": "user", "content": "Hello"}
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+
+FIRST = "messages[0].tool_calls[0].function"
+
+
+def asked(**fields: Any) -> Ask:
+    return read(json.dumps({"model": "m", "messages": [HELLO]} | fields).encode())
+
+
+def refused(**fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        asked(**fields)
+    assert caught.value.status == 400
+    assert len(str(caught.value)) < 500
+    json.dumps(error_body(caught.value), ensure_ascii=False).encode()
+    return caught.value
+
+
+def call(name: str, arguments: str, of: str) -> dict[str, Any]:
+    return {"id": of, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_a_plain_request_asks_for_one_turn() -> None:
+    assert asked() == Ask((Message("user", "Hello"),), "m")
+
+
+def test_every_field_that_is_honoured_is_read() -> None:
+    found = asked(
+        tools=[ADD], tool_choice="auto", parallel_tool_calls=True, n=3, stop="END", max_tokens=9, max_completion_tokens=7,
+        temperature=0.3, top_p=0.9, top_k=5, min_p=0.1, seed=4, logprobs=True, top_logprobs=2, return_token_ids=True,
+        stream=True, stream_options={"include_usage": True}, chat_template_kwargs={"enable_thinking": False},
+        response_format={"type": "text"}, user="me", metadata={"a": "b"}, reasoning_effort="low", presence_penalty=0,
+    )  # fmt: skip
+    assert found == Ask(
+        (Message("user", "Hello"),), "m", (ADD,), {"enable_thinking": False}, 7, ("END",), 3,
+        {"temperature": 0.3, "top_p": 0.9, "min_p": 0.1, "top_k": 5, "seed": 4}, True, True, True, 2, True,
+    )  # fmt: skip
+
+
+def test_null_means_not_given() -> None:
+    nulls = dict.fromkeys(("tools", "n", "stop", "max_tokens", "temperature", "stream", "logit_bias", "seed", "unheard_of"))
+    assert asked(**nulls) == asked()
+
+
+def test_a_conversation_with_calls_and_their_results_is_read_in_the_order_of_the_calls() -> None:
+    said = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+        HELLO,
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "two at once",
+            "refusal": None,
+            "annotations": [],
+            "tool_calls": [call("add", '{"a": 1}', "x"), call("look", "", "y")],
+        },
+        {"role": "tool", "tool_call_id": "y", "content": "seen"},
+        {"role": "tool", "tool_call_id": "x", "content": "2"},
+        HELLO,
+    ]
+    calls = (ToolCall("add", {"a": 1}), ToolCall("look", {}))
+    assert asked(messages=said).messages == (
+        Message("system", "Be brief."),
+        Message("user", "Hello"),
+        Message("assistant", "", "two at once", calls),
+        Message("tool", "2", name="add"),
+        Message("tool", "seen", name="look"),
+        Message("user", "Hello"),
+    )
+
+
+def test_reasoning_is_read_under_both_names() -> None:
+    for name in ("reasoning", "reasoning_content"):
+        said = [HELLO, {"role": "assistant", "content": "Hi", name: "polite"}, HELLO]
+        assert asked(messages=said).messages[1] == Message("assistant", "Hi", "polite")
+
+
+def test_tools_that_must_not_be_called_are_not_offered() -> None:
+    assert asked(tools=[ADD], tool_choice="none").tools == ()
+
+
+def test_a_schema_keeps_all_but_what_only_a_constrained_sampler_could_do() -> None:
+    strict = {"type": "function", "function": ADD["function"] | {"strict": True}}
+    assert asked(tools=[strict]).tools == (ADD,)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [HELLO, {"role": "tool", "content": "4", "tool_call_id": "none"}]}, "messages[1].tool_call_id"),
+        ({"messages": [{"role": "function", "name": "f", "content": "4"}]}, "messages[0].role"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("f", "[1]", "x")]}]}, f"{FIRST}.arguments"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("f", '{"a":', "x")]}]}, f"{FIRST}.arguments"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("", "{}", "x")]}]}, f"{FIRST}.name"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+        ({"messages": [HELLO] * 10_001}, "messages"),
+        ({"n": 0}, "n"), ({"n": 17}, "n"), ({"n": True}, "n"), ({"n": 1.5}, "n"), ({"n": "1"}, "n"),
+        ({"temperature": 3}, "temperature"), ({"temperature": "hot"}, "temperature"), ({"top_p": -1}, "top_p"),
+        ({"seed": 2**63}, "seed"), ({"seed": 10**400}, "seed"), ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": [""]}, "stop"), ({"stop": ["x"] * 17}, "stop"), ({"stop": "x" * 257}, "stop"), ({"stop": 4}, "stop"),
+        ({"tools": {}}, "tools"), ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 4}}]}, "tools[0].function.parameters"),
+        ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"presence_penalty": 1}, "presence_penalty"), ({"logit_bias": {"50256": -100}}, "logit_bias"),
+        ({"top_logprobs": 3}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"), ({"stream": "yes"}, "stream"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"), ({"model": 4}, "model"), ({"model": "m" * 300}, "model"),
+    ],
+)  # fmt: skip
+def test_a_field_that_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
+    error = refused(**fields)
+    assert error.param == param
+    assert param in str(error)
+
+
+def test_an_unknown_field_is_refused_as_the_api_does() -> None:
+    assert str(refused(temprature=1)) == "Unrecognized request argument supplied: temprature"
+    assert len(str(refused(**{"x" * 10_000: 1}))) < 300
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"[]", b"4", b"null", b'"x"', b"\xff\xfe\xff", b"{}", b'{"messages": NaN}'),
+        b'{"seed": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+        b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+        b'{"messages": ' + b"[" * 70 + b"]" * 70 + b"}",
+    ],
+)
+def test_a_body_that_is_no_request_gets_one_sentence(body: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(body)
+    assert (caught.value.status, len(str(caught.value)) < 300) == (400, True)
+
+
+def test_ten_thousand_messages_are_read() -> None:
+    assert len(asked(messages=[HELLO] * 10_000).messages) == 10_000
+
+
+def test_text_that_no_database_holds_reads_the_same_each_time() -> None:
+    assert asked(messages=[{"role": "user", "content": "a\0b"}]).messages[0].content == "a\ufffdb"

@@ -1,0 +1,125 @@
+"""A turn's text in pieces of thought and content while it is sampled; together they are what the parser makes of all of it.
+
+Text that may yet turn out to be part of a tool call, of a thought's tag or of white space that the parser strips is held back.
+From the place where calls may begin nothing more is told until the turn is over: then what is left, and the calls.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from re import IGNORECASE
+from typing import Literal
+
+import regex
+
+from agentrl.workflow.chat.parsing import END_THINK, THINK
+from agentrl.workflow.tool_formats import ToolFormat
+from agentrl.workflow.trajectory import Message
+
+RESCAN = 1.25
+"""Text that is held back as the beginning of a call is looked at again once it has grown by so much: in all, linear time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of the thought or of the content."""
+
+    kind: Literal["thought", "content"]
+    text: str
+
+
+class TurnStream:
+    """Takes a turn's text as it comes.
+
+    Args:
+        tool_format: how its calls are written.
+        thinking: whether the prompt left a thought open, which the turn goes on with.
+    """
+
+    def __init__(self, tool_format: ToolFormat, thinking: bool = False) -> None:
+        self._begins = _with_partial_matches(tool_format.begins.pattern, tool_format.begins.flags)
+        self._state: Literal["tag", "start", "thought", "content", "over"] = "tag" if thinking else "start"
+        self._waiting = ""
+        self._before = ""  # a letter of the content that was told: patterns for the turn's beginning match nowhere else
+        self._look_at = 0.0
+        self._thought, self._content = _Stripped(), _Stripped()
+
+    def take(self, text: str) -> Iterator[Piece]:
+        """The pieces that this text completes."""
+        self._waiting += text.replace("\0", "\ufffd")
+        if self._state in ("tag", "start"):
+            self._begin()
+        if self._state == "thought":
+            yield from _pieces("thought", self._thought.take(self._take_thought()))
+        if self._state == "content":
+            yield from _pieces("content", self._content.take(self._take_content()))
+
+    def rest(self, message: Message) -> Iterator[Piece]:
+        """What is left of the turn, which the parser read as this message."""
+        self._state = "over"
+        yield from _pieces("thought", message.thought[self._thought.told :])
+        yield from _pieces("content", message.content[self._content.told :])
+
+    def _begin(self) -> None:
+        """Decides whether the turn begins with a thought; a model may write the tag again that its prompt ended with."""
+        text = self._waiting.lstrip()
+        if text.startswith(THINK):
+            self._state, self._waiting = "thought", text.removeprefix(THINK)
+        elif not THINK.startswith(text):
+            self._state = "thought" if self._state == "tag" else "content"
+
+    def _take_thought(self) -> str:
+        """What belongs to the thought for good."""
+        thought, tag, after = self._waiting.partition(END_THINK)
+        if tag:
+            self._state, self._waiting = "content", after
+            return thought
+        kept = _overlap(thought, END_THINK)
+        self._waiting = thought[len(thought) - kept :]
+        return thought[: len(thought) - kept]
+
+    def _take_content(self) -> str:
+        """What belongs to the content for good."""
+        if len(self._waiting) < self._look_at:
+            return ""
+        before = len(self._before)
+        found = self._begins.search(self._before + self._waiting, before, partial=True)
+        end = len(self._waiting) if found is None else found.start() - before
+        if found is not None and not found.partial:
+            self._state = "over"
+        sure, self._waiting = self._waiting[:end], self._waiting[end:]
+        self._before = self._before or sure[:1]
+        self._look_at = len(self._waiting) * RESCAN
+        return sure
+
+
+class _Stripped:
+    """A text without the white space around it, as far as it has come; `told` letters of it."""
+
+    def __init__(self) -> None:
+        self.told = 0
+        self._space = ""
+
+    def take(self, text: str) -> str:
+        """What can be told now: white space waits for a letter behind it."""
+        text = self._space + text
+        text = text if self.told else text.lstrip()
+        sure = text.rstrip()
+        self._space = text[len(sure) :]
+        self.told += len(sure)
+        return sure
+
+
+def _pieces(kind: Literal["thought", "content"], text: str) -> Iterator[Piece]:
+    if text:
+        yield Piece(kind, text)
+
+
+def _overlap(text: str, tag: str) -> int:
+    """How many letters at the end of the text may be the beginning of the tag."""
+    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-size:])), 0)
+
+
+@cache
+def _with_partial_matches(pattern: str, flags: int) -> "regex.Pattern[str]":
+    return regex.compile(pattern, regex.IGNORECASE if flags & IGNORECASE else 0)

@@ -1,0 +1,172 @@
+"""`/v1/chat/completions`: requests read, turns answered whole or as a stream, errors in the API's shape.
+
+A reply is made of its turn, its request's id and time alone: the same turn answers a second asking byte for byte. The stream
+of a turn gives its thought and its content as they are sampled, its calls whole once it is over; several choices one after the
+other. Token ids have vLLM's names: `prompt_token_ids` at the root (in a stream's first chunk), `token_ids` in a choice.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from agentrl.workflow.chat.turn_stream import Piece, TurnStream
+from agentrl.workflow.dialects import Ask, RequestError, Turn
+from agentrl.workflow.dialects.chat_requests import read
+from agentrl.workflow.inference.streaming import Letters
+from agentrl.workflow.trajectory import Message
+
+if TYPE_CHECKING:
+    from agentrl.workflow.chat.rendering import Chat
+
+__all__ = ["Events", "error_body", "models", "read", "whole"]
+
+Fields = Mapping[str, Any]
+NOTHING: Fields = MappingProxyType({})
+DONE = b"data: [DONE]\n\n"
+KINDS = {"thought": ("reasoning", "reasoning_content"), "content": ("content",)}
+"""Part of a turn -> the fields that it is given in: of the two names for thoughts a client may read either."""
+
+
+def whole(
+    ask: Ask, turns: Sequence[Turn], prompt_ids: Sequence[int], request_id: str, created: int, chat: "Chat"
+) -> dict[str, Any]:
+    """The reply with all of its turns: a `ChatCompletion`."""
+    choices = [_choice(ask, turn, number, request_id, chat) for number, turn in enumerate(turns)]
+    reply = _head("chat.completion", ask, request_id, created) | {"choices": choices, "usage": _usage(prompt_ids, turns)}
+    return reply | ({"prompt_token_ids": list(prompt_ids)} if ask.token_ids else {})
+
+
+def models(names: Sequence[str] | str, created: int = 0) -> dict[str, Any]:
+    """The reply to `/v1/models`."""
+    listed = [names] if isinstance(names, str) else names
+    data = [{"id": name, "object": "model", "created": created, "owned_by": "agentrl"} for name in listed]
+    return {"object": "list", "data": data}
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """The reply to a request that cannot be done."""
+    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code or None}}
+
+
+class Events:
+    """The events of a streamed reply, in order: `begin`, then for each choice `token` by token and its `end`, then `close`.
+
+    Args:
+        ask: the request.
+        prompt_ids: all tokens before the turns.
+        request_id, created: as of the whole reply.
+    """
+
+    def __init__(self, ask: Ask, prompt_ids: Sequence[int], request_id: str, created: int, chat: "Chat") -> None:
+        self._ask, self._prompt_ids, self._request_id, self._chat = ask, prompt_ids, request_id, chat
+        self._head = _head("chat.completion.chunk", ask, request_id, created)
+        self._thinking = chat.leaves_thought_open(prompt_ids)
+        self._choices: dict[int, tuple[Letters, TurnStream]] = {}
+
+    def begin(self) -> bytes:
+        """The first event of each choice, which says whose turn it is."""
+        ids: dict[str, Any] = {"prompt_token_ids": list(self._prompt_ids)} if self._ask.token_ids else {}
+        role = {"role": "assistant", "content": ""}
+        return b"".join(self._event(number, role, root=ids if number == 0 else {}) for number in range(self._ask.count))
+
+    def token(self, choice: int, token: int) -> bytes:
+        """The events of the next token of a choice; none while it may yet belong to something else."""
+        letters, stream = self._stream(choice)
+        events = [self._event(choice, _delta(piece)) for piece in stream.take(letters.take(token))]
+        if self._ask.token_ids:
+            events.append(self._event(choice, {}, {"token_ids": [token]}))
+        return b"".join(events)
+
+    def end(self, choice: int, turn: Turn) -> bytes:
+        """The events of what is left of a choice: the rest of its text, its calls, why it ended."""
+        letters, stream = self._stream(choice)
+        pieces = [*stream.take(letters.rest()), *stream.rest(turn.message)]
+        events = [self._event(choice, _delta(piece)) for piece in pieces]
+        for number, call in enumerate(_calls(turn.message, self._request_id, choice)):
+            events.append(self._event(choice, {"tool_calls": [{"index": number, **call}]}))
+        if self._ask.logprobs:
+            events.append(self._event(choice, {}, {"logprobs": _logprobs(self._ask, turn, self._chat)}))
+        events.append(self._event(choice, {}, {"finish_reason": _finish_reason(turn)}))
+        return b"".join(events)
+
+    def close(self, turns: Sequence[Turn]) -> bytes:
+        """The last events."""
+        if not self._ask.include_usage:
+            return DONE
+        return _spelled(self._head | {"choices": [], "usage": _usage(self._prompt_ids, turns)}) + DONE
+
+    def _stream(self, choice: int) -> tuple[Letters, TurnStream]:
+        if choice not in self._choices:
+            self._choices[choice] = Letters(self._chat), TurnStream(self._chat.manner.tool_format, self._thinking)
+        return self._choices[choice]
+
+    def _event(self, choice: int, delta: Mapping[str, Any], more: Fields = NOTHING, root: Fields = NOTHING) -> bytes:
+        said = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        usage = {"usage": None} if self._ask.include_usage else {}
+        return _spelled({**self._head, "choices": [said], **usage, **root})
+
+
+def error_event(error: RequestError) -> bytes:
+    """The event that ends a stream which cannot go on."""
+    return _spelled(error_body(error))
+
+
+def _spelled(event: Mapping[str, Any]) -> bytes:
+    return b"data: %b\n\n" % json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def _head(kind: str, ask: Ask, request_id: str, created: int) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{request_id}", "object": kind, "created": created, "model": ask.model}
+
+
+def _choice(ask: Ask, turn: Turn, number: int, request_id: str, chat: "Chat") -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": turn.message.content, "refusal": None}
+    calls = list(_calls(turn.message, request_id, number))
+    if calls:
+        message |= {"content": turn.message.content or None, "tool_calls": calls}
+    if turn.message.thought:
+        message |= dict.fromkeys(KINDS["thought"], turn.message.thought)
+    choice = {"index": number, "message": message, "finish_reason": _finish_reason(turn)}
+    choice |= {"logprobs": _logprobs(ask, turn, chat) if ask.logprobs else None}
+    return choice | ({"token_ids": list(turn.completion.token_ids)} if ask.token_ids else {})
+
+
+def _delta(piece: Piece) -> dict[str, str]:
+    return dict.fromkeys(KINDS[piece.kind], piece.text)
+
+
+def _calls(message: Message, request_id: str, choice: int) -> Iterator[dict[str, Any]]:
+    """The calls that could be read; the text of others is in the content, where it comes back with the history."""
+    for number, call in enumerate(call for call in message.tool_calls if call.error is None):
+        name = hashlib.sha256(f"{request_id}/{choice}/{number}".encode()).hexdigest()[:24]
+        function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+        yield {"id": f"call_{name}", "type": "function", "function": function}
+
+
+def _finish_reason(turn: Turn) -> str:
+    if turn.completion.finish_reason == "length":
+        return "length"
+    return "tool_calls" if any(call.error is None for call in turn.message.tool_calls) else "stop"
+
+
+def _usage(prompt_ids: Sequence[int], turns: Sequence[Turn]) -> dict[str, int]:
+    sampled = sum(len(turn.completion.token_ids) for turn in turns)
+    return {"prompt_tokens": len(prompt_ids), "completion_tokens": sampled, "total_tokens": len(prompt_ids) + sampled}
+
+
+def _logprobs(ask: Ask, turn: Turn, chat: "Chat") -> dict[str, Any]:
+    """Natural-log probabilities in the whole vocabulary, at the sampling temperature."""
+    done = turn.completion
+    others = turn.top or ((),) * len(done.token_ids)
+    said = [
+        _logprob(token, logprob, chat) | {"top_logprobs": [_logprob(*one, chat) for one in top[: ask.top_logprobs]]}
+        for token, logprob, top in zip(done.token_ids, done.logprobs, others, strict=True)
+    ]
+    return {"content": said, "refusal": None}
+
+
+def _logprob(token: int, logprob: float, chat: "Chat") -> dict[str, Any]:
+    spelled = chat.bytes_of(token)
+    return {"token": chat.decode([token]), "logprob": logprob, "bytes": None if spelled is None else list(spelled)}

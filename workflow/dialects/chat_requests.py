@@ -1,0 +1,225 @@
+"""A request of `/v1/chat/completions`, read.
+
+Fields that change nothing here are taken. Fields that would change the turn are honoured, or refused in the API's own shape:
+nothing is swallowed. What a reply gives (`reasoning`, calls, ids) is understood when it comes back with the history.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from agentrl.workflow.call_json import decode_json
+from agentrl.workflow.dialects import Ask
+from agentrl.workflow.dialects.fields import Fields, clean_tree, load_object
+from agentrl.workflow.tool_formats import Schema
+from agentrl.workflow.trajectory import Message, ToolCall
+
+MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_PARTS = 10_000, 512, 1000, 10_000
+MAX_CHOICES, MAX_STOPS, MAX_STOP, MAX_NAME = 16, 16, 256, 256
+MAX_TOP_LOGPROBS = 20
+MAX_COUNT = 2**31 - 1
+
+HONOURED = (
+    *("messages", "model", "tools", "tool_choice", "parallel_tool_calls", "n", "stop", "max_tokens", "max_completion_tokens"),
+    *("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "top_logprobs", "return_token_ids", "stream"),
+    *("stream_options", "chat_template_kwargs", "response_format"),
+)
+NEUTRAL = {
+    **{"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "length_penalty": 1, "min_tokens": 0},
+    **{"logit_bias": {}, "modalities": ["text"], "functions": [], "echo": False, "ignore_eos": False, "use_beam_search": False},
+    **{"add_generation_prompt": True, "continue_final_message": False, "include_stop_str_in_output": False, "best_of": 1},
+}
+"""Fields that would change the turn -> the value with which they do not."""
+IGNORED = (
+    *("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+    *("reasoning_effort", "verbosity", "request_id", "priority", "function_call", "prediction", "include_reasoning"),
+)
+"""Fields that change no token here."""
+SAMPLING = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def read(body: bytes) -> Ask:
+    """What the request asks for.
+
+    Raises:
+        RequestError: 400, naming the field.
+    """
+    fields = Fields(load_object(body))
+    fields.refuse_others((*HONOURED, *NEUTRAL, *IGNORED))
+    _check_neutral(fields)
+    count = fields.integer("n", 1, MAX_CHOICES) or 1
+    stream = fields.flag("stream")
+    logprobs, top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
+    if top and not logprobs:
+        raise fields.error("top_logprobs", "it needs logprobs: true")
+    return Ask(
+        messages=_messages(fields),
+        model=fields.text("model", MAX_NAME),
+        tools=_tools(fields),
+        template_options=clean_tree(fields, "chat_template_kwargs", fields.object("chat_template_kwargs").values),
+        max_tokens=_most_tokens(fields),
+        stop=fields.texts("stop", MAX_STOPS, MAX_STOP) if fields.values.get("stop") not in (None, [], "") else (),
+        count=count,
+        asked=_sampling(fields),
+        stream=stream,
+        include_usage=_includes_usage(fields, stream),
+        logprobs=logprobs,
+        top_logprobs=top,
+        token_ids=fields.flag("return_token_ids"),
+    )
+
+
+def _check_neutral(fields: Fields) -> None:
+    for name, neutral in NEUTRAL.items():
+        value = fields.values.get(name)
+        if value is not None and value != neutral:
+            raise fields.error(name, "this model's sampling does not know it; leave it out", "unsupported_parameter")
+    kind = fields.object("response_format").text("type", MAX_NAME)
+    if kind not in ("", "text"):
+        raise fields.error("response_format", "only {'type': 'text'} is known here", "unsupported_value")
+    if fields.values.get("parallel_tool_calls") not in (None, True):
+        raise fields.error("parallel_tool_calls", "the number of calls cannot be held down; leave it out", "unsupported_value")
+
+
+def _sampling(fields: Fields) -> dict[str, Any]:
+    found: dict[str, Any] = {name: fields.number(name, *bounds) for name, bounds in SAMPLING.items()}
+    found |= {"top_k": fields.integer("top_k", -1, MAX_COUNT), "seed": fields.integer("seed", -(2**63), 2**63 - 1)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _most_tokens(fields: Fields) -> int | None:
+    given = [fields.integer(name, 1, MAX_COUNT) for name in ("max_tokens", "max_completion_tokens")]
+    return min((value for value in given if value is not None), default=None)
+
+
+def _includes_usage(fields: Fields, stream: bool) -> bool:
+    if not fields.has("stream_options"):
+        return False
+    options = fields.object("stream_options")
+    if not stream:
+        raise fields.error("stream_options", "it needs stream: true")
+    options.refuse_others(("include_usage", "include_obfuscation", "continuous_usage_stats"))
+    if options.flag("continuous_usage_stats"):
+        raise options.error("continuous_usage_stats", "only include_usage is known here", "unsupported_value")
+    return options.flag("include_usage")
+
+
+# tools
+
+
+def _tools(fields: Fields) -> tuple[Schema, ...]:
+    """The tools that are offered, as chat templates take them."""
+    found = tuple(_tool(tool) for tool in fields.objects("tools", MAX_TOOLS))
+    choice = fields.values.get("tool_choice")
+    if choice == "none":
+        return ()
+    if choice not in (None, "auto"):
+        raise fields.error("tool_choice", "a call cannot be forced here: auto and none are known", "unsupported_value")
+    return found
+
+
+def _tool(tool: Fields) -> Schema:
+    if tool.text("type", MAX_NAME) != "function":
+        raise tool.error("type", "only tools of the type function are known here")
+    if not tool.has("function"):
+        raise tool.error("function", "it is missing")
+    function = tool.object("function")
+    if not function.text("name", MAX_NAME):
+        raise function.error("name", "it is missing")
+    function.text("description")
+    function.object("parameters")
+    # `strict` would bind what is sampled to the schema; what the policy writes is checked by whoever runs the call.
+    kept = {name: value for name, value in function.values.items() if name != "strict" and value is not None}
+    return {"type": "function", "function": clean_tree(tool, "function", kept)}
+
+
+# messages
+
+
+def _messages(fields: Fields) -> tuple[Message, ...]:
+    if not fields.values.get("messages"):
+        raise fields.error("messages", "at least one message is needed")
+    found: list[Message] = []
+    results: dict[int, Message] = {}
+    calls: dict[str, tuple[int, str]] = {}
+    for message in fields.objects("messages", MAX_MESSAGES):
+        role = message.text("role", MAX_NAME)
+        if role not in ROLES:
+            raise message.error("role", f"it must be one of {', '.join(ROLES)}")
+        if role == "tool":
+            place, result = _result(message, calls, len(results))
+            results[place] = result
+            continue
+        found += _in_order(results)
+        results = {}
+        if role == "assistant":
+            made, ids = _turn(message)
+            found.append(made)
+            calls |= {name: (number, call.name) for number, (name, call) in enumerate(zip(ids, made.tool_calls, strict=True))}
+        else:
+            found.append(Message("user" if role == "user" else "system", _content(message)))
+    return (*found, *_in_order(results))
+
+
+def _in_order(results: Mapping[int, Message]) -> list[Message]:
+    """Results in the order of their calls: the order in which they came says nothing."""
+    return [results[place] for place in sorted(results)]
+
+
+def _result(message: Fields, calls: Mapping[str, tuple[int, str]], answered: int) -> tuple[int, Message]:
+    """(the number of its call, the result of a tool)."""
+    name = message.text("tool_call_id", MAX_NAME)
+    if name not in calls:
+        raise message.error("tool_call_id", "no call of an assistant's message before it has this id")
+    number, tool = calls[name]
+    return number * MAX_MESSAGES + answered, Message("tool", _content(message), name=tool)
+
+
+def _turn(message: Fields) -> tuple[Message, list[str]]:
+    """An assistant's turn, and the ids of its calls."""
+    if message.has("function_call") or message.has("audio"):
+        raise message.error("function_call" if message.has("function_call") else "audio", "it is not known here")
+    thought = message.text("reasoning") or message.text("reasoning_content")
+    content = _content(message) if message.has("content") else message.text("refusal")
+    ids, calls = [], []
+    for call in message.objects("tool_calls", MAX_CALLS):
+        if call.text("type", MAX_NAME) not in ("", "function"):
+            raise call.error("type", "only calls of functions are known here")
+        function = call.object("function")
+        name = function.text("name", MAX_NAME)
+        if not name:
+            raise function.error("name", "it is missing")
+        ids.append(call.text("id", MAX_NAME))
+        calls.append(ToolCall(name, _arguments(function)))
+    return Message("assistant", content.strip(), thought.strip(), tuple(calls)), ids
+
+
+def _arguments(function: Fields) -> Mapping[str, Any]:
+    text = function.text("arguments")
+    if not text.strip():
+        return {}
+    try:
+        value, why = decode_json(text)
+    except ValueError as error:
+        raise function.error("arguments", f"they must be the text of a JSON object: {str(error)[:200]}") from error
+    if why or not isinstance(value, dict):
+        raise function.error("arguments", f"they must be the text of a JSON object{f': {why}' if why else ''}")
+    return dict(clean_tree(function, "arguments", value))
+
+
+def _content(message: Fields) -> str:
+    """The text of a message, whole or in parts."""
+    content = message.values.get("content")
+    if isinstance(content, list):
+        return "".join(_parts(message))
+    if content is None:
+        raise message.error("content", "it is missing")
+    return message.text("content")
+
+
+def _parts(message: Fields) -> Iterator[str]:
+    for part in message.objects("content", MAX_PARTS):
+        kind = part.text("type", MAX_NAME)
+        if kind not in ("text", "refusal"):
+            raise part.error("type", f"{kind[:40]!r} is not known here: the policy reads text alone", "unsupported_value")
+        yield part.text("text" if kind == "text" else "refusal")

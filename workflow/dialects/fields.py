@@ -1,0 +1,178 @@
+"""The fields of a client's JSON, read one by one: each is checked, and an error names it as the client would.
+
+Nothing here trusts a value: its size is bounded before it is compared or kept, and a null counts as a field that is not there.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.workflow.call_json import MAX_DIGITS, nesting, parse_digits
+from agentrl.workflow.dialects import RequestError
+
+MAX_NESTING = 64
+SHOWN = 100
+"""The most characters of a client's own words in an error."""
+
+
+def load_object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body.
+
+    Raises:
+        RequestError: it is none, or nests too deep, or holds numbers that JSON does not know.
+    """
+    try:
+        found = json.loads(body, parse_int=parse_digits, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise _too_deep() from error
+    except ValueError as error:  # also of a body that is not UTF-8
+        said = str(error).partition("\n")[0][:SHOWN]
+        raise RequestError(400, f"The body is no valid JSON: {said}.") from error
+    if nesting(found) > MAX_NESTING:
+        raise _too_deep()
+    if not isinstance(found, dict):
+        raise RequestError(400, f"The body must be a JSON object, not {_kind(found)}.")
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def _too_deep() -> RequestError:
+    return RequestError(400, f"The body nests more than {MAX_NESTING} objects and arrays within each other.")
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """A JSON object of a request, and where it stands in it (`messages[3].`)."""
+
+    values: Mapping[str, Any]
+    at: str = ""
+
+    def error(self, name: str, said: str, code: str = "") -> RequestError:
+        """The error of a field."""
+        where = f"{self.at}{name}"
+        return RequestError(400, f"{where}: {said}.", code, where)
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there, and not null."""
+        return self.values.get(name) is not None
+
+    def text(self, name: str, most: int | None = None) -> str:
+        """A text; empty where there is none."""
+        value = self.values.get(name)
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            raise self._type_error(name, "a text", value)
+        if most is not None and len(value) > most:
+            raise self.error(name, f"it has {len(value)} characters, at most {most} are taken")
+        return self._clean(name, value)
+
+    def flag(self, name: str) -> bool:
+        """True or false; false where it is not there."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self._type_error(name, "true or false", value)
+        return bool(value)
+
+    def integer(self, name: str, least: int, most: int) -> int | None:
+        """A whole number within bounds."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._type_error(name, "a whole number", value)
+        if not least <= value <= most:
+            raise self.error(name, f"it must be between {least} and {most}")
+        return value
+
+    def number(self, name: str, least: float, most: float) -> float | int | None:
+        """A number within bounds."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._type_error(name, "a number", value)
+        if not (least <= value <= most and math.isfinite(value)):
+            raise self.error(name, f"it must be between {least:g} and {most:g}")
+        return value
+
+    def object(self, name: str) -> "Fields":
+        """An object; an empty one where there is none."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self._type_error(name, "an object", value)
+        return Fields(value or {}, f"{self.at}{name}.")
+
+    def array(self, name: str, most: int) -> list[Any]:
+        """An array; an empty one where there is none."""
+        value = self.values.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise self._type_error(name, "an array", value)
+        if len(value) > most:
+            raise self.error(name, f"it has {len(value)} entries, at most {most} are taken")
+        return value
+
+    def objects(self, name: str, most: int) -> Iterator["Fields"]:
+        """The objects of an array."""
+        for number, value in enumerate(self.array(name, most)):
+            if not isinstance(value, dict):
+                raise self._type_error(f"{name}[{number}]", "an object", value)
+            yield Fields(value, f"{self.at}{name}[{number}].")
+
+    def texts(self, name: str, most: int, longest: int) -> tuple[str, ...]:
+        """A text or several, none of them empty."""
+        value = self.values.get(name)
+        listed = Fields({name: [value] if isinstance(value, str) else value}, self.at).array(name, most)
+        found = [Fields({name: one}, self.at).text(name, longest) for one in listed]
+        if not all(found):
+            raise self.error(name, "it holds an empty text, or none at all")
+        return tuple(found)
+
+    def refuse_others(self, known: Iterable[str]) -> None:
+        """Refuses fields that are not among the known ones, as the API does."""
+        for name in self.values.keys() - set(known):
+            if self.values[name] is not None:
+                raise RequestError(400, f"Unrecognized request argument supplied: {self.at}{_shown(name)}")
+
+    def _type_error(self, name: str, wanted: str, value: Any) -> RequestError:
+        return self.error(name, f"it must be {wanted}, not {_kind(value)}")
+
+    def _clean(self, name: str, value: str) -> str:
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise self.error(name, "it holds half of a surrogate pair, which is no character") from error
+        return value.replace("\0", "\ufffd")  # no database holds it; it must read the same when it comes again
+
+
+def clean_tree(fields: Fields, name: str, value: Any) -> Any:
+    """A JSON value whose texts every database and tokenizer can hold."""
+    if isinstance(value, str):
+        return fields._clean(name, value)
+    if isinstance(value, dict):
+        return {fields._clean(name, key): clean_tree(fields, name, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [clean_tree(fields, name, item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise fields.error(name, "it holds a number beyond all bounds")
+    if isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
+        raise fields.error(name, "it holds a number of too many digits")
+    return value
+
+
+def _shown(name: str) -> str:
+    return name[:SHOWN].encode("utf-8", "replace").decode()
+
+
+def _kind(value: Any) -> str:
+    kinds = {bool: "true or false", str: "a text", dict: "an object", list: "an array", type(None): "null"}
+    return kinds.get(type(value), "a number")
