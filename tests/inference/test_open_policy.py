@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from agentrl.workflow.chat.letters import Letters
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, ModelError
 from agentrl.workflow.inference.open_policy import OpenPolicy, open_policy
-from agentrl.workflow.inference.streaming import Letters
 from agentrl.workflow.models.critic import make_critic, save_critic
 from agentrl.workflow.models.logprobs import token_scores
 from agentrl.workflow.models.policy import Policy

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from agentrl.workflow.chat.letters import Letters
 from agentrl.workflow.chat.turn_stream import Piece, TurnStream
 from agentrl.workflow.dialects import Ask, RequestError, Turn
 from agentrl.workflow.dialects.chat_requests import read
-from agentrl.workflow.inference.streaming import Letters
 from agentrl.workflow.trajectory import Message
 
 if TYPE_CHECKING:
