@@ -1,5 +1,7 @@
 """RunConfig: the config of a run, frozen; unknown keys are refused. `resolve` makes it from files, flags and variables."""
 
+import re
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -53,7 +55,8 @@ class Section(BaseModel):
     @classmethod
     def _no_truth_for_a_number(cls, value: Any, field: ValidationInfo) -> Any:
         assert field.field_name is not None
-        if isinstance(value, bool) and cls.model_fields[field.field_name].annotation is not bool:
+        wanted = cls.model_fields[field.field_name].annotation
+        if isinstance(value, bool) and bool not in (wanted, *get_args(wanted)):
             raise ValueError("true and false are neither number nor text")
         return value
 
@@ -276,6 +279,68 @@ class EvalConfig(Section):
         return self
 
 
+PROGRAM = "cmd:"
+"""What an agent that is a program begins with."""
+
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+class AgentConfig(Section):
+    """The agent that decides the turns of an episode in place of the built-in loop, and what it may use up."""
+
+    name: str = Field(
+        max_length=4096, description="Your agent: package.module:function, or cmd:PROGRAM ARGUMENTS [the built-in loop]"
+    )
+    sandbox: bool | None = Field(None, description="Run it in the sandbox; unset: a program, and no function")
+    network: Literal["endpoint", "all"] = Field("endpoint", description="What it reaches from the sandbox: endpoint, or all")
+    unsafe: bool = Field(False, description="Run a program without the sandbox, with the worker's rights")
+    timeout_seconds: float = Field(600.0, gt=0, le=86_400, description="Its time for an episode")
+    memory_mb: int = Field(2048, ge=64, le=MOST, description="Memory of its processes, in MB")
+    processes: int = Field(256, ge=1, le=65_536, description="Its processes at once")
+    output_bytes: int = Field(1_000_000, ge=1, le=1 << 30, description="What it may print; its tail is kept")
+    max_calls: int = Field(200, ge=1, le=100_000, description="Its calls of the model in an episode")
+    own_rewards: bool = Field(False, description="Rewards that it returns count too, with weight 1; else with weight 0")
+    show_reference: bool = Field(False, description="It may read the task's reference")
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The program and its arguments; () for a function."""
+        return tuple(shlex.split(self.name.removeprefix(PROGRAM))) if self.name.startswith(PROGRAM) else ()
+
+    @property
+    def sandboxed(self) -> bool:
+        """Whether it runs in the sandbox: a program unless it is told otherwise, a function only where it is asked for."""
+        return not self.unsafe and (bool(self.command) if self.sandbox is None else self.sandbox)
+
+    @field_validator("name")
+    @classmethod
+    def _leads_somewhere(cls, name: str) -> str:
+        if "\0" in name:
+            raise ValueError("an agent's name holds no character 0")
+        if name.startswith(PROGRAM):
+            try:
+                words = shlex.split(name.removeprefix(PROGRAM))
+            except ValueError as error:
+                raise ValueError(f"the command cannot be read ({error}): quote it as for a shell") from error
+            if not words or not words[0]:
+                raise ValueError("cmd: names no program: write cmd:PROGRAM ARGUMENTS")
+        elif not _FUNCTION.fullmatch(name):
+            raise ValueError("write package.module:function, or cmd:PROGRAM ARGUMENTS")
+        return name
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Self:
+        if self.unsafe and self.sandbox:
+            raise ValueError("sandbox and unsafe exclude each other")
+        if self.unsafe and not self.command:
+            raise ValueError("unsafe is for a program: a function runs without the sandbox already")
+        if self.sandbox is False and self.command:
+            raise ValueError("a program runs in the sandbox; unsafe: true runs it without")
+        if self.network != "endpoint" and not self.sandboxed:
+            raise ValueError("network does nothing without the sandbox: the agent reaches what its worker reaches")
+        return self
+
+
 class ServedTool(Section):
     """A tool that a server of the Model Context Protocol offered when the run was submitted: every episode reads the same."""
 
@@ -297,6 +362,7 @@ class RunConfig(Section):
     tools: Texts = Field((), description="More tools: a name, mcp:COMMAND")
     rewards: Weights = Field({}, description="Rewards beside the env's, or other weights")
     served_tools: tuple[ServedTool, ...] = Field((), description="What mcp:COMMAND of `tools` offers; unset: it is asked")
+    agent: AgentConfig | None = None
     output_dir: str | None = Field(None, description="Where checkpoints go [in AGENTRL_HOME]")
     hooks: Texts = Field((), description="Hook classes, package.module:ClassName")
     dataset: DatasetConfig = DatasetConfig()
@@ -326,6 +392,35 @@ class RunConfig(Section):
             return {**tree, "algorithm": {"convention": "trl", **algorithm}}
         return tree
 
+    @field_validator("agent", mode="before")
+    @classmethod
+    def _agent_by_its_name(cls, asked: Any) -> Any:
+        """A text is the agent's name; a section in which nothing is set, as `flat` gives it, is no agent."""
+        if isinstance(asked, str):
+            return {"name": asked}
+        if not isinstance(asked, Mapping) or asked.get("name") is not None:
+            return asked
+        for key, value in asked.items():
+            if key not in NO_AGENT:
+                raise ValueError(f"agent.{key} is no option")
+            if value != NO_AGENT[key]:
+                raise ValueError(f"agent.{key} does nothing without an agent: name one in agent.name")
+        return None
+
+    @model_validator(mode="after")
+    def _agent_decides(self) -> Self:
+        """What only the built-in loop reads."""
+        if self.agent is None:
+            return self
+        if self.tools or self.served_tools:
+            raise ValueError("tools are offered by the built-in loop: an agent brings its own")
+        defaults = RolloutConfig.model_fields
+        instead = {"max_steps": "agent.max_calls bounds it", "max_tool_calls": "it runs its calls itself"}
+        for name, said in instead.items():
+            if getattr(self.rollout, name) != defaults[name].default:
+                raise ValueError(f"rollout.{name} does nothing with an agent: {said}")
+        return self
+
     @model_validator(mode="after")
     def _importance_does_something(self) -> Self:
         named = self.algorithm.importance_level != "token" or self.algorithm.importance_beyond != "truncate"
@@ -340,14 +435,18 @@ class RunConfig(Section):
         return self
 
     def flat(self) -> dict[str, Any]:
-        """`{"rollout.group_size": 8, ...}`, in the order of the fields."""
-        return dict(flatten(self.model_dump(mode="json")))
+        """`{"rollout.group_size": 8, ...}`, in the order of the fields; without an agent its keys have their defaults."""
+        tree = self.model_dump(mode="json")
+        return dict(flatten(tree if self.agent else tree | {"agent": NO_AGENT}))
 
     @property
     def lean(self) -> bool:
         """Whether an update is to take less memory rather than less time: a quantised base, or layers computed again."""
         return self.model.load_in_4bit or self.model.load_in_8bit or self.update.gradient_checkpointing
 
+
+NO_AGENT: dict[str, Any] = {name: None if name == "name" else field.default for name, field in AgentConfig.model_fields.items()}
+"""The section `agent` where there is none."""
 
 WEIGHTS = ("rewards",)
 """The keys that hold names and weights, and no keys of ours."""
@@ -365,9 +464,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 KEYS = tuple(RunConfig().flat())
 """Every dotted key of the config."""
 
+_SECTIONS = {f"{name}.": type(getattr(RunConfig(), name)) for name in RunConfig.model_fields} | {"agent.": AgentConfig}
+
 DESCRIPTIONS = {
     prefix + name: field.description or ""
-    for prefix, section in [("", RunConfig), *((f"{n}.", type(getattr(RunConfig(), n))) for n in RunConfig.model_fields)]
+    for prefix, section in [("", RunConfig), *_SECTIONS.items()]
     if isinstance(section, type) and issubclass(section, Section)
     for name, field in section.model_fields.items()
     if prefix + name in KEYS

@@ -3,7 +3,7 @@
 A part is found when it is first asked for, and kept: a tools worker need not have the run's engine. None of them loads torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -43,8 +43,14 @@ class Experiment:
 
     @cached_property
     def tools(self) -> Mapping[str, Tool]:
-        """The tools that the model may call, by the name that it writes."""
-        return offered_tools(self.env, self.config)
+        """The tools that the model may call, by the name that it writes; none where an agent brings its own."""
+        return {} if self.config.agent is not None else offered_tools(self.env, self.config)
+
+    @cached_property
+    def agent(self) -> Callable[..., Any] | None:
+        """The function that is the run's agent; None if that is a program or the built-in loop."""
+        asked = self.config.agent
+        return None if asked is None or asked.command else find("agents", asked.name)
 
     @cached_property
     def weights(self) -> Mapping[str, float]:

@@ -21,6 +21,8 @@ MISSPELT = 0.85
 LARGEST_FILE = 1 << 20
 """The most bytes of a config file."""
 MOST_DIGITS = 100
+SHORT = {"agent": "agent.name"}
+"""A section that is given as one text -> the key that the text is."""
 INSTEAD = {"epochs": "iterations", "iterations": "epochs"}
 """Keys that say the same in two ways: one that is given takes the place of the other where that was given less directly."""
 
@@ -48,6 +50,7 @@ def resolve(
         ("flag", {key: value for key, value in (flags or {}).items() if value is not None}),
         ("flag", dict(_parse_assignment(text) for text in assignments)),
     ]
+    layers = [(origin, {SHORT.get(key, key): value for key, value in layer.items()}) for origin, layer in layers]
     values: dict[str, Any] = {}
     origins = dict.fromkeys(KEYS, "default")
     for origin, layer in layers:
@@ -93,7 +96,7 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
     Raises:
         ConfigError: a text is not an assignment, or its key is unknown.
     """
-    found = dict(_parse_assignment(text) for text in texts)
+    found = {SHORT.get(key, key): value for key, value in map(_parse_assignment, texts)}
     for key in found:
         if key not in KEYS:
             raise ConfigError(f"Unknown option {key!r:.100}.", _suggest(key))
