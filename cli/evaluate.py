@@ -3,11 +3,13 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from agentrl.cli.output import Json, cell, format_interval, one_line, say, show, show_json
+from agentrl.cli.submit import AgentName, AgentNetwork, AgentSandbox, AgentUnsafe
 from agentrl.cli.targets import Trust, existing_database, find_policy
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import ConfigError, ModelError
@@ -68,6 +70,10 @@ def evaluate(
     n: Annotated[int | None, typer.Option("-n", min=1, max=4096, help="Only the first N tasks.", show_default=False)] = None,
     group_size: Annotated[int, typer.Option(min=1, help="Episodes per task.")] = 1,
     env: Annotated[str | None, typer.Option(help="Env [the run's, else the dataset's own].", show_default=False)] = None,
+    agent: AgentName = None,
+    agent_network: AgentNetwork = None,
+    agent_unsafe: AgentUnsafe = None,
+    agent_sandbox: AgentSandbox = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Sampled tokens per turn [the run's, else 256].", show_default=False)
     ] = None,
@@ -106,9 +112,12 @@ def evaluate(
     drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "max_steps": max_steps, "engine": engine}
     asked |= {"group_size": group_size, "stop": stop or None, **(_greedy_options(drawn, group_size) if greedy else drawn)}
-    config, ref = eval_run_of(policy, dataset, split, n, asked, env, trust_remote_code)
+    own = {"name": agent, "network": agent_network, "unsafe": agent_unsafe, "sandbox": agent_sandbox}
+    config, ref = eval_run_of(policy, dataset, split, n, asked, env, trust_remote_code, own)
     config = build(config.flat() | _chat_values(tool_format, chat_template))
     prepared = _with_policy_name(submission.prepare(existing_database(), config, kind="eval", policy=ref), policy)
+    for remark in prepared.remarks:
+        say(remark)
     made, missing = start_run(prepared, required=True)
     if n is not None and len(prepared.submission.tasks) < n:
         say(f"{config.dataset.name} ({split}) has {len(prepared.submission.tasks)} tasks, fewer than -n {n}.")
@@ -158,16 +167,17 @@ def eval_run_of(
     rollout: Mapping[str, Any],
     env: str | None = None,
     trust: bool = False,
+    agent: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[RunConfig, Any]:
     """The config of an eval run (one iteration with all tasks) and the policy to measure, None for an untrained model.
 
-    Options that `rollout` lacks, or gives as None, are the run's. `trust`: the model's own code may run.
+    Options that `rollout` and `agent` lack, or give as None, are the run's. `trust`: the model's own code may run.
     """
     from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
     from agentrl.workflow.models.lookup import existing_model
 
     base, ref = _find_policy(policy, trust)
-    config = eval_config(base, dataset, split, n, rollout, env)
+    config = eval_config(base, dataset, split, n, rollout, env, agent)
     if ref is None:  # before the dataset, which may be far away: an unknown name is the first error to report
         try:
             existing_model(config.model.path, config.dataset.name)

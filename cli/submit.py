@@ -1,7 +1,7 @@
 """`agentrl submit`: turns flags into a RunConfig, writes the run, sends its first chord. Starts a stack if none runs."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ from agentrl.cli.continued_policy import resolve_start, with_origin
 from agentrl.cli.output import Json, cell, say, show, show_json, show_table
 from agentrl.cli.probe_process import check_model, check_optimizer
 from agentrl.cli.targets import existing_database, find_stored_start
-from agentrl.workflow.config import DESCRIPTIONS, RunConfig
+from agentrl.workflow.config import DESCRIPTIONS, AgentConfig, RunConfig
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.resolve import parse_weights
 
@@ -26,6 +26,10 @@ FLAGS = {
     "tools": "tools",
     "reward": "rewards",
     "hook": "hooks",
+    "agent": "agent.name",
+    "agent_network": "agent.network",
+    "agent_unsafe": "agent.unsafe",
+    "agent_sandbox": "agent.sandbox",
     "algorithm": "algorithm.name",
     "trainer": "update.trainer",
     "engine": "rollout.engine",
@@ -58,6 +62,7 @@ _PANELS = {
     "env": "What it learns from",
     "tools": "What it learns from",
     "rewards": "What it learns from",
+    "agent": "Your own agent",
     "model": "The model",
     "rollout": "Sampling",
     "update": "Learning",
@@ -96,6 +101,12 @@ Assignments = Annotated[
 ]
 
 
+AgentName = Annotated[str | None, _flag_option("agent")]
+AgentNetwork = Annotated[str | None, _flag_option("agent_network")]
+AgentUnsafe = Annotated[bool | None, _flag_option("agent_unsafe", "--agent-unsafe")]
+AgentSandbox = Annotated[bool | None, _flag_option("agent_sandbox", "--agent-sandbox")]
+
+
 def submit(
     ctx: typer.Context,
     dataset: Annotated[str | None, _flag_option("dataset")] = None,
@@ -114,6 +125,10 @@ def submit(
             rich_help_panel=_PANELS["rewards"],
         ),
     ] = None,
+    agent: AgentName = None,
+    agent_network: AgentNetwork = None,
+    agent_unsafe: AgentUnsafe = None,
+    agent_sandbox: AgentSandbox = None,
     algorithm: Annotated[str | None, _flag_option("algorithm")] = None,
     trainer: Annotated[str | None, _flag_option("trainer")] = None,
     engine: Annotated[str | None, _flag_option("engine")] = None,
@@ -291,6 +306,19 @@ def _describe_evaluation(evaluation: Any, every: int) -> str:
     return f"every {every} versions: {tasks} x {evaluation.group_size}"
 
 
+def describe_agent(agent: AgentConfig) -> str:
+    """The agent, and where it runs."""
+    if not agent.sandboxed:
+        return f"{agent.name} (no sandbox)"
+    return f"{agent.name} (in the sandbox, reaches {'all' if agent.network == 'all' else 'the endpoint only'})"
+
+
+def _describe_rewards(weights: Mapping[str, float], agent: AgentConfig | None) -> str:
+    named = [f"{name} x {cell(weight)}" for name, weight in weights.items()]
+    own = [f"the agent's own x {cell(float(agent.own_rewards))}"] if agent is not None else []
+    return ", ".join([*named, *own])
+
+
 def _describe_update(made: Any) -> dict[str, Any]:
     """The parts of an update that differ from the ordinary."""
     config = made.config
@@ -311,7 +339,8 @@ def _show_plan(prepared: Any, as_json: bool) -> None:
         "model": submission.policy.base,
         **({"from": _describe_origin(submission.manifest["from"])} if "from" in submission.manifest else {}),
         "env": config.env,
-        "rewards": ", ".join(f"{name} x {cell(weight)}" for name, weight in submission.weights.items()),
+        **({"agent": describe_agent(config.agent)} if config.agent is not None else {}),
+        "rewards": _describe_rewards(submission.weights, config.agent),
         "algorithm": config.algorithm.name,
         **_describe_update(prepared.experiment),
         **({"hooks": ", ".join(config.hooks)} if config.hooks else {}),

@@ -288,12 +288,10 @@ _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 class AgentConfig(Section):
     """The agent that decides the turns of an episode in place of the built-in loop, and what it may use up."""
 
-    name: str = Field(
-        max_length=4096, description="Your agent: package.module:function, or cmd:PROGRAM ARGUMENTS [the built-in loop]"
-    )
-    sandbox: bool | None = Field(None, description="Run it in the sandbox; unset: a program, and no function")
-    network: Literal["endpoint", "all"] = Field("endpoint", description="What it reaches from the sandbox: endpoint, or all")
-    unsafe: bool = Field(False, description="Run a program without the sandbox, with the worker's rights")
+    name: str = Field(max_length=4096, description="package.module:function or cmd:PROGRAM ARGUMENTS")
+    sandbox: bool | None = Field(None, description="Run it in the sandbox; unset: if a program")
+    network: Literal["endpoint", "all"] = Field("endpoint", description="What the sandbox reaches: endpoint or all")
+    unsafe: bool = Field(False, description="Run a program without the sandbox")
     timeout_seconds: float = Field(600.0, gt=0, le=86_400, description="Its time for an episode")
     memory_mb: int = Field(2048, ge=64, le=MOST, description="Memory of its processes, in MB")
     processes: int = Field(256, ge=1, le=65_536, description="Its processes at once")

@@ -10,6 +10,8 @@ import pkgutil
 import sys
 import traceback
 from contextlib import suppress
+from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
@@ -25,6 +27,8 @@ _CLASSES = {
     "algorithms": "Algorithm", "tool_formats": "ToolFormat",
 }  # fmt: skip
 PACKAGE = "agentrl.workflow"
+MOST_FILES = 1000
+"""The files of a folder among which a misspelt module is looked for."""
 _sources: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
 _import_lock = Lock()
 """Two threads that invalidate the import system's caches at once delete an entry twice: KeyError."""
@@ -110,15 +114,21 @@ def _user_object(kind: str, path: str) -> Any:
     if module_name not in sys.modules:
         with _import_lock:
             importlib.invalidate_caches()  # its file, or its folder, may be younger than this process
+    module = _import_module(kind, path, module_name)
     try:
-        return getattr(_import_module(kind, path, module_name), attribute)
+        return getattr(module, attribute)
     except AttributeError as error:
-        raise ConfigError(f"{path!r} ({kind}) leads to no object: {error}.", _path_hint()) from error
+        near = get_close_matches(attribute, (name for name in vars(module) if not name.startswith("_")), 1)
+        hint = f"Did you mean '{module_name}:{near[0]}'?" if near else _path_hint()
+        raise ConfigError(f"{path!r} ({kind}) leads to no object: {error}.", hint) from error
 
 
-def _path_hint() -> str:
+def _path_hint(module: str = "") -> str:
     """Where a person's own module is looked for: a worker's folder is not that of the command."""
-    return f"Write package.module:name; it is looked for on PYTHONPATH and in {str(Path.cwd())!r}."
+    here = Path.cwd()
+    near = get_close_matches(module, (file.stem for file in islice(here.glob("*.py"), MOST_FILES)), 1) if module else []
+    meant = f"Did you mean '{near[0]}'? " if near else ""
+    return f"{meant}Write package.module:name; it is looked for on PYTHONPATH and in {str(here)!r}."
 
 
 def _import_module(kind: str, name: str, module: str) -> ModuleType:
@@ -126,7 +136,7 @@ def _import_module(kind: str, name: str, module: str) -> ModuleType:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{name!r} ({kind}) leads to no object: {error}.", _path_hint()) from error
+            raise ConfigError(f"{name!r} ({kind}) leads to no object: {error}.", _path_hint(error.name)) from error
         raise _import_error(kind, name, error) from error
     except (Exception, SystemExit) as error:
         raise _import_error(kind, name, error) from error

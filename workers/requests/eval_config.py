@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from hashlib import sha256
+from types import MappingProxyType
 from typing import Any
 
 from agentrl.workflow.config import RunConfig, build, flatten
@@ -18,12 +19,21 @@ TRAINING_KEYS = ("algorithm.", "update.", "critic.", "source.", "eval.")
 NEUTRAL_ROLLOUT_KEYS = ("group_size", "tasks_per_iteration", "max_attempts", "max_staleness", "dynamic_sampling")
 """Keys of the section `rollout` on the number and time of episodes, which do not affect their contents."""
 
+LOOP_KEYS = ("tools", "served_tools", "rollout.max_steps", "rollout.max_tool_calls")
+"""Keys that the built-in loop reads and an agent does not."""
+
 SINGLE_PASS = {"epochs": 1, "iterations": None, "rollout.max_staleness": 0, "rollout.dynamic_sampling": 1}
 """Values of a run that goes over its tasks once, without overlap or dynamic sampling."""
 
 
 def eval_config(
-    config: RunConfig, dataset: str | None, split: str, n: int | None, rollout: Mapping[str, Any], env: str | None = None
+    config: RunConfig,
+    dataset: str | None,
+    split: str,
+    n: int | None,
+    rollout: Mapping[str, Any],
+    env: str | None = None,
+    agent: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunConfig:
     """The config that measures a policy of a run with `config`; `in_one_iteration` sets its number of tasks.
 
@@ -32,13 +42,25 @@ def eval_config(
         n: only the first N tasks; None: all.
         rollout: values in place of the run's in the section `rollout`; None: the run's.
         env: an env in place of the run's or the dataset's.
+        agent: values in place of the run's in the section `agent`; another agent takes the place of the run's, or of the
+            built-in loop with its options.
     """
     values = sampling_values(config) | SINGLE_PASS | {"name": None, "output_dir": None}
     values |= {"dataset.split": split, "dataset.max_samples": n}
+    values |= _agent_values(agent)
     values |= {f"rollout.{key}": value for key, value in rollout.items() if value is not None}
     if dataset is not None and dataset != config.dataset.name:
         values |= {"dataset.name": dataset, "env": None, "dataset.skip_bad_rows": False}
     return build(values | ({} if env is None else {"env": env}))
+
+
+def _agent_values(agent: Mapping[str, Any]) -> dict[str, Any]:
+    given = {f"agent.{key}": value for key, value in agent.items() if value is not None}
+    if "agent.name" not in given:
+        return given
+    before = RunConfig().flat()
+    defaults = {key: value for key, value in before.items() if key.startswith("agent.") or key in LOOP_KEYS}
+    return defaults | given
 
 
 def sampling_values(config: RunConfig) -> dict[str, Any]:
@@ -61,7 +83,7 @@ def stored_sampling_values(config: Mapping[str, Any]) -> dict[str, Any]:
     values = _comparable_values(config)
     keys = [key for key in values if key.startswith("rollout.") and key.removeprefix("rollout.") not in NEUTRAL_ROLLOUT_KEYS]
     of_model = ("load_in_4bit", "load_in_8bit", "dtype", "numerics", "tool_format", "chat_template")
-    keys += ["env", "tools", "hooks", *(f"model.{name}" for name in of_model)]
+    keys += ["env", "tools", "agent.name", "hooks", *(f"model.{name}" for name in of_model)]
     return {key: values[key] for key in keys}
 
 

@@ -19,9 +19,10 @@ from typing import Any
 from celery.worker.control import inspect_command
 
 from agentrl import __version__
+from agentrl.workers.requests.agent_request import check_function, check_program
 from agentrl.workers.stack.celery_app import QUEUES, app
 from agentrl.workers.stack.process import worker_name
-from agentrl.workflow.config import RunConfig
+from agentrl.workflow.config import PROGRAM, RunConfig
 from agentrl.workflow.errors import AgentRLError, ConfigError, ModelError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
@@ -44,6 +45,8 @@ REPLY_SECONDS = 0.5
 
 MAX_LOOKS = 8
 """The most questions whose answers a worker keeps for repeated questions."""
+
+AGENTS = "agents"
 
 ENGINE = ("AGENTRL_ENGINE_URL", "AGENTRL_ENGINE_KEY")
 
@@ -80,8 +83,8 @@ class Requirements:
     def own(self) -> bool:
         """Whether the run has a plug-in from a user's own module, `module:name`."""
         named = (self.config.get("env"), self.config["rollout"]["engine"], *self.config["tools"], *self.config["hooks"])
-        named += (self.config["model"].get("tool_format"),)
-        return any(":" in str(name).removeprefix("mcp:") for name in (*named, *self.weights))
+        named += (self.config["model"].get("tool_format"), (self.config.get("agent") or {}).get("name"))
+        return any(":" in str(name).removeprefix("mcp:").removeprefix(PROGRAM) for name in (*named, *self.weights))
 
 
 @dataclass(frozen=True)
@@ -113,10 +116,15 @@ def requirements_of(
         rolls_out: whether the run makes episodes; else it trains on stored ones.
     """
     made, key = Experiment.load(config, weights), token_hex(8)
-    roles = QUEUES if rolls_out else ("train",)
+    roles = roles_of(made.config, rolls_out)
     here = {name: digest(key, _variable_value(name)) for name in _list_variables(made) if os.environ.get(name)}
     code = {name: digest(key, source) for name, source in _list_code(made, roles)}
     return Requirements(dict(config), dict(weights), base, output_dir, roles, __version__, key, here, code)
+
+
+def roles_of(config: RunConfig, rolls_out: bool = True) -> tuple[str, ...]:
+    """The queues that a run needs; that of agents only where one decides its turns."""
+    return tuple(queue for queue in QUEUES if queue != AGENTS or config.agent is not None) if rolls_out else ("train",)
 
 
 def ask_workers(asked: Requirements, workers: int | None = None) -> list[Fitness]:
@@ -222,7 +230,11 @@ def _train_checks(asked: Requirements) -> Iterator[Callable[[], object]]:
         yield require_trl
 
 
-_CHECKS_BY_ROLE = {"rollout": _rollout_checks, "tools": _tools_checks, "train": _train_checks}
+def _agents_checks(asked: Requirements) -> Iterator[Callable[[], object]]:
+    yield partial(_check_agent, asked.experiment)
+
+
+_CHECKS_BY_ROLE = {"rollout": _rollout_checks, "tools": _tools_checks, "train": _train_checks, AGENTS: _agents_checks}
 
 
 def _load_tools(made: Experiment) -> list[Tool]:
@@ -242,6 +254,16 @@ def _check_tools(made: Experiment) -> None:
         except AgentRLError as error:
             started = f" It was started without {' and '.join(unset)}." if unset else f" {error.hint}".rstrip()
             raise ConfigError(f"{tool.name} cannot run here: {error.message}{started}") from error
+
+
+def _check_agent(made: Experiment) -> None:
+    asked = made.config.agent
+    if asked is None:
+        return
+    if made.agent is not None:
+        check_function(asked.name, made.agent)
+    elif not asked.sandboxed:
+        check_program(asked)
 
 
 def _check_engine(made: Experiment) -> None:
@@ -314,6 +336,8 @@ def _list_code(made: Experiment, roles: Sequence[str]) -> Iterator[tuple[str, st
         named += [("envs", str(config.env)), *(("tools", name) for name in config.tools if not name.startswith("mcp:"))]
         named += [("rewards", name) for name in made.weights]
         named += [("tool_formats", config.model.tool_format)] if config.model.tool_format else []
+    if AGENTS in roles and made.config.agent is not None and not made.config.agent.command:
+        named += [("agents", made.config.agent.name)]
     if {"rollout", "train"} & set(roles):
         named += [("hooks", name) for name in config.hooks]
     for kind, name in dict.fromkeys(named):

@@ -17,6 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 from agentrl import __version__
+from agentrl.workers.requests.agent_request import remark_on_agent, settle_agent
 from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
 from agentrl.workers.stack import broker, embedded
 from agentrl.workflow import engines, trainers
@@ -72,6 +73,7 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     loaded = load_tasks(config.dataset)
     config = _with_served_tools(config.model_copy(update={"env": config.env or loaded.env}))
     asked = Experiment(config)
+    config = settle_agent(asked, loaded.tasks)
     judges = asked.judges.values()
     for tool in (*asked.tools.values(), *judges):
         tool.check()
@@ -112,7 +114,7 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     submission = replace(submission, evaluation=plan_evaluation(db, config, ref) if kind == "train" else None)
     untold = remark_on_tools(config.model, folder) if folder is not None and asked.tools else ""
     remarks = (*(remark_on_rewards(experiment) if kind == "train" else ()), *list_remarks(submission))
-    remarks += (untold,) if untold else ()
+    remarks += (*remark_on_agent(experiment), *((untold,) if untold else ()))
     name, output = submission.name, submission.output_dir
     older = epoch_ends.find_run_of_folder(db, output) if db is not None and kind == "train" else ""
     if older not in ("", name):
@@ -191,8 +193,10 @@ def remark_on_rewards(*made: Experiment) -> Iterator[str]:
 
 
 def _may_earn(made: Experiment) -> bool:
-    """Whether a reward can be other than 0; those of hooks and of the env itself have no weight here, and count 1."""
-    return any(made.weights.values()) or bool(made.config.hooks) or gives_rewards(made.env)
+    """Whether a reward can be other than 0; those of hooks, the env itself and an agent have no weight here, and count 1."""
+    agent = made.config.agent
+    own = agent is not None and agent.own_rewards
+    return own or any(made.weights.values()) or bool(made.config.hooks) or gives_rewards(made.env)
 
 
 def _remarks_on_training(submission: Submission) -> Iterator[str]:

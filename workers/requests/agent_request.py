@@ -1,0 +1,99 @@
+"""An agent as a person names it: looked at before anything is written, and what to say of it.
+
+What an `agents` worker lacks for it is asked there (`requirements`); here is what the command itself can tell.
+"""
+
+import inspect
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from agentrl.workflow.config import AgentConfig, RunConfig
+from agentrl.workflow.envs import Env, gives_rewards
+from agentrl.workflow.errors import ConfigError, DatasetError
+from agentrl.workflow.experiment import Experiment
+from agentrl.workflow.settings import settings
+from agentrl.workflow.trajectory import Task
+
+SHAPE = "Write it as def solve(task, llm): ..., or async def."
+
+
+def settle_agent(made: Experiment, tasks: Sequence[Task]) -> RunConfig:
+    """Checks the run's agent, where it has one; returns the config with whose rewards count.
+
+    An agent's own rewards are the run's where nothing else gives any.
+
+    Raises:
+        ConfigError: the agent cannot be found or called, or the env would decide what it decides.
+        DatasetError: there is a task that tells an agent nothing.
+    """
+    asked = made.config.agent
+    if asked is None:
+        return made.config
+    if made.agent is not None:
+        check_function(asked.name, made.agent)
+    elif not settings().broker_url:  # else the workers' machines have the program
+        check_program(asked)
+    _check_env(made.config.env, made.env)
+    silent = [task.key for task in tasks if not task.messages]
+    if silent:
+        some = f"{len(silent)} of {len(tasks)} tasks of {made.config.dataset.name!r}"
+        raise DatasetError(f"{some} have no messages, the first is {silent[0]!r:.80}: an agent is told nothing else.")
+    if made.weights or gives_rewards(made.env) or made.config.hooks:
+        return made.config
+    return made.config.model_copy(update={"agent": asked.model_copy(update={"own_rewards": True})})
+
+
+def check_function(name: str, function: Callable[..., Any]) -> None:
+    """Checks that an agent's function can be called with a task and a model.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if inspect.isclass(function):
+        raise ConfigError(f"The agent {name!r} is a class.", SHAPE)
+    if getattr(function, "__name__", "") == "<lambda>":
+        raise ConfigError(f"The agent {name!r} is a lambda, which has no name to be found by.", SHAPE)
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(f"The agent {name!r} yields: nobody asks it for more.", SHAPE)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of some built-in ones nothing is known
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"The agent {name!r} cannot be called with a task and a model: {error}.", SHAPE) from error
+
+
+def check_program(asked: AgentConfig) -> None:
+    """Checks that this machine has an agent's program, for a stack that runs here.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if asked.command and shutil.which(asked.command[0]) is None:
+        raise ConfigError(
+            f"The agent's program {asked.command[0]!r} is not found on PATH.", "Write --agent 'cmd:PROGRAM ARGUMENTS'."
+        )
+
+
+def remark_on_agent(made: Experiment) -> Iterator[str]:
+    """What a person should know of the agent before it runs."""
+    asked = made.config.agent
+    if asked is None:
+        return
+    if not asked.sandboxed:
+        whose = "The agent's program" if asked.command else f"The agent {asked.name!r} is your own code, and"
+        yield f"{whose} runs without a sandbox, with your rights."
+    yield "Where a worker is lost the agent begins anew: what its own tools do outside happens again."
+    if made.env.tools:
+        yield f"The tools of the env {made.config.env!r} are not offered: the agent brings its own."
+    if asked.own_rewards and not made.weights:
+        yield "Nothing else gives rewards: those that the agent returns are the run's."
+
+
+def _check_env(name: str | None, env: Env) -> None:
+    if type(env).step is not Env.step:
+        said = f"The env {name!r} says itself what comes after a turn, and an agent decides that."
+        raise ConfigError(said, "Name another --env for its rewards, or leave --agent out.")
