@@ -15,7 +15,7 @@ endif
 # Bytecode is kept, also where a container says otherwise: a command and its workers compile what they import once, not each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env quickstart test test-slow faults disturbed learn learn-code bench gpu-check gpu-wheels lint format wheel-test compose-test clean
+.PHONY: env quickstart test test-slow faults disturbed learn learn-agent learn-code bench gpu-check gpu-wheels lint format wheel-test compose-test clean
 
 env: .venv/.stamp
 
@@ -33,8 +33,14 @@ test: env
 	$(PYTEST) -m 'not slow'
 
 # What takes some seconds or more: whole runs, kills in the middle, a fault at every point (sampled).
-test-slow: env
+test-slow: env .venv/.litellm
 	$(PYTEST) -m slow
+
+# An agent whose packages are not ours has an environment of its own.
+.venv/.litellm: .venv/.stamp
+	$(PYTHON) -m venv build/litellm
+	build/litellm/bin/pip install --quiet --no-compile litellm==1.106.2
+	touch $@
 
 # Every fault at every hit of every fault point, three experiments at a time: an hour or two, into build/faults.json.
 faults: env
@@ -52,6 +58,11 @@ learn: .venv/.learn
 .venv/.learn: .venv/.stamp
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[dev,learn]'
 	touch $@
+
+# The built-in loop and the openai SDK's agent on arithmetic with 3 seeds each, agents on other libraries with one: an hour or
+# two, into build/learn_agent.json and .md; what is there already is not run again. `make learn-agent only=openai seeds=0`.
+learn-agent: env
+	$(BIN)/python -m tests.learning.learn_agents $(if $(only),--only $(only)) $(if $(seeds),--seeds $(seeds)) $(if $(jobs),--jobs $(jobs))
 
 # The tiny model learns to program, through the tools queue, the sandbox and a kill -9 of the tools worker: a warm start, 48
 # iterations, held-out tasks before and after: five to ten minutes, into build/learn_code.json.

@@ -148,7 +148,7 @@ def _check_named_broker(asked: "Requirements", there: bool, fit: bool) -> list[s
         workers = ask_workers(asked)
     served = counting.result()
     silent = [queue for queue in asked.roles if not any(queue in worker.roles for worker in workers)]
-    missing = presence.missing_worker_hints(queue for queue in silent if not served[queue])
+    missing = presence.missing_worker_hints(queue for queue in silent if not served.get(queue))
     missing += presence.missing_control_hints(database())
     if there and missing:
         hint = "Start them (`submit --detach` leaves it to workers to come)"
@@ -157,7 +157,7 @@ def _check_named_broker(asked: "Requirements", there: bool, fit: bool) -> list[s
     if fit and unfit:
         raise WorkerError(_join_lines("Nothing was started.", unfit), "Restart those workers with what they lack")
     mute = f"{_UNDECIDED}: it is busy, or has another version of agentrl."
-    told = [f"The worker of the queue {queue!r} {mute}" for queue in silent if served[queue]]
+    told = [f"The worker of the queue {queue!r} {mute}" for queue in silent if served.get(queue)]
     told += [f"{worker.label} {_UNDECIDED}: it is still checking." for worker in workers if not worker.found]
     return [*missing, *unfit, *told, *(line for worker in workers for line in _difference_lines(worker))]
 
@@ -221,8 +221,9 @@ def _ask_embedded(asked: "Requirements") -> "list[Fitness]":
 
     deadline = time.monotonic() + UP_SECONDS
     while True:
-        workers = requirements.ask_workers(asked, workers=len(embedded.list_queues(settings())))
-        silent = set(asked.roles) - {role for worker in workers for role in worker.roles}
+        agents = requirements.AGENTS in asked.roles  # there may be a worker for them, which comes once a run needs it
+        workers = requirements.ask_workers(asked, workers=len(embedded.list_queues(settings())) + agents)
+        silent = set(asked.roles) - {role for worker in workers for role in worker.roles} - {requirements.AGENTS}
         if not silent:
             return workers
         if time.monotonic() > deadline:

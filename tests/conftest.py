@@ -30,9 +30,10 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: tests and their workers run side by side
 
 LONGEST = (
-    "test_faults", "test_machines", "test_run", "test_gpu", "test_requirements", "test_overlap", "test_trl", "test_mission",
-    "test_driver_reader", "test_matrix", "test_cli", "test_sandbox_backends", "test_hostile", "test_forks", "test_format_runs",
-    "test_verify_episode", "test_mending", "test_remote_runs", "test_evals", "test_sandbox", "test_sandbox_attacks",
+    "test_faults", "test_clients", "test_machines", "test_run", "test_gpu", "test_requirements", "test_overlap",
+    "test_trl", "test_mission", "test_driver_reader", "test_matrix", "test_cli", "test_sandbox_backends",
+    "test_hostile", "test_forks", "test_format_runs", "test_verify_episode", "test_mending", "test_remote_runs",
+    "test_evals", "test_sandbox", "test_sandbox_attacks",
 )  # fmt: skip
 """The files that take longest, which start first: one of minutes that started last would be waited for alone."""
 

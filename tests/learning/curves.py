@@ -20,6 +20,7 @@ class Curve:
     """One run: mean reward and seconds of each of its iterations.
 
     Args:
+        algorithm: or what else is compared: the agent.
         options: what was typed for it, but for its seed.
         start: the beginning of the sha256 of the weights that it started from.
     """
@@ -59,16 +60,20 @@ class Summary:
         return mean(self.ends)
 
 
-def load(file: Path) -> list[Curve]:
-    """The runs of a file that `save` wrote; none where there is no file."""
+def load(file: Path, word: str = "algorithm") -> list[Curve]:
+    """The runs of a file that `save` wrote; none where there is no file.
+
+    Args:
+        word: the key under which a row has what is compared.
+    """
     rows = json.loads(file.read_text()) if file.exists() else []
-    return [_curve(list(some)) for _, some in groupby(rows, key=lambda row: (row["algorithm"], row["seed"]))]
+    return [_curve(list(some), word) for _, some in groupby(rows, key=lambda row: (row[word], row["seed"]))]
 
 
-def save(file: Path, curves: Sequence[Curve]) -> None:
+def save(file: Path, curves: Sequence[Curve], word: str = "algorithm") -> None:
     """Writes one row per iteration and line, whole or not at all."""
     ordered = sorted(curves, key=lambda curve: (curve.algorithm, curve.seed))
-    lines = ",\n".join(json.dumps(row) for curve in ordered for row in _rows(curve))
+    lines = ",\n".join(json.dumps(row) for curve in ordered for row in _rows(curve, word))
     beside = file.with_suffix(".new")
     beside.write_text(f"[\n{lines}\n]\n")
     beside.replace(file)
@@ -103,10 +108,10 @@ def failures(found: Sequence[Summary]) -> list[str]:
     return wrong
 
 
-def table(found: Sequence[Summary]) -> list[str]:
+def table(found: Sequence[Summary], word: str = "algorithm") -> list[str]:
     """In Markdown."""
     lines = [
-        f"| algorithm | mean of the last {WINDOW} (lowest to highest seed) | crosses {GOAL} at (each seed) | s/iteration | |",
+        f"| {word} | mean of the last {WINDOW} (lowest to highest seed) | crosses {GOAL} at (each seed) | s/iteration | |",
         "|---|---|---|---|---|",
     ]
     return lines + [
@@ -143,14 +148,14 @@ def _summary(name: str, curves: Sequence[Curve]) -> Summary:
     )
 
 
-def _rows(curve: Curve) -> Iterator[dict[str, Any]]:
-    run = {"algorithm": curve.algorithm, "seed": curve.seed}
+def _rows(curve: Curve, word: str) -> Iterator[dict[str, Any]]:
+    run = {word: curve.algorithm, "seed": curve.seed}
     how = {"options": curve.options, "start": curve.start}
     for iteration, (reward, seconds) in enumerate(zip(curve.rewards, curve.seconds, strict=True), 1):
         yield {**run, "iteration": iteration, "reward": reward, "seconds": round(seconds, 3), **how}
 
 
-def _curve(rows: Sequence[dict[str, Any]]) -> Curve:
+def _curve(rows: Sequence[dict[str, Any]], word: str) -> Curve:
     run = rows[0]
     rewards, seconds = (tuple(row[key] for row in rows) for key in ("reward", "seconds"))
-    return Curve(run["algorithm"], run["seed"], run["options"], run["start"], rewards, seconds)
+    return Curve(run[word], run["seed"], run["options"], run["start"], rewards, seconds)

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -74,7 +74,7 @@ def main() -> int:
     wanted = [(name, seed) for seed in asked.seeds for name in asked.only]
     missing = [run for run in wanted if run not in {(curve.algorithm, curve.seed) for curve in kept}]
     print(f"{len(wanted)} runs, {len(missing)} of them not made yet, {asked.jobs} at once", flush=True)
-    wrong = run_all(missing, start, weights, kept, asked.jobs)
+    wrong = run_all(missing, lambda name, seed: played(name, typed(name), seed, start, weights), kept, asked.jobs)
     found = summed_up(kept)
     if found:
         TABLE.write_text("\n".join(table(found)) + "\n")
@@ -90,31 +90,43 @@ def typed(algorithm: str) -> str:
     return " ".join([*COMMON, "--algorithm", algorithm, *own])
 
 
-def warm_start() -> Path:
-    """The folder of the warmed-up model, made by the first call and kept: all runs are to start from the same weights."""
+def warm_start(words: Sequence[str] = ARITHMETIC, name: str = "tiny-arithmetic") -> Path:
+    """The folder of the warmed-up model, made by the first call and kept: all runs are to start from the same weights.
+
+    Args:
+        words: what `agentrl sft` is told.
+        name: of the folder that it makes.
+    """
     home = (BUILD / "learn").resolve()
-    folder = home / "models" / "tiny-arithmetic"
+    folder = home / "models" / name
     if not (folder / "config.json").exists():
         environment = {**os.environ, "AGENTRL_HOME": str(home)}
         subprocess.run(
-            [sys.executable, "-m", "agentrl.cli", "sft", *ARITHMETIC], env=environment, check=True, timeout=LONGEST_SECONDS
+            [sys.executable, "-m", "agentrl.cli", "sft", *words], env=environment, check=True, timeout=LONGEST_SECONDS
         )
     return folder
 
 
-def run_all(missing: Sequence[tuple[str, int]], start: Path, weights: str, kept: list[Curve], jobs: int) -> list[str]:
+def run_all(
+    missing: Sequence[tuple[str, int]],
+    learn: Callable[[str, int], Curve],
+    kept: list[Curve],
+    jobs: int,
+    rows: Path = ROWS,
+    word: str = "algorithm",
+) -> list[str]:
     """Makes the runs, adds each to `kept` and to the file as soon as it is over; what went wrong."""
     one_writes = Lock()
 
     def play(run: tuple[str, int]) -> str | None:
         began = time.monotonic()
         try:
-            curve = learned(*run, start, weights)
+            curve = learn(*run)
         except Unfinished as error:
             return str(error)
         with one_writes:
             kept.append(curve)
-            save(ROWS, kept)
+            save(rows, kept, word)
             said = f"{run[0]} seed {run[1]}: {curve.rewards[0]:.3f} -> {curve.rewards[-1]:.3f}"
             print(f"{said}, {time.monotonic() - began:.0f} s", flush=True)
         return None
@@ -123,36 +135,29 @@ def run_all(missing: Sequence[tuple[str, int]], start: Path, weights: str, kept:
         return [said for said in pool.map(play, missing) if said]
 
 
-def learned(algorithm: str, seed: int, start: Path, weights: str) -> Curve:
-    """One run, on a stack that is thrown away.
+def played(name: str, options: str, seed: int, start: Path, weights: str) -> Curve:
+    """One run with these options of `submit`, on a stack that is thrown away.
 
     Raises:
         Unfinished: with the logs.
     """
-    options = typed(algorithm)
-    command = [
-        sys.executable,
-        "-m",
-        "agentrl.cli",
-        "submit",
-        *options.split(),
-        "--seed",
-        str(seed),
-        "--name",
-        "learn",
-        "--wait",
-    ]
+    words = ["submit", *options.split(), "--seed", str(seed), "--name", "learn", "--wait"]
     with _stack(start) as stack:
         done = subprocess.run(
-            command, env=stack.environment, capture_output=True, text=True, check=False, timeout=LONGEST_SECONDS
+            [sys.executable, "-m", "agentrl.cli", *words],
+            env=stack.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LONGEST_SECONDS,
         )
         with stack.database.read() as tx:
             rows = [tuple(row) for row in tx.execute(text(REWARDS))]
         if done.returncode or len(rows) < ITERATIONS:
-            said = f"{algorithm} seed {seed} ended with {done.returncode} after {len(rows)} of {ITERATIONS} iterations"
+            said = f"{name} seed {seed} ended with {done.returncode} after {len(rows)} of {ITERATIONS} iterations"
             raise Unfinished(f"{said}\n{done.stderr[-2000:]}\n{stack.logs()}")
     rewards, seconds = zip(*rows, strict=True)
-    return Curve(algorithm, seed, options, weights, rewards, seconds)
+    return Curve(name, seed, options, weights, rewards, seconds)
 
 
 @contextmanager

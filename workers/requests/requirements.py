@@ -47,6 +47,10 @@ MAX_LOOKS = 8
 """The most questions whose answers a worker keeps for repeated questions."""
 
 AGENTS = "agents"
+"""The queue of a run with an agent; its workers come and go with such runs."""
+
+NOT_AGENTS = "(?!agents-)"
+"""Names of the other workers."""
 
 ENGINE = ("AGENTRL_ENGINE_URL", "AGENTRL_ENGINE_KEY")
 
@@ -124,7 +128,9 @@ def requirements_of(
 
 def roles_of(config: RunConfig, rolls_out: bool = True) -> tuple[str, ...]:
     """The queues that a run needs; that of agents only where one decides its turns."""
-    return tuple(queue for queue in QUEUES if queue != AGENTS or config.agent is not None) if rolls_out else ("train",)
+    if not rolls_out:
+        return ("train",)
+    return QUEUES if config.agent is None else (*QUEUES, AGENTS)
 
 
 def ask_workers(asked: Requirements, workers: int | None = None) -> list[Fitness]:
@@ -136,9 +142,11 @@ def ask_workers(asked: Requirements, workers: int | None = None) -> list[Fitness
     """
     found: dict[str, Fitness] = {}
     deadline = time.monotonic() + LOOK_SECONDS
+    asking: dict[str, Any] = {"arguments": {"question": asdict(asked)}, "timeout": ANSWER_SECONDS, "limit": workers}
+    if AGENTS not in asked.roles:
+        asking |= {"pattern": NOT_AGENTS, "matcher": "pcre"}
     while True:
         with app.connection_for_write() as link:  # not from the pool: a restarted stack has another Redis
-            asking = {"arguments": {"question": asdict(asked)}, "timeout": ANSWER_SECONDS, "limit": workers}
             replies = app.control.broadcast(COMMAND, reply=True, connection=link, **asking)
         told = (_parse_fitness(answer) for reply in replies or () for answer in reply.values() if "worker" in answer)
         found |= {each.worker: each for each in told}
@@ -161,7 +169,7 @@ _looks: dict[str, "Future[tuple[list[str], list[str]]]"] = {}
 def fits(state: Any, question: Mapping[str, Any]) -> dict[str, Any]:
     """Checks whether this process has what the run needs, in a thread, so that the worker goes on reading its messages."""
     served = [queue.name for queue in state.consumer.task_consumer.queues]
-    return _answer_question(Requirements(**question), [role for role in QUEUES if role in served])
+    return _answer_question(Requirements(**question), [role for role in (*QUEUES, AGENTS) if role in served])
 
 
 def _answer_question(asked: Requirements, roles: Sequence[str]) -> dict[str, Any]:

@@ -1,0 +1,99 @@
+"""Small agents on the libraries that people have, each as its own manual writes it. Nothing but `Answer` is agentrl's."""
+
+import asyncio
+from typing import Any
+
+from agentrl.workflow.agents import Answer
+
+from examples.openai_agent.agent import CALCULATOR, answer, calculate
+
+
+def client(llm: Any) -> Any:
+    """The SDK's client."""
+    from openai import OpenAI
+
+    return OpenAI(base_url=llm.base_url, api_key=llm.api_key)
+
+
+def streaming(task: Any, llm: Any) -> dict[str, float]:
+    """The openai SDK, streaming: what came piece by piece is put together as the manual does."""
+    messages, pieces, tokens = list(task.messages), 0, 0
+    while True:
+        text, calls = "", {}
+        asked = {"model": llm.model, "messages": messages, "tools": [CALCULATOR]}
+        for chunk in client(llm).chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+            tokens += chunk.usage.completion_tokens if chunk.usage else 0
+            for choice in chunk.choices:
+                pieces += bool(choice.delta.content)
+                text += choice.delta.content or ""
+                for part in choice.delta.tool_calls or ():
+                    if part.id:
+                        calls[part.index] = part
+                    else:
+                        calls[part.index].function.arguments += part.function.arguments or ""
+        if not calls:
+            return {"pieces": float(pieces), "tokens": float(tokens)}
+        made = [
+            {"id": c.id, "type": "function", "function": {"name": c.function.name, "arguments": c.function.arguments}}
+            for c in calls.values()
+        ]
+        messages += [{"role": "assistant", "content": text or None, "tool_calls": made}, *map(answer, calls.values())]
+
+
+def streaming_helper(task: Any, llm: Any) -> None:
+    """The SDK's own helper, which checks what it is sent as it puts it together."""
+    messages = list(task.messages)
+    while True:
+        with client(llm).chat.completions.stream(model=llm.model, messages=messages, tools=[CALCULATOR]) as stream:
+            said = stream.get_final_completion().choices[0].message
+        if not said.tool_calls:
+            return
+        messages += [said.model_dump(exclude_none=True, exclude={"parsed"}), *map(answer, said.tool_calls)]
+
+
+async def side_by_side(task: Any, llm: Any) -> Answer:
+    """Several calls at once of the same prompt, and one with n."""
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as asked:
+        one = {"model": llm.model, "messages": list(task.messages)}
+        said = await asyncio.gather(*(asked.chat.completions.create(**one) for _ in range(4)))
+        several = await asked.chat.completions.create(**one, n=3, logprobs=True, top_logprobs=0)
+    texts = {made.choices[0].message.content for made in said} | {choice.message.content for choice in several.choices}
+    return Answer(max(texts), {"answers": float(len(several.choices) + len(said))})
+
+
+def smolagents(task: Any, llm: Any) -> Answer:
+    """A ToolCallingAgent: its history is text, so that each of its turns begins a new chain."""
+    from smolagents import OpenAIModel, Tool, ToolCallingAgent
+
+    class Calculator(Tool):
+        name = "calculator"
+        description = "Computes an arithmetic expression exactly."
+        inputs = {"expression": {"type": "string", "description": "for example 12+7"}}  # noqa: RUF012 - as its manual does
+        output_type = "string"
+
+        def forward(self, expression: str) -> str:
+            return calculate(expression)
+
+    model = OpenAIModel(model_id=llm.model, api_base=llm.base_url, api_key=llm.api_key, tool_choice="auto")
+    agent = ToolCallingAgent([Calculator()], model, max_steps=3, verbosity_level=0)
+    return Answer(str(agent.run(task.messages[-1]["content"])))
+
+
+async def pydantic_ai(task: Any, llm: Any) -> Answer:
+    """An Agent with a plain tool."""
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel(llm.model, provider=OpenAIProvider(base_url=llm.base_url, api_key=llm.api_key))
+    agent = Agent(model, output_type=str)
+
+    @agent.tool_plain
+    def calculator(expression: str) -> str:
+        """Computes an arithmetic expression exactly."""
+        return calculate(expression)
+
+    made = await agent.run(task.messages[-1]["content"])
+    return Answer(made.output)
