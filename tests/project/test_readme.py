@@ -73,7 +73,7 @@ def test_the_rooms_shown_are_the_rooms() -> None:
     product = {
         f"{file.parent}/" for file in tracked() if file.suffix == ".py" and file.parts[0] in ("workflow", "workers", "cli")
     }
-    assert paths(tree) == product | {"agentrl/", "migrations/", "tests/", "configs/", "docs/"}
+    assert paths(tree) == product | {"agentrl/", "migrations/", "tests/", "configs/", "examples/", "docs/"}
 
 
 def test_the_tree_shown_is_the_tree() -> None:
