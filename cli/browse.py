@@ -102,7 +102,8 @@ def episodes(
     iteration: Annotated[int | None, _integer_filter("Only of this iteration (from 1).", least=1)] = None,
     status: Annotated[str | None, _filter_option("Only planned, running, done, failed, infra_error or cancelled ones.")] = None,
     stop_reason: Annotated[
-        str | None, _filter_option("Only answered, max_steps, max_tokens, parse_error, tool_error or timeout.")
+        str | None,
+        _filter_option("Only answered, max_steps, max_tokens, parse_error, tool_error, timeout or agent_error."),
     ] = None,
     task: Annotated[str | None, _filter_option("Only of the task of this key.")] = None,
     min_reward: Annotated[float | None, _filter_option("Only with at least this reward.")] = None,

@@ -17,7 +17,7 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
     for step in record.episode.steps:
         if only in (None, step.index):
             calls = [call for call in record.calls if call["step"] == step.index]
-            before = record.episode.steps[step.index - 1].results if step.index else None
+            before = record.episode.steps[step.parent].results if step.parent >= 0 else None
             yield from _step_lines(step, record.steps[step.index], calls, {result.content for result in before or ()})
             for part in record.rewards:
                 if part["step"] == step.index and part["reward_set"] == "default":
@@ -42,7 +42,7 @@ def _call_row(index: int, call: ToolCall, result: ToolResult | None) -> dict[str
     """A row as the database would have it, for a call that was made here."""
     told = result or ToolResult("")
     return {
-        **{"call": index, "tool": call.name, "arguments": call.arguments, "attempts": 1, "queue_seconds": None},
+        **{"call": index, "kind": "call", "tool": call.name, "arguments": call.arguments, "attempts": 1, "queue_seconds": None},
         **{"status": "not made", "result": result and told.content, "error_class": told.error_class, "seconds": told.seconds},
         **{"sandbox": told.exit and told.exit.sandbox, "exit_code": told.exit and told.exit.code},
         "cpu_seconds": told.cpu_seconds or 0.0,
@@ -93,6 +93,8 @@ def _step_lines(step: Step, row: Any, calls: list[Any], shown: set[str]) -> Iter
         f"--- step {step.index}  policy v{row['policy_version']}, {cell(row['generate_seconds'])} s, {_token_text(step)}",
         "bold",
     )
+    if not step.delivered:
+        yield "  the agent was not sent all of it", "yellow"
     if step.new_row:
         yield f"  a new training row begins here: {step.new_row}", "yellow"
     for message in step.prompt:
@@ -120,9 +122,11 @@ def _call_lines(call: Any) -> Iterator[Line]:
         yield _indent(f"{name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"), "blue"
     error = f"{call['error_class']}, " if call["error_class"] else ""
     waited = f", {call['queue_seconds']:.3f} s in the queue" if call["queue_seconds"] is not None else ""
-    seen = f"{call['seconds']:.3f} s{_sandbox_note(call)}{waited}"
+    agents = call["kind"] == "agent"
+    seen = "as the agent told it" if agents else f"{call['seconds']:.3f} s{_sandbox_note(call)}{waited}"
     if call["result"] is None:
-        yield f"    {call['status']}: no result yet", "yellow"
+        untold = "no later request told what came of it" if agents else f"{call['status']}: no result yet"
+        yield f"    {untold}", "yellow"
         return
     yield f"  result ({error}{seen}):", "red" if error else "blue"
     yield _indent(call["result"]), "red" if error else "blue"

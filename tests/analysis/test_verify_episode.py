@@ -407,7 +407,7 @@ def test_results_rewards_and_endings_are_compared_too() -> None:
 def call_row(number: int, **fields: Any) -> Mapping[str, Any]:
     """A row of v_tool_calls."""
     known = {"tool": "echo", "arguments": {"x": str(number)}, "effects": "none", "error_class": None, "seconds": 0.0}
-    return {"step": 0, "call": number, **known, "result": str(number), **fields}
+    return {"step": 0, "call": number, "kind": "call", **known, "result": str(number), **fields}
 
 
 def test_only_calls_that_may_run_twice_run_again_and_the_rest_is_counted_by_reason() -> None:

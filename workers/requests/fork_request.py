@@ -53,10 +53,8 @@ def prepare_fork(db: Database, asked: ForkRequest) -> PreparedRun:
     point = load_fork_point(db, asked.episode, asked.step)
     parent = Experiment.load(point.run["config"])
     if parent.config.agent is not None:
-        said = (
-            f"Episode {asked.episode} was made by the agent {parent.config.agent.name!r:.100}, which no fork can take up yet."
-        )
-        raise ConfigError(said, "Submit a run with its policy: --model RUN@N.")
+        said = f"Episode {asked.episode} was made by the agent {parent.config.agent.name!r:.100}: it cannot be forked yet."
+        raise ConfigError(said, "Train on with its policy: --model RUN@N.")
     if parent.env.resumability == "restart" and asked.step:
         raise ConfigError(f"The env {parent.config.env!r} cannot be rebuilt in mid-episode.", "Fork its first step: --step 0.")
     values = {"name": asked.name, "output_dir": None, "rollout.group_size": asked.n, "rollout.tasks_per_iteration": 1}

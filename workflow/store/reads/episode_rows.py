@@ -151,7 +151,7 @@ def find_episode(tx: Any, episode: int) -> EpisodeRecord:
     return episode_record(tx, episode)
 
 
-_CALLS_OF = "WHERE episode_id = :id AND kind = '{kind}' ORDER BY step, call"
+_CALLS_OF = "WHERE episode_id = :id AND kind {kind} 'grade' ORDER BY step, call"
 T = TypeVar("T", StepRow, CallRow)
 
 
@@ -164,8 +164,8 @@ def episode_record(tx: Any, episode: int) -> EpisodeRecord:
         row=row,
         episode=_load_episode(tx, episode),
         steps=_select_with_inherited(tx, StepRow, "WHERE episode_id = :id ORDER BY step", row),
-        calls=_select_with_inherited(tx, CallRow, _CALLS_OF.format(kind="call"), row),
-        grades=_select_with_inherited(tx, CallRow, _CALLS_OF.format(kind="grade"), row),
+        calls=_select_with_inherited(tx, CallRow, _CALLS_OF.format(kind="<>"), row),
+        grades=_select_with_inherited(tx, CallRow, _CALLS_OF.format(kind="="), row),
         rewards=select_values(tx, RewardRow, "WHERE episode_id = :id ORDER BY id", id=episode),
     )
 

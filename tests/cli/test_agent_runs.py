@@ -1,0 +1,77 @@
+"""A run whose episodes an agent made, looked at by every command: the rows are made by hand, on both databases."""
+
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import text
+
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.store import rollout_claims, steps
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.rollout_claims import Outcome
+from tests.cli.test_cli import agentrl
+from tests.cli.test_cli import data as data
+from tests.support.played_runs import CALL, claim, sampled, start, submission
+
+OUTSIDE = (
+    "UPDATE tool_calls SET kind = 'agent', status = 'done', result = '42' WHERE step = 0",
+    "UPDATE tool_calls SET kind = 'agent', status = 'unobserved' WHERE step = 1",
+    "UPDATE steps SET delivered = :no WHERE number = 1",
+)
+
+
+@pytest.fixture
+def outside(data: Database) -> str:
+    """Two episodes: one whose agent raised after two turns, one whose agent raised before it asked anything."""
+    asked = submission("outside", tasks=1)
+    config = RunConfig.model_validate({**asked.config, "agent": "my_agent:solve"})
+    (group,) = start(data, replace(asked, config=config.model_dump(mode="json")))
+    work = claim(data, group)
+    steps.commit_sampled(data, work.fence, [sampled(work, 0, 0, (CALL,))])
+    data.write(lambda tx: tx.execute(text(OUTSIDE[0])))
+    steps.commit_sampled(data, work.fence, [sampled(work, 0, 1, (CALL,))])
+    data.write(lambda tx: [tx.execute(text(OUTSIDE[1])), tx.execute(text(OUTSIDE[2]), {"no": False})])
+    first, second = (episode.id for episode in work.episodes)
+    ends = [
+        Outcome(first, "done", "agent_error", 1.0, {"numeric_answer": 1.0}, "42"),
+        Outcome(second, "failed", error_class="AgentError", error="KeyError: 'x'\n\x1b[2Jowned"),
+    ]
+    rollout_claims.finish_episodes(data, work.fence, ends, work.reward_set, work.weights)
+    return str(first)
+
+
+def test_an_agents_calls_are_shown_as_its_own_and_what_it_did_not_tell_as_such(
+    outside: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = agentrl(capsys, "replay", outside)
+    assert "call 0: calculator" in said
+    assert "result (as the agent told it):\n    42" in said
+    assert "no later request told what came of it" in said
+    assert "the agent was not sent all of it" in said
+    assert "done (agent_error)  reward 1" in said
+
+
+def test_an_agents_calls_are_not_run_again_and_nothing_else_is_compared(
+    outside: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = agentrl(capsys, "replay", outside, "--verify", "tools")
+    assert "0 calls run again, 0 differ, from the record: 2 run by the agent" in said
+
+
+def test_agents_that_ended_badly_are_found_and_say_why(outside: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "outside" in agentrl(capsys, "runs")
+    listed = agentrl(capsys, "episodes", "outside")
+    assert "agent_error" in listed
+    assert "error: KeyError: 'x'" in listed
+    only = agentrl(capsys, "episodes", "outside", "--stop-reason", "agent_error")
+    assert "agent_error" in only
+    assert "failed" not in only
+    assert "'agent_error'" in agentrl(capsys, "episodes", "--stop-reason", "agnt_error", code=2)
+    assert "KeyError: 'x'" in agentrl(capsys, "why", str(int(outside) + 1))
+    assert "iteration" in agentrl(capsys, "why", outside)
+
+
+def test_an_agents_episode_is_not_forked_yet_and_its_config_is_shown(outside: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = agentrl(capsys, "fork", outside, "--step", "1", code=2)
+    assert "was made by the agent 'my_agent:solve': it cannot be forked yet." in said
+    assert "agent.name: my_agent:solve" in agentrl(capsys, "config", "show", "--run", "outside")
