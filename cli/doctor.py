@@ -152,21 +152,31 @@ def _broker(where: Any) -> Iterator[Check]:
 def _workers(coming: str) -> Iterator[Check]:
     """Checks which queues have workers; `coming` is the advice if a running stack starts the missing ones by itself."""
     from agentrl.cli.targets import existing_database
-    from agentrl.workers.stack.presence import count_workers_by_queue, missing_control_hints, missing_worker_hints
+    from agentrl.workers.stack import presence
+    from agentrl.workers.stack.celery_app import AGENTS
+    from agentrl.workflow.store.endpoint_reads import some_run_has_agent
 
     try:
         db = existing_database()
-        lost = missing_control_hints(db) if db else []  # without a database there is no control loop either
+        lost = presence.missing_control_hints(db) if db else []  # without a database there is no control loop either
+        has_agent = db is not None and some_run_has_agent(db)
+        url = presence.find_endpoint_url(db) if db else None
     except AgentRLError as error:
         yield Check("workers", "fail", error.message, error.hint)
         return
-    served = count_workers_by_queue()
-    for said in (*missing_worker_hints(queue for queue in served if not served[queue]), *lost):
+    served = presence.count_workers_by_queue()
+    no_control = bool(lost)
+    wanted = [*served, *([AGENTS] if has_agent and AGENTS not in served else [])]
+    if has_agent and db:
+        lost += presence.missing_endpoint_hints(db)
+    for said in (*presence.missing_worker_hints(queue for queue in wanted if not served.get(queue)), *lost):
         found, _, start = said.partition(". Start one: ")
         yield Check("workers", "warn", found, coming or start)
     there = [f"{queue} {count}" for queue, count in served.items() if count and "." not in queue]
     if there:
-        yield Check("workers", "ok", ", ".join([*there, *([] if lost or not db else ["control 1"])]))
+        yield Check("workers", "ok", ", ".join([*there, *([] if no_control or not db else ["control 1"])]))
+    if url:
+        yield Check("endpoint", "ok", url)
 
 
 def _checkpoints(where: Any) -> Check:

@@ -23,7 +23,11 @@ MAX_LINE_CHARS = 2_000
 def logs(
     role: Annotated[
         str | None,
-        typer.Argument(metavar="ROLE", help="supervisor, rollout, train, tools, control or redis [all].", show_default=False),
+        typer.Argument(
+            metavar="ROLE",
+            help="supervisor, redis or a worker, such as rollout [all].",
+            show_default=False,
+        ),
     ] = None,
     lines: Annotated[int, typer.Option("-n", "--lines", min=1, max=MOST_LINES, help="Newest lines of each log.")] = 20,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Also show new lines as they are written.")] = False,

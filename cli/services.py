@@ -141,6 +141,7 @@ def check_separate(separate: bool) -> None:
 def _check_named_broker(asked: "Requirements", there: bool, fit: bool) -> list[str]:
     from agentrl.workers.requests.requirements import ask_workers
     from agentrl.workers.stack import presence
+    from agentrl.workers.stack.celery_app import AGENTS
     from agentrl.workers.stack.process import database
 
     with ThreadPoolExecutor(1) as beside:  # both may wait for the slowest worker
@@ -150,6 +151,7 @@ def _check_named_broker(asked: "Requirements", there: bool, fit: bool) -> list[s
     silent = [queue for queue in asked.roles if not any(queue in worker.roles for worker in workers)]
     missing = presence.missing_worker_hints(queue for queue in silent if not served.get(queue))
     missing += presence.missing_control_hints(database())
+    missing += presence.missing_endpoint_hints(database()) if AGENTS in asked.roles else []
     if there and missing:
         hint = "Start them (`submit --detach` leaves it to workers to come)"
         raise ServiceError(_join_lines("Nothing was started.", missing), hint)
@@ -217,13 +219,14 @@ def _ask_embedded(asked: "Requirements") -> "list[Fitness]":
     """The answers of the embedded stack's workers; waits for workers that are still starting."""
     from agentrl.workers.requests import requirements
     from agentrl.workers.stack import embedded
+    from agentrl.workers.stack.celery_app import AGENTS
     from agentrl.workflow.settings import settings
 
     deadline = time.monotonic() + UP_SECONDS
     while True:
-        agents = requirements.AGENTS in asked.roles  # there may be a worker for them, which comes once a run needs it
+        agents = AGENTS in asked.roles  # there may be a worker for them, which comes once a run needs it
         workers = requirements.ask_workers(asked, workers=len(embedded.list_queues(settings())) + agents)
-        silent = set(asked.roles) - {role for worker in workers for role in worker.roles} - {requirements.AGENTS}
+        silent = set(asked.roles) - {role for worker in workers for role in worker.roles} - {AGENTS}
         if not silent:
             return workers
         if time.monotonic() > deadline:

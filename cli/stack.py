@@ -22,7 +22,8 @@ def up(
 ) -> None:
     """Start the embedded stack.
 
-    It has a private Redis (unless AGENTRL_BROKER_URL is set), a rollout+train worker, a tools worker and a control loop.
+    It has a private Redis (unless AGENTRL_BROKER_URL is set), a rollout+train worker, a tools worker and a control loop; for a
+    run with an agent, an endpoint and an agents worker too.
     """
     from agentrl.workers.stack import embedded, supervisor
     from agentrl.workers.stack.process import database
@@ -61,16 +62,37 @@ def down() -> None:
 
 
 def worker(
-    role: Annotated[str, typer.Argument(metavar="ROLE", help="rollout, tools, train, control, or rollout,train.")],
+    role: Annotated[
+        str, typer.Argument(metavar="ROLE", help="rollout, tools, train, control, agents, endpoint, or rollout,train.")
+    ],
     concurrency: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Threads [rollout 16, tools 64, train 1].", show_default=False)
+        int | None,
+        typer.Option(min=1, max=1024, help="Threads [rollout 16, tools 64, train 1, agents 16].", show_default=False),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="endpoint: the address to listen at [127.0.0.1].", show_default=False)
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="endpoint: the port [AGENTRL_ENDPOINT_PORT].", show_default=False)
     ] = None,
 ) -> None:
-    """Run one worker in this process until SIGTERM."""
+    """Run one worker in this process until SIGTERM.
+
+    An endpoint is what agents call; each has a key of its own. It speaks plain HTTP: let it listen elsewhere than at 127.0.0.1
+    only in a network that you trust.
+    """
     from agentrl.workers.stack import broker, worker
+    from agentrl.workflow.errors import ConfigError
     from agentrl.workflow.settings import settings
 
     roles = [word.strip() for word in role.split(",") if word.strip()]
+    if roles == ["endpoint"]:
+        if concurrency is not None:
+            raise ConfigError("--concurrency is for workers of queues.", "How many calls may be open: AGENTRL_ENDPOINT_CALLS.")
+        worker.run(roles, host=host or "127.0.0.1", port=port)
+        return
+    if host is not None or port is not None:
+        raise ConfigError("--host and --port are for `agentrl worker endpoint`.", "Leave them out.")
     # A broker in the settings may come up later; the embedded one comes with a stack, or not at all.
     known = set(roles) <= worker.SHARED_ROLES or (len(roles) == 1 and roles[0] in worker.ROLES)
     if known and not settings().broker_url:

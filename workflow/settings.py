@@ -40,6 +40,9 @@ class Settings(BaseSettings):
     tools_password: str = Field(
         default="", description="Password of agentrl_tools, which tools workers may log in as, set by `agentrl db upgrade`."
     )
+    agents_password: str = Field(
+        default="", description="Password of agentrl_agents, which agents workers may log in as, set by `agentrl db upgrade`."
+    )
     broker_url: str = Field(default="", description="redis:// URL of a broker; empty: the embedded one.")
     redis_server: str = Field(default="", description="Path of a redis-server binary for the embedded broker.")
     gsm8k_dir: Path | None = Field(default=None, description="Folder with gsm8k's train.jsonl and test.jsonl.")
@@ -67,6 +70,12 @@ class Settings(BaseSettings):
         default="", description="Hosts that the tool fetch may ask: docs.python.org,*.example.org; empty: off."
     )
     tools_token: str = Field(default="", description="What callers of `agentrl tools serve` must send; empty: one is made up.")
+    endpoint_url: str = Field(default="", description="Where agents reach the endpoint; empty: what it says of itself.")
+    endpoint_port: int = Field(default=0, ge=0, le=65535, description="The port that the endpoint listens at; 0: a free one.")
+    endpoint_wait_seconds: float = Field(
+        default=300.0, ge=0, description="How long the endpoint keeps a call that no rollout worker takes."
+    )
+    endpoint_calls: int = Field(default=1024, ge=1, description="Calls of agents that may be open in an endpoint at once.")
     threads: int = Field(default=0, ge=0, description="CPU threads of the model; 0: torch's choice.")
     sandbox: Literal["auto", "bwrap", "landlock", "docker", "none-unsafe"] = Field(
         default="auto", description="What holds model-written code; auto: bwrap, else landlock; none-unsafe: nothing does."

@@ -20,7 +20,7 @@ from celery.worker.control import inspect_command
 
 from agentrl import __version__
 from agentrl.workers.requests.agent_request import check_function, check_program
-from agentrl.workers.stack.celery_app import QUEUES, app
+from agentrl.workers.stack.celery_app import AGENTS, ALL_QUEUES, QUEUES, app
 from agentrl.workers.stack.process import worker_name
 from agentrl.workflow.config import PROGRAM, RunConfig
 from agentrl.workflow.errors import AgentRLError, ConfigError, ModelError
@@ -46,11 +46,8 @@ REPLY_SECONDS = 0.5
 MAX_LOOKS = 8
 """The most questions whose answers a worker keeps for repeated questions."""
 
-AGENTS = "agents"
-"""The queue of a run with an agent; its workers come and go with such runs."""
-
 NOT_AGENTS = "(?!agents-)"
-"""Names of the other workers."""
+"""Names of workers that every run may ask: those of agents come and go with the runs that have agents."""
 
 ENGINE = ("AGENTRL_ENGINE_URL", "AGENTRL_ENGINE_KEY")
 
@@ -130,7 +127,7 @@ def roles_of(config: RunConfig, rolls_out: bool = True) -> tuple[str, ...]:
     """The queues that a run needs; that of agents only where one decides its turns."""
     if not rolls_out:
         return ("train",)
-    return QUEUES if config.agent is None else (*QUEUES, AGENTS)
+    return QUEUES if config.agent is None else ALL_QUEUES
 
 
 def ask_workers(asked: Requirements, workers: int | None = None) -> list[Fitness]:
@@ -169,7 +166,7 @@ _looks: dict[str, "Future[tuple[list[str], list[str]]]"] = {}
 def fits(state: Any, question: Mapping[str, Any]) -> dict[str, Any]:
     """Checks whether this process has what the run needs, in a thread, so that the worker goes on reading its messages."""
     served = [queue.name for queue in state.consumer.task_consumer.queues]
-    return _answer_question(Requirements(**question), [role for role in (*QUEUES, AGENTS) if role in served])
+    return _answer_question(Requirements(**question), [role for role in ALL_QUEUES if role in served])
 
 
 def _answer_question(asked: Requirements, roles: Sequence[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The Celery app: three queues, JSON only, late acknowledgement; a lost or duplicate message changes nothing.
+"""The Celery app: four queues, JSON only, late acknowledgement; a lost or duplicate message changes nothing.
 
-`rollout` jobs sample episodes, `tools` jobs run one tool call each, `train` jobs run one update. A router admits these
-queues and `tools.<host>`, and refuses the rest.
+`rollout` jobs sample episodes, `tools` jobs run one tool call each, `train` jobs run one update, `agents` jobs run one agent
+each. A router admits these queues and `tools.<host>`, and refuses the rest.
 """
 
 import os
@@ -22,7 +22,12 @@ from agentrl.workflow.runtime.lazy import Once
 from agentrl.workflow.settings import Settings, settings
 
 QUEUES = ("rollout", "tools", "train")
+"""The queues that every stack serves."""
+AGENTS = "agents"
+"""The queue that is served where a run has an agent."""
+ALL_QUEUES = (*QUEUES, AGENTS)
 _HOST_QUEUE = re.compile(r"tools\.[a-z0-9][a-z0-9.-]{0,63}")
+_QUEUE_OF_JOB = {"agentrl.rollout": "rollout", "agentrl.call": "tools", "agentrl.train": "train", "agentrl.agent": AGENTS}
 _DAY = 86400
 TRANSPORT_ALIASES |= dict.fromkeys(("redis", "rediss"), "agentrl.workers.stack.transport:Transport")
 
@@ -33,11 +38,11 @@ def route_job(name: str, args: Any, kwargs: Any, options: Any, task: Any = None,
     asked = getattr(asked, "name", asked)
     if asked and _HOST_QUEUE.fullmatch(asked):
         return {"queue": Queue(asked, routing_key=asked)}
-    queue = {"agentrl.rollout": "rollout", "agentrl.call": "tools", "agentrl.train": "train"}.get(name, asked)
+    queue = _QUEUE_OF_JOB.get(name, asked)
     if name.startswith("celery."):
         return {}
-    if queue not in QUEUES:
-        raise ServiceError(f"There is no queue {queue!r}.", f"Queues: {', '.join(QUEUES)}, tools.<host>.")
+    if queue not in ALL_QUEUES:
+        raise ServiceError(f"There is no queue {queue!r}.", f"Queues: {', '.join(ALL_QUEUES)}, tools.<host>.")
     return {"queue": queue}
 
 
@@ -64,7 +69,7 @@ def make_app(where: Settings) -> Celery:
     broker = broker_url(where)
     app = Celery("agentrl", broker=broker, backend="cache+memory://" if is_in_memory(where) else broker)
     app.conf.update(
-        task_queues=[Queue(name, routing_key=name) for name in QUEUES],
+        task_queues=[Queue(name, routing_key=name) for name in ALL_QUEUES],
         task_create_missing_queues=False,
         task_default_queue="rollout",
         task_routes=(route_job,),

@@ -3,15 +3,17 @@
 from collections.abc import Iterable
 
 from agentrl.workers.stack.celery_app import QUEUES, app
+from agentrl.workflow.settings import settings
 from agentrl.workflow.store import control_reads
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.endpoint_reads import ENDPOINT
 
 ANSWER_SECONDS = 1.5
 
 
 def count_workers_by_queue() -> dict[str, int]:
     """Queue -> number of workers that answered one request and serve it."""
-    served = dict.fromkeys(QUEUES, 0)
+    served = dict.fromkeys(QUEUES, 0)  # beside them, agents and queues of hosts where somebody serves them
     for queues in _ask_queues().values():
         for queue in queues:
             served[queue] = served.get(queue, 0) + 1
@@ -38,3 +40,14 @@ def missing_control_hints(db: Database) -> list[str]:
     """A hint if no control loop runs; else empty."""
     there = control_reads.service_holder(db, "control") is not None
     return [] if there else ["No control loop runs. Start one: agentrl worker control"]
+
+
+def find_endpoint_url(db: Database) -> str | None:
+    """Where agents reach the endpoint, without /v1: AGENTRL_ENDPOINT_URL, or what a running one says; None if none runs."""
+    return settings().endpoint_url.rstrip("/") or control_reads.service_holder(db, ENDPOINT)
+
+
+def missing_endpoint_hints(db: Database) -> list[str]:
+    """A hint if no endpoint runs; else empty."""
+    there = find_endpoint_url(db) is not None
+    return [] if there else ["No endpoint runs. Start one: agentrl worker endpoint"]

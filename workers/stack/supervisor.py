@@ -1,9 +1,12 @@
-"""The supervisor: one process that runs a private Redis and three workers, on a machine where nothing runs yet.
+"""The supervisor: one process that runs a private Redis and its workers, on a machine where nothing runs yet.
 
 `agentrl up` starts it, and so does `submit` if no broker is named. It restarts dead processes with back-off, and sends the
 calls of a dead tools worker again. One that `submit` started stops some time after the last run, unless `agentrl up` was used
 since. With `AGENTRL_BROKER_URL` set, it supervises the workers alone, without Redis. Rollout and train share a process, and one
 copy of the base, unless `--separate` is given or an unfinished run has rollouts that go on during updates.
+
+An endpoint and an agents worker come once a running run has an agent. The endpoint's listening socket is the supervisor's own,
+so that a killed endpoint comes back on the same port, and clients that call meanwhile wait in the backlog.
 """
 
 import os
@@ -13,19 +16,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from logging import getLogger
 from queue import Queue
 from types import FrameType
 
-from agentrl.workers.stack import broker, embedded, oom_kills
+from agentrl.workers.stack import broker, embedded, listening, oom_kills
 from agentrl.workers.stack.process import database
-from agentrl.workers.stack.worker import SUPERVISOR, run_together, set_up_logging
+from agentrl.workers.stack.worker import FOR_AGENTS, SUPERVISOR, run_together, set_up_logging
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.settings import Settings, settings
-from agentrl.workflow.store import control_reads
+from agentrl.workflow.store import control_reads, endpoint_reads
 from agentrl.workflow.store.lost_workers import OOM_HINT, record_loss, record_oom
 
 log = getLogger("agentrl.supervisor")
@@ -33,6 +36,8 @@ WORKERS = ("rollout,train", "tools", "control")
 SEPARATE = ("rollout", "train", "tools", "control")
 CALM_SECONDS = 30.0
 """A process that lived this long is restarted at once; one that died sooner waits longer each time."""
+CALM_SECONDS_OF_ENDPOINT = 1.0
+"""An endpoint starts in no time, and agents wait for it."""
 MAX_BACKOFF = 30.0
 """At most half a lease: the claims of the dead process wait for their lease anyway, and no longer than that."""
 
@@ -42,7 +47,7 @@ class Child:
     """One supervised process, the time when it may be restarted, and the count of out-of-memory kills before it started."""
 
     role: str
-    process: "subprocess.Popen[bytes]"
+    process: "subprocess.Popen[bytes] | None"
     started: float
     backoff: float = 0.5
     restart_at: float | None = None
@@ -58,6 +63,7 @@ class Supervisor:
         self.stopping = False
         self.busy_at = time.monotonic()
         self.children: list[Child] = []
+        self.listener: socket.socket | None = None
         self.news: Queue[Callable[[], None]] = Queue()
         threading.Thread(target=self._record_losses, name="news", daemon=True).start()
 
@@ -65,7 +71,10 @@ class Supervisor:
         """Starts, watches and stops all children; Redis starts first and stops last."""
         if broker.is_in_memory(self.where):
             log.warning("no Redis server was found: all in this process, over an in-memory broker")
-            run_together(self._is_idle)
+            try:
+                run_together(self._is_idle, partial(self._tend_agents, ["endpoint"]))
+            finally:
+                self._end()
             return
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
@@ -84,7 +93,25 @@ class Supervisor:
                 self._restart_ended(child)
             if time.monotonic() - checked > 1.0:
                 checked = time.monotonic()
+                self._tend_agents(FOR_AGENTS)
                 self.stopping = self.stopping or self._is_idle()
+
+    def _tend_agents(self, roles: Sequence[str]) -> bool:
+        """Starts those roles once a run has an agent, and looks after the endpoint where nobody else does.
+
+        Returns whether they were started.
+        """
+        known = {child.role for child in self.children}
+        for child in self.children if broker.is_in_memory(self.where) else ():
+            self._restart_ended(child)
+        if known.issuperset(roles):
+            return True
+        if not _some_run_has_agent():
+            return False
+        for role in roles:
+            self.children.append(Child(role, None, time.monotonic(), restart_at=0.0))
+            self._restart_ended(self.children[-1])
+        return True
 
     def _is_idle(self) -> bool:
         """Whether no run was active for long enough to stop; if so, writes that to the state file before stopping anything."""
@@ -110,12 +137,12 @@ class Supervisor:
             return True
 
     def _restart_ended(self, child: Child) -> None:
-        code = child.process.poll()
+        code = child.process.poll() if child.process else 0
         now = time.monotonic()
         if code is None:
             return
-        if child.restart_at is None:
-            calm = now - child.started > CALM_SECONDS
+        if child.restart_at is None and child.process:
+            calm = now - child.started > (CALM_SECONDS_OF_ENDPOINT if child.role == "endpoint" else CALM_SECONDS)
             child.backoff = 0.5 if calm else min(2 * child.backoff, MAX_BACKOFF, self.where.lease_seconds / 2)
             child.restart_at = now + (0.0 if calm else child.backoff)
             log.warning("%s ended with %s; again in %.1f s", child.role, code, child.restart_at - now)
@@ -123,7 +150,7 @@ class Supervisor:
             self.news.put(partial(_record_loss, child.role, child.process.pid, code, out_of_memory))
             if child.role == "tools":
                 self.news.put(_send_calls_again)
-        if now >= child.restart_at:
+        if child.restart_at is not None and now >= child.restart_at:
             try:
                 child.process, child.started, child.restart_at = self._start(child.role), now, None
                 child.kills = oom_kills.count_kills()
@@ -145,24 +172,31 @@ class Supervisor:
         if role == "redis":
             return broker.start_server(self.where)
         command = [sys.executable, "-P", "-m", "agentrl.workers.stack.worker", role]
+        environment, handed = {**os.environ, SUPERVISOR: str(os.getpid())}, []
+        if role == "endpoint":
+            self.listener = self.listener or listening.bind(listening.LOOPBACK, self.where.endpoint_port)
+            handed = [self.listener.fileno()]
+            environment[listening.LISTENER] = str(handed[0])
         with embedded.log_file(self.where, role).open("ab") as output:
-            environment = {**os.environ, SUPERVISOR: str(os.getpid())}
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, pass_fds=handed
+            )
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.stopping = True
 
     def _end(self) -> None:
         embedded.write_state(self.where, stopping=True, separate=self.separate)
-        workers = [child for child in self.children if child.role != "redis"]
-        for group in (workers, [child for child in self.children if child.role == "redis"]):
-            for child in group:
-                child.process.terminate()
-            for child in group:
+        started = [(child.role == "redis", child.process) for child in self.children if child.process]
+        for redis in (False, True):
+            group = [process for is_redis, process in started if is_redis == redis]
+            for process in group:
+                process.terminate()
+            for process in group:
                 try:
-                    child.process.wait(embedded.STOP_SECONDS)
+                    process.wait(embedded.STOP_SECONDS)
                 except subprocess.TimeoutExpired:
-                    child.process.kill()
+                    process.kill()
 
 
 def _record_loss(role: str, pid: int, code: int, out_of_memory: bool) -> None:
@@ -197,6 +231,14 @@ def _is_some_run_overlapping() -> bool:
         return control_reads.some_run_overlaps(database())
     except Exception as error:  # noqa: BLE001 - nothing that the database does is a reason to start no workers
         log.warning("the runs cannot be read, so none counts as overlapping: %s", error)
+        return False
+
+
+def _some_run_has_agent() -> bool:
+    try:
+        return endpoint_reads.some_run_has_agent(database())
+    except Exception as error:  # noqa: BLE001 - nothing that the database does is a reason to end the workers
+        log.warning("the runs cannot be read, so none counts as having an agent: %s", error)
         return False
 
 

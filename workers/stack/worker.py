@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from importlib import import_module
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.runtime.gc_pause import pause_gc
@@ -22,12 +22,18 @@ if TYPE_CHECKING:
     from celery.apps.worker import Worker
 
 SHARED_ROLES = {"rollout", "train"}
-ROLES = ("rollout", "tools", "train", "control")
+ROLES = ("rollout", "tools", "train", "control", "agents", "endpoint")
+WITHOUT_AGENTS = ROLES[:4]
+"""The roles that every run needs."""
+FOR_AGENTS = ("endpoint", "agents")
+"""The roles that a run with an agent needs too."""
 MODULES = {
     "rollout": "agentrl.workers.jobs.rollout_job",
     "tools": "agentrl.workers.jobs.tools_job",
     "train": "agentrl.workers.jobs.train_job",
     "control": "agentrl.workers.stack.control_loop",
+    "agents": "agentrl.workers.jobs.agents_job",
+    "endpoint": "agentrl.workers.serving.endpoint",
     "fit": "agentrl.workers.requests.requirements",
 }
 """Role -> module of its job; `fit`: the module of the check that workers make before a run is written."""
@@ -43,12 +49,12 @@ SWITCH_SECONDS = 0.0005
 times for a token, and beside one busy thread took five times as long as alone; so did a tool call.
 """
 
-CONCURRENCY = {"rollout": 16, "tools": 64, "train": 1}
-"""Threads per queue: a rollout job mostly waits for the engine, a tool call for its tool."""
+CONCURRENCY = {"rollout": 16, "tools": 64, "train": 1, "agents": 16}
+"""Threads per queue: a rollout job mostly waits for the engine, a tool call for its tool, an agents job for its agent."""
 
 
-def run(roles: list[str], concurrency: int | None = None) -> None:
-    """Serves the roles in this process until SIGTERM.
+def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> None:
+    """Serves the roles in this process until SIGTERM; `listening` is for an endpoint: its `host` and `port`.
 
     Raises:
         ConfigError: a role is unknown, or the roles cannot share a process.
@@ -66,6 +72,8 @@ def run(roles: list[str], concurrency: int | None = None) -> None:
         ).start()
     if roles == ["control"]:
         _run_control()
+    elif roles == ["endpoint"]:
+        import_module(MODULES["endpoint"]).run(**listening)
     else:
         _run_queues(roles, concurrency or sum(CONCURRENCY[role] for role in roles))
 
@@ -132,7 +140,7 @@ def make_worker(roles: list[str], concurrency: int) -> "Worker":
     from agentrl.workers.stack.celery_app import app, own_queue
 
     with pause_gc():
-        for name in (*roles, "fit"):
+        for name in (*roles, *(() if roles == ["agents"] else ["fit"])):
             import_module(MODULES[name])  # registers its job, or its command, with the app
     own = [own_queue()] if "tools" in roles else []
     for name in own:
@@ -149,10 +157,12 @@ def make_worker(roles: list[str], concurrency: int) -> "Worker":
     )
 
 
-def run_together(idle: Callable[[], bool]) -> None:
-    """Runs every role in this process, for a broker in memory, until `idle()` is true.
+def run_together(idle: Callable[[], bool], tend: Callable[[], bool]) -> None:
+    """Runs every role in this process, for a broker in memory, until `idle()` is true; the endpoint alone is a process, for it
+    needs no broker.
 
-    The tools have a worker with threads of its own: rollouts wait for tools, and must not take up all threads.
+    The tools have a worker with threads of its own: rollouts wait for tools, and must not take up all threads. So have the
+    agents, from the time on when `tend()` says, each second, that some run has an agent.
     """
     from celery.app.trace import setup_worker_optimizations
 
@@ -162,20 +172,32 @@ def run_together(idle: Callable[[], bool]) -> None:
 
     setup_worker_optimizations(app)
     with pause_gc():
-        for role in ROLES:
+        for role in WITHOUT_AGENTS:
             import_module(MODULES[role])  # before any worker starts: each reads the list of jobs only once
     tools = make_worker(["tools"], CONCURRENCY["tools"])
     for name, work in (("tools", tools.start), ("control", control_loop.run)):
         threading.Thread(target=work, name=name, daemon=True).start()
 
     def watch() -> None:
+        agents = None
         while not stopping.wait(1.0):
+            if tend() and agents is None:
+                agents = threading.Thread(target=_run_agents_beside, name="agents", daemon=True)
+                agents.start()
             if idle():
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
     threading.Thread(target=watch, name="idle", daemon=True).start()
     _run_queues(["rollout", "train"], CONCURRENCY["rollout"] + 1)
+
+
+def _run_agents_beside() -> None:
+    from agentrl.workers.stack.celery_app import app
+
+    worker = make_worker(["agents"], CONCURRENCY["agents"])
+    app.finalize()
+    worker.start()
 
 
 if __name__ == "__main__":

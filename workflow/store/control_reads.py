@@ -142,6 +142,14 @@ def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -
     return bool(renewed.rowcount)
 
 
+@transaction
+def publish_service(tx: Connection, name: str, holder: str, seconds: float) -> None:
+    """Says where a service is to be found that may run more than once: the latest that says so counts."""
+    values = {"holder": holder, "lease_until": now_ms() + int(seconds * 1000)}
+    made = insert(tx, schema.service_leases).values(name=name, **values)
+    tx.execute(made.on_conflict_do_update(index_elements=["name"], set_=values))
+
+
 @read_transaction
 def service_holder(tx: Connection, name: str) -> str | None:
     """The present holder of the service's lease, or None."""

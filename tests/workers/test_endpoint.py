@@ -1,0 +1,306 @@
+"""The endpoint: who is let in, what reaches the worker, and what a client gets when workers come and go."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from typing import Any
+
+import httpx2
+import pytest
+
+from agentrl.workers.serving.endpoint_app import CHAT, Limits
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.endpoint_reads import find_places
+from tests.support.played_runs import EXPIRED
+from tests.support.scripted_worker import hang_up, scripted_worker, silence, stream, whole
+from tests.support.served_endpoint import Attempt, Served, add_attempt, attempt, endpoint_over
+
+ASKED = {"model": "m", "messages": [{"role": "user", "content": "6*7"}]}
+STREAMED = {**ASKED, "stream": True}
+PIECES = (b'data: {"a":1}\n\n', b'data: {"a":2}\n\n', b"data: [DONE]\n\n")
+
+
+@pytest.fixture
+def made(sqlite: Database) -> Attempt:
+    return attempt(sqlite)
+
+
+@pytest.fixture
+def served(sqlite: Database) -> Iterator[Served]:
+    with endpoint_over(sqlite) as found:
+        yield found
+
+
+def ask(served: Served, key: str = "secret", body: Any = ASKED, path: str = CHAT, **headers: str) -> httpx2.Response:
+    return httpx2.post(served.url + path, json=body, headers={"authorization": f"Bearer {key}", **headers}, timeout=30)
+
+
+def code(answer: httpx2.Response) -> tuple[int, str]:
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return answer.status_code, error["code"]
+
+
+def later(seconds: float, work: Callable[[], object]) -> None:
+    threading.Timer(seconds, work).start()
+
+
+def test_a_call_is_forwarded_as_it_is_and_answered_as_the_worker_answers(database: Database) -> None:
+    made = attempt(database)
+    with scripted_worker(whole(b'{"choices":[]}')) as worker, endpoint_over(database) as served:
+        made.held_by(worker.address)
+        answer = ask(served, **{"x-stainless-retry-count": "2"})
+        assert (answer.status_code, answer.json()) == (200, {"choices": []})
+        [request] = worker.requests
+        assert request.line == f"POST {CHAT} HTTP/1.1"
+        assert json.loads(request.body) == ASKED
+        assert request.headers["authorization"] == "Bearer secret"
+        assert len(request.headers["x-agentrl-request"]) == 32
+        assert abs(int(request.headers["x-agentrl-created"]) - time.time()) < 60
+        assert request.headers["x-agentrl-retry"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        (CHAT, {"authorization": "Bearer secret"}),
+        (CHAT, {"x-api-key": "secret"}),
+        (f"/attempt/secret{CHAT}", {}),
+        (f"/attempt/secret{CHAT}", {"authorization": "Bearer whatever-the-sdk-sends"}),
+    ],
+)
+def test_the_key_may_be_in_either_header_or_in_the_path(
+    made: Attempt, served: Served, path: str, headers: dict[str, str]
+) -> None:
+    with scripted_worker(whole()) as worker:
+        made.held_by(worker.address)
+        answer = httpx2.post(served.url + path, json=ASKED, headers=headers)
+        assert answer.status_code == 200
+        assert worker.requests[0].line == f"POST {CHAT} HTTP/1.1"
+        assert worker.requests[0].headers["authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"authorization": "Bearer other"}, {"x-api-key": "k" * 300}, {"authorization": "Basic x"}]
+)
+def test_an_unknown_key_is_refused_in_the_shape_of_the_api(made: Attempt, served: Served, headers: dict[str, str]) -> None:
+    body = {**ASKED, "key": "secret", "api_key": "secret", "metadata": {"episode": made.episode}}
+    answer = httpx2.post(served.url + CHAT, json=body, headers=headers)
+    assert code(answer) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize(
+    ("table", "values"),
+    [
+        ("episodes", {"status": "cancelled"}),
+        ("episodes", {"attempt": 7}),
+        ("agent_attempts", {"status": "ended"}),
+        ("agent_attempts", {"status": "lost"}),
+    ],
+)
+def test_calls_of_an_episode_that_is_over_are_refused_for_good(
+    made: Attempt, served: Served, table: str, values: dict[str, Any]
+) -> None:
+    made.set(table, made.episode if table == "episodes" else 1, **values)
+    answer = ask(served)
+    assert code(answer) == (409, "episode_over")
+    assert answer.headers["x-should-retry"] == "false"
+
+
+def test_the_rows_are_read_alike_in_both_databases(database: Database) -> None:
+    made = attempt(database, "first", "host:1")
+    add_attempt(made, "older", 50)
+    expired = attempt(database, "expired", "host:2", lease=EXPIRED)
+    known = {key: sha256(key.encode()).hexdigest() for key in ("first", "older", "expired", "nobody's")}
+    found = find_places(database, list(known.values()))
+    assert set(found) == {known[key] for key in ("first", "older", "expired")}
+    first = found[known["first"]]
+    assert (first.run, first.episode, first.over, first.address) == ("run-first", made.episode, "", "host:1")
+    assert "attempt" in found[known["older"]].over
+    assert (found[known["expired"]].episode, found[known["expired"]].address) == (expired.episode, None)
+
+
+def test_the_models_and_the_health_need_no_worker(made: Attempt, served: Served) -> None:
+    assert httpx2.get(f"{served.url}/health").json() == {"status": "ok"}
+    listed = httpx2.get(f"{served.url}/v1/models", headers=made.bearer).json()
+    assert [model["id"] for model in listed["data"]] == ["run-secret"]
+    assert code(httpx2.get(f"{served.url}/v1/models")) == (401, "invalid_api_key")
+    assert httpx2.get(f"{served.url}/attempt/secret/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/responses", "/v1/completions", "/", "/v1/chat/completions/", "/attempt/secret/v1/messages"]
+)
+def test_another_path_says_which_there_are(made: Attempt, served: Served, path: str) -> None:
+    answer = ask(served, path=path)
+    assert code(answer) == (404, "unknown_url")
+    assert CHAT in answer.json()["error"]["message"]
+    assert "secret" not in answer.text
+
+
+def test_another_method_says_which_there_is(served: Served) -> None:
+    answer = httpx2.get(served.url + CHAT)
+    assert code(answer) == (405, "method_not_allowed")
+    assert answer.headers["allow"] == "POST"
+
+
+def test_a_call_waits_for_a_holder(made: Attempt, served: Served) -> None:
+    with scripted_worker(whole()) as worker:
+        later(0.7, lambda: made.held_by(worker.address))
+        assert ask(served).status_code == 200
+
+
+def test_a_call_that_no_worker_takes_is_told_when_to_come_again(made: Attempt, sqlite: Database) -> None:
+    with endpoint_over(sqlite, Limits(wait_seconds=0.3)) as served:
+        answer = ask(served)
+        assert code(answer) == (503, "no_holder")
+        assert int(answer.headers["retry-after"]) > 0
+
+
+def test_a_worker_that_does_not_hold_the_episode_is_left_for_the_one_that_does(made: Attempt, served: Served) -> None:
+    with scripted_worker(whole(status="421 Misdirected Request")) as old, scripted_worker(whole(b'{"new":1}')) as new:
+        made.held_by(old.address)
+        later(0.5, lambda: made.held_by(new.address))
+        assert ask(served).json() == {"new": 1}
+        assert old.connections == 1  # kept open all the while
+        assert {request.headers["x-agentrl-request"] for request in (*old.requests, *new.requests)} == {
+            new.requests[0].headers["x-agentrl-request"]
+        }
+
+
+def test_a_call_whose_worker_is_lost_is_forwarded_again_with_the_same_id(made: Attempt, served: Served) -> None:
+    with scripted_worker(hang_up, hang_up, whole()) as worker:
+        made.held_by(worker.address)
+        assert ask(served).status_code == 200
+        assert len(worker.requests) == 3
+        assert len({request.headers["x-agentrl-request"] for request in worker.requests}) == 1
+        assert len({request.headers["x-agentrl-created"] for request in worker.requests}) == 1
+
+
+def test_the_id_of_a_call_is_that_of_its_idempotency_key(made: Attempt, served: Served) -> None:
+    with scripted_worker(whole()) as worker:
+        made.held_by(worker.address)
+        for _ in range(2):
+            ask(served, **{"idempotency-key": "mine"})
+        wanted = sha256(b"key:mine").hexdigest()[:32]
+        assert [request.headers["x-agentrl-request"] for request in worker.requests] == [wanted, wanted]
+
+
+def test_a_stream_that_breaks_goes_on_where_it_broke(made: Attempt, served: Served) -> None:
+    half = PIECES[1][:6]
+    with scripted_worker(stream(PIECES[0], half, breaks=True), stream(PIECES[0], breaks=True), stream(*PIECES)) as worker:
+        made.held_by(worker.address)
+        answer = ask(served, body=STREAMED)
+        assert without_comments(answer.content) == b"".join(PIECES)
+        assert answer.headers["x-accel-buffering"] == "no"
+        assert len(worker.requests) == 3
+
+
+def test_a_stream_that_comes_differently_the_second_time_ends_in_an_error(made: Attempt, served: Served) -> None:
+    with scripted_worker(stream(PIECES[0], breaks=True), stream(PIECES[1], *PIECES)) as worker:
+        made.held_by(worker.address)
+        assert events_until_cut(served) == [json.loads(PIECES[0][6:]), "reply_broke"]
+
+
+def test_a_stream_that_is_shorter_the_second_time_ends_in_an_error(made: Attempt, served: Served) -> None:
+    with scripted_worker(stream(*PIECES[:2], breaks=True), stream(PIECES[0])) as worker:
+        made.held_by(worker.address)
+        assert events_until_cut(served)[-1] == "reply_broke"
+
+
+def test_a_stream_whose_episode_ends_meanwhile_says_so(made: Attempt, served: Served) -> None:
+    with scripted_worker(stream(PIECES[0], breaks=True), whole(b'{"error":{"code":"episode_over"}}', "409 Conflict")) as worker:
+        made.held_by(worker.address)
+        assert events_until_cut(served)[-1] == "episode_over"
+
+
+def test_a_whole_answer_that_breaks_in_the_middle_is_made_whole(made: Attempt, served: Served) -> None:
+    async def half(request: Any, writer: Any) -> None:
+        writer.write(b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 13\r\n\r\n{"ans')
+        writer.close()
+
+    with scripted_worker(half, whole()) as worker:
+        made.held_by(worker.address)
+        assert ask(served).json() == {"answer": 42}
+
+
+def test_a_streaming_client_that_waits_gets_comments(made: Attempt, served: Served) -> None:
+    with scripted_worker(stream(*PIECES)) as worker:
+        later(1.0, lambda: made.held_by(worker.address))
+        answer = ask(served, body=STREAMED)
+        assert answer.content.startswith(b": waiting\n")
+        assert without_comments(answer.content) == b"".join(PIECES)
+
+
+def test_a_streaming_client_gets_comments_between_lines_alone(made: Attempt, served: Served) -> None:
+    with scripted_worker(stream(PIECES[0], PIECES[1][:5], PIECES[1][5:], PIECES[2], pause=0.7)) as worker:
+        made.held_by(worker.address)
+        answer = ask(served, body=STREAMED)
+        assert b": waiting\n" in answer.content
+        assert without_comments(answer.content) == b"".join(PIECES)
+
+
+def test_an_error_after_comments_is_an_event(made: Attempt, served: Served) -> None:
+    with scripted_worker(whole(b'{"error":{"code":"context_length_exceeded"}}', "400 Bad Request")) as worker:
+        later(1.0, lambda: made.held_by(worker.address))
+        assert events_until_cut(served) == ["context_length_exceeded"]
+
+
+def test_a_client_that_waits_for_a_whole_answer_gets_no_comments(made: Attempt, served: Served) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": {"stream": True}}}}]
+    with scripted_worker(whole(status="400 Bad Request", pause=1.0)) as worker:
+        made.held_by(worker.address)
+        answer = ask(served, body={**ASKED, "tools": tools})
+        assert (answer.status_code, answer.content) == (400, b'{"answer":42}')
+
+
+def test_a_silent_worker_is_left_when_another_holds_the_episode(made: Attempt, served: Served) -> None:
+    started = threading.Event()
+    with scripted_worker(silence(started)) as old, scripted_worker(whole()) as new:
+        made.held_by(old.address)
+        later(0.5, lambda: made.held_by(new.address))
+        assert ask(served).status_code == 200
+        assert old.requests[0].gone.wait(10)
+
+
+def test_a_client_that_hangs_up_ends_the_call_at_the_worker(made: Attempt, served: Served) -> None:
+    started = threading.Event()
+    with scripted_worker(silence(started)) as worker:
+        made.held_by(worker.address)
+        with pytest.raises(httpx2.TimeoutException):
+            httpx2.post(served.url + CHAT, json=ASKED, headers=made.bearer, timeout=0.5)
+        assert worker.requests[0].gone.wait(10)
+
+
+def test_connections_to_a_worker_are_used_again(made: Attempt, served: Served) -> None:
+    with scripted_worker(whole()) as worker:
+        made.held_by(worker.address)
+        for _ in range(5):
+            assert ask(served).status_code == 200
+        assert worker.connections == 1
+
+
+def without_comments(content: bytes) -> bytes:
+    return content.replace(b": waiting\n", b"")
+
+
+def events_until_cut(served: Served) -> list[Any]:
+    """The events of a stream that is cut: an error's code, or the event."""
+    found = []
+    with httpx2.stream("POST", served.url + CHAT, json=STREAMED, headers={"x-api-key": "secret"}) as answer:
+        lines = answer.iter_lines()
+        while line := next_line(lines):
+            if line.startswith("data: "):
+                event = json.loads(line[6:])
+                found.append(event["error"]["code"] if "error" in event else event)
+    return found
+
+
+def next_line(lines: Iterator[str]) -> str | None:
+    """The next line with text, or None where the connection was cut; fails where the answer was whole."""
+    try:
+        return next(line for line in lines if line)
+    except httpx2.RemoteProtocolError:
+        return None

@@ -1,0 +1,125 @@
+"""The endpoint's own answers in the shape of the API: errors, and the list of models."""
+
+import json
+from typing import Any
+
+
+class ApiError(Exception):
+    """A call that the endpoint answers by itself.
+
+    `retry_after` is in seconds. `final` tells SDKs that sending the call again is of no use.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str,
+        kind: str = "invalid_request_error",
+        retry_after: int | None = None,
+        final: bool = False,
+        allow: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.kind = status, message, code, kind
+        self.retry_after, self.final, self.allow = retry_after, final, allow
+
+    @property
+    def body(self) -> bytes:
+        """The error as JSON."""
+        return as_json({"error": {"message": self.message, "type": self.kind, "param": None, "code": self.code}})
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers that belong to it, beside the body's."""
+        found = []
+        if self.retry_after is not None:
+            found.append((b"retry-after", str(self.retry_after).encode()))
+        if self.final:
+            found.append((b"x-should-retry", b"false"))
+        if self.allow:
+            found.append((b"allow", self.allow.encode()))
+        return found
+
+
+def as_json(value: Any) -> bytes:
+    """The value as compact JSON."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def event(body: bytes) -> bytes:
+    """An error's body as an event of a stream that has begun."""
+    return b"data: " + body + b"\n\n"
+
+
+def unknown_key() -> ApiError:
+    """No key, or one that no attempt has."""
+    said = "This key opens no episode. Send the attempt's key: Authorization: Bearer KEY, x-api-key: KEY, or /attempt/KEY/v1."
+    return ApiError(401, said, "invalid_api_key", final=True)
+
+
+def no_route(routes: str) -> ApiError:
+    """A path that is not served."""
+    return ApiError(404, f"There is no such path here. There are: {routes}.", "unknown_url")
+
+
+def wrong_method(allow: str) -> ApiError:
+    """A path that is served, by another method."""
+    return ApiError(405, f"This path takes {allow}.", "method_not_allowed", allow=allow)
+
+
+def encoded_body() -> ApiError:
+    """A compressed body, whose size nobody knows."""
+    return ApiError(415, "The body must not be compressed. Leave Content-Encoding out.", "unsupported_encoding")
+
+
+def too_large(most: int) -> ApiError:
+    """A body over the limit."""
+    return ApiError(413, f"The body has more than {most} bytes.", "request_too_large")
+
+
+def too_slow(seconds: float) -> ApiError:
+    """A body that did not come."""
+    return ApiError(408, f"The body did not come within {seconds:g} s.", "request_timeout")
+
+
+def over(episode: int, why: str) -> ApiError:
+    """The episode takes no more calls."""
+    return ApiError(409, f"Episode {episode} {why}. No call of it is taken any more.", "episode_over", final=True)
+
+
+def too_many(what: str) -> ApiError:
+    """More open calls than there may be."""
+    return ApiError(429, f"{what}. Wait for some to end.", "too_many_requests", "rate_limit_error", retry_after=1)
+
+
+def no_holder(seconds: float) -> ApiError:
+    """No process samples for the episode."""
+    said = f"No rollout worker held this episode for {seconds:g} s. Send the call again."
+    return ApiError(503, said, "no_holder", "server_error", retry_after=5)
+
+
+def broken(seconds: float) -> ApiError:
+    """The database is away."""
+    return ApiError(
+        503,
+        f"The database did not answer for {seconds:g} s. Send the call again.",
+        "no_database",
+        "server_error",
+        retry_after=5,
+    )
+
+
+def differs() -> ApiError:
+    """A reply that was begun and cannot be finished."""
+    return ApiError(
+        500,
+        "The reply broke off and came differently when it was asked for again. Send the call again.",
+        "reply_broke",
+        "server_error",
+    )
+
+
+def internal() -> ApiError:
+    """A mistake of the endpoint itself."""
+    return ApiError(500, "The endpoint failed; its log says why.", "internal_error", "server_error")

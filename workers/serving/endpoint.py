@@ -1,0 +1,121 @@
+"""The endpoint process: what agents call. It starts in under a second, needs no model, and keeps nothing that is not in rows.
+
+In the embedded stack the supervisor owns the listening socket and hands it on, so that a killed endpoint comes back on the same
+port while its clients wait in the backlog. Its URL is in `service_leases`, for the workers that start agents.
+"""
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+from contextlib import closing, suppress
+from functools import partial
+from ipaddress import ip_address
+from logging import getLogger
+
+import uvicorn
+
+from agentrl.workers.serving.endpoint_app import Endpoint, Limits
+from agentrl.workers.serving.guarded_http import HEADER_SECONDS, GuardedProtocol, sweep
+from agentrl.workers.serving.places import Places
+from agentrl.workers.stack.listening import LISTENER, LOOPBACK, bind, url_of
+from agentrl.workflow.errors import ServiceError
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import control_reads, endpoint_reads
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.migrate import open_database
+
+log = getLogger("agentrl.endpoint")
+
+HEADER_BYTES = 32 * 1024
+"""The longest request head."""
+GOODBYE_SECONDS = 2
+"""How long open calls may go on after SIGTERM; their clients send them again."""
+
+
+def run(host: str = LOOPBACK, port: int | None = None) -> None:
+    """Serves until SIGTERM, at the supervisor's socket where it handed one on.
+
+    Raises:
+        ServiceError: the database is not there, or the address is taken.
+    """
+    where = settings()
+    with closing(open_database(where.database)) as database, _listener(host, port) as listening:
+        url = where.endpoint_url or url_of(listening)
+        log.info("the endpoint listens at %s", url)
+        if not _is_loopback(listening):
+            log.warning("other machines can reach it, over plain HTTP: keys and all that is said can be read on the way")
+        _raise_file_limit()
+        asyncio.run(_run(database, listening, url))
+
+
+def _listener(host: str, port: int | None) -> socket.socket:
+    handed = os.environ.get(LISTENER)
+    if handed:
+        return socket.socket(fileno=int(handed))
+    return bind(host, settings().endpoint_port if port is None else port)
+
+
+def _is_loopback(listening: socket.socket) -> bool:
+    return ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def make_server(app: Endpoint) -> uvicorn.Server:
+    """The HTTP server of the application, without logs: hang-ups and bad requests are everyday, and paths hold keys."""
+    getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+    config = uvicorn.Config(
+        app,
+        http=GuardedProtocol,
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=HEADER_BYTES,
+        timeout_keep_alive=int(HEADER_SECONDS),
+        timeout_graceful_shutdown=GOODBYE_SECONDS,
+    )
+    return uvicorn.Server(config)
+
+
+async def serve(app: Endpoint, listening: socket.socket, server: uvicorn.Server) -> None:
+    """Serves at the socket until the server is told to exit, and closes what the application holds."""
+    sweeping = asyncio.create_task(sweep(server.server_state.connections))
+    try:
+        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again that ended it
+            await server.serve(sockets=[listening])
+    finally:
+        sweeping.cancel()
+        app.upstreams.close()
+        app.places.close()
+
+
+async def _run(database: Database, listening: socket.socket, url: str) -> None:
+    where = settings()
+    limits = Limits(open_calls=where.endpoint_calls, wait_seconds=where.endpoint_wait_seconds)
+    app = Endpoint(Places(partial(endpoint_reads.find_places, database)), limits)
+    publishing = asyncio.create_task(_publish(database, url, where.lease_seconds))
+    try:
+        await serve(app, listening, make_server(app))
+    finally:
+        publishing.cancel()
+
+
+async def _publish(database: Database, url: str, lease: float) -> None:
+    """Keeps the URL in the rows."""
+    while True:
+        try:
+            await asyncio.to_thread(control_reads.publish_service, database, endpoint_reads.ENDPOINT, url, lease)
+        except ServiceError as error:
+            log.warning("%s", error)
+        await asyncio.sleep(lease / 3)
+
+
+def _raise_file_limit() -> None:
+    """Lets this process have as many connections as it may: two for each open call."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

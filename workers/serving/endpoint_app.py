@@ -1,0 +1,282 @@
+"""What the endpoint answers: routes, keys, limits. Calls that are let in are forwarded.
+
+`POST /v1/chat/completions` and `GET /v1/models` take the attempt's key as `Authorization: Bearer KEY` or `x-api-key: KEY`, or
+in the path: `/attempt/KEY/v1/...`. `GET /health` takes none.
+"""
+
+import asyncio
+import hashlib
+import re
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from logging import getLogger
+from secrets import token_hex
+from typing import Any
+
+from agentrl.workers.serving import api_errors
+from agentrl.workers.serving.api_errors import ApiError
+from agentrl.workers.serving.forwarding import Call, Forward, require_open
+from agentrl.workers.serving.places import Places
+from agentrl.workers.serving.upstream import Headers, Upstreams
+from agentrl.workflow.errors import ServiceError
+
+log = getLogger("agentrl.endpoint")
+
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+MAX_BODY_BYTES = 8 * 2**20
+MOST_HELD_BYTES = 256 * 2**20
+"""Bytes of all bodies together; each is kept until its call is answered, since it may have to be forwarded again."""
+DRAIN_BYTES, DRAIN_SECONDS = 32 * 2**20, 10.0
+"""What of a refused body is read and dropped, so that the client gets to read the refusal."""
+BODY_SECONDS = 60.0
+OPEN_PER_ATTEMPT = 64
+MOST_KEY_CHARS = 256
+QUIET_SECONDS = 10.0
+CHAT, MODELS, HEALTH = "/v1/chat/completions", "/v1/models", "/health"
+ROUTES = {CHAT: "POST", MODELS: "GET", HEALTH: "GET"}
+_IN_PATH = re.compile(r"/attempt/([^/]+)(/.*)")
+_JSON = (b"content-type", b"application/json")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of one endpoint; seconds and bytes."""
+
+    open_calls: int = 1024
+    open_per_attempt: int = OPEN_PER_ATTEMPT
+    wait_seconds: float = 300.0
+    quiet_seconds: float = QUIET_SECONDS
+    body_bytes: int = MAX_BODY_BYTES
+    body_seconds: float = BODY_SECONDS
+    held_bytes: int = MOST_HELD_BYTES
+
+
+@dataclass
+class Endpoint:
+    """The ASGI application. It knows the calls that are open and nothing else; all that lasts is in the rows."""
+
+    places: Places
+    limits: Limits = Limits()
+    upstreams: Upstreams = field(default_factory=Upstreams)
+    _open: "Counter[str]" = field(default_factory=Counter)
+    _held_bytes: int = 0
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        if scope["type"] != "http":
+            return
+        exchange = _Exchange(receive, send)
+        try:
+            await self._answer(scope, exchange)
+        except ApiError as error:
+            await exchange.refuse(error)
+        except _ClientGone:
+            pass
+        except Exception as error:  # noqa: BLE001 - whatever it is: no traceback, which might show a key
+            log.error("a call failed: %s in %s", type(error).__name__, _place_of(error))
+            await exchange.refuse(api_errors.internal())
+
+    async def _answer(self, scope: dict[str, Any], exchange: "_Exchange") -> None:
+        path, key = _split_path(scope["path"])
+        method = ROUTES.get(path)
+        if method is None:
+            raise api_errors.no_route(", ".join(f"{method} {path}" for path, method in ROUTES.items()))
+        if scope["method"] != method:
+            raise api_errors.wrong_method(method)
+        if path == HEALTH:
+            await exchange.answer(200, api_errors.as_json({"status": "ok"}))
+            return
+        headers = _first_of_each(scope["headers"])
+        key = key or _key_in_headers(headers)
+        if not 0 < len(key) <= MOST_KEY_CHARS:
+            raise api_errors.unknown_key()
+        key_hash = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
+        with self._slot(key_hash):
+            await self._check_place(path, key_hash, exchange)
+            if path == CHAT:
+                await self._forward(key, key_hash, headers, exchange)
+
+    async def _check_place(self, path: str, key_hash: str, exchange: "_Exchange") -> None:
+        try:
+            place = await self.places.find(key_hash)
+        except ServiceError as error:
+            log.warning("%s", error)
+            raise api_errors.broken(30) from None
+        if path == MODELS:
+            run = require_open(place).run
+            listed = [{"id": run, "object": "model", "created": 0, "owned_by": "agentrl"}]
+            await exchange.answer(200, api_errors.as_json({"object": "list", "data": listed}))
+        require_open(place)
+
+    async def _forward(self, key: str, key_hash: str, headers: dict[bytes, bytes], exchange: "_Exchange") -> None:
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise api_errors.encoded_body()
+        taken = 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            if self._held_bytes + size > self.limits.held_bytes:
+                raise api_errors.too_many(f"The bodies of all open calls have {self.limits.held_bytes} bytes")
+            self._held_bytes += size
+            taken += size
+
+        try:
+            body = await exchange.body(headers.get(b"content-length", b""), self.limits, take)
+            call = Call(key_hash, CHAT, _headers_for_worker(key, headers), body)
+            limits = self.limits
+            forward = Forward(
+                call, self.places, self.upstreams, exchange.begin, exchange.write, limits.wait_seconds, limits.quiet_seconds
+            )
+            await exchange.unless_gone(forward.run())
+        finally:
+            self._held_bytes -= taken
+
+    @contextmanager
+    def _slot(self, key_hash: str) -> Iterator[None]:
+        """Counts the call as open.
+
+        Raises:
+            ApiError: too many are.
+        """
+        if self._open.total() >= self.limits.open_calls:
+            raise api_errors.too_many(f"{self.limits.open_calls} calls are open here")
+        if self._open[key_hash] >= self.limits.open_per_attempt:
+            raise api_errors.too_many(f"{self.limits.open_per_attempt} calls of this attempt are open")
+        self._open[key_hash] += 1
+        try:
+            yield
+        finally:
+            self._open[key_hash] -= 1
+            if not self._open[key_hash]:
+                del self._open[key_hash]
+
+
+class _ClientGone(Exception):
+    """The client hung up."""
+
+
+class _Exchange:
+    """One request and its answer, as ASGI gives them."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
+        self._begun = False
+        self._unread = True
+
+    async def begin(self, status: int, headers: Headers) -> None:
+        """Sends the status and the headers."""
+        self._begun = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, piece: bytes, more: bool) -> None:
+        """Sends bytes, once the client has taken most of those before."""
+        await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+
+    async def answer(self, status: int, body: bytes, headers: Headers | None = None) -> None:
+        """Sends a whole answer, after what is left of the request was read."""
+        await self._drain()
+        await self.begin(status, [_JSON, (b"content-length", str(len(body)).encode()), *(headers or [])])
+        await self.write(body, False)
+
+    async def refuse(self, error: ApiError) -> None:
+        """Answers with the error; where another answer was begun, uvicorn closes the connection."""
+        if not self._begun:
+            await self.answer(error.status, error.body, error.headers)
+
+    async def body(self, length: bytes, limits: Limits, take: Callable[[int], None]) -> bytes:
+        """Reads the body; `take` is told of each piece before it is kept.
+
+        Raises:
+            ApiError: it is too large, or does not come.
+            _ClientGone: the client hung up.
+        """
+        if length.isdigit() and int(length[:20]) > limits.body_bytes:
+            raise api_errors.too_large(limits.body_bytes)
+        found = bytearray()
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                while self._unread:
+                    piece = await self._piece()
+                    if len(found) + len(piece) > limits.body_bytes:
+                        raise api_errors.too_large(limits.body_bytes)
+                    take(len(piece))
+                    found += piece
+        except TimeoutError:
+            raise api_errors.too_slow(limits.body_seconds) from None
+        return bytes(found)
+
+    async def unless_gone(self, work: Awaitable[None]) -> None:
+        """Waits for the work, and cancels it when the client hangs up."""
+        doing = asyncio.ensure_future(work)
+        watching = asyncio.ensure_future(self._receive())  # says nothing before the client is gone: the body has been read
+        try:
+            await asyncio.wait((doing, watching), return_when=asyncio.FIRST_COMPLETED)
+            if doing.done():
+                doing.result()
+        finally:
+            for task in (doing, watching):
+                task.cancel()
+            await asyncio.gather(doing, watching, return_exceptions=True)
+
+    async def _piece(self) -> bytes:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise _ClientGone
+        self._unread = message.get("more_body", False)
+        piece: bytes = message.get("body", b"")
+        return piece
+
+    async def _drain(self) -> None:
+        dropped = 0
+        try:
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while self._unread and dropped < DRAIN_BYTES:
+                    dropped += len(await self._piece())
+        except (TimeoutError, _ClientGone):
+            self._unread = False
+
+
+def _split_path(path: str) -> tuple[str, str]:
+    """The path without a key, and the key in it or ""."""
+    found = _IN_PATH.fullmatch(path)
+    return (found[2], found[1]) if found else (path, "")
+
+
+def _first_of_each(headers: Headers) -> dict[bytes, bytes]:
+    found: dict[bytes, bytes] = {}
+    for name, value in headers:
+        found.setdefault(name.lower(), value)
+    return found
+
+
+def _key_in_headers(headers: dict[bytes, bytes]) -> str:
+    scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    return headers.get(b"x-api-key", b"").decode("latin-1").strip()
+
+
+def _headers_for_worker(key: str, headers: dict[bytes, bytes]) -> Headers:
+    named = headers.get(b"idempotency-key")
+    request = hashlib.sha256(b"key:" + named).hexdigest()[:32] if named else token_hex(16)
+    retry = headers.get(b"x-stainless-retry-count", b"0")
+    return [
+        (b"authorization", b"Bearer " + key.encode("latin-1", errors="replace")),
+        (b"content-type", b"application/json"),
+        (b"x-agentrl-request", request.encode()),
+        (b"x-agentrl-created", str(int(time.time())).encode()),
+        (b"x-agentrl-retry", retry if retry.isdigit() and len(retry) <= 3 else b"0"),
+    ]
+
+
+def _place_of(error: BaseException) -> str:
+    """The function and line where an error was raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_name}:{trace.tb_lineno}" if trace is not None else "?"

@@ -1,0 +1,252 @@
+"""One call of a client, forwarded to whichever worker holds its episode, as often as it takes.
+
+A worker may be lost before its answer or in the middle of it. The call is then forwarded again with the same request id, and
+the worker gives the recorded reply, byte for byte; what the client has is compared by its hash and skipped. While no worker
+holds the episode the client waits, and a streaming one gets a comment now and then.
+"""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from logging import getLogger
+from typing import TypeVar
+
+from agentrl.workers.serving import api_errors
+from agentrl.workers.serving.api_errors import ApiError
+from agentrl.workers.serving.places import Places
+from agentrl.workers.serving.upstream import Broken, Connection, Headers, Upstreams
+from agentrl.workflow.errors import ServiceError
+from agentrl.workflow.store.endpoint_reads import Place
+
+T = TypeVar("T")
+log = getLogger("agentrl.endpoint")
+
+COMMENT = b": waiting\n"
+"""Without a blank line, after which a client might take an event for ended."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 1.0
+STEADY_SECONDS = 1.0
+"""A worker that kept the call this long before it was lost had begun it: the wait for another is counted from its loss."""
+ERROR_BYTES = 64 * 1024
+NOT_HELD = 421
+_DROPPED = {b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server", b"proxy-connection", b"upgrade", b"trailer"}
+
+Begin = Callable[[int, Headers], Awaitable[None]]
+Write = Callable[[bytes, bool], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is forwarded: the same each time."""
+
+    key_hash: str
+    path: str
+    headers: Headers
+    body: bytes
+
+
+class _NotHeld(Exception):
+    """The worker does not hold the episode (any more)."""
+
+
+class Forward:
+    """One call on its way; `run` brings its answer to the client."""
+
+    def __init__(
+        self, call: Call, places: Places, upstreams: Upstreams, begin: Begin, write: Write, wait: float, quiet: float
+    ) -> None:
+        """Takes the two ways to the client, and two times in seconds.
+
+        Args:
+            call: what to forward.
+            places: where to.
+            upstreams: the connections.
+            begin: sends the client a status and headers.
+            write: sends it bytes, and says whether more follow.
+            wait: the longest wait for a holder.
+            quiet: how long a streaming client hears nothing.
+        """
+        self.call, self._places, self._upstreams = call, places, upstreams
+        self._begin_client, self._write_client = begin, write
+        self._wait, self._quiet = wait, quiet
+        self._status: int | None = None
+        self._is_stream = False  # whether comments may be sent
+        self._given = 0
+        self._digest = hashlib.sha256()
+        self._at_line_start = True
+        self._heard_at = time.monotonic()
+
+    async def run(self) -> None:
+        """Forwards until the answer is whole.
+
+        Raises:
+            ApiError: before anything was sent: what to answer instead.
+        """
+        try:
+            await self._forward_until_done()
+        except ApiError as error:
+            if self._status is None:
+                raise
+            await self._break_off(error.body)
+
+    async def _forward_until_done(self) -> None:
+        waiting_since, pause = time.monotonic(), 0.0
+        while True:
+            address = await self._find_address(fresh=pause > 0)
+            if address is not None:
+                began = time.monotonic()
+                try:
+                    await self._exchange(address)
+                    return
+                except _NotHeld:
+                    pass
+                except Broken as error:
+                    log.info("the connection to a worker broke: %s", error)
+                    if time.monotonic() - began > STEADY_SECONDS:
+                        waiting_since, pause = time.monotonic(), 0.0
+            if time.monotonic() - waiting_since > self._wait:
+                raise api_errors.no_holder(self._wait)
+            pause = min(LONGEST_PAUSE, max(FIRST_PAUSE, 1.5 * pause))
+            await asyncio.sleep(min(pause, self._wait))
+            if time.monotonic() - self._heard_at > self._quiet:
+                await self._comment()
+
+    async def _find_address(self, fresh: bool) -> str | None:
+        try:
+            place = await self._places.find(self.call.key_hash, fresh)
+        except ServiceError as error:
+            log.warning("%s", error)
+            return None
+        return require_open(place).address
+
+    async def _exchange(self, address: str) -> None:
+        connection = await self._upstreams.take(address)
+        try:
+            await connection.send("POST", self.call.path, self.call.headers, self.call.body)
+            status, headers = await self._listen(connection, connection.head)
+            if status == NOT_HELD:
+                await self._read_short(connection)
+            else:
+                await self._pass_on(connection, status, headers)
+        except BaseException:
+            connection.cut()  # also where the client is gone: the worker then stops sampling
+            raise
+        self._upstreams.give_back(connection)
+        if status == NOT_HELD:
+            raise _NotHeld
+
+    async def _pass_on(self, connection: Connection, status: int, headers: Headers) -> None:
+        """Gives the client what it does not have of the answer."""
+        if self._status is None:
+            await self._begin(status, headers)
+        elif status != self._status:
+            raise _Said(await self._read_short(connection))
+        skipping, seen = self._given, hashlib.sha256()
+        while (piece := await self._listen(connection, connection.piece)) is not None:
+            if skipping:
+                part, piece = piece[:skipping], piece[skipping:]
+                seen.update(part)
+                skipping -= len(part)
+                if not skipping and seen.digest() != self._digest.digest():
+                    raise api_errors.differs()
+            if piece:
+                await self._give(piece)
+        if skipping:
+            raise api_errors.differs()
+        await self._write_client(b"", False)
+
+    async def _begin(self, status: int, headers: Headers) -> None:
+        kept = [(name, value) for name, value in headers if name.lower() not in _DROPPED]
+        kind = next((value for name, value in kept if name.lower() == b"content-type"), b"")
+        self._is_stream = kind.lower().startswith(b"text/event-stream")
+        if self._is_stream:
+            kept = [(name, value) for name, value in kept if name.lower() != b"x-accel-buffering"]
+            kept.append((b"x-accel-buffering", b"no"))
+        self._status, self._heard_at = status, time.monotonic()
+        await self._begin_client(status, kept)
+
+    async def _give(self, piece: bytes) -> None:
+        self._digest.update(piece)
+        self._given += len(piece)
+        self._at_line_start = piece.endswith(b"\n")
+        await self._write_client(piece, True)
+        self._heard_at = time.monotonic()
+
+    async def _listen(self, connection: Connection, read: Callable[[], Awaitable[T]]) -> T:
+        """Waits for the worker; comments for the client and a look at the rows while it says nothing."""
+        while True:
+            try:
+                async with asyncio.timeout(self._quiet):
+                    return await read()
+            except TimeoutError:
+                await self._comment()
+                if await self._find_address(fresh=True) != connection.address:
+                    raise Broken("the episode is held elsewhere") from None
+
+    async def _comment(self) -> None:
+        self._heard_at = time.monotonic()
+        if self._status is None and await _asks_for_stream(self.call.body):
+            await self._begin(200, [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")])
+        if self._is_stream and self._at_line_start:
+            await self._write_client(COMMENT, True)
+
+    async def _read_short(self, connection: Connection) -> bytes:
+        """A short body, whole; empty if it is long."""
+        found = bytearray()
+        while (piece := await self._listen(connection, connection.piece)) is not None:
+            found += piece
+            if len(found) > ERROR_BYTES:
+                raise Broken("a long body where a short one belongs")
+        return bytes(found)
+
+    async def _break_off(self, body: bytes) -> None:
+        """Tells a streaming client why its reply ends here; whoever began the answer then closes the connection."""
+        if self._is_stream:
+            await self._write_client((b"" if self._at_line_start else b"\n\n") + api_errors.event(body), True)
+
+
+class _Said(ApiError):
+    """The worker's own error, of an answer that was begun as another."""
+
+    def __init__(self, said: bytes) -> None:
+        super().__init__(500, "", "")
+        self.said = said
+
+    @property
+    def body(self) -> bytes:
+        """What the worker said, on one line; or that the reply cannot be finished."""
+        try:
+            found = json.loads(self.said)
+        except (ValueError, RecursionError):
+            found = None
+        return api_errors.as_json(found) if isinstance(found, dict) and "error" in found else api_errors.differs().body
+
+
+def require_open(place: Place | None) -> Place:
+    """The place, if there is one whose episode goes on.
+
+    Raises:
+        ApiError: 401 or 409.
+    """
+    if place is None:
+        raise api_errors.unknown_key()
+    if place.over:
+        raise api_errors.over(place.episode, place.over)
+    return place
+
+
+async def _asks_for_stream(body: bytes) -> bool:
+    """Whether the client asked for a stream; decoded only when it has waited long, and in a thread if it is long."""
+    if b'"stream"' not in body:
+        return False
+    return await asyncio.get_running_loop().run_in_executor(None, _reads_stream, body)
+
+
+def _reads_stream(body: bytes) -> bool:
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(asked, dict) and asked.get("stream") is True

@@ -1,0 +1,79 @@
+"""uvicorn's protocol, with an eye on clients that say nothing or read nothing, and refusals in the shape of the API."""
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from agentrl.workers.serving.api_errors import ApiError
+
+HEADER_SECONDS = 30.0
+"""How long a connection may be open without a whole request head, also between two requests."""
+STALL_SECONDS = 30.0
+"""How long a client may read nothing of what waits for it."""
+MOST_CONNECTIONS = 4096
+SWEEP_SECONDS = 1.0
+
+
+class GuardedProtocol(H11Protocol):
+    """One connection of a client. `sweep` looks at all, so that none needs timers of its own."""
+
+    header_seconds = HEADER_SECONDS
+    stall_seconds = STALL_SECONDS
+    most_connections = MOST_CONNECTIONS
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._silent_since: float | None = None
+        self._unread: tuple[int, float] = (0, 0.0)  # bytes that wait for the client, and since when so many
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Takes the connection, unless there are too many."""
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=16 * 1024)
+        if len(self.connections) > self.most_connections:
+            transport.abort()
+
+    def check(self, now: float) -> None:
+        """Cuts the connection if the client has been silent or has read nothing for too long."""
+        waits = self.transport.get_write_buffer_size()
+        if waits == 0 or waits < self._unread[0] or self._unread[0] == 0:
+            self._unread = (waits, now)
+        elif now - self._unread[1] > self.stall_seconds:
+            self.transport.abort()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = now
+        elif now - self._silent_since > self.header_seconds:
+            self.transport.abort() if waits else self.transport.close()
+
+    def on_response_complete(self) -> None:
+        """Begins the wait for the next request anew."""
+        self._silent_since = None
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses what is no HTTP, in the shape of the API, and closes."""
+        error = ApiError(400, msg, "invalid_http")
+        length = (b"content-length", str(len(error.body)).encode())
+        head = h11.Response(
+            status_code=400, headers=[(b"content-type", b"application/json"), length, (b"connection", b"close")]
+        )
+        with suppress(h11.LocalProtocolError):  # an answer was begun
+            for part in (head, h11.Data(data=error.body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(part) or b"")
+        self.transport.close()
+
+
+async def sweep(connections: set[Any], seconds: float = SWEEP_SECONDS) -> None:
+    """Checks all connections again and again."""
+    while True:
+        await asyncio.sleep(seconds)
+        now = time.monotonic()
+        for connection in list(connections):
+            if connection.transport is not None:
+                connection.check(now)

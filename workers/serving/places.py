@@ -1,0 +1,70 @@
+"""Keys -> places, read in batches by one thread: however many calls wait, one query is under way."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+
+from agentrl.workflow.store.endpoint_reads import Place
+
+KNOWN_SECONDS = 5.0
+"""How long a place is taken as read. A worker that no longer holds an episode says so (421): an old place costs time alone."""
+MOST_KNOWN = 4096
+MOST_READ = 500
+"""Keys in one query."""
+
+
+class Places:
+    """The look-up of one endpoint; used in its event loop alone."""
+
+    def __init__(self, read: Callable[[Collection[str]], dict[str, Place]]) -> None:
+        self._read = read
+        self._known: OrderedDict[str, tuple[float, Place]] = OrderedDict()
+        self._asked: dict[str, asyncio.Future[Place | None]] = {}
+        self._reading: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "rows")
+
+    async def find(self, key_hash: str, fresh: bool = False) -> Place | None:
+        """The place of the key with that hash; None if no attempt has it.
+
+        Args:
+            fresh: read it now, whatever was read before.
+
+        Raises:
+            ServiceError: the database is away.
+        """
+        if not fresh and (found := self._known.get(key_hash)) and time.monotonic() - found[0] < KNOWN_SECONDS:
+            return found[1]
+        waiting = self._asked.get(key_hash)
+        if waiting is None:
+            waiting = self._asked[key_hash] = asyncio.get_running_loop().create_future()
+            if self._reading is None:
+                self._reading = asyncio.create_task(self._read_all())
+        return await asyncio.shield(waiting)  # others may wait for it too
+
+    def close(self) -> None:
+        """Ends the thread, after its query."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _read_all(self) -> None:
+        while self._asked:
+            batch = {name: self._asked.pop(name) for name in list(self._asked)[:MOST_READ]}
+            try:
+                found = await asyncio.get_running_loop().run_in_executor(self._thread, self._read, list(batch))
+            except Exception as error:  # noqa: BLE001 - those who wait are told
+                for future in batch.values():
+                    future.set_exception(error)
+                    future.exception()  # seen, also where nobody waits any more
+            else:
+                for name, future in batch.items():
+                    self._remember(name, found.get(name))
+                    future.set_result(found.get(name))
+        self._reading = None
+
+    def _remember(self, key_hash: str, place: Place | None) -> None:
+        self._known.pop(key_hash, None)
+        if place is not None and not place.over and place.address is not None:
+            self._known[key_hash] = (time.monotonic(), place)
+            if len(self._known) > MOST_KNOWN:
+                self._known.popitem(last=False)

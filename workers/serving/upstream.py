@@ -1,0 +1,160 @@
+"""Connections to the rollout workers that sample: HTTP/1.1 by h11, kept open between calls."""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+
+import h11
+
+Headers = list[tuple[bytes, bytes]]
+Sent = Iterable[tuple[bytes, bytes]]
+
+CONNECT_SECONDS = 5.0
+WRITE_SECONDS = 30.0
+"""A worker that takes no more of a request for so long counts as lost."""
+IDLE_SECONDS = 30.0
+"""Connections that rested longer are not used again: the worker may be closing them."""
+MOST_IDLE = 64
+"""Connections kept open for each address."""
+PIECE = 16 * 1024
+"""Bytes that are read at once; twice as many may wait for a slow client."""
+
+
+class Broken(Exception):
+    """The connection to the worker broke, or was never made. The call may be forwarded again."""
+
+
+class Connection:
+    """One connection, for one exchange after another."""
+
+    def __init__(self, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.address, self._reader, self._writer = address, reader, writer
+        self._http = h11.Connection(h11.CLIENT)
+        self.rested_at = 0.0
+        self.used = False
+
+    async def send(self, method: str, path: str, headers: Sent, body: bytes) -> None:
+        """Sends a request.
+
+        Raises:
+            Broken: the connection broke, or the worker reads no more.
+        """
+        fields = [(b"host", self.address.encode()), (b"content-length", str(len(body)).encode()), *headers]
+        try:
+            async with asyncio.timeout(WRITE_SECONDS):
+                head = self._http.send(h11.Request(method=method, target=path, headers=fields))
+                self._writer.write(head + body[:PIECE])
+                for start in range(PIECE, len(body), 4 * PIECE):
+                    await self._writer.drain()
+                    self._writer.write(body[start : start + 4 * PIECE])
+                await self._writer.drain()
+            if body:
+                self._http.send_with_data_passthrough(h11.Data(data=body))  # which has been written
+            self._http.send(h11.EndOfMessage())
+        except (OSError, TimeoutError, h11.LocalProtocolError) as error:
+            raise Broken(type(error).__name__) from None
+
+    async def head(self) -> tuple[int, Headers]:
+        """The status and headers of the answer. It may be called again after it was cancelled.
+
+        Raises:
+            Broken: the connection broke.
+        """
+        while True:
+            found = await self._next_event()
+            if isinstance(found, h11.Response):
+                return found.status_code, [(bytes(name), bytes(value)) for name, value in found.headers]
+            if not isinstance(found, h11.InformationalResponse):
+                raise Broken(type(found).__name__)
+
+    async def piece(self) -> bytes | None:
+        """The next bytes of the answer's body, None after the last. It may be called again after it was cancelled.
+
+        Raises:
+            Broken: the connection broke.
+        """
+        while True:
+            found = await self._next_event()
+            if isinstance(found, h11.Data):
+                return bytes(found.data)
+            if isinstance(found, h11.EndOfMessage):
+                return None
+            raise Broken(type(found).__name__)
+
+    async def _next_event(self) -> object:
+        try:
+            while (found := self._http.next_event()) is h11.NEED_DATA:
+                self._http.receive_data(await self._reader.read(PIECE))
+        except (OSError, h11.RemoteProtocolError) as error:
+            raise Broken(type(error).__name__) from None
+        return found
+
+    def is_reusable(self) -> bool:
+        """Whether it can take another request, as far as this side knows."""
+        open_here = not (self._writer.is_closing() or self._reader.at_eof())
+        return open_here and self._http.our_state is h11.IDLE and time.monotonic() - self.rested_at < IDLE_SECONDS
+
+    def rest(self) -> bool:
+        """Makes it ready for another request; False if it cannot be."""
+        if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
+            return False
+        self._http.start_next_cycle()
+        self.rested_at, self.used = time.monotonic(), True
+        return self.is_reusable()
+
+    def cut(self) -> None:
+        """Closes it at once."""
+        with suppress(OSError, RuntimeError):
+            self._writer.transport.abort()
+
+
+class Upstreams:
+    """The open connections of one endpoint, by address."""
+
+    def __init__(self) -> None:
+        self._idle: dict[str, list[Connection]] = defaultdict(list)
+
+    async def take(self, address: str) -> Connection:
+        """A connection to the address.
+
+        Raises:
+            Broken: none can be made.
+        """
+        while self._idle.get(address):
+            kept = self._idle[address].pop()
+            if kept.is_reusable():
+                return kept
+            kept.cut()
+        host, _, port = address.rpartition(":")
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=PIECE)
+        except (OSError, TimeoutError, ValueError) as error:
+            raise Broken(type(error).__name__) from None
+        return Connection(address, reader, writer)
+
+    def give_back(self, connection: Connection) -> None:
+        """Keeps the connection for another call, or closes it."""
+        for address in [address for address, kept in self._idle.items() if not self._still_kept(kept)]:
+            del self._idle[address]
+        kept = self._idle[connection.address]
+        if len(kept) < MOST_IDLE and connection.rest():
+            kept.append(connection)
+        else:
+            connection.cut()
+
+    @staticmethod
+    def _still_kept(kept: list[Connection]) -> bool:
+        """Closes those that rested for too long, the oldest first; returns whether any is left."""
+        while kept and not kept[0].is_reusable():
+            kept.pop(0).cut()
+        return bool(kept)
+
+    def close(self) -> None:
+        """Closes all that rest."""
+        for kept in self._idle.values():
+            for connection in kept:
+                connection.cut()
+        self._idle.clear()

@@ -1,0 +1,47 @@
+"""The endpoint's listening socket: who binds it, how it is handed on, and the URL that it has."""
+
+import socket
+from ipaddress import ip_address
+
+from agentrl.workflow.errors import ServiceError
+
+LISTENER = "AGENTRL_ENDPOINT_LISTENER"
+"""Environment variable with the descriptor of a listening socket that the supervisor hands on."""
+
+LOOPBACK = "127.0.0.1"
+BACKLOG = 1024
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Listens at the address; port 0 takes a free one.
+
+    Raises:
+        ServiceError: it cannot.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ServiceError(f"The endpoint cannot listen at {host!r:.100}: {error}.", "Name an address of this host.") from error
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit it: a client that vanished is noticed
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+                made.setsockopt(socket.IPPROTO_TCP, option, value)
+        made.bind(address)
+        made.listen(BACKLOG)
+    except OSError as error:
+        made.close()
+        hint = "Set AGENTRL_ENDPOINT_PORT to a free port, or to 0."
+        raise ServiceError(f"The endpoint cannot listen at {host}:{port}: {error.strerror}.", hint) from error
+    return made
+
+
+def url_of(listening: socket.socket) -> str:
+    """The URL of a listening socket; of one that listens everywhere, with this host's name."""
+    host, port = listening.getsockname()[:2]
+    address = ip_address(host.partition("%")[0])
+    if address.is_unspecified:
+        return f"http://{socket.gethostname()}:{port}"
+    return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"

@@ -1,0 +1,84 @@
+"""What the endpoint reads: whose call a key opens, and which process samples for it. It writes nothing but its own lease."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, case, func, select
+
+from agentrl.workflow.store.connect import Database, read_transaction
+from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.columns import now_ms
+from agentrl.workflow.trajectory import OPEN
+
+ENDPOINT = "endpoint"
+"""The name of the endpoint's lease; the holder is its URL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the calls of one attempt go.
+
+    `over` says why it takes no more calls, or is empty. `address` is "host:port" of the process that holds the episode's
+    group now, or None.
+    """
+
+    run: str
+    episode: int
+    attempt: int
+    over: str
+    address: str | None
+
+
+@read_transaction
+def find_places(tx: Connection, key_hashes: Collection[str]) -> dict[str, Place]:
+    """Hash of an attempt's key -> its place; unknown hashes are left out."""
+    agents, episodes, groups, runs = schema.agent_attempts, schema.episodes, schema.groups, schema.runs
+    is_held = groups.c.lease_until >= now_ms()
+    rows = tx.execute(
+        select(
+            agents.c.key_hash,
+            runs.c.name,
+            agents.c.episode_id,
+            agents.c.attempt,
+            agents.c.status,
+            episodes.c.attempt.label("newest"),
+            episodes.c.status.label("episode_status"),
+            case((is_held, groups.c.address), else_=None).label("address"),
+        )
+        .join(episodes, episodes.c.id == agents.c.episode_id)
+        .join(groups, groups.c.id == episodes.c.group_id)
+        .join(runs, runs.c.id == episodes.c.run_id)
+        .where(agents.c.key_hash.in_(key_hashes))
+    )
+    return {
+        row.key_hash: Place(
+            row.name,
+            row.episode_id,
+            row.attempt,
+            _why_over(row.status, row.attempt, row.newest, row.episode_status),
+            row.address or None,
+        )
+        for row in rows
+    }
+
+
+def _why_over(status: str, attempt: int, newest: int, episode_status: str) -> str:
+    if episode_status not in OPEN:
+        return f"is {episode_status}"
+    if attempt != newest:
+        return f"is at attempt {newest}, and this key is of attempt {attempt}"
+    if status in ("ended", "lost"):
+        return f"has no agent any more: its attempt {attempt} is {status}"
+    return ""
+
+
+def some_run_has_agent(database: Database) -> bool:
+    """Whether any running run gives its episodes to an agent: only then an embedded stack needs an endpoint.
+
+    Raises:
+        ServiceError: the database is away; said at once, since who asks has workers to look after.
+    """
+    asked = func.coalesce(schema.runs.c.config["agent"].as_string(), "null") != "null"
+    with database.read() as tx:
+        configs = tx.execute(select(schema.runs.c.config).where(schema.runs.c.status == "running", asked)).scalars()
+        return any(config.get("agent") for config in configs)
