@@ -1,17 +1,22 @@
 """A run whose episodes an agent made, looked at by every command: the rows are made by hand, on both databases."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 
+from agentrl.workers.stack.celery_app import make_app
 from agentrl.workflow.config import RunConfig
+from agentrl.workflow.settings import settings
 from agentrl.workflow.store import rollout_claims, steps
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import Outcome
 from tests.cli.test_cli import agentrl
 from tests.cli.test_cli import data as data
+from tests.cli.test_cli import tcp_redis as tcp_redis
 from tests.support.played_runs import CALL, claim, sampled, start, submission
+from tests.support.small_models import tiny_random
 
 OUTSIDE = (
     "UPDATE tool_calls SET kind = 'agent', status = 'done', result = '42' WHERE step = 0",
@@ -75,3 +80,23 @@ def test_an_agents_episode_is_not_forked_yet_and_its_config_is_shown(outside: st
     said = agentrl(capsys, "fork", outside, "--step", "1", code=2)
     assert "was made by the agent 'my_agent:solve': it cannot be forked yet." in said
     assert "agent.name: my_agent:solve" in agentrl(capsys, "config", "show", "--run", "outside")
+
+
+@pytest.mark.parametrize("data", ["sqlite"], indirect=True)
+def test_without_workers_for_agents_on_a_named_broker_each_that_is_missing_is_said(
+    data: Database, tcp_redis: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AGENTRL_BROKER_URL", tcp_redis)
+    settings.cache_clear()
+    for module in ("stack.celery_app", "stack.presence", "requests.requirements"):
+        monkeypatch.setattr(f"agentrl.workers.{module}.app", make_app(settings()))
+    words = ["submit", "--dataset", "arithmetic", "--max-samples", "2", "--model", str(tiny_random(tmp_path / "model"))]
+    agent = ("--agent", "tests.workers.test_agent_requests:solve")
+    said = agentrl(capsys, *words, *agent, code=4)
+    for role in ("rollout", "agents", "endpoint"):
+        assert said.count(f"Start one: agentrl worker {role}\n") == 1
+    assert "is your own code, and runs without a sandbox" in said
+    plain = agentrl(capsys, *words, code=4)
+    assert "worker rollout" in plain
+    assert "worker agents" not in plain
+    assert "worker endpoint" not in plain
