@@ -39,7 +39,7 @@ test-slow: env .venv/.litellm
 # An agent whose packages are not ours has an environment of its own.
 .venv/.litellm: .venv/.stamp
 	$(PYTHON) -m venv build/litellm
-	build/litellm/bin/pip install --quiet --no-compile litellm==1.106.2
+	build/litellm/bin/pip install --quiet --no-compile litellm==1.106.2 mcp==2.3.0
 	touch $@
 
 # Every fault at every hit of every fault point, three experiments at a time: an hour or two, into build/faults.json.

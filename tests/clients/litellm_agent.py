@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-import litellm
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the internet for prices
+import litellm  # noqa: E402
 
 CALCULATOR = {
     "type": "function",

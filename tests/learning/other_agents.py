@@ -45,8 +45,13 @@ def smolagents(task: Any, llm: Any) -> None:
     """The model of smolagents, whose agents take calls from the text."""
     from smolagents import OpenAIModel
 
-    model = OpenAIModel(model_id=llm.model, api_base=llm.base_url, api_key=llm.api_key, flatten_messages_as_text=True)
-    talk(lambda messages: str(model.generate(messages).content or ""), task)
+    model = OpenAIModel(model_id=llm.model, api_base=llm.base_url, api_key=llm.api_key)
+
+    def say(messages: list[dict[str, str]]) -> str:
+        parts = [{"role": each["role"], "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+        return str(model.generate(parts).content or "")
+
+    talk(say, task)
 
 
 def text_tools(task: Any, llm: Any) -> None:
