@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the internet for prices
-import litellm  # noqa: E402
+import litellm
 
 CALCULATOR = {
     "type": "function",
