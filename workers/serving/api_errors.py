@@ -68,6 +68,11 @@ def wrong_method(allow: str) -> ApiError:
     return ApiError(405, f"This path takes {allow}.", "method_not_allowed", allow=allow)
 
 
+def long_head(most: int) -> ApiError:
+    """A path and headers over the limit."""
+    return ApiError(431, f"The path and the headers have more than {most} bytes.", "headers_too_large")
+
+
 def encoded_body() -> ApiError:
     """A compressed body, whose size nobody knows."""
     return ApiError(415, "The body must not be compressed. Leave Content-Encoding out.", "unsupported_encoding")

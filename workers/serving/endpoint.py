@@ -8,15 +8,18 @@ import asyncio
 import logging
 import os
 import resource
+import signal
 import socket
+import sys
 from contextlib import closing, suppress
 from functools import partial
 from ipaddress import ip_address
 from logging import getLogger
+from types import FrameType
 
 import uvicorn
 
-from agentrl.workers.serving.endpoint_app import Endpoint, Limits
+from agentrl.workers.serving.endpoint_app import MAX_HEAD_BYTES, Endpoint, Limits
 from agentrl.workers.serving.guarded_http import HEADER_SECONDS, GuardedProtocol, sweep
 from agentrl.workers.serving.places import Places
 from agentrl.workers.stack.listening import LISTENER, LOOPBACK, bind, url_of
@@ -28,8 +31,6 @@ from agentrl.workflow.store.migrate import open_database
 
 log = getLogger("agentrl.endpoint")
 
-HEADER_BYTES = 32 * 1024
-"""The longest request head."""
 GOODBYE_SECONDS = 2
 """How long open calls may go on after SIGTERM; their clients send them again."""
 
@@ -47,6 +48,7 @@ def run(host: str = LOOPBACK, port: int | None = None) -> None:
         if not _is_loopback(listening):
             log.warning("other machines can reach it, over plain HTTP: keys and all that is said can be read on the way")
         _raise_file_limit()
+        signal.signal(signal.SIGTERM, _end)
         asyncio.run(_run(database, listening, url))
 
 
@@ -74,7 +76,7 @@ def make_server(app: Endpoint) -> uvicorn.Server:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        h11_max_incomplete_event_size=HEADER_BYTES,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         timeout_keep_alive=int(HEADER_SECONDS),
         timeout_graceful_shutdown=GOODBYE_SECONDS,
     )
@@ -112,6 +114,11 @@ async def _publish(database: Database, url: str, lease: float) -> None:
         except ServiceError as error:
             log.warning("%s", error)
         await asyncio.sleep(lease / 3)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Ends the process well, before and after it serves; while it does, uvicorn takes the signal."""
+    sys.exit(0)
 
 
 def _raise_file_limit() -> None:

@@ -29,6 +29,7 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 MAX_BODY_BYTES = 8 * 2**20
+MAX_HEAD_BYTES = 32 * 2**10
 MOST_HELD_BYTES = 256 * 2**20
 """Bytes of all bodies together; each is kept until its call is answered, since it may have to be forwarded again."""
 DRAIN_BYTES, DRAIN_SECONDS = 32 * 2**20, 10.0
@@ -82,6 +83,8 @@ class Endpoint:
             await exchange.refuse(api_errors.internal())
 
     async def _answer(self, scope: dict[str, Any], exchange: "_Exchange") -> None:
+        if len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
+            raise api_errors.long_head(MAX_HEAD_BYTES)
         path, key = _split_path(scope["path"])
         method = ROUTES.get(path)
         if method is None:

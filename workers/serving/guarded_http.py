@@ -27,6 +27,7 @@ class GuardedProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.access_log = False  # whatever handlers there are: paths hold keys
         self._silent_since: float | None = None
         self._unread: tuple[int, float] = (0, 0.0)  # bytes that wait for the client, and since when so many
 
