@@ -110,7 +110,7 @@ wheel-test: env
 		&& $(CURDIR)/build/wheel/bin/agentrl db upgrade && $(CURDIR)/build/wheel/bin/agentrl runs \
 		&& $(CURDIR)/build/wheel/bin/python -c 'from agentrl.workflow.trajectory import Episode; print(Episode.__module__)'
 
-# Six services, two small runs through all of them, the second with programs in the tools service's sandbox; in a project of its
+# Eight services, two small runs through all of them, the second with programs in the tools service's sandbox; in a project of its
 # own: another stack of this folder keeps its volumes.
 compose-test: export COMPOSE_PROJECT_NAME = agentrl-test
 compose-test:

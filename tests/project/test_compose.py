@@ -18,21 +18,20 @@ STACK: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text()
 GPU: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 SERVICES: dict[str, dict[str, Any]] = STACK["services"]
-OURS = ("control", "rollout", "train", "tools")
+OURS = ("control", "rollout", "train", "tools", "endpoint", "agents")
+LOCKED = ("tools", "agents")
 
 
 def test_the_stack_is_two_servers_and_one_service_for_each_role() -> None:
     assert set(SERVICES) == {"postgres", "redis", *OURS}
-    assert {name: SERVICES[name]["command"][-1] for name in ("rollout", "train", "tools")} == {
-        "rollout": "rollout",
-        "train": "train",
-        "tools": "tools",
-    }
+    roles = ("rollout", "train", "tools", "endpoint", "agents")
+    assert {name: SERVICES[name]["command"][:3] for name in roles} == {name: ["agentrl", "worker", name] for name in roles}
     assert not any("ports" in service for service in SERVICES.values())
 
 
-def test_the_tools_service_is_locked_down() -> None:
-    tools = SERVICES["tools"]
+@pytest.mark.parametrize("name", LOCKED)
+def test_what_runs_what_models_write_is_locked_down(name: str) -> None:
+    tools = SERVICES[name]
     assert tools["volumes"] == []
     assert tools["read_only"] is True
     assert tools["tmpfs"] == ["/tmp:size=256m"]
@@ -51,13 +50,23 @@ def test_only_control_knows_the_readers_password() -> None:
     assert [name for name in OURS if "AGENTRL_READER_PASSWORD" in SERVICES[name]["environment"]] == ["control"]
 
 
-def test_the_tools_log_in_as_a_role_that_control_makes_and_know_no_other_password() -> None:
+def test_tools_and_agents_log_in_as_roles_that_control_makes_and_know_no_other_password() -> None:
     logins = {name: make_url(shown(SERVICES[name]["environment"]["AGENTRL_DATABASE_URL"])) for name in OURS}
     assert {name: login.username for name, login in logins.items()} == dict.fromkeys(OURS, "agentrl") | {
-        "tools": migrate.TOOLS_ROLE
+        "tools": migrate.TOOLS_ROLE,
+        "agents": migrate.AGENTS_ROLE,
     }
-    assert logins["tools"].password == shown(SERVICES["control"]["environment"]["AGENTRL_TOOLS_PASSWORD"])
-    assert set(re.findall(r"\w*PASSWORD", str(SERVICES["tools"]["environment"]))) == {"AGENTRL_TOOLS_PASSWORD"}
+    for name in LOCKED:
+        variable = f"AGENTRL_{name.upper()}_PASSWORD"
+        assert logins[name].password == shown(SERVICES["control"]["environment"][variable])
+        assert set(re.findall(r"\w*PASSWORD", str(SERVICES[name]["environment"]))) == {variable}
+
+
+def test_agents_are_told_where_the_endpoint_listens() -> None:
+    url = make_url(SERVICES["agents"]["environment"]["AGENTRL_ENDPOINT_URL"])
+    assert SERVICES["endpoint"]["environment"]["AGENTRL_ENDPOINT_URL"] == str(url)
+    assert SERVICES["endpoint"]["command"][3:] == ["--host", "0.0.0.0", "--port", str(url.port)]
+    assert SERVICES[str(url.host)]["networks"] == ["default", "inside"]
 
 
 def shown(text: str) -> str:

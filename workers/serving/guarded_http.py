@@ -14,6 +14,8 @@ HEADER_SECONDS = 30.0
 """How long a connection may be open without a whole request head, also between two requests."""
 STALL_SECONDS = 30.0
 """How long a client may read nothing of what waits for it."""
+WAITING_BYTES = 16 * 1024
+"""How much may wait for a client that reads slowly."""
 MOST_CONNECTIONS = 4096
 SWEEP_SECONDS = 1.0
 
@@ -34,7 +36,8 @@ class GuardedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Takes the connection, unless there are too many."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=16 * 1024)
+        transport.set_write_buffer_limits(high=WAITING_BYTES)
+        transport.max_size = 4 * WAITING_BYTES  # type: ignore[attr-defined]  # asyncio reads 256 KiB at once where one lets it
         if len(self.connections) > self.most_connections:
             transport.abort()
 

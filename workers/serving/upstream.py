@@ -133,6 +133,7 @@ class Upstreams:
                 reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=PIECE)
         except (OSError, TimeoutError, ValueError) as error:
             raise Broken(type(error).__name__) from None
+        writer.transport.max_size = PIECE  # type: ignore[attr-defined]  # asyncio reads 256 KiB at once where one lets it
         return Connection(address, reader, writer)
 
     def give_back(self, connection: Connection) -> None:

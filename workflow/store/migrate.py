@@ -5,7 +5,7 @@ SQLite is upgraded by whoever opens it; on Postgres a person says `agentrl db up
 
 import fcntl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from logging import getLogger
 from pathlib import Path
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from alembic.script import ScriptDirectory
 
 log = getLogger("agentrl.migrate")
-READER_ROLE, TOOLS_ROLE = "agentrl_reader", "agentrl_tools"
+READER_ROLE, TOOLS_ROLE, AGENTS_ROLE = "agentrl_reader", "agentrl_tools", "agentrl_agents"
 LOCK_KEY = 7213094551
 LOCK_SECONDS = 60.0
 
@@ -94,7 +94,10 @@ def _migrate(database: Database, run) -> None:  # type: ignore[no-untyped-def]
             views.create(connection)
             if not database.is_sqlite:
                 _grant_reader(connection)
-                _grant_tools(connection)
+                if _grant_worker(connection, TOOLS_ROLE, "for tools workers", schema.RIGHTS_OF_TOOLS):
+                    _set_password(connection, TOOLS_ROLE, settings().tools_password, "AGENTRL_TOOLS_PASSWORD")
+                if _grant_worker(connection, AGENTS_ROLE, "for agents workers", schema.RIGHTS_OF_AGENTS):
+                    _set_password(connection, AGENTS_ROLE, settings().agents_password, "AGENTRL_AGENTS_PASSWORD")
 
 
 @contextmanager
@@ -125,14 +128,14 @@ def _grant_reader(tx: Connection) -> None:
     _set_password(tx, READER_ROLE, settings().reader_password, "AGENTRL_READER_PASSWORD")
 
 
-def _grant_tools(tx: Connection) -> None:
-    """The role that a tools worker may log in as."""
-    if not _has_role(tx, TOOLS_ROLE, "for tools workers"):
-        return
-    tx.execute(text(f"GRANT USAGE ON SCHEMA public TO {TOOLS_ROLE}"))
-    for table, rights in schema.RIGHTS_OF_TOOLS.items():
-        tx.execute(text(f"GRANT {', '.join(rights)} ON {table} TO {TOOLS_ROLE}"))
-    _set_password(tx, TOOLS_ROLE, settings().tools_password, "AGENTRL_TOOLS_PASSWORD")
+def _grant_worker(tx: Connection, role: str, purpose: str, rights: Mapping[str, Sequence[str]]) -> bool:
+    """Gives the role that a worker may log in as its rights, and returns whether there is such a role."""
+    if not _has_role(tx, role, purpose):
+        return False
+    tx.execute(text(f"GRANT USAGE ON SCHEMA public TO {role}"))
+    for table, granted in rights.items():
+        tx.execute(text(f"GRANT {', '.join(granted)} ON {table} TO {role}"))
+    return True
 
 
 def _has_role(tx: Connection, role: str, purpose: str) -> bool:

@@ -513,3 +513,19 @@ RIGHTS_OF_TOOLS = {
     "tool_sessions": ["SELECT", "INSERT", "UPDATE"],
 }
 """Table -> the rights of `agentrl_tools`: no more than a tools worker needs, since it runs what a model asks for."""
+
+FIXED_AGENT_COLUMNS = {*("id", "run", "episode_id", "attempt", "sends", "sent_ms", "created_at")}
+"""The columns of an agent's attempt that are not the agents worker's; the others hold its claim and its outcome."""
+
+RIGHTS_OF_AGENTS = {
+    "alembic_version": ["SELECT"],
+    "service_leases": ["SELECT"],
+    "runs": ["SELECT (id, name, config)"],
+    "tasks": ["SELECT (id, key, messages, metadata)"],
+    "episodes": ["SELECT (id, run_id, task_id, attempt, status)"],
+    "agent_attempts": [
+        "SELECT",
+        f"UPDATE ({', '.join(column.name for column in agent_attempts.c if column.name not in FIXED_AGENT_COLUMNS)})",
+    ],
+}
+"""Table -> the rights of `agentrl_agents`: no more than an agents worker needs, and no task's reference."""

@@ -1,0 +1,72 @@
+"""An agents worker runs what a model may have written: its own login at the database does the agents job, and nothing else."""
+
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import ProgrammingError
+
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import control_reads
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.endpoint_reads import ENDPOINT
+from agentrl.workflow.store.migrate import AGENTS_ROLE, upgrade
+from agentrl.workflow.tables import schema
+from tests.support.played_runs import values
+from tests.support.served_endpoint import attempt
+
+REFUSED = (
+    *(f"SELECT * FROM {name}" for name in schema.metadata.tables if name not in ("agent_attempts", "service_leases")),
+    *("SELECT reference FROM tasks", "SELECT reward FROM episodes", "SELECT manifest FROM runs", "SELECT address FROM groups"),
+    *("UPDATE episodes SET reward = 1", "UPDATE agent_attempts SET attempt = 7", "UPDATE agent_attempts SET episode_id = 7"),
+    *("DELETE FROM agent_attempts", "INSERT INTO agent_attempts (episode_id, attempt) VALUES (1, 9)"),
+    *(
+        "UPDATE service_leases SET holder = 'http://mine'",
+        "INSERT INTO rewards DEFAULT VALUES",
+        "UPDATE runs SET config = '{}'",
+    ),
+    *(
+        "CREATE TABLE mine (a int)",
+        "SET ROLE agentrl_reader",
+        "COPY runs TO PROGRAM 'cat'",
+        "ALTER ROLE agentrl_agents SUPERUSER",
+    ),
+)
+ALLOWED = (
+    "SELECT id, name, config FROM runs",
+    "SELECT id, key, messages, metadata FROM tasks",
+    "SELECT id, run_id, task_id, attempt, status FROM episodes",
+    "SELECT * FROM agent_attempts",
+    "UPDATE agent_attempts SET status = 'ended', exit_code = 0, answer = '42', output = 'said', error = '', worker = 'host:1'",
+)
+
+
+@pytest.fixture
+def login(postgres: Database) -> Iterator[Database]:
+    """The database, logged in as agents workers are."""
+    found = Database(postgres.url.set(username=AGENTS_ROLE).render_as_string(hide_password=False))
+    yield found
+    found.close()
+
+
+def test_it_reads_tasks_and_writes_what_became_of_agents(postgres: Database, login: Database) -> None:
+    attempt(postgres)
+    control_reads.publish_service(postgres, ENDPOINT, "http://127.0.0.1:1", 60.0)
+    assert control_reads.service_holder(login, ENDPOINT) == "http://127.0.0.1:1"
+    with login.engine.connect() as connection, connection.begin():
+        assert [connection.execute(text(statement)).rowcount for statement in ALLOWED] == [1, 1, 2, 1, 1]
+
+
+@pytest.mark.parametrize("statement", REFUSED)
+def test_it_is_refused_whatever_else_there_is(login: Database, statement: str) -> None:
+    with login.engine.connect() as connection, pytest.raises(ProgrammingError, match=r"permission denied|must"):
+        connection.execute(text(statement))
+
+
+def test_an_upgrade_gives_it_the_password_of_the_settings(postgres: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTRL_AGENTS_PASSWORD", "it's a \\ secret")
+    settings.cache_clear()
+    upgrade(postgres)
+    stored = "SELECT count(*) FROM pg_authid WHERE rolname = 'agentrl_agents' AND rolpassword IS NOT NULL AND NOT rolsuper"
+    assert values(postgres, stored) == [1]
+    settings.cache_clear()
