@@ -193,11 +193,7 @@ def run_together(idle: Callable[[], bool], tend: Callable[[], bool]) -> None:
 
 
 def _run_agents_beside() -> None:
-    from agentrl.workers.stack.celery_app import app
-
-    worker = make_worker(["agents"], CONCURRENCY["agents"])
-    app.finalize()
-    worker.start()
+    make_worker(["agents"], CONCURRENCY["agents"]).start()
 
 
 if __name__ == "__main__":
