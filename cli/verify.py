@@ -122,7 +122,7 @@ def _check_tokens(origin: "Origin", made: "Experiment") -> "TokensReport":
     policy = open_run_base(made.config.model, origin.base, origin.base_hash, origin.manifest, where.device, where.threads)
     schemas = [tool.schema for tool in made.tools.values()]
     lost = missing_weights(origin.policies, origin.collected)
-    return check_tokens(origin.record.episode, origin.policies, lost, policy, schemas, origin.key.bits, made.config.rollout)
+    return check_tokens(origin.record.episode, origin.policies, lost, policy, schemas, origin.key, made.config.rollout)
 
 
 def _check_rewards(origin: "Origin", made: "Experiment") -> "list[RewardsReport]":

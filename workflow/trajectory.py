@@ -5,6 +5,7 @@ Nothing here knows a database, a process or a tensor: rewards, losses, replay an
 
 import hashlib
 import json
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,6 +38,9 @@ WHOLE = -1
 
 ROOT = -1
 """The parent of a step that continues no other step's tokens."""
+
+KEY_SCHEME = 2
+"""How the draws of new runs are keyed, see `SamplingKey`; a run keeps the scheme that it began with."""
 
 UNCLOSED = "<tool_call> was not closed"
 """The `error` of a call inside of which the policy stopped: the episode ends as parse_error, since no answer can follow."""
@@ -203,6 +207,16 @@ class Episode:
             ids += step.sampled_ids
         return tuple(ids)
 
+    def times_asked(self, prompt_ids: tuple[int, ...], before: int | None = None) -> int:
+        """How many of its steps, or of those before that index, were sampled from exactly this whole prompt."""
+        ends, count = {ROOT: 0}, 0
+        for index, step in enumerate(self.steps[:before]):
+            start = ends[step.parent if step.parent is not None else ROOT] if step.shared is None else step.shared
+            asked = start + len(step.prompt_ids)
+            ends[index] = asked + len(step.sampled_ids)
+            count += asked == len(prompt_ids) and self.tokens_of(index)[:asked] == prompt_ids
+        return count
+
     @property
     def context_ids(self) -> tuple[int, ...]:
         """All tokens of the last step's line: what its continuation starts with."""
@@ -210,7 +224,7 @@ class Episode:
 
     @property
     def sampled_count(self) -> int:
-        """Tokens sampled so far: the position at which sampling goes on."""
+        """Tokens sampled so far, in all its steps."""
         return sum(len(step.sampled_ids) for step in self.steps)
 
     @property
@@ -273,12 +287,17 @@ class PolicyRef:
 class SamplingKey:
     """The key of an episode's random draws; attempt, worker and batch row are not in it.
 
+    Under scheme 2 every turn has a key of its own, made of its whole prompt and of how often the episode asked it before: so
+    the order in which turns arrive changes no draw. Under scheme 1, that of older runs, all turns of an episode have one key,
+    and the position of a turn is the number of tokens sampled before it.
+
     Args:
         seed: the run's seed.
         purpose: `train`, `eval` or `fork:EPISODE:STEP`.
         iteration: index of the iteration.
         task: the task's key.
         sample: number of the episode within its group; it counts on when forks add some.
+        scheme: how its turns are keyed: 1 or 2, the run's `key_scheme`.
     """
 
     seed: int
@@ -286,15 +305,47 @@ class SamplingKey:
     iteration: int
     task: str
     sample: int
+    scheme: int = KEY_SCHEME
 
     @classmethod
-    def of(cls, episode: Episode, seed: int, kind: str, iteration: int) -> "SamplingKey":
+    def of(cls, episode: Episode, seed: int, kind: str, iteration: int, scheme: int = KEY_SCHEME) -> "SamplingKey":
         """The key of an episode of a group of that kind, in the iteration of that number of a run with that seed."""
         purpose = kind if episode.parent_id is None else f"fork:{episode.parent_id}:{episode.fork_step}"
-        return cls(seed, purpose, iteration, episode.task.key, episode.sample)
+        return cls(seed, purpose, iteration, episode.task.key, episode.sample, scheme)
 
     @property
     def bits(self) -> int:
-        """The key as 64 bits."""
-        text = f"{self.seed}|{self.purpose}|{self.iteration}|{self.task}|{self.sample}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+        """The episode's key as 64 bits."""
+        return _bits(self._text)
+
+    def of_turn(self, prompt_ids: tuple[int, ...], asked: int, sampled: int) -> tuple[int, int]:
+        """(key of 64 bits, position of the first token) of a turn.
+
+        Args:
+            prompt_ids: its whole prompt, each id below 2**31.
+            asked: how often the episode sampled from this very prompt before.
+            sampled: tokens that the episode sampled before.
+        """
+        if self.scheme == 1:
+            return self.bits, sampled
+        prompt = hashlib.sha256(struct.pack(f"<{len(prompt_ids)}i", *prompt_ids)).hexdigest()
+        return _bits(f"{self._text}|{prompt}|{asked}"), 0
+
+    def of_next(self, episode: Episode, prompt_ids: tuple[int, ...]) -> tuple[int, int]:
+        """The same of the turn that would be the episode's next, after its recorded steps."""
+        return self.of_turn(prompt_ids, episode.times_asked(prompt_ids), episode.sampled_count)
+
+    def of_step(self, episode: Episode, index: int) -> tuple[int, int]:
+        """The same of a recorded step."""
+        ids, step = episode.tokens_of(index), episode.steps[index]
+        prompt = ids[: len(ids) - len(step.sampled_ids)]
+        sampled = sum(len(earlier.sampled_ids) for earlier in episode.steps[:index])
+        return self.of_turn(prompt, episode.times_asked(prompt, index), sampled)
+
+    @property
+    def _text(self) -> str:
+        return f"{self.seed}|{self.purpose}|{self.iteration}|{self.task}|{self.sample}"
+
+
+def _bits(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")

@@ -1,6 +1,7 @@
 """The sampler: the draw itself, and that an episode's tokens depend on its request alone."""
 
 import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -410,7 +411,7 @@ def tokens_read(policy: Policy) -> Iterator[list[int]]:
 def ended_turn(engine: RollingEngine, ref: PolicyRef, prompt: tuple[int, ...]) -> tuple[GenerateRequest, tuple[int, ...]]:
     """A request whose turn ended with an end token, and prompt and turn together."""
     for key in range(100):
-        request = GenerateRequest(prompt, ref, key, 0, 100, 2.0)
+        request = GenerateRequest(prompt, ref, key, 0, 100, 2.0, session=key)
         completion = engine.submit(request).result(60)
         if completion.finish_reason == "stop":
             return request, prompt + completion.token_ids
@@ -439,9 +440,9 @@ def test_what_is_kept_is_given_back_when_the_episode_is_over_or_memory_is_asked_
     engine: RollingEngine, exact: Policy, ref: PolicyRef
 ) -> None:
     request, context = ended_turn(engine, ref, (5, 6) * 40)
-    for key in (request.key, None):
+    for session in (request.session, None):
         engine.submit(request).result(60)
-        engine.release(key)
+        engine.release(session)
         with tokens_read(exact) as read:
             engine.submit(next_turn(request, context)).result(60)
         assert read[0] == len(context) + 2
@@ -461,6 +462,40 @@ def test_what_is_kept_is_not_used_for_other_tokens_or_other_weights(
         assert read[0] == len(changed.prompt_ids) - 1
 
 
+def test_a_turn_that_is_stopped_or_cancelled_leaves_no_slot_and_keeps_nothing(exact: Policy, ref: PolicyRef) -> None:
+    engine = RollingEngine(exact, slots=1)
+    heard: list[int] = []
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def hear(token: int) -> bool:
+        heard.append(token)
+        begun.set()
+        return may_go_on.wait(60) and False
+
+    stopped = engine.submit(GenerateRequest((5, 6) * 10, ref, 1, 0, 100, heard=hear, session=1))
+    assert begun.wait(60)
+    waiting = engine.submit(GenerateRequest((7, 8) * 10, ref, 2, 0, 100, session=2))
+    assert not stopped.cancel(), "it samples: `heard` ends it"
+    assert waiting.cancel(), "it has not joined"
+    may_go_on.set()
+    assert (stopped.result(60).finish_reason, list(stopped.result().token_ids)) == ("length", heard)
+    assert len(heard) == 1
+    assert engine.submit(GenerateRequest((9, 8), ref, 3, 0, 4)).result(60).token_ids, "the only slot is free"
+    engine.close()
+    assert (engine._batch.turns, engine._batch.has_kept, list(engine._waiting)) == ([], False, [])
+
+
+def test_a_turn_without_a_session_keeps_nothing(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
+    request, context = ended_turn(engine, ref, (5, 6) * 40)
+    engine.release()
+    unnamed = replace(request, session=None)
+    engine.submit(unnamed).result(60)
+    assert not engine._batch.has_kept
+    with tokens_read(exact) as read:
+        engine.submit(next_turn(unnamed, context)).result(60)
+    assert read[0] == len(context) + 2
+
+
 def test_the_oldest_that_is_kept_goes_when_the_slots_would_not_hold_it(exact: Policy, ref: PolicyRef) -> None:
     engine = RollingEngine(exact, slots=1)
     request, context = ended_turn(engine, ref, (5, 6) * 10)
@@ -475,7 +510,7 @@ def test_the_oldest_that_is_kept_goes_when_the_slots_would_not_hold_it(exact: Po
 def test_episodes_of_several_turns_are_the_same_in_any_crowd(exact: Policy, ref: PolicyRef) -> None:
     """Turns of many lengths come back while others are in the middle of theirs, with twice as many episodes as slots."""
     crowd, alone = RollingEngine(exact, slots=4), RollingEngine(exact, slots=1)
-    requests = [GenerateRequest(((5, 6), (7, 8, 9) * 9)[key % 2], ref, 300 + key, 0, 60, 2.0) for key in range(8)]
+    requests = [GenerateRequest(((5, 6), (7, 8, 9) * 9)[key % 2], ref, 300 + key, 0, 60, 2.0, session=key) for key in range(8)]
     for _ in range(3):
         together = [future.result(60) for future in [crowd.submit(request) for request in requests]]
         for request, completion in zip(requests, together, strict=True):

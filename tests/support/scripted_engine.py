@@ -27,7 +27,7 @@ class ScriptedEngine:
         """The scripted ids, cut at `max_new_tokens`, each with the logprob -1."""
         return self._pool.submit(self._answer, request)
 
-    def release(self, key: int | None = None) -> None:
+    def release(self, session: int | None = None) -> None:
         """Nothing is kept."""
 
     def close(self) -> None:

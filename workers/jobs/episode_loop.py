@@ -25,7 +25,7 @@ from agentrl.workflow.store import steps
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import Fence, GroupWork, Outcome
 from agentrl.workflow.store.steps import CallRecord, SampledStep
-from agentrl.workflow.trajectory import Episode, Message, SamplingKey, Step, StopReason
+from agentrl.workflow.trajectory import Episode, Message, Step, StopReason
 
 
 @dataclass
@@ -126,8 +126,9 @@ class GroupRollout:
             return
         self._drafts[episode.id] = draft = self._draft(episode, messages)
         follows = len(episode.steps) + 1 < self.limits.max_steps
-        policy, key = self.work.policy, self._sampling_key(episode)
-        request = GenerateRequest.within(self.limits, draft.context(episode), policy, key, episode.sampled_count, follows)
+        context = draft.context(episode)
+        key, position = self.work.sampling_key(episode).of_next(episode, context)
+        request = GenerateRequest.within(self.limits, context, self.work.policy, key, position, follows, episode.id)
         self._turns[episode.id] = future = self.engine.submit(request)
         future.add_done_callback(partial(put_completion, self.inbox, self.work.fence.group, episode.id))
         faultpoint("generate.sent")
@@ -200,8 +201,5 @@ class GroupRollout:
             self.calls.send(episode)
         self.recorder.finish([*failures, *outcomes])
 
-    def _sampling_key(self, episode: Episode) -> int:
-        return SamplingKey.of(episode, self.work.seed, self.work.kind, self.work.iteration).bits
-
     def _release(self, episode: Episode) -> None:
-        self.engine.release(self._sampling_key(episode))
+        self.engine.release(episode.id)

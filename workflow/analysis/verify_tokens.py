@@ -1,7 +1,7 @@
 """Verification of tokens: with the recorded weights, prompts are rendered, tokens scored and drawn again.
 
 Each training row is read at once by teacher forcing: every sampled token is scored after the recorded tokens before it, so that
-one difference does not become the cause of others. Its draw is repeated from the episode's key by `inference.sampling`, the
+one difference does not become the cause of others. Its draw is repeated from its turn's key by `inference.sampling`, the
 sampler's own code.
 
 The sampler read the same tokens one by one from its key/value memory, in other company; sums rounded in another order give
@@ -53,7 +53,7 @@ from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.training.batch import unbroken_runs
-from agentrl.workflow.trajectory import Episode, PolicyRef, Step
+from agentrl.workflow.trajectory import Episode, PolicyRef, SamplingKey, Step
 
 TOLERANCES = {"exact": (4e-6, 1e-9), "float32": (1e-3, 1e-5), "coarse": (1.0, 0.1)}
 """Precision -> how far a logprob (in nats) and a draw (in probability) may be from the record."""
@@ -95,7 +95,7 @@ def check_tokens(
     gone: Mapping[int, str],
     policy: Policy,
     schemas: Sequence[Schema],
-    key: int,
+    key: SamplingKey,
     rollout: RolloutConfig,
 ) -> TokensReport:
     """Renders every prompt of the episode's own steps, scores and draws every token that it sampled itself, and checks how each
@@ -106,7 +106,7 @@ def check_tokens(
         gone: why those weights cannot be read any more (`analysis.verify_episode.missing_weights`), by the step's number.
         policy: the run's base; its published weights are changed.
         schemas: of the env's tools.
-        key: of the episode's draws (`SamplingKey.bits`).
+        key: of the episode's draws.
         rollout: of the run: how it sampled.
 
     Raises:
@@ -116,7 +116,7 @@ def check_tokens(
     logprob_tolerance, draw_tolerance = TOLERANCES[precision]
     own = [step for step in episode.steps if step.index >= episode.inherited]
     there = {number: ref for number, ref in policies.items() if number not in gone}
-    tokens = sorted(_rescore(episode, there, policy, key, rollout), key=lambda token: token.position)
+    tokens = sorted(_rescore(episode, there, policy, key, rollout), key=lambda token: (token.step.index, token.index))
     chat = policy.chat
     off = next((token for token in tokens if not token.off <= logprob_tolerance), None)
     keyed = _is_keyed(rollout.engine)  # else there is no draw to repeat
@@ -181,17 +181,17 @@ def _end_difference(step: Step, chat: Chat, strings: tuple[str, ...]) -> EndDiff
 
 @torch.no_grad()
 def _rescore(
-    episode: Episode, policies: Mapping[int, PolicyRef], policy: Policy, key: int, rollout: RolloutConfig
+    episode: Episode, policies: Mapping[int, PolicyRef], policy: Policy, key: SamplingKey, rollout: RolloutConfig
 ) -> Iterator[_Token]:
     """Every token of the steps that `policies` names: each row is read once for each policy that is in it."""
-    starts = {step.index: sum(len(earlier.sampled_ids) for earlier in episode.steps[: step.index]) for step in episode.steps}
     for row in unbroken_runs(episode):
         scored = [step for step in row if step.index in policies and step.sampled_ids]
         for ref, group in groupby(scored, key=lambda step: policies[step.index]):
             steps = list(group)
             ids, places = _context(row, steps, policy)
-            tokens = [(step, i, starts[step.index] + i) for step in steps for i in range(len(step.sampled_ids))]
-            draws = _draws(key, [position for _, _, position in tokens])
+            keyed = [(step, *key.of_step(episode, step.index)) for step in steps]
+            tokens = [(step, i, position + i) for step, _, position in keyed for i in range(len(step.sampled_ids))]
+            draws = torch.cat([_draws(bits, position, len(step.sampled_ids)) for step, bits, position in keyed])
             policy.publish(ref)
             found = _values(policy, ids, places, draws, rollout)
             yield from (_Token(*token, *values) for token, values in zip(tokens, found, strict=True))
@@ -213,8 +213,10 @@ def _context(row: Sequence[Step], steps: Sequence[Step], policy: Policy) -> tupl
     return ids, places
 
 
-def _draws(key: int, positions: Sequence[int]) -> Tensor:
-    return torch.from_numpy(uniforms(np.full(len(positions), key, dtype=np.uint64), np.array(positions, dtype=np.uint64)))
+def _draws(key: int, position: int, count: int) -> Tensor:
+    return torch.from_numpy(
+        uniforms(np.full(count, key, dtype=np.uint64), np.arange(position, position + count, dtype=np.uint64))
+    )
 
 
 def _values(

@@ -31,8 +31,7 @@ class GenerateRequest:
     Args:
         prompt_ids: the whole training row so far, exact ids; at least one.
         policy: the weights to sample from.
-        key: 64 bits (`SamplingKey.bits`), one per episode: its next turn has the same one.
-        position: tokens of the episode that were sampled before this turn.
+        key: 64 bits that key its draws, and `position`: of its first token's draw (`SamplingKey.of_turn`).
         max_new_tokens: the most tokens to sample; the end token counts.
         temperature: logits are divided by it.
         top_k: the number of likeliest tokens to draw from; 0: all.
@@ -40,6 +39,8 @@ class GenerateRequest:
         min_p: only tokens at least this share as likely as the likeliest (arXiv 2407.01082).
         stop: the turn ends with the token that completes one of these texts; that token stays.
         follows: whether another turn of its episode may follow.
+        session: under which an engine may keep what it computed, for an episode's next turn of the same session; no part of the
+            draws. None: nothing is kept.
         heard: called with each token as it is drawn, by an engine in this process; False ends the turn there, as `length`.
     """
 
@@ -55,6 +56,7 @@ class GenerateRequest:
     stop: tuple[str, ...] = ()
     follows: bool = True
     heard: Callable[[int], bool] | None = None
+    session: int | None = None
 
     @classmethod
     def within(
@@ -65,6 +67,7 @@ class GenerateRequest:
         key: int,
         position: int,
         follows: bool = True,
+        session: int | None = None,
     ) -> "GenerateRequest":
         """The request for a turn under a run's limits."""
         return cls(
@@ -79,6 +82,7 @@ class GenerateRequest:
             limits.min_p,
             limits.stop,
             follows,
+            session=session,
         )
 
 
@@ -106,8 +110,8 @@ class Engine(Protocol):
     def submit(self, request: GenerateRequest) -> Future[Completion]:
         """Submits a request; errors are raised by the future."""
 
-    def release(self, key: int | None = None) -> None:
-        """Frees the memory kept for an episode's next turn, since there will be none; without a key, for all episodes."""
+    def release(self, session: int | None = None) -> None:
+        """Frees the memory kept for a session's next turn, since there will be none; without one, for all sessions."""
 
     def close(self) -> None:
         """Ends the sampler; unfinished turns fail."""

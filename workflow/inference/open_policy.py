@@ -171,8 +171,9 @@ class OpenPolicy:
         episode = Episode(Task("chat", (), ""), steps=tuple(before))
         schemas = [tool.schema if isinstance(tool, Tool) else tool for tool in tools]
         drafted = draft_turn(self.chat, episode, tuple(messages), schemas)
-        key = SamplingKey(self.seed, "chat", 0, "chat", sample).bits
-        request = GenerateRequest.within(asked, drafted.context(episode), self.ref, key, episode.sampled_count)
+        keys, context = SamplingKey(self.seed, "chat", 0, "chat", sample), drafted.context(episode)
+        key, position = keys.of_next(episode, context)
+        request = GenerateRequest.within(asked, context, self.ref, key, position, session=keys.bits)
 
         def step(completion: Completion) -> Step:
             message = self.chat.parse(completion.token_ids, schemas)

@@ -93,7 +93,7 @@ class ServedEngine:
                 self._threads.append(thread)
         return future
 
-    def release(self, key: int | None = None) -> None:
+    def release(self, session: int | None = None) -> None:
         """Does nothing: nothing is kept here, and the server manages its own cache."""
 
     def close(self) -> None:

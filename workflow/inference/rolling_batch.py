@@ -166,12 +166,12 @@ class Batch:
         self.forget()
         self._share /= 2
 
-    def forget(self, key: int | None = None) -> None:
-        """Frees the keys and values kept for an episode's next turn; without a key, for all episodes."""
-        if key is None:
+    def forget(self, session: int | None = None) -> None:
+        """Frees the keys and values kept for a session's next turn; without one, for all sessions."""
+        if session is None:
             self._left.clear()
         else:
-            self._left.pop(key, None)
+            self._left.pop(session, None)
 
     def clear(self) -> None:
         """Frees all memory; no turn may be live."""
@@ -189,7 +189,7 @@ class Batch:
         back: list[tuple[Turn, SlotStates]] = []
         copies: list[Turn] = []
         for turn in turns:
-            left = self._left.pop(turn.request.key, None)
+            left = None if turn.request.session is None else self._left.pop(turn.request.session, None)
             if left is not None and turn.context[: len(left.ids)] == left.ids and len(turn.context) > len(left.ids):
                 back.append((turn, left.kept))
             elif turn.context in holders or turn.context in fresh:
@@ -284,7 +284,7 @@ class Batch:
 
     def _keep(self, slot: int, turn: Turn) -> None:
         """Keeps the turn's keys and values; in all as many tokens as the slots have room for, dropping the oldest first."""
-        if not self._direct:
+        if not self._direct or (session := turn.request.session) is None:
             return
         length = int(self._state[slot]["cached"])
         try:
@@ -294,7 +294,7 @@ class Batch:
                 raise
             self._left.clear()  # costs only time
             return
-        self._left[turn.request.key] = _EndedTurn(turn.context[:length], kept)
+        self._left[session] = _EndedTurn(turn.context[:length], kept)
         while sum(left.kept.length for left in self._left.values()) > self._share * self._slots.tokens:
             self._left.popitem(last=False)
 

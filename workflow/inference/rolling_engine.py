@@ -89,14 +89,14 @@ class RollingEngine:
                 self._enqueue(turn)
         return turn.future
 
-    def release(self, key: int | None = None) -> None:
-        """Frees the memory kept for an episode's next turn; without a key, for all episodes, and before it returns.
+    def release(self, session: int | None = None) -> None:
+        """Frees the memory kept for a session's next turn; without one, for all sessions, and before it returns.
 
         Do not call it while holding the policy's lock.
         """
         with self._changed:
-            self._released.append(key)
-            if key is None:
+            self._released.append(session)
+            if session is None:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: None not in self._released or self._closed)
 
@@ -145,8 +145,8 @@ class RollingEngine:
     def _release(self) -> None:
         with self._changed:
             released = list(self._released)
-        for key in released:
-            self._batch.forget(key)
+        for session in released:
+            self._batch.forget(session)
         if None in released and not self._batch.turns:
             self._batch.clear()
         with self._changed:

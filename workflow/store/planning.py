@@ -22,7 +22,7 @@ from agentrl.workflow.store.rows import clean, clean_tree, message_row, split_in
 from agentrl.workflow.store.run_names import run_row
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import now_ms
-from agentrl.workflow.trajectory import OPEN, PolicyRef, Task
+from agentrl.workflow.trajectory import KEY_SCHEME, OPEN, PolicyRef, Task
 
 RESUMABLE = ("paused", "failed", "running")
 
@@ -185,7 +185,7 @@ SUBMITTED_COLUMNS = ("name", "kind", "seed", "dataset", "iterations", "output_di
 
 def _row_of(submission: Submission) -> dict[str, Any]:
     asked = {name: getattr(submission, name) for name in SUBMITTED_COLUMNS}
-    asked |= {"status": "running", "epochs": submission.passes}
+    asked |= {"status": "running", "epochs": submission.passes, "key_scheme": KEY_SCHEME}
     asked |= {"config": dict(submission.config), "manifest": dict(submission.manifest)}
     return asked | {"base": submission.policy.base, "base_hash": submission.policy.base_hash}
 

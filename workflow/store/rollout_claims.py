@@ -22,7 +22,7 @@ from agentrl.workflow.store.rows import clean, load_episodes, message_value, rew
 from agentrl.workflow.store.waiting_runs import awaits_maker
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc, is_lease_free, now_ms
-from agentrl.workflow.trajectory import OPEN, Episode, Message, PolicyRef, Task
+from agentrl.workflow.trajectory import KEY_SCHEME, OPEN, Episode, Message, PolicyRef, SamplingKey, Task
 
 MAX_LOSSES = 5
 """A row held in this many worker losses is poison: its episodes end as infra_error."""
@@ -67,6 +67,11 @@ class GroupWork:
     reward_set: int
     episodes: tuple[Episode, ...]
     opening: tuple[Message, ...] | None = None
+    key_scheme: int = KEY_SCHEME
+
+    def sampling_key(self, episode: Episode) -> SamplingKey:
+        """The key of an episode's draws."""
+        return SamplingKey.of(episode, self.seed, self.kind, self.iteration, self.key_scheme)
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,7 @@ _GROUP_WORK = (
         schema.runs.c.name,
         schema.runs.c.config,
         schema.runs.c.seed,
+        schema.runs.c.key_scheme,
         schema.runs.c.base,
         schema.runs.c.base_hash,
         schema.iterations.c.number,
@@ -205,6 +211,7 @@ def _load_work(tx: Connection, fence: Fence) -> GroupWork:
         reward_set=row["reward_set"],
         episodes=load_episodes(tx, (schema.episodes.c.group_id == fence.group) & unfinished, {row["id"]: task}),
         opening=tuple(message_value(message) for message in row["opening"]) if row["opening"] else None,
+        key_scheme=row["key_scheme"],
     )
 
 

@@ -79,7 +79,7 @@ def find_origin(tx: Connection, episode: int) -> Origin:
         manifest=run["manifest"],
         base=run["base"],
         base_hash=run["base_hash"],
-        key=SamplingKey.of(record.episode, run["seed"], run["purpose"], run["number"]),
+        key=SamplingKey.of(record.episode, run["seed"], run["purpose"], run["number"], run["key_scheme"]),
         policies=refs,
         collected={row.number: row.collected_at for row in steps if row.collected_at is not None},
         reward_sets=_reward_sets(tx, episode, run["id"]),
