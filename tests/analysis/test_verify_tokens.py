@@ -189,6 +189,7 @@ def test_draws_of_several_turns_and_chains_are_verified_under_the_scheme_of_thei
         [(ROOT, task.messages), (0, (Message("tool", "42", name="calculator"),)), (ROOT, task.messages)]
     ):
         new = opening if parent == ROOT else policy.chat.continuation(heard, SCHEMAS)[0]
+        assert new is not None
         prompt = episode.tokens_of(parent) + new
         said = engine.submit(GenerateRequest(prompt, ref, *key.of_next(episode, prompt), 12, 1.5)).result()
         message = policy.chat.parse(said.token_ids)
