@@ -13,7 +13,7 @@ from agentrl.workflow.engines import Completion, GenerateRequest
 from agentrl.workflow.inference.rolling_engine import RollingEngine
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.trainer import Trainer
-from agentrl.workflow.trajectory import Episode, Group, Message, PolicyRef, Step, Task
+from agentrl.workflow.trajectory import Episode, Group, Message, PolicyRef, SamplingKey, Step, Task
 from tests.benchmarks.processes import measured, resident
 
 GROUPS, GROUP_SIZE = 4, 4
@@ -74,6 +74,11 @@ def groups_of(sampled: Sampled) -> list[Group]:
     ]
 
 
+def key_of(number: int) -> SamplingKey:
+    """The key of the episode with that number."""
+    return SamplingKey(0, "train", 0, "", number)
+
+
 def _iteration(path: str, file: Path, config: RunConfig, tokens: int) -> dict[str, Any]:
     libraries = resident("VmRSS")
     loading = measured(lambda: Policy.load(config.model, path))
@@ -99,13 +104,14 @@ def _context() -> float:
 
 
 def sampled(policy: Policy, weights: PolicyRef, tokens: int = SAMPLED_TOKENS) -> Sampled:
-    """Each row gets all of its tokens: what would end it cannot be drawn. The rows' keys are 1, 2, ..."""
+    """Each row gets all of its tokens: what would end it cannot be drawn."""
     policy.chat.end_ids = frozenset({-1})
     engine = RollingEngine(policy)
     wanted = [prompt for prompt in prompts() for _ in range(GROUP_SIZE)]
     try:
         futures = [
-            engine.submit(GenerateRequest(prompt, weights, key, 0, tokens)) for key, prompt in enumerate(wanted, start=1)
+            engine.submit(GenerateRequest(prompt, weights, *key_of(number).of_turn(prompt, 0, 0), tokens))
+            for number, prompt in enumerate(wanted)
         ]
         found: list[Completion] = [future.result() for future in futures]
     finally:

@@ -18,7 +18,7 @@ from agentrl.workflow.config import RunConfig
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.trainer import Trainer
 from agentrl.workflow.trajectory import Group, PolicyRef
-from tests.benchmarks.memory_ours import config_of, groups_of, sampled
+from tests.benchmarks.memory_ours import config_of, groups_of, key_of, sampled
 from tests.benchmarks.models import ModelName, half_billion, saved
 from tests.gpu.kept import Part, Row
 
@@ -80,10 +80,7 @@ def _disturbed(policy: Policy, folder: Path) -> PolicyRef:
 
 def _differences(policy: Policy, ref: PolicyRef, groups: list[Group], config: RunConfig) -> Row:
     episodes = [episode for group in groups for episode in group.episodes]
-    # The engine was given the keys 1, 2, ... in the order of the episodes.
-    reports = [
-        check_tokens(episode, {0: ref}, {}, policy, (), key, config.rollout) for key, episode in enumerate(episodes, start=1)
-    ]
+    reports = [check_tokens(episode, {0: ref}, {}, policy, (), key_of(episode.id), config.rollout) for episode in episodes]
     steps = [step for report in reports for step in report.steps]
     row: Row = {
         "tokens": sum(step.tokens for step in steps),
