@@ -105,7 +105,7 @@ class Talk:
                 return
             step = replace(step, results=(yield from self._run_calls(step.message.tool_calls)))
             self.steps, self._row = (*self.steps[:-1], step), (*self._row[:-1], replace(self._row[-1], results=step.results))
-            episode = episode.with_step(replace(step, index=len(episode.steps)))
+            episode = episode.with_step(replace(step, index=len(episode.steps), parent=None))
             self._unheard = new = tuple(self.env.step(episode))
             if not new:
                 return
@@ -138,7 +138,9 @@ class Talk:
         finally:
             stream.stop()
         self._row = (*self._row, step)
-        told = replace(step, index=len(self.steps), prompt=new, new_row=OTHER_TOOLS_NOTE if again else step.new_row)
+        reason = OTHER_TOOLS_NOTE if again else step.new_row
+        chain = self.steps[-1].chain + (reason is not None) if self.steps else 0
+        told = replace(step, index=len(self.steps), prompt=new, new_row=reason, chain=chain, parent=None)
         self.steps = (*self.steps, told)
         yield from shown.rest(step.message) if shown else turn_lines(step.message)
         return told

@@ -27,7 +27,7 @@ from agentrl.workflow.training.preference import (
     preference_objective,
     sampler_differences,
 )
-from agentrl.workflow.trajectory import Episode
+from agentrl.workflow.trajectory import ROOT, Episode
 from tests.support.learned_episodes import PROMPT, Told, episode, logprobs_of, start_of, step, two_turns
 from tests.support.small_models import tiny_random
 
@@ -59,7 +59,9 @@ def test_the_loss_is_the_papers_to_the_digit() -> None:
 
 
 def test_a_pairs_terms_are_sums_over_the_rows_of_each_side() -> None:
-    three_rows = replace(two_turns(1, 0), steps=(step(0, PROMPT, (3, 4)), replace(step(1, PROMPT, (5,)), new_row="edited")))
+    three_rows = replace(
+        two_turns(1, 0), steps=(step(0, PROMPT, (3, 4)), replace(step(1, PROMPT, (5,)), new_row="edited", parent=ROOT))
+    )
     pair = pair_of(three_rows, two_turns(2, 1), reference=0.5)
     assert (len(pair.chosen), len(pair.rejected)) == (2, 1)
     terms = preference_objective(beta=0.1).terms([pair], [torch.tensor([-1.0, -2.0, -5.0])])  # the difference is -3 - -5 = 2

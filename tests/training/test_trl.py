@@ -27,7 +27,7 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import run_rows
 from agentrl.workflow.training.batch import rows_of
 from agentrl.workflow.training.trl_options import grpo_options
-from agentrl.workflow.trajectory import Group
+from agentrl.workflow.trajectory import ROOT, Group
 from tests.conftest import missing
 from tests.faults.fork_server import Nursery
 from tests.support.forked_stack import forked_stack
@@ -272,7 +272,7 @@ def test_a_group_that_is_not_whole_is_dropped_with_the_reason(trl: None, folder:
     lost = replace(groups[0].episodes[0], status="infra_error")
     first = replace(groups[0], episodes=(lost, *groups[0].episodes[1:]))
     e = groups[2].episodes[0]
-    cut = replace(e, steps=(e.steps[0], replace(e.steps[1], new_row="the template could not go on")))
+    cut = replace(e, steps=(e.steps[0], replace(e.steps[1], new_row="the template could not go on", parent=ROOT)))
     third = replace(groups[2], episodes=(cut, *groups[2].episodes[1:]))
     update = trainer.update([first, groups[1], third, groups[3]], 0)
     assert update.dropped == {

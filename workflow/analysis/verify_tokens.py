@@ -36,6 +36,7 @@ from transformers import PreTrainedConfig
 
 from agentrl.workflow.analysis.episode_diff import TokenDifference, common_prefix
 from agentrl.workflow.analysis.verify_episode import DrawDifference, EndDifference, LogprobDifference, StepScore, TokensReport
+from agentrl.workflow.chains import chains_of, context_of
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import RolloutConfig
 from agentrl.workflow.errors import ModelError
@@ -52,7 +53,6 @@ from agentrl.workflow.inference.sampling import (
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.tool_formats import Schema
-from agentrl.workflow.training.batch import unbroken_runs
 from agentrl.workflow.trajectory import Episode, PolicyRef, SamplingKey, Step
 
 TOLERANCES = {"exact": (4e-6, 1e-9), "float32": (1e-3, 1e-5), "coarse": (1.0, 0.1)}
@@ -184,11 +184,11 @@ def _rescore(
     episode: Episode, policies: Mapping[int, PolicyRef], policy: Policy, key: SamplingKey, rollout: RolloutConfig
 ) -> Iterator[_Token]:
     """Every token of the steps that `policies` names: each row is read once for each policy that is in it."""
-    for row in unbroken_runs(episode):
+    for row in chains_of(episode):
         scored = [step for step in row if step.index in policies and step.sampled_ids]
         for ref, group in groupby(scored, key=lambda step: policies[step.index]):
             steps = list(group)
-            ids, places = _context(row, steps, policy)
+            ids, places = _context([token for token, _ in context_of(episode, row[0])], row, steps, policy)
             keyed = [(step, *key.of_step(episode, step.index)) for step in steps]
             tokens = [(step, i, position + i) for step, _, position in keyed for i in range(len(step.sampled_ids))]
             draws = torch.cat([_draws(bits, position, len(step.sampled_ids)) for step, bits, position in keyed])
@@ -197,9 +197,9 @@ def _rescore(
             yield from (_Token(*token, *values) for token, values in zip(tokens, found, strict=True))
 
 
-def _context(row: Sequence[Step], steps: Sequence[Step], policy: Policy) -> tuple[list[int], list[int]]:
-    """The row's ids up to the last of the steps, and where in it each token stands that they sampled."""
-    ids: list[int] = []
+def _context(before: Sequence[int], row: Sequence[Step], steps: Sequence[Step], policy: Policy) -> tuple[list[int], list[int]]:
+    """What is before the row and its ids up to the last of the steps, and where in that each token stands that they sampled."""
+    ids = list(before)
     places: list[int] = []
     for step in row[: row.index(steps[-1]) + 1]:
         ids += step.prompt_ids

@@ -17,11 +17,13 @@ class Draft:
         messages: the messages that are new to the policy.
         prompt_ids: ids that continue the episode's tokens; the whole prompt if `new_row` says why that is impossible.
         new_row: see `trajectory.Step`.
+        chain: the number of its chain.
     """
 
     messages: tuple[Message, ...]
     prompt_ids: tuple[int, ...]
     new_row: str | None = None
+    chain: int = 0
 
     def context(self, episode: Episode) -> tuple[int, ...]:
         """The policy's whole input: the episode's training row so far, and the new tokens."""
@@ -40,6 +42,7 @@ class Draft:
             policy_version=policy_version,
             seconds=completion.seconds,
             new_row=self.new_row,
+            chain=self.chain,
         )
 
 
@@ -53,5 +56,6 @@ def draft_turn(chat: Chat, episode: Episode, messages: tuple[Message, ...], sche
         return Draft(messages, chat.opening(messages, schemas))
     ids, reason = chat.continuation(messages, schemas, chat.has_end_token(episode.steps[-1].sampled_ids))
     if ids is not None:
-        return Draft(messages, ids)
-    return Draft(messages, chat.opening((*episode.messages, *messages), schemas), reason)
+        return Draft(messages, ids, chain=episode.steps[-1].chain)
+    chain = max(step.chain for step in episode.steps) + 1
+    return Draft(messages, chat.opening((*episode.messages, *messages), schemas), reason, chain)

@@ -2,7 +2,8 @@
 
 Credit sees the tokens that the policy sampled and that train, one after another, and nothing between them: what a tool said is
 not there, so that values, returns and advantages are carried over it by themselves. (verl's REINFORCE++ multiplies the running
-return by the mask, which loses a terminal reward at the first tool block that it meets; here it comes through.)
+return by the mask, which loses a terminal reward at the first tool block that it meets; here it comes through.) They are not
+carried from one chain to another (`workflow.chains`): what comes after a chain's end is in its last token's reward.
 """
 
 import math
@@ -25,12 +26,13 @@ class Earned:
     """The earnings of an update's tokens; N episodes of up to T tokens, padded on the right.
 
     Args:
-        rewards: (N, T) float64: a step's reward is at the step's last token, every other reward at the episode's last one;
+        rewards: (N, T) float64: a step's reward is at the step's last token, every other reward at the last one of each chain;
             less kl_coef x KL at each token, if the KL is in the reward.
         mask: (N, T), True where there is a token.
         turns: (N, T), the number of the step that each token is of.
         groups: (N,), equal for episodes of one group.
         values: (N, T) float64, a critic's expected reward from each token on; None if the algorithm has no critic.
+        chains: (N, T), the number of the chain that each token is of; None: one.
         outcomes: (N,) float64, each episode's reward as it was recorded; None: the sum of its tokens'. Sums of the same parts
             in another order differ in their last digit, and equal rewards must be equal.
     """
@@ -41,6 +43,7 @@ class Earned:
     groups: Tensor
     values: Tensor | None = None
     outcomes: Tensor | None = None
+    chains: Tensor | None = None
 
     @property
     def totals(self) -> Tensor:
@@ -181,7 +184,7 @@ def gae(earned: Earned, options: AlgorithmConfig) -> Credited:
     whitening. Source: arXiv 1506.02438, equations 11 to 16; whitening as in verl and OpenAI's lm-human-preferences.
     """
     values = _values(earned)
-    advantages = _accumulate_backwards(earned.rewards, values, earned.mask, *_decays(options))
+    advantages = _accumulate_backwards(earned, values, *_decays(options))
     return Credited(whiten(advantages, earned.mask), torch.where(earned.mask, advantages + values, 0.0))
 
 
@@ -204,10 +207,12 @@ def turn_gae(earned: Earned, options: AlgorithmConfig) -> Credited:
         if not length:
             continue
         starts = [0, *(1 + (turns[1:length] != turns[: length - 1]).nonzero()[:, 0]).tolist()]
+        chains = [0] * length if earned.chains is None else earned.chains[row, :length].tolist()
         rewards, value = earned.rewards[row].tolist(), values[row].tolist()
         found = [0.0] * length
         after = 0.0  # V + lambda A of the turn that follows
         for start, end in reversed(list(zip(starts, [*starts[1:], length], strict=True))):
+            after = after if end < length and chains[end] == chains[end - 1] else 0.0  # nothing follows a chain's last turn
             found[end - 1] = rewards[end - 1] + discount * after - value[end - 1]
             for t in range(end - 2, start - 1, -1):
                 found[t] = rewards[t] + value[t + 1] - value[t] + lambda_ * found[t + 1]
@@ -243,7 +248,7 @@ def _credit_all_tokens(per_episode: Tensor, mask: Tensor) -> Credited:
 def _returns(earned: Earned, options: AlgorithmConfig) -> Tensor:
     assert options.discount is not None  # settled
     zeros = torch.zeros_like(earned.rewards)
-    return _accumulate_backwards(earned.rewards, zeros, earned.mask, options.discount, 1.0)
+    return _accumulate_backwards(earned, zeros, options.discount, 1.0)
 
 
 def _decays(options: AlgorithmConfig) -> tuple[float, float]:
@@ -258,11 +263,17 @@ def _values(earned: Earned) -> Tensor:
     return torch.where(earned.mask, earned.values, 0.0)
 
 
-def _accumulate_backwards(rewards: Tensor, values: Tensor, mask: Tensor, discount: float, lambda_: float) -> Tensor:
-    """A_t = delta_t + discount lambda A_t+1 over (N, T), from the last token backwards; 0 where there is none."""
+def _accumulate_backwards(earned: Earned, values: Tensor, discount: float, lambda_: float) -> Tensor:
+    """A_t = delta_t + discount lambda A_t+1 over (N, T), from each chain's last token backwards; 0 where there is no token."""
+    rewards, mask = earned.rewards, earned.mask
+    chains = torch.zeros_like(mask, dtype=torch.long) if earned.chains is None else earned.chains
     advantages = torch.zeros_like(values)
     following, next_value = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    chain = torch.full_like(chains[:, 0], -1)
     for t in range(values.shape[1] - 1, -1, -1):
+        goes_on = ~mask[:, t] | (chains[:, t] == chain)
+        following, next_value = torch.where(goes_on, following, 0.0), torch.where(goes_on, next_value, 0.0)
+        chain = torch.where(mask[:, t], chains[:, t], chain)
         delta = rewards[:, t] + discount * next_value - values[:, t]
         following = torch.where(mask[:, t], delta + discount * lambda_ * following, following)
         next_value = torch.where(mask[:, t], values[:, t], next_value)

@@ -1,21 +1,24 @@
-"""Episodes -> tensors. One training row per unbroken run of tokens, padded on the right, grouped by length or beginning.
+"""Episodes -> tensors. One training row per chain, padded on the right, grouped by length or beginning.
 
-An episode is one row, unless a step says `new_row` (its template could not be continued); then it is several, and each
-keeps its episode's advantage. Positions of all tensors are those of `input_ids`; what is said of a token at t is predicted
-from the tokens before t, so a logprob tensor of shape (B, T - 1) goes with `[:, 1:]` of these.
+An episode is one row, unless it has several chains (`workflow.chains`): because its template could not be continued, or because
+an agent began another conversation. Each begins with what it shares with another, which trains there, and has its episode's
+advantage. Positions of all tensors are those of `input_ids`; what is said of a token at t is predicted from the tokens before
+t, so a logprob tensor of shape (B, T - 1) goes with `[:, 1:]` of these.
 
 The rows of a group begin with the same prompt. Where it saves work, a microbatch holds it once, and its lines begin with the
 last token before what trains.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Container, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
+from agentrl.workflow.chains import chains_of, context_of, reasons_not_to_train
 from agentrl.workflow.errors import StateError
 from agentrl.workflow.models.logprobs import Prefixes
 from agentrl.workflow.trajectory import Episode, Step
@@ -39,8 +42,9 @@ class Row:
         index: which row of that episode.
         input_ids: exact ids, never re-tokenised.
         action_mask: True where the policy sampled the token: a fact.
-        loss_mask: the part of it that trains: not what a fork has from its parent; something does.
+        loss_mask: the part of it that trains: not what a fork has from its parent, nor another chain; something does.
         behavior_logprobs: as the sampler computed them; 0 where the token was not sampled.
+        weight: the row's share of its episode; those of an episode's rows sum to 1.
 
     Attributes:
         prefix: the number of tokens before the one that the first trained token is predicted from.
@@ -52,6 +56,7 @@ class Row:
     action_mask: tuple[bool, ...]
     loss_mask: tuple[bool, ...]
     behavior_logprobs: tuple[float, ...]
+    weight: float = 1.0
     prefix: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,6 +77,7 @@ class Microbatch:
 
     Args:
         prefixes: the beginnings before the lines, if these are shared.
+        weights: (B,), the rows'.
         others: (B, T).
     """
 
@@ -80,16 +86,21 @@ class Microbatch:
     attention_mask: Tensor
     loss_mask: Tensor
     behavior_logprobs: Tensor
+    weights: Tensor
 
 
 def rows_of(episodes: Sequence[Episode]) -> list[Row]:
     """The training rows of the episodes, in order; a row in which nothing trains is left out."""
-    return [
-        _row(number, index, steps, episode.fork_step)
-        for number, episode in enumerate(episodes)
-        for index, steps in enumerate(unbroken_runs(episode))
-        if any(step.index >= episode.fork_step and step.sampled_ids for step in steps)
-    ]
+    found: list[Row] = []
+    for number, episode in enumerate(episodes):
+        idle = reasons_not_to_train(episode)
+        found += (
+            _row(number, index, episode, steps, idle)
+            for index, steps in enumerate(chains_of(episode))
+            if any(step.index not in idle and step.sampled_ids for step in steps)
+        )
+    counts = Counter(row.episode for row in found)
+    return [row if counts[row.episode] == 1 else replace(row, weight=1 / counts[row.episode]) for row in found]
 
 
 def microbatches(rows: Sequence[Row], tokens: int, at_least: int = 1, share: bool = False) -> list[list[Row]]:
@@ -131,30 +142,21 @@ def collate(rows: Sequence[Row], device: torch.device | str = "cpu", share: bool
         attention_mask=_tensor([np.ones(length) for length in lengths], np.int64, device),
         loss_mask=tensor("loss_mask", np.bool_),
         behavior_logprobs=tensor("behavior_logprobs", np.float32),
+        weights=torch.tensor([row.weight for row in rows], dtype=torch.float64, device=device),
     )
 
 
-def unbroken_runs(episode: Episode) -> Iterator[list[Step]]:
-    """The episode's steps, cut where one opens a new training row."""
-    current: list[Step] = []
-    for step in episode.steps:
-        if step.new_row is not None and current:
-            yield current
-            current = []
-        current.append(step)
-    if current:
-        yield current
-
-
-def _row(episode: int, index: int, steps: Sequence[Step], fork_step: int) -> Row:
-    ids: list[int] = []
-    mask: list[bool] = []
-    trains: list[bool] = []
-    logprobs: list[float] = []
+def _row(episode: int, index: int, of: Episode, steps: Sequence[Step], idle: Container[int]) -> Row:
+    """The row of a chain; the steps whose indices are `idle` do not train."""
+    before = context_of(of, steps[0])
+    ids = [token for token, _ in before]
+    mask = [logprob is not None for _, logprob in before]
+    trains = [False] * len(before)
+    logprobs = [logprob or 0.0 for _, logprob in before]
     for step in steps:
         ids += (*step.prompt_ids, *step.sampled_ids)
         mask += [False] * len(step.prompt_ids) + [True] * len(step.sampled_ids)
-        trains += [False] * len(step.prompt_ids) + [step.index >= fork_step] * len(step.sampled_ids)
+        trains += [False] * len(step.prompt_ids) + [step.index not in idle] * len(step.sampled_ids)
         logprobs += (*(0.0,) * len(step.prompt_ids), *step.behavior_logprobs)
     return Row(episode, index, tuple(ids), tuple(mask), tuple(trains), tuple(logprobs))
 

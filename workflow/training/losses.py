@@ -26,11 +26,18 @@ class Normaliser:
         tokens: trained tokens.
         rows: rows with at least one trained token.
         width: the most tokens that an episode may sample, a constant of the run, for the norms that divide by it.
+        episodes: those of the rows, whose rows' weights sum to 1; 0: each row is one of its own.
     """
 
     tokens: int
     rows: int
     width: int
+    episodes: int = 0
+
+    @property
+    def sequences(self) -> int:
+        """What the rows' weights sum to."""
+        return self.episodes or self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,7 @@ class TokenBatch:
         mask: True where the token trains. Whatever stands elsewhere changes nothing.
         reference: logprobs of the frozen reference, None where no KL is asked for.
         entropy: of the distribution that each token was drawn from; with a gradient where entropy_coef is not 0.
+        weights: (B,), each row's share of its episode, None for 1.
     """
 
     logprobs: Tensor
@@ -52,6 +60,7 @@ class TokenBatch:
     mask: Tensor
     reference: Tensor | None = None
     entropy: Tensor | None = None
+    weights: Tensor | None = None
 
     def log_ratio(self) -> Tensor:
         """logprobs - old, 0 where the token does not train, so that its exponential stays finite."""
@@ -92,7 +101,7 @@ def policy_loss(surrogate: Surrogate, batch: TokenBatch, options: AlgorithmConfi
         assert batch.entropy is not None
         per_token = per_token - options.entropy_coef * torch.where(batch.mask, batch.entropy, 0.0)
     assert options.aggregation is not None  # settled
-    loss = aggregate(per_token, batch.mask, options.aggregation, normaliser)
+    loss = aggregate(per_token, batch.mask, options.aggregation, normaliser, batch.weights)
     return LossTerms(loss, {name: value.detach() for name, value in sums.items()})
 
 
@@ -247,19 +256,25 @@ KL: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3"
 `use_bias_correction_kl` (DeepSeek-V3.2, arXiv 2512.02556)."""
 
 
-def aggregate(per_token: Tensor, mask: Tensor, name: str, normaliser: Normaliser) -> Tensor:
+def aggregate(per_token: Tensor, mask: Tensor, name: str, normaliser: Normaliser, weights: Tensor | None = None) -> Tensor:
     """A microbatch's share of the masked aggregation `name` of (B, T) values; the shares add up to the whole.
 
     `token-mean` (DAPO), `seq-mean-token-mean` (the GRPO paper), `seq-mean-token-sum`, and Dr.GRPO's
     `seq-mean-token-sum-norm`, which verl divides by T and TRL by B x T (`-trl`).
+
+    A token mean counts tokens, whatever row they are in. In all others a sequence is an episode: its rows, one for each chain,
+    have `weights` (B,) that sum to 1, so that an episode weighs as much as another, into however many chains it fell.
     """
-    return AGGREGATIONS[name](torch.where(mask, per_token, 0.0), mask, normaliser)
+    values = torch.where(mask, per_token, 0.0)
+    if weights is not None and name != "token-mean":
+        values = values * weights.to(values.dtype)[:, None]
+    return AGGREGATIONS[name](values, mask, normaliser)
 
 
 AGGREGATIONS: Mapping[str, Callable[[Tensor, Tensor, Normaliser], Tensor]] = {
     "token-mean": lambda x, mask, n: x.sum() / n.tokens,
-    "seq-mean-token-mean": lambda x, mask, n: (x.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / n.rows,
-    "seq-mean-token-sum": lambda x, mask, n: x.sum() / n.rows,
+    "seq-mean-token-mean": lambda x, mask, n: (x.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / n.sequences,
+    "seq-mean-token-sum": lambda x, mask, n: x.sum() / n.sequences,
     "seq-mean-token-sum-norm": lambda x, mask, n: x.sum() / n.width,
-    "seq-mean-token-sum-norm-trl": lambda x, mask, n: x.sum() / (n.rows * n.width),
+    "seq-mean-token-sum-norm-trl": lambda x, mask, n: x.sum() / (n.sequences * n.width),
 }

@@ -157,7 +157,8 @@ class UpdatePreparation:
         for first in range(0, episodes, step):
             part = [row for row in tokens.rows if first <= row.episode < first + step and row.episode not in strayed]
             rows = [row for row in part if all_teach or advantages[tokens.places([row])].any()]
-            counts = Normaliser(sum(sum(row.loss_mask) for row in part), len(part), limits.max_steps * limits.max_new_tokens)
+            trained, width = sum(sum(row.loss_mask) for row in part), limits.max_steps * limits.max_new_tokens
+            counts = Normaliser(trained, len(part), width, len({row.episode for row in part}))
             found += [Minibatch(rows, counts)] if rows else []
         return found
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from agentrl.workflow.chains import chains_of, reasons_not_to_train
 from agentrl.workflow.errors import RewardError, StateError
 from agentrl.workflow.training.advantages import Earned
 from agentrl.workflow.training.batch import Row, rows_of
@@ -79,15 +80,16 @@ class TokenLayout:
             RewardError: an episode's reward is missing, or no finite number.
             StateError: an episode is empty.
         """
-        rewards, turns = torch.zeros(self.mask.shape, dtype=torch.float64), torch.zeros(self.mask.shape, dtype=torch.long)
+        rewards = torch.zeros(self.mask.shape, dtype=torch.float64)
+        turns, chains = (torch.zeros(self.mask.shape, dtype=torch.long) for _ in range(2))
         for number, episode in enumerate(self.episodes):
             _check(episode)
-            _fill_rewards(episode, rewards[number], turns[number])
+            _fill_rewards(episode, rewards[number], turns[number], chains[number])
         of = torch.tensor([number for number, group in enumerate(groups) for _ in group.episodes])
         outcomes = torch.tensor([episode.reward for episode in self.episodes], dtype=torch.float64)
         if penalty is not None:
             rewards, outcomes = rewards - penalty, outcomes - (penalty * self.mask).sum(-1)
-        return Earned(rewards, self.mask, turns, of, values, outcomes)
+        return Earned(rewards, self.mask, turns, of, values, outcomes, chains)
 
 
 def _check(episode: Episode) -> None:
@@ -104,17 +106,22 @@ def _check(episode: Episode) -> None:
         raise RewardError(f"Episode {episode.id} has a reward that cannot be credited: {', '.join(map(str, rewards))}.")
 
 
-def _fill_rewards(episode: Episode, rewards: Tensor, turns: Tensor) -> None:
-    """A step's reward goes to its last token, what no step earned to the episode's own last one.
+def _fill_rewards(episode: Episode, rewards: Tensor, turns: Tensor, chains: Tensor) -> None:
+    """A step's reward goes to its last token; the last one of each chain also gets what the episode earned after it.
 
-    What a fork's inherited steps earned is none of its own tokens'.
+    That is what no step earned, which all chains share, and what later steps of other chains earned: to a chain the rest of its
+    episode is the future. What a fork's inherited steps earned is none of its own tokens'.
     """
     end, rest = 0, float(episode.reward or 0.0) - sum(step.reward for step in episode.steps)
-    for step in episode.steps:
-        if step.index < episode.fork_step or not step.sampled_ids:
+    idle = reasons_not_to_train(episode)
+    last: dict[int, tuple[int, int]] = {}  # a chain's number -> its last token and step
+    for step in (step for steps in chains_of(episode) for step in steps):
+        if step.index in idle or not step.sampled_ids:
             continue
         start, end = end, end + len(step.sampled_ids)
-        turns[start:end] = step.index
+        turns[start:end], chains[start:end] = step.index, step.chain
         rewards[end - 1] += step.reward
-    if end:
-        rewards[end - 1] += rest
+        last[step.chain] = end - 1, step.index
+    for chain, (token, index) in last.items():
+        later = sum(step.reward for step in episode.steps if step.index > index and step.chain != chain)
+        rewards[token] += rest + later

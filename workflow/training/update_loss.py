@@ -49,7 +49,7 @@ class UpdateLoss:
             weights, cut = importance_weights(start, behavior, mask, self._importance_cap, *how)
             credit = credit * weights.to(credit.dtype)
             sums |= {"importance_weight": (weights * mask).sum(), "importance_truncated": cut.sum()}
-        tokens = TokenBatch(logprobs, old, credit, mask, known.reference, scores.entropy)
+        tokens = TokenBatch(logprobs, old, credit, mask, known.reference, scores.entropy, batch.weights)
         terms = policy_loss(self._surrogate, tokens, self._options.model_copy(update={"kl_coef": kl_coef}), counts)
         loss = terms.loss
         if scores.values is not None and known.values is not None and known.returns is not None:

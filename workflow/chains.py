@@ -1,0 +1,68 @@
+"""The chains of an episode: which steps make a training row, what stands before them, and which steps train.
+
+A chain is a run of steps each of which continues the one before token for token. It may begin with tokens of another one's
+line, which are its context and train in the chain that sampled them: each sampled token trains once.
+"""
+
+from collections.abc import Mapping
+
+from agentrl.workflow.trajectory import ROOT, Episode, Step
+
+UNREAD = "whoever asked for it was not sent all of it, and nothing continues it"
+"""Why a step does not train that was cancelled, never delivered or only half read."""
+
+INHERITED = "its parent episode has it"
+"""Why an inherited step of a fork does not train."""
+
+
+def chains_of(episode: Episode) -> list[list[Step]]:
+    """The episode's steps, chain by chain, in the order in which the chains began.
+
+    A step without a parent begins another one, whatever its number: episodes of before chains had numbers have several rows
+    in chain 0.
+    """
+    found: list[list[Step]] = []
+    ends: dict[int, list[Step]] = {}  # the index of a chain's last step -> the chain
+    for step in episode.steps:
+        chain = None if step.parent is None or step.shared is not None else ends.get(step.parent)
+        if chain is None or chain[-1].chain != step.chain:
+            found.append(chain := [])
+        else:
+            del ends[chain[-1].index]
+        chain.append(step)
+        ends[step.index] = chain
+    return found
+
+
+def context_of(episode: Episode, step: Step) -> list[tuple[int, float | None]]:
+    """The tokens that the step's prompt continues: each id, and its logprob where it was sampled."""
+    if step.parent is None or step.parent == ROOT:
+        return []
+    found: list[tuple[int, float | None]] = []
+    for one in episode.line(step.parent):
+        del found[len(found) if one.shared is None else one.shared :]
+        found += [(token, None) for token in one.prompt_ids]
+        found += zip(one.sampled_ids, one.behavior_logprobs, strict=True)
+    return found[: step.shared]
+
+
+def reasons_not_to_train(episode: Episode) -> Mapping[int, str]:
+    """Index of each step of the episode that does not train -> why."""
+    lengths = _lengths(episode)
+    continued = {
+        step.parent
+        for step in episode.steps
+        if step.parent is not None and step.parent != ROOT and (step.shared is None or step.shared >= lengths[step.parent])
+    }
+    unread = {step.index: UNREAD for step in episode.steps if not step.delivered and step.index not in continued}
+    return unread | {step.index: INHERITED for step in episode.steps if step.index < episode.fork_step}
+
+
+def _lengths(episode: Episode) -> dict[int, int]:
+    """Index of a step -> the number of tokens of its line."""
+    found = {ROOT: 0}
+    for step in episode.steps:
+        before = found[ROOT if step.parent is None else step.parent]
+        start = before if step.shared is None else min(before, step.shared)
+        found[step.index] = start + len(step.prompt_ids) + len(step.sampled_ids)
+    return found
