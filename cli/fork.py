@@ -115,6 +115,8 @@ def _fate_lines(found: Any) -> Iterator[Line]:
         yield f"  begun again {found['attempt']} times: the steps of earlier attempts are superseded, and kept", "yellow"
     if found["parent_id"] is not None:
         yield f"  forked from episode {found['parent_id']} at step {found['fork_step']}", ""
+    for step in found["untrained"]:
+        yield f"  step {step['step']} does not train: {step['reason']}", "yellow"
     for other in found["elsewhere"]:
         yield f"  in run {other['run']}: {_fate_sentence(found | other)}", ""
     yield "", ""

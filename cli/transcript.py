@@ -6,7 +6,8 @@ from itertools import groupby, zip_longest
 from typing import Any
 
 from agentrl.cli.output import Line, cell, format_count, one_line
-from agentrl.workflow.trajectory import Step, ToolCall, ToolResult
+from agentrl.workflow.chains import UNREAD, chains_of, reasons_not_to_train
+from agentrl.workflow.trajectory import ROOT, Episode, Step, ToolCall, ToolResult
 
 STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue"}
 
@@ -14,11 +15,15 @@ STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue"}
 def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
     """The episode (an `EpisodeRecord`) as lines to print; only the step `only`, if given."""
     yield from _head_lines(record.row)
+    yield from _tree_lines(record.episode)
+    idle = reasons_not_to_train(record.episode)
     for step in record.episode.steps:
         if only in (None, step.index):
             calls = [call for call in record.calls if call["step"] == step.index]
-            before = record.episode.steps[step.parent].results if step.parent >= 0 else None
+            before = record.episode.steps[step.parent].results if step.parent not in (None, ROOT) else None
             yield from _step_lines(step, record.steps[step.index], calls, {result.content for result in before or ()})
+            if idle.get(step.index) == UNREAD:
+                yield f"  does not train: {UNREAD}", "yellow"
             for part in record.rewards:
                 if part["step"] == step.index and part["reward_set"] == "default":
                     yield f"  earned {part['part']}: {cell(part['value'])} x {cell(part['weight'])}", "green"
@@ -86,6 +91,28 @@ def _head_lines(row: Any) -> Iterator[Line]:
         yield "  tainted: a tool gave another output when its state was rebuilt", "yellow"
 
 
+def _tree_lines(episode: Episode) -> Iterator[Line]:
+    """The chains of an episode that has several, each under the step that it continues, with the reason why it began."""
+    chains = chains_of(episode)
+    if len(chains) < 2:
+        return
+    depths: dict[int, int] = {ROOT: 0}
+    yield "", ""
+    yield f"{len(chains)} chains", "bold"
+    for steps in chains:
+        first = steps[0]
+        parent = ROOT if first.parent is None else first.parent
+        depth = depths[parent]
+        depths |= {step.index: depth + 1 for step in steps}
+        begins = ""
+        if parent != ROOT:
+            begins = f", from step {parent}" + ("" if first.shared is None else f" ({first.shared} tokens shared)")
+        why = f": {one_line(first.new_row, 200)}" if first.new_row else ""
+        named = ", ".join(f"{step.index}{'' if step.delivered else ' (not delivered)'}" for step in steps)
+        word = "step" if len(steps) == 1 else "steps"
+        yield f"  {'  ' * min(depth, 20)}chain {first.chain}: {word} {named}{begins}{why}", ""
+
+
 def _step_lines(step: Step, row: Any, calls: list[Any], shown: set[str]) -> Iterator[Line]:
     """The lines of a step; `shown`: the results under the step before; a tool's message that is not among them was edited."""
     yield "", ""
@@ -96,7 +123,9 @@ def _step_lines(step: Step, row: Any, calls: list[Any], shown: set[str]) -> Iter
     if not step.delivered:
         yield "  the agent was not sent all of it", "yellow"
     if step.new_row:
-        yield f"  a new training row begins here: {step.new_row}", "yellow"
+        yield f"  chain {step.chain} begins here: {one_line(step.new_row, 1000)}", "yellow"
+    elif step.chain:
+        yield f"  chain {step.chain}, after step {step.parent}", "dim"
     for message in step.prompt:
         if message.role != "tool":
             yield from _message_lines(message.role, message.content, STYLES[message.role])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.output import Line, cell, one_line, say, show_json, show_lines
 from agentrl.cli.targets import stored_database
-from agentrl.workflow.errors import CheckpointError, ConfigError, did_you_mean
+from agentrl.workflow.errors import CheckpointError, ConfigError, StateError, did_you_mean
 from agentrl.workflow.trajectory import Episode, Message, ToolResult
 
 if TYPE_CHECKING:
@@ -39,7 +39,14 @@ def verify(episode: int, what: str, as_json: bool) -> int:
     if what not in CHECK_CHOICES:
         raise ConfigError(f"--verify does not know {what!r}.", did_you_mean(what, CHECK_CHOICES))
     origin = find_origin(stored_database(), episode)
-    asked = CHECK_CHOICES[:3] if what == "all" else (what,)
+    asked: tuple[str, ...] = CHECK_CHOICES[:3] if what == "all" else (what,)
+    if origin.config.get("agent"):  # no env said anything, and no tool of ours ran
+        if what == TOOLS:
+            raise StateError(
+                f"Episode {episode} is an agent's, which ran its own tools.",
+                "Verify the rest: --verify tokens, --verify rewards.",
+            )
+        asked = tuple(name for name in asked if name != TOOLS)
     made = Experiment.load(origin.config)
     reports: dict[str, Any] = {name: check(origin, made) for name, check in _CHECKS.items() if name in asked}
     every = [report for found in reports.values() for report in (found if isinstance(found, list) else [found])]

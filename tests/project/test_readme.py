@@ -14,9 +14,9 @@ from tests.project.documents import DOCS, ROOT, between, section
 from tests.support.small_models import tiny_calling
 
 
-def test_five_queries_are_shown_and_run_on_both_databases(database: Database) -> None:
+def test_six_queries_are_shown_and_run_on_both_databases(database: Database) -> None:
     queries = between(DOCS / "queries.md", "queries", "sql")
-    assert len(queries) == 5
+    assert len(queries) == 6
     for query in queries:
         with database.read() as tx:
             tx.execute(text(query)).all()

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -77,6 +78,20 @@ def test_calls_of_an_older_database_are_kept_and_count_as_sent_once(database: Da
     upgrade(database)
     kept = "SELECT tool || ' ' || coalesce(result, '') || ' ' || attempts FROM v_tool_calls ORDER BY call"
     assert values(database, kept) == ["calculator 42 1", "calculator  1", "calculator no 0"]
+
+
+def test_steps_of_an_older_database_continue_the_one_before_unless_they_began_a_row(database: Database) -> None:
+    work = claim(database, start(database, submission())[0])
+    first, second = sorted(episode.id for episode in work.episodes)[:2]
+    records = [replace(sampled(work), episode=number) for number in (first, second)]
+    steps.commit_sampled(database, work.fence, records)
+    downgrade(database, "0008")
+    with database.engine.begin() as tx:
+        tx.execute(text(f"UPDATE steps SET number = 3 WHERE episode_id = {first}"))
+        tx.execute(text(f"UPDATE steps SET number = 2, new_row = 'the template' WHERE episode_id = {second}"))
+    upgrade(database)
+    kept = "SELECT step || ' ' || coalesce(parent_step, -1) || ' ' || chain FROM v_steps WHERE delivered ORDER BY step"
+    assert values(database, kept) == ["2 -1 0", "3 2 0"]
 
 
 def test_of_an_older_evaluation_nothing_tells_whose_its_interval_is(database: Database) -> None:

@@ -27,6 +27,7 @@ from agentrl.workflow.store.reads import (
     reward_rows,
     run_rows,
 )
+from agentrl.workflow.store.reads.agent_attempt_rows import AgentAttemptFilter, list_agent_attempts
 from agentrl.workflow.store.reads.call_rows import CallFilter, list_calls
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, list_episodes
 from agentrl.workflow.store.reads.event_rows import EventFilter, list_events
@@ -94,6 +95,10 @@ def pages(list_page: Callable[..., Page[Any]], db: Any, chosen: object, paging: 
 
 
 # rows
+
+
+def test_a_run_without_agents_has_no_attempts_of_agents(grown: Database) -> None:
+    assert not list_agent_attempts(grown, AgentAttemptFilter("large")).rows
 
 
 def test_a_row_has_the_columns_of_its_view_in_their_order(database: Database) -> None:

@@ -53,7 +53,7 @@ from agentrl.workflow.inference.sampling import (
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.tool_formats import Schema
-from agentrl.workflow.trajectory import Episode, PolicyRef, SamplingKey, Step
+from agentrl.workflow.trajectory import ROOT, Episode, PolicyRef, SamplingKey, Step
 
 TOLERANCES = {"exact": (4e-6, 1e-9), "float32": (1e-3, 1e-5), "coarse": (1.0, 0.1)}
 """Precision -> how far a logprob (in nats) and a draw (in probability) may be from the record."""
@@ -150,8 +150,14 @@ def _precision(policy: Policy) -> str:
 def _prompt_difference(episode: Episode, step: Step, chat: Chat, schemas: Sequence[Schema]) -> TokenDifference | None:
     """Where the recorded prompt differs from what the template makes of the recorded messages."""
     before = replace(episode, steps=episode.steps[: step.index])
+    parent = None if step.parent in (None, ROOT) else episode.steps[step.parent]
     ids: tuple[int, ...] | None = None
-    if before.steps:
+    if parent is not None and step.shared is None:
+        ids, _ = chat.continuation(step.prompt, schemas, chat.has_end_token(parent.sampled_ids))
+    elif parent is not None:  # its prompt has all messages of its request, its ids what it does not share
+        whole, shared = chat.opening(step.prompt, schemas), episode.tokens_of(parent.index)[: step.shared]
+        ids = whole[len(shared) :] if whole[: len(shared)] == shared else whole
+    elif before.steps and step.new_row is not None:
         ids, _ = chat.continuation(step.prompt, schemas, chat.has_end_token(before.steps[-1].sampled_ids))
     if ids is None:
         ids = chat.opening((*before.messages, *step.prompt), schemas)

@@ -185,4 +185,4 @@ def _from_sqlite(name: str, value: Any, is_document: bool) -> Any:
         return json.loads(value)
     if isinstance(value, str) and name.endswith("_at"):
         return datetime.fromisoformat(value).replace(tzinfo=UTC)
-    return bool(value) if name in ("tainted", "new_row") and value is not None else value
+    return bool(value) if name in ("tainted", "delivered") and value is not None else value

@@ -52,13 +52,16 @@ def load_fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
 
     Raises:
         NotFoundError: there is no such episode, or no such step in it.
-        StateError: the episode is not over.
+        StateError: the episode is not over, or an agent from outside decided its turns.
     """
     row = episode_row(tx, episode)
     if row["status"] in OPEN:
         raise StateError(f"Episode {episode} is not over: it is {row['status']}.", "Fork it when it is; `agentrl pause RUN`.")
     task = tx.execute(select(schema.tasks).where(schema.tasks.c.id == row["task_id"])).mappings().one()
     (value,) = load_episodes(tx, schema.episodes.c.id == episode, {task["id"]: task_value(task)})
+    run = tx.execute(select(schema.runs).where(schema.runs.c.id == row["run_id"])).mappings().one()
+    if run["config"].get("agent"):
+        raise StateError(f"Episode {episode} is an agent's, which cannot be forked yet.", f"agentrl replay {episode}")
     if not 0 <= step < len(value.steps):
         raise NotFoundError(
             f"Episode {episode} has {len(value.steps)} steps, counted from 0, and no step {step}.", f"agentrl replay {episode}"
@@ -73,7 +76,6 @@ def load_fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
         .join(schema.runs, schema.runs.c.id == policies.c.run_id)
         .where(steps.episode_id == owner["id"], steps.attempt == owner["attempt"], steps.number == step)
     ).one()
-    run = tx.execute(select(schema.runs).where(schema.runs.c.id == row["run_id"])).mappings().one()
     rewards = find_reward_set(tx, run["id"], "default")
     return ForkPoint(value, dict(run), sampler.name, sampler.version, rewards["weights"], rewards["code_hash"])
 

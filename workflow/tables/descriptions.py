@@ -13,6 +13,7 @@ VIEWS: Mapping[str, str] = {
     "v_steps": "one turn of the policy in an episode",
     "v_tool_calls": "one call of a tool, or of an episode's judge",
     "v_tool_sessions": "an interpreter that an episode's calls share",
+    "v_agent_attempts": "an attempt of an agent from outside at an episode",
     "v_rewards": "a part of an episode's reward, in one reward set",
     "v_updates": "an optimizer step",
     "v_ledger": "what became of each planned episode, in each run",
@@ -21,6 +22,7 @@ VIEWS: Mapping[str, str] = {
 COLUMNS: Mapping[str, str] = {
     "accuracy": "share of episodes that are correct",
     "advantage": "the episode's credit in the update; NULL: not trained on",
+    "answer": "what the agent gave as its answer; NULL: nothing",
     "arguments": "the call's arguments, as JSON",
     "attempt": "restarts after a lost worker",
     "attempts": "how often the call was sent to a worker",
@@ -31,6 +33,7 @@ COLUMNS: Mapping[str, str] = {
     "clip_fraction": "share of tokens whose ratio was clipped",
     "content": "the turn's text without its thought and calls",
     "cpu_seconds": "processor time of the call",
+    "chain": "the chain of turns that continue one another token for token, from 0",
     "created_at": "when the row was written",
     "dataset": "the dataset that the tasks come from",
     "differs": "what differed as the interpreter was rebuilt; empty: nothing",
@@ -44,6 +47,7 @@ COLUMNS: Mapping[str, str] = {
     "episodes": "number of episodes",
     "episodes_done": "episodes that ended as done",
     "error": "the error message",
+    "delivered": "whether whoever asked for the turn was sent all of it",
     "error_class": "the class of the error; NULL: none",
     "errors": "episodes that the system or a reward failed",
     "eval_reward": "mean reward on the held-out split",
@@ -84,10 +88,11 @@ COLUMNS: Mapping[str, str] = {
     "minibatch": "the optimizer step's place in the update",
     "model": "the base model that the run starts from",
     "more_groups": "groups that dynamic sampling added",
-    "new_row": "whether the turn began a new row of tokens",
+    "new_row": "why the turn began another chain; NULL: it continues one",
     "observed_at": "when the calls' results were committed",
     "owner": "the worker that holds the interpreter",
     "parent_id": "the episode that a fork branched off",
+    "parent_step": "the turn whose tokens this one continues; NULL: none",
     "part": "the reward's name",
     "pass_at": "pass@k by k, as JSON",
     "policy": "the policy that was measured",
@@ -98,6 +103,7 @@ COLUMNS: Mapping[str, str] = {
     "ratio": "mean ratio of new to old probability",
     "reason": "the reason for the status",
     "reference": "the task's right answer",
+    "request_id": "the request of an agent from outside that the turn answers; NULL: of none",
     "result": "the call's result as the model read it",
     "reward": "the episode's scalar reward",
     "reward_set": "default, or the name given to `agentrl rescore`",
@@ -112,6 +118,7 @@ COLUMNS: Mapping[str, str] = {
     "sandbox": "kind of sandbox that the call's program ran in",
     "seconds": "seconds of wall time",
     "seed": "orders tasks and keys every draw",
+    "shared_tokens": "tokens of the parent's line that the turn continues; NULL: all",
     "skipped": "why the update was skipped; empty: it was not",
     "slot": "the group's place in the iteration",
     "split": "the dataset's split",
@@ -142,6 +149,11 @@ COLUMNS: Mapping[str, str] = {
 }
 
 VIEW_MEANINGS: Mapping[str, Mapping[str, str]] = {
+    "v_agent_attempts": {
+        "attempts": "how often the job was sent",
+        "exit_code": "exit code of the agent's process; negative: a signal",
+        "status": "pending, running, ended, lost",
+    },
     "v_tool_calls": {
         "kind": "call: made by the model; grade: made by a judge; agent: made by the model, run by its agent",
         "status": "pending, started, done, unknown_outcome, unobserved",

@@ -130,7 +130,8 @@ VIEWS = {
         SELECT s.id, s.run, i.number + 1 AS iteration, s.episode_id, s.number AS step, s.attempt, s.thought, s.content,
                s.text, s.finish_reason, s.prompt_tokens, s.sampled_tokens,
                s.logprob_sum / nullif(s.sampled_tokens, 0) AS mean_logprob, s.generate_seconds, p.version AS policy_version,
-               CASE WHEN r.kind = 'train' THEN i.number - p.version END AS staleness, s.new_row, s.sampled_at, s.observed_at
+               CASE WHEN r.kind = 'train' THEN i.number - p.version END AS staleness, s.new_row, s.chain, s.parent_step,
+               s.shared_tokens, s.delivered, s.request_id, s.sampled_at, s.observed_at
         FROM steps s CROSS JOIN episodes e CROSS JOIN iterations i CROSS JOIN runs r CROSS JOIN policies p
         WHERE e.id = s.episode_id AND e.attempt <= s.attempt AND i.id = e.iteration_id AND r.id = i.run_id
         AND p.id = s.policy_id""",
@@ -148,6 +149,12 @@ VIEWS = {
         JOIN episodes e ON e.id = s.episode_id
         JOIN iterations i ON i.id = e.iteration_id
         JOIN runs r ON r.id = e.run_id""",
+    "v_agent_attempts": """
+        SELECT a.id, a.run, i.number + 1 AS iteration, a.episode_id, a.attempt, a.status, a.worker, a.exit_code,
+               nullif(a.error_class, '') AS error_class, a.error, a.answer, a.sends AS attempts,
+               {seconds:a.started_at,a.finished_at} AS seconds, a.created_at, a.started_at, a.finished_at
+        FROM agent_attempts a CROSS JOIN episodes e CROSS JOIN iterations i
+        WHERE e.id = a.episode_id AND i.id = e.iteration_id""",
     "v_rewards": """
         SELECT w.id, w.run, i.number + 1 AS iteration, w.episode_id, t.key AS task, s.name AS reward_set, w.part,
                CASE WHEN w.step >= 0 THEN w.step END AS step, w.value, w.weight

@@ -12,6 +12,7 @@ fields are the columns of its view.
 - `episode_rows`    episodes, and one whole
 - `step_rows`       turns
 - `call_rows`       tool calls
+- `agent_attempt_rows`  attempts of agents from outside
 - `reward_rows`     the parts of rewards
 - `ledger`          what became of every planned episode
 - `eval_results`    what evaluations came to

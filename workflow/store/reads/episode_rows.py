@@ -162,7 +162,7 @@ def episode_record(tx: Any, episode: int) -> EpisodeRecord:
         raise no_episode_error(episode)
     return EpisodeRecord(
         row=row,
-        episode=_load_episode(tx, episode),
+        episode=load_episode(tx, episode),
         steps=_select_with_inherited(tx, StepRow, "WHERE episode_id = :id ORDER BY step", row),
         calls=_select_with_inherited(tx, CallRow, _CALLS_OF.format(kind="<>"), row),
         grades=_select_with_inherited(tx, CallRow, _CALLS_OF.format(kind="="), row),
@@ -175,11 +175,11 @@ def _find_row(tx: Any, episode: int) -> EpisodeRow | None:
     return found[0] if found else None
 
 
-def _load_episode(tx: Any, episode: int) -> Episode:
+def load_episode(tx: Any, episode: int) -> Episode:
     """The episode with the steps of its current attempt, its first ones read through its parent."""
     (row,) = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", ("opening",), id=episode)
     (task,) = select_rows(tx, "SELECT * FROM tasks WHERE id = :id", ("messages", "metadata"), id=row["task_id"])
-    before = () if row["parent_id"] is None else _load_episode(tx, row["parent_id"]).steps[: row["inherited_steps"]]
+    before = () if row["parent_id"] is None else load_episode(tx, row["parent_id"]).steps[: row["inherited_steps"]]
     return episode_value(row, task_value(task), (*before, *_load_steps(tx, row)))
 
 

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from agentrl.workflow.chains import reasons_not_to_train
 from agentrl.workflow.store.driver_reader import select_rows, sql_read_transaction
+from agentrl.workflow.store.reads.episode_rows import load_episode
 from agentrl.workflow.store.reads.paging import ViewRow, select_values, storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.row_values import MAX_ID, no_episode_error
@@ -65,9 +67,19 @@ def explain_fate(tx: Any, episode: int) -> dict[str, Any]:
         "id": episode,
         **{name: own[name] for name in ("run", "iteration", "task", "fate", "advantage", "dropped", "skipped")},
         **{name: row[name] for name in kept},
+        "untrained": _untrained_steps(tx, row),
         "elsewhere": [dict(fate) for fate in found if fate.run != home],
         "iterations": _count_fates(tx, home),
     }
+
+
+def _untrained_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
+    """The steps that no update trains on, with the reason."""
+    unread = "SELECT count(*) AS n FROM steps WHERE episode_id = :id AND attempt = :attempt AND NOT delivered"
+    if not select_rows(tx, unread, id=episode["id"], attempt=episode["attempt"])[0]["n"]:
+        return []
+    found = reasons_not_to_train(load_episode(tx, episode["id"]))
+    return [{"step": step, "reason": reason} for step, reason in sorted(found.items())]
 
 
 def _count_fates(tx: Any, run: str) -> list[dict[str, Any]]:

@@ -31,6 +31,11 @@ class StepRow(ViewRow):
     policy_version: int
     staleness: int | None
     new_row: str | None
+    chain: int
+    parent_step: int | None
+    shared_tokens: int | None
+    delivered: bool
+    request_id: str | None
     sampled_at: datetime
     observed_at: datetime | None
 
