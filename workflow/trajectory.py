@@ -6,7 +6,7 @@ Nothing here knows a database, a process or a tensor: rewards, losses, replay an
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -129,6 +129,7 @@ class Step:
 
     Args:
         new_row: why the step could not continue the one before it, where it begins a new chain.
+        prompt: the messages that are new to its line; all messages of its request, where it parts from its parent (`shared`).
         chain: the number of its chain: steps each of which continues the one before token for token.
         parent: the index of the step that it continues, ROOT for none; unset: the one before it, or none where `new_row` is.
         shared: how many tokens of the parent's line it continues; None: all.
@@ -160,6 +161,19 @@ class Step:
     def pending(self) -> bool:
         """Whether tool results are still to be observed."""
         return bool(self.message.tool_calls) and self.results is None
+
+
+def messages_of(steps: Sequence[Step], index: int) -> tuple[Message, ...]:
+    """All messages of the line of the step at that index, and its own last; none for ROOT.
+
+    A step that parts from its parent somewhere within (`shared`) has all messages of its request itself.
+    """
+    found: list[tuple[Message, ...]] = []
+    while index != ROOT:
+        step = steps[index]
+        found.append((*step.prompt, step.message))
+        index = step.parent if step.parent is not None and step.shared is None else ROOT
+    return tuple(message for part in reversed(found) for message in part)
 
 
 @dataclass(frozen=True, slots=True)

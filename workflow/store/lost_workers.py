@@ -97,4 +97,5 @@ def _count_open_calls(run: int) -> Any:
     calls, episodes = schema.tool_calls.c, schema.episodes.c
     mine = select(episodes.id).join(schema.iterations, schema.iterations.c.id == episodes.iteration_id)
     mine = mine.where(episodes.run_id == run, episodes.status == "running", schema.iterations.c.status == "running")
-    return select(func.count()).select_from(schema.tool_calls).where(calls.episode_id.in_(mine), calls.result.is_(None))
+    waiting = select(func.count()).select_from(schema.tool_calls).where(calls.episode_id.in_(mine), calls.result.is_(None))
+    return waiting.where(calls.kind != "agent")

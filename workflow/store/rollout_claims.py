@@ -76,7 +76,10 @@ class GroupWork:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an episode ended: done with a stop_reason and reward parts, or failed / infra_error with an error."""
+    """How an episode ended: done with a stop_reason and reward parts, or failed / infra_error with an error.
+
+    `of_agent`: an agent from outside decided its turns, and ran its own calls.
+    """
 
     episode: int
     status: str
@@ -86,6 +89,7 @@ class Outcome:
     final_answer: str = ""
     error_class: str = ""
     error: str = ""
+    of_agent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +301,7 @@ def fail_attempt(tx: Connection, fence: Fence, error_class: str, error: str, max
 
 
 def _fail_open_episodes(tx: Connection, fence: Fence, error_class: str, error: str) -> None:
+    _leave_unobserved(tx, _open_episodes(tx, fence))
     tx.execute(
         update(schema.episodes)
         .where(schema.episodes.c.group_id == fence.group, schema.episodes.c.status.in_(OPEN))
@@ -344,6 +349,7 @@ def finish_episodes(
     ended = [outcome for outcome in outcomes if outcome.episode in open_ones]
     if ended:
         _END_EPISODE.run(tx, *(_episode_end_row(outcome) for outcome in ended))
+    _leave_unobserved(tx, [outcome.episode for outcome in ended if outcome.of_agent])
     parts = [
         {
             "run": held.run,
@@ -358,6 +364,14 @@ def finish_episodes(
     if parts:
         _NEW_REWARD.run(tx, *parts)
     return _close_group(tx, fence)
+
+
+def _leave_unobserved(tx: Connection, episodes: Sequence[int]) -> None:
+    """Nobody will see any more what came of the open calls that agents of these episodes ran themselves."""
+    calls = schema.tool_calls.c
+    if episodes:
+        open_calls = update(schema.tool_calls).where(calls.episode_id.in_(episodes), calls.kind == "agent")
+        tx.execute(open_calls.where(calls.status == "pending").values(status="unobserved"))
 
 
 def _episode_end_row(outcome: Outcome) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.errors import NotFoundError
-from agentrl.workflow.trajectory import ROOT, WHOLE, Episode, Message, Step, Task, ToolCall, ToolResult
+from agentrl.workflow.trajectory import ROOT, WHOLE, Episode, Message, Step, Task, ToolCall, ToolResult, messages_of
 
 if TYPE_CHECKING:
     from agentrl.workflow.rewards import Part
@@ -38,8 +38,16 @@ def episode_value(row: Mapping[Any, Any], task: Task, steps: Sequence[Step]) -> 
     )
 
 
-def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any]) -> Step:
-    """The step of a row of `steps` with its tokens, the version that sampled it and the rows of its calls."""
+SHARED = "shared"
+"""The key of what stands in a step's prompt for its first messages where another line has them: how many of them it shares."""
+
+
+def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], before: Sequence[Step] = ()) -> Step:
+    """The step of a row of `steps` with its tokens, the version that sampled it and the rows of its calls.
+
+    Args:
+        before: the steps before it of its episode's attempt, by their numbers, whose messages it may share.
+    """
     made = tuple(
         ToolCall(call["tool"], call["arguments"], call["result"] if call["error_class"] == "parse_error" else None)
         for call in calls
@@ -47,7 +55,7 @@ def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any]) -> St
     results = tuple(ToolResult(call["result"] or "", call["error_class"], call["seconds"]) for call in calls)
     return Step(
         index=row["number"],
-        prompt=tuple(message_value(message) for message in row["prompt"]),
+        prompt=_prompt(row, before),
         prompt_ids=tuple(unpack("i", row["prompt_ids"])),
         sampled_ids=tuple(unpack("i", row["sampled_ids"])),
         behavior_logprobs=tuple(unpack("f", row["behavior_logprobs"])),
@@ -64,8 +72,19 @@ def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any]) -> St
     )
 
 
-def _parse_error(call: Mapping[Any, Any]) -> str | None:
-    return call["result"] if call["error_class"] == "parse_error" else None
+def _prompt(row: Mapping[Any, Any], before: Sequence[Step]) -> tuple[Message, ...]:
+    """The messages of a step's prompt; those that it shares with the line of its parent are that line's."""
+    found = row["prompt"]
+    if not found or SHARED not in found[0]:
+        return tuple(message_value(message) for message in found)
+    shared = messages_of(before, row["parent_step"])[: found[0][SHARED]]
+    return (*shared, *(message_value(message) for message in found[1:]))
+
+
+def prompt_rows(step: Step, shared: int = 0) -> list[dict[str, Any]]:
+    """A step's prompt as its JSON column holds it; the first `shared` messages are those of its parent's line."""
+    head: list[dict[str, Any]] = [{SHARED: shared}] if shared else []
+    return head + [message_row(message) for message in step.prompt[shared:]]
 
 
 def task_value(row: Mapping[Any, Any]) -> Task:
@@ -73,15 +92,25 @@ def task_value(row: Mapping[Any, Any]) -> Task:
     return Task(row["key"], tuple(message_value(m) for m in row["messages"]), row["reference"], row["metadata"])
 
 
-def message_value(row: Mapping[str, str]) -> Message:
+def message_value(row: Mapping[str, Any]) -> Message:
     """The message of a JSON column."""
-    return Message(row["role"], row["content"], name=row.get("name", ""))  # type: ignore[arg-type]
+    calls = tuple(ToolCall(call["name"], call["arguments"], call.get("error")) for call in row.get("tool_calls", ()))
+    return Message(row["role"], row["content"], row.get("thought", ""), calls, row.get("name", ""))
 
 
-def message_row(message: Message) -> dict[str, str]:
+def message_row(message: Message) -> dict[str, Any]:
     """The message as a JSON column holds it."""
-    row = {"role": message.role, "content": clean(message.content)}
+    row: dict[str, Any] = {"role": message.role, "content": clean(message.content)}
+    if message.thought:
+        row["thought"] = clean(message.thought)
+    if message.tool_calls:
+        row["tool_calls"] = [_made_call_row(call) for call in message.tool_calls]
     return row | {"name": message.name} if message.name else row
+
+
+def _made_call_row(call: ToolCall) -> dict[str, Any]:
+    row = {"name": clean(call.name), "arguments": clean_tree(call.arguments)}
+    return row if call.error is None else row | {"error": clean(call.error)}
 
 
 def reward_rows(parts: Mapping[str, "Part"]) -> list[dict[str, Any]]:

@@ -96,8 +96,8 @@ def _load_steps(tx: Connection, condition: Any) -> dict[int, list[Step]]:
     calls = _load_calls(tx, condition)
     found: dict[int, list[Step]] = {}
     for row in rows:
-        made = calls.get(row["id"], [])
-        found.setdefault(row["episode_id"], []).append(step_value(row, row["version"], made))
+        before = found.setdefault(row["episode_id"], [])
+        before.append(step_value(row, row["version"], calls.get(row["id"], []), before))
     return found
 
 

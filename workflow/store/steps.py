@@ -50,16 +50,16 @@ class JudgeQuestions:
 
 
 _EPISODES, _STEPS, _CALLS = schema.episodes.c, schema.steps.c, schema.tool_calls.c
-_THE_STEP = (
+THE_STEP = (
     (_STEPS.episode_id == bindparam("of_episode"))
     & (_STEPS.attempt == bindparam("of_attempt"))
     & (_STEPS.number == bindparam("of_number"))
 )
-_STEP_ID = select(_STEPS.id).where(_THE_STEP).scalar_subquery()
+_STEP_ID = select(_STEPS.id).where(THE_STEP).scalar_subquery()
 _NEW_STEP = PreparedStatement(schema.steps.insert().inline())
-_NEW_TOKENS = PreparedStatement(schema.step_tokens.insert().values(step_id=_STEP_ID).inline())
-_NEW_CALL = PreparedStatement(schema.tool_calls.insert().values(step_id=_STEP_ID).inline())
-_COUNT_STEP = PreparedStatement(
+NEW_TOKENS = PreparedStatement(schema.step_tokens.insert().values(step_id=_STEP_ID).inline())
+NEW_CALL = PreparedStatement(schema.tool_calls.insert().values(step_id=_STEP_ID).inline())
+COUNT_STEP = PreparedStatement(
     update(schema.episodes)
     .where(_EPISODES.id == bindparam("episode"))
     .values(
@@ -93,16 +93,17 @@ def commit_sampled(tx: Connection, fence: Fence, records: Sequence[SampledStep])
     held = check_claim(tx, fence)
     fresh = [record for record in records if record.step.index >= held.steps[record.episode]]
     if fresh:
-        _NEW_STEP.run(tx, *(_step_row(record, held) for record in fresh))
-        _NEW_TOKENS.run(tx, *(_token_row(record, held) for record in fresh))
-        _COUNT_STEP.run(tx, *(_step_counts(record) for record in fresh))
+        _NEW_STEP.run(tx, *(step_row(record, held) for record in fresh))
+        NEW_TOKENS.run(tx, *(token_row(record, held) for record in fresh))
+        COUNT_STEP.run(tx, *(step_counts(record) for record in fresh))
     calls = [row for record in fresh for row in _call_rows(record, held)]
     if calls:
-        _NEW_CALL.run(tx, *calls)
+        NEW_CALL.run(tx, *calls)
     return _load_call_ids(tx, fence, records)
 
 
-def _step_row(record: SampledStep, held: HeldEpisodes) -> dict[str, Any]:
+def step_row(record: SampledStep, held: HeldEpisodes) -> dict[str, Any]:
+    """The row of a sampled step."""
     step = record.step
     return {
         "run": held.run,
@@ -128,14 +129,16 @@ def _step_row(record: SampledStep, held: HeldEpisodes) -> dict[str, Any]:
     }
 
 
-def _step_key(episode: int, step: int, held: HeldEpisodes) -> dict[str, int]:
+def step_key(episode: int, step: int, held: HeldEpisodes) -> dict[str, int]:
+    """What `THE_STEP` is found by."""
     return {"of_episode": episode, "of_attempt": held.attempts[episode], "of_number": step}
 
 
-def _token_row(record: SampledStep, held: HeldEpisodes) -> dict[str, Any]:
+def token_row(record: SampledStep, held: HeldEpisodes) -> dict[str, Any]:
+    """The row of a sampled step's tokens."""
     step = record.step
     return {
-        **_step_key(record.episode, step.index, held),
+        **step_key(record.episode, step.index, held),
         "prompt_ids": pack("i", step.prompt_ids),
         "sampled_ids": pack("i", step.sampled_ids),
         "behavior_logprobs": pack("f", step.behavior_logprobs),
@@ -143,13 +146,14 @@ def _token_row(record: SampledStep, held: HeldEpisodes) -> dict[str, Any]:
 
 
 def _call_rows(record: SampledStep, held: HeldEpisodes) -> list[dict[str, Any]]:
-    return [_call_row(item, record.episode, record.step.index, number, held) for number, item in enumerate(record.calls)]
+    return [call_row(item, record.episode, record.step.index, number, held) for number, item in enumerate(record.calls)]
 
 
-def _call_row(item: CallRecord, episode: int, step: int, number: int, held: HeldEpisodes, kind: str = "call") -> dict[str, Any]:
+def call_row(item: CallRecord, episode: int, step: int, number: int, held: HeldEpisodes, kind: str = "call") -> dict[str, Any]:
+    """The row of a step's call of that number and kind."""
     now = datetime.now(UTC)
     return {
-        **_step_key(episode, step, held),
+        **step_key(episode, step, held),
         "run": held.run,
         "episode_id": episode,
         "attempt": held.attempts[episode],
@@ -168,7 +172,8 @@ def _call_row(item: CallRecord, episode: int, step: int, number: int, held: Held
     }
 
 
-def _step_counts(record: SampledStep) -> dict[str, Any]:
+def step_counts(record: SampledStep) -> dict[str, Any]:
+    """What a sampled step adds to its episode (`COUNT_STEP`)."""
     return {
         "episode": record.episode,
         "prompted": len(record.step.prompt_ids),
@@ -209,7 +214,7 @@ def list_calls(tx: Connection, episode: int, step: int) -> list[int]:
     return list(tx.execute(query.where(calls.kind == "call").order_by(calls.call)).scalars())
 
 
-_MARK_OBSERVED = PreparedStatement(update(schema.steps).where(_THE_STEP, _STEPS.observed_at.is_(None)))
+MARK_OBSERVED = PreparedStatement(update(schema.steps).where(THE_STEP, _STEPS.observed_at.is_(None)))
 _COUNT_RESULTS = PreparedStatement(
     update(schema.episodes)
     .where(_EPISODES.id == bindparam("episode"))
@@ -227,7 +232,7 @@ def commit_observed(tx: Connection, fence: Fence, observed: Sequence[tuple[int, 
     held = check_claim(tx, fence)
     for episode, step in observed:
         results = step.results or ()
-        if _MARK_OBSERVED.run(tx, {**_step_key(episode, step.index, held), "observed_at": datetime.now(UTC)}):
+        if MARK_OBSERVED.run(tx, {**step_key(episode, step.index, held), "observed_at": datetime.now(UTC)}):
             errors = sum(result.error_class is not None for result in results)
             seconds = sum(result.seconds for result in results)
             _COUNT_RESULTS.run(tx, {"episode": episode, "errors": errors, "seconds": seconds})
@@ -254,13 +259,13 @@ def commit_asked(tx: Connection, fence: Fence, asked: Sequence[JudgeQuestions]) 
 
 
 def _insert_questions(tx: Connection, one: JudgeQuestions, held: HeldEpisodes) -> list[int]:
-    key = _step_key(one.episode, one.step, held)
+    key = step_key(one.episode, one.step, held)
     rows = tx.execute(_ROWS_OF_STEP, key).all()
     known = {row.tool for row in rows if row.kind == "grade"}
     fresh = [judge for judge in one.questions if judge not in known]
     if fresh:
         numbered = enumerate(fresh, start=len(rows))
-        _NEW_CALL.run(tx, *(_question_row(one, judge, number, held) for number, judge in numbered))
+        NEW_CALL.run(tx, *(_question_row(one, judge, number, held) for number, judge in numbered))
         rows = tx.execute(_ROWS_OF_STEP, key).all()
     ids = {row.tool: row.id for row in rows if row.kind == "grade"}
     return [ids[judge] for judge in one.questions]
@@ -268,7 +273,7 @@ def _insert_questions(tx: Connection, one: JudgeQuestions, held: HeldEpisodes) -
 
 def _question_row(one: JudgeQuestions, judge: str, number: int, held: HeldEpisodes) -> dict[str, Any]:
     asked = CallRecord(ToolCall(judge, one.questions[judge]), "none", None)
-    return _call_row(asked, one.episode, one.step, number, held, "grade")
+    return call_row(asked, one.episode, one.step, number, held, "grade")
 
 
 @transaction

@@ -41,12 +41,13 @@ _CALL = (
     .join(schema.episodes, (_EPISODES.id == _CALLS.episode_id) & (_EPISODES.attempt == _CALLS.attempt))
     .join(schema.runs, schema.runs.c.id == _EPISODES.run_id)
     .where(_CALLS.id == bindparam("wanted"), _CALLS.result.is_(None), _EPISODES.status == "running")
+    .where(_CALLS.kind != "agent")
 )
 
 
 @read_transaction
 def find_call(tx: Connection, call: int) -> CallWork | None:
-    """The call, or None if it is answered or its episode is over."""
+    """The call, or None if it is answered, its episode is over, or an agent from outside runs it itself."""
     row = tx.execute(_CALL, {"wanted": call}).one_or_none()
     return CallWork(*row) if row else None
 
@@ -101,7 +102,7 @@ def lost_calls(tx: Connection, most: int) -> list[int]:
         select(_CALLS.id)
         .join(schema.episodes, (_EPISODES.id == _CALLS.episode_id) & (_EPISODES.attempt == _CALLS.attempt))
         .where(_EPISODES.iteration_id.in_(iterations), _EPISODES.status == "running")
-        .where(_CALLS.result.is_(None), _CALLS.sends < most)
+        .where(_CALLS.result.is_(None), _CALLS.sends < most, _CALLS.kind != "agent")
     )
     again = update(schema.tool_calls).where(_CALLS.id.in_(waiting)).values(sends=_CALLS.sends + 1)
     return sorted(tx.execute(again.returning(_CALLS.id)).scalars())

@@ -1,6 +1,6 @@
 """Episodes: pages of a run's, and a whole one for a transcript. A list reads no blob and no long text."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar, TypeVar
@@ -189,13 +189,15 @@ _STEPS = """
     WHERE s.episode_id = :id AND s.attempt = :attempt ORDER BY s.number"""
 
 
-def _load_steps(tx: Any, episode: Row) -> Iterator[Step]:
+def _load_steps(tx: Any, episode: Row) -> list[Step]:
+    found: list[Step] = []
     calls: dict[int, list[Row]] = {}
     made = "SELECT * FROM tool_calls WHERE episode_id = :id AND kind <> 'grade' ORDER BY step_id, call"
     for call in select_rows(tx, made, id=episode["id"]):
         calls.setdefault(call["step_id"], []).append(call)
     for row in select_rows(tx, _STEPS, ("prompt",), id=episode["id"], attempt=episode["attempt"]):
-        yield step_value(row, row["version"], calls.get(row["id"], ()))
+        found.append(step_value(row, row["version"], calls.get(row["id"], ()), found))
+    return found
 
 
 def _select_with_inherited(tx: Any, kind: type[T], rest: str, episode: EpisodeRow) -> list[T]:

@@ -1,0 +1,177 @@
+"""A call of an agent from outside is a step: it is placed when it is committed, once, in a chain of the episode."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from agentrl.workflow.errors import Fenced
+from agentrl.workflow.store import agent_steps, rollout_claims, tool_calls
+from agentrl.workflow.store.agent_steps import CONTINUED, CallStep
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import episode_rows
+from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
+from agentrl.workflow.store.steps import CallRecord, SampledStep
+from agentrl.workflow.trajectory import ROOT, Message, Step, ToolCall, ToolResult, messages_of
+from tests.support.played_runs import EXPIRED, claim, start, submission, value, values
+
+ASKED = (Message("system", "be brief"), Message("user", "How much is 6*7?"))
+MADE = CallRecord(ToolCall("calculator", {"expression": "6*7"}), "none", None)
+TOOLS = ({"type": "function", "function": {"name": "calculator", "parameters": {"b": 1, "a": 2}}},)
+
+
+def turn(prompt: Sequence[Message] = ASKED, calls: tuple[CallRecord, ...] = (), **changes: Any) -> Step:
+    """A turn of two tokens that begins a line, unless changed."""
+    message = Message("assistant", "42", "", tuple(item.call for item in calls))
+    made = Step(0, tuple(prompt), (1, 2, 3), (4, 5), (-0.5, -0.25), "stop", message, 0, parent=ROOT)
+    return replace(made, **changes)
+
+
+def answer(work: GroupWork, request: str, step: Step, calls: tuple[CallRecord, ...] = (), **more: Any) -> CallStep:
+    """The answer to that request in the work's first episode."""
+    return CallStep(SampledStep(work.episodes[0].id, step, work.policy_id, "42", calls), request, "hash of " + request, **more)
+
+
+def begun(db: Database) -> GroupWork:
+    """The claim of the only group of a new run."""
+    return claim(db, start(db, submission(tasks=1))[0], lease=EXPIRED)
+
+
+def stored(db: Database, work: GroupWork) -> tuple[Step, ...]:
+    """The steps of the first episode as whoever only looks reads them."""
+    return episode_rows.find_episode(db, work.episodes[0].id).episode.steps
+
+
+def reclaimed(db: Database, work: GroupWork) -> tuple[Step, ...]:
+    """The steps of the first episode as who claims the group next reads them."""
+    return claim(db, work.fence.group, lease=EXPIRED).episodes[0].steps
+
+
+def commit(db: Database, work: GroupWork, *records: CallStep) -> list[Step]:
+    return agent_steps.commit_calls(db, work.fence, records)
+
+
+def test_a_call_that_continues_another_has_the_next_index_in_its_chain(database: Database) -> None:
+    work = begun(database)
+    (first,) = commit(database, work, answer(work, "a", turn()))
+    (second,) = commit(database, work, answer(work, "b", turn([Message("user", "and 6*8?")], parent=0)))
+    assert [(step.index, step.chain, step.parent) for step in (first, second)] == [(0, 0, ROOT), (1, 0, 0)]
+    assert stored(database, work) == (first, second)
+
+
+def test_a_call_that_is_committed_again_is_the_step_that_it_was(database: Database) -> None:
+    work = begun(database)
+    one = answer(work, "a", turn(calls=(MADE,)), (MADE,))
+    (first,) = commit(database, work, one)
+    other = replace(one, sampled=replace(one.sampled, step=turn(sampled_ids=(9,), behavior_logprobs=(-9.0,))))
+    again, fresh = commit(database, work, other, answer(work, "b", turn()))
+    assert (again.index, again.chain, again.parent) == (first.index, first.chain, first.parent)
+    assert (fresh.index, fresh.chain) == (1, 1)
+    assert stored(database, work) == (first, fresh)
+    assert values(database, "SELECT steps || '/' || tool_calls FROM episodes WHERE id = :e", e=work.episodes[0].id) == ["2/1"]
+
+
+def test_calls_that_are_committed_at_the_same_time_never_overwrite_one_another(database: Database) -> None:
+    work = begun(database)
+    (first,) = commit(database, work, answer(work, "first", turn()))
+    with ThreadPoolExecutor(8) as pool:
+        made = pool.map(lambda n: commit(database, work, answer(work, f"r{n}", turn(parent=0)))[0], range(8))
+    found = sorted(made, key=lambda step: step.index)
+    assert [step.index for step in found] == list(range(1, 9))
+    assert [step.chain for step in found] == list(range(8)), "one goes on with the chain, each other opens its own"
+    assert {step.new_row for step in found[1:]} == {CONTINUED}
+    assert stored(database, work) == (first, *found)
+
+
+def test_choices_of_one_request_share_its_prompt(database: Database) -> None:
+    work = begun(database)
+    (first,) = commit(database, work, answer(work, "a", turn()))
+    more = Message("user", "more")
+    one = answer(work, "b", turn([more], parent=0))
+    whole = (*ASKED, first.message, more)
+    two = answer(
+        work, "b.1", turn(whole, prompt_ids=(), shared=8, new_row="another choice"), beside="b", shared_messages=len(whole)
+    )
+    second, third = commit(database, work, one, two)
+    assert (third.parent, third.shared, third.chain) == (1, 8, 1)
+    assert stored(database, work) == (first, second, third)
+    assert messages_of(stored(database, work), 2) == (*whole, third.message)
+    assert value(database, "SELECT prompt FROM steps WHERE number = 2") in ('[{"shared": 4}]', [{"shared": 4}])
+
+
+def test_what_a_new_chain_shares_with_another_is_stored_by_reference(database: Database) -> None:
+    work = begun(database)
+    long = Message("user", "x" * 5000)
+    thought = Message("assistant", "so", "I think", (ToolCall("f", {"b": 1, "a": [1.5, None]}),))
+    (first,) = commit(database, work, answer(work, "a", turn([long, *ASKED])))
+    edited = turn([long, ASKED[0], thought, Message("tool", "7", name="f")], parent=0, shared=2, new_row="edited history")
+    (second,) = commit(database, work, answer(work, "b", edited, shared_messages=2))
+    nested = turn([*edited.prompt[:3], Message("tool", "8", name="f")], parent=1, shared=3, new_row="edited history")
+    (third,) = commit(database, work, answer(work, "c", nested, shared_messages=3))
+    assert stored(database, work) == reclaimed(database, work) == (first, second, third)
+    assert [step.chain for step in stored(database, work)] == [0, 1, 2]
+    assert sum(len(str(row)) for row in values(database, "SELECT prompt FROM steps WHERE number > 0")) < 500
+
+
+def test_the_agents_own_calls_are_never_sent_and_answered_by_what_a_request_shows(database: Database) -> None:
+    work = begun(database)
+    lost = CallRecord(ToolCall("", {}, "no JSON"), "none", ToolResult("no JSON", "parse_error"))
+    calls = (MADE, MADE, lost)
+    (first,) = commit(database, work, answer(work, "a", turn(calls=calls), calls))
+    assert tool_calls.lost_calls(database, most=5) == []
+    assert all(tool_calls.find_call(database, number) is None for number in values(database, "SELECT id FROM tool_calls"))
+    commit(database, work, answer(work, "b", turn(parent=0), shown={(0, 0): "forty\0two"}))
+    assert stored(database, work)[0] == first, "one of two is still to come"
+    shown = {(0, 0): "another story", (0, 1): "42"}
+    (third,) = commit(database, work, answer(work, "c", turn(parent=0), shown=shown))
+    results = (ToolResult("forty\ufffdtwo"), ToolResult("42"), ToolResult("no JSON", "parse_error"))
+    assert stored(database, work)[0] == replace(first, results=results)
+    assert stored(database, work)[third.index] == third
+    assert values(database, "SELECT DISTINCT kind || status FROM tool_calls") == ["agentdone"]
+
+
+def test_calls_that_nobody_saw_the_results_of_end_unobserved_with_their_episode(database: Database) -> None:
+    work = begun(database)
+    commit(database, work, answer(work, "a", turn(calls=(MADE,)), (MADE,)))
+    ended = Outcome(work.episodes[0].id, "done", "answered", 1.0, {"numeric_answer": 1.0}, "42", of_agent=True)
+    rollout_claims.finish_episodes(database, work.fence, [ended], work.reward_set, work.weights)
+    assert values(database, "SELECT status FROM tool_calls") == ["unobserved"]
+
+
+def test_calls_of_a_group_that_the_system_fails_end_unobserved(database: Database) -> None:
+    work = begun(database)
+    commit(database, work, answer(work, "a", turn(calls=(MADE,)), (MADE,)))
+    assert rollout_claims.fail_attempt(database, work.fence, "InfraError", "the sampler is gone", max_attempts=1)
+    assert values(database, "SELECT status FROM tool_calls") == ["unobserved"]
+
+
+def test_the_tools_and_template_options_of_requests_are_stored_once_with_their_keys_in_order(database: Database) -> None:
+    work = begun(database)
+    brought: Mapping[str, Any] = {"tools": TOOLS, "template_options": {"enable_thinking": False}, "asked": {"temperature": 0.5}}
+    commit(database, work, *(answer(work, f"r{n}", turn(), **brought) for n in range(3)), answer(work, "bare", turn()))
+    assert value(database, "SELECT count(*) FROM request_options") == 1
+    marks = agent_steps.load_marks(database, [work.episodes[0].id])[work.episodes[0].id]
+    assert [mark.step for mark in marks] == [0, 1, 2, 3]
+    assert (marks[0].request_id, marks[0].request_hash, marks[0].asked) == ("r0", "hash of r0", {"temperature": 0.5})
+    assert (marks[0].tools, marks[0].template_options) == (TOOLS, {"enable_thinking": False})
+    assert list(marks[0].tools[0]["function"]["parameters"]) == ["b", "a"]
+    assert (marks[3].tools, marks[3].template_options, marks[3].asked) == ((), {}, {})
+
+
+def test_whether_a_step_was_delivered_can_be_said_later(database: Database) -> None:
+    work = begun(database)
+    commit(database, work, answer(work, "a", turn(delivered=False)))
+    agent_steps.mark_delivered(database, work.fence, {(work.episodes[0].id, 0): True})
+    assert stored(database, work)[0].delivered
+
+
+def test_who_no_longer_holds_the_group_commits_no_call(database: Database) -> None:
+    work = begun(database)
+    claim(database, work.fence.group)
+    with pytest.raises(Fenced):
+        commit(database, work, answer(work, "a", turn()))
+    with database.engine.begin() as tx:
+        assert tx.execute(text("SELECT count(*) FROM steps")).scalar_one() == 0
