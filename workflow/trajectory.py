@@ -134,6 +134,7 @@ class Step:
         parent: the index of the step that it continues, ROOT for none; unset: the one before it, or none where `new_row` is.
         shared: how many tokens of the parent's line it continues; None: all.
         delivered: whether whoever asked for the turn was sent all of it.
+        draw: how often its prompt was asked before, where that is not how many earlier steps have it.
     """
 
     index: int
@@ -152,6 +153,7 @@ class Step:
     parent: int | None = None
     shared: int | None = None
     delivered: bool = True
+    draw: int | None = None
 
     def __post_init__(self) -> None:
         if self.parent is None:
@@ -182,7 +184,7 @@ class Episode:
 
     A fork begins with `inherited` steps of its parent, and trains from step `fork_step` on; `tainted` says that a tool gave
     another output when its state was rebuilt, so that the record is no longer what one policy and one world would do. `limits`
-    are its run's, where it is scored.
+    are its run's, where it is scored. `answer` is what an agent from outside said at its end, where that is not its last turn.
     """
 
     task: Task
@@ -199,6 +201,7 @@ class Episode:
     inherited: int = 0
     tainted: bool = False
     limits: "RolloutConfig | None" = None
+    answer: str | None = None
 
     def with_step(self, step: Step) -> "Episode":
         """This episode, one step later (the same index replaces)."""
@@ -247,11 +250,17 @@ class Episode:
         return tuple(message for step in self.steps for message in (*step.prompt, step.message))
 
     @property
+    def last_turn(self) -> Step | None:
+        """The last step that was delivered."""
+        return next((step for step in reversed(self.steps) if step.delivered), None)
+
+    @property
     def final_answer(self) -> str:
-        """The text of the last turn, where it called no tool; else empty."""
-        if not self.steps or self.steps[-1].message.tool_calls:
-            return ""
-        return self.steps[-1].message.content
+        """What its agent answered, if it did; else the text of the last turn, where it called no tool; else empty."""
+        if self.answer is not None:
+            return self.answer
+        last = self.last_turn
+        return "" if last is None or last.message.tool_calls else last.message.content
 
     @property
     def begun(self) -> bool:
@@ -354,7 +363,8 @@ class SamplingKey:
         ids, step = episode.tokens_of(index), episode.steps[index]
         prompt = ids[: len(ids) - len(step.sampled_ids)]
         sampled = sum(len(earlier.sampled_ids) for earlier in episode.steps[:index])
-        return self.of_turn(prompt, episode.times_asked(prompt, index), sampled)
+        asked = episode.times_asked(prompt, index) if step.draw is None else step.draw
+        return self.of_turn(prompt, asked, sampled)
 
     @property
     def _text(self) -> str:

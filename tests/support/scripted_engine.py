@@ -16,15 +16,23 @@ class ScriptedEngine:
         script: a function of the request, or token lists that are used up in the order of the requests.
         seconds: slept before each answer.
         workers: requests answered at the same time.
+        pace: called before each token that somebody hears.
     """
 
-    def __init__(self, script: Script | Sequence[Sequence[int]], seconds: float = 0.0, workers: int = 8) -> None:
+    def __init__(
+        self,
+        script: Script | Sequence[Sequence[int]],
+        seconds: float = 0.0,
+        workers: int = 8,
+        pace: Callable[[], object] = lambda: None,
+    ) -> None:
         self._script = script if callable(script) else _in_order(script)
         self._seconds = seconds
+        self._pace = pace
         self._pool = ThreadPoolExecutor(workers)
 
     def submit(self, request: GenerateRequest) -> Future[Completion]:
-        """The scripted ids, cut at `max_new_tokens`, each with the logprob -1."""
+        """The scripted ids, cut at `max_new_tokens` or where who hears them says so, each with the logprob -1."""
         return self._pool.submit(self._answer, request)
 
     def release(self, session: int | None = None) -> None:
@@ -38,9 +46,19 @@ class ScriptedEngine:
         time.sleep(self._seconds)
         whole = tuple(self._script(request))
         ids = whole[: request.max_new_tokens]
+        if request.heard is not None:
+            ids = _heard(ids, request.heard, self._pace)
         return Completion(ids, (-1.0,) * len(ids), "stop" if ids == whole else "length", self._seconds)
 
 
 def _in_order(answers: Sequence[Sequence[int]]) -> Script:
     remaining = iter(answers)
     return lambda request: next(remaining)
+
+
+def _heard(ids: tuple[int, ...], hear: Callable[[int], bool], pace: Callable[[], object]) -> tuple[int, ...]:
+    for count, token in enumerate(ids, start=1):
+        pace()
+        if not hear(token):
+            return ids[:count]
+    return ids

@@ -14,18 +14,21 @@ from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import RewardError
 from agentrl.workflow.hooks import Hook
 from agentrl.workflow.rewards import Judge, questions
+from agentrl.workflow.store import agent_steps, steps, waiting_runs
 from agentrl.workflow.store import rollout_claims as store
-from agentrl.workflow.store import steps, waiting_runs
+from agentrl.workflow.store.agent_steps import CallStep
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
+from agentrl.workflow.store.rows import clean
 from agentrl.workflow.store.steps import JudgeQuestions, SampledStep
-from agentrl.workflow.trajectory import Episode, Step, StopReason, ToolResult
+from agentrl.workflow.trajectory import Episode, Step, StopReason, ToolCall, ToolResult
 
 
 @dataclass
 class EpisodeRecorder:
     """The unfinished `episodes` of a claimed group as their rows have them; `on_end` is called with each that ends; the group's
-    end may make an `iteration_ready` to train on.
+    end may make an `iteration_ready` to train on. Agents from outside may have given episodes `own_rewards`, which count with
+    `own_weight`; `of_agents` says that such agents decide.
     """
 
     db: Database
@@ -36,9 +39,13 @@ class EpisodeRecorder:
     limits: RolloutConfig
     on_end: Callable[[Episode], None]
     iteration_ready: int | None = None
+    own_rewards: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    own_weight: float = 0.0
+    of_agents: bool = False
     episodes: dict[int, Episode] = field(init=False)
     _judged: dict[int, tuple[Episode, tuple[str, ...]]] = field(default_factory=dict)
     _says_waiting: bool = False
+    _shown: dict[int, dict[tuple[int, int], str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.episodes = {episode.id: replace(episode, limits=self.limits) for episode in self.work.episodes}
@@ -52,6 +59,16 @@ class EpisodeRecorder:
                 self.episodes[episode.id] = episode
             self._call_hooks("on_rollout_start", episode)
 
+    def begin_with_agents(self) -> None:
+        """Takes every episode as its record is: their agents, which are other processes, may be at them."""
+        for episode in list(self.episodes.values()):
+            self._call_hooks("on_rollout_start", episode)
+
+    def restart(self, number: int) -> None:
+        """Begins the episode anew under its next attempt number; the old steps stay."""
+        steps.restart_episode(self.db, self.work.fence, number)
+        self.episodes[number] = replace(self.episodes[number], steps=(), status="running")
+
     def begin_step(self, episode: Episode) -> bool:
         """Calls the hooks before a step is sampled; returns whether they allow it."""
         self._call_hooks("on_trace_start", episode)
@@ -63,6 +80,22 @@ class EpisodeRecorder:
         for record in records:
             self._add_step(record.episode, record.step)
         return calls
+
+    def commit_calls(self, records: Sequence[CallStep]) -> list[Step]:
+        """Commits answers to agents from outside, with what their requests show of earlier calls; returns the steps."""
+        made = agent_steps.commit_calls(self.db, self.work.fence, records)
+        for record, step in zip(records, made, strict=True):
+            number = record.sampled.episode
+            if number in self.episodes and step.index == len(self.episodes[number].steps):
+                self._show_results(number, record.shown)
+                self._add_step(number, step)
+        self._report_going_on()
+        return made
+
+    def mark_delivered(self, number: int, index: int, delivered: bool) -> None:
+        """Records whether whoever asked for that step was sent all of it."""
+        agent_steps.mark_delivered(self.db, self.work.fence, {(number, index): delivered})
+        self._change_step(number, replace(self.episodes[number].steps[index], delivered=delivered))
 
     def commit_results(self, answered: Mapping[int, tuple[ToolResult, ...]]) -> list[int]:
         """Commits results: T2 of an episode's last step or, for the calls to its judges, its end with their grades.
@@ -106,6 +139,7 @@ class EpisodeRecorder:
         """Ends these episodes with their rewards."""
         if not outcomes:
             return
+        outcomes = [replace(outcome, of_agent=self.of_agents) for outcome in outcomes]
         finished = store.finish_episodes(self.db, self.work.fence, outcomes, self.work.reward_set, self.work.weights)
         self._report_going_on()
         for outcome in outcomes:
@@ -126,14 +160,31 @@ class EpisodeRecorder:
             waiting_runs.wait_no_more(self.db, self.work.run_id)
 
     def _add_step(self, number: int, step: Step) -> None:
-        """Adds the step that was just committed, and calls the hooks if it has nothing to observe."""
+        """Adds the step that was just committed, and calls the hooks if it has nothing to observe here."""
         self.episodes[number] = episode = self.episodes[number].with_step(step)
         if not step.pending:
             self._call_hooks("on_trace_end", episode)
 
+    def _show_results(self, number: int, shown: Mapping[tuple[int, int], str]) -> None:
+        """Adds what a request showed of earlier calls, as `agent_steps` has it in their rows."""
+        told = self._shown.setdefault(number, {})
+        for key, said in shown.items():
+            told.setdefault(key, clean(said))
+        for index in sorted({index for index, _ in shown}):
+            step = self.episodes[number].steps[index]
+            results = [_agent_result(call, told.get((index, n))) for n, call in enumerate(step.message.tool_calls)]
+            if step.pending and all(result is not None for result in results):
+                self._change_step(number, replace(step, results=tuple(result for result in results if result is not None)))
+
+    def _change_step(self, number: int, step: Step) -> None:
+        episode = self.episodes[number]
+        changed = (*episode.steps[: step.index], step, *episode.steps[step.index + 1 :])
+        self.episodes[number] = replace(episode, steps=changed)
+
     def _score(self, ended: Episode, judges: Sequence[str] = (), said: Sequence[ToolResult] = ()) -> Outcome:
         answers = dict(zip(judges, said, strict=True))
-        return scored_outcome(ended, self.work, self.env, self.hooks, self.judges, answers)
+        own = self.own_rewards.get(ended.id, {})
+        return scored_outcome(ended, self.work, self.env, self.hooks, self.judges, answers, own, self.own_weight)
 
     def _call_hooks(self, place: str, episode: Episode) -> None:
         """Calls every hook at that place; a hook that raises fails the episode, loudly."""
@@ -144,3 +195,10 @@ class EpisodeRecorder:
                 failure = Outcome(episode.id, "failed", error_class="HookError", error=f"{type(error).__name__}: {error}")
                 self.finish([failure])
                 return
+
+
+def _agent_result(call: ToolCall, said: str | None) -> ToolResult | None:
+    """What came of a call that the agent ran, as far as it is known."""
+    if call.error is not None:
+        return ToolResult(call.error, "parse_error")
+    return None if said is None else ToolResult(said)

@@ -1,6 +1,7 @@
 """The outcome of an episode for its row: scored by its env, by the judges that were asked and by the run's hooks."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from agentrl.workflow.envs import Env, score_episode
 from agentrl.workflow.errors import RewardError
@@ -17,22 +18,29 @@ def scored_outcome(
     hooks: Sequence[Hook],
     judges: Mapping[str, Judge],
     said: Mapping[str, ToolResult],
+    own: Mapping[str, float] = MappingProxyType({}),
+    own_weight: float = 0.0,
 ) -> Outcome:
     """The outcome done, with its reward; failed if a reward, the env or a hook raised.
 
     Args:
         ended: the episode with its stop_reason.
         said: the answers of the judges that were asked.
+        own: the rewards that the episode's agent gave itself, each of which counts with `own_weight`.
 
     Raises:
         InfraError: the system failed a reward.
     """
     try:
         parts = score_episode(env, ended, work.weights, verdicts(judges, said))
-        told = assign_rewards(ended, parts, work.weights)
+        parts |= _parts_from_agent(own, parts, len(ended.steps))
+        own_weights = dict.fromkeys(own, own_weight)
+        weights = {**own_weights, **work.weights}
+        told = assign_rewards(ended, parts, weights)
         for hook in hooks:
             parts |= _parts_from_hook(hook, told)
-        return Outcome(ended.id, "done", ended.stop_reason, total_reward(parts, work.weights), parts, ended.final_answer)
+        reward = total_reward(parts, weights)
+        return Outcome(ended.id, "done", ended.stop_reason, reward, parts, ended.final_answer, own_weights=own_weights)
     except RewardError as error:
         return unscored_outcome(ended, error)
 
@@ -40,6 +48,12 @@ def scored_outcome(
 def unscored_outcome(ended: Episode, error: RewardError) -> Outcome:
     """The outcome of an episode that failed and cannot be scored."""
     return Outcome(ended.id, "failed", error_class="RewardError", error=str(error))
+
+
+def _parts_from_agent(own: Mapping[str, float], parts: Mapping[str, Part], steps: int) -> dict[str, Part]:
+    if twice := parts.keys() & own.keys():
+        raise RewardError(f"the agent names its reward {min(twice)!r}, and a reward of the run has that name")
+    return check_parts({name: numbers(value) for name, value in own.items()}, steps, "the agent")
 
 
 def _parts_from_hook(hook: Hook, told: Episode) -> dict[str, Part]:

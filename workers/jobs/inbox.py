@@ -1,21 +1,33 @@
-"""The inbox of a rollout job, into which the engine and the tools put events from any thread."""
+"""The inbox of a rollout job, into which the engine, the tools and the agents put events from any thread."""
 
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from agentrl.workflow.engines import Completion
+
+if TYPE_CHECKING:
+    from agentrl.workers.jobs.agent_calls import AgentCall
+    from agentrl.workers.jobs.agent_turns import AgentTurn
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A completion of `episode`, the answer to its tool call `call`, or the reason why that cannot run where it came to."""
+    """A completion of `episode`, the answer to its tool call `call`, or the reason why that cannot run where it came to.
+
+    Of an agent from outside: a `request` for a turn, or one that nobody waits for any more; the `turn` of which this is the
+    last completion; `woken` where the agent's row may have changed.
+    """
 
     group: int
     episode: int
     completion: "Future[Completion] | None" = None
     call: int = 0
     reason: str = ""
+    request: "AgentCall | None" = None
+    turn: "AgentTurn | None" = None
+    woken: bool = False
 
 
 Inbox = SimpleQueue[Event]

@@ -5,17 +5,18 @@ commits them and asks `next_action` what follows. While some episodes wait for a
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from logging import getLogger
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, TypeAlias
 
 from celery.exceptions import Ignore, Reject
 
 from agentrl.workers.jobs import broken_checkpoints
 from agentrl.workers.jobs.episode_loop import GroupRollout
 from agentrl.workers.jobs.inbox import Event, Inbox
-from agentrl.workers.jobs.model_slot import models
+from agentrl.workers.jobs.model_slot import LoadedModel, models
 from agentrl.workers.stack.celery_app import app, row_id
 from agentrl.workers.stack.dispatch import send_train
 from agentrl.workers.stack.process import (
@@ -38,7 +39,11 @@ from agentrl.workflow.store import repair, train_commits, waiting_runs
 from agentrl.workflow.store import rollout_claims as store
 from agentrl.workflow.store.rollout_claims import Fence, GroupWork
 
+if TYPE_CHECKING:
+    from agentrl.workers.jobs.agent_rollout import AgentRollout
+
 log = getLogger("agentrl.rollout")
+Driver: TypeAlias = "GroupRollout | AgentRollout"
 POLL_SECONDS = 2.0
 """Seconds between two looks of waiting episodes at their rows."""
 
@@ -105,10 +110,7 @@ def _roll_out_groups(works: Sequence[GroupWork]) -> None:
             trained = works[0].kind == "train" or any(work.policy.path for work in works)
             engines.check_weights(loaded.backend, loaded.policy.kind, trained)
             inbox: Inbox = SimpleQueue()
-            rollouts = {
-                work.fence.group: GroupRollout(database(), work, experiment, loaded.engine, loaded.policy.chat, inbox, lost)
-                for work in works
-            }
+            rollouts = {work.fence.group: _make_driver(work, experiment, loaded, inbox, lost) for work in works}
             _check_code(works[0], experiment)
             try:
                 _drive_rollouts(rollouts, inbox)
@@ -128,6 +130,16 @@ def _roll_out_groups(works: Sequence[GroupWork]) -> None:
     finally:
         for work in works:
             heartbeat().drop_group(work.fence)
+
+
+def _make_driver(work: GroupWork, experiment: Experiment, loaded: LoadedModel, inbox: Inbox, lost: set[Fence]) -> Driver:
+    """What drives the group: the built-in loop, or whatever agent the run names."""
+    chat, engine = loaded.policy.chat, loaded.engine
+    if experiment.config.agent is None:
+        return GroupRollout(database(), work, experiment, engine, chat, inbox, lost)
+    from agentrl.workers.jobs.agent_rollout import AgentRollout  # needs the extra `server`
+
+    return AgentRollout(database(), work, experiment, engine, chat, inbox, lost, loaded.policy.max_context)
 
 
 def _check_code(work: GroupWork, experiment: Experiment) -> None:
@@ -199,7 +211,7 @@ def _count_failure(work: GroupWork, error: Exception) -> None:
             _try_send_train(iteration)
 
 
-def _drive_rollouts(rollouts: dict[int, GroupRollout], inbox: Inbox) -> None:
+def _drive_rollouts(rollouts: Mapping[int, Driver], inbox: Inbox) -> None:
     for driver in rollouts.values():
         _run_guarded(driver, driver.start)
     looked = time.monotonic()
@@ -219,7 +231,7 @@ def _drive_rollouts(rollouts: dict[int, GroupRollout], inbox: Inbox) -> None:
                     _run_guarded(driver, driver.poll_calls)
 
 
-def _run_guarded(driver: GroupRollout, act: Callable[[], None]) -> None:
+def _run_guarded(driver: Driver, act: Callable[[], None]) -> None:
     """A fenced group is dropped, a failure of the system costs the group an attempt; neither touches the others."""
     try:
         act()

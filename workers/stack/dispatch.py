@@ -81,6 +81,13 @@ def send_call(call: int, reply_to: str, queue: str = "tools") -> None:
         app.send_task("agentrl.call", args=[call, reply_to], ignore_result=True, queue=Queue(queue, routing_key=queue))
 
 
+def send_agent(episode: int, attempt: int, reply_to: str) -> None:
+    """Gives an attempt of an episode to its agent; once that has ended, its worker wakes `reply_to`."""
+    with _broker_errors("agent"):
+        queue = Queue("agents", routing_key="agents")
+        app.send_task("agentrl.agent", args=[episode, attempt, reply_to], ignore_result=True, queue=queue)
+
+
 class _broker_errors:  # noqa: N801 - reads as a phrase: `with _broker_errors("train")`
     """Turns the broker's errors into ours; passes the fault points `send_WHAT.before` and `.after` around the sending."""
 

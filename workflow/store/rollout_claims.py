@@ -5,7 +5,7 @@ is over, and its work is discarded. Tool results are not fenced: the first one c
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any
@@ -78,7 +78,8 @@ class GroupWork:
 class Outcome:
     """How an episode ended: done with a stop_reason and reward parts, or failed / infra_error with an error.
 
-    `of_agent`: an agent from outside decided its turns, and ran its own calls.
+    `of_agent`: an agent from outside decided its turns, and ran its own calls. `own_weights`: those of parts that the run's
+    weights do not name.
     """
 
     episode: int
@@ -90,6 +91,7 @@ class Outcome:
     error_class: str = ""
     error: str = ""
     of_agent: bool = False
+    own_weights: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +357,7 @@ def finish_episodes(
             "run": held.run,
             "reward_set_id": reward_set,
             "episode_id": outcome.episode,
-            "weight": weights.get(row["part"], 1.0),
+            "weight": {**outcome.own_weights, **weights}.get(row["part"], 1.0),
             **row,
         }
         for outcome in ended

@@ -3,6 +3,7 @@
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.errors import NotFoundError
@@ -22,7 +23,7 @@ def no_episode_error(episode: int) -> NotFoundError:
 
 def episode_value(row: Mapping[Any, Any], task: Task, steps: Sequence[Step]) -> Episode:
     """The episode of a row of `episodes`, with its task and its steps."""
-    return Episode(
+    made = Episode(
         task=task,
         sample=row["sample"],
         steps=tuple(steps),
@@ -36,6 +37,9 @@ def episode_value(row: Mapping[Any, Any], task: Task, steps: Sequence[Step]) -> 
         inherited=row["inherited_steps"],
         tainted=row["tainted"],
     )
+    if made.status == "done" and clean(made.final_answer) != row["final_answer"]:
+        return replace(made, answer=row["final_answer"])
+    return made
 
 
 SHARED = "shared"
@@ -69,6 +73,7 @@ def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], befor
         parent=ROOT if row["parent_step"] is None else row["parent_step"],
         shared=row["shared_tokens"],
         delivered=row["delivered"],
+        draw=(row["asked"] or {}).get("draw"),
     )
 
 

@@ -195,7 +195,7 @@ def _load_steps(tx: Any, episode: Row) -> list[Step]:
     made = "SELECT * FROM tool_calls WHERE episode_id = :id AND kind <> 'grade' ORDER BY step_id, call"
     for call in select_rows(tx, made, id=episode["id"]):
         calls.setdefault(call["step_id"], []).append(call)
-    for row in select_rows(tx, _STEPS, ("prompt",), id=episode["id"], attempt=episode["attempt"]):
+    for row in select_rows(tx, _STEPS, ("prompt", "asked"), id=episode["id"], attempt=episode["attempt"]):
         found.append(step_value(row, row["version"], calls.get(row["id"], ()), found))
     return found
 

@@ -1,0 +1,347 @@
+"""An agent from outside decides an episode's turns: each call is a step before its reply is whole, whoever hangs up."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from agentrl.workers.jobs import pending_agents
+from agentrl.workers.jobs.sampling_server import sampling_server
+from agentrl.workflow.engines import GenerateRequest
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.trajectory import ROOT, Message, ToolCall, ToolResult
+from tests.support.agents_stage import (
+    AGENT,
+    Reply,
+    Stage,
+    ask,
+    calling,
+    end_agent,
+    episode_of,
+    group_of,
+    run_agent,
+    staged,
+    user,
+    wait_for,
+    write,
+)
+from tests.support.played_runs import value, values
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.small_models import chat
+from tests.workers.test_workers import in_memory as in_memory
+
+CHAT = chat()
+ANSWER = CHAT.turn(Message("assistant", "#### 42"))
+OTHER = CHAT.turn(Message("assistant", "#### 48"))
+CALL = ToolCall("calculator", {"expression": "6*7"})
+ASK = CHAT.turn(Message("assistant", "", tool_calls=(CALL,)))
+QUESTION = user("How much is 6*7?")
+TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture
+def db(own_database: Database, in_memory: None) -> Iterator[Database]:
+    """The process's database, a broker that nobody reads, and nothing kept from other tests."""
+    pending_agents._replies.forget()
+    sampling_server.forget()
+    yield own_database
+    pending_agents._replies.forget()
+    sampling_server.forget()
+
+
+class Policy:
+    """Says the same to the same prompt, and remembers what it was asked."""
+
+    def __init__(self, *answers: Sequence[int]) -> None:
+        self.requests: list[GenerateRequest] = []
+        self._answers = list(answers)
+        self.engine = ScriptedEngine(self._say)
+
+    def _say(self, request: GenerateRequest) -> Sequence[int]:
+        self.requests.append(request)
+        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+
+
+class Gated:
+    """Draws a token each time it is let."""
+
+    def __init__(self, ids: Sequence[int] = ANSWER) -> None:
+        self.let, self.begun = threading.Semaphore(0), threading.Semaphore(0)
+        self.keys: list[int] = []
+        self._ids = ids
+        self.engine = ScriptedEngine(self._say, pace=lambda: self.let.acquire(timeout=60))
+
+    def _say(self, request: GenerateRequest) -> Sequence[int]:
+        self.keys.append(request.key)
+        self.begun.release()
+        return self._ids
+
+
+def whole(reply: Reply) -> Any:
+    assert reply.status == 200, reply.body
+    return reply.document
+
+
+def test_a_call_is_a_step_and_the_next_goes_on_from_its_very_tokens(db: Database) -> None:
+    policy = Policy(ANSWER, OTHER)
+    with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage:
+        key = run_agent(db, 1)
+        first = ask(stage, key, [QUESTION], temperature=0.1)
+        more = [QUESTION, {"role": "assistant", "content": first.said}, user("and 6*8?")]
+        second = ask(stage, key, more)
+        assert (first.said, second.said) == ("#### 42", "#### 48")
+        end_agent(stage, 1)
+        stage.over()
+    record = episode_of(db, 1)
+    assert (record.status, record.stop_reason, record.final_answer) == ("done", "answered", "#### 48")
+    one, two = record.steps
+    assert (one.sampled_ids, two.sampled_ids) == (ANSWER, OTHER)
+    assert (one.chain, one.parent, two.chain, two.parent, two.shared) == (0, ROOT, 0, 0, None)
+    assert two.prompt == (Message("user", "and 6*8?"),)
+    assert [request.prompt_ids for request in policy.requests] == [one.prompt_ids, one.prompt_ids + ANSWER + two.prompt_ids]
+    assert policy.requests[0].temperature == 1.0
+    assert policy.requests[0].session == policy.requests[1].session
+    assert policy.requests[0].key != policy.requests[1].key
+    assert value(db, "SELECT count(*) FROM events WHERE kind = 'sampling_asked'") == 1
+
+
+def test_what_came_of_the_agents_own_calls_is_observed_from_its_next_request(db: Database) -> None:
+    policy = Policy(ASK, ANSWER)
+    with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage:
+        key = run_agent(db, 1)
+        said = whole(ask(stage, key, [QUESTION], tools=TOOLS))["choices"][0]
+        assert said["finish_reason"] == "tool_calls"
+        made = said["message"]["tool_calls"]
+        assert value(db, "SELECT status || kind FROM tool_calls") == "pendingagent"
+        shown = {"role": "tool", "tool_call_id": made[0]["id"], "content": "42"}
+        messages = [QUESTION, {"role": "assistant", "content": None, "tool_calls": made}, shown]
+        assert ask(stage, key, messages, tools=TOOLS).said == "#### 42"
+        known = stage.driver.recorder.episodes[1].steps
+        assert known == episode_of(db, 1).steps
+        assert known[0].results == (ToolResult("42"),)
+        assert [step.chain for step in known] == [0, 0]
+        end_agent(stage, 1)
+        stage.over()
+    assert value(db, "SELECT count(*) FROM request_options") == 1
+
+
+def test_an_edited_history_opens_a_chain_that_shares_what_it_can(db: Database) -> None:
+    policy = Policy(ANSWER)
+    with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage:
+        key = run_agent(db, 1)
+        ask(stage, key, [user("x " * 50), QUESTION])
+        ask(stage, key, [user("x " * 50), {"role": "assistant", "content": "#### 41"}, user("really?")])
+        ask(stage, key, [user("x " * 50), QUESTION], tools=TOOLS)
+        steps = episode_of(db, 1).steps
+        assert stage.driver.recorder.episodes[1].steps == steps
+        assert [step.chain for step in steps] == [0, 1, 2]
+        assert steps[1].new_row
+        assert "tools" in (steps[2].new_row or "")
+        assert steps[1].parent == 0
+        assert steps[1].shared
+        assert len(steps[1].prompt_ids) < len(steps[0].prompt_ids)
+        record = episode_of(db, 1)
+        for request, step in zip(policy.requests, steps, strict=True):
+            assert record.tokens_of(step.index) == request.prompt_ids + ANSWER
+
+
+def test_calls_at_the_same_time_are_steps_of_their_own_with_draws_of_their_own(db: Database) -> None:
+    policy = Policy(ANSWER)
+    with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage, ThreadPoolExecutor(4) as pool:
+        key = run_agent(db, 1)
+        replies = list(pool.map(lambda n: ask(stage, key, [QUESTION], request=f"r{n}"), range(4)))
+        assert [reply.said for reply in replies] == ["#### 42"] * 4
+        steps = episode_of(db, 1).steps
+        assert [step.index for step in steps] == [0, 1, 2, 3]
+        assert {step.chain for step in steps} == {0, 1, 2, 3}
+        assert len({request.key for request in policy.requests}) == 4
+        assert stage.driver.recorder.episodes[1].steps == steps
+
+
+def test_n_choices_are_n_steps_that_share_the_prompt(db: Database) -> None:
+    policy = Policy(ANSWER)
+    with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage:
+        key = run_agent(db, 1)
+        reply = whole(ask(stage, key, [QUESTION], request="r", n=3, return_token_ids=True))
+        assert [choice["token_ids"] for choice in reply["choices"]] == [list(ANSWER)] * 3
+        again = ask(stage, key, [QUESTION], request="r", n=3, return_token_ids=True)
+        assert again.document == reply
+        steps = episode_of(db, 1).steps
+        assert [(step.parent, step.shared, step.prompt_ids) for step in steps[1:]] == [(0, len(steps[0].prompt_ids), ())] * 2
+        assert [step.prompt for step in steps] == [steps[0].prompt] * 3
+        assert len({request.key for request in policy.requests}) == 3
+
+
+def test_a_retry_gets_the_recorded_reply_byte_for_byte(db: Database) -> None:
+    policy = Policy(ANSWER, OTHER)
+    group = group_of(db)
+    with staged(Stage(db, group, policy.engine, CHAT)) as stage:
+        key = run_agent(db, 1)
+        first = ask(stage, key, [QUESTION], request="one")
+        assert ask(stage, key, [QUESTION], request="one") == first
+        assert ask(stage, key, [QUESTION], request="two", retry=1) == first
+        streamed = ask(stage, key, [user("and 6*8?")], request="three", stream=True)
+        assert ask(stage, key, [user("and 6*8?")], request="three", stream=True) == streamed
+        assert ask(stage, key, [QUESTION], request="four").said == "#### 48", "an equal body alone is no retry"
+    with staged(Stage(db, group, policy.engine, CHAT)) as heir:
+        assert ask(heir, key, [QUESTION], request="one") == first, "the rows know it, too"
+        assert ask(heir, key, [user("and 6*8?")], request="three", stream=True) == streamed
+    assert len(policy.requests) == 3
+
+
+def test_a_call_that_comes_again_joins_the_one_in_flight(db: Database) -> None:
+    gated = Gated()
+    with staged(Stage(db, group_of(db), gated.engine, CHAT)) as stage, ThreadPoolExecutor(2) as pool:
+        key = run_agent(db, 1)
+        first = pool.submit(ask, stage, key, [QUESTION], "one", stream=True)
+        assert gated.begun.acquire(timeout=60)
+        gated.let.release(2)
+        second = pool.submit(ask, stage, key, [QUESTION], "two", 1, stream=True)
+        wait_for(lambda: len(stage.driver._turns[1].open[0].waiting) == 2)
+        gated.let.release(len(ANSWER))
+        assert first.result() == second.result()
+        assert len(episode_of(db, 1).steps) == 1
+
+
+def test_who_hangs_up_in_mid_stream_leaves_a_step_that_was_not_delivered_and_may_come_again(db: Database) -> None:
+    gated = Gated()
+    with staged(Stage(db, group_of(db), gated.engine, CHAT)) as stage:
+        key = run_agent(db, 1)
+        with calling(stage, key, [QUESTION], "one", stream=True) as response:
+            gated.let.release(2)
+            assert response.readline()
+        wait_for(lambda: all(turn.stopped for turn in stage.driver._turns[1].open))
+        gated.let.release(1)
+        (cut,) = wait_for(lambda: episode_of(db, 1).steps)
+        assert not cut.delivered
+        assert cut.sampled_ids == ANSWER[: len(cut.sampled_ids)]
+        assert cut.finish_reason == "length"
+        gated.let.release(100)
+        assert ask(stage, key, [QUESTION], "one").said == "#### 42"
+        assert gated.keys[0] == gated.keys[1], "a call that comes again is the call that it was"
+        _, again = episode_of(db, 1).steps
+        assert (again.delivered, again.sampled_ids) == (True, ANSWER)
+
+
+def test_a_killed_worker_loses_nothing_and_the_agent_goes_on_with_the_next(db: Database) -> None:
+    policy = Policy(ANSWER, OTHER)
+    group = group_of(db)
+    stage = Stage(db, group, policy.engine, CHAT).enter()
+    key = run_agent(db, 1)
+    first = ask(stage, key, [QUESTION])
+    stage.leave()
+    assert ask(stage, key, [QUESTION]).status == 421
+    with staged(Stage(db, group, policy.engine, CHAT)) as heir:
+        assert value(db, "SELECT address FROM groups") == heir.driver.server.address
+        more = [QUESTION, {"role": "assistant", "content": first.said}, user("and 6*8?")]
+        assert ask(heir, key, more).said == "#### 48"
+        assert [step.chain for step in episode_of(db, 1).steps] == [0, 0]
+        assert values(db, "SELECT status FROM agent_attempts") == ["running"]
+        end_agent(heir, 1)
+        heir.over()
+    assert episode_of(db, 1).status == "done"
+
+
+def test_an_agent_that_is_lost_begins_anew_and_its_tokens_have_the_same_keys(db: Database) -> None:
+    policy = Policy(ANSWER)
+    with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage:
+        key = run_agent(db, 1)
+        ask(stage, key, [QUESTION])
+        write(db, "UPDATE agent_attempts SET lease_until = 0")
+        stage.driver.inbox.put(_woken(stage))
+        wait_for(lambda: values(db, "SELECT status FROM agent_attempts ORDER BY attempt") == ["lost", "pending"])
+        heir = wait_for(lambda: stage.driver._turns[1].attempt and run_agent(db, 1))
+        assert ask(stage, key, [QUESTION]).status == 409
+        ask(stage, heir, [QUESTION])
+        assert policy.requests[0].key == policy.requests[1].key
+        assert values(db, "SELECT attempt || '/' || number FROM steps ORDER BY attempt") == ["0/0", "1/0"]
+        for _ in range(4):
+            write(db, "UPDATE agent_attempts SET lease_until = 0")
+            lost = value(db, "SELECT count(*) FROM agent_attempts WHERE status = 'lost'")
+            stage.driver.inbox.put(_woken(stage))
+            wait_for(lambda n=lost: value(db, "SELECT count(*) FROM agent_attempts WHERE status = 'lost'") > n)
+            wait_for(lambda: not stage.driver.is_live or "pending" in values(db, "SELECT status FROM agent_attempts"))
+            run_agent(db, 1)
+        stage.over()
+    assert episode_of(db, 1).status == "infra_error"
+
+
+def _woken(stage: Stage) -> Any:
+    from agentrl.workers.jobs.inbox import Event
+
+    return Event(stage.group, 1, woken=True)
+
+
+ENDS = {
+    "fine": ({}, True, ("done", "answered", "#### 42")),
+    "answered": ({"answer": "6 times 7"}, True, ("done", "answered", "6 times 7")),
+    "raised": ({"error_class": "ValueError", "error": "oh"}, True, ("done", "agent_error", "#### 42")),
+    "late": ({"error_class": "timeout", "error": "600 s"}, True, ("done", "timeout", "#### 42")),
+    "raised before": ({"error_class": "ValueError", "error": "oh"}, False, ("failed", None, "")),
+    "late before": ({"error_class": "timeout", "error": "600 s"}, False, ("failed", None, "")),
+    "never called": ({}, False, ("failed", None, "")),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_how_an_agent_ends_decides_how_its_episode_does(db: Database, name: str) -> None:
+    said, calls, expected = ENDS[name]
+    with staged(Stage(db, group_of(db), Policy(ANSWER).engine, CHAT)) as stage:
+        key = run_agent(db, 1)
+        if calls:
+            ask(stage, key, [QUESTION])
+        end_agent(stage, 1, **said)
+        stage.over()
+        assert ask(stage, key, [QUESTION]).status in (409, 421)
+    record = episode_of(db, 1)
+    assert (record.status, record.stop_reason, record.final_answer) == expected
+    if record.status == "failed":
+        assert value(db, "SELECT error_class FROM episodes") == "AgentError"
+        assert record.error
+
+
+def test_a_turn_that_was_cut_ends_its_episode_as_max_tokens(db: Database) -> None:
+    with staged(Stage(db, group_of(db), Policy(ANSWER).engine, CHAT)) as stage:
+        key = run_agent(db, 1)
+        assert whole(ask(stage, key, [QUESTION], max_tokens=2))["choices"][0]["finish_reason"] == "length"
+        end_agent(stage, 1)
+        stage.over()
+    assert episode_of(db, 1).stop_reason == "max_tokens"
+
+
+@pytest.mark.parametrize(("asked", "weight"), [(False, 0.0), (True, 1.0)])
+def test_an_agents_own_rewards_are_kept_and_count_only_where_they_are_asked_for(
+    db: Database, asked: bool, weight: float
+) -> None:
+    group = group_of(db, agent={**AGENT, "own_rewards": asked})
+    with staged(Stage(db, group, Policy(ANSWER).engine, CHAT)) as stage:
+        ask(stage, run_agent(db, 1), [QUESTION])
+        end_agent(stage, 1, rewards={"mine": 7.0})
+        stage.over()
+    assert values(db, "SELECT value FROM rewards WHERE part = 'mine'") == [7.0]
+    assert values(db, "SELECT weight FROM rewards WHERE part = 'mine'") == [weight]
+    assert (value(db, "SELECT reward FROM episodes") >= 7.0) is asked
+
+
+def test_two_sources_of_one_rewards_name_fail_the_episode(db: Database) -> None:
+    with staged(Stage(db, group_of(db), Policy(ANSWER).engine, CHAT)) as stage:
+        ask(stage, run_agent(db, 1), [QUESTION])
+        end_agent(stage, 1, rewards={"numeric_answer": 1.0})
+        stage.over()
+    assert (episode_of(db, 1).status, value(db, "SELECT error_class FROM episodes")) == ("failed", "RewardError")
+    assert "numeric_answer" in episode_of(db, 1).error
+
+
+def test_what_cannot_be_answered_is_refused_in_the_apis_shape(db: Database) -> None:
+    with staged(
+        Stage(db, group_of(db, agent={**AGENT, "max_calls": 1}), Policy(ANSWER).engine, CHAT, max_context=200)
+    ) as stage:
+        key = run_agent(db, 1)
+        long = ask(stage, key, [user("x y " * 400)])
+        assert (long.status, long.code) == (400, "context_length_exceeded")
+        assert ask(stage, "another key", [QUESTION]).status == 421
+        assert ask(stage, key, [QUESTION]).status == 200
+        more = ask(stage, key, [user("again")])
+        assert (more.status, more.code) == (429, "max_calls")

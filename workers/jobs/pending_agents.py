@@ -1,0 +1,108 @@
+"""Agents that a group's episodes were given to: sent to the agents workers, and again if they seem lost, until they have ended.
+
+No result is written here. A wake-up only says that an agent's row may have changed: the row says how it ended.
+"""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from agentrl.workers.jobs.inbox import Event, Inbox
+from agentrl.workers.stack.dispatch import send_agent
+from agentrl.workers.stack.replies import Replies
+from agentrl.workflow.errors import ServiceError
+from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import agent_holds
+from agentrl.workflow.store.agent_holds import AgentState
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.rollout_claims import Fence
+
+RESEND_SECONDS = 30.0
+"""An agent that nobody runs is sent again after a lease, at most this long, if no agents worker is at work; after ten times
+this long if one is: then it stands in line."""
+
+RESENDS = 5
+"""After this many in vain nobody seems to run agents: the group is handed back instead of waiting for ever."""
+
+_AGENTS_WORKER_HINT = "Is an agents worker running? Start one: agentrl worker agents"
+
+
+@dataclass
+class PendingAgents:
+    """The agents of a group's episodes; `report_wait` is called with what keeps them waiting."""
+
+    db: Database
+    fence: Fence
+    inbox: Inbox
+    report_wait: Callable[[str], None]
+    _sent: dict[int, float] = field(default_factory=dict)
+    _expected: dict[int, int] = field(default_factory=dict)
+    _in_vain: int = 0
+    _looked: float = field(default_factory=time.monotonic)
+
+    def give(self, episodes: Sequence[int]) -> None:
+        """Gives each of the episodes to an agent, if its current attempt has none."""
+        agent_holds.open_attempts(self.db, self.fence, episodes)
+        states = self.load()
+        self._send([states[episode] for episode in episodes if episode in states and states[episode].status == "pending"])
+        for episode in episodes:
+            if episode in states:
+                self._expect(states[episode])
+
+    def load(self) -> dict[int, AgentState]:
+        """Episode -> its agent's state."""
+        return agent_holds.load_agents(self.db, self.fence.group, settings().lease_seconds)
+
+    def send_overdue(self, states: Collection[AgentState]) -> None:
+        """Sends agents again that nobody has begun to run.
+
+        Raises:
+            ServiceError: they were sent again and again, and no agents worker has any agent.
+        """
+        waiting = [state for state in states if state.status == "pending"]
+        if len(waiting) < len(states):
+            self._in_vain = 0
+        patience = min(RESEND_SECONDS, settings().lease_seconds)
+        now = time.monotonic()
+        late = [state for state in waiting if now - self._sent.get(state.id, -patience) > patience]
+        if not late:
+            return
+        if agent_holds.any_at_work(self.db, settings().lease_seconds):
+            self._in_vain = 0
+            self._send([state for state in late if now - self._sent.get(state.id, now) > 10 * RESEND_SECONDS])
+            return
+        self._in_vain += 1
+        if self._in_vain > RESENDS:
+            raise ServiceError("Agents were sent again and again, and no worker runs them.", _AGENTS_WORKER_HINT)
+        self.report_wait(f"Agents were sent and nobody runs them. {_AGENTS_WORKER_HINT}")
+        self._send(late)
+
+    def forget(self) -> None:
+        """Waits for no agent any more."""
+        for key in self._expected.values():
+            _replies().forget(key)
+        self._expected.clear()
+
+    def _send(self, states: Sequence[AgentState]) -> None:
+        for state in states:
+            self._expect(state)
+            self._sent[state.id] = time.monotonic()
+        if states:
+            agent_holds.count_sent(self.db, [state.id for state in states])
+        for state in states:
+            send_agent(state.episode, state.attempt, _replies().address)
+
+    def _expect(self, state: AgentState) -> None:
+        self._expected[state.episode] = state.episode
+        _replies().expect(state.episode, partial(_wake, self.inbox, self.fence.group, state.episode))
+
+
+def _wake(inbox: Inbox, group: int, episode: int, _episode: int, _reason: str) -> None:
+    inbox.put(Event(group, episode, woken=True))
+
+
+@Once
+def _replies() -> Replies:
+    return Replies(settings())

@@ -1,0 +1,344 @@
+"""The HTTP face of a rollout process: the calls of agents whose episodes this process drives come here, through the endpoint.
+
+One thread serves all groups of the process. A request is answered by the rollout that holds its key's episode; here it is only
+read, within bounds, and its reply written. Whoever comes with the key of an episode that is not held here is sent away (421),
+and the endpoint looks again where it is held.
+"""
+
+import asyncio
+import hashlib
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from logging import getLogger
+from typing import Any, Protocol
+
+import uvicorn
+
+from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, Drawn, Left, Refused, Said
+from agentrl.workers.stack.process import database
+from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.dialects import Ask, RequestError, chat_completions
+from agentrl.workflow.errors import ServiceError
+from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import agent_holds
+
+log = getLogger("agentrl.sampling_server")
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+MAX_BODY = 8 * 1024 * 1024
+BODY_SECONDS = 60.0
+"""In which a body has to be there."""
+WRITE_SECONDS = 60.0
+"""In which a client has to take what it is sent; then it is as good as gone."""
+KEPT_KEYS = 10_000
+SMALL_BODY = 32 * 1024
+"""Larger bodies are parsed in another thread."""
+_REQUEST_ID = re.compile(r"[0-9a-f]{32}")
+_DIGITS = re.compile(r"[0-9]{1,15}")
+
+
+class Holder(Protocol):
+    """A rollout that answers the calls of episodes."""
+
+    chat: Chat
+    model: str
+
+    def take(self, call: AgentCall) -> None:
+        """Puts the call where it is answered."""
+
+    def left(self, call: AgentCall) -> None:
+        """Nobody waits for the call any more."""
+
+
+@dataclass(eq=False)
+class SamplingServer:
+    """Serves the episodes that are held; `address` is where, as host:port."""
+
+    address: str = ""
+    _held: dict[int, tuple[int, Holder]] = field(default_factory=dict)
+    _keys: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def hold(self, episode: int, attempt: int, holder: Holder) -> None:
+        """From now on the holder answers for that attempt of the episode."""
+        self._held[episode] = (attempt, holder)
+
+    def drop(self, episode: int, holder: Holder) -> None:
+        """It no longer does."""
+        if self._held.get(episode, (0, None))[1] is holder:
+            del self._held[episode]
+
+    async def find(self, key: str) -> tuple[int, int, Holder]:
+        """The episode and attempt of the key, and who holds it.
+
+        Raises:
+            RequestError: 421: not held here; 409: of an attempt that is over.
+        """
+        key_hash = hashlib.sha256(key.encode()).hexdigest()
+        if key_hash not in self._keys:
+            found = await asyncio.to_thread(agent_holds.find_key, database(), key_hash)
+            if found is None:
+                raise _not_here()
+            if len(self._keys) >= KEPT_KEYS:
+                self._keys.clear()
+            self._keys[key_hash] = found
+        episode, attempt = self._keys[key_hash]
+        held = self._held.get(episode)
+        if held is None:
+            raise _not_here()
+        if held[0] != attempt:
+            raise RequestError(409, "Another attempt of this episode is on.", code="episode_over")
+        return episode, attempt, held[1]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application."""
+        if scope["type"] != "http":
+            return
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._serve(exchange)
+        except RequestError as error:
+            await exchange.refuse(error)
+        except ServiceError as error:  # the database is away: the endpoint asks again
+            log.warning("%s", error)
+            await exchange.refuse(RequestError(503, "The sampler cannot answer now.", code="unavailable"))
+
+    async def _serve(self, exchange: "Exchange") -> None:
+        route: tuple[str, str] = (exchange.scope["method"], exchange.scope["path"])
+        if route not in (("POST", "/v1/chat/completions"), ("GET", "/v1/models")):
+            raise RequestError(404, "There is no such route here.", code="not_found")
+        episode, attempt, holder = await self.find(exchange.key())
+        if route[0] == "GET":
+            await exchange.answer(200, chat_completions.models(holder.model))
+            return
+        body = await exchange.body()
+        ask = chat_completions.read(body) if len(body) <= SMALL_BODY else await asyncio.to_thread(chat_completions.read, body)
+        said: asyncio.Queue[Said] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def tell(word: Said) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the process ends
+                loop.call_soon_threadsafe(said.put_nowait, word)
+
+        body_hash = hashlib.sha256(body).hexdigest()
+        call = AgentCall(episode, attempt, *exchange.identity(body_hash), body_hash, ask, tell)
+        holder.take(call)
+        reply = asyncio.ensure_future(_reply(exchange, holder, ask, said))
+        gone = asyncio.ensure_future(exchange.wait_gone())
+        try:
+            await asyncio.wait((reply, gone), return_when=asyncio.FIRST_COMPLETED)
+            if reply.done():
+                await reply
+        except TimeoutError:
+            log.info("a client of episode %d does not read", episode)
+        except _BrokenOff as error:
+            log.info("a reply of episode %d is broken off: %s", episode, error)
+        finally:
+            if not (reply.done() and not reply.cancelled() and reply.exception() is None):
+                holder.left(call)
+            for task in (reply, gone):
+                task.cancel()
+            await asyncio.gather(reply, gone, return_exceptions=True)
+
+
+class _BrokenOff(Exception):
+    """A stream that was begun has no end here."""
+
+
+async def _reply(exchange: "Exchange", holder: Holder, ask: Ask, said: "asyncio.Queue[Said]") -> None:
+    """Writes the reply as it is told."""
+    accepted = await said.get()
+    if isinstance(accepted, Refused):
+        raise accepted.error
+    if not isinstance(accepted, Accepted):
+        raise _not_here()
+    if ask.stream:
+        await _stream(exchange, chat_completions.Events(ask, accepted.prompt_ids, *_known(accepted), holder.chat), said)
+        return
+    while not isinstance(word := await said.get(), Answered):
+        if isinstance(word, Refused):
+            raise word.error
+        if isinstance(word, Left):
+            raise _not_here()
+    whole = chat_completions.whole(ask, word.turns, accepted.prompt_ids, *_known(accepted), holder.chat)
+    await exchange.answer(200, whole)
+
+
+def _known(accepted: Accepted) -> tuple[str, int]:
+    return accepted.request_id, accepted.created
+
+
+async def _stream(exchange: "Exchange", events: Any, said: "asyncio.Queue[Said]") -> None:
+    """Writes the events, those of one choice after those of the other, so that they are the same whenever they are written."""
+    await exchange.begin_stream()
+    await exchange.write(events.begin())
+    drawn: dict[int, list[int]] = {}
+    while not isinstance(word := await said.get(), Answered):
+        if isinstance(word, Refused | Left):  # the connection ends without the last event: whoever forwards asks again
+            raise _BrokenOff(word)
+        if isinstance(word, Drawn):
+            drawn.setdefault(word.choice, []).append(word.token)
+            if word.choice == 0:
+                await exchange.write(events.token(0, word.token))
+    for choice, turn in enumerate(word.turns):
+        written = len(drawn.get(0, ())) if choice == 0 else 0
+        for token in turn.completion.token_ids[written:]:
+            await exchange.write(events.token(choice, token))
+        await exchange.write(events.end(choice, turn))
+    await exchange.write(events.close(word.turns))
+    await exchange.end_stream()
+
+
+@dataclass(eq=False)
+class Exchange:
+    """One request and its reply."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    _begun: bool = False
+
+    def key(self) -> str:
+        """The key that the request came with.
+
+        Raises:
+            RequestError: it has none.
+        """
+        scheme, _, key = self.header("authorization").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            raise RequestError(401, "A key is missing.", code="invalid_api_key")
+        return key.strip()
+
+    def identity(self, body_hash: str) -> tuple[str, int, int]:
+        """(request id, created, retry) as the endpoint names them."""
+        name, created, retry = (self.header(f"x-agentrl-{what}") for what in ("request", "created", "retry"))
+        return (
+            name if _REQUEST_ID.fullmatch(name) else hashlib.sha256(f"{time.time_ns()}|{body_hash}".encode()).hexdigest()[:32],
+            int(created) if _DIGITS.fullmatch(created) else int(time.time()),
+            int(retry) if _DIGITS.fullmatch(retry) else 0,
+        )
+
+    def header(self, name: str) -> str:
+        """The header; empty if it is missing."""
+        return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name.encode()), "")
+
+    async def body(self) -> bytes:
+        """The whole body.
+
+        Raises:
+            RequestError: it is too large, or does not come.
+        """
+        kept = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await self.receive()
+                    if message["type"] == "http.disconnect":
+                        raise RequestError(400, "The body ends too early.", code="invalid_request")
+                    kept += message.get("body", b"")
+                    if len(kept) > MAX_BODY:
+                        raise RequestError(413, f"A body has at most {MAX_BODY} bytes.", code="request_too_large")
+                    if not message.get("more_body"):
+                        return bytes(kept)
+        except TimeoutError as error:
+            raise RequestError(408, f"The body did not come within {BODY_SECONDS:.0f} s.", code="timeout") from error
+
+    async def wait_gone(self) -> None:
+        """Returns once the client has gone."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    async def refuse(self, error: RequestError) -> None:
+        """Answers with the error, unless something was answered."""
+        if not self._begun:
+            more = [(b"x-should-retry", b"false")] if error.code == "max_calls" else []
+            await self.answer(error.status, chat_completions.error_body(error), more)
+
+    async def answer(self, status: int, document: Any, more: list[tuple[bytes, bytes]] | None = None) -> None:
+        """Answers with a JSON document."""
+        body = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *(more or ())]
+        self._begun = True
+        async with asyncio.timeout(WRITE_SECONDS):
+            await self.send({"type": "http.response.start", "status": status, "headers": headers})
+            await self.send({"type": "http.response.body", "body": body})
+
+    async def begin_stream(self) -> None:
+        """Begins an answer of events."""
+        self._begun = True
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        headers.append((b"x-accel-buffering", b"no"))
+        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def write(self, events: bytes) -> None:
+        """Writes events, if there are any."""
+        if events:
+            async with asyncio.timeout(WRITE_SECONDS):
+                await self.send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end_stream(self) -> None:
+        """Ends the answer."""
+        async with asyncio.timeout(WRITE_SECONDS):
+            await self.send({"type": "http.response.body", "body": b""})
+
+
+def _not_here() -> RequestError:
+    return RequestError(421, "The episode of this key is not held here.", code="not_held")
+
+
+def _listen() -> socket.socket:
+    """A socket at a free port of the host that AGENTRL_SAMPLER_HOST names."""
+    host = settings().sampler_host
+    if host == "auto":
+        host = _own_address()
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind, protocol)
+        made.bind(address)
+        made.listen(1024)
+    except OSError as error:
+        said = f"This process cannot serve agents at {host!r}: {error.strerror or error}."
+        raise ServiceError(said, "Set AGENTRL_SAMPLER_HOST to an address of this machine.") from error
+    return made
+
+
+def _own_address() -> str:
+    """The address of this machine that others reach: of the interface that leads outside. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # of a network for documentation
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
+
+
+def start() -> SamplingServer:
+    """Serves in a thread of its own from now on, until the process ends.
+
+    Raises:
+        ServiceError: the host cannot be listened at.
+    """
+    made, listener = SamplingServer(), _listen()
+    host, port = listener.getsockname()[:2]
+    made.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    config = uvicorn.Config(
+        made, loop="asyncio", http="h11", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+        date_header=False, timeout_keep_alive=75,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    threading.Thread(target=lambda: server.run(sockets=[listener]), name="sampling server", daemon=True).start()
+    return made
+
+
+@Once
+def sampling_server() -> SamplingServer:
+    """The server of this process, started at the first group of an agent's."""
+    return start()

@@ -1,0 +1,136 @@
+"""What a rollout writes and reads of the agents that its episodes are given to; who runs one writes the rest of its row."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from sqlalchemy import Connection, and_, case, func, select, update
+
+from agentrl.workflow.store.connect import insert, read_transaction, transaction
+from agentrl.workflow.store.planning import log
+from agentrl.workflow.store.rollout_claims import Fence, check_claim
+from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.columns import is_lease_free, now_ms
+
+_AGENTS, _EPISODES = schema.agent_attempts.c, schema.episodes.c
+_CURRENT = and_(_AGENTS.episode_id == _EPISODES.id, _AGENTS.attempt == _EPISODES.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentState:
+    """The row of the agent that an episode's current attempt was given to.
+
+    Args:
+        status: pending, running, ended or lost.
+        is_overdue: it is running, and its worker's lease has run out.
+        losses: how many agents the episode has lost before.
+    """
+
+    id: int
+    episode: int
+    attempt: int
+    status: str
+    sends: int
+    error_class: str
+    error: str
+    answer: str | None
+    rewards: Mapping[str, float] | None
+    is_overdue: bool
+    losses: int
+
+
+@transaction
+def publish_address(tx: Connection, fence: Fence, address: str) -> None:
+    """Writes where the process that holds the group serves its agents.
+
+    Raises:
+        Fenced: another worker holds the group.
+    """
+    check_claim(tx, fence)
+    tx.execute(update(schema.groups).where(schema.groups.c.id == fence.group).values(address=address))
+
+
+@transaction
+def open_attempts(tx: Connection, fence: Fence, episodes: Sequence[int]) -> None:
+    """A pending row for the current attempt of each of the episodes that has none.
+
+    Raises:
+        Fenced: another worker holds the group.
+    """
+    held = check_claim(tx, fence)
+    rows = [{"episode_id": episode, "attempt": held.attempts[episode], "run": held.run} for episode in episodes]
+    if rows:
+        keys = ["episode_id", "attempt"]
+        tx.execute(insert(tx, schema.agent_attempts).on_conflict_do_nothing(index_elements=keys), rows)
+
+
+@transaction
+def count_sent(tx: Connection, agents: Sequence[int]) -> None:
+    """Those of the agents that nobody runs yet were sent once more."""
+    mine = update(schema.agent_attempts).where(_AGENTS.id.in_(agents), _AGENTS.status == "pending")
+    tx.execute(mine.values(sends=_AGENTS.sends + 1, sent_ms=now_ms()))
+
+
+@read_transaction
+def load_agents(tx: Connection, group: int, lease_seconds: float) -> dict[int, AgentState]:
+    """Episode -> the agent of its current attempt, for the group's open episodes that have one."""
+    lost = schema.agent_attempts.alias("before")
+    losses = select(func.count()).where(lost.c.episode_id == _EPISODES.id, lost.c.status == "lost").scalar_subquery()
+    overdue = case((_AGENTS.status == "running", is_lease_free(_AGENTS.lease_until, lease_seconds)), else_=False)
+    query = (
+        select(_AGENTS.id, _AGENTS.episode_id, _AGENTS.attempt, _AGENTS.status, _AGENTS.sends, _AGENTS.error_class)
+        .add_columns(_AGENTS.error, _AGENTS.answer, _AGENTS.rewards, overdue, losses)
+        .join(schema.episodes, _CURRENT)
+        .where(_EPISODES.group_id == group, _EPISODES.finished_at.is_(None))
+    )
+    states = [AgentState(*row) for row in map(tuple, tx.execute(query))]
+    return {state.episode: state for state in states}
+
+
+@transaction
+def lose_agent(tx: Connection, fence: Fence, agent: AgentState, lease_seconds: float) -> bool:
+    """Gives up an agent whose worker's lease has run out; returns whether it was not too late.
+
+    Raises:
+        Fenced: another worker holds the group.
+    """
+    check_claim(tx, fence)
+    gone = update(schema.agent_attempts).where(_AGENTS.id == agent.id, _AGENTS.status == "running")
+    gone = gone.where(is_lease_free(_AGENTS.lease_until, lease_seconds))
+    said = "its agents worker was lost"
+    values = {"status": "lost", "error_class": "lost", "error": said, "finished_at": datetime.now(UTC)}
+    return bool(tx.execute(gone.values(values)).rowcount)
+
+
+@read_transaction
+def current_attempts(tx: Connection, group: int) -> dict[int, int]:
+    """Episode -> the number of its current attempt, of all episodes of the group."""
+    rows = tx.execute(select(_EPISODES.id, _EPISODES.attempt).where(_EPISODES.group_id == group))
+    return {row.id: row.attempt for row in rows}
+
+
+@read_transaction
+def any_at_work(tx: Connection, lease_seconds: float) -> bool:
+    """Whether any agents worker has an agent."""
+    query = select(_AGENTS.id).where(_AGENTS.status == "running", ~is_lease_free(_AGENTS.lease_until, lease_seconds))
+    return tx.execute(query.limit(1)).first() is not None
+
+
+@read_transaction
+def find_key(tx: Connection, key_hash: str) -> tuple[int, int] | None:
+    """(episode, attempt) that the key with this hash was made for; None if it was made for none."""
+    row = tx.execute(select(_AGENTS.episode_id, _AGENTS.attempt).where(_AGENTS.key_hash == key_hash)).one_or_none()
+    return (row.episode_id, row.attempt) if row else None
+
+
+@transaction
+def note_asked(tx: Connection, run_id: int, names: str) -> None:
+    """Tells once in the run's events that an agent asked for sampling of its own, which the run does not do."""
+    tx.execute(
+        select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update()
+    )  # of two at once one sees the other
+    events = schema.events.c
+    told = select(events.id).where(events.run_id == run_id, events.kind == "sampling_asked")
+    if tx.execute(told).first() is None:
+        said = f"an agent asked for {names}: sampling is the run's, and what was asked for is kept with each step"
+        log(tx, run_id, "sampling_asked", "", said)
