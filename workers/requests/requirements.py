@@ -22,6 +22,7 @@ from agentrl import __version__
 from agentrl.workers.requests.agent_request import check_function, check_program
 from agentrl.workers.stack.celery_app import AGENTS, ALL_QUEUES, QUEUES, app
 from agentrl.workers.stack.process import worker_name
+from agentrl.workflow.agents.held import check_held
 from agentrl.workflow.config import PROGRAM, RunConfig
 from agentrl.workflow.errors import AgentRLError, ConfigError, ModelError
 from agentrl.workflow.experiment import Experiment
@@ -269,6 +270,7 @@ def _check_agent(made: Experiment) -> None:
         check_function(asked.name, made.agent)
     elif not asked.sandboxed:
         check_program(asked)
+    check_held(asked)
 
 
 def _check_engine(made: Experiment) -> None:

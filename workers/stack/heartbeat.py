@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from logging import getLogger
 
-from agentrl.workflow.store import rollout_claims, train_claims
+from agentrl.workflow.store import agent_attempts, rollout_claims, train_claims
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import Fence
 
@@ -20,6 +20,7 @@ class Heartbeat:
     lease_seconds: float
     _groups: dict[Fence, Callable[[], None]] = field(default_factory=dict)
     _iterations: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
+    _agents: dict[tuple[int, str], Callable[[], None]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> None:
@@ -46,6 +47,16 @@ class Heartbeat:
         with self._lock:
             self._iterations.pop((iteration, token), None)
 
+    def hold_agent(self, agent: int, claim: str, lost: Callable[[], None]) -> None:
+        """Renews the agent's lease from now on; calls `lost` once if its episode needs it no longer."""
+        with self._lock:
+            self._agents[agent, claim] = lost
+
+    def drop_agent(self, agent: int, claim: str) -> None:
+        """No longer renews it."""
+        with self._lock:
+            self._agents.pop((agent, claim), None)
+
     def _run(self) -> None:
         pause = threading.Event()
         while not pause.wait(self.lease_seconds / 3):
@@ -56,12 +67,18 @@ class Heartbeat:
 
     def _beat(self) -> None:
         with self._lock:
-            groups, iterations = dict(self._groups), dict(self._iterations)
+            groups, iterations, agents = dict(self._groups), dict(self._iterations), dict(self._agents)
         if groups:
             held = rollout_claims.extend_leases(self.db, list(groups), self.lease_seconds)
             for fence, lost in groups.items():
                 if fence.group not in held:
                     self.drop_group(fence)
+                    lost()
+        if agents:
+            had = agent_attempts.extend_agents(self.db, list(agents), self.lease_seconds)
+            for (agent, claim), lost in agents.items():
+                if agent not in had:
+                    self.drop_agent(agent, claim)
                     lost()
         for (iteration, token), lost in iterations.items():
             if not train_claims.extend_lease(self.db, iteration, token, self.lease_seconds):

@@ -32,7 +32,7 @@ MODULES = {
     "tools": "agentrl.workers.jobs.tools_job",
     "train": "agentrl.workers.jobs.train_job",
     "control": "agentrl.workers.stack.control_loop",
-    "agents": "agentrl.workers.jobs.agents_job",
+    "agents": "agentrl.workers.agents.agents_job",
     "endpoint": "agentrl.workers.serving.endpoint",
     "fit": "agentrl.workers.requests.requirements",
 }

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 
 from sqlalchemy import Connection, and_, case, func, select, update
 
+from agentrl.workflow.store.agent_attempts import STOPPED
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.planning import log
 from agentrl.workflow.store.rollout_claims import Fence, check_claim
@@ -75,7 +76,11 @@ def count_sent(tx: Connection, agents: Sequence[int]) -> None:
 def load_agents(tx: Connection, group: int, lease_seconds: float) -> dict[int, AgentState]:
     """Episode -> the agent of its current attempt, for the group's open episodes that have one."""
     lost = schema.agent_attempts.alias("before")
-    losses = select(func.count()).where(lost.c.episode_id == _EPISODES.id, lost.c.status == "lost").scalar_subquery()
+    losses = (
+        select(func.count())
+        .where(lost.c.episode_id == _EPISODES.id, lost.c.status == "lost", lost.c.error_class != STOPPED)
+        .scalar_subquery()
+    )
     overdue = case((_AGENTS.status == "running", is_lease_free(_AGENTS.lease_until, lease_seconds)), else_=False)
     query = (
         select(_AGENTS.id, _AGENTS.episode_id, _AGENTS.attempt, _AGENTS.status, _AGENTS.sends, _AGENTS.error_class)

@@ -1,0 +1,1 @@
+"""Who runs agents: one process for each episode, watched, bounded, ended whole."""

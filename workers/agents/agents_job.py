@@ -1,0 +1,127 @@
+"""The `agents` job: run the agent of one attempt of one episode, from its claim to the row that says how it ended.
+
+The agent gets a key that opens its episode alone; the row has its hash. What it returns travels by this job, never by the
+endpoint. A worker that is lost takes its agents along: the episode begins anew with another. One that is asked to stop gives
+its agents up at once.
+"""
+
+import hashlib
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from logging import getLogger
+
+from agentrl.workers.agents import processes, programs
+from agentrl.workers.agents.guardian import Order, Report
+from agentrl.workers.agents.processes import AgentUnready
+from agentrl.workers.stack.celery_app import app, row_id
+from agentrl.workers.stack.dispatch import NO_REPLY
+from agentrl.workers.stack.presence import find_endpoint_url
+from agentrl.workers.stack.process import claim_name, database, heartbeat, stopping, write_when_possible
+from agentrl.workers.stack.replies import Waker
+from agentrl.workflow.agents import LLM, AgentTask
+from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, ServiceError
+from agentrl.workflow.runtime.faults import faultpoint
+from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import agent_attempts
+from agentrl.workflow.store.agent_attempts import AgentEnd, AgentWork
+from agentrl.workflow.trajectory import Message
+
+log = getLogger("agentrl.agents")
+KEY_PREFIX = "agentrl-"
+URL_SECONDS = 60.0
+"""How long an agent waits for an endpoint to come up."""
+
+
+@app.task(name="agentrl.agent", throws=(ServiceError, InfraError))
+def agent(episode: int, attempt: int, reply_to: str) -> None:
+    """Runs the agent of that attempt, unless it is over or another worker has it."""
+    episode = row_id(episode)
+    if type(attempt) is not int or not 0 <= attempt < 2**31:
+        raise ConfigError(f"A job came with {attempt!r:.100} where an attempt's number belongs.")
+    url, key, claim = _endpoint_url(), KEY_PREFIX + secrets.token_urlsafe(32), claim_name()
+    key_hash = hashlib.sha256(key.encode()).hexdigest()
+    work = agent_attempts.claim_agent(database(), episode, attempt, claim, key_hash, settings().lease_seconds)
+    if work is None:
+        return
+    faultpoint("agent.claimed")
+    end = _run_claimed(work, claim, LLM(f"{url}/v1", key, work.run))
+    faultpoint("agent.over")
+    if end is None:
+        give_up = partial(agent_attempts.give_up_agent, database(), work.id, claim, "its agents worker was stopped")
+        write_when_possible(give_up)
+    else:
+        write_when_possible(partial(agent_attempts.finish_agent, database(), work.id, claim, end))
+    faultpoint("agent.ended")
+    if reply_to != NO_REPLY:
+        _waker().wake(reply_to, episode)
+
+
+def _endpoint_url() -> str:
+    """Where agents reach the endpoint.
+
+    Raises:
+        ServiceError: none runs.
+    """
+    deadline = time.monotonic() + URL_SECONDS
+    while True:
+        url = find_endpoint_url(database())
+        if url is not None:
+            return url
+        if stopping.wait(0.2) or time.monotonic() > deadline:
+            raise ServiceError("No endpoint runs, which agents call.", "Start one: agentrl worker endpoint")
+
+
+def _run_claimed(work: AgentWork, claim: str, llm: LLM) -> AgentEnd | None:
+    """How the agent ended; None where this worker had to end it."""
+    lost = threading.Event()
+    heartbeat().hold_agent(work.id, claim, lost.set)
+    try:
+        report = _run(work, llm, lambda: lost.is_set() or stopping.is_set())
+    except AgentUnready as error:
+        return AgentEnd(None, "AgentUnready", f"the agent {work.agent.name!r} cannot be loaded: {error}")
+    except ConfigError as error:
+        return AgentEnd(None, "AgentUnready", str(error))
+    except AgentRLError as error:
+        log.warning("an agent of %s was lost: %s", work.run, error)
+        return None
+    finally:
+        heartbeat().drop_agent(work.id, claim)
+    return None if report is None else AgentEnd(**asdict(report))
+
+
+def _run(work: AgentWork, llm: LLM, is_stopped: Callable[[], bool]) -> Report | None:
+    asked = work.agent
+    task = AgentTask(work.task, [message_dict(message) for message in work.messages], dict(work.metadata), work.reference)
+    with ExitStack() as stack:
+        place = stack.enter_context(programs.placed(asked, task, llm, work.config))
+        order = Order(
+            command=place.command,
+            environment=place.environment,
+            folder=place.folder,
+            answer_file=place.answer_file,
+            files=place.files,
+            task=asdict(task),
+            llm=asdict(place.llm),
+            timeout_seconds=asked.timeout_seconds,
+            memory_mb=asked.memory_mb,
+            processes=asked.processes,
+            output_bytes=asked.output_bytes,
+        )
+        faultpoint("agent.started")
+        return processes.run(order, "" if place.command else asked.name, is_stopped)
+
+
+def message_dict(message: Message) -> dict[str, str]:
+    """A task's message as clients take it."""
+    return {"role": message.role, "content": message.content}
+
+
+@Once
+def _waker() -> Waker:
+    return Waker(settings())

@@ -1,0 +1,48 @@
+"""Inside: gives a sandboxed program the one address that it may call, 127.0.0.1:8500, over a socket that leads to the endpoint.
+
+`bridge.py SOCKET COMMAND...`: forwards connections in a thread and runs the command as a child. This file runs inside of the
+sandbox, and imports the standard library alone.
+"""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+PORT = 8500
+
+
+def main(path: str, command: "list[str]") -> int:
+    """Runs the command with the address open; returns its exit code."""
+    listener = socket.create_server(("127.0.0.1", PORT), backlog=128)
+    threading.Thread(target=_serve, args=(listener, path), daemon=True).start()
+    ended = subprocess.run(command, check=False, env=dict(os.environ)).returncode
+    return ended if ended >= 0 else 128 - ended
+
+
+def _serve(listener: socket.socket, path: str) -> None:
+    while True:
+        caller, _ = listener.accept()
+        endpoint = socket.socket(socket.AF_UNIX)
+        try:
+            endpoint.connect(path)
+        except OSError:
+            caller.close()
+            continue
+        for source, target in ((caller, endpoint), (endpoint, caller)):
+            threading.Thread(target=_pump, args=(source, target), daemon=True).start()
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    for end, how in ((target, socket.SHUT_WR), (source, socket.SHUT_RD)):
+        with contextlib.suppress(OSError):
+            end.shutdown(how)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,31 @@
+"""A function agent as a program, for the sandbox: `python -P -m agentrl.workers.agents.function SPEC`.
+
+It is told its task and its model as any program is, and leaves what it returns as its answer.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+import sys
+from pathlib import Path
+
+from agentrl.workflow.agents import LLM, AgentTask, read_result
+from agentrl.workflow.plugins import find
+
+
+def main(spec: str) -> None:
+    """Calls the function once."""
+    task = AgentTask(**json.loads(Path(os.environ["AGENTRL_TASK"]).read_text()))
+    llm = LLM(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], os.environ["OPENAI_MODEL"])
+    value = find("agents", spec)(task, llm)
+    read = read_result(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
+    Path(os.environ["AGENTRL_ANSWER"]).write_text(json.dumps({"text": read.answer, "rewards": read.rewards}))
+
+
+async def _awaited(value: object) -> object:
+    return await value  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,384 @@
+"""The guardian of one agent: starts it, watches what it uses, ends it whole with all that it started, and reports.
+
+It is a process of its own, forked by the agent server. What the agent starts and leaves becomes the guardian's child (it is a
+subreaper), so nothing outlives it; it ends, and ends the agent, as soon as nobody holds the other end of its socket. It imports
+the standard library and `agents`, whose values the agent is given.
+"""
+
+import asyncio
+import ctypes
+import inspect
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from agentrl.workflow.agents import LLM, AgentTask, read_result
+
+LENGTH = struct.Struct("<Q")
+MOST_RESULT = 1 << 20
+"""Bytes of what an agent may return."""
+TAIL = 4000
+"""Bytes of its output that are kept."""
+MOST_FILES_BYTES = 1 << 30
+"""What a program may write into its folder, and in one file half of it."""
+MOST_FOLDERS = 10_000
+LOOK_SECONDS = 0.2
+"""Between two looks at what the agent uses."""
+END_SECONDS = 10.0
+WORDS = 2000
+"""The most characters of its error."""
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Order:
+    """An agent to run, as JSON.
+
+    Args:
+        command: the program and its arguments; empty for the server's function.
+        environment: all of its environment.
+        folder: where it is started.
+        answer_file: where a program may leave its answer; empty for a function.
+        files: what it may write into; empty for a function, which writes where it likes.
+        task, llm: what a function is given.
+    """
+
+    command: list[str]
+    environment: dict[str, str]
+    folder: str
+    answer_file: str
+    files: str
+    task: dict[str, Any]
+    llm: dict[str, str]
+    timeout_seconds: float
+    memory_mb: int
+    processes: int
+    output_bytes: int
+
+
+@dataclass
+class Report:
+    """How it ended, as JSON; `error_class` is empty where it returned."""
+
+    exit_code: int | None = None
+    error_class: str = ""
+    error: str = ""
+    answer: str | None = None
+    rewards: dict[str, float] | None = None
+    output: str = ""
+
+
+def send(connection: socket.socket, value: object) -> None:
+    """Sends a value as JSON, with its length before it."""
+    data = json.dumps(value).encode()
+    connection.sendall(LENGTH.pack(len(data)) + data)
+
+
+def receive(connection: socket.socket) -> Any:
+    """The value that was sent; None where the other end is closed."""
+    head = _exactly(connection, LENGTH.size)
+    data = head and _exactly(connection, LENGTH.unpack(head)[0])
+    return json.loads(data) if data else None
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    kept = bytearray()
+    while len(kept) < size:
+        some = connection.recv(min(size - len(kept), 1 << 20))
+        if not some:
+            return b""
+        kept += some
+    return bytes(kept)
+
+
+def guard(connection: socket.socket, function: Callable[..., Any] | None) -> None:
+    """Carries out the order that comes over the connection, and reports."""
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    order = receive(connection)
+    if order is None:
+        return
+    watch = _Watch(Order(**order), connection)
+    report = watch.run(function)
+    with suppress(OSError):  # nobody waits any more
+        send(connection, asdict(report))
+
+
+@dataclass
+class _Watch:
+    """An agent while it runs."""
+
+    order: Order
+    connection: socket.socket
+    _output: bytearray = field(default_factory=bytearray)
+    _result: bytearray = field(default_factory=bytearray)
+    _printed: int = 0
+
+    def run(self, function: Callable[..., Any] | None) -> Report:
+        output, output_in = os.pipe()
+        result, result_in = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _become_agent(self.order, function, output_in, result_in, (output, result, self.connection.fileno()))
+        os.close(output_in)
+        os.close(result_in)
+        ended = os.pidfd_open(pid)
+        over = self._follow(ended, output, result)
+        _end_descendants()
+        self._read(output, result, LOOK_SECONDS)
+        status = _reap(pid)
+        return self._report(over, status)
+
+    def _follow(self, ended: int, output: int, result: int) -> tuple[str, str]:
+        """Waits for its end; (error class, error) where it is ended."""
+        deadline = time.monotonic() + self.order.timeout_seconds
+        looked = 0.0
+        while True:
+            wanted: list[Any] = [ended, output, result, self.connection]
+            ready = select.select(wanted, [], [], LOOK_SECONDS)[0]
+            self._take(ready, output, result)
+            if ended in ready:
+                return "", ""
+            if self.connection in ready:
+                return "stopped", "it was to be stopped"
+            now = time.monotonic()
+            if now > deadline:
+                return "timeout", f"it ran for more than {self.order.timeout_seconds:g} s (agent.timeout_seconds)"
+            if self._printed > self.order.output_bytes:
+                return "output", f"it printed more than {self.order.output_bytes} bytes (agent.output_bytes)"
+            if now - looked > LOOK_SECONDS:
+                looked = now
+                if said := self._is_too_much():
+                    return said
+            if not ready:
+                continue
+            if output not in ready and result not in ready:
+                time.sleep(LOOK_SECONDS / 20)
+
+    def _is_too_much(self) -> tuple[str, str] | None:
+        family = descendants(os.getpid())
+        if len(family) > self.order.processes:
+            return "processes", f"it had {len(family)} processes, at most {self.order.processes} (agent.processes)"
+        used = sum(map(_resident, family)) >> 20
+        if used > self.order.memory_mb:
+            return "memory", f"it took {used} MB of memory, at most {self.order.memory_mb} (agent.memory_mb)"
+        if self.order.files and _written(self.order.files) > MOST_FILES_BYTES:
+            return "files", f"it wrote more than {MOST_FILES_BYTES >> 20} MB into its folder"
+        return None
+
+    def _take(self, ready: Sequence[Any], output: int, result: int) -> None:
+        if output in ready:
+            data = os.read(output, 1 << 16)
+            self._printed += len(data)
+            self._output += data
+            del self._output[:-TAIL]
+            if not data:
+                time.sleep(LOOK_SECONDS / 20)
+        if result in ready and len(self._result) <= MOST_RESULT:
+            self._result += os.read(result, 1 << 16)
+
+    def _read(self, output: int, result: int, seconds: float) -> None:
+        """What it still left in its pipes."""
+        deadline = time.monotonic() + seconds
+        for pipe in (output, result):
+            os.set_blocking(pipe, False)
+            while time.monotonic() < deadline:
+                before = self._printed, len(self._result)
+                with suppress(BlockingIOError):
+                    self._take([pipe], output, result)
+                if before == (self._printed, len(self._result)):
+                    break
+            os.close(pipe)
+
+    def _report(self, over: tuple[str, str], status: int) -> Report:
+        report = Report(status, *over, output=self._output.decode("utf-8", "backslashreplace"))
+        if report.error_class:
+            return report
+        try:
+            said = _said(self.order, bytes(self._result))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            said = {"error_class": "answer", "error": f"its answer cannot be read: {error}"[:WORDS]}
+        if status and not said.get("error_class"):
+            how = f"exit code {status}" if status > 0 else f"signal {-status}"
+            said = {"error_class": "exit", "error": f"it ended with {how}"}
+        for name, value in said.items():
+            setattr(report, name, value)
+        return report
+
+
+def _said(order: Order, result: bytes) -> dict[str, Any]:
+    """What the agent told, checked: a function's by the pipe, a program's in its file."""
+    if len(result) > MOST_RESULT:
+        raise ValueError(f"it has more than {MOST_RESULT} bytes")
+    if not order.answer_file:
+        found = json.loads(result) if result else {}
+        if found.get("error_class"):
+            return {name: str(found[name])[:WORDS] for name in ("error_class", "error")}
+        value = found.get("value")
+    else:
+        value = _read_answer(Path(order.answer_file))
+    read = read_result(value)
+    return {"answer": read.answer, "rewards": None if read.rewards is None else dict(read.rewards)}
+
+
+def _read_answer(path: Path) -> Any:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        data = file.read(MOST_RESULT + 1)
+    if len(data) > MOST_RESULT:
+        raise ValueError(f"it has more than {MOST_RESULT} bytes")
+    return json.loads(data) if data.strip() else None
+
+
+# inside of the agent's process
+
+
+def _become_agent(
+    order: Order, function: Callable[..., Any] | None, output: int, result: int, others: Sequence[int]
+) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        with suppress(OSError):  # the agent is what the kernel ends first
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((nothing, 0), (output, 1), (output, 2)):
+            os.dup2(source, target)
+        for descriptor in (*others, output, nothing):
+            os.close(descriptor)
+        os.environ.clear()
+        os.environ.update(order.environment)
+        os.chdir(order.folder)
+        if function is None:
+            os.close(result)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_FILES_BYTES // 2,) * 2)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            os.execvpe(order.command[0], order.command, order.environment)
+        code = _call(function, order, result)
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        code = 127
+    except BaseException:  # noqa: BLE001 - the guardian's stack lies below, and is not the agent's to unwind
+        traceback.print_exc()
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _call(function: Callable[..., Any], order: Order, result: int) -> int:
+    """Calls a function agent; what it returns or raises goes into the pipe."""
+    try:
+        value = function(AgentTask(**order.task), LLM(**order.llm))
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+        read = read_result(value)
+        told: Mapping[str, Any] = {"value": {"text": read.answer, "rewards": read.rewards}}
+    except BaseException as error:  # noqa: BLE001 - anybody's code; its words go into the row
+        traceback.print_exc()
+        told = {"error_class": type(error).__name__[:100], "error": f"{type(error).__name__}: {error}"[:WORDS]}
+    data = json.dumps(told).encode()
+    with os.fdopen(result, "wb") as pipe:
+        pipe.write(data)
+    return 0 if "value" in told else 1
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+# processes
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes below this one."""
+    found: set[int] = set()
+    level = {pid}
+    while level := {child for parent in level for child in _children(parent)} - found:
+        found |= level
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [
+            int(child)
+            for task in os.listdir(f"/proc/{pid}/task")
+            for child in Path(f"/proc/{pid}/task/{task}/children").read_bytes().split()
+        ]
+    except OSError:
+        return []
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE
+    except (OSError, IndexError):
+        return 0
+
+
+def _written(folder: str) -> int:
+    """Bytes on disk of the files below a folder; of so many that counting them takes long, at least as many."""
+    total, level = 0, [folder]
+    for _ in range(MOST_FOLDERS):
+        if not level:
+            break
+        with suppress(OSError), os.scandir(level.pop()) as entries:
+            for entry in entries:
+                with suppress(OSError):
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        level.append(entry.path)
+    return total if not level else MOST_FILES_BYTES + 1
+
+
+def _end_descendants() -> None:
+    """Kills until nothing is left: first all are stopped, so that none forks while the others are killed."""
+    deadline = time.monotonic() + END_SECONDS
+    while (family := descendants(os.getpid())) and time.monotonic() < deadline:
+        for signal_number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in family:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal_number)
+        _ended.update(_reap_all())
+        time.sleep(0.005)
+
+
+_ended: dict[int, int] = {}
+
+
+def _reap_all() -> dict[int, int]:
+    found = {}
+    with suppress(ChildProcessError):
+        while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
+            found[reaped[0]] = os.waitstatus_to_exitcode(reaped[1])
+    return found
+
+
+def _reap(pid: int) -> int:
+    """The exit code of the agent's own process."""
+    deadline = time.monotonic() + END_SECONDS
+    while pid not in _ended and time.monotonic() < deadline:
+        _ended.update(_reap_all())
+        time.sleep(0.001)
+    return _ended.get(pid, -int(signal.SIGKILL))

@@ -1,0 +1,186 @@
+"""Where an agent is started, and with what: a function in its worker's folder, a program in a sandbox and a folder of its own.
+
+A program runs what the model wrote. In bubblewrap it sees the system and the folder of the files that its command names, both
+read-only, and its own folder; of the network it sees one address, which leads to the endpoint. `network: all` gives it the
+network, `unsafe: true` leaves the sandbox out.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from agentrl.workers.agents import bridge, relay
+from agentrl.workers.agents.processes import clean_environment
+from agentrl.workflow.agents import LLM, AgentTask
+from agentrl.workflow.agents.held import check_held
+from agentrl.workflow.config import AgentConfig
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.sandbox import uid_pool
+from agentrl.workflow.settings import settings
+
+INSIDE = "/agent"
+"""A program's own folder, as it is called inside of the sandbox."""
+FUNCTION = "agentrl.workers.agents.function"
+SOCKET = "/run/endpoint"
+BRIDGE = "/run/bridge.py"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What an agent is started with.
+
+    Args:
+        command: empty for a function.
+        llm: where the model is from there.
+        files: the folder that it may write into, as this host calls it; empty for a function.
+    """
+
+    command: list[str]
+    environment: dict[str, str]
+    folder: str
+    answer_file: str
+    files: str
+    llm: LLM
+
+
+@contextmanager
+def placed(asked: AgentConfig, task: AgentTask, llm: LLM, config: Mapping[str, Any]) -> Iterator[Place]:
+    """The place of an agent, until it has ended.
+
+    Raises:
+        ConfigError: this machine cannot hold it.
+    """
+    check_held(asked)
+    if not asked.command and not asked.sandboxed:
+        yield Place([], clean_environment() | _model(llm), os.getcwd(), "", "", llm)
+        return
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-agent-", ignore_cleanup_errors=True)))
+        (folder / "files").mkdir()
+        (folder / "files" / "task.json").write_text(json.dumps(asdict(task), ensure_ascii=False))
+        if asked.sandboxed:
+            yield stack.enter_context(_sandboxed(asked, folder, llm, config))
+        else:
+            yield _unsafe(asked, folder / "files", llm)
+
+
+def _model(llm: LLM) -> dict[str, str]:
+    return {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": llm.model}
+
+
+def _told(folder: str) -> dict[str, str]:
+    return {"AGENTRL_TASK": f"{folder}/task.json", "AGENTRL_ANSWER": f"{folder}/answer.json"}
+
+
+def _unsafe(asked: AgentConfig, files: Path, llm: LLM) -> Place:
+    environment = clean_environment() | _model(llm) | _told(str(files))
+    return Place(_absolute(asked), environment, str(files), str(files / "answer.json"), str(files), llm)
+
+
+def _absolute(asked: AgentConfig) -> list[str]:
+    """The command; words that name files of the worker's folder say where these are, since the program has its own folder."""
+    if not asked.command:
+        return [sys.executable, "-P", "-m", FUNCTION, asked.name]
+    here = Path.cwd()
+    words = [str(here / word) if not word.startswith("-") and (here / word).is_file() else word for word in asked.command]
+    found = shutil.which(words[0])
+    if found is None:
+        raise ConfigError(f"The program {words[0]!r} of the agent is not found here.", "Give its whole path: cmd:/usr/bin/...")
+    return [found, *words[1:]]
+
+
+@contextmanager
+def _sandboxed(asked: AgentConfig, folder: Path, llm: LLM, config: Mapping[str, Any]) -> Iterator[Place]:
+    lease = uid_pool.lease_uid(uid_pool.uid_range(settings().sandbox_uids))
+    with ExitStack() as stack:
+        stack.callback(lease.release)
+        command = _absolute(asked)
+        words = _view(command, folder, config)
+        if asked.network == "endpoint":
+            address = urlsplit(llm.base_url)
+            stack.enter_context(relay.relayed(folder / "endpoint", str(address.hostname), address.port or 80))
+            port = bridge.PORT
+            llm = replace(llm, base_url=f"http://127.0.0.1:{port}{address.path}")
+            words += [
+                "--unshare-net",
+                "--ro-bind",
+                str(folder / "endpoint"),
+                SOCKET,
+                "--ro-bind",
+                bridge.__file__,
+                BRIDGE,
+            ]
+            command = ["/usr/bin/python3", "-I", BRIDGE, SOCKET, *command]
+        else:
+            words += ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf", "--ro-bind-try", "/etc/hosts", "/etc/hosts"]
+        environment = {"PATH": os.environ.get("PATH", ""), "HOME": INSIDE, "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
+        environment |= {"PYTHONPATH": os.pathsep.join(_imported(command))} if _imported(command) else {}
+        for name, value in (environment | _model(llm) | _told(INSIDE)).items():
+            words += ["--setenv", name, value]
+        options = folder / "options"  # not on a command line, which everybody on this host can read
+        options.write_bytes(b"".join(os.fsencode(word) + b"\0" for word in words))
+        for path in (folder, folder / "files", folder / "files" / "task.json", options):
+            if lease.uid is not None:
+                os.chown(path, lease.uid, lease.uid)
+        shell = 'exec 9< "$1"; rm -f "$1"; shift; exec "$@"'
+        bwrap = ["/bin/sh", "-c", shell, "sh", str(options), *_dropped(lease.uid), "bwrap", "--args", "9", "--", *command]
+        outer = {"PATH": os.environ.get("PATH", "/usr/bin:/bin")}
+        files = folder / "files"
+        yield Place(bwrap, outer, str(folder), str(files / "answer.json"), str(files), llm)
+
+
+def _dropped(uid: int | None) -> list[str]:
+    if uid is None:
+        return []
+    return ["setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups", "--no-new-privs", "--bounding-set=-all"]
+
+
+def _view(command: list[str], folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """The options of bubblewrap: what the program sees of this host, and what is hidden in that."""
+    words = ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent"]
+    words += ["--new-session", "--clearenv", "--cap-drop", "ALL", "--hostname", "agent", "--ro-bind", "/usr", "/usr"]
+    for linked in ("bin", "sbin", "lib", "lib32", "lib64"):
+        there = Path("/", linked)
+        link = (
+            ["--symlink", os.readlink(there), str(there)] if there.is_symlink() else ["--ro-bind-try", str(there), str(there)]
+        )
+        words += link
+    for path in ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl", "/etc/passwd", "/etc/group", "/etc/localtime"):
+        words += ["--ro-bind-try", path, path]
+    words += ["--size", str(256 << 20), "--tmpfs", "/tmp"]
+    named = [Path(word).parent for word in command if word.startswith("/") and Path(word).exists()]
+    read = {sys.prefix, sys.base_prefix, *_imported(command), *map(str, named)}
+    for name in sorted(path for path in read if path != "/" and not f"{path}/".startswith("/usr/")):
+        words += ["--ro-bind", name, name]
+    for hidden in sorted(_hidden(config)):
+        kind = ["--tmpfs", hidden] if Path(hidden).is_dir() else ["--ro-bind", os.devnull, hidden]
+        words += kind if any(f"{hidden}/".startswith(f"{path}/") for path in read) else []
+    words += ["--proc", "/proc", "--dev", "/dev", "--bind", str(folder / "files"), INSIDE, "--chdir", INSIDE]
+    return words
+
+
+def _imported(command: list[str]) -> list[str]:
+    """Where a function agent's module is found; a program brings its own."""
+    found = [str(Path(path).resolve()) for path in sys.path if path and Path(path).is_dir()]
+    return found if FUNCTION in command else []
+
+
+def _hidden(config: Mapping[str, Any]) -> set[str]:
+    """What may lie in a folder that the program reads, and is none of its business: the rows, keys, and the references."""
+    here = Path.cwd()
+    found = [
+        settings().root,
+        here / ".env",
+        here / ".git",
+        Path(str(config["dataset"]["name"])).absolute(),
+        settings().gsm8k_dir,
+    ]
+    return {str(Path(path).resolve()) for path in found if path is not None and Path(path).exists()}

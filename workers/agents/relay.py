@@ -1,0 +1,66 @@
+"""Outside: a Unix socket for one sandboxed agent, all of whose bytes go to the endpoint and nowhere else."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from agentrl.workflow.runtime.lazy import Once
+
+MOST_CONNECTIONS = 64
+"""Open connections of one agent."""
+
+
+@contextmanager
+def relayed(path: Path, host: str, port: int) -> Iterator[None]:
+    """Listens at the path, and passes each connection's bytes to that address, until it is left."""
+    loop = _loop()
+    server = asyncio.run_coroutine_threadsafe(_listen(path, host, port), loop).result()
+    path.chmod(0o666)  # the sandbox's user connects; its folder keeps others away
+    try:
+        yield
+    finally:
+        asyncio.run_coroutine_threadsafe(_close(server), loop).result()
+
+
+async def _listen(path: Path, host: str, port: int) -> asyncio.Server:
+    open_ones = asyncio.Semaphore(MOST_CONNECTIONS)
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with open_ones:
+            await _pass_on(reader, writer, host, port)
+
+    return await asyncio.start_unix_server(pass_on, path)
+
+
+async def _close(server: asyncio.Server) -> None:
+    server.close()
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
+    try:
+        answers, questions = await asyncio.open_connection(host, port)
+    except OSError:
+        writer.close()
+        return
+    sides = [asyncio.ensure_future(_pump(reader, questions)), asyncio.ensure_future(_pump(answers, writer))]
+    await asyncio.wait(sides)
+    for side in (writer, questions):
+        side.close()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    with suppress(OSError):
+        writer.write_eof()
+
+
+@Once
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="agents' relay", daemon=True).start()
+    return loop

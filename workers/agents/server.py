@@ -1,0 +1,69 @@
+"""A warm interpreter for agents: it has imported the agent's module, and forks a guardian for each episode.
+
+`python -P -m agentrl.workers.agents.server FD SPEC PATHS`: on the socket FD it says once what it imported, or why it
+cannot, and then takes one descriptor for each episode, the guardian's end of a socket. It was started with an environment
+without secrets, and ends when its worker does. SPEC is empty for programs, which need no module.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from agentrl.workers.agents import guardian
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+WORDS = 2000
+
+
+def main(control: socket.socket, spec: str, paths: list[str]) -> None:
+    """Serves until the other end of the socket is closed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guardians report over their sockets
+    sys.path[:] = paths
+    try:
+        function = _load(spec) if spec else None
+    except BaseException as error:  # noqa: BLE001 - anybody's module; its words go to the worker
+        guardian.send(control, {"error": f"{type(error).__name__}: {error}"[:WORDS]})
+        return
+    guardian.send(control, {"files": _own_files()})
+    while True:
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not descriptors:
+            return
+        _fork_guardian(socket.socket(fileno=descriptors[0]), function, control)
+
+
+def _load(spec: str) -> Callable[..., Any]:
+    from agentrl.workflow.plugins import find
+
+    found: Callable[..., Any] = find("agents", spec)
+    return found
+
+
+def _fork_guardian(connection: socket.socket, function: Callable[..., Any] | None, control: socket.socket) -> None:
+    with connection:
+        if os.fork():
+            return
+        code = 1
+        try:
+            control.close()
+            guardian.guard(connection, function)
+            code = 0
+        finally:
+            os._exit(code)
+
+
+def _own_files() -> list[str]:
+    """The files of modules that are not installed: who edits one wants it read again."""
+    installed = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(guardian.__file__)))
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    return sorted(file for file in files if file and not file.startswith(installed))
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], json.loads(sys.argv[3]))

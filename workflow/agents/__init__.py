@@ -1,0 +1,109 @@
+"""What a Python agent is given and may return. An agent is a function `solve(task, llm)`, sync or async, of anybody's code.
+
+It is given the task's messages and metadata, and where its model is; it returns None, a number (a reward), named rewards, or an
+`Answer`. What a program prints as its answer is read by the same rules.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MOST_REWARDS = 64
+LONGEST_NAME = 64
+LONGEST_ANSWER = 100_000
+REWARD = "agent"
+"""The name of a reward that an agent gives none."""
+
+
+@dataclass(frozen=True)
+class LLM:
+    """Where the agent's model is: for any client that speaks to OpenAI's API.
+
+    Args:
+        base_url: ends with `/v1`.
+        api_key: of use for this episode alone.
+        model: its name.
+    """
+
+    base_url: str
+    api_key: str
+    model: str
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """A task as an agent sees it.
+
+    Args:
+        key: its name in its dataset.
+        messages: role and content of each, as clients take them.
+        reference: None unless the run shows it to its agent.
+    """
+
+    key: str
+    messages: list[dict[str, Any]]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    reference: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an agent returns: the text that is its answer, and what it earned by its own account."""
+
+    text: str = ""
+    rewards: Mapping[str, float] | float | None = None
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    """What an agent returned, checked: its answer (None: the last turn of the model is it) and its own rewards by name."""
+
+    answer: str | None = None
+    rewards: Mapping[str, float] | None = None
+
+
+def read_result(value: Any) -> AgentResult:
+    """Reads what an agent returned.
+
+    Raises:
+        TypeError, ValueError: it is nothing that an agent may return; the message says what is.
+    """
+    if isinstance(value, Answer):
+        value = {"text": value.text, "rewards": value.rewards}
+    elif (isinstance(value, Mapping) and value.keys() - {"text", "rewards"}) or not isinstance(value, Mapping):
+        value = {"rewards": value}
+    return AgentResult(_text(value.get("text") or None), _rewards(value.get("rewards")))
+
+
+def _text(text: Any) -> str | None:
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"the text of an answer is a text, not {type(text).__name__}")
+    return None if text is None else text[:LONGEST_ANSWER].encode("utf-8", "replace").decode()
+
+
+def _rewards(rewards: Any) -> dict[str, float] | None:
+    if rewards is None:
+        return None
+    named = rewards if isinstance(rewards, Mapping) else {REWARD: rewards}
+    if len(named) > MOST_REWARDS:
+        raise ValueError(f"an agent gives at most {MOST_REWARDS} rewards, not {len(named)}")
+    return {_name(name): _number(value) for name, value in named.items()}
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
+        raise ValueError(f"the name of a reward is a text of at most {LONGEST_NAME} characters")
+    return name.encode("utf-8", "replace").decode()
+
+
+def _number(value: Any) -> float:
+    item = getattr(value, "item", None)  # of numpy and torch
+    value = item() if callable(item) and not isinstance(value, int | float) else value
+    if not isinstance(value, int | float):
+        raise TypeError(
+            f"an agent returns None, a number, named numbers or Answer(text, rewards), and no {type(value).__name__:.100}"
+        )
+    if not math.isfinite(value):
+        raise ValueError("a reward is a finite number")
+    return float(value)
