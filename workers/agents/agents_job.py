@@ -10,13 +10,12 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from logging import getLogger
 
 from agentrl.workers.agents import processes, programs
-from agentrl.workers.agents.guardian import Order, Report
+from agentrl.workers.agents.guardian import Report
 from agentrl.workers.agents.processes import AgentUnready
 from agentrl.workers.stack.celery_app import app, row_id
 from agentrl.workers.stack.dispatch import NO_REPLY
@@ -98,23 +97,9 @@ def _run_claimed(work: AgentWork, claim: str, llm: LLM) -> AgentEnd | None:
 def _run(work: AgentWork, llm: LLM, is_stopped: Callable[[], bool]) -> Report | None:
     asked = work.agent
     task = AgentTask(work.task, [message_dict(message) for message in work.messages], dict(work.metadata), work.reference)
-    with ExitStack() as stack:
-        place = stack.enter_context(programs.placed(asked, task, llm, work.config))
-        order = Order(
-            command=place.command,
-            environment=place.environment,
-            folder=place.folder,
-            answer_file=place.answer_file,
-            files=place.files,
-            task=asdict(task),
-            llm=asdict(place.llm),
-            timeout_seconds=asked.timeout_seconds,
-            memory_mb=asked.memory_mb,
-            processes=asked.processes,
-            output_bytes=asked.output_bytes,
-        )
+    with programs.placed(asked, task, llm, work.config) as place:
         faultpoint("agent.started")
-        return processes.run(order, "" if place.command else asked.name, is_stopped)
+        return processes.run(place.order(asked, task), place.spec(asked), is_stopped)
 
 
 def message_dict(message: Message) -> dict[str, str]:

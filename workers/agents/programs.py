@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from agentrl.workers.agents import bridge, relay
+from agentrl.workers.agents.guardian import Order
 from agentrl.workers.agents.processes import clean_environment
 from agentrl.workflow.agents import LLM, AgentTask
 from agentrl.workflow.agents.held import check_held
@@ -49,6 +50,26 @@ class Place:
     answer_file: str
     files: str
     llm: LLM
+
+    def spec(self, asked: AgentConfig) -> str:
+        """What the warm interpreter has to have imported; empty for a program."""
+        return "" if self.command else asked.name
+
+    def order(self, asked: AgentConfig, task: AgentTask) -> Order:
+        """The order for the guardian."""
+        return Order(
+            command=self.command,
+            environment=self.environment,
+            folder=self.folder,
+            answer_file=self.answer_file,
+            files=self.files,
+            task=asdict(task),
+            llm=asdict(self.llm),
+            timeout_seconds=asked.timeout_seconds,
+            memory_mb=asked.memory_mb,
+            processes=asked.processes,
+            output_bytes=asked.output_bytes,
+        )
 
 
 @contextmanager
@@ -103,7 +124,7 @@ def _sandboxed(asked: AgentConfig, folder: Path, llm: LLM, config: Mapping[str, 
     with ExitStack() as stack:
         stack.callback(lease.release)
         command = _absolute(asked)
-        words = _view(command, folder, config)
+        words = _view(command, folder, config, lease.uid)
         if asked.network == "endpoint":
             address = urlsplit(llm.base_url)
             stack.enter_context(relay.relayed(folder / "endpoint", str(address.hostname), address.port or 80))
@@ -143,7 +164,7 @@ def _dropped(uid: int | None) -> list[str]:
     return ["setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups", "--no-new-privs", "--bounding-set=-all"]
 
 
-def _view(command: list[str], folder: Path, config: Mapping[str, Any]) -> list[str]:
+def _view(command: list[str], folder: Path, config: Mapping[str, Any], uid: int | None) -> list[str]:
     """The options of bubblewrap: what the program sees of this host, and what is hidden in that."""
     words = ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent"]
     words += ["--new-session", "--clearenv", "--cap-drop", "ALL", "--hostname", "agent", "--ro-bind", "/usr", "/usr"]
@@ -156,15 +177,26 @@ def _view(command: list[str], folder: Path, config: Mapping[str, Any]) -> list[s
     for path in ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl", "/etc/passwd", "/etc/group", "/etc/localtime"):
         words += ["--ro-bind-try", path, path]
     words += ["--size", str(256 << 20), "--tmpfs", "/tmp"]
-    named = [Path(word).parent for word in command if word.startswith("/") and Path(word).exists()]
+    paths = [Path(word) for word in command if word.startswith("/") and Path(word).exists()]
+    named = {around for word in paths for around in (word.parent, word.resolve().parent)}
+    for needed in sorted(named):
+        if not _may_read(needed, uid):
+            raise ConfigError(f"The sandbox's user cannot read {str(needed)!r}, which the agent needs.", "Put it elsewhere.")
     read = {sys.prefix, sys.base_prefix, *_imported(command), *map(str, named)}
     for name in sorted(path for path in read if path != "/" and not f"{path}/".startswith("/usr/")):
-        words += ["--ro-bind", name, name]
+        words += ["--ro-bind", name, name] if _may_read(Path(name), uid) else []
     for hidden in sorted(_hidden(config)):
         kind = ["--tmpfs", hidden] if Path(hidden).is_dir() else ["--ro-bind", os.devnull, hidden]
         words += kind if any(f"{hidden}/".startswith(f"{path}/") for path in read) else []
     words += ["--proc", "/proc", "--dev", "/dev", "--bind", str(folder / "files"), INSIDE, "--chdir", INSIDE]
     return words
+
+
+def _may_read(folder: Path, uid: int | None) -> bool:
+    """Whether the sandbox's user may read the folder: `uid`, or this user."""
+    if uid is None:
+        return os.access(folder, os.R_OK | os.X_OK)
+    return all(path.stat().st_mode & 0o001 for path in (folder, *folder.parents)) and bool(folder.stat().st_mode & 0o004)
 
 
 def _imported(command: list[str]) -> list[str]:

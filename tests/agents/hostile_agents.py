@@ -1,0 +1,97 @@
+"""Agents that do what agents may do, and what they may not. `tests/agents/test_processes.py` runs them."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from agentrl.workflow.agents import Answer
+
+SLEEPER = "import os, time; os.setsid(); time.sleep(600)"
+
+
+def answers(task: Any, llm: Any) -> Answer:
+    print("hello from", task.key)
+    return Answer(f"{task.messages[0]['content']} {llm.model}", {"close": 0.5})
+
+
+async def answers_later(task: Any, llm: Any) -> float:
+    return 0.25
+
+
+def nothing(task: Any, llm: Any) -> None:
+    """Returns nothing."""
+
+
+def words(task: Any, llm: Any) -> str:
+    return "a text is no reward"
+
+
+def raises(task: Any, llm: Any) -> None:
+    raise ValueError("no such luck")
+
+
+def leaves(task: Any, llm: Any) -> None:
+    sys.exit(3)
+
+
+def sleeps(task: Any, llm: Any) -> None:
+    time.sleep(600)
+
+
+def program_that_sleeps(task: Any, llm: Any) -> None:
+    """Sleeps in a program, whose environment is its agent's."""
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(600)"], check=False)
+
+
+def breaks_away(task: Any, llm: Any) -> None:
+    """Leaves a grandchild in a session of its own, and ends."""
+    child = subprocess.Popen([sys.executable, "-c", SLEEPER], start_new_session=True)
+    Path(task.metadata["note"]).write_text(str(child.pid))
+
+
+def prints(task: Any, llm: Any) -> None:
+    """Prints without end."""
+    while True:
+        os.write(1, b"x" * (1 << 20))
+
+
+def allocates(task: Any, llm: Any) -> None:
+    kept = []
+    while True:
+        kept.append(bytearray(b"x" * (16 << 20)))
+        time.sleep(0.02)
+
+
+def forks(task: Any, llm: Any) -> None:
+    for _ in range(60):
+        subprocess.Popen([sys.executable, "-c", SLEEPER])
+    time.sleep(600)
+
+
+def looks_around(task: Any, llm: Any) -> Answer:
+    """What it can read of who started it: its own environment, and its parents'."""
+    found, pid = [], os.getpid()
+    while pid > 1:
+        try:
+            found.append(Path(f"/proc/{pid}/environ").read_text())
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            break
+        if len(found) == 3:  # itself, its guardian, its interpreter
+            break
+    return Answer(repr([*found, dict(os.environ)]))
+
+
+def dies(task: Any, llm: Any) -> None:
+    os.kill(os.getpid(), 9)
+
+
+def many_rewards(task: Any, llm: Any) -> dict[str, float]:
+    return {f"r{number}": 1.0 for number in range(1000)}
+
+
+def infinite(task: Any, llm: Any) -> float:
+    return float("inf")

@@ -1,0 +1,218 @@
+"""Agents' processes: real ones, that end as they like; nothing of them is left, and what they say is bounded."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.workers.agents import processes
+from agentrl.workers.agents.guardian import Order, Report
+from agentrl.workers.agents.processes import AgentUnready, servers
+from tests.support.network_machines import wait_until
+
+MODULE = "tests.agents.hostile_agents"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _end_servers() -> Iterator[None]:
+    yield
+    servers.close()
+
+
+def order(**changes: Any) -> Order:
+    wanted = {
+        "command": [],
+        "environment": {"PATH": os.environ["PATH"], "OPENAI_API_KEY": "key"},
+        "folder": os.getcwd(),
+        "answer_file": "",
+        "files": "",
+        "task": {"key": "t/1", "messages": [{"role": "user", "content": "Hi"}], "metadata": {}, "reference": None},
+        "llm": {"base_url": "http://127.0.0.1:1/v1", "api_key": "key", "model": "m"},
+        "timeout_seconds": 60.0,
+        "memory_mb": 2048,
+        "processes": 200,
+        "output_bytes": 1_000_000,
+    }
+    return Order(**{**wanted, **changes})
+
+
+def ran(name: str, **changes: Any) -> Report:
+    report = processes.run(order(**changes), f"{MODULE}:{name}", lambda: False)
+    assert report is not None
+    return report
+
+
+def program(tmp_path: Path, source: str, **changes: Any) -> Report:
+    """Python code as a program."""
+    wanted = {"folder": str(tmp_path), "files": str(tmp_path), "answer_file": str(tmp_path / "answer.json")}
+    report = processes.run(order(command=[sys.executable, "-c", source], **wanted, **changes), "", lambda: False)
+    assert report is not None
+    return report
+
+
+def test_what_a_function_returns_and_prints_is_reported() -> None:
+    report = ran("answers")
+    assert (report.exit_code, report.error_class) == (0, "")
+    assert (report.answer, report.rewards) == ("Hi m", {"close": 0.5})
+    assert report.output == "hello from t/1\n"
+
+
+def test_an_async_function_is_awaited_and_a_number_is_a_reward() -> None:
+    assert ran("answers_later").rewards == {"agent": 0.25}
+
+
+def test_nothing_is_fine() -> None:
+    report = ran("nothing")
+    assert (report.answer, report.rewards, report.error_class) == (None, None, "")
+
+
+def test_an_exception_is_told_in_its_words_with_its_traceback_in_the_output() -> None:
+    report = ran("raises")
+    assert (report.error_class, report.error) == ("ValueError", "ValueError: no such luck")
+    assert 'raise ValueError("no such luck")' in report.output
+
+
+@pytest.mark.parametrize(("name", "kind"), [("words", "TypeError"), ("many_rewards", "ValueError"), ("infinite", "ValueError")])
+def test_what_no_agent_may_return_is_an_error(name: str, kind: str) -> None:
+    report = ran(name)
+    assert (report.error_class, report.answer, report.rewards) == (kind, None, None)
+
+
+def test_an_exit_and_a_signal_are_told_apart_from_a_return() -> None:
+    assert ran("leaves").error_class == "SystemExit"
+    killed = ran("dies")
+    assert (killed.exit_code, killed.error_class) == (-9, "exit")
+
+
+def test_an_agent_over_its_time_is_ended() -> None:
+    assert ran("sleeps", timeout_seconds=0.5).error_class == "timeout"
+
+
+def test_an_agent_that_prints_without_end_is_ended_and_its_tail_is_kept() -> None:
+    report = ran("prints")
+    assert (report.error_class, report.output[:10]) == ("output", "x" * 10)
+    assert len(report.output) <= 4000
+
+
+def test_an_agent_that_takes_too_much_memory_is_ended() -> None:
+    assert ran("allocates", memory_mb=200).error_class == "memory"
+
+
+def test_an_agent_that_forks_too_much_is_ended_with_all_that_it_forked() -> None:
+    assert ran("forks", processes=20).error_class == "processes"
+    wait_until(lambda: not _sleepers(), "nothing sleeps any more")
+
+
+def test_what_broke_away_from_an_agent_ends_with_it(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    task = {"key": "t", "messages": [], "metadata": {"note": str(note)}, "reference": None}
+    assert ran("breaks_away", task=task).error_class == ""
+    assert not Path(f"/proc/{note.read_text()}").exists()
+
+
+def test_no_secret_of_the_worker_is_in_an_environment_that_its_agent_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers.close()
+    monkeypatch.setenv("AGENTRL_DATABASE_URL", "postgresql://owner:hidden@db/agentrl")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden too")
+    seen = ran("looks_around").answer
+    assert seen is not None
+    assert "OPENAI_API_KEY" in seen
+    assert "hidden" not in seen
+
+
+def test_an_edited_agent_is_imported_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "edited_agent.py"
+    for number in (1, 22):
+        file.write_text(f"def solve(task, llm):\n    return {number}\n")
+        report = processes.run(order(), "edited_agent:solve", lambda: False)
+        assert report is not None
+        assert report.rewards == {"agent": float(number)}
+
+
+def test_an_agent_that_cannot_be_imported_is_said_to_be_unready() -> None:
+    with pytest.raises(AgentUnready, match="no_such_agent"):
+        processes.run(order(), "tests.agents.no_such_agent:solve", lambda: False)
+
+
+def test_an_agent_that_is_no_longer_wanted_is_ended() -> None:
+    wanted = threading.Event()
+    threading.Timer(0.7, wanted.set).start()
+    marked = order(environment={"PATH": os.environ["PATH"], "MARK": "unwanted"})
+    assert processes.run(marked, f"{MODULE}:program_that_sleeps", wanted.is_set) is None
+    wait_until(lambda: not _marked("MARK=unwanted"), "the agent is gone")
+
+
+def test_a_program_leaves_its_answer_in_a_file(tmp_path: Path) -> None:
+    source = (
+        'import os, pathlib; pathlib.Path(\'answer.json\').write_text(\'{"text": "4", "rewards": {"a": 1}}\'); print(\'x\')'
+    )
+    report = program(tmp_path, source)
+    assert (report.answer, report.rewards, report.output) == ("4", {"a": 1.0}, "x\n")
+
+
+def test_a_program_that_fails_is_told_by_its_exit_code(tmp_path: Path) -> None:
+    report = program(tmp_path, "import sys; sys.exit('lost')")
+    assert (report.exit_code, report.error_class, report.output) == (1, "exit", "lost\n")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "open('answer.json', 'w').write('[' * 100000)",
+        "open('answer.json', 'w').write('x' * 2000000)",
+        "import os; os.symlink('/etc/passwd', 'answer.json')",
+        "import os; os.mkfifo('answer.json')",
+        "open('answer.json', 'w').write('{\"text\": 7}')",
+        "open('answer.json', 'wb').write(b'\\xff\\xfe{')",
+    ],
+)
+def test_an_answer_that_cannot_be_read_is_an_error_and_nothing_worse(tmp_path: Path, source: str) -> None:
+    report = program(tmp_path, source)
+    assert (report.answer, report.rewards) == (None, None)
+    assert report.error_class in ("answer", "")
+
+
+def test_a_program_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+    wanted = {"folder": str(tmp_path), "files": str(tmp_path), "answer_file": str(tmp_path / "answer.json")}
+    report = processes.run(order(command=["/nowhere/agent"], **wanted), "", lambda: False)
+    assert report is not None
+    assert (report.exit_code, report.error_class) == (127, "exit")
+
+
+def test_no_agent_outlives_its_worker(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        servers._servers.clear()  # the parent's, whose sockets are not this process's to use
+        try:
+            processes.run(
+                order(environment={"PATH": os.environ["PATH"], "MARK": "orphan"}),
+                f"{MODULE}:program_that_sleeps",
+                lambda: False,
+            )
+        finally:
+            os._exit(0)
+    wait_until(lambda: bool(_marked("MARK=orphan")), "the agent runs")
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    wait_until(lambda: not _marked("MARK=orphan"), "the agent is gone")
+
+
+def _marked(mark: str) -> list[str]:
+    return [path.parent.name for path in Path("/proc").glob("[0-9]*/environ") if mark in _text(path)]
+
+
+def _sleepers() -> list[str]:
+    return [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if "os.setsid(); time.sleep(600)" in _text(path)]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,235 @@
+"""Programs that are agents, in their sandbox: what they see of this host, what they reach, and that they do their work."""
+
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.workers.agents import processes, programs
+from agentrl.workers.agents.guardian import Report
+from agentrl.workers.agents.processes import servers
+from agentrl.workflow.agents import LLM, AgentTask
+from agentrl.workflow.agents.held import check_held
+from agentrl.workflow.config import AgentConfig
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.settings import settings
+from tests.conftest import missing
+
+CONFIG = {"dataset": {"name": "arithmetic"}}
+ASKS = """
+import json, os, urllib.request
+task = json.load(open(os.environ["AGENTRL_TASK"]))
+asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/models")
+asked.add_header("Authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+said = urllib.request.urlopen(asked, timeout=20).read().decode()
+told = {"text": task["messages"][0]["content"] + " " + said, "rewards": {"own": 0.5}}
+json.dump(told, open(os.environ["AGENTRL_ANSWER"], "w"))
+"""
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    """Says who asked."""
+
+    def do_GET(self) -> None:
+        body = f"{self.path} {self.headers['Authorization']}".encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *words: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _end_servers() -> Iterator[None]:
+    try:
+        check_held(AgentConfig(name="cmd:python3"))
+    except ConfigError:
+        missing("bubblewrap")
+    yield
+    servers.close()
+
+
+@contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def ran(endpoint: str, asked: AgentConfig, config: Any = CONFIG) -> Report:
+    task = AgentTask("t/1", [{"role": "user", "content": "Hi"}], {"n": 1})
+    with programs.placed(asked, task, LLM(endpoint, "secret-key", "m"), config) as place:
+        report = processes.run(place.order(asked, task), place.spec(asked), lambda: False)
+    assert report is not None
+    return report
+
+
+def script(folder: Path, source: str, **changes: Any) -> AgentConfig:
+    folder.chmod(0o755)
+    (folder / "agent.py").write_text(source)
+    (folder / "agent.py").chmod(0o644)
+    return AgentConfig(**{"name": "cmd:/usr/bin/python3 agent.py", "timeout_seconds": 60, **changes})
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may read."""
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory(prefix="agent-test-", dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("changes", [{}, {"unsafe": True}, {"network": "all"}], ids=["sandbox", "unsafe", "network"])
+def test_a_program_reads_its_task_asks_its_model_and_answers(open_folder: Path, endpoint: str, changes: dict[str, Any]) -> None:
+    with inside(open_folder):
+        report = ran(endpoint, script(open_folder, ASKS, **changes))
+    assert report.error_class == "", report
+    assert (report.answer, report.rewards) == ("Hi /v1/models Bearer secret-key", {"own": 0.5})
+
+
+def test_a_function_may_be_put_into_the_sandbox_too(endpoint: str) -> None:
+    asked = AgentConfig(name="tests.agents.hostile_agents:answers", sandbox=True)
+    if os.geteuid() == 0 and Path(sys.executable).resolve().is_relative_to("/root"):
+        with pytest.raises(ConfigError, match="cannot read '/root"):
+            ran(endpoint, asked)
+    else:
+        report = ran(endpoint, asked)
+        assert (report.answer, report.rewards) == ("Hi m", {"close": 0.5}), report
+
+
+def test_nothing_but_the_endpoint_is_reached(open_folder: Path, endpoint: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        source = f"""
+import socket
+for address in (("127.0.0.1", {port}), ("1.1.1.1", 53), ("127.0.0.1", 5432), ("127.0.0.1", 6379)):
+    try:
+        socket.create_connection(address, timeout=3)
+        print("reached", address)
+    except OSError as error:
+        print("no")
+"""
+        with inside(open_folder):
+            assert ran(endpoint, script(open_folder, source)).output == "no\n" * 4
+
+
+def test_a_program_sees_neither_the_rows_nor_the_dataset_nor_the_processes_outside(
+    open_folder: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = open_folder / ".agentrl"
+    home.mkdir()
+    (home / "agentrl.db").write_text("rows")
+    (open_folder / "tasks.jsonl").write_text("references")
+    (open_folder / ".env").write_text("secrets")
+    monkeypatch.setenv("AGENTRL_HOME", str(home))
+    monkeypatch.setenv("AGENTRL_DATABASE_URL", "postgresql://hidden")
+    settings.cache_clear()
+    source = """
+import os, glob
+seen = []
+for path in (".agentrl/agentrl.db", "tasks.jsonl", ".env", "/etc/shadow", "/root/.bashrc"):
+    try:
+        seen.append(open(os.path.join(FOLDER, path)).read())
+    except OSError:
+        pass
+for path in glob.glob("/proc/[0-9]*/environ"):
+    try:
+        seen.append(open(path).read())
+    except OSError:
+        pass
+try:
+    open(os.path.join(FOLDER, "agent.py"), "a").write("x")
+    seen.append("written")
+except OSError:
+    pass
+print("".join(seen).replace("\\0", "\\n"))
+""".replace("FOLDER", repr(str(open_folder)))
+    try:
+        with inside(open_folder):
+            said = ran(endpoint, script(open_folder, source), {"dataset": {"name": "tasks.jsonl"}}).output
+    finally:
+        monkeypatch.undo()
+        settings.cache_clear()
+    for secret in ("rows", "references", "secrets", "hidden", "written", "root:"):
+        assert secret not in said
+    assert "OPENAI_API_KEY=secret-key" in said
+
+
+def test_its_key_is_on_no_command_line(open_folder: Path, endpoint: str) -> None:
+    with inside(open_folder):
+        asked = script(open_folder, "import time; time.sleep(600)")
+        ended = threading.Event()
+        task = AgentTask("t/1", [], {})
+        with programs.placed(asked, task, LLM(endpoint, "a-very-secret-key", "m"), CONFIG) as place:
+            worker = threading.Thread(target=processes.run, args=(place.order(asked, task), "", ended.is_set))
+            worker.start()
+            found = ""
+            for _ in range(100):
+                lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+                found = b"".join(lines).decode(errors="replace")
+                if "agent.py" in found:
+                    break
+                ended.wait(0.05)
+            ended.set()
+            worker.join()
+    assert "agent.py" in found
+    assert "a-very-secret-key" not in found
+
+
+def test_a_program_that_writes_too_much_is_ended(open_folder: Path, endpoint: str) -> None:
+    source = "f = open('big', 'wb')\nwhile True: f.write(b'x' * (1 << 20))"
+    with inside(open_folder):
+        report = ran(endpoint, script(open_folder, source))
+    assert report.error_class in ("exit", "files")
+
+
+def test_what_a_program_started_ends_with_it(open_folder: Path, endpoint: str) -> None:
+    started = "['/usr/bin/python3', '-c', 'import time; time.sleep(777)']"
+    source = f"import subprocess; subprocess.Popen({started}, start_new_session=True)"
+    with inside(open_folder):
+        assert ran(endpoint, script(open_folder, source)).error_class == ""
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert b"time.sleep(777)" not in b"".join(lines)
+
+
+def test_a_machine_without_bubblewrap_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="bubblewrap"):
+        check_held(AgentConfig(name="cmd:python3 agent.py"))
+    check_held(AgentConfig(name="cmd:python3 agent.py", unsafe=True))
+
+
+def test_a_program_that_is_not_found_is_named(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="no-such-program"):
+        ran(endpoint, AgentConfig(name="cmd:no-such-program"))
+
+
+def test_the_task_file_holds_what_the_agent_may_know(open_folder: Path, endpoint: str) -> None:
+    with inside(open_folder):
+        said = ran(endpoint, script(open_folder, "import os; print(open(os.environ['AGENTRL_TASK']).read())")).output
+    assert json.loads(said) == {
+        "key": "t/1", "messages": [{"role": "user", "content": "Hi"}], "metadata": {"n": 1}, "reference": None
+    }  # fmt: skip
