@@ -116,7 +116,7 @@ def _check_tools(origin: "Origin", made: "Experiment") -> "ToolsReport":
         for call in calls:
             if call["step"] < episode.inherited and call["exit_status"] and keeps_session(tools.get(call["tool"])):
                 run(call["tool"], call["arguments"])  # a fork's own cells follow its parent's
-        return check_tools(episode, calls, run, effects, reads if made.config.agent is None else None)
+        return check_tools(episode, calls, run, effects, reads)
 
 
 def _check_tokens(origin: "Origin", made: "Experiment") -> "TokensReport":

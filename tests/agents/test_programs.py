@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.workers.agents import processes, programs
+from agentrl.workers.agents import agent_programs, processes
 from agentrl.workers.agents.guardian import Report
 from agentrl.workers.agents.processes import servers
 from agentrl.workflow.agents import LLM, AgentTask
@@ -79,7 +79,7 @@ def inside(folder: Path) -> Iterator[None]:
 
 def ran(endpoint: str, asked: AgentConfig, config: Any = CONFIG) -> Report:
     task = AgentTask("t/1", [{"role": "user", "content": "Hi"}], {"n": 1})
-    with programs.placed(asked, task, LLM(endpoint, "secret-key", "m"), config) as place:
+    with agent_programs.placed(asked, task, LLM(endpoint, "secret-key", "m"), config) as place:
         report = processes.run(place.order(asked, task), place.spec(asked), lambda: False)
     assert report is not None
     return report
@@ -183,7 +183,7 @@ def test_its_key_is_on_no_command_line(open_folder: Path, endpoint: str) -> None
         asked = script(open_folder, "import time; time.sleep(600)")
         ended = threading.Event()
         task = AgentTask("t/1", [], {})
-        with programs.placed(asked, task, LLM(endpoint, "a-very-secret-key", "m"), CONFIG) as place:
+        with agent_programs.placed(asked, task, LLM(endpoint, "a-very-secret-key", "m"), CONFIG) as place:
             worker = threading.Thread(target=processes.run, args=(place.order(asked, task), "", ended.is_set))
             worker.start()
             found = ""
@@ -219,7 +219,7 @@ def test_a_machine_without_bubblewrap_says_what_to_install(monkeypatch: pytest.M
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="bubblewrap"):
         check_held(AgentConfig(name="cmd:python3 agent.py"))
-    check_held(AgentConfig(name="cmd:python3 agent.py", unsafe=True))
+    check_held(AgentConfig(name="cmd:/usr/bin/python3 agent.py", unsafe=True))
 
 
 def test_a_program_that_is_not_found_is_named(endpoint: str) -> None:

@@ -88,6 +88,7 @@ def fill(tx: Connection, shape: Mapping[str, int]) -> list[Run]:
     _steps(tx)
     _calls(tx)
     _sessions(tx)
+    _agents(tx)
     _rewards(tx)
     _updates(tx)
     _again(tx, runs[0])
@@ -309,6 +310,14 @@ def _sessions(tx: Connection) -> None:
     episodes = schema.episodes.c
     rows = {"episode_id": episodes.id, "attempt": episodes.attempt, "tool": literal("python"), "owner": literal("")}
     _copy(tx, schema.tool_sessions, rows, select().select_from(schema.episodes), episodes.id)
+
+
+def _agents(tx: Connection) -> None:
+    """One for each episode, as if agents had made all of them."""
+    episodes, runs = schema.episodes.c, schema.runs.c
+    rows = {"run": runs.name, "episode_id": episodes.id, "attempt": episodes.attempt, "status": literal("ended")}
+    of_runs = select().join_from(schema.episodes, schema.runs, runs.id == episodes.run_id)
+    _copy(tx, schema.agent_attempts, rows, of_runs, episodes.id)
 
 
 def _rewards(tx: Connection) -> None:

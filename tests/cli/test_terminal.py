@@ -39,7 +39,16 @@ def test_help_has_every_command_in_a_group_with_a_whole_line_each_and_three_exam
 def test_the_options_of_submit_are_in_groups_hooks_included(capsys: pytest.CaptureFixture[str]) -> None:
     text = agentrl(capsys, "submit", "--help")
     heads = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert heads == ["What it learns from:", "Learning:", "The model:", "Sampling:", "The run:", "Stored episodes:", "Options:"]
+    assert heads == [
+        "What it learns from:",
+        "Learning:",
+        "The model:",
+        "Your own agent:",
+        "Sampling:",
+        "The run:",
+        "Stored episodes:",
+        "Options:",
+    ]
     assert text.index("--hook") > text.index("The run:")
 
 

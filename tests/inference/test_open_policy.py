@@ -138,7 +138,7 @@ def test_a_stream_that_is_left_stops_its_turn(opened: OpenPolicy) -> None:
 
 def test_an_engine_that_tells_of_no_token_is_streamed_in_one_piece(opened: OpenPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = opened.chat.turn(Message("assistant", "42"))
-    monkeypatch.setattr(opened, "engine", ScriptedEngine([answer, answer]))
+    monkeypatch.setattr(opened, "engine", ScriptedEngine([answer, answer], tells=False))
     assert list(opened.stream(ASKED)) == ["42"]
     assert opened.generate(ASKED).message.content == "42"
 

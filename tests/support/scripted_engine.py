@@ -17,6 +17,7 @@ class ScriptedEngine:
         seconds: slept before each answer.
         workers: requests answered at the same time.
         pace: called before each token that somebody hears.
+        tells: whether whoever wants to hear each token does.
     """
 
     def __init__(
@@ -25,10 +26,12 @@ class ScriptedEngine:
         seconds: float = 0.0,
         workers: int = 8,
         pace: Callable[[], object] = lambda: None,
+        tells: bool = True,
     ) -> None:
         self._script = script if callable(script) else _in_order(script)
         self._seconds = seconds
         self._pace = pace
+        self._tells = tells
         self._pool = ThreadPoolExecutor(workers)
 
     def submit(self, request: GenerateRequest) -> Future[Completion]:
@@ -46,7 +49,7 @@ class ScriptedEngine:
         time.sleep(self._seconds)
         whole = tuple(self._script(request))
         ids = whole[: request.max_new_tokens]
-        if request.heard is not None:
+        if request.heard is not None and self._tells:
             ids = _heard(ids, request.heard, self._pace)
         return Completion(ids, (-1.0,) * len(ids), "stop" if ids == whole else "length", self._seconds)
 

@@ -11,8 +11,9 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.workers.requests import requirements
-from agentrl.workers.requests.agent_request import check_function, check_program, remark_on_agent, settle_agent
+from agentrl.workers.requests.agent_request import check_function, remark_on_agent, settle_agent
 from agentrl.workers.requests.eval_config import eval_config, stored_sampling_values
+from agentrl.workflow.agents.held import check_held
 from agentrl.workflow.config import KEYS, AgentConfig, RunConfig, build
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import ConfigError, DatasetError
@@ -153,9 +154,9 @@ def test_what_cannot_be_called_as_an_agent_says_how_to_write_one(function: Calla
 
 
 def test_a_program_that_is_not_here_is_named() -> None:
-    check_program(AgentConfig(name="cmd:sh -c true"))
+    check_held(AgentConfig(name="cmd:sh -c true"))
     with pytest.raises(ConfigError, match="'pythn' is not found on PATH"):
-        check_program(AgentConfig(name="cmd:pythn agent.py"))
+        check_held(AgentConfig(name="cmd:pythn agent.py"))
 
 
 def test_a_misspelt_function_or_module_gets_the_nearest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +246,7 @@ def test_a_dry_run_shows_the_agent(home: Path, tmp_path: Path, capsys: pytest.Ca
     assert plan["agent"] == f"{HERE}:solve (no sandbox)"
     assert plan["rewards"] == "numeric_answer x 1, the agent's own x 0"
     assert plan["config"]["agent"]["name"] == f"{HERE}:solve"
-    assert main([*words, "--agent-sandbox", "--agent-network", "all", "--dry-run", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["agent"] == f"{HERE}:solve (in the sandbox, reaches all)"
+    words[-1] = "cmd:/bin/sh -c true"
+    assert main([*words, "--agent-network", "all", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["agent"] == "cmd:/bin/sh -c true (in the sandbox, reaches all)"
     assert not home.exists()

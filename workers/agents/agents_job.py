@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from logging import getLogger
 
-from agentrl.workers.agents import processes, programs
+from agentrl.workers.agents import agent_programs, processes
 from agentrl.workers.agents.guardian import Report
 from agentrl.workers.agents.processes import AgentUnready
 from agentrl.workers.stack.celery_app import app, row_id
@@ -97,7 +97,7 @@ def _run_claimed(work: AgentWork, claim: str, llm: LLM) -> AgentEnd | None:
 def _run(work: AgentWork, llm: LLM, is_stopped: Callable[[], bool]) -> Report | None:
     asked = work.agent
     task = AgentTask(work.task, [message_dict(message) for message in work.messages], dict(work.metadata), work.reference)
-    with programs.placed(asked, task, llm, work.config) as place:
+    with agent_programs.placed(asked, task, llm, work.config) as place:
         faultpoint("agent.started")
         return processes.run(place.order(asked, task), place.spec(asked), is_stopped)
 

@@ -4,11 +4,11 @@ What an `agents` worker lacks for it is asked there (`requirements`); here is wh
 """
 
 import inspect
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from agentrl.workflow.config import AgentConfig, RunConfig
+from agentrl.workflow.agents.held import check_held
+from agentrl.workflow.config import RunConfig
 from agentrl.workflow.envs import Env, gives_rewards
 from agentrl.workflow.errors import ConfigError, DatasetError
 from agentrl.workflow.experiment import Experiment
@@ -32,8 +32,8 @@ def settle_agent(made: Experiment, tasks: Sequence[Task]) -> RunConfig:
         return made.config
     if made.agent is not None:
         check_function(asked.name, made.agent)
-    elif not settings().broker_url:  # else the workers' machines have the program
-        check_program(asked)
+    if not settings().broker_url:  # else the workers' machines have what it needs
+        check_held(asked)
     _check_env(made.config.env, made.env)
     silent = [task.key for task in tasks if not task.messages]
     if silent:
@@ -64,18 +64,6 @@ def check_function(name: str, function: Callable[..., Any]) -> None:
         signature.bind(None, None)
     except TypeError as error:
         raise ConfigError(f"The agent {name!r} cannot be called with a task and a model: {error}.", SHAPE) from error
-
-
-def check_program(asked: AgentConfig) -> None:
-    """Checks that this machine has an agent's program, for a stack that runs here.
-
-    Raises:
-        ConfigError: it has not.
-    """
-    if asked.command and shutil.which(asked.command[0]) is None:
-        raise ConfigError(
-            f"The agent's program {asked.command[0]!r} is not found on PATH.", "Write --agent 'cmd:PROGRAM ARGUMENTS'."
-        )
 
 
 def remark_on_agent(made: Experiment) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from agentrl.workers.requests.eval_config import SINGLE_PASS, sampling_values
 from agentrl.workers.requests.submission import PreparedRun, manifest, submission_of
 from agentrl.workflow.config import build
-from agentrl.workflow.errors import ConfigError, ModelError
+from agentrl.workflow.errors import ConfigError, ModelError, StateError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import Fork, ForkPoint, load_fork_point
@@ -54,7 +54,7 @@ def prepare_fork(db: Database, asked: ForkRequest) -> PreparedRun:
     parent = Experiment.load(point.run["config"])
     if parent.config.agent is not None:
         said = f"Episode {asked.episode} was made by the agent {parent.config.agent.name!r:.100}: it cannot be forked yet."
-        raise ConfigError(said, "Train on with its policy: --model RUN@N.")
+        raise StateError(said, "Train on with its policy: --model RUN@N.")
     if parent.env.resumability == "restart" and asked.step:
         raise ConfigError(f"The env {parent.config.env!r} cannot be rebuilt in mid-episode.", "Fork its first step: --step 0.")
     values = {"name": asked.name, "output_dir": None, "rollout.group_size": asked.n, "rollout.tasks_per_iteration": 1}

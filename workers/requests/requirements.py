@@ -19,7 +19,7 @@ from typing import Any
 from celery.worker.control import inspect_command
 
 from agentrl import __version__
-from agentrl.workers.requests.agent_request import check_function, check_program
+from agentrl.workers.requests.agent_request import check_function
 from agentrl.workers.stack.celery_app import AGENTS, ALL_QUEUES, QUEUES, app
 from agentrl.workers.stack.process import worker_name
 from agentrl.workflow.agents.held import check_held
@@ -268,8 +268,6 @@ def _check_agent(made: Experiment) -> None:
         return
     if made.agent is not None:
         check_function(asked.name, made.agent)
-    elif not asked.sandboxed:
-        check_program(asked)
     check_held(asked)
 
 

@@ -1,13 +1,20 @@
-"""Whether this machine can hold an agent as its run wants it."""
+"""Whether this machine can hold an agent as its run wants it, and what its command is here."""
 
+import os
 import shutil
+import sys
+from pathlib import Path
 
 from agentrl.workflow.config import AgentConfig
 from agentrl.workflow.errors import ConfigError
 
+FUNCTION = "agentrl.workers.agents.function"
+"""The module that runs a function as a program."""
+SYSTEM_PYTHON = "/usr/bin/python3"
+
 
 def check_held(asked: AgentConfig) -> None:
-    """Checks that this machine has what holds the agent.
+    """Checks that this machine has what the agent needs and what holds it.
 
     Raises:
         ConfigError: it has not.
@@ -17,3 +24,52 @@ def check_held(asked: AgentConfig) -> None:
             "The agent runs in bubblewrap, which is not installed here.",
             "Install it (apt-get install bubblewrap), or say --agent-unsafe where nothing else can be harmed.",
         )
+    if asked.sandboxed or asked.command:
+        command_of(asked)
+
+
+def command_of(asked: AgentConfig) -> list[str]:
+    """The agent's command; words that name files of this folder say where these are, since a program has a folder of its own.
+
+    Raises:
+        ConfigError: the program is not found, or the sandbox's user cannot read what it needs.
+    """
+    if not asked.command:
+        words = [sys.executable, "-P", "-m", FUNCTION, asked.name]
+    else:
+        here = Path.cwd()
+        words = [str(here / word) if not word.startswith("-") and (here / word).is_file() else word for word in asked.command]
+        words[0] = _find_program(words[0], asked.sandboxed)
+    if asked.sandboxed:
+        for folder in sorted(folders_of(words)):
+            if not may_read(folder):
+                raise ConfigError(
+                    f"The sandbox's user cannot read {str(folder)!r}, which the agent needs.", "Put it elsewhere."
+                )
+    return words
+
+
+def _find_program(name: str, sandboxed: bool) -> str:
+    folders = [folder for folder in os.get_exec_path() if not sandboxed or (Path(folder).is_dir() and may_read(Path(folder)))]
+    found = shutil.which(name, path=os.pathsep.join(folders))
+    if found is None and sandboxed and name in ("python", "python3") and Path(SYSTEM_PYTHON).exists():
+        return SYSTEM_PYTHON
+    if found is None:
+        where = " where the sandbox's user can read it" if sandboxed and shutil.which(name) else ""
+        raise ConfigError(
+            f"The agent's program {name!r} is not found on PATH{where}.", "Write --agent 'cmd:PROGRAM ARGUMENTS'."
+        )
+    return found
+
+
+def folders_of(words: list[str]) -> set[Path]:
+    """The folders of the files that the words of a command name, and of what these link to."""
+    paths = [Path(word) for word in words if word.startswith("/") and Path(word).exists()]
+    return {folder for path in paths for folder in (path.parent, path.resolve().parent)}
+
+
+def may_read(folder: Path) -> bool:
+    """Whether the sandbox's user may read the folder: where root starts it, another user than this one."""
+    if os.geteuid() != 0:
+        return os.access(folder, os.R_OK | os.X_OK)
+    return all(path.stat().st_mode & 0o001 for path in (folder, *folder.parents)) and bool(folder.stat().st_mode & 0o004)

@@ -98,7 +98,7 @@ class ToolsReport:
 
 
 def check_tools(
-    episode: Episode, calls: Sequence[Mapping[str, Any]], run: Run, effects: Mapping[str, str], reads: Reads | None
+    episode: Episode, calls: Sequence[Mapping[str, Any]], run: Run, effects: Mapping[str, str], reads: Reads
 ) -> ToolsReport:
     """Runs the recorded calls again, in their order, as far as their effects allow; compares what each step read.
 
@@ -106,14 +106,14 @@ def check_tools(
         calls: the episode's rows of `v_tool_calls`, in order.
         run: how a call is run.
         effects: of the env's tools as they are now, by name: what has become `once` since is not run either.
-        reads: what the env makes of the recorded results; None where an agent decides what is read.
+        reads: what the env makes of the recorded results.
     """
     own = [(call, _why_not_run(call, effects)) for call in calls if call["step"] >= episode.inherited]
     taken = Counter(reason for _, reason in own if reason)
     inherited = sum(len(step.message.tool_calls) for step in episode.steps[: episode.inherited])
     differences = [found for call, reason in own if not reason and (found := _run_again(call, run))]
-    steps = episode.steps[episode.inherited :] if reads else ()
-    misread = [other for step in steps if reads and (other := _read_again(episode, step, reads))]
+    steps = episode.steps[episode.inherited :]
+    misread = [other for step in steps if (other := _read_again(episode, step, reads))]
     return ToolsReport(
         ran=len(own) - taken.total(),
         taken={**taken, **({"parent's": inherited} if inherited else {})},

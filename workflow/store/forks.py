@@ -52,7 +52,7 @@ def load_fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
 
     Raises:
         NotFoundError: there is no such episode, or no such step in it.
-        StateError: the episode is not over, or an agent from outside decided its turns.
+        StateError: the episode is not over.
     """
     row = episode_row(tx, episode)
     if row["status"] in OPEN:
@@ -60,8 +60,6 @@ def load_fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
     task = tx.execute(select(schema.tasks).where(schema.tasks.c.id == row["task_id"])).mappings().one()
     (value,) = load_episodes(tx, schema.episodes.c.id == episode, {task["id"]: task_value(task)})
     run = tx.execute(select(schema.runs).where(schema.runs.c.id == row["run_id"])).mappings().one()
-    if run["config"].get("agent"):
-        raise StateError(f"Episode {episode} is an agent's, which cannot be forked yet.", f"agentrl replay {episode}")
     if not 0 <= step < len(value.steps):
         raise NotFoundError(
             f"Episode {episode} has {len(value.steps)} steps, counted from 0, and no step {step}.", f"agentrl replay {episode}"

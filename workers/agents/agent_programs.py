@@ -7,7 +7,6 @@ network, `unsafe: true` leaves the sandbox out.
 
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -17,19 +16,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from agentrl.workers.agents import bridge, relay
+from agentrl.workers.agents import agent_bridge, relay
 from agentrl.workers.agents.guardian import Order
 from agentrl.workers.agents.processes import clean_environment
 from agentrl.workflow.agents import LLM, AgentTask
-from agentrl.workflow.agents.held import check_held
+from agentrl.workflow.agents.held import FUNCTION, check_held, command_of, folders_of, may_read
 from agentrl.workflow.config import AgentConfig
-from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.sandbox import uid_pool
 from agentrl.workflow.settings import settings
 
 INSIDE = "/agent"
 """A program's own folder, as it is called inside of the sandbox."""
-FUNCTION = "agentrl.workers.agents.function"
 SOCKET = "/run/endpoint"
 BRIDGE = "/run/bridge.py"
 
@@ -103,19 +100,7 @@ def _told(folder: str) -> dict[str, str]:
 
 def _unsafe(asked: AgentConfig, files: Path, llm: LLM) -> Place:
     environment = clean_environment() | _model(llm) | _told(str(files))
-    return Place(_absolute(asked), environment, str(files), str(files / "answer.json"), str(files), llm)
-
-
-def _absolute(asked: AgentConfig) -> list[str]:
-    """The command; words that name files of the worker's folder say where these are, since the program has its own folder."""
-    if not asked.command:
-        return [sys.executable, "-P", "-m", FUNCTION, asked.name]
-    here = Path.cwd()
-    words = [str(here / word) if not word.startswith("-") and (here / word).is_file() else word for word in asked.command]
-    found = shutil.which(words[0])
-    if found is None:
-        raise ConfigError(f"The program {words[0]!r} of the agent is not found here.", "Give its whole path: cmd:/usr/bin/...")
-    return [found, *words[1:]]
+    return Place(command_of(asked), environment, str(files), str(files / "answer.json"), str(files), llm)
 
 
 @contextmanager
@@ -123,12 +108,12 @@ def _sandboxed(asked: AgentConfig, folder: Path, llm: LLM, config: Mapping[str, 
     lease = uid_pool.lease_uid(uid_pool.uid_range(settings().sandbox_uids))
     with ExitStack() as stack:
         stack.callback(lease.release)
-        command = _absolute(asked)
-        words = _view(command, folder, config, lease.uid)
+        command = command_of(asked)
+        words = _view(command, folder, config)
         if asked.network == "endpoint":
             address = urlsplit(llm.base_url)
             stack.enter_context(relay.relayed(folder / "endpoint", str(address.hostname), address.port or 80))
-            port = bridge.PORT
+            port = agent_bridge.PORT
             llm = replace(llm, base_url=f"http://127.0.0.1:{port}{address.path}")
             words += [
                 "--unshare-net",
@@ -136,7 +121,7 @@ def _sandboxed(asked: AgentConfig, folder: Path, llm: LLM, config: Mapping[str, 
                 str(folder / "endpoint"),
                 SOCKET,
                 "--ro-bind",
-                bridge.__file__,
+                agent_bridge.__file__,
                 BRIDGE,
             ]
             command = ["/usr/bin/python3", "-I", BRIDGE, SOCKET, *command]
@@ -164,7 +149,7 @@ def _dropped(uid: int | None) -> list[str]:
     return ["setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups", "--no-new-privs", "--bounding-set=-all"]
 
 
-def _view(command: list[str], folder: Path, config: Mapping[str, Any], uid: int | None) -> list[str]:
+def _view(command: list[str], folder: Path, config: Mapping[str, Any]) -> list[str]:
     """The options of bubblewrap: what the program sees of this host, and what is hidden in that."""
     words = ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent"]
     words += ["--new-session", "--clearenv", "--cap-drop", "ALL", "--hostname", "agent", "--ro-bind", "/usr", "/usr"]
@@ -177,26 +162,14 @@ def _view(command: list[str], folder: Path, config: Mapping[str, Any], uid: int 
     for path in ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl", "/etc/passwd", "/etc/group", "/etc/localtime"):
         words += ["--ro-bind-try", path, path]
     words += ["--size", str(256 << 20), "--tmpfs", "/tmp"]
-    paths = [Path(word) for word in command if word.startswith("/") and Path(word).exists()]
-    named = {around for word in paths for around in (word.parent, word.resolve().parent)}
-    for needed in sorted(named):
-        if not _may_read(needed, uid):
-            raise ConfigError(f"The sandbox's user cannot read {str(needed)!r}, which the agent needs.", "Put it elsewhere.")
-    read = {sys.prefix, sys.base_prefix, *_imported(command), *map(str, named)}
+    read = {sys.prefix, sys.base_prefix, *_imported(command), *map(str, folders_of(command))}
     for name in sorted(path for path in read if path != "/" and not f"{path}/".startswith("/usr/")):
-        words += ["--ro-bind", name, name] if _may_read(Path(name), uid) else []
+        words += ["--ro-bind", name, name] if may_read(Path(name)) else []
     for hidden in sorted(_hidden(config)):
         kind = ["--tmpfs", hidden] if Path(hidden).is_dir() else ["--ro-bind", os.devnull, hidden]
         words += kind if any(f"{hidden}/".startswith(f"{path}/") for path in read) else []
     words += ["--proc", "/proc", "--dev", "/dev", "--bind", str(folder / "files"), INSIDE, "--chdir", INSIDE]
     return words
-
-
-def _may_read(folder: Path, uid: int | None) -> bool:
-    """Whether the sandbox's user may read the folder: `uid`, or this user."""
-    if uid is None:
-        return os.access(folder, os.R_OK | os.X_OK)
-    return all(path.stat().st_mode & 0o001 for path in (folder, *folder.parents)) and bool(folder.stat().st_mode & 0o004)
 
 
 def _imported(command: list[str]) -> list[str]:
