@@ -114,25 +114,33 @@ class Routes:
             return 404, {"error": {"message": f"The model `{model}` does not exist.", "code": 404}}
         if len(prompt) + body["max_tokens"] > self.window:
             return 400, {"error": {"message": f"This model's maximum context length is {self.window} tokens.", "code": 400}}
-        done = self._sample(model, prompt, body["max_tokens"], body["temperature"], body["seed"])
-        likeliest = self._likeliest(prompt, body["temperature"])
-        logprobs = {"token_logprobs": list(done.logprobs), "top_logprobs": [{"x": likeliest}]}
+        by_id = body.get("return_tokens_as_token_ids", False)
+        done = self._sample(model, prompt, body["max_tokens"], body["temperature"], body["seed"], by_id * body["logprobs"])
+        likeliest: list[dict[str, float]] = [{"x": self._likeliest(prompt, body["temperature"])}]
+        if by_id:  # the sampled one first, whether it is among them or not
+            drawn = zip(done.token_ids, done.logprobs, done.top, strict=True)
+            likeliest = [{f"token_id:{one}": said for one, said in ((token, logprob), *top)} for token, logprob, top in drawn]
+        logprobs = {"token_logprobs": list(done.logprobs), "top_logprobs": likeliest}
         choice = {"token_ids": list(done.token_ids), "logprobs": logprobs, "finish_reason": done.finish_reason, "text": "..."}
         return 200, self.spoil({"model": model, "choices": [{**choice, "prompt_token_ids": list(prompt)}]})
 
     def _llama(self, body: dict[str, Any]) -> tuple[int, Any]:
-        done = self._sample(self.name, tuple(body["prompt"]), body["n_predict"], body["temperature"], body["seed"])
+        asked = (tuple(body["prompt"]), body["n_predict"], body["temperature"], body["seed"], body["n_probs"])
+        done = self._sample(self.name, *asked)
         probabilities = [
-            {"id": token, "logprob": logprob} for token, logprob in zip(done.token_ids, done.logprobs, strict=True)
+            {"id": token, "logprob": logprob, "top_logprobs": [{"id": one, "logprob": said} for one, said in top]}
+            for token, logprob, top in zip(done.token_ids, done.logprobs, done.top, strict=True)
         ]
         ends = {"stop": "eos", "length": "limit"}[done.finish_reason]
         return 200, self.spoil(
             {"tokens": list(done.token_ids), "completion_probabilities": probabilities, "stop_type": ends, "model": "any"}
         )
 
-    def _sample(self, model: str, prompt: tuple[int, ...], most: int, temperature: float, seed: int) -> Completion:
+    def _sample(
+        self, model: str, prompt: tuple[int, ...], most: int, temperature: float, seed: int, top: int = 0
+    ) -> Completion:
         ref = self.adapters.get(model, self.base)
-        done = self.engine.submit(GenerateRequest(prompt, ref, seed, 0, most, temperature)).result()
+        done = self.engine.submit(GenerateRequest(prompt, ref, seed, 0, most, temperature, top_logprobs=top)).result()
         self.sampled.append(Sampled(model, prompt, done.token_ids, done.logprobs))
         return done
 

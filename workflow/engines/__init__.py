@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     from agentrl.workflow.models.policy import Policy
 
 
+MAX_TOP_LOGPROBS = 20
+"""The most tokens beside the sampled one that a request may ask for, at each place."""
+
+Likeliest = tuple[tuple[int, float], ...]
+"""The likeliest tokens at one place, as (id, logprob), likeliest first."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """A request to sample one turn.
@@ -42,6 +49,11 @@ class GenerateRequest:
         session: under which an engine may keep what it computed, for an episode's next turn of the same session; no part of the
             draws. None: nothing is kept.
         heard: called with each token as it is drawn, by an engine in this process; False ends the turn there, as `length`.
+        top_logprobs: how many of the likeliest tokens to tell for each sampled one, at most `MAX_TOP_LOGPROBS`; no part of the
+            draws.
+
+    Raises:
+        ConfigError: more of the likeliest tokens are asked for.
     """
 
     prompt_ids: tuple[int, ...]
@@ -57,6 +69,11 @@ class GenerateRequest:
     follows: bool = True
     heard: Callable[[int], bool] | None = None
     session: int | None = None
+    top_logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise ConfigError(f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}.")
 
     @classmethod
     def within(
@@ -96,12 +113,15 @@ class Completion:
             it (top_k, top_p and min_p restrict the draw and change no logprob); float32 values.
         finish_reason: `stop` at an end token or a stop string, `length` at the limit or at the end of the model's context.
         seconds: from joining the batch to leaving it; with a server, from the request on, its own queue included.
+        top: the likeliest tokens at each token's place, their logprobs of the same kind; empty where none were asked for.
+            Tokens of probability 0 are left out.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     seconds: float
+    top: tuple[Likeliest, ...] = ()
 
 
 class Engine(Protocol):
@@ -153,6 +173,7 @@ class Backend:
         options: those of `temperature`, `top_k`, `top_p`, `min_p`, `stop` that it honours.
         local: whether it computes in this process with the policy's own weights; else they need not be read to sample.
         at_url: whether it samples with the server at the machine's `engine_url`.
+        top_logprobs: whether it can tell the likeliest tokens at each place.
     """
 
     name: str
@@ -164,6 +185,7 @@ class Backend:
     options: frozenset[str]
     local: bool
     at_url: bool = False
+    top_logprobs: bool = False
 
 
 def start(backend: Backend, policy: "Policy", settings: Settings) -> Engine:

@@ -12,4 +12,5 @@ llamacpp = Backend(
     options=frozenset({"top_k", "top_p", "min_p"}),  # no temperature: its logprobs are those at 1
     local=False,
     at_url=True,
+    top_logprobs=True,
 )

@@ -12,4 +12,5 @@ openai = Backend(
     options=frozenset({"temperature", "top_k", "top_p", "min_p", "stop"}),
     local=False,
     at_url=True,
+    top_logprobs=True,
 )

@@ -11,4 +11,5 @@ rolling = Backend(
     quantised=True,
     options=frozenset({"temperature", "top_k", "top_p", "min_p", "stop"}),
     local=True,
+    top_logprobs=True,
 )

@@ -7,11 +7,11 @@ which precision, cannot be checked from here.
 
 from typing import Any
 
-from agentrl.workflow.engines import GenerateRequest
+from agentrl.workflow.engines import GenerateRequest, Likeliest
 from agentrl.workflow.errors import ConfigError, InfraError, ModelError
 from agentrl.workflow.inference.http import Connection
-from agentrl.workflow.inference.remote_engine import ServedEngine, Turn, logprobs, seed, token_ids
-from agentrl.workflow.inference.responses import LlamaTurn, Props, Tokens
+from agentrl.workflow.inference.remote_engine import ServedEngine, Turn, likeliest, logprobs, seed, token_ids
+from agentrl.workflow.inference.responses import LlamaTurn, Probability, Props, Tokens
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.trajectory import FinishReason
@@ -67,7 +67,15 @@ class LlamaServer:
             raise InfraError(f"The server at {url} ended a turn with {reply.stop_type!r}.")
         told = reply.completion_probabilities
         found = None if told is None else [token.logprob for token in told]
-        return Turn(ids, logprobs(found, url), _REASONS[reply.stop_type])
+        top = [self._top(token, request.top_logprobs) for token in told or ()] if request.top_logprobs else ()
+        return Turn(ids, logprobs(found, url), _REASONS[reply.stop_type], top)
+
+    def _top(self, told: Probability, count: int) -> Likeliest:
+        if told.top_logprobs is None:
+            said = f"The server at {self._connection.url} does not tell the likeliest tokens."
+            raise ModelError(said, "Ask for no top_logprobs, or take a newer llama-server.")
+        found = {one.id: one.logprob for one in told.top_logprobs}
+        return likeliest(found, count, self._policy.vocabulary, self._connection.url)
 
 
 def _body(request: GenerateRequest, limit: int) -> dict[str, Any]:
@@ -84,7 +92,7 @@ def _body(request: GenerateRequest, limit: int) -> dict[str, Any]:
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "seed": seed(request) % 2**32,
-        "n_probs": 1,
+        "n_probs": max(1, request.top_logprobs),
         "return_tokens": True,
         "cache_prompt": True,
     }

@@ -12,20 +12,21 @@ all servers agree on them. Otherwise they depend on vLLM's `--logprobs-mode`, wh
 the server would return other logprobs are refused.
 """
 
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from logging import getLogger
 from pathlib import Path
 from typing import Any
 
-from agentrl.workflow.engines import GenerateRequest
+from agentrl.workflow.engines import GenerateRequest, Likeliest
 from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, ModelError
 from agentrl.workflow.inference import exported_adapters
 from agentrl.workflow.inference.http import Connection, RequestRefused
-from agentrl.workflow.inference.remote_engine import ServedEngine, Turn, logprobs, seed, token_ids
-from agentrl.workflow.inference.responses import Card, Cards, Choice, Completions
+from agentrl.workflow.inference.remote_engine import ServedEngine, Turn, likeliest, logprobs, seed, token_ids
+from agentrl.workflow.inference.responses import Card, Cards, Choice, Completions, Logprobs
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.trajectory import FinishReason, PolicyRef
@@ -37,6 +38,9 @@ KEEP = 10
 an evaluation."""
 
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
+_TOKEN = re.compile(r"token_id:([0-9]{1,10})")
+"""How vLLM names a token under `return_tokens_as_token_ids`."""
+
 _HOT_TEMPERATURE = 8.0
 """The temperature of the test request for the logprobs mode: at it, even the likeliest token is unlikely."""
 
@@ -108,7 +112,12 @@ class OpenAIServer:
         if choice.finish_reason not in _REASONS:
             raise InfraError(f"The server at {url} ended a turn with {choice.finish_reason!r}.")
         found = choice.logprobs.token_logprobs if choice.logprobs else None
-        return Turn(ids, logprobs(found, url), _REASONS[choice.finish_reason])
+        top = self._top(choice.logprobs, request.top_logprobs) if request.top_logprobs else ()
+        return Turn(ids, logprobs(found, url), _REASONS[choice.finish_reason], top)
+
+    def _top(self, told: Logprobs | None, count: int) -> list[Likeliest]:
+        url, places = self._connection.url, (told.top_logprobs if told else None) or []
+        return [likeliest(_by_id(place or {}, url), count, self._policy.vocabulary, url) for place in places]
 
     def _complete(self, name: str, body: dict[str, Any]) -> Choice:
         reply = self._connection.read(Completions, "/v1/completions", {"model": name, **body})
@@ -137,8 +146,9 @@ class OpenAIServer:
             "skip_special_tokens": False,
             "ignore_eos": True,  # a turn ends with the chat template's end tokens only, which are:
             "stop_token_ids": sorted(self._policy.chat.end_ids),
-            "logprobs": 1,
+            "logprobs": max(1, request.top_logprobs),
             "return_token_ids": True,
+            **({"return_tokens_as_token_ids": True} if request.top_logprobs else {}),
         }
 
     # logprobs
@@ -216,6 +226,14 @@ class OpenAIServer:
                     return
                 del self._users[name]
                 self._published.discard(name)
+
+
+def _by_id(place: Mapping[str, float], url: str) -> dict[int, float]:
+    """The likeliest tokens at one place, by their ids: several may have the same text."""
+    named = {_TOKEN.fullmatch(name): logprob for name, logprob in place.items()}
+    if None in named:
+        raise ModelError(f"The server at {url} tells the likeliest tokens without their ids.", "Ask for no top_logprobs.")
+    return {int(name[1]): logprob for name, logprob in named.items() if name}
 
 
 def _names(card: Card) -> set[str]:

@@ -9,13 +9,13 @@ Nothing here reads the base's weights.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from agentrl.workflow.engines import Completion, GenerateRequest, closed_error
+from agentrl.workflow.engines import Completion, GenerateRequest, Likeliest, closed_error
 from agentrl.workflow.errors import InfraError, ModelError, ServiceError
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import FinishReason
@@ -34,6 +34,7 @@ class Turn:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: FinishReason
+    top: Sequence[Likeliest] = ()
 
 
 class Server(Protocol):
@@ -131,7 +132,7 @@ class ServedEngine:
         except ServiceError:
             self._window = None
             raise
-        return _completion(turn, limit, time.perf_counter() - started)
+        return _completion(turn, request, limit, time.perf_counter() - started)
 
     def _ensure_greeted(self) -> int:
         with self._greeting:
@@ -140,11 +141,13 @@ class ServedEngine:
             return self._window
 
 
-def _completion(turn: Turn, limit: int, seconds: float) -> Completion:
+def _completion(turn: Turn, request: GenerateRequest, limit: int, seconds: float) -> Completion:
     if len(turn.token_ids) != len(turn.logprobs) or not 0 < len(turn.token_ids) <= limit:
         found = f"{len(turn.token_ids)} ids and {len(turn.logprobs)} logprobs"
         raise ModelError(f"The engine's server was asked for up to {limit} tokens and answered {found}.")
-    return Completion(tuple(turn.token_ids), tuple(turn.logprobs), turn.finish_reason, seconds)
+    if len(turn.top) != (len(turn.token_ids) if request.top_logprobs else 0):
+        raise ModelError(f"The engine's server told the likeliest tokens of {len(turn.top)} places of {len(turn.token_ids)}.")
+    return Completion(tuple(turn.token_ids), tuple(turn.logprobs), turn.finish_reason, seconds, tuple(turn.top))
 
 
 def token_ids(found: list[int] | None, vocabulary: int, url: str) -> list[int]:
@@ -181,6 +184,17 @@ def logprobs(found: Sequence[float | None] | None, url: str) -> list[float]:
     if above is not None:
         raise InfraError(f"The server at {url} gave a token the logprob {above:g}, which is above 0.")
     raise ModelError(f"The model of the server at {url} returned NaN instead of logits: a token's logprob is no number.")
+
+
+def likeliest(found: Mapping[int, float | None], count: int, vocabulary: int, url: str) -> Likeliest:
+    """Checks the tokens that an answer tells for one place, id -> logprob, and returns the likeliest of them.
+
+    Raises:
+        ModelError: an id is outside of the vocabulary, or a logprob no number.
+        InfraError: a logprob is above 0 by more than rounding.
+    """
+    told = zip(token_ids(list(found), vocabulary, url), logprobs(list(found.values()), url), strict=True)
+    return tuple(sorted(told, key=lambda one: (-one[1], one[0]))[:count])
 
 
 def seed(request: GenerateRequest) -> int:

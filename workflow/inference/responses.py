@@ -87,10 +87,18 @@ class Tokens(Answer):
     tokens: list[int] = Field(fail_fast=True)
 
 
+class Likely(Answer):
+    """A token that llama.cpp might have sampled, and its logprob."""
+
+    id: int
+    logprob: float | None = None
+
+
 class Probability(Answer):
-    """The logprob of one token that llama.cpp sampled."""
+    """The logprob of one token that llama.cpp sampled, and the likeliest ones at its place."""
 
     logprob: float | None = None
+    top_logprobs: list[Likely] | None = Field(None, max_length=MAX_LIKELIEST, fail_fast=True)
 
 
 class LlamaTurn(Answer):

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from agentrl.workflow.engines import Completion, GenerateRequest, nan_error
+from agentrl.workflow.engines import Completion, GenerateRequest, Likeliest, nan_error
 from agentrl.workflow.inference.kv_cache import SlotCache, SlotStates
-from agentrl.workflow.inference.sampling import lowest_logit, sample, scale_logits, uniforms
+from agentrl.workflow.inference.sampling import likeliest, lowest_logit, sample, scale_logits, uniforms
 from agentrl.workflow.models.memory import out_of_memory
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import FinishReason
@@ -43,6 +43,7 @@ _STATE = np.dtype(
         ("limit", "i8"),  # the most tokens to sample
         ("watched", "?"),  # whether the turn has stop strings
         ("heard", "?"),  # whether a callback gets each token
+        ("tops", "i8"),  # how many of the likeliest tokens are told
         ("temperature", "f8"),
         ("top_k", "i8"),
         ("top_p", "f8"),
@@ -62,6 +63,7 @@ class Turn:
     started: float = 0.0
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top: list[Likeliest] = field(default_factory=list)
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -71,7 +73,7 @@ class Turn:
     def finish(self, reason: FinishReason) -> None:
         """Answers the request."""
         seconds = time.perf_counter() - self.started
-        self.future.set_result(Completion(tuple(self.ids), tuple(self.logprobs), reason, seconds))
+        self.future.set_result(Completion(tuple(self.ids), tuple(self.logprobs), reason, seconds, tuple(self.top)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class Batch:
     def step(self) -> None:
         """Samples one token for every live turn, and answers those that end with it."""
         rows = self._state[: len(self.turns)]
-        ids, logprobs = self._draw(rows)
+        ids, logprobs, tops = self._draw(rows)
         everyone, counts = np.arange(len(rows)), rows["count"]
         if counts.max() == self._ids.shape[1]:
             self._ids, self._logprobs = _widen(self._ids), _widen(self._logprobs)
@@ -139,6 +141,8 @@ class Batch:
         self._logprobs[everyone, counts] = logprobs
         for name in ("drawn", "cached", "count"):
             rows[name] += 1
+        for slot, top in tops.items():
+            self.turns[slot].top.append(top)
         stops = np.isin(ids, self._ends)
         for watched in np.flatnonzero(rows["watched"] & ~stops):
             stops[watched] = self._is_stopped(int(watched))
@@ -226,7 +230,7 @@ class Batch:
         request, count = turn.request, len(turn.ids)
         cuts = (request.temperature, request.top_k, request.top_p, request.min_p)
         context = turn.context
-        told = (bool(request.stop), request.heard is not None)
+        told = (bool(request.stop), request.heard is not None, request.top_logprobs)
         self._state[slot] = (
             request.key, request.position + count, len(context) - 1, context[-1], count, turn.limit, *told, *cuts
         )  # fmt: skip
@@ -236,8 +240,8 @@ class Batch:
 
     # sampling
 
-    def _draw(self, rows: NDArray[np.void]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The next token of each row and its logprob, both (n,)."""
+    def _draw(self, rows: NDArray[np.void]) -> tuple[NDArray[np.int64], NDArray[np.float64], dict[int, Likeliest]]:
+        """The next token of each row and its logprob, both (n,); the likeliest tokens of the rows that tell them."""
         device = self._policy.device
         positions = torch.from_numpy(rows["cached"].copy())[:, None]
         newest = torch.from_numpy(rows["newest"].copy())[:, None]
@@ -248,7 +252,18 @@ class Batch:
         ids, logprobs = sample(logits, draws, temperature, self._floor(rows, logits, temperature))
         # One tensor, so that the CPU waits for the GPU once; ids are exact in float64.
         drawn = torch.stack([ids.double(), logprobs.double()]).cpu().numpy()
-        return drawn[0].astype(np.int64), drawn[1]
+        tops = self._tops(rows, logits, temperature, drawn) if rows["tops"].any() else {}
+        return drawn[0].astype(np.int64), drawn[1], tops
+
+    def _tops(
+        self, rows: NDArray[np.void], logits: Tensor, temperature: Tensor, drawn: NDArray[np.float64]
+    ) -> dict[int, Likeliest]:
+        """Row -> its likeliest tokens; the drawn one has the very logprob that it was drawn with."""
+        asked = np.flatnonzero(rows["tops"])
+        where = torch.from_numpy(asked).to(logits.device)
+        ids, logprobs = likeliest(logits[where], temperature[where], int(rows["tops"].max()))
+        found = zip(asked.tolist(), ids.tolist(), logprobs.tolist(), strict=True)
+        return {row: _top(best, told, drawn[:, row], int(rows["tops"][row])) for row, best, told in found}
 
     def _floor(self, rows: NDArray[np.void], logits: Tensor, temperature: Tensor) -> Tensor | None:
         """The logits below which no token is drawn; None if no row limits its draws."""
@@ -331,6 +346,12 @@ def _chunks(lengths: Sequence[int]) -> list[tuple[int, int]]:
         else:
             chunks.append((index, 1))
     return chunks
+
+
+def _top(ids: Sequence[int], logprobs: Sequence[float], drawn: NDArray[np.float64], count: int) -> Likeliest:
+    token, logprob = int(drawn[0]), float(drawn[1])
+    best = list(zip(ids, logprobs, strict=True))[:count]
+    return tuple((id, logprob if id == token else told) for id, told in best if told > -np.inf)
 
 
 def _pad(rows: Sequence[tuple[int, ...]]) -> Tensor:

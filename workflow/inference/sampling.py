@@ -55,6 +55,19 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor:
     return ids[:, 0], logprobs.float()
 
 
+def likeliest(logits: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ids and the logprobs (N, K) of the K likeliest tokens, in the whole vocabulary, likeliest first.
+
+    Args:
+        logits: (N, V).
+        temperature: (N,).
+        count: K, unless the vocabulary has fewer.
+    """
+    scaled = scale_logits(logits, temperature)
+    best = scaled.topk(min(count, scaled.shape[-1]), dim=-1)
+    return best.indices, best.values - scaled.logsumexp(-1, keepdim=True)
+
+
 def _choose_ids(blocks: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
     """The ids (N, 1) that the uniforms (N,) choose among weights (N, B, BLOCK), whose blocks add up to `sums` (N, B) so far."""
     total = sums[:, -1:].contiguous()
