@@ -8,16 +8,18 @@ The tokenizer comes from outside, so this file needs neither torch nor transform
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
-
-from jinja2 import TemplateError
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.workflow.chat.parsing import THINK, parse_text
 from agentrl.workflow.chat.stop_strings import Spelling, Stops
-from agentrl.workflow.chat.template_probe import Manner, legacy_manner, manner_of
+from agentrl.workflow.chat.template_options import check_options
+from agentrl.workflow.chat.template_probe import FAULTS, Manner, legacy_manner, manner_of
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.trajectory import Message
@@ -27,6 +29,14 @@ if TYPE_CHECKING:
 
 LAST_TOKENS = 16
 """At the end of a prompt: enough for a tag and the white space behind it, however they are cut into tokens."""
+
+KEPT = 256
+"""How many prefixes and how many matchers of stop strings are kept: clients may bring any number of tools and strings."""
+
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 
 _PROBE_QUESTION = Message("user", "x")
 # It has a thought, so that the prefix check catches a template that drops old thoughts.
@@ -56,23 +66,32 @@ class Chat:
                 f"The tokenizer of {tokenizer.name_or_path!r} has no chat template.", "Pass an instruct model, or --model tiny."
             )
         self.tokenizer = tokenizer
-        self._prefixes: dict[str, tuple[int, ...]] = {}
-        self._stops: dict[tuple[str, ...], Stops] = {}
+        self._prefixes: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
+        self._stops: OrderedDict[tuple[str, ...], Stops] = OrderedDict()
         source = json.dumps(tokenizer.chat_template)
         self.manner: Manner = legacy_manner() if tool_format is None else manner_of(self._apply, source, tool_format)
         # Found now: the first use is in the sampler's thread, too late to refuse a model.
         self.end_ids = frozenset({self._prefix(())[-1], *self._end_of_sequence(), *self._ends_of_calls(tool_format)})
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> tuple[int, ...]:
+    def opening(
+        self, messages: Sequence[Message], tools: Sequence[Schema] = (), options: Mapping[str, Any] = NO_OPTIONS
+    ) -> tuple[int, ...]:
         """The prompt of an episode's first step, generation prompt included.
 
+        Args:
+            options: variables of the template beside these (`template_options`).
+
         Raises:
-            ModelError: the template refuses these messages.
+            ModelError: the template refuses these messages or options, or the options cannot be taken.
         """
-        return self._encode(self._render(messages, tools, generate=True))
+        return self._encode(self._render(messages, tools, generate=True, options=options))
 
     def continuation(
-        self, messages: Sequence[Message], tools: Sequence[Schema] = (), ended: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema] = (),
+        ended: bool = True,
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> tuple[tuple[int, ...] | None, str]:
         """The ids that follow a sampled turn up to the next generation prompt.
 
@@ -80,13 +99,18 @@ class Chat:
             messages: the new messages: tool results or a user's.
             tools: the same as in the opening.
             ended: the turn has its end token (see `has_end_token`); else these ids begin with it.
+            options: the same as in the opening.
 
         Returns:
             (ids, ""), or (None, the reason) if the template renders earlier turns differently once others follow. Then the
             caller opens a new training row with `opening` of all messages.
+
+        Raises:
+            ModelError: as of `opening`.
         """
-        prefix = self._prefix(tools)
-        whole = self._encode(self._render([_PROBE_QUESTION, _PROBE_ANSWER, *messages], tools, generate=True))
+        prefix = self._prefix(tools, options)
+        told = [_PROBE_QUESTION, _PROBE_ANSWER, *messages]
+        whole = self._encode(self._render(told, tools, generate=True, options=options))
         if whole[: len(prefix)] != prefix:
             return None, f"the template rewrites earlier turns before a {messages[0].role} message"
         return whole[len(prefix) - (not ended) :], ""
@@ -101,9 +125,7 @@ class Chat:
         Raises:
             ModelError: the tokenizer does not give the bytes of its tokens.
         """
-        if strings not in self._stops:
-            self._stops[strings] = Stops(self._spelling, strings)
-        return self._stops[strings]
+        return _kept(self._stops, strings, lambda: Stops(self._spelling, strings))
 
     def turn(self, message: Message, tools: Sequence[Schema] = ()) -> tuple[int, ...]:
         """An assistant's message as the policy would have sampled it, end-of-turn token included (for demonstrations).
@@ -192,13 +214,15 @@ class Chat:
     def _special(self) -> dict[str, int]:
         return {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
 
-    def _prefix(self, tools: Sequence[Schema]) -> tuple[int, ...]:
-        key = json.dumps(list(tools), sort_keys=True)
-        if key not in self._prefixes:
-            self._prefixes[key] = self._cut_after_turn(
-                self._encode(self._render([_PROBE_QUESTION, _PROBE_ANSWER], tools, generate=False))
-            )
-        return self._prefixes[key]
+    def _prefix(self, tools: Sequence[Schema], options: Mapping[str, Any] = NO_OPTIONS) -> tuple[int, ...]:
+        # Keys are not sorted: a template may write tools and options in the order in which they come.
+        key = hashlib.sha256(f"{json.dumps(list(tools))}\n{check_options(options)}".encode()).digest()
+
+        def make() -> tuple[int, ...]:
+            told = [_PROBE_QUESTION, _PROBE_ANSWER]
+            return self._cut_after_turn(self._encode(self._render(told, tools, generate=False, options=options)))
+
+        return _kept(self._prefixes, key, make)
 
     def _cut_after_turn(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """The ids up to the last special token, which ends the last turn."""
@@ -217,21 +241,30 @@ class Chat:
         tools: Sequence[Schema],
         generate: bool,
         turns: Sequence[dict[str, Any]] | None = None,
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> str:
         """The messages as the template renders them; `turns`, if given, are the same messages in its own form."""
         turns = [*self.manner.plain(messages, tools)] if turns is None else turns
         for turn in turns:
             if turn["role"] != "assistant":
                 turn["content"] = self._defuse(turn["content"])
+        check_options(options)
         try:
-            return self._apply(turns, tools, generate)
-        except TemplateError as error:
-            raise ModelError(f"The chat template refuses these messages: {error}.") from error
+            return self._apply(turns, tools, generate, self._defuse_all(options))
+        except FAULTS as error:
+            what = f"messages and options ({', '.join(options)})" if options else "messages"
+            raise ModelError(f"The chat template refuses these {what}: {str(error)[:1000]}.") from error
 
-    def _apply(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Schema], generate: bool) -> str:
+    def _apply(
+        self,
+        turns: Sequence[Mapping[str, Any]],
+        tools: Sequence[Schema],
+        generate: bool,
+        options: Mapping[str, Any] = NO_OPTIONS,
+    ) -> str:
         told: Any = [dict(tool) for tool in tools] or None
         made: Any = self.tokenizer.apply_chat_template(
-            [dict(turn) for turn in turns], tools=told, add_generation_prompt=generate, tokenize=False
+            [dict(turn) for turn in turns], tools=told, add_generation_prompt=generate, tokenize=False, **options
         )
         return str(made)
 
@@ -240,3 +273,23 @@ class Chat:
         for token in self._special:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
+
+    def _defuse_all(self, value: Any) -> Any:
+        """The same for every text in an option."""
+        if isinstance(value, str):
+            return self._defuse(value)
+        if isinstance(value, Mapping):
+            return {self._defuse(name): self._defuse_all(item) for name, item in value.items()}
+        return [self._defuse_all(item) for item in value] if isinstance(value, list) else value
+
+
+def _kept(cache: OrderedDict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
+    """What is kept under the key, made where it is not; what was wanted longest ago goes. Threads may share the cache."""
+    value = cache.get(key)
+    if value is None:
+        value = cache[key] = make()
+    with suppress(KeyError):  # another thread dropped it
+        cache.move_to_end(key)
+        while len(cache) > KEPT:
+            cache.popitem(last=False)
+    return value

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agentrl.workflow.call_json import decode_json
+from agentrl.workflow.chat.template_options import check_options
 from agentrl.workflow.dialects import Ask
 from agentrl.workflow.dialects.fields import Fields, clean_tree, load_object
+from agentrl.workflow.errors import ModelError
 from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.trajectory import Message, ToolCall
 
@@ -56,7 +58,7 @@ def read(body: bytes) -> Ask:
         messages=_messages(fields),
         model=fields.text("model", MAX_NAME),
         tools=_tools(fields),
-        template_options=clean_tree(fields, "chat_template_kwargs", fields.object("chat_template_kwargs").values),
+        template_options=_template_options(fields),
         max_tokens=_most_tokens(fields),
         stop=fields.texts("stop", MAX_STOPS, MAX_STOP) if fields.values.get("stop") not in (None, [], "") else (),
         count=count,
@@ -85,6 +87,15 @@ def _sampling(fields: Fields) -> dict[str, Any]:
     found: dict[str, Any] = {name: fields.number(name, *bounds) for name, bounds in SAMPLING.items()}
     found |= {"top_k": fields.integer("top_k", -1, MAX_COUNT), "seed": fields.integer("seed", -(2**63), 2**63 - 1)}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _template_options(fields: Fields) -> dict[str, Any]:
+    found: dict[str, Any] = clean_tree(fields, "chat_template_kwargs", fields.object("chat_template_kwargs").values)
+    try:
+        check_options(found)
+    except ModelError as error:
+        raise fields.error("chat_template_kwargs", error.message.rstrip(".")) from error
+    return found
 
 
 def _most_tokens(fields: Fields) -> int | None:

@@ -1,0 +1,55 @@
+"""Options that a client gives a chat template beside messages and tools, such as `enable_thinking`: what is taken of them.
+
+A template reads them as variables. They must neither stand in for what is rendered nor for how it is, and they are small.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.workflow.call_json import nesting
+from agentrl.workflow.errors import ModelError
+
+MAX_OPTIONS, MAX_NAME, MAX_CHARACTERS, MAX_NESTING = 32, 64, 16_384, 8
+
+RESERVED = frozenset(
+    [
+        *("self", "conversation", "conversations", "messages", "message", "tools", "chat", "chat_template", "template"),
+        *("add_generation_prompt", "continue_final_message", "tokenize", "tokenizer_kwargs", "sanitize_control_tokens"),
+        *("padding", "truncation", "max_length", "raise_exception", "strftime_now", "namespace", "range", "dict", "loop"),
+        *("lipsum", "cycler", "joiner", "caller", "varargs", "kwargs", "additional_special_tokens", "image_token"),
+    ]
+)
+"""Names of what is rendered, of how, and of what templates call."""
+
+
+def check_options(options: Mapping[str, Any]) -> str:
+    """The options' own spelling, the same for the same options in the same order.
+
+    Raises:
+        ModelError: a name is taken or is none, or the options are too many, too long, too deep, or not JSON.
+    """
+    if len(options) > MAX_OPTIONS:
+        raise _error(f"there are {len(options)}, at most {MAX_OPTIONS} are taken")
+    for name in options:
+        _check_name(name)
+    if nesting(dict(options)) > MAX_NESTING:
+        raise _error(f"they nest more than {MAX_NESTING} objects and arrays within each other")
+    try:
+        spelled = json.dumps(dict(options), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _error(f"they are not JSON: {str(error)[:100]}") from error
+    if len(spelled) > MAX_CHARACTERS:
+        raise _error(f"they have {len(spelled)} characters, at most {MAX_CHARACTERS} are taken")
+    return spelled
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or len(name) > MAX_NAME or not (name.isascii() and name.isidentifier()):
+        raise _error(f"{str(name)[:MAX_NAME]!r} is no name of a variable")
+    if name in RESERVED or name.startswith(("_", "return_")) or name.endswith("_token"):
+        raise _error(f"{name!r} is not the client's to set")
+
+
+def _error(said: str) -> ModelError:
+    return ModelError(f"Options of the chat template: {said}.", "Leave them out of chat_template_kwargs.")
