@@ -2,8 +2,9 @@
 
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from typing import Any
 
-from agentrl.workers.jobs.agent_turns import AgentTurn, EpisodeTurns, choice_id
+from agentrl.workers.jobs.agent_turns import TOP, AgentTurn, EpisodeTurns, choice_id
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import RolloutConfig
 from agentrl.workflow.engines import Completion
@@ -58,7 +59,7 @@ class AgentRecords:
             sampled=sampled,
             request_id=choice_id(turns.stopped_id(call.request_id) if turn.cut else call.request_id, choice),
             request_hash=call.body_hash,
-            asked={**call.ask.asked, "created": call.created, "draw": turn.draws[choice]},
+            asked={**call.ask.asked, "created": call.created, "draw": turn.draws[choice], **_top(done)},
             tools=call.ask.tools,
             template_options=call.ask.template_options,
             shared_messages=len(step.prompt) if first else draft.shared_messages,
@@ -67,7 +68,8 @@ class AgentRecords:
         )
 
     def _step(self, turn: AgentTurn, turns: EpisodeTurns, choice: int, done: Completion, beside: bool) -> Step:
-        draft, message = turn.draft, self.chat.parse(done.token_ids, turn.ask.tools)
+        draft = turn.draft
+        message = self.chat.parse(done.token_ids, turn.ask.tools, self.chat.leaves_thought_open(draft.context))
         refused = tuple(_refusal(made) for made in message.tool_calls)
         return Step(
             index=len(turns.lines.steps),
@@ -90,6 +92,11 @@ class AgentRecords:
 
 def _calls(step: Step) -> tuple[CallRecord, ...]:
     return tuple(CallRecord(made, "none", _refusal(made)) for made in step.message.tool_calls)
+
+
+def _top(done: Completion) -> dict[str, Any]:
+    """The likeliest tokens of each place, where they were asked for: whoever asks again gets the same reply."""
+    return {TOP: done.top} if done.top else {}
 
 
 def _refusal(call: ToolCall) -> ToolResult | None:

@@ -196,16 +196,13 @@ class AgentRollout:
         turns.given[marks[0].request_id] = call
         call.answered = marks[0].request_id
         call.tell(Accepted(prompt, marks[0].request_id, created))
-        call.tell(Answered(tuple(turn_of(step) for step in stored)))
+        call.tell(Answered(tuple(turn_of(step, mark.asked) for step, mark in zip(stored, marks, strict=True))))
 
     def _begin(self, call: AgentCall, turns: EpisodeTurns) -> None:
         """Submits the choices of a new turn."""
-        if call.ask.top_logprobs:
-            said = "top_logprobs is not known here: the sampler keeps the logprob of the token that it drew."
+        if call.ask.top_logprobs and not self.experiment.engine.top_logprobs:
+            said = f"The engine {self.experiment.engine.name!r} does not tell the likeliest tokens."
             raise RequestError(400, said, code="unsupported_parameter", param="top_logprobs")
-        if call.ask.template_options:
-            said = "The run's chat template is given no options of a request."
-            raise RequestError(400, said, code="unsupported_parameter", param="chat_template_kwargs")
         draft = turns.draft(self.chat, call.ask)
         room = self.max_context - len(draft.context)
         if room < 1:
@@ -235,6 +232,7 @@ class AgentRollout:
             max_new_tokens=self.records.most_tokens(turn),
             stop=tuple(dict.fromkeys((*limits.stop, *ask.stop))),
             heard=partial(turn.hear, choice),
+            top_logprobs=ask.top_logprobs,
         )
 
     def _put_over(self, turn: AgentTurn, future: "Future[Completion]") -> None:
@@ -305,7 +303,7 @@ class AgentRollout:
             turn.leave()
         else:
             turns.given[turn.call.request_id] = turn.waiting[-1]
-            turn.answer(tuple(turn_of(step) for step in stored))
+            turn.answer(tuple(turn_of(step, record.asked) for step, record in zip(stored, records, strict=True)))
         for call in turn.later:
             self._take(call)
         if turns.is_ending and not turns.open:

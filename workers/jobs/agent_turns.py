@@ -8,10 +8,11 @@ import hashlib
 import json
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Any
 
 from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, Drawn, Left
 from agentrl.workers.jobs.agent_history import History
@@ -23,6 +24,9 @@ from agentrl.workflow.inference.agent_draft import AgentDraft, Lines, continuing
 from agentrl.workflow.store.agent_steps import RequestMark
 from agentrl.workflow.store.row_values import pack
 from agentrl.workflow.trajectory import ROOT, Episode, Message, Step, messages_of
+
+TOP = "top"
+"""Where `steps.asked` keeps the likeliest tokens of each place, for who asked for them and may ask again."""
 
 CANCELLED = "~"
 """What the request id of a turn that was stopped carries behind it: the request may be answered yet."""
@@ -175,10 +179,12 @@ class EpisodeTurns:
             reason = found.reason
             if found.step != ROOT:
                 new, ended = ask.messages[found.count :], chat.has_end_token(self.lines.steps[found.step].sampled_ids)
-                ids, reason = chat.continuation(new, ask.tools, ended)
+                ids, reason = chat.continuation(new, ask.tools, ended, ask.template_options)
                 if ids is not None:
                     return continuing(self.lines, found.step, new, ids)
-            return opening(self.lines, ask.messages, chat.opening(ask.messages, ask.tools), reason or None)
+            return opening(
+                self.lines, ask.messages, chat.opening(ask.messages, ask.tools, ask.template_options), reason or None
+            )
         except Exception as error:  # a template is a program, and the messages are anybody's
             said = str(error) if isinstance(error, ModelError) else f"The chat template cannot render these messages: {error}."
             raise RequestError(400, said[:1000], code="invalid_messages", param="messages") from error
@@ -289,7 +295,8 @@ def _hash_ids(ids: Sequence[int]) -> str:
     return hashlib.sha256(pack("i", ids)).hexdigest()
 
 
-def turn_of(step: Step) -> Turn:
-    """The turn of a stored step, as a reply says it."""
+def turn_of(step: Step, asked: Mapping[str, Any]) -> Turn:
+    """The turn of a stored step, as a reply says it; `asked` as its row has it."""
     completion = Completion(step.sampled_ids, step.behavior_logprobs, step.finish_reason, step.seconds)
-    return Turn(step.message, completion, ())
+    top = tuple(tuple((int(token), float(logprob)) for token, logprob in place) for place in asked.get(TOP, ()))
+    return Turn(step.message, completion, top)
