@@ -163,3 +163,9 @@ def test_ten_thousand_messages_are_read() -> None:
 
 def test_text_that_no_database_holds_reads_the_same_each_time() -> None:
     assert asked(messages=[{"role": "user", "content": "a\0b"}]).messages[0].content == "a\ufffdb"
+
+
+def test_a_million_numbers_are_read_and_checked() -> None:
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"enum": [1] * 1_000_000}}}
+    assert len(asked(tools=[schema]).tools[0]["function"]["parameters"]["enum"]) == 1_000_000
+    assert refused(chat_template_kwargs={f"n{n}": 1 for n in range(300_000)}).param == "chat_template_kwargs"

@@ -90,12 +90,12 @@ def _sampling(fields: Fields) -> dict[str, Any]:
 
 
 def _template_options(fields: Fields) -> dict[str, Any]:
-    found: dict[str, Any] = clean_tree(fields, "chat_template_kwargs", fields.object("chat_template_kwargs").values)
+    given = fields.object("chat_template_kwargs").values
     try:
-        check_options(found)
+        check_options(given)
     except ModelError as error:
         raise fields.error("chat_template_kwargs", error.message.rstrip(".")) from error
-    return found
+    return dict(clean_tree(fields, "chat_template_kwargs", given))
 
 
 def _most_tokens(fields: Fields) -> int | None:
