@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from agentrl.workers.agents import domain
 from agentrl.workflow.agents import LLM, AgentTask, read_result
 
 LENGTH = struct.Struct("<Q")
@@ -68,6 +69,11 @@ class Order:
     memory_mb: int
     processes: int
     output_bytes: int
+
+    @property
+    def is_boxed(self) -> bool:
+        """Whether bubblewrap holds it, which hides more, and whose set-uid form a domain would keep from its work."""
+        return "bwrap" in self.command
 
 
 @dataclass
@@ -114,6 +120,8 @@ def guard(connection: socket.socket, function: Callable[..., Any] | None) -> Non
     if order is None:
         return
     watch = _Watch(Order(**order), connection)
+    if not watch.order.is_boxed:
+        domain.enter()  # the guardian too: the agent's own lies in it, so that it cannot end its guardian
     report = watch.run(function)
     with suppress(OSError):  # nobody waits any more
         send(connection, asdict(report))
@@ -175,6 +183,8 @@ class _Watch:
         if len(family) > self.order.processes:
             return "processes", f"it had {len(family)} processes, at most {self.order.processes} (agent.processes)"
         used = sum(map(_resident, family)) >> 20
+        if used > self.order.memory_mb:  # what forks share was counted for each
+            used = sum(map(_proportional, family)) >> 20
         if used > self.order.memory_mb:
             return "memory", f"it took {used} MB of memory, at most {self.order.memory_mb} (agent.memory_mb)"
         if self.order.files and _written(self.order.files) > MOST_FILES_BYTES:
@@ -226,7 +236,9 @@ def _said(order: Order, result: bytes) -> dict[str, Any]:
     if len(result) > MOST_RESULT:
         raise ValueError(f"it has more than {MOST_RESULT} bytes")
     if not order.answer_file:
-        found = json.loads(result) if result else {}
+        if not result:
+            return {"error_class": "exit", "error": "its process ended before it returned"}
+        found = json.loads(result)
         if found.get("error_class"):
             return {name: str(found[name])[:WORDS] for name in ("error_class", "error")}
         value = found.get("value")
@@ -265,6 +277,9 @@ def _become_agent(
             os.dup2(source, target)
         for descriptor in (*others, output, nothing):
             os.close(descriptor)
+        if not order.is_boxed:
+            domain.enter()
+            domain.drop_capabilities()
         os.environ.clear()
         os.environ.update(order.environment)
         os.chdir(order.folder)
@@ -335,6 +350,15 @@ def _resident(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE
     except (OSError, IndexError):
         return 0
+
+
+def _proportional(pid: int) -> int:
+    """Its memory, of what it shares with others its part; where it cannot be read, all of it."""
+    try:
+        words = Path(f"/proc/{pid}/smaps_rollup").read_bytes().split()
+        return int(words[words.index(b"Pss:") + 1]) << 10
+    except (OSError, ValueError, IndexError):
+        return _resident(pid)
 
 
 def _written(folder: str) -> int:

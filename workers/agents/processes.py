@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from agentrl.workers.agents import domain
 from agentrl.workers.agents.guardian import Order, Report, receive, send
 from agentrl.workflow.errors import InfraError
 
@@ -139,6 +140,7 @@ def run(order: Order, spec: str, is_stopped: Callable[[], bool]) -> Report | Non
         AgentUnready: its module cannot be imported.
         InfraError: its processes were lost.
     """
+    domain.hide()
     with servers.begin(spec) as guardian:
         try:
             send(guardian, asdict(order))

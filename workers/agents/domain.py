@@ -1,0 +1,60 @@
+"""What keeps an agent without a sandbox from its worker: it can neither signal a process outside nor read one.
+
+Linux scopes signals by Landlock's domains from 6.12 on (ABI 6), and lets nobody in a domain look into a process outside of it:
+its environment and its memory, also of the same user. Root gives up the capabilities that would let it look all the same. No
+file and no address is closed. On older kernels the worker itself is hidden, and what is above it only from other users.
+"""
+
+import ctypes
+import os
+
+CREATE_RULESET, RESTRICT_SELF = 444, 446
+VERSION = 1
+PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 4, 38
+CAPABILITY_VERSION, PR_CAPBSET_DROP = 0x20080522, 24
+LOOKING = (16, 17, 19, 21, 38, 39)
+"""sys_module, sys_rawio, sys_ptrace, sys_admin, perfmon, bpf: with some root reads any process, whatever its domain."""
+SIGNALS = 0b10
+SCOPING_ABI = 6
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Ruleset(ctypes.Structure):
+    """struct landlock_ruleset_attr, ABI 6."""
+
+    _fields_ = [("files", ctypes.c_uint64), ("net", ctypes.c_uint64), ("scoped", ctypes.c_uint64)]
+
+
+def enter() -> bool:
+    """Enters a domain, in the one that this process is in; False where the kernel has none that scopes signals.
+
+    A process cannot leave it, nor can its children; nor do they get rights by what they execute (sudo).
+    """
+    if _libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION) < SCOPING_ABI:
+        return False
+    asked = _Ruleset(0, 0, SIGNALS)
+    ruleset = _libc.syscall(CREATE_RULESET, ctypes.byref(asked), ctypes.c_size_t(ctypes.sizeof(asked)), 0)
+    if ruleset < 0:
+        return False
+    _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    entered: int = _libc.syscall(RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
+    return entered == 0
+
+
+def hide() -> None:
+    """Lets no other process of this user read this one's environment and memory; what it executes is not hidden."""
+    _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def drop_capabilities() -> None:
+    """Gives up for good what lets root look into other processes."""
+    header, data = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+    if _libc.capget(header, data) != 0:
+        return
+    for capability in LOOKING:
+        _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # else a program that root starts has it again
+        word, bit = divmod(capability, 32)
+        for kind in range(3):  # effective, permitted, inheritable
+            data[3 * word + kind] &= ~(1 << bit) & 0xFFFFFFFF
+    _libc.capset(header, data)
