@@ -10,7 +10,7 @@ from importlib import import_module
 from tests.benchmarks.cases import Cases, Unmeasured
 from tests.benchmarks.report import Comparison, Measured, compared, keep
 
-SUBJECTS = ("decode", "tools", "update", "memory", "iteration", "overhead", "queue", "workers", "growth", "sandbox")
+SUBJECTS = ("decode", "tools", "update", "memory", "iteration", "overhead", "queue", "workers", "growth", "sandbox", "endpoint")
 
 
 def main(wanted: list[str]) -> None:

@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from logging import getLogger
 
@@ -33,6 +33,7 @@ from agentrl.workflow.trajectory import Message
 
 log = getLogger("agentrl.agents")
 KEY_PREFIX = "agentrl-"
+HIDDEN = "[the attempt's key]"
 URL_SECONDS = 60.0
 """How long an agent waits for an endpoint to come up."""
 
@@ -91,7 +92,13 @@ def _run_claimed(work: AgentWork, claim: str, llm: LLM) -> AgentEnd | None:
         return None
     finally:
         heartbeat().drop_agent(work.id, claim)
-    return None if report is None else AgentEnd(**asdict(report))
+    return None if report is None else _without_key(AgentEnd(**asdict(report)), llm.api_key)
+
+
+def _without_key(end: AgentEnd, key: str) -> AgentEnd:
+    """What an agent said, but for its key, which no row holds."""
+    answer = None if end.answer is None else end.answer.replace(key, HIDDEN)
+    return replace(end, answer=answer, error=end.error.replace(key, HIDDEN), output=end.output.replace(key, HIDDEN))
 
 
 def _run(work: AgentWork, llm: LLM, is_stopped: Callable[[], bool]) -> Report | None:

@@ -2,10 +2,9 @@
 
 `python -P -m agentrl.workers.agents.server FD SPEC PATHS`: on the socket FD it says once what it imported, or why it
 cannot, and then takes one descriptor for each episode, the guardian's end of a socket. It was started with an environment
-without secrets, and ends when its worker does. SPEC is empty for programs, which need no module.
+without secrets, and ends when its worker does, whose end closes the socket. SPEC is empty for programs, which need no module.
 """
 
-import ctypes
 import json
 import os
 import signal
@@ -16,13 +15,11 @@ from typing import Any
 
 from agentrl.workers.agents import guardian
 
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 WORDS = 2000
 
 
 def main(control: socket.socket, spec: str, paths: list[str]) -> None:
     """Serves until the other end of the socket is closed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guardians report over their sockets
     sys.path[:] = paths
     try:

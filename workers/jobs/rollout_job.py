@@ -137,7 +137,7 @@ def _make_driver(work: GroupWork, experiment: Experiment, loaded: LoadedModel, i
     chat, engine = loaded.policy.chat, loaded.engine
     if experiment.config.agent is None:
         return GroupRollout(database(), work, experiment, engine, chat, inbox, lost)
-    from agentrl.workers.jobs.agent_rollout import AgentRollout  # needs the extra `server`
+    from agentrl.workers.jobs.agent_rollout import AgentRollout  # and with it a web server, which few runs need
 
     return AgentRollout(database(), work, experiment, engine, chat, inbox, lost, loaded.policy.max_context)
 
