@@ -15,7 +15,7 @@ endif
 # Bytecode is kept, also where a container says otherwise: a command and its workers compile what they import once, not each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env quickstart test test-slow faults disturbed learn learn-agent learn-code bench gpu-check gpu-wheels lint format wheel-test compose-test clean
+.PHONY: env quickstart test test-slow faults disturbed disturbed-agents learn learn-agent learn-code bench gpu-check gpu-wheels lint format wheel-test compose-test clean
 
 env: .venv/.stamp
 
@@ -49,6 +49,10 @@ faults: env
 # The same run left alone and struck some 30 times, in four modes: about half an hour, into build/disturbed.json.
 disturbed: env
 	$(BIN)/python -m tests.faults.disturbed
+
+# The same of a run whose agents call the endpoint: some minutes, into build/disturbed_agents.json.
+disturbed-agents: env
+	$(BIN)/python -m tests.faults.agent_kills
 
 # Every algorithm on arithmetic, 96 iterations with 3 seeds each: an hour or two, into build/learn.json, .md and .svg; what is
 # there already is not run again. `make learn only=grpo,ppo seeds=0 jobs=1` runs those.

@@ -1,0 +1,37 @@
+"""A run whose agents call the endpoint goes on over kills of all that it runs on, with the tokens and weights of a calm one."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.agent_kills import RUN, prepare, record, strike
+from tests.support.real_stack import Stack, embedded_stack
+from tests.support.small_models import tiny_random
+
+pytestmark = pytest.mark.slow
+VICTIMS = ("rollout,train", "endpoint", "agents", "agent", "rollout,train", "agents", "endpoint", "control")
+PAUSE_SECONDS = 1.5
+
+
+@pytest.fixture
+def stack(short_folder: Path) -> Iterator[Stack]:
+    with embedded_stack(short_folder, idle_seconds="3600") as made:
+        prepare(made)
+        yield made
+
+
+def test_a_run_of_agents_is_bit_for_bit_the_same_over_kills(stack: Stack, short_folder: Path) -> None:
+    words = [*RUN, "--max-samples", "8", "--model", str(tiny_random(short_folder / "model"))]
+    stack.agentrl("submit", *words, "--name", "calm", "--wait")
+    stack.agentrl("submit", *words, "--name", "struck", "--detach")
+    struck = []
+    for victim in VICTIMS:
+        time.sleep(PAUSE_SECONDS)
+        struck += [victim] if strike(stack, victim) else []
+    stack.wait_for("struck")
+    assert len(struck) >= len(VICTIMS) // 2, struck
+    calm, disturbed = record(stack, "calm"), record(stack, "struck")
+    assert calm["used"][0] == calm["used"][1] > 0
+    assert disturbed == calm
