@@ -1,7 +1,8 @@
 """chat_completions: the replies, as the `openai` package reads them; whole or streamed they say the same."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,10 +16,29 @@ from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.dialects import Ask, RequestError, Turn
 from agentrl.workflow.dialects.chat_completions import Events, error_body, models, read, whole
 from agentrl.workflow.engines import Completion
+from agentrl.workflow.tool_formats import AUTO
 from agentrl.workflow.trajectory import Message
+from tests.support.chat_families import FAMILIES, family_tokenizer
 from tests.support.small_models import tokenizer
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "é": [2]}}\n</tool_call>'
+HOSTILE = (
+    "<think>",
+    "</think>",
+    CALL,
+    "<tool_call>",
+    "[TOOL_CALLS]",
+    "<function=f>",
+    "[",
+    "f(a=1)",
+    "</",
+    "{",
+    "🙂",
+    "漢é",
+    " ",
+    "\n",
+    "\0",
+)
 PROMPT = tuple(tokenizer().encode("What?"))
 
 
@@ -134,8 +154,24 @@ def test_a_stream_of_any_tokens_says_what_the_whole_reply_says(ids: list[int]) -
     ids = [token % len(made.tokenizer) for token in ids]
     turn = turn_of_ids(made, ids)
     said = told(chunks(streamed(asking(stream=True), [turn], made)))
-    if "\ufffd" not in turn.message.content + turn.message.thought:
-        assert (said["content"], said["reasoning"]) == (turn.message.content, turn.message.thought)
+    assert (said["content"], said["reasoning"]) == (turn.message.content, turn.message.thought)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_in_every_family_a_stream_of_hostile_tokens_says_what_the_whole_reply_says(family: str) -> None:
+    made, drawn = Chat(family_tokenizer(family), AUTO), Random(family)
+    halves = [token for token in range(len(made.tokenizer)) if (made.bytes_of(token) or b"a")[0] >= 0x80]
+    kinds: list[Callable[[], list[int]]] = [
+        lambda: made.tokenizer.encode(drawn.choice(HOSTILE), add_special_tokens=False),
+        lambda: [drawn.randrange(len(made.tokenizer))],
+        lambda: drawn.choices(halves, k=drawn.choice((1, 2, 3, 50))),
+        lambda: [drawn.choice(sorted(made.end_ids))],
+    ]
+    for _ in range(300):
+        ids = [token for _ in range(drawn.randrange(12)) for token in drawn.choice(kinds)()]
+        turn = turn_of_ids(made, ids)
+        said = told(chunks(streamed(asking(stream=True), [turn], made)))
+        assert (said["content"], said["reasoning"]) == (turn.message.content, turn.message.thought), ids
 
 
 def test_the_same_turn_streams_the_same_bytes(chat: Chat) -> None:

@@ -11,33 +11,52 @@ if TYPE_CHECKING:
 
 HALF = "\ufffd"
 LONGEST = 32
-"""The most tokens that wait for the rest of a character; then they are shown as they are."""
+"""Tokens that are read again at each new one, as a character's; a longer run of bytes that make none is told as it grows."""
+
+REREAD = 1.25
+"""So much must a longer run have grown: in all, linear time."""
+
+OPEN = 4
+"""The most letters at its end that the next bytes may change."""
 
 
 class Letters:
-    """Turns token ids into text as they come; the pieces add up to the text of all ids without the end token."""
+    """Turns token ids into text as they come; the pieces add up to the text of all ids without the end tokens behind them."""
 
     def __init__(self, chat: "Chat") -> None:
         self._chat = chat
         self._before: list[int] = []
         self._waiting: list[int] = []
+        self._ended: list[int] = []
+        self._look_at, self._told = 0.0, 0
 
     def take(self, token: int) -> str:
         """The text that this token completes."""
         if token in self._chat.end_ids:
-            return self.rest()
-        self._waiting.append(token)
-        text = self._read()
-        if text.endswith(HALF) and len(self._waiting) < LONGEST:
+            self._ended.append(token)
             return ""
-        self._before, self._waiting = self._waiting, []
-        return text
+        self._waiting += [*self._ended, token]
+        self._ended = []
+        if len(self._waiting) < self._look_at:
+            return ""
+        text = self._read()
+        if text.endswith(HALF):
+            return self._tell_sure(text) if len(self._waiting) >= LONGEST else ""
+        new = text[self._told :]
+        self._before, self._waiting, self._look_at, self._told = self._waiting, [], 0.0, 0
+        return new
 
     def rest(self) -> str:
         """The text that still waits, once no token follows."""
-        text = self._read()
-        self._waiting = []
+        text = self._read()[self._told :]
+        self._waiting, self._look_at, self._told = [], 0.0, 0
         return text
+
+    def _tell_sure(self, text: str) -> str:
+        new = text[self._told : -OPEN]
+        self._told += len(new)
+        self._look_at = len(self._waiting) * REREAD
+        return new
 
     def _read(self) -> str:
         if not self._waiting:
