@@ -124,12 +124,16 @@ def _check_tokens(origin: "Origin", made: "Experiment") -> "TokensReport":
     from agentrl.workflow.analysis.verify_tokens import check_tokens
     from agentrl.workflow.models.policy import open_run_base
     from agentrl.workflow.settings import settings
+    from agentrl.workflow.store import agent_steps
 
     where = settings()
     policy = open_run_base(made.config.model, origin.base, origin.base_hash, origin.manifest, where.device, where.threads)
     schemas = [tool.schema for tool in made.tools.values()]
     lost = missing_weights(origin.policies, origin.collected)
-    return check_tokens(origin.record.episode, origin.policies, lost, policy, schemas, origin.key, made.config.rollout)
+    marks = agent_steps.load_marks(stored_database(), [origin.record.episode.id]).get(origin.record.episode.id, ())
+    requests = {mark.step: (mark.tools, mark.template_options) for mark in marks}
+    rollout = made.config.rollout
+    return check_tokens(origin.record.episode, origin.policies, lost, policy, schemas, origin.key, rollout, requests)
 
 
 def _check_rewards(origin: "Origin", made: "Experiment") -> "list[RewardsReport]":

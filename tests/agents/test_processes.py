@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.workers.agents import processes
-from agentrl.workers.agents.guardian import Order, Report
+from agentrl.workers.agents.guardian import KILLED, Order, Report
 from agentrl.workers.agents.processes import AgentUnready, servers
 from tests.support.network_machines import wait_until
 
@@ -86,7 +86,7 @@ def test_what_no_agent_may_return_is_an_error(name: str, kind: str) -> None:
 def test_an_exit_and_a_signal_are_told_apart_from_a_return() -> None:
     assert ran("leaves").error_class == "SystemExit"
     killed = ran("dies")
-    assert (killed.exit_code, killed.error_class) == (-9, "exit")
+    assert (killed.exit_code, killed.error_class) == (-9, KILLED)
 
 
 def test_an_agent_over_its_time_is_ended() -> None:

@@ -97,8 +97,12 @@ def pages(list_page: Callable[..., Page[Any]], db: Any, chosen: object, paging: 
 # rows
 
 
-def test_a_run_without_agents_has_no_attempts_of_agents(grown: Database) -> None:
-    assert not list_agent_attempts(grown, AgentAttemptFilter("large")).rows
+def test_attempts_of_agents_are_listed_by_run_and_by_episode(grown: Database) -> None:
+    listed = list_agent_attempts(grown, AgentAttemptFilter("large")).rows
+    assert {row.run for row in listed} == {"large"}
+    only = list_agent_attempts(grown, AgentAttemptFilter(episode=listed[0].episode_id)).rows
+    assert [row.id for row in only] == [listed[0].id]
+    assert not list_agent_attempts(grown, AgentAttemptFilter("large", status="lost")).rows
 
 
 def test_a_row_has_the_columns_of_its_view_in_their_order(database: Database) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from logging import getLogger
 
 from agentrl.workers.agents import agent_programs, processes
-from agentrl.workers.agents.guardian import Report
+from agentrl.workers.agents.guardian import KILLED, Report
 from agentrl.workers.agents.processes import AgentUnready
 from agentrl.workers.stack.celery_app import app, row_id
 from agentrl.workers.stack.dispatch import NO_REPLY
@@ -55,6 +55,8 @@ def agent(episode: int, attempt: int, reply_to: str) -> None:
     if end is None:
         give_up = partial(agent_attempts.give_up_agent, database(), work.id, claim, "its agents worker was stopped")
         write_when_possible(give_up)
+    elif end.error_class == KILLED:
+        write_when_possible(partial(agent_attempts.give_up_agent, database(), work.id, claim, end.error, KILLED))
     else:
         write_when_possible(partial(agent_attempts.finish_agent, database(), work.id, claim, end))
     faultpoint("agent.ended")

@@ -28,6 +28,8 @@ from agentrl.workers.agents import domain
 from agentrl.workflow.agents import LLM, AgentTask, read_result
 
 LENGTH = struct.Struct("<Q")
+KILLED = "killed"
+"""The error class of an agent that something outside of it killed: no doing of its own."""
 MOST_RESULT = 1 << 20
 """Bytes of what an agent may return."""
 TAIL = 4000
@@ -217,6 +219,8 @@ class _Watch:
 
     def _report(self, over: tuple[str, str], status: int) -> Report:
         report = Report(status, *over, output=self._output.decode("utf-8", "backslashreplace"))
+        if status == -signal.SIGKILL and not report.error_class:
+            report.error_class, report.error = KILLED, "somebody killed it, or the kernel for want of memory"
         if report.error_class:
             return report
         try:

@@ -27,7 +27,8 @@ token too; so a draw is also a tie where the recorded token is within the tolera
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import cast
+from types import MappingProxyType
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -54,6 +55,10 @@ from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.trajectory import ROOT, Episode, PolicyRef, SamplingKey, Step
+
+Request = tuple[Sequence[Schema], Mapping[str, Any]]
+"""The tools that a request of an agent brought, and its options for the chat template."""
+NO_REQUESTS: Mapping[int, Request] = MappingProxyType({})
 
 TOLERANCES = {"exact": (4e-6, 1e-9), "float32": (1e-3, 1e-5), "coarse": (1.0, 0.1)}
 """Precision -> how far a logprob (in nats) and a draw (in probability) may be from the record."""
@@ -97,6 +102,7 @@ def check_tokens(
     schemas: Sequence[Schema],
     key: SamplingKey,
     rollout: RolloutConfig,
+    requests: Mapping[int, Request] = NO_REQUESTS,
 ) -> TokensReport:
     """Renders every prompt of the episode's own steps, scores and draws every token that it sampled itself, and checks how each
     turn ended.
@@ -108,6 +114,7 @@ def check_tokens(
         schemas: of the env's tools.
         key: of the episode's draws.
         rollout: of the run: how it sampled.
+        requests: what an agent's request brought, by the number of the step that answered it.
 
     Raises:
         CheckpointError: weights that are there were altered, or do not fit the base.
@@ -126,7 +133,7 @@ def check_tokens(
         logprob_tolerance=logprob_tolerance,
         draw_tolerance=draw_tolerance,
         prompts=len(own),
-        prompt=next((found for step in own if (found := _prompt_difference(episode, step, chat, schemas))), None),
+        prompt=next((found for step in own if (found := _prompt_difference(episode, step, chat, schemas, requests))), None),
         steps=tuple(_score(step, list(group), draw_tolerance, keyed) for step, group in _group_by_step(tokens)),
         parents=episode.inherited,
         unverified=tuple(sorted(set(gone.values()))),
@@ -147,26 +154,44 @@ def _precision(policy: Policy) -> str:
 # prompts
 
 
-def _prompt_difference(episode: Episode, step: Step, chat: Chat, schemas: Sequence[Schema]) -> TokenDifference | None:
+def _prompt_difference(
+    episode: Episode, step: Step, chat: Chat, schemas: Sequence[Schema], requests: Mapping[int, Request]
+) -> TokenDifference | None:
     """Where the recorded prompt differs from what the template makes of the recorded messages."""
-    before = replace(episode, steps=episode.steps[: step.index])
-    parent = None if step.parent in (None, ROOT) else episode.steps[step.parent]
-    ids: tuple[int, ...] | None = None
-    if parent is not None and step.shared is None:
-        ids, _ = chat.continuation(step.prompt, schemas, chat.has_end_token(parent.sampled_ids))
-    elif parent is not None:  # its prompt has all messages of its request, its ids what it does not share
-        whole, shared = chat.opening(step.prompt, schemas), episode.tokens_of(parent.index)[: step.shared]
-        ids = whole[len(shared) :] if whole[: len(shared)] == shared else whole
-    elif before.steps and step.new_row is not None:
-        ids, _ = chat.continuation(step.prompt, schemas, chat.has_end_token(before.steps[-1].sampled_ids))
-    if ids is None:
-        ids = chat.opening((*before.messages, *step.prompt), schemas)
+    if step.shared is not None and not step.prompt_ids:  # another choice of a request: its prompt is the first one's
+        return None
+    if step.index in requests:
+        ids = _requested_ids(episode, step, chat, *requests[step.index])
+    else:
+        ids = _offered_ids(episode, step, chat, schemas)
     if ids == step.prompt_ids:
         return None
     index = common_prefix(step.prompt_ids, ids)
     sides = (step.prompt_ids[index : index + 1], ids[index : index + 1])
     one, other = ((side[0] if side else None) for side in sides)
     return TokenDifference(step.index, "prompt", index, (one, other), (chat.decode(sides[0]), chat.decode(sides[1])))
+
+
+def _offered_ids(episode: Episode, step: Step, chat: Chat, schemas: Sequence[Schema]) -> tuple[int, ...]:
+    """What the built-in loop makes of a turn's messages."""
+    before = replace(episode, steps=episode.steps[: step.index])
+    ids: tuple[int, ...] | None = None
+    if before.steps:
+        ids, _ = chat.continuation(step.prompt, schemas, chat.has_end_token(before.steps[-1].sampled_ids))
+    return chat.opening((*before.messages, *step.prompt), schemas) if ids is None else ids
+
+
+def _requested_ids(
+    episode: Episode, step: Step, chat: Chat, tools: Sequence[Schema], options: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """What an agent's request renders to: after its parent's tokens, or whole, without those that it shares."""
+    parent = None if step.parent in (None, ROOT) else episode.steps[step.parent]
+    if parent is not None and step.shared is None:
+        ids, _ = chat.continuation(step.prompt, tools, chat.has_end_token(parent.sampled_ids), options)
+        return () if ids is None else ids
+    whole = chat.opening(step.prompt, tools, options)
+    shared = episode.tokens_of(parent.index)[: step.shared] if parent is not None else ()
+    return whole[len(shared) :] if whole[: len(shared)] == shared else whole
 
 
 # how turns ended

@@ -146,11 +146,11 @@ STOPPED = "stopped"
 
 
 @transaction
-def give_up_agent(tx: Connection, agent: int, worker: str, why: str) -> None:
-    """Gives the agent up before its end: its episode begins anew with another."""
+def give_up_agent(tx: Connection, agent: int, worker: str, why: str, error_class: str = STOPPED) -> None:
+    """Gives the agent up before its end: its episode begins anew with another. Unless it was STOPPED, that is a loss."""
     values = {
         "status": "lost",
-        "error_class": STOPPED,
+        "error_class": error_class,
         "error": clean(why),
         "lease_until": None,
         "finished_at": datetime.now(UTC),
