@@ -67,7 +67,7 @@ def flow(stack: Stack, outputs: Path, epochs: tuple[int, int], few: tuple[str, .
     assert not (outputs / "sft").exists()
     assert stack.agentrl(*learn) == f"{outputs / 'sft'}\n"
     reinforce = [
-        *("submit", "--model_path", str(outputs / "sft"), "--dataset", "gsm8k", "--samples_per_prompt", "2", *fewer),
+        *("submit", "--model_path", str(outputs / "sft"), "--dataset", "gsm8k", "--samples_per_prompt", "4", *fewer),
         *("--max_new_tokens", "24", "--max_steps", "2", "--total_epochs", str(epochs[1]), "--batch_size", "8"),
         *(
             "--gradient_accumulation_steps",
