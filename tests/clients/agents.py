@@ -4,7 +4,6 @@ import asyncio
 from typing import Any
 
 from agentrl.workflow.agents import Answer
-
 from examples.openai_agent.agent import CALCULATOR, answer, calculate
 
 
