@@ -49,6 +49,7 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
         "eval": Entry("agentrl.cli.evaluate:evaluate", "Measure a policy: mean reward, its interval, accuracy, pass@k."),
         "compare": Entry("agentrl.cli.compare:compare", "Compare two policies on the tasks of both."),
         "chat": Entry("agentrl.cli.evaluate:chat", "Talk to a policy, its tools at hand."),
+        "serve": Entry("agentrl.cli.serve:serve", "Serve a policy to any client of the OpenAI API."),
     },
     "Run": {
         "resume": Entry("agentrl.cli.run_control:resume", "Set a paused, failed or stranded run going again."),

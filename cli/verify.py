@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from agentrl.cli.output import Line, cell, one_line, say, show_json, show_lines
 from agentrl.cli.targets import stored_database
 from agentrl.workflow.errors import CheckpointError, ConfigError, StateError, did_you_mean
-from agentrl.workflow.trajectory import Episode, Message, ToolResult
+from agentrl.workflow.trajectory import Episode, Message, SamplingKey, ToolResult
 
 if TYPE_CHECKING:
     from agentrl.workflow.analysis.episode_diff import TokenDifference
     from agentrl.workflow.analysis.verify_episode import RewardsReport, TokensReport, ToolsReport
+    from agentrl.workflow.config import RolloutConfig
     from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.store.reads.provenance import Origin
 
@@ -122,6 +123,8 @@ def _check_tools(origin: "Origin", made: "Experiment") -> "ToolsReport":
 def _check_tokens(origin: "Origin", made: "Experiment") -> "TokensReport":
     from agentrl.workflow.analysis.verify_episode import missing_weights
     from agentrl.workflow.analysis.verify_tokens import check_tokens
+    from agentrl.workflow.config import CLIENTS
+    from agentrl.workflow.dialects.client_sampling import key_asked, limits_asked, with_stop
     from agentrl.workflow.models.policy import open_run_base
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store import agent_steps
@@ -132,8 +135,16 @@ def _check_tokens(origin: "Origin", made: "Experiment") -> "TokensReport":
     lost = missing_weights(origin.policies, origin.collected)
     marks = agent_steps.load_marks(stored_database(), [origin.record.episode.id]).get(origin.record.episode.id, ())
     requests = {mark.step: (mark.tools, mark.template_options) for mark in marks}
-    rollout = made.config.rollout
-    return check_tokens(origin.record.episode, origin.policies, lost, policy, schemas, origin.key, rollout, requests)
+    rollout, told = made.config.rollout, {mark.step: mark.asked for mark in marks}
+    is_clients = made.config.agent is not None and made.config.agent.name == CLIENTS
+
+    def sampling(number: int) -> "tuple[RolloutConfig, SamplingKey]":
+        asked = told.get(number, {})
+        limits = with_stop(limits_asked(rollout, asked) if is_clients else rollout, asked.get("stop", ()))
+        return limits, key_asked(origin.key, asked) if is_clients else origin.key
+
+    episode = origin.record.episode
+    return check_tokens(episode, origin.policies, lost, policy, schemas, origin.key, rollout, requests, sampling)
 
 
 def _check_rewards(origin: "Origin", made: "Experiment") -> "list[RewardsReport]":

@@ -282,6 +282,9 @@ class EvalConfig(Section):
 PROGRAM = "cmd:"
 """What an agent that is a program begins with."""
 
+CLIENTS = "clients"
+"""The agent of a run of the kind `serve`: whoever calls."""
+
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
@@ -322,7 +325,7 @@ class AgentConfig(Section):
                 raise ValueError(f"the command cannot be read ({error}): quote it as for a shell") from error
             if not words or not words[0]:
                 raise ValueError("cmd: names no program: write cmd:PROGRAM ARGUMENTS")
-        elif not _FUNCTION.fullmatch(name):
+        elif name != CLIENTS and not _FUNCTION.fullmatch(name):
             raise ValueError("write package.module:function, or cmd:PROGRAM ARGUMENTS")
         return name
 

@@ -76,6 +76,9 @@ class Settings(BaseSettings):
         default=300.0, ge=0, description="How long the endpoint keeps a call that no rollout worker takes."
     )
     endpoint_calls: int = Field(default=1024, ge=1, description="Calls of agents that may be open in an endpoint at once.")
+    serve_key: str = Field(
+        default="", description="What callers of `agentrl serve` must send as API key; empty: nothing, from this machine."
+    )
     sampler_host: str = Field(
         default="127.0.0.1", description="Where a rollout worker serves agents; auto: this machine's own address."
     )

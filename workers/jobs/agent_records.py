@@ -59,7 +59,7 @@ class AgentRecords:
             sampled=sampled,
             request_id=choice_id(turns.stopped_id(call.request_id) if turn.cut else call.request_id, choice),
             request_hash=call.body_hash,
-            asked={**call.ask.asked, "created": call.created, "draw": turn.draws[choice], **_top(done)},
+            asked={**call.ask.asked, **_stop(turn), "created": call.created, "draw": turn.draws[choice], **_top(done)},
             tools=call.ask.tools,
             template_options=call.ask.template_options,
             shared_messages=len(step.prompt) if first else draft.shared_messages,
@@ -92,6 +92,11 @@ class AgentRecords:
 
 def _calls(step: Step) -> tuple[CallRecord, ...]:
     return tuple(CallRecord(made, "none", _refusal(made)) for made in step.message.tool_calls)
+
+
+def _stop(turn: AgentTurn) -> dict[str, Any]:
+    """The client's stop strings, without which nobody could tell why the turn ended."""
+    return {"stop": list(turn.ask.stop)} if turn.ask.stop else {}
 
 
 def _top(done: Completion) -> dict[str, Any]:

@@ -14,20 +14,16 @@ from logging import getLogger
 from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, Left, Refused
 from agentrl.workers.jobs.agent_ends import AgentEnd, judge_end
 from agentrl.workers.jobs.agent_records import AgentRecords
-from agentrl.workers.jobs.agent_turns import (
-    AgentTurn,
-    EpisodeTurns,
-    prompt_hash,
-    turn_of,
-)
+from agentrl.workers.jobs.agent_sampling import AgentSampling
+from agentrl.workers.jobs.agent_turns import AgentTurn, EpisodeTurns, turn_of
 from agentrl.workers.jobs.episode_recorder import EpisodeRecorder
 from agentrl.workers.jobs.inbox import Event, Inbox
-from agentrl.workers.jobs.pending_agents import PendingAgents
+from agentrl.workers.jobs.pending_agents import Agents, PendingAgents
 from agentrl.workers.jobs.pending_calls import PendingCalls
 from agentrl.workers.jobs.sampling_server import SamplingServer, sampling_server
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.dialects import RequestError
-from agentrl.workflow.engines import Completion, Engine, GenerateRequest
+from agentrl.workflow.engines import Completion, Engine
 from agentrl.workflow.envs import gives_rewards
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
@@ -41,10 +37,6 @@ from agentrl.workflow.store.rollout_claims import MAX_LOSSES, Fence, GroupWork, 
 from agentrl.workflow.trajectory import Episode, Step, StopReason
 
 log = getLogger("agentrl.agent_rollout")
-MOST_OPEN = 64
-"""Calls of one episode that are sampled at the same time; more are told to come again."""
-_told_runs: set[int] = set()
-"""Runs whose events say already that sampling is theirs."""
 
 
 @dataclass
@@ -54,6 +46,7 @@ class AgentRollout:
     Args:
         max_context: the most tokens that fit into one row of the model.
         server: where its agents' calls come.
+        served: who runs its agents; unset: the agents workers, to which they are sent.
     """
 
     db: Database
@@ -65,6 +58,7 @@ class AgentRollout:
     lost: set[Fence]
     max_context: int
     server: SamplingServer = field(default_factory=sampling_server)
+    served: Agents | None = None
     _arrived: set[AgentCall] = field(default_factory=set)
     _is_closed: bool = False
     _turns: dict[int, EpisodeTurns] = field(default_factory=dict)
@@ -73,16 +67,18 @@ class AgentRollout:
     def __post_init__(self) -> None:
         config = self.experiment.config
         assert config.agent is not None
-        self.limits, self.agent, self.model = config.rollout, config.agent, self.work.run
+        self.limits, self.model = config.rollout, self.work.run
         env, judges = self.experiment.env, self.experiment.judges
         hooks = load_hooks(config.hooks)
         self.recorder = EpisodeRecorder(self.db, self.work, env, hooks, judges, self.limits, self._release)
         rewarded = bool(self.work.weights) or gives_rewards(env)
         self.recorder.of_agents = True
-        self.recorder.own_weight = 0.0 if rewarded and not self.agent.own_rewards else 1.0
+        self.recorder.own_weight = 0.0 if rewarded and not config.agent.own_rewards else 1.0
         self.records = AgentRecords(self.work, self.chat, self.limits, self.max_context)
+        backend = self.experiment.engine
+        self.sampling = AgentSampling(self.db, self.work, self.limits, config.agent, backend, self.max_context)
         self.judging = PendingCalls(self.db, self.work.fence.group, self.inbox, self.recorder.report_wait)
-        self.agents = PendingAgents(self.db, self.work.fence, self.inbox, self.recorder.report_wait)
+        self.agents: Agents = self.served or PendingAgents(self.db, self.work.fence, self.inbox, self.recorder.report_wait)
 
     @property
     def is_live(self) -> bool:
@@ -180,11 +176,7 @@ class AgentRollout:
         if recorded := turns.recorded(call):
             self._answer_again(call, turns, recorded)
             return
-        if turns.count >= self.agent.max_calls:
-            said = f"This episode has had its {self.agent.max_calls} calls of the model (agent.max_calls)."
-            raise RequestError(429, said, code="max_calls")
-        if len(turns.open) >= MOST_OPEN:
-            raise RequestError(429, f"{MOST_OPEN} calls of this episode are open already.", code="rate_limit_exceeded")
+        self.sampling.check_count(turns)
         self._begin(call, turns)
 
     def _answer_again(self, call: AgentCall, turns: EpisodeTurns, marks: Sequence[RequestMark]) -> None:
@@ -200,54 +192,25 @@ class AgentRollout:
 
     def _begin(self, call: AgentCall, turns: EpisodeTurns) -> None:
         """Submits the choices of a new turn."""
-        if call.ask.top_logprobs and not self.experiment.engine.top_logprobs:
-            said = f"The engine {self.experiment.engine.name!r} does not tell the likeliest tokens."
-            raise RequestError(400, said, code="unsupported_parameter", param="top_logprobs")
         draft = turns.draft(self.chat, call.ask)
-        room = self.max_context - len(draft.context)
-        if room < 1:
-            said = f"This model's maximum context length is {self.max_context} tokens; the messages have {len(draft.context)}."
-            raise RequestError(400, said, code="context_length_exceeded", param="messages")
+        self.sampling.check(call.ask, draft)
         if not self.recorder.begin_step(self.recorder.episodes[call.episode]):
             self._drop(call.episode)
             raise RequestError(409, "This episode is over.", code="episode_over")
-        turn = AgentTurn(call, draft, turns.draws(call, prompt_hash(draft)), turns.session(draft))
+        turn = AgentTurn(call, draft, tuple(self.sampling.draws(turns, call, draft)), turns.session(draft))
         turns.open.append(turn)
         turn.join(call)
-        self._note_asked(call)
+        self.sampling.note_asked(call.ask)
+        most, episode = self.records.most_tokens(turn), self.recorder.episodes[call.episode]
         for choice, draw in enumerate(turn.draws):
-            future = self.engine.submit(self._request(turn, choice, draw))
-            turn.futures.append(future)
+            turn.futures.append(self.engine.submit(self.sampling.request(turn, choice, draw, most, episode)))
         for future in list(turn.futures):
             future.add_done_callback(partial(self._put_over, turn))
         faultpoint("generate.sent")
 
-    def _request(self, turn: AgentTurn, choice: int, draw: int) -> GenerateRequest:
-        """The run's sampling; of the call only its stop strings and its most tokens count."""
-        limits, ask = self.limits, turn.ask
-        key, position = self._key(turn.draft.context, draw, self.recorder.episodes[turn.call.episode])
-        request = GenerateRequest.within(limits, turn.draft.context, self.work.policy, key, position, session=turn.session)
-        return replace(
-            request,
-            max_new_tokens=self.records.most_tokens(turn),
-            stop=tuple(dict.fromkeys((*limits.stop, *ask.stop))),
-            heard=partial(turn.hear, choice),
-            top_logprobs=ask.top_logprobs,
-        )
-
     def _put_over(self, turn: AgentTurn, future: "Future[Completion]") -> None:
         if turn.is_over:
             self.inbox.put(Event(self.work.fence.group, turn.call.episode, completion=future, turn=turn))
-
-    def _note_asked(self, call: AgentCall) -> None:
-        """Says once in the run's events that sampling is the run's, whatever its clients ask for."""
-        if call.ask.asked and self.work.run_id not in _told_runs:
-            _told_runs.add(self.work.run_id)
-            agent_holds.note_asked(self.db, self.work.run_id, ", ".join(sorted(call.ask.asked)))
-
-    def _key(self, prompt_ids: tuple[int, ...], draw: int, episode: Episode) -> tuple[int, int]:
-        """The key of a turn's draws, and its position: what it is asked, and how often it was asked before."""
-        return self.work.sampling_key(episode).of_turn(prompt_ids, draw, episode.sampled_count)
 
     def _leave(self, call: AgentCall, turns: EpisodeTurns | None) -> None:
         """Stops what nobody waits for any more; an answer that the call did not get whole was not delivered."""

@@ -1,8 +1,9 @@
 """The inbox of a rollout job, into which the engine, the tools and the agents put events from any thread."""
 
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from agentrl.workflow.engines import Completion
@@ -31,6 +32,25 @@ class Event:
 
 
 Inbox = SimpleQueue[Event]
+
+POLL_SECONDS = 2.0
+"""Seconds between two looks of waiting episodes at their rows."""
+
+GATHER_SECONDS = 0.001
+"""The wait for turns that end in the same decoding step, to commit them together; answered calls wait for nothing."""
+
+
+def take_events(inbox: Inbox) -> list[Event]:
+    """Waits for an event, and after a sampled turn a moment longer, then takes all events that are there."""
+    events: list[Event] = []
+    try:
+        events.append(inbox.get(timeout=POLL_SECONDS))
+        if events[0].completion is not None:
+            time.sleep(GATHER_SECONDS)
+        while True:
+            events.append(inbox.get_nowait())
+    except Empty:
+        return events
 
 
 def put_completion(inbox: Inbox, group: int, episode: int, future: "Future[Completion]") -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from agentrl.workers.jobs.inbox import Event, Inbox
 from agentrl.workers.stack.dispatch import send_agent
@@ -27,6 +28,22 @@ RESENDS = 5
 """After this many in vain nobody seems to run agents: the group is handed back instead of waiting for ever."""
 
 _AGENTS_WORKER_HINT = "Is an agents worker running? Start one: agentrl worker agents"
+
+
+class Agents(Protocol):
+    """Who runs the agents of a group's episodes."""
+
+    def give(self, episodes: Sequence[int]) -> None:
+        """Gives each of the episodes to an agent, if its current attempt has none."""
+
+    def load(self) -> dict[int, AgentState]:
+        """Episode -> its agent's state."""
+
+    def send_overdue(self, states: Collection[AgentState]) -> None:
+        """Sends agents again that nobody has begun to run."""
+
+    def forget(self) -> None:
+        """Waits for no agent any more."""
 
 
 @dataclass

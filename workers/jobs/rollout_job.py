@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from logging import getLogger
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
 
 from celery.exceptions import Ignore, Reject
 
 from agentrl.workers.jobs import broken_checkpoints
 from agentrl.workers.jobs.episode_loop import GroupRollout
-from agentrl.workers.jobs.inbox import Event, Inbox
+from agentrl.workers.jobs.inbox import POLL_SECONDS, Inbox, take_events
 from agentrl.workers.jobs.model_slot import LoadedModel, models
 from agentrl.workers.stack.celery_app import app, row_id
 from agentrl.workers.stack.dispatch import send_train
@@ -44,11 +44,6 @@ if TYPE_CHECKING:
 
 log = getLogger("agentrl.rollout")
 Driver: TypeAlias = "GroupRollout | AgentRollout"
-POLL_SECONDS = 2.0
-"""Seconds between two looks of waiting episodes at their rows."""
-
-GATHER_SECONDS = 0.001
-"""The wait for turns that end in the same decoding step, to commit them together; answered calls wait for nothing."""
 
 
 @app.task(name="agentrl.rollout", throws=(ServiceError,))
@@ -219,7 +214,7 @@ def _drive_rollouts(rollouts: Mapping[int, Driver], inbox: Inbox) -> None:
         if stopping.is_set():
             _hand_back_groups([driver.work for driver in rollouts.values() if driver.is_live])
             return
-        events = _take_events(inbox)
+        events = take_events(inbox)
         for group, driver in rollouts.items():
             mine = [event for event in events if event.group == group]
             if driver.is_live and mine:
@@ -264,16 +259,3 @@ def _try_send_train(iteration: int) -> None:
 def _hand_back_groups(works: Sequence[GroupWork]) -> None:
     for work in works:
         write_when_possible(partial(store.hand_back, database(), work.fence))
-
-
-def _take_events(inbox: Inbox) -> list[Event]:
-    """Waits for an event, and after a sampled turn a moment longer, then takes all events that are there."""
-    events: list[Event] = []
-    try:
-        events.append(inbox.get(timeout=POLL_SECONDS))
-        if events[0].completion is not None:
-            time.sleep(GATHER_SECONDS)
-        while True:
-            events.append(inbox.get_nowait())
-    except Empty:
-        return events

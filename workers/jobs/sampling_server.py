@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import getLogger
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.runtime.lazy import Once
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import agent_holds
+from agentrl.workflow.store.connect import Database
 
 log = getLogger("agentrl.sampling_server")
 Scope = MutableMapping[str, Any]
@@ -61,9 +62,10 @@ class Holder(Protocol):
 
 @dataclass(eq=False)
 class SamplingServer:
-    """Serves the episodes that are held; `address` is where, as host:port."""
+    """Serves the episodes that are held; `address` is where, as host:port, `rows` where their keys are known."""
 
     address: str = ""
+    rows: Callable[[], Database] = database
     _held: dict[int, tuple[int, Holder]] = field(default_factory=dict)
     _keys: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -84,7 +86,7 @@ class SamplingServer:
         """
         key_hash = hashlib.sha256(key.encode()).hexdigest()
         if key_hash not in self._keys:
-            found = await asyncio.to_thread(agent_holds.find_key, database(), key_hash)
+            found = await asyncio.to_thread(agent_holds.find_key, self.rows(), key_hash)
             if found is None:
                 raise _not_here()
             if len(self._keys) >= KEPT_KEYS:
@@ -121,6 +123,7 @@ class SamplingServer:
             return
         body = await exchange.body()
         ask = chat_completions.read(body) if len(body) <= SMALL_BODY else await asyncio.to_thread(chat_completions.read, body)
+        ask = ask if ask.model else replace(ask, model=holder.model)
         said: asyncio.Queue[Said] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -294,9 +297,8 @@ def _not_here() -> RequestError:
     return RequestError(421, "The episode of this key is not held here.", code="not_held")
 
 
-def _listen() -> socket.socket:
-    """A socket at a free port of the host that AGENTRL_SAMPLER_HOST names."""
-    host = settings().sampler_host
+def _listen(host: str) -> socket.socket:
+    """A socket at a free port of that host."""
     if host == "auto":
         host = _own_address()
     try:
@@ -320,13 +322,17 @@ def _own_address() -> str:
             return socket.gethostbyname(socket.gethostname())
 
 
-def start() -> SamplingServer:
+def start(rows: Callable[[], Database] = database, host: str | None = None) -> SamplingServer:
     """Serves in a thread of its own from now on, until the process ends.
+
+    Args:
+        rows: the database that knows the keys.
+        host: where to listen; None: where AGENTRL_SAMPLER_HOST says.
 
     Raises:
         ServiceError: the host cannot be listened at.
     """
-    made, listener = SamplingServer(), _listen()
+    made, listener = SamplingServer(rows=rows), _listen(host or settings().sampler_host)
     host, port = listener.getsockname()[:2]
     made.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     config = uvicorn.Config(

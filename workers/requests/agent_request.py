@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from agentrl.workflow.agents.held import check_held
-from agentrl.workflow.config import RunConfig
+from agentrl.workflow.config import CLIENTS, RunConfig
 from agentrl.workflow.envs import Env, gives_rewards
 from agentrl.workflow.errors import ConfigError, DatasetError
 from agentrl.workflow.experiment import Experiment
@@ -30,6 +30,9 @@ def settle_agent(made: Experiment, tasks: Sequence[Task]) -> RunConfig:
     asked = made.config.agent
     if asked is None:
         return made.config
+    if asked.name == CLIENTS:
+        said = f"The agent {CLIENTS!r} is whoever calls: a run cannot start it."
+        raise ConfigError(said, "Serve a policy to them: agentrl serve --policy RUN")
     if made.agent is not None:
         check_function(asked.name, made.agent)
     if not settings().broker_url:  # else the workers' machines have what it needs

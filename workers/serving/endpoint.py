@@ -13,7 +13,6 @@ import socket
 import sys
 from contextlib import closing, suppress
 from functools import partial
-from ipaddress import ip_address
 from logging import getLogger
 from types import FrameType
 
@@ -22,7 +21,7 @@ import uvicorn
 from agentrl.workers.serving.endpoint_app import MAX_HEAD_BYTES, Endpoint, Limits
 from agentrl.workers.serving.guarded_http import HEADER_SECONDS, GuardedProtocol, sweep
 from agentrl.workers.serving.places import Places
-from agentrl.workers.stack.listening import LISTENER, LOOPBACK, bind, url_of
+from agentrl.workers.stack.listening import LISTENER, LOOPBACK, bind, is_loopback, url_of
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import control_reads, endpoint_reads
@@ -45,9 +44,9 @@ def run(host: str = LOOPBACK, port: int | None = None) -> None:
     with closing(open_database(where.database)) as database, _listener(host, port) as listening:
         url = where.endpoint_url or url_of(listening)
         log.info("the endpoint listens at %s", url)
-        if not _is_loopback(listening):
+        if not is_loopback(listening):
             log.warning("other machines can reach it, over plain HTTP: keys and all that is said can be read on the way")
-        _raise_file_limit()
+        raise_file_limit()
         signal.signal(signal.SIGTERM, _end)
         asyncio.run(_run(database, listening, url))
 
@@ -57,10 +56,6 @@ def _listener(host: str, port: int | None) -> socket.socket:
     if handed:
         return socket.socket(fileno=int(handed))
     return bind(host, settings().endpoint_port if port is None else port)
-
-
-def _is_loopback(listening: socket.socket) -> bool:
-    return ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def make_server(app: Endpoint) -> uvicorn.Server:
@@ -121,7 +116,7 @@ def _end(number: int, frame: FrameType | None) -> None:
     sys.exit(0)
 
 
-def _raise_file_limit() -> None:
+def raise_file_limit() -> None:
     """Lets this process have as many connections as it may: two for each open call."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):

@@ -1,4 +1,4 @@
-"""What the endpoint answers: routes, keys, limits. Calls that are let in are forwarded.
+"""What the endpoint answers: routes, keys, limits. Calls that its door lets in are forwarded.
 
 `POST /v1/chat/completions` and `GET /v1/models` take the attempt's key as `Authorization: Bearer KEY` or `x-api-key: KEY`, or
 in the path: `/attempt/KEY/v1/...`. `GET /health` takes none.
@@ -9,12 +9,13 @@ import hashlib
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from logging import getLogger
 from secrets import token_hex
-from typing import Any
+from typing import Any, Protocol
 
 from agentrl.workers.serving import api_errors
 from agentrl.workers.serving.api_errors import ApiError
@@ -22,6 +23,7 @@ from agentrl.workers.serving.forwarding import Call, Forward, require_open
 from agentrl.workers.serving.places import Places
 from agentrl.workers.serving.upstream import Headers, Upstreams
 from agentrl.workflow.errors import ServiceError
+from agentrl.workflow.store.endpoint_reads import Place
 
 log = getLogger("agentrl.endpoint")
 
@@ -57,12 +59,89 @@ class Limits:
     held_bytes: int = MOST_HELD_BYTES
 
 
+class Door(Protocol):
+    """Whose calls are let in, and to which attempt they belong. `shown` is the key that a call came with, "" if none."""
+
+    @property
+    def routes(self) -> Mapping[str, str]:
+        """More paths than the endpoint's, each with its method."""
+
+    async def find_run(self, shown: str, headers: Mapping[bytes, bytes]) -> str:
+        """The name of the run that a call would reach.
+
+        Raises:
+            ApiError: it would not be let in.
+        """
+
+    def enter(self, shown: str, headers: Mapping[bytes, bytes]) -> AbstractAsyncContextManager[str]:
+        """The key of the attempt that the call belongs to, for as long as the call is open.
+
+        Raises:
+            ApiError: it is not let in.
+        """
+
+    async def answer(self, path: str, shown: str, headers: Mapping[bytes, bytes], body: bytes) -> Any:
+        """The answer, as JSON, to a call of one of the door's own paths.
+
+        Raises:
+            ApiError: there is none.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptDoor:
+    """Lets in who has an attempt's key."""
+
+    places: Places
+
+    @property
+    def routes(self) -> Mapping[str, str]:
+        """See `Door`."""
+        return {}
+
+    async def find_run(self, shown: str, headers: Mapping[bytes, bytes]) -> str:
+        """See `Door`."""
+        if not 0 < len(shown) <= MOST_KEY_CHARS:
+            raise api_errors.unknown_key()
+        return require_open(await find_place(self.places, shown)).run
+
+    @asynccontextmanager
+    async def enter(self, shown: str, headers: Mapping[bytes, bytes]) -> AsyncIterator[str]:
+        """See `Door`."""
+        if not 0 < len(shown) <= MOST_KEY_CHARS:
+            raise api_errors.unknown_key()
+        yield shown
+
+    async def answer(self, path: str, shown: str, headers: Mapping[bytes, bytes], body: bytes) -> Any:
+        """It has no path of its own."""
+
+
+async def find_place(places: Places, key: str) -> Place | None:
+    """The place of the attempt with that key.
+
+    Raises:
+        ApiError: the database is away.
+    """
+    try:
+        return await places.find(hash_key(key))
+    except ServiceError as error:
+        log.warning("%s", error)
+        raise api_errors.broken(30) from None
+
+
+def hash_key(key: str) -> str:
+    """What the rows know a key by."""
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
+
+
 @dataclass
 class Endpoint:
     """The ASGI application. It knows the calls that are open and nothing else; all that lasts is in the rows."""
 
     places: Places
     limits: Limits = Limits()
+    door: Door | None = None
+    """Unset: an `AttemptDoor`."""
     upstreams: Upstreams = field(default_factory=Upstreams)
     _open: "Counter[str]" = field(default_factory=Counter)
     _held_bytes: int = 0
@@ -86,37 +165,44 @@ class Endpoint:
         if len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
             raise api_errors.long_head(MAX_HEAD_BYTES)
         path, key = _split_path(scope["path"])
-        method = ROUTES.get(path)
+        door = self._door
+        routes = {**ROUTES, **door.routes}
+        method = routes.get(path)
         if method is None:
-            raise api_errors.no_route(", ".join(f"{method} {path}" for path, method in ROUTES.items()))
+            raise api_errors.no_route(", ".join(f"{method} {path}" for path, method in routes.items()))
         if scope["method"] != method:
             raise api_errors.wrong_method(method)
         if path == HEALTH:
             await exchange.answer(200, api_errors.as_json({"status": "ok"}))
             return
         headers = _first_of_each(scope["headers"])
-        key = key or _key_in_headers(headers)
-        if not 0 < len(key) <= MOST_KEY_CHARS:
-            raise api_errors.unknown_key()
-        key_hash = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
-        with self._slot(key_hash):
-            await self._check_place(path, key_hash, exchange)
-            if path == CHAT:
-                await self._forward(key, key_hash, headers, exchange)
+        shown = key or _key_in_headers(headers)
+        if path == CHAT:
+            async with door.enter(shown, headers) as key:
+                await self._call(key, headers, exchange)
+            return
+        with self._slot(hash_key(shown)):
+            if path == MODELS:
+                run = await door.find_run(shown, headers)
+                listed = [{"id": run, "object": "model", "created": 0, "owned_by": "agentrl"}]
+                answer: Any = {"object": "list", "data": listed}
+            else:
+                answer = await door.answer(path, shown, headers, await self._body(headers, exchange, lambda size: None))
+        await exchange.answer(200, api_errors.as_json(answer))
 
-    async def _check_place(self, path: str, key_hash: str, exchange: "_Exchange") -> None:
-        try:
-            place = await self.places.find(key_hash)
-        except ServiceError as error:
-            log.warning("%s", error)
-            raise api_errors.broken(30) from None
-        if path == MODELS:
-            run = require_open(place).run
-            listed = [{"id": run, "object": "model", "created": 0, "owned_by": "agentrl"}]
-            await exchange.answer(200, api_errors.as_json({"object": "list", "data": listed}))
-        require_open(place)
+    @cached_property
+    def _door(self) -> Door:
+        return self.door or AttemptDoor(self.places)
 
-    async def _forward(self, key: str, key_hash: str, headers: dict[bytes, bytes], exchange: "_Exchange") -> None:
+    async def _call(self, key: str, headers: dict[bytes, bytes], exchange: "_Exchange") -> None:
+        with self._slot(hash_key(key)):
+            require_open(await find_place(self.places, key))
+            await self._forward(key, headers, exchange)
+
+    async def _body(self, headers: Mapping[bytes, bytes], exchange: "_Exchange", take: Callable[[int], None]) -> bytes:
+        return await exchange.body(headers.get(b"content-length", b""), self.limits, take)
+
+    async def _forward(self, key: str, headers: dict[bytes, bytes], exchange: "_Exchange") -> None:
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise api_errors.encoded_body()
         taken = 0
@@ -129,8 +215,8 @@ class Endpoint:
             taken += size
 
         try:
-            body = await exchange.body(headers.get(b"content-length", b""), self.limits, take)
-            call = Call(key_hash, CHAT, _headers_for_worker(key, headers), body)
+            body = await self._body(headers, exchange, take)
+            call = Call(hash_key(key), CHAT, _headers_for_worker(key, headers), body)
             limits = self.limits
             forward = Forward(
                 call, self.places, self.upstreams, exchange.begin, exchange.write, limits.wait_seconds, limits.quiet_seconds

@@ -12,8 +12,8 @@ LOOPBACK = "127.0.0.1"
 BACKLOG = 1024
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Listens at the address; port 0 takes a free one.
+def bind(host: str, port: int, hint: str = "Set AGENTRL_ENDPOINT_PORT to a free port, or to 0.") -> socket.socket:
+    """Listens at the address; port 0 takes a free one. `hint` says what to do where the address is taken.
 
     Raises:
         ServiceError: it cannot.
@@ -33,9 +33,13 @@ def bind(host: str, port: int) -> socket.socket:
         made.listen(BACKLOG)
     except OSError as error:
         made.close()
-        hint = "Set AGENTRL_ENDPOINT_PORT to a free port, or to 0."
         raise ServiceError(f"The endpoint cannot listen at {host}:{port}: {error.strerror}.", hint) from error
     return made
+
+
+def is_loopback(listening: socket.socket) -> bool:
+    """Whether only this machine reaches it."""
+    return ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def url_of(listening: socket.socket) -> str:

@@ -24,7 +24,7 @@ Where top_k, top_p or min_p limit what is drawn from, the limit is a sum or a lo
 token too; so a draw is also a tie where the recorded token is within the tolerance of it under a limit moved by the tolerances.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from types import MappingProxyType
@@ -59,6 +59,8 @@ from agentrl.workflow.trajectory import ROOT, Episode, PolicyRef, SamplingKey, S
 Request = tuple[Sequence[Schema], Mapping[str, Any]]
 """The tools that a request of an agent brought, and its options for the chat template."""
 NO_REQUESTS: Mapping[int, Request] = MappingProxyType({})
+Sampling = tuple[RolloutConfig, SamplingKey]
+"""How a step was sampled: its limits, and the key of its draws."""
 
 TOLERANCES = {"exact": (4e-6, 1e-9), "float32": (1e-3, 1e-5), "coarse": (1.0, 0.1)}
 """Precision -> how far a logprob (in nats) and a draw (in probability) may be from the record."""
@@ -103,6 +105,7 @@ def check_tokens(
     key: SamplingKey,
     rollout: RolloutConfig,
     requests: Mapping[int, Request] = NO_REQUESTS,
+    sampling: Callable[[int], Sampling] | None = None,
 ) -> TokensReport:
     """Renders every prompt of the episode's own steps, scores and draws every token that it sampled itself, and checks how each
     turn ended.
@@ -115,6 +118,7 @@ def check_tokens(
         key: of the episode's draws.
         rollout: of the run: how it sampled.
         requests: what an agent's request brought, by the number of the step that answered it.
+        sampling: how the step of a number was sampled, where its client had a say; unset: as `rollout` and `key` tell.
 
     Raises:
         CheckpointError: weights that are there were altered, or do not fit the base.
@@ -123,7 +127,8 @@ def check_tokens(
     logprob_tolerance, draw_tolerance = TOLERANCES[precision]
     own = [step for step in episode.steps if step.index >= episode.inherited]
     there = {number: ref for number, ref in policies.items() if number not in gone}
-    tokens = sorted(_rescore(episode, there, policy, key, rollout), key=lambda token: (token.step.index, token.index))
+    asked = sampling or (lambda number: (rollout, key))
+    tokens = sorted(_rescore(episode, there, policy, asked), key=lambda token: (token.step.index, token.index))
     chat = policy.chat
     off = next((token for token in tokens if not token.off <= logprob_tolerance), None)
     keyed = _is_keyed(rollout.engine)  # else there is no draw to repeat
@@ -139,7 +144,7 @@ def check_tokens(
         unverified=tuple(sorted(set(gone.values()))),
         logprob=_logprob_difference(off, chat) if off else None,
         draw=_draw_difference(missed, chat) if missed else None,
-        ending=next((wrong for step in own if (wrong := _end_difference(step, chat, rollout.stop))), None),
+        ending=next((wrong for step in own if (wrong := _end_difference(step, chat, asked(step.index)[0].stop))), None),
     )
 
 
@@ -212,15 +217,15 @@ def _end_difference(step: Step, chat: Chat, strings: tuple[str, ...]) -> EndDiff
 
 @torch.no_grad()
 def _rescore(
-    episode: Episode, policies: Mapping[int, PolicyRef], policy: Policy, key: SamplingKey, rollout: RolloutConfig
+    episode: Episode, policies: Mapping[int, PolicyRef], policy: Policy, sampling: Callable[[int], Sampling]
 ) -> Iterator[_Token]:
-    """Every token of the steps that `policies` names: each row is read once for each policy that is in it."""
+    """Every token of the steps that `policies` names: each row is read once for each policy and for each way to sample."""
     for row in chains_of(episode):
         scored = [step for step in row if step.index in policies and step.sampled_ids]
-        for ref, group in groupby(scored, key=lambda step: policies[step.index]):
+        for (ref, rollout), group in groupby(scored, key=lambda step: (policies[step.index], sampling(step.index)[0])):
             steps = list(group)
             ids, places = _context([token for token, _ in context_of(episode, row[0])], row, steps, policy)
-            keyed = [(step, *key.of_step(episode, step.index)) for step in steps]
+            keyed = [(step, *sampling(step.index)[1].of_step(episode, step.index)) for step in steps]
             tokens = [(step, i, position + i) for step, _, position in keyed for i in range(len(step.sampled_ids))]
             draws = torch.cat([_draws(bits, position, len(step.sampled_ids)) for step, bits, position in keyed])
             policy.publish(ref)

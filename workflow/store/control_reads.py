@@ -8,7 +8,7 @@ from sqlalchemy import Connection, func, select, update
 from agentrl.workflow.control.snapshot import Claim, GroupState, IterationState, RunState, Snapshot
 from agentrl.workflow.store.connect import Database, insert, read_transaction, transaction
 from agentrl.workflow.store.iterations import staleness_of
-from agentrl.workflow.store.planning import is_broken, newest_version
+from agentrl.workflow.store.planning import IS_AT_WORK, is_broken, newest_version
 from agentrl.workflow.store.run_names import run_row
 from agentrl.workflow.store.waiting_runs import awaits_maker
 from agentrl.workflow.tables import schema
@@ -24,7 +24,7 @@ def snapshot(tx: Connection, lease_seconds: float) -> Snapshot:
     now = int(tx.execute(select(now_ms())).scalar_one())
     running = tx.execute(
         select(schema.runs.c.id, schema.runs.c.name, is_broken(schema.runs.c.id))
-        .where(schema.runs.c.status == "running", ~awaits_maker())
+        .where(*IS_AT_WORK, ~awaits_maker())
         .order_by(schema.runs.c.id)
     )
     return Snapshot(
@@ -84,7 +84,7 @@ def count_running_runs(database: Database) -> int:
         ServiceError: the database is away; said at once, since who asks has workers to look after.
     """
     with database.read() as tx:
-        return int(tx.execute(select(func.count()).where(schema.runs.c.status == "running")).scalar_one())
+        return int(tx.execute(select(func.count()).where(*IS_AT_WORK)).scalar_one())
 
 
 @read_transaction
@@ -105,7 +105,7 @@ def load_run_to_serve(tx: Connection, run: str) -> Row:
 def list_runs_beside(tx: Connection, run: str) -> list[str]:
     """The names of the running runs, except that one and its own evaluations."""
     mine = select(schema.runs.c.id).where(schema.runs.c.name == run)
-    others = select(schema.runs.c.name).where(schema.runs.c.status == "running", schema.runs.c.name != run)
+    others = select(schema.runs.c.name).where(*IS_AT_WORK, schema.runs.c.name != run)
     others = others.where(func.coalesce(schema.runs.c.measures_id, 0).not_in(mine))
     return list(tx.execute(others.order_by(schema.runs.c.id)).scalars())
 
@@ -117,7 +117,7 @@ def some_run_overlaps(database: Database) -> bool:
         ServiceError: the database is away; said at once.
     """
     with database.read() as tx:
-        configs = tx.execute(select(schema.runs.c.config).where(schema.runs.c.status == "running")).scalars()
+        configs = tx.execute(select(schema.runs.c.config).where(*IS_AT_WORK)).scalars()
         return any(staleness_of(config) for config in configs)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, case, func, select
 
 from agentrl.workflow.store.connect import Database, read_transaction
+from agentrl.workflow.store.planning import IS_AT_WORK
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import now_ms
 from agentrl.workflow.trajectory import OPEN
@@ -80,5 +81,5 @@ def some_run_has_agent(database: Database) -> bool:
     """
     asked = func.coalesce(schema.runs.c.config["agent"].as_string(), "null") != "null"
     with database.read() as tx:
-        configs = tx.execute(select(schema.runs.c.config).where(schema.runs.c.status == "running", asked)).scalars()
+        configs = tx.execute(select(schema.runs.c.config).where(*IS_AT_WORK, asked)).scalars()
         return any(config.get("agent") for config in configs)

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, func, select, union, update
 
 from agentrl.workflow.store.connect import transaction
-from agentrl.workflow.store.planning import log
+from agentrl.workflow.store.planning import IS_AT_WORK, log
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import now_ms
 from agentrl.workflow.trajectory import OPEN
@@ -37,7 +37,7 @@ def record_loss(tx: Connection, worker: str, role: str, how: str) -> None:
 
     One that dies again and again, at its start, is told of once.
     """
-    for run in tx.execute(select(schema.runs.c.id).where(schema.runs.c.status == "running")).scalars().all():
+    for run in tx.execute(select(schema.runs.c.id).where(*IS_AT_WORK)).scalars().all():
         said = f"the worker {role} {how}, and is started again; it held {_describe_held_work(tx, run, worker, role)}"
         newest = (
             select(schema.events.c.detail).where(schema.events.c.run_id == run).order_by(schema.events.c.id.desc()).limit(1)

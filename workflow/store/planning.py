@@ -25,6 +25,9 @@ from agentrl.workflow.tables.columns import now_ms
 from agentrl.workflow.trajectory import KEY_SCHEME, OPEN, PolicyRef, Task
 
 RESUMABLE = ("paused", "failed", "running")
+IS_AT_WORK = (schema.runs.c.status == "running", schema.runs.c.kind != "serve")
+"""A run for which workers work; of the kind `serve` a process of its own does all."""
+_SERVE_HINT = "Start another: agentrl serve --policy RUN"
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Submission:
         name: unique; the run with this name is returned if it was submitted with the same config.
         stem: of a name that nobody chose: where it is taken, the run is called `stem-N`. Empty: a person chose it.
         root: the folder in which `output_dir` is called as the run is; empty where a person chose that.
-        kind: `train`, `eval` for one iteration without an update, or `fork` for one group without an update.
+        kind: `train`, `eval` for one iteration without an update, `fork` for one group without an update, or `serve` for one
+            iteration to which groups are added while it lasts.
         config, manifest: stored with the run.
         policy: the weights it starts from.
         tasks: the dataset's rows, in the dataset's order.
@@ -77,18 +81,23 @@ class Submission:
     @property
     def iterations(self) -> int:
         """`length`, or epochs x ceil(tasks / tasks_per_iteration), of stored groups where it trains on those; 1 for a fork."""
-        return 1 if self.fork else self.length or (self.epochs or 1) * self._per_epoch
+        return 1 if self._is_one else self.length or (self.epochs or 1) * self._per_epoch
 
     @property
     def passes(self) -> int:
         """Passes over the tasks; the last may end before all of them had their turn."""
-        return 1 if self.fork else epochs_of(self.iterations, self._per_epoch)
+        return 1 if self._is_one else epochs_of(self.iterations, self._per_epoch)
 
     @property
     def episodes(self) -> int:
         """Episodes that it plans, unless it samples on; 0 where it trains on stored ones."""
         whole, rest = divmod(self.iterations, self._per_epoch) if self.tasks else (0, 0)
         return (whole * len(self.tasks) + rest * self.tasks_per_iteration) * self.group_size
+
+    @property
+    def _is_one(self) -> bool:
+        """Whether it has one iteration, whatever its tasks."""
+        return self.fork is not None or self.kind == "serve"
 
     @property
     def _per_epoch(self) -> int:
@@ -120,6 +129,11 @@ def submit(tx: Connection, submission: Submission, failed: str = "") -> Submitte
         ConflictError: a run of that name exists and was submitted with another config, or from other weights.
         CheckpointError: its weights have just been collected.
     """
+    return insert_submission(tx, submission, failed)
+
+
+def insert_submission(tx: Connection, submission: Submission, failed: str = "") -> SubmittedRun:
+    """As `submit`, within a transaction."""
     while (run_id := _insert_submission(tx, submission)) is None:
         if existing := _find_own(tx, submission):
             return existing
@@ -166,10 +180,12 @@ def _insert_submission(tx: Connection, submission: Submission, more: Mapping[str
         tx.execute(schema.run_groups.insert(), [{"run_id": run_id, "group_id": group} for group in submission.groups])
     if submission.fork:
         insert_fork(tx, run_id, policy_id, submission.group_size, submission.fork)
+    elif submission.kind == "serve":
+        tx.execute(schema.iterations.insert().values(run_id=run_id, number=0, epoch=0, policy_id=policy_id))
     else:
         for number in range(min(submission.iterations, 1 + staleness_of(submission.config))):
             insert_iteration(tx, run_id, number, policy_id)
-    log(tx, run_id, "submitted", detail=f"{submission.iterations} iterations")
+    log(tx, run_id, "submitted", detail="" if submission.kind == "serve" else f"{submission.iterations} iterations")
     return run_id
 
 
@@ -346,7 +362,9 @@ def _numbered_name(tx: Connection, stem: str) -> str:
 
 
 def check_resumable(row: Mapping[str, Any]) -> None:
-    """Raises StateError where the run, by its row, is done or cancelled."""
+    """Raises StateError where the run, by its row, is done or cancelled, or is what a process served."""
+    if row["kind"] == "serve":
+        raise StateError(f"Run {row['name']!r} is what a process served, and only that process could go on.", _SERVE_HINT)
     if row["status"] not in RESUMABLE:
         raise StateError(f"Run {row['name']!r} is {row['status']}: nothing is left to do.", f"agentrl watch {row['name']}")
 
@@ -450,6 +468,8 @@ def stop(tx: Connection, run: str, status: str, reason: str = "") -> Mapping[str
     row = run_row(tx, run)
     if row["status"] == status:
         return row
+    if row["kind"] == "serve" and status == "paused":
+        raise StateError(f"Run {row['name']!r} is what a process serves: it cannot pause.", "End it: Ctrl-C where it runs.")
     if row["status"] in ("done", "cancelled") or (row["status"] == "failed" and status == "paused"):
         raise StateError(f"Run {row['name']!r} is {row['status']} already.", f"agentrl watch {row['name']}")
     _stop(tx, row, status, reason)

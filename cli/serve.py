@@ -1,0 +1,147 @@
+"""`agentrl serve`: a policy for any client that speaks the OpenAI API; what it says is recorded, and nothing is trained."""
+
+import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentrl.cli.evaluate import MinP, PolicyName, Stop, TemplateFile, ToolFormatName, TopK, TopP
+from agentrl.cli.output import say, show
+from agentrl.cli.targets import Trust, find_policy
+from agentrl.workflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    import socket
+
+    from agentrl.workers.requests.serve_request import Serving
+    from agentrl.workflow.config import RunConfig
+    from agentrl.workflow.store.connect import Database
+
+HOST, PORT = "127.0.0.1", 8000
+
+
+def serve(
+    policy: PolicyName,
+    host: Annotated[str, typer.Option(help="Address to listen at; one beyond this machine needs AGENTRL_SERVE_KEY.")] = HOST,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = PORT,
+    name: Annotated[str | None, typer.Option(help="Name of its run [serve-N].", show_default=False)] = None,
+    no_record: Annotated[bool, typer.Option("--no-record", help="Keep nothing of what is said.")] = False,
+    keep_days: Annotated[
+        float | None, typer.Option(min=0, help="Delete its episodes after so many days [never].", show_default=False)
+    ] = None,
+    idle_seconds: Annotated[
+        float, typer.Option(min=0.1, max=86_400, help="An episode ends when nothing was asked for so long.")
+    ] = 600.0,
+    temperature: Annotated[
+        float | None, typer.Option(help="Temperature of calls that name none [the run's, else 1].", show_default=False)
+    ] = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    stop: Stop = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of a turn [the model's window].", show_default=False)
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help="Sampling engine [the run's, else rolling].", show_default=False)] = None,
+    tool_format: ToolFormatName = None,
+    chat_template: TemplateFile = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="Keys the draws [random].", show_default=False)] = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Serve a policy to any client of the OpenAI API, until Ctrl-C.
+
+    POST /v1/chat/completions, GET /v1/models. Each client's calls are an episode of a run of the kind serve, for `agentrl
+    episodes`, `replay` and `sql`. A client is who sends the same API key, or the same header X-Agentrl-Episode; its episode
+    ends by POST /v1/episode/end (which may give it rewards), after a silence, or with this process. temperature, top_p, top_k,
+    min_p and seed are the client's to choose.
+    """
+    from secrets import randbelow
+
+    from agentrl.workers.requests.serve_request import Serving
+    from agentrl.workers.stack.listening import bind, is_loopback
+    from agentrl.workers.stack.worker import set_up_logging
+    from agentrl.workflow.settings import settings
+
+    if no_record and (name is not None or keep_days is not None):
+        raise ConfigError("--no-record keeps nothing: --name and --keep-days do nothing with it.", "Leave them out.")
+    asked: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "engine": engine}
+    asked |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
+    chat = {"model.tool_format": tool_format, "model.chat_template": chat_template, "seed": seed}
+    with closing(bind(host, port, "Name another --port, or 0 for any.")) as listening:
+        key = settings().serve_key
+        if not key and not is_loopback(listening):
+            said = f"At {host} other machines could call, and no key is set."
+            raise ConfigError(said, "Set AGENTRL_SERVE_KEY to what they must send, or leave --host out.")
+        config, ref, of = _served_config(policy, name, asked, chat, trust_remote_code)
+        if seed is None:
+            config = config.model_copy(update={"seed": randbelow(2**31)})
+        set_up_logging()
+        with _database(no_record) as db:
+            how = Serving(key, idle_seconds, keep_days, records=not no_record)
+            _serve(db, config, ref, of, listening, how)
+
+
+def _served_config(
+    policy: str, name: str | None, asked: dict[str, Any], chat: dict[str, Any], trust: bool
+) -> "tuple[RunConfig, Any, str]":
+    """The config to serve with, the policy's weights (None: the model as it is), and the name of the run that they are of."""
+    from agentrl.workers.requests.serve_request import serve_config
+    from agentrl.workflow import engines
+    from agentrl.workflow.config import build
+    from agentrl.workflow.errors import ModelError
+    from agentrl.workflow.experiment import Experiment
+    from agentrl.workflow.models.lookup import existing_model
+
+    base, ref = find_policy(policy)
+    trusted = base.model.trust_remote_code or trust
+    base = base.model_copy(update={"model": base.model.model_copy(update={"trust_remote_code": trusted})})
+    config = serve_config(base, name, asked)
+    config = build(config.flat() | {key: value for key, value in chat.items() if value is not None})
+    engines.check_options(Experiment(config).engine, config.rollout)
+    if ref is None:
+        try:
+            existing_model(config.model.path, config.dataset.name)
+        except ModelError as error:
+            raise ModelError(f"No run is called {policy!r}, and no model is found: {error.message}", error.hint) from error
+    return config, ref, "" if ref is None else str(base.name or "")
+
+
+@contextmanager
+def _database(no_record: bool) -> "Iterator[Database]":
+    from agentrl.workers.serving.policy_server import unrecorded_database
+    from agentrl.workers.stack.process import database
+
+    with unrecorded_database() if no_record else nullcontext(database()) as db:
+        yield db
+
+
+def _serve(db: "Database", config: "RunConfig", ref: Any, of: str, listening: "socket.socket", how: "Serving") -> None:
+    """Loads the policy, says where it is, and serves it to the end."""
+    from agentrl.workers.requests.serve_request import serve_submission
+    from agentrl.workers.serving.policy_server import open_run, serve_policy
+    from agentrl.workers.stack.listening import url_of
+    from agentrl.workers.stack.process import claim_name
+    from agentrl.workflow.experiment import Experiment
+    from agentrl.workflow.inference.open_policy import open_policy
+
+    with open_policy(config, ref) as opened:
+        settled = config.model_copy(update={"model": opened.policy.config})
+        run = open_run(db, serve_submission(db, settled, opened.ref, of, how.keep_days), claim_name())
+        what = f"{of}@{opened.ref.version}" if of else config.model.path
+        for line in _greeting(run.name, what, url_of(listening), how):
+            show(line)
+        served = serve_policy(db, run, Experiment(settled), opened, listening, how)
+    if served.was_ended:
+        say(f"{run.name} was ended by another command.")
+    show(f"{run.name}: {served.episodes} episodes, {served.calls} calls")
+
+
+def _greeting(run: str, what: str, url: str, how: "Serving") -> "Iterator[str]":
+    wanted = "the key is AGENTRL_SERVE_KEY" if how.key else "no key"
+    kept = f"its episodes: agentrl episodes {run}" if how.records else "nothing is recorded"
+    yield f"{run}: {what} at {url}/v1, {wanted}; {kept}"
+    header = ' -H "Authorization: Bearer $AGENTRL_SERVE_KEY"' if how.key else ""
+    body = json.dumps({"messages": [{"role": "user", "content": "What is 15 minus 8?"}]})
+    yield f"  curl {url}/v1/chat/completions{header} -d '{body}'"

@@ -1,0 +1,245 @@
+"""The door of `agentrl serve`: who is let in, whose episode a call belongs to, and when that ends."""
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from agentrl.workers.serving.api_errors import ApiError
+from agentrl.workers.serving.client_door import END, MAX_CLIENTS, ClientDoor
+from agentrl.workflow.config import RolloutConfig
+from agentrl.workflow.dialects.client_sampling import key_asked, limits_asked, with_stop
+from agentrl.workflow.errors import StateError
+from agentrl.workflow.trajectory import SamplingKey
+
+HERE = {b"host": b"localhost:8000"}
+
+
+@dataclass(frozen=True)
+class Opened:
+    id: int
+    key: str
+
+
+@dataclass
+class Episodes:
+    """Opens and ends at once, and notes it."""
+
+    names: list[str] = field(default_factory=list)
+    ends: list[tuple[int, str | None, Any]] = field(default_factory=list)
+    fails: bool = False
+
+    def open(self, client: str) -> "Future[Any]":
+        made: Future[Any] = Future()
+        if self.fails:
+            made.set_exception(StateError("serve-1 is over."))
+            return made
+        self.names.append(client)
+        made.set_result(Opened(len(self.names), f"key{len(self.names)}"))
+        return made
+
+    def end(self, episode: int, answer: str | None, rewards: Mapping[str, float] | None) -> "Future[None]":
+        self.ends.append((episode, answer, rewards))
+        made: Future[None] = Future()
+        made.set_result(None)
+        return made
+
+
+async def call(door: ClientDoor, shown: str = "", **headers: str) -> str:
+    async with door.enter(
+        shown, HERE | {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
+    ) as key:
+        return key
+
+
+def refused(door: ClientDoor, shown: str = "", headers: Mapping[bytes, bytes] = HERE) -> tuple[int, str]:
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(door.find_run(shown, headers))
+    return caught.value.status, caught.value.code
+
+
+def test_a_client_is_known_by_its_key_and_its_header() -> None:
+    async def play() -> list[str]:
+        door = ClientDoor(Episodes(), "serve-1")
+        return [
+            await call(door),
+            await call(door),
+            await call(door, "sk-mine"),
+            await call(door, x_agentrl_episode="a"),
+            await call(door, "sk-mine", x_agentrl_episode="a"),
+            await call(door, "sk-mine"),
+        ]
+
+    assert asyncio.run(play()) == ["key1", "key1", "key2", "key3", "key4", "key2"]
+
+
+def test_an_api_key_is_no_name_that_is_stored() -> None:
+    episodes = Episodes()
+    asyncio.run(call(ClientDoor(episodes, "serve-1"), "sk-secret"))
+    assert episodes.names == ["client"]
+
+
+def test_calls_that_come_at_once_share_the_episode_that_the_first_opens() -> None:
+    async def play() -> set[str]:
+        door = ClientDoor(Episodes(), "serve-1")
+        return set(await asyncio.gather(*(call(door, x_agentrl_episode="one") for _ in range(20))))
+
+    assert asyncio.run(play()) == {"key1"}
+
+
+def test_an_episode_ends_by_a_silence_and_never_while_a_call_is_open() -> None:
+    async def play() -> tuple[list[Any], list[Any], str]:
+        episodes = Episodes()
+        door = ClientDoor(episodes, "serve-1", idle_seconds=0.05)
+        async with door.enter("", HERE):
+            await asyncio.sleep(0.2)
+            during = list(episodes.ends)
+        await asyncio.sleep(0.2)
+        return during, episodes.ends, await call(door)
+
+    assert asyncio.run(play()) == ([], [(1, None, None)], "key2")
+
+
+def test_an_episode_ends_by_a_call_which_may_give_it_an_answer_and_rewards() -> None:
+    async def play() -> tuple[Any, list[Any]]:
+        episodes = Episodes()
+        door = ClientDoor(episodes, "serve-1")
+        await call(door)
+        told = await door.answer(END, "", HERE, b'{"text": "7", "rewards": {"liked": 1}}')
+        return told, episodes.ends
+
+    told, ends = asyncio.run(play())
+    assert told == {"episode": 1, "run": "serve-1", "status": "ended"}
+    assert ends == [(1, "7", {"liked": 1.0})]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[" * 100_000,
+        b"\xff",
+        b'{"rewards": {"a": NaN}}',
+        b'{"rewards": {"a": 1' + b"0" * 400 + b"}}",
+        b'{"rewards": {"a": 1' + b"0" * 60_000 + b"}}",
+        b'{"rewards": {"' + b"a" * 10_000 + b'": 1}}',
+        b'{"text": 3}',
+        b'"good"',
+        b"x" * 70_000,
+    ],
+)
+def test_what_ends_no_episode_is_refused_and_the_episode_goes_on(body: bytes) -> None:
+    async def play() -> tuple[int, str]:
+        door = ClientDoor(Episodes(), "serve-1")
+        await call(door)
+        with pytest.raises(ApiError) as caught:
+            await door.answer(END, "", HERE, body)
+        assert len(caught.value.message) < 600
+        return caught.value.status, await call(door)
+
+    status, key = asyncio.run(play())
+    assert status in (400, 413)
+    assert key == "key1"
+
+
+def test_who_has_no_open_episode_cannot_end_one() -> None:
+    async def play() -> int:
+        with pytest.raises(ApiError) as caught:
+            await ClientDoor(Episodes(), "serve-1").answer(END, "", HERE, b"")
+        return caught.value.status
+
+    assert asyncio.run(play()) == 404
+
+
+def test_after_many_calls_another_episode_is_opened_and_the_first_ends() -> None:
+    async def play() -> tuple[list[str], list[Any]]:
+        episodes = Episodes()
+        door = ClientDoor(episodes, "serve-1", most_calls=2)
+        return [await call(door) for _ in range(5)], episodes.ends
+
+    keys, ends = asyncio.run(play())
+    assert keys == ["key1", "key1", "key2", "key2", "key3"]
+    assert [episode for episode, _, _ in ends] == [1, 2]
+
+
+def test_with_a_key_only_who_sends_it_is_let_in_from_wherever() -> None:
+    door = ClientDoor(Episodes(), "serve-1", key="sesame")
+    away = {b"host": b"gpu.example.org"}
+    assert refused(door) == refused(door, "Sesame", away) == (401, "invalid_api_key")
+    assert refused(door, "\udcff", away) == (401, "invalid_api_key")
+    assert asyncio.run(door.find_run("sesame", away)) == "serve-1"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {b"host": b"attacker.example.org"},
+        {b"host": b"localhost.example.org"},
+        {b"host": b"["},
+        {**HERE, b"origin": b"http://attacker.example.org"},
+        {**HERE, b"origin": b"null"},
+    ],
+)
+def test_without_a_key_no_page_of_another_site_is_let_in(headers: Mapping[bytes, bytes]) -> None:
+    assert refused(ClientDoor(Episodes(), "serve-1"), headers=headers) == (403, "not_local")
+
+
+@pytest.mark.parametrize("host", [b"localhost", b"127.0.0.1:8000", b"[::1]:8000"])
+def test_without_a_key_this_machine_is_let_in(host: bytes) -> None:
+    assert asyncio.run(ClientDoor(Episodes(), "serve-1").find_run("", {b"host": host})) == "serve-1"
+
+
+@pytest.mark.parametrize("name", [b"a" * 129, b"a b", b"\xff", b"a\x00", "ü".encode()])
+def test_a_name_is_short_and_plain(name: bytes) -> None:
+    assert refused(ClientDoor(Episodes(), "serve-1"), headers={**HERE, b"x-agentrl-episode": name}) == (400, "invalid_episode")
+
+
+def test_more_clients_than_there_may_be_are_told_to_wait() -> None:
+    async def play() -> int:
+        door = ClientDoor(Episodes(), "serve-1")
+        for number in range(MAX_CLIENTS):
+            await call(door, x_agentrl_episode=str(number))
+        with pytest.raises(ApiError) as caught:
+            await call(door, x_agentrl_episode="another")
+        await call(door, x_agentrl_episode="0")
+        return caught.value.status
+
+    assert asyncio.run(play()) == 429
+
+
+def test_where_no_episode_can_be_opened_the_call_is_to_come_again() -> None:
+    episodes = Episodes(fails=True)
+    door = ClientDoor(episodes, "serve-1")
+
+    async def play() -> tuple[int, str]:
+        with pytest.raises(ApiError) as caught:
+            await call(door)
+        episodes.fails = False
+        return caught.value.status, await call(door)
+
+    assert asyncio.run(play()) == (503, "key1")
+
+
+LIMITS = RolloutConfig(temperature=0.7, top_k=9)
+KEY = SamplingKey(3, "serve", 0, "client", 5)
+
+
+def test_a_client_says_how_to_sample_and_temperature_0_takes_the_likeliest() -> None:
+    found = limits_asked(LIMITS, {"temperature": 0.2, "top_p": 0.5, "top_k": -1, "created": 1})
+    assert (found.temperature, found.top_p, found.top_k) == (0.2, 0.5, 0)
+    for greedy in ({"temperature": 0}, {"top_p": 0.0, "temperature": 1.5}):
+        assert limits_asked(LIMITS, greedy).top_k == 1
+    assert limits_asked(LIMITS, {}) == LIMITS
+
+
+def test_a_seed_draws_the_same_whatever_episode_it_is_asked_in() -> None:
+    other = SamplingKey(3, "serve", 0, "another", 6)
+    assert key_asked(KEY, {"seed": -4}) == key_asked(other, {"seed": -4}) != key_asked(KEY, {"seed": 4})
+    assert key_asked(KEY, {}) == KEY
+
+
+def test_stop_strings_are_added_to_the_runs() -> None:
+    assert with_stop(RolloutConfig(stop=("a",)), ["b", "a"]).stop == ("a", "b")

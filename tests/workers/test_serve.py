@@ -1,0 +1,195 @@
+"""`agentrl serve` as a process, with a real model: any client calls it, what was said is in the rows, and nothing runs on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from openai import OpenAI
+from sqlalchemy import text
+
+from agentrl.workflow.store.migrate import open_database
+
+QUESTION: Any = [{"role": "user", "content": "What is 15 minus 8?"}]
+TOOLS: Any = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}]
+
+
+class Served:
+    """A served policy: its URL, its process, and its rows."""
+
+    def __init__(self, process: "subprocess.Popen[str]", first: str, home: Path) -> None:
+        self.process, self.first, self.home = process, first, home
+        self.url = next(word for word in first.replace(",", " ").split() if word.startswith("http")).removesuffix("/v1")
+
+    def post(self, path: str = "/v1/chat/completions", body: Any = None, **headers: str) -> httpx2.Response:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        asked = {"messages": QUESTION} if body is None else body
+        return httpx2.post(f"{self.url}{path}", content=json.dumps(asked), headers=named, timeout=60)
+
+    def ask(self, **sampling: Any) -> str:
+        """What is said, with the tokens."""
+        made = self.post(body={"messages": QUESTION, "return_token_ids": True, "max_tokens": 12, **sampling}).json()
+        return str(made["choices"][0]["token_ids"])
+
+    def rows(self, query: str) -> Sequence[Any]:
+        with closing(open_database(f"sqlite:///{self.home}/agentrl.db")) as database, database.read() as tx:
+            return [tuple(row) for row in tx.execute(text(query))]
+
+    def end(self, number: int = signal.SIGTERM) -> str:
+        """Ends it; returns the rest of what it said."""
+        self.process.send_signal(number)
+        return self.process.communicate(timeout=60)[0]
+
+
+@contextmanager
+def serving(model: Path, home: Path, *words: str, **environment: str) -> Iterator[Served]:
+    command = [sys.executable, "-m", "agentrl.cli", "serve", "--policy", str(model), "--port", "0", *words]
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("AGENTRL_DATABASE_URL", "AGENTRL_BROKER_URL")
+    }
+    environment = {**inherited, "AGENTRL_HOME": str(home), "AGENTRL_THREADS": "1", **environment}
+    log = home.parent / f"{home.name}.log"
+    with log.open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        try:
+            assert first, log.read_text()
+            yield Served(process, first, home)
+        finally:
+            process.kill()
+            process.wait(20)
+            process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def served(world_model: Path, module_folder: Path) -> Iterator[Served]:
+    """One that all tests of this file may call."""
+    with serving(world_model, module_folder / "shared") as made:
+        yield made
+
+
+def agentrl(served: Served, *words: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "AGENTRL_HOME": str(served.home)}
+    command = [sys.executable, "-m", "agentrl.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+
+
+def until(true: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_curl_needs_no_key_no_model_and_no_content_type(served: Served) -> None:
+    said = subprocess.run(
+        ["curl", "-sS", f"{served.url}/v1/chat/completions", "-d", json.dumps({"messages": QUESTION})],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(said.stdout)
+    assert found["choices"][0]["message"]["role"] == "assistant"
+    assert found["model"].startswith("serve-")
+
+
+def test_the_openai_package_talks_to_it_streams_and_brings_tools(served: Served) -> None:
+    with OpenAI(base_url=f"{served.url}/v1", api_key="sk-x", default_headers={"X-Agentrl-Episode": "sdk"}) as client:
+        assert [model.id for model in client.models.list()] == ["serve-1"]
+        asked: Any = {"model": "any", "messages": QUESTION, "tools": TOOLS, "seed": 1, "max_tokens": 20}
+        whole = client.chat.completions.create(**asked)
+        with client.chat.completions.create(**asked, stream=True) as stream:
+            pieces = [chunk.choices[0].delta for chunk in stream if chunk.choices]
+    assert "".join(piece.content or "" for piece in pieces) == (whole.choices[0].message.content or "")
+    query = "SELECT e.steps, t.key FROM episodes e JOIN tasks t ON t.id = e.task_id WHERE t.key = 'sdk'"
+    assert served.rows(query) == [(2, "sdk")]
+
+
+def test_a_client_chooses_how_it_is_sampled_and_verify_draws_it_again(served: Served) -> None:
+    assert served.ask(temperature=2.0, seed=7) == served.ask(temperature=2.0, seed=7)
+    assert len({served.ask(temperature=2.0) for _ in range(6)}) > 1
+    assert len({served.ask(temperature=0) for _ in range(3)}) == 1
+    episode = served.post("/v1/episode/end", {"rewards": {"liked": 0.5}}).json()["episode"]
+    assert served.rows(f"SELECT status, stop_reason, reward FROM episodes WHERE id = {episode}")[0][0] == "done"
+    verified = agentrl(served, "replay", str(episode), "--verify", "all", "--json")
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    report = json.loads(verified.stdout)["tokens"]
+    assert (report["same"], sum(step["mismatches"] + step["ties"] for step in report["steps"])) == (True, 0)
+
+
+def test_what_it_cannot_do_is_refused_in_the_apis_shape(served: Served) -> None:
+    refused = {
+        json.dumps({"messages": QUESTION, "temperature": 3}): (400, "temperature"),
+        json.dumps({"messages": []}): (400, "messages"),
+        json.dumps({"messages": [{"role": "user", "content": "x " * 100_000}]}): (400, "messages"),
+        "{": (400, None),
+    }
+    for body, (status, param) in refused.items():
+        answer = httpx2.post(f"{served.url}/v1/chat/completions", content=body, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+    assert served.post("/v1/nothing").status_code == 404
+    assert httpx2.get(f"{served.url}/v1/models", headers={"Origin": "http://attacker.example.org"}).status_code == 403
+
+
+def test_an_episode_ends_by_a_silence_and_all_others_with_the_process(world_model: Path, tmp_path: Path) -> None:
+    with serving(world_model, tmp_path / "home", "--idle-seconds", "0.5") as made:
+        made.post(x_agentrl_episode="quick")
+        until(lambda: made.rows("SELECT status FROM episodes") == [("done",)])
+        made.post(x_agentrl_episode="last")
+        assert made.end().splitlines()[-1] == "serve-1: 2 episodes, 2 calls"
+        assert made.process.returncode == 0
+        assert made.rows("SELECT status FROM episodes ORDER BY id") == [("done",), ("done",)]
+        assert made.rows("SELECT kind, status FROM runs") == [("serve", "done")]
+
+
+def test_nothing_is_kept_of_what_is_not_recorded(world_model: Path, tmp_path: Path) -> None:
+    shared = Path("/dev/shm")
+    before = set(shared.glob("agentrl-serve-*"))
+    with serving(world_model, tmp_path / "home", "--no-record") as made:
+        assert made.post().status_code == 200
+        assert "nothing is recorded" in made.first
+        made.end()
+    assert set(shared.glob("agentrl-serve-*")) == before
+    assert not (tmp_path / "home" / "agentrl.db").exists()
+
+
+def test_a_killed_servers_run_is_ended_by_the_next_and_a_cancelled_one_ends_itself(world_model: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with serving(world_model, home, AGENTRL_LEASE_SECONDS="2") as made:
+        made.post()
+        made.end(signal.SIGKILL)
+    time.sleep(2.1)  # its lease
+    with serving(world_model, home, AGENTRL_LEASE_SECONDS="2", AGENTRL_SERVE_KEY="sesame") as made:
+        assert made.rows("SELECT status, steps FROM episodes") == [("infra_error", 1)]
+        assert made.post().status_code == 401
+        assert made.post(authorization="Bearer sesame").status_code == 200
+        assert agentrl(made, "cancel", "serve-2").returncode == 0
+        assert made.process.wait(30) == 0
+        assert made.rows("SELECT name, status FROM runs ORDER BY id") == [("serve-1", "done"), ("serve-2", "cancelled")]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--policy", "nobody"), "There is no run and no model folder 'nobody'"),
+        (("--policy", "tiny", "--host", "0.0.0.0", "--port", "0"), "no key is set"),
+        (("--policy", "tiny", "--no-record", "--keep-days", "3"), "--no-record keeps nothing"),
+        (("--policy", "tiny", "--host", "203.0.113.1", "--port", "0"), "cannot listen"),
+    ],
+)
+def test_what_cannot_be_served_is_said_before_a_model_is_loaded(words: Sequence[str], said: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "AGENTRL_HOME": str(tmp_path), "AGENTRL_DATABASE_URL": ""}
+    command = [sys.executable, "-m", "agentrl.cli", "serve", *words]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+    assert found.returncode not in (0, 1)
+    assert said in found.stderr
+    assert not (tmp_path / "agentrl.db").exists()

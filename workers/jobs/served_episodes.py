@@ -1,0 +1,262 @@
+"""The episodes of a run of the kind `serve`, in the process that serves them: opened for clients, driven, ended.
+
+One thread does it all, as in a rollout job: `AgentRollout` drives each episode, whose agent is its client. Orders come from the
+threads that serve, and are answered through futures.
+"""
+
+import hashlib
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from logging import getLogger
+from queue import SimpleQueue
+
+from agentrl.workers.jobs.agent_rollout import AgentRollout
+from agentrl.workers.jobs.inbox import POLL_SECONDS, Event, Inbox, take_events
+from agentrl.workers.jobs.sampling_server import SamplingServer
+from agentrl.workers.stack.heartbeat import Heartbeat
+from agentrl.workflow.errors import Fenced, ServiceError, StateError
+from agentrl.workflow.experiment import Experiment
+from agentrl.workflow.inference.open_policy import OpenPolicy
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import agent_attempts, agent_holds, rollout_claims, served_runs
+from agentrl.workflow.store.agent_attempts import AgentEnd
+from agentrl.workflow.store.agent_holds import AgentState
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.rollout_claims import Fence
+from agentrl.workflow.store.served_runs import ServedEpisode, ServedRun
+
+log = getLogger("agentrl.serve")
+FORGET_SECONDS = 3600.0
+"""Between two looks for episodes that are kept no longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An episode that takes calls, and the key that they are forwarded with."""
+
+    episode: ServedEpisode
+    key: str
+
+    @property
+    def id(self) -> int:
+        """The episode's number."""
+        return self.episode.id
+
+
+@dataclass(frozen=True, slots=True)
+class _Clients:
+    """The agents of a served group: nobody starts them; their rows say when they have ended."""
+
+    db: Database
+    fence: Fence
+
+    def give(self, episodes: Sequence[int]) -> None:
+        """Its client is there already."""
+
+    def load(self) -> dict[int, AgentState]:
+        """Episode -> its client's state; no client is lost while this process serves it, as after a machine's sleep."""
+        found = agent_holds.load_agents(self.db, self.fence.group, settings().lease_seconds)
+        return {episode: replace(state, is_overdue=False) for episode, state in found.items()}
+
+    def send_overdue(self, states: Collection[AgentState]) -> None:
+        """Nobody is sent."""
+
+    def forget(self) -> None:
+        """Nothing wakes it."""
+
+
+@dataclass
+class ServedEpisodes:
+    """Call `start`, then `open` and `end` from any thread, at last `close`.
+
+    Args:
+        experiment: of the run's config.
+        policy: what samples.
+        server: where the calls are forwarded to.
+        forgets: episodes are deleted as they end.
+    """
+
+    db: Database
+    run: ServedRun
+    experiment: Experiment
+    policy: OpenPolicy
+    server: SamplingServer
+    forgets: bool = False
+    lost: threading.Event = field(default_factory=threading.Event)
+    """Set when the run is over although this process serves it, as by `agentrl cancel`."""
+    count: int = 0
+    """Episodes that were opened."""
+    _inbox: Inbox = field(default_factory=SimpleQueue)
+    _orders: deque[Callable[[], None]] = field(default_factory=deque)
+    _rollouts: dict[int, AgentRollout] = field(default_factory=dict)
+    _opened: dict[int, ServedEpisode] = field(default_factory=dict)
+    _ended: dict[int, Future[None]] = field(default_factory=dict)
+    _lost_groups: set[Fence] = field(default_factory=set)
+    _closing: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._heartbeat = Heartbeat(self.db, settings().lease_seconds)
+        self._thread = threading.Thread(target=self._work, name="episodes")
+
+    def start(self) -> None:
+        """From now on episodes can be opened."""
+        self._heartbeat.hold_iteration(self.run.iteration, self.run.token, self.lost.set)
+        self._heartbeat.start()
+        self._thread.start()
+
+    def open(self, client: str) -> "Future[Opened]":
+        """Opens an episode for a client of that name.
+
+        The future raises ServiceError where the database is away, and StateError where the run is over.
+        """
+        return self._order(partial(self._open, client, secrets.token_hex(16)))
+
+    def end(self, episode: int, answer: str | None = None, rewards: Mapping[str, float] | None = None) -> "Future[None]":
+        """Ends an episode, after what is sampled for it was stopped; done once its rows say so."""
+        ended = self._ended.setdefault(episode, Future())
+        self._order(partial(self._end, episode, AgentEnd(answer=answer, rewards=rewards)))
+        return ended
+
+    def close(self) -> None:
+        """Ends all episodes, and the run."""
+        self._closing.set()
+        self._wake()
+        self._thread.join()
+
+    # in the thread
+
+    def _work(self) -> None:
+        looked = forgot = time.monotonic()
+        while not (self._closing.is_set() and not self._orders):
+            events = take_events(self._inbox)
+            while self._orders:
+                self._orders.popleft()()
+            self._handle(events)
+            if time.monotonic() - looked > POLL_SECONDS:
+                looked = time.monotonic()
+                for rollout in list(self._rollouts.values()):
+                    self._guard(rollout, rollout.poll_calls)
+            if time.monotonic() - forgot > FORGET_SECONDS:
+                forgot = time.monotonic()
+                self._try(partial(served_runs.forget_old, self.db))
+        self._end_all()
+
+    def _handle(self, events: Sequence[Event]) -> None:
+        by_group: dict[int, list[Event]] = {}
+        for event in events:
+            by_group.setdefault(event.group, []).append(event)
+        for group, mine in by_group.items():
+            if (rollout := self._rollouts.get(group)) is not None:
+                self._guard(rollout, partial(rollout.handle, mine))
+
+    def _open(self, client: str, key: str) -> Opened:
+        if self._closing.is_set() or self.lost.is_set():
+            raise StateError(f"{self.run.name} is over.", "Start another: agentrl serve")
+        lease = settings().lease_seconds
+        key_hash = hashlib.sha256(key.encode()).hexdigest()
+        try:
+            opened = served_runs.open_episode(self.db, self.run, client, key_hash, lease)
+            work = rollout_claims.claim_group(self.db, opened.group, self.run.worker, lease)
+        except Fenced as error:
+            self.lost.set()
+            raise StateError(error.message, "Start another: agentrl serve") from error
+        if work is None:
+            self.lost.set()
+            raise StateError(f"{self.run.name} is over.", "Start another: agentrl serve")
+        policy = self.policy
+        rollout = AgentRollout(
+            *(self.db, work, self.experiment, policy.engine, policy.chat, self._inbox, self._lost_groups),
+            max_context=policy.policy.max_context,
+            server=self.server,
+            served=_Clients(self.db, work.fence),
+        )
+        rollout.start()
+        self._rollouts[opened.group], self._opened[opened.id] = rollout, opened
+        self._heartbeat.hold_group(work.fence, partial(self._lost_groups.add, work.fence))
+        self._heartbeat.hold_agent(opened.agent, self.run.worker, lambda: None)
+        self.count += 1
+        return Opened(opened, key)
+
+    def _end(self, episode: int, end: AgentEnd) -> None:
+        opened = self._opened.get(episode)
+        if opened is None:
+            self._tell_ended(episode)
+            return
+        agent_attempts.finish_agent(self.db, opened.agent, self.run.worker, end)
+        rollout = self._rollouts[opened.group]
+        self._guard(rollout, partial(rollout.handle, [Event(opened.group, episode, woken=True)]))
+
+    def _guard(self, rollout: AgentRollout, act: Callable[[], None]) -> None:
+        """A failure ends that episode alone."""
+        try:
+            act()
+        except Fenced as error:
+            log.info("%s", error)
+            rollout.lose()
+        except Exception as error:
+            log.exception("group %d failed", rollout.work.fence.group)
+            rollout.lose()
+            self._try(partial(rollout_claims.fail_attempt, self.db, rollout.work.fence, type(error).__name__, str(error), 1))
+        if not rollout.is_live:
+            self._drop(rollout)
+
+    def _drop(self, rollout: AgentRollout) -> None:
+        rollout.close()
+        fence = rollout.work.fence
+        self._rollouts.pop(fence.group, None)
+        self._heartbeat.drop_group(fence)
+        for episode in [opened for opened in self._opened.values() if opened.group == fence.group]:
+            self._heartbeat.drop_agent(episode.agent, self.run.worker)
+            del self._opened[episode.id]
+            self._tell_ended(episode.id)
+        if self.forgets:
+            self._try(partial(served_runs.forget_ended, self.db, self.run))
+
+    def _end_all(self) -> None:
+        for episode in list(self._opened):
+            self._try(partial(self._end, episode, AgentEnd()))
+        deadline = time.monotonic() + 10.0
+        while self._rollouts and time.monotonic() < deadline:  # what is sampled is being stopped
+            self._handle(take_events(self._inbox))
+        for rollout in list(self._rollouts.values()):
+            rollout.close()
+        self._heartbeat.drop_iteration(self.run.iteration, self.run.token)
+        self._try(partial(served_runs.close_run, self.db, self.run))
+
+    def _try(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except ServiceError as error:
+            log.warning("%s", error)
+
+    # orders
+
+    def _order(self, act: Callable[[], "Opened | None"]) -> "Future[Opened]":
+        told: Future[Opened] = Future()
+
+        def run() -> None:
+            try:
+                made = act()
+            except Exception as error:  # noqa: BLE001 - whoever ordered it is told
+                told.set_exception(error)
+            else:
+                if made is not None:
+                    told.set_result(made)
+
+        self._orders.append(run)
+        self._wake()
+        return told
+
+    def _tell_ended(self, episode: int) -> None:
+        ended = self._ended.pop(episode, None)
+        if ended is not None:
+            ended.set_result(None)
+
+    def _wake(self) -> None:
+        self._inbox.put(Event(0, 0, woken=True))

@@ -1,0 +1,87 @@
+"""The run of `agentrl serve`: how a policy is sampled for whoever calls, and what is stored of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.workers.requests.eval_config import LOOP_KEYS, SINGLE_PASS, sampling_values
+from agentrl.workers.requests.submission import manifest
+from agentrl.workflow.config import CLIENTS, RunConfig, build
+from agentrl.workflow.experiment import Experiment
+from agentrl.workflow.store import planning
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.planning import Submission
+from agentrl.workflow.store.served_runs import KEEP_DAYS
+from agentrl.workflow.trajectory import PolicyRef
+
+STEM = "serve"
+MOST_CALLS = 1000
+"""Calls of one episode; the next one opens another."""
+LONGEST_TURN = 131_072
+"""Tokens of a turn, unless its client wants fewer; the model's window ends it before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How to serve.
+
+    Args:
+        key: what calls must come with; "" lets all of this machine in.
+        idle_seconds: after which an episode in which nothing was asked for ends.
+        keep_days: for how many days its episodes are kept; None: for ever.
+        records: whether anything is kept.
+    """
+
+    key: str = ""
+    idle_seconds: float = 600.0
+    keep_days: float | None = None
+    records: bool = True
+
+    @property
+    def forgets(self) -> bool:
+        """Whether nothing is kept of an episode that is over."""
+        return not self.records or self.keep_days == 0
+
+
+def serve_config(config: RunConfig, name: str | None, rollout: Mapping[str, Any]) -> RunConfig:
+    """The config that serves a policy of a run with `config`: its model and its sampling, without env, rewards and hooks.
+
+    Args:
+        name: of the run; None: `serve-N`.
+        rollout: values in place of the run's in the section `rollout`; None: the run's.
+    """
+    default = RunConfig().flat()
+    left_out = ("env", "rewards", "hooks", "output_dir", *LOOP_KEYS, *(key for key in default if key.startswith("dataset.")))
+    values = {**sampling_values(config), **SINGLE_PASS, **{key: default[key] for key in left_out}, "name": name}
+    values |= {key: value for key, value in default.items() if key.startswith("agent.")}
+    values |= {"agent.name": CLIENTS, "agent.max_calls": MOST_CALLS, "agent.own_rewards": True}
+    values |= {"rollout.max_new_tokens": LONGEST_TURN, "rollout.group_size": 1, "rollout.tasks_per_iteration": 1}
+    return build(values | {f"rollout.{key}": value for key, value in rollout.items() if value is not None})
+
+
+def serve_submission(db: Database, config: RunConfig, policy: PolicyRef, of: str, keep_days: float | None) -> Submission:
+    """The run as it is stored.
+
+    Args:
+        of: the name of the run whose policy it is; empty for a model.
+        keep_days: for how many days its episodes are kept; None: for ever.
+    """
+    kept = {} if keep_days is None else {KEEP_DAYS: keep_days}
+    made = Experiment(config)
+    unnamed = Submission(
+        name="",
+        kind="serve",
+        config=config.model_dump(mode="json"),
+        manifest=manifest(config) | {"of": of} | kept,
+        policy=policy,
+        tasks=(),
+        dataset="",
+        seed=config.seed,
+        epochs=1,
+        tasks_per_iteration=1,
+        group_size=1,
+        weights=made.weights,
+        code_hash=made.scoring_hash(),
+        stem="" if config.name else STEM,
+    )
+    return unnamed.with_name(config.name or planning.find_free_name(db, STEM))

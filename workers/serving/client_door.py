@@ -1,0 +1,235 @@
+"""The door of `agentrl serve`: a call belongs to the episode of its client, which the first call opens.
+
+A client is known by the header X-Agentrl-Episode, and by the API key that it sends where none is asked for; who sends neither
+shares one episode with all who send neither. An episode ends by `POST /v1/episode/end`, when nothing was asked for a while,
+after many calls (the next call opens another), or with the process.
+"""
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from logging import getLogger
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from agentrl.workers.serving.api_errors import ApiError
+from agentrl.workflow.agents import AgentResult, read_result
+from agentrl.workflow.call_json import parse_digits
+from agentrl.workflow.errors import AgentRLError
+
+log = getLogger("agentrl.serve")
+END = "/v1/episode/end"
+HEADER = b"x-agentrl-episode"
+MAX_NAME = 128
+MAX_CLIENTS = 4096
+"""Episodes that are open at once."""
+MAX_END_BYTES = 64 * 1024
+OPEN_SECONDS = 60.0
+"""The longest wait for an episode to be opened, or ended."""
+ONE_FOR_ALL = "client"
+"""What the episode is called of those who do not say who they are."""
+
+
+class OpenedEpisode(Protocol):
+    """An episode that takes calls."""
+
+    @property
+    def id(self) -> int:
+        """Its number."""
+
+    @property
+    def key(self) -> str:
+        """What its calls are forwarded with."""
+
+
+class Episodes(Protocol):
+    """Who opens and ends episodes, in a thread of its own."""
+
+    def open(self, client: str) -> "Future[Any]":
+        """Opens an episode for a client of that name; gives an `OpenedEpisode`."""
+
+    def end(self, episode: int, answer: str | None, rewards: Mapping[str, float] | None) -> "Future[None]":
+        """Ends the episode."""
+
+
+@dataclass(eq=False)
+class _Client:
+    """A client whose episode is open, or being opened."""
+
+    name: str
+    opened: asyncio.Task[OpenedEpisode]
+    calls: int = 0
+    open_calls: int = 0
+    rest: asyncio.TimerHandle | None = None
+
+
+@dataclass
+class ClientDoor:
+    """Use it in the server's event loop alone.
+
+    Args:
+        run: the run's name.
+        key: what every call must come with; "" lets calls without one in, from this machine.
+        idle_seconds: an episode in which nothing was asked for so long ends.
+        most_calls: calls of one episode.
+    """
+
+    episodes: Episodes
+    run: str
+    key: str = ""
+    idle_seconds: float = 600.0
+    most_calls: int = 1000
+    calls: int = 0
+    """Calls that were let in."""
+    _clients: dict[tuple[str, str], _Client] = field(default_factory=dict)
+    _ending: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def routes(self) -> Mapping[str, str]:
+        """See `Door`."""
+        return {END: "POST"}
+
+    async def find_run(self, shown: str, headers: Mapping[bytes, bytes]) -> str:
+        """See `Door`."""
+        self._identify(shown, headers)
+        return self.run
+
+    @asynccontextmanager
+    async def enter(self, shown: str, headers: Mapping[bytes, bytes]) -> AsyncIterator[str]:
+        """See `Door`."""
+        who = self._identify(shown, headers)
+        client = self._clients.get(who)
+        if client is None:
+            client = self._begin(who)
+        client.calls += 1
+        self.calls += 1
+        if client.calls >= self.most_calls:  # the next call opens another episode
+            del self._clients[who]
+        client.open_calls += 1
+        if client.rest is not None:
+            client.rest.cancel()
+            client.rest = None
+        try:
+            yield (await self._opened(who, client)).key
+        finally:
+            client.open_calls -= 1
+            if not client.open_calls:
+                self._rest(who, client)
+
+    async def answer(self, path: str, shown: str, headers: Mapping[bytes, bytes], body: bytes) -> Any:
+        """Ends the client's episode, with the answer and the rewards that the body names."""
+        who = self._identify(shown, headers)
+        if len(body) > MAX_END_BYTES:
+            raise ApiError(413, f"The body has more than {MAX_END_BYTES} bytes.", "request_too_large")
+        end = _read_end(body)
+        client = self._clients.pop(who, None)
+        if client is None:
+            raise ApiError(404, "You have no open episode here.", "no_episode")
+        if client.rest is not None:
+            client.rest.cancel()
+        opened = await self._opened(who, client)
+        try:
+            async with asyncio.timeout(OPEN_SECONDS):
+                await asyncio.wrap_future(self.episodes.end(opened.id, end.answer, end.rewards))
+        except TimeoutError:
+            raise _unavailable("the episode could not be ended") from None
+        return {"episode": opened.id, "run": self.run, "status": "ended"}
+
+    def _begin(self, who: tuple[str, str]) -> _Client:
+        if len(self._clients) >= MAX_CLIENTS:
+            said = f"{MAX_CLIENTS} episodes are open here. End some: POST {END}."
+            raise ApiError(429, said, "too_many_episodes", "rate_limit_error", retry_after=5)
+        name = who[1] or ONE_FOR_ALL
+        made = self._clients[who] = _Client(name, asyncio.create_task(self._open(name)))
+        return made
+
+    async def _open(self, name: str) -> OpenedEpisode:
+        opened: OpenedEpisode = await asyncio.wrap_future(self.episodes.open(name))
+        return opened
+
+    async def _opened(self, who: tuple[str, str], client: _Client) -> OpenedEpisode:
+        try:
+            async with asyncio.timeout(OPEN_SECONDS):
+                return await asyncio.shield(client.opened)
+        except (AgentRLError, TimeoutError) as error:
+            if self._clients.get(who) is client:
+                del self._clients[who]
+            log.warning("no episode could be opened: %s", error)
+            raise _unavailable("no episode could be opened") from error
+
+    def _rest(self, who: tuple[str, str], client: _Client) -> None:
+        """Ends the episode after a while, or at once where another takes its place."""
+        if self._clients.get(who) is client:
+            client.rest = asyncio.get_running_loop().call_later(self.idle_seconds, self._end, who, client)
+        else:
+            self._end(who, client)
+
+    def _end(self, who: tuple[str, str], client: _Client) -> None:
+        if self._clients.get(who) is client:
+            del self._clients[who]
+        if client.opened.done() and not client.opened.cancelled() and client.opened.exception() is None:
+            self.episodes.end(client.opened.result().id, None, None)
+
+    def _identify(self, shown: str, headers: Mapping[bytes, bytes]) -> tuple[str, str]:
+        """(API key, name) of the client.
+
+        Raises:
+            ApiError: it is not let in.
+        """
+        if self.key:
+            if not hmac.compare_digest(shown.encode(errors="surrogateescape"), self.key.encode()):
+                said = "This key is not the server's. Send it: Authorization: Bearer KEY."
+                raise ApiError(401, said, "invalid_api_key", final=True)
+            shown = ""
+        else:
+            _check_local(headers)
+        name = headers.get(HEADER, b"").strip()
+        if len(name) > MAX_NAME or not all(32 < letter < 127 for letter in name):
+            said = f"X-Agentrl-Episode takes at most {MAX_NAME} printable ASCII characters, without spaces."
+            raise ApiError(400, said, "invalid_episode")
+        return shown, name.decode()
+
+
+def _check_local(headers: Mapping[bytes, bytes]) -> None:
+    """Keeps pages of a browser out: one may send requests to this machine, and make its own name lead here.
+
+    Raises:
+        ApiError: the call is another site's, or meant for another host.
+    """
+    origin = headers.get(b"origin", b"").decode("latin-1")
+    host = headers.get(b"host", b"localhost").decode("latin-1")
+    if not _names_loopback(f"//{host}") or (origin and not _names_loopback(origin)):
+        said = "Without a key only this machine is served, under the names localhost and 127.0.0.1. Set AGENTRL_SERVE_KEY."
+        raise ApiError(403, said, "not_local", "permission_error", final=True)
+
+
+def _names_loopback(url: str) -> bool:
+    try:
+        host = urlsplit(url).hostname or ""
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _read_end(body: bytes) -> AgentResult:
+    """The answer and the rewards of an episode, as its client gives them: what an agent may return, as JSON.
+
+    Raises:
+        ApiError: it is nothing of that.
+    """
+    try:
+        value = json.loads(body, parse_int=parse_digits) if body.strip() else None
+        return read_result(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        said = str(error).partition("\n")[0][:200]
+        hint = 'Send nothing, a number, or {"text": ANSWER, "rewards": {NAME: NUMBER}}.'
+        raise ApiError(400, f"This ends no episode: {said}. {hint}", "invalid_request") from error
+
+
+def _unavailable(what: str) -> ApiError:
+    return ApiError(503, f"Now {what}. Send the call again.", "unavailable", "server_error", retry_after=5)

@@ -1,0 +1,126 @@
+"""`agentrl serve`: a policy behind the endpoint, in one process, for whoever calls; no run is trained.
+
+The endpoint's thread takes the calls and forwards them to the sampling server of this very process, as it would to a rollout
+worker's; another thread drives the episodes, whose rows are those of any episode.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from logging import getLogger
+from pathlib import Path
+from tempfile import gettempdir, mkdtemp
+
+from agentrl.workers.jobs import sampling_server
+from agentrl.workers.jobs.served_episodes import ServedEpisodes
+from agentrl.workers.requests.serve_request import Serving
+from agentrl.workers.serving.client_door import ClientDoor
+from agentrl.workers.serving.endpoint import make_server, raise_file_limit, serve
+from agentrl.workers.serving.endpoint_app import Endpoint, Limits
+from agentrl.workers.serving.places import Places
+from agentrl.workers.stack.listening import LOOPBACK
+from agentrl.workflow.experiment import Experiment
+from agentrl.workflow.inference.open_policy import OpenPolicy
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import endpoint_reads, served_runs, train_commits
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.migrate import open_database
+from agentrl.workflow.store.planning import Submission
+from agentrl.workflow.store.served_runs import ServedRun
+
+log = getLogger("agentrl.serve")
+UNRECORDED = "agentrl-serve-"
+"""What the folders are called that hold what is not recorded, with the process's number behind it."""
+WAIT_SECONDS = 10.0
+"""The longest wait of a call for its episode, which this process itself holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What was served: episodes, calls, and whether the run was ended elsewhere."""
+
+    episodes: int
+    calls: int
+    was_ended: bool
+
+
+def serve_policy(
+    db: Database, run: ServedRun, experiment: Experiment, policy: OpenPolicy, listening: socket.socket, how: Serving
+) -> Served:
+    """Serves until SIGTERM, SIGINT or the end of the run; every episode has ended then.
+
+    Raises:
+        ServiceError: the database is away, or nothing more can be listened at.
+        ModelError: another base was recorded.
+    """
+    hashes = {"tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
+    train_commits.confirm_base(db, run.id, policy.policy.base_hash, hashes)
+    episodes = ServedEpisodes(db, run, experiment, policy, sampling_server.start(lambda: db, LOOPBACK), forgets=how.forgets)
+    assert experiment.config.agent is not None
+    door = ClientDoor(episodes, run.name, how.key, how.idle_seconds, experiment.config.agent.max_calls)
+    raise_file_limit()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    episodes.start()
+    try:
+        asyncio.run(_serve(db, door, episodes, listening))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        episodes.close()
+    return Served(episodes.count, door.calls, episodes.lost.is_set())
+
+
+async def _serve(db: Database, door: ClientDoor, episodes: ServedEpisodes, listening: socket.socket) -> None:
+    most = settings().endpoint_calls
+    limits = Limits(open_calls=most, open_per_attempt=most, wait_seconds=WAIT_SECONDS)
+    app = Endpoint(Places(partial(endpoint_reads.find_places, db)), limits, door=door)
+    server = make_server(app)
+
+    async def watch() -> None:
+        while not episodes.lost.is_set():
+            await asyncio.sleep(0.5)
+        server.should_exit = True
+
+    watching = asyncio.create_task(watch())
+    try:
+        await serve(app, listening, server)
+    finally:
+        watching.cancel()
+
+
+@contextmanager
+def unrecorded_database() -> Iterator[Database]:
+    """A database in memory, where the machine has such a folder, that is gone with this process.
+
+    A process that is killed leaves its folder; the next one removes it.
+    """
+    parent = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(gettempdir())
+    for left in parent.glob(f"{UNRECORDED}*"):
+        number = left.name.removeprefix(UNRECORDED).partition("-")[0]
+        if number.isdecimal() and not Path(f"/proc/{number}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    folder = mkdtemp(prefix=f"{UNRECORDED}{os.getpid()}-", dir=parent)
+    try:
+        with closing(open_database(f"sqlite:///{folder}/agentrl.db")) as made:
+            yield made
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def open_run(db: Database, submission: Submission, worker: str) -> ServedRun:
+    """Writes the run, after those whose process is gone were ended and what is kept no longer was forgotten.
+
+    Raises:
+        ConflictError: its name is taken.
+        ServiceError: the database is away.
+    """
+    lease = settings().lease_seconds
+    served_runs.end_lost_runs(db, lease)
+    served_runs.forget_old(db)
+    return served_runs.open_run(db, submission, worker, lease)

@@ -1,0 +1,40 @@
+"""What a client asks of the sampling. Its stop strings always count; the rest only where it decides, in a run of the kind
+`serve`. Elsewhere the run's sampling wins.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from agentrl.workflow.config import RolloutConfig
+from agentrl.workflow.trajectory import SamplingKey
+
+SEED_BITS = 63
+GREEDY = {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
+
+
+def limits_asked(limits: RolloutConfig, asked: Mapping[str, Any]) -> RolloutConfig:
+    """The run's limits with what the client asked for in place of them; temperature 0 takes the likeliest token.
+
+    Args:
+        limits: the run's.
+        asked: `temperature`, `top_p`, `top_k`, `min_p` within the bounds of the dialect, as far as the client sent them.
+    """
+    if asked.get("temperature") == 0 or asked.get("top_p") == 0:
+        return limits.model_copy(update=GREEDY)
+    found = {name: asked[name] for name in ("temperature", "top_p", "min_p") if name in asked}
+    if "top_k" in asked:
+        found["top_k"] = max(0, asked["top_k"])  # -1 is vLLM's word for all
+    return limits.model_copy(update=found)
+
+
+def with_stop(limits: RolloutConfig, stop: Sequence[str]) -> RolloutConfig:
+    """The limits with the client's stop strings beside the run's."""
+    return limits.model_copy(update={"stop": tuple(dict.fromkeys((*limits.stop, *stop)))}) if stop else limits
+
+
+def key_asked(key: SamplingKey, asked: Mapping[str, Any]) -> SamplingKey:
+    """The key of an episode's draws; with the client's seed one that no episode is part of: it draws the same again."""
+    if "seed" not in asked:
+        return key
+    return replace(key, seed=int(asked["seed"]) % 2**SEED_BITS, purpose="client", iteration=0, task="", sample=0)

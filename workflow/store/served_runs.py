@@ -1,0 +1,200 @@
+"""Runs of the kind `serve`: one process serves a policy to whoever calls, and adds an episode for each of its clients.
+
+The process holds the lease of the run's only iteration. Every episode is a group of its own, with a row in `agent_attempts` as
+any episode has that an agent decides: its agent is the client, which ends by a call, by silence, or with the process.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from sqlalchemy import Connection, delete, func, select, update
+
+from agentrl.workflow.errors import ConflictError, Fenced
+from agentrl.workflow.store.connect import Database, insert, read_transaction, transaction
+from agentrl.workflow.store.planning import Submission, insert_submission, log
+from agentrl.workflow.store.rows import clean
+from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.columns import is_lease_free, now_ms
+from agentrl.workflow.trajectory import OPEN, Task
+
+_RUNS, _ITERATIONS, _GROUPS, _EPISODES = schema.runs.c, schema.iterations.c, schema.groups.c, schema.episodes.c
+KEEP_DAYS = "keep_days"
+"""Where a run's manifest says for how many days its episodes are kept."""
+FORGOTTEN_AT_ONCE = 200
+"""Episodes that one transaction forgets."""
+_USED = schema.consumptions.c
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRun:
+    """A run that this process serves; `worker` is the name of the claim on its `iteration`, `token` its fence."""
+
+    id: int
+    name: str
+    iteration: int
+    token: int
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServedEpisode:
+    """An episode that was opened for a client: its `group`, and the row of its `agent`."""
+
+    id: int
+    group: int
+    agent: int
+
+
+@transaction
+def open_run(tx: Connection, submission: Submission, worker: str, lease_seconds: float) -> ServedRun:
+    """Writes the run, which is served from now on.
+
+    Raises:
+        ConflictError: a run of that name exists.
+        CheckpointError: its weights have just been collected.
+    """
+    made = insert_submission(tx, submission)
+    if not made.created:
+        raise ConflictError(f"A run called {made.name!r} exists.", "Choose another --name, or leave it out.")
+    now = datetime.now(UTC)
+    values = {"status": "running", "worker": worker, "started_at": now, "lease_until": now_ms() + int(lease_seconds * 1000)}
+    taken = update(schema.iterations).where(_ITERATIONS.run_id == made.id)
+    row = tx.execute(taken.values(train_token=1, **values).returning(_ITERATIONS.id)).one()
+    tx.execute(update(schema.runs).where(_RUNS.id == made.id).values(started_at=now))
+    return ServedRun(made.id, made.name, row.id, 1, worker)
+
+
+@transaction
+def open_episode(tx: Connection, run: ServedRun, client: str, key_hash: str, lease_seconds: float) -> ServedEpisode:
+    """Adds an episode for a client.
+
+    Args:
+        client: what the client calls it; the key of its task.
+        key_hash: sha256 of the key that its calls are forwarded with.
+
+    Raises:
+        Fenced: the run is no longer served by this process.
+    """
+    _check_served(tx, run)
+    agents = schema.agent_attempts.c
+    there = select(_EPISODES.id, _EPISODES.group_id, agents.id.label("agent")).join(
+        schema.agent_attempts, agents.episode_id == _EPISODES.id
+    )
+    found = tx.execute(there.where(agents.key_hash == key_hash)).one_or_none()
+    if found is not None:  # the answer of this very commit was lost
+        return ServedEpisode(found.id, found.group_id, found.agent)
+    task = _find_task(tx, Task(clean(client), (), ""))
+    slot = tx.execute(select(func.coalesce(func.max(_GROUPS.slot) + 1, 0)).where(_GROUPS.iteration_id == run.iteration))
+    number = int(slot.scalar_one())
+    of_run = {"run_id": run.id, "iteration_id": run.iteration, "task_id": task}
+    made = schema.groups.insert().values(**of_run, slot=number, kind="serve").returning(_GROUPS.id)
+    group = int(tx.execute(made).scalar_one())
+    # Another sample each, for other draws.
+    opened = schema.episodes.insert().values(**of_run, group_id=group, sample=number).returning(_EPISODES.id)
+    episode = int(tx.execute(opened).scalar_one())
+    values = {"status": "running", "key_hash": key_hash, "worker": run.worker, "started_at": datetime.now(UTC)}
+    values |= {"episode_id": episode, "attempt": 0, "run": run.name, "lease_until": now_ms() + int(lease_seconds * 1000)}
+    agent = int(tx.execute(schema.agent_attempts.insert().values(**values).returning(agents.id)).scalar_one())
+    counted = update(schema.iterations).where(_ITERATIONS.id == run.iteration)
+    tx.execute(counted.values(episodes=_ITERATIONS.episodes + 1))
+    return ServedEpisode(episode, group, agent)
+
+
+def _check_served(tx: Connection, run: ServedRun) -> None:
+    held = select(_ITERATIONS.id).join(schema.runs, _RUNS.id == _ITERATIONS.run_id).where(_ITERATIONS.id == run.iteration)
+    held = held.where(_ITERATIONS.train_token == run.token, _ITERATIONS.status == "running", _RUNS.status == "running")
+    if tx.execute(held.with_for_update(of=schema.iterations)).first() is None:
+        raise Fenced(f"{run.name} is no longer served by this process.")
+
+
+def _find_task(tx: Connection, task: Task) -> int:
+    values = {"content_hash": task.content_hash, "key": task.key, "messages": [], "reference": "", "metadata": {}}
+    tx.execute(insert(tx, schema.tasks).values(values).on_conflict_do_nothing(index_elements=["content_hash"]))
+    return int(tx.execute(select(schema.tasks.c.id).where(schema.tasks.c.content_hash == task.content_hash)).scalar_one())
+
+
+@transaction
+def close_run(tx: Connection, run: ServedRun, reason: str = "") -> None:
+    """The run is over; an episode that is still open is cancelled. Nothing where the process serves it no longer."""
+    try:
+        _check_served(tx, run)
+    except Fenced:
+        return
+    _end(tx, run.id, "cancelled", reason)
+
+
+@transaction
+def end_lost_runs(tx: Connection, lease_seconds: float) -> list[str]:
+    """Ends the runs whose process is gone without a word, and their open episodes as infra_error; returns the runs' names."""
+    lost = select(_RUNS.id, _RUNS.name, _ITERATIONS.worker).join(schema.iterations, _ITERATIONS.run_id == _RUNS.id)
+    lost = lost.where(_RUNS.kind == "serve", _RUNS.status == "running", is_lease_free(_ITERATIONS.lease_until, lease_seconds))
+    found = tx.execute(lost.order_by(_RUNS.id).with_for_update(of=schema.runs)).all()
+    for row in found:
+        said = f"the process that served it ({row.worker.partition('/')[0]}) is gone"
+        _end(tx, row.id, "infra_error", said)
+    return [row.name for row in found]
+
+
+def _end(tx: Connection, run: int, status: str, reason: str) -> None:
+    """Ends a run, with its open episodes of that status."""
+    now, agents, calls = datetime.now(UTC), schema.agent_attempts.c, schema.tool_calls.c
+    still = select(_EPISODES.id).where(_EPISODES.run_id == run, _EPISODES.status.in_(OPEN))
+    unobserved = update(schema.tool_calls).where(calls.episode_id.in_(still), calls.kind == "agent", calls.status == "pending")
+    tx.execute(unobserved.values(status="unobserved"))
+    left = update(schema.agent_attempts).where(agents.episode_id.in_(still), agents.status == "running")
+    tx.execute(left.values(status="lost", error_class="lost", error=reason, lease_until=None, finished_at=now))
+    ended = {"status": status, "error": reason, "error_class": "lost" if reason else "", "finished_at": now}
+    tx.execute(update(schema.episodes).where(_EPISODES.run_id == run, _EPISODES.status.in_(OPEN)).values(ended))
+    for table in (schema.groups, schema.iterations):
+        over = update(table).where(table.c.run_id == run, table.c.status.in_(OPEN))
+        tx.execute(over.values(status="done", finished_at=now, lease_until=None))
+    tx.execute(update(schema.runs).where(_RUNS.id == run).values(status="done", reason=reason, finished_at=now))
+    log(tx, run, "done", detail=reason)
+
+
+@read_transaction
+def find_kept(tx: Connection) -> dict[int, float]:
+    """Run -> for how many days its episodes are kept, of those runs that say so."""
+    days = _RUNS.manifest[KEEP_DAYS].as_float()
+    rows = tx.execute(select(_RUNS.id, days.label("days")).where(_RUNS.kind == "serve", days.is_not(None)))
+    return {row.id: row.days for row in rows}
+
+
+def forget_old(db: Database) -> int:
+    """Deletes the episodes of runs of the kind `serve` that are over and older than these runs keep them; returns how many."""
+    count = 0
+    for run, days in find_kept(db).items():
+        before = datetime.now(UTC) - timedelta(days=days)
+        while gone := forget_episodes(db, run, before):
+            count += gone
+    return count
+
+
+def forget_ended(db: Database, run: ServedRun) -> None:
+    """Deletes the run's episodes that are over."""
+    while forget_episodes(db, run.id, datetime.now(UTC) + timedelta(days=1)):
+        pass
+
+
+@transaction
+def forget_episodes(tx: Connection, run: int, before: datetime) -> int:
+    """Deletes some of the run's episodes that ended before that time, with all that was said in them; returns how many.
+
+    What another run trains on, or was trained on, stays.
+    """
+    ended = select(_EPISODES.id, _EPISODES.group_id).where(_EPISODES.run_id == run, _EPISODES.finished_at < before)
+    for table in (schema.run_groups, schema.iteration_groups):
+        ended = ended.where(~select(table.c.group_id).where(table.c.group_id == _EPISODES.group_id).exists())
+    ended = ended.where(~select(_USED.episode_id).where(_USED.episode_id == _EPISODES.id).exists())
+    rows = tx.execute(ended.order_by(_EPISODES.id).limit(FORGOTTEN_AT_ONCE)).all()
+    if not rows:
+        return 0
+    episodes: Sequence[int] = [row.id for row in rows]
+    steps = select(schema.steps.c.id).where(schema.steps.c.episode_id.in_(episodes))
+    tx.execute(delete(schema.step_tokens).where(schema.step_tokens.c.step_id.in_(steps)))
+    for table in (schema.tool_calls, schema.steps, schema.rewards, schema.agent_attempts):
+        tx.execute(delete(table).where(table.c.episode_id.in_(episodes)))
+    tx.execute(delete(schema.episodes).where(_EPISODES.id.in_(episodes)))
+    tx.execute(delete(schema.groups).where(_GROUPS.id.in_([row.group_id for row in rows])))
+    return len(rows)
