@@ -117,6 +117,11 @@ def _fate_lines(found: Any) -> Iterator[Line]:
         yield f"  forked from episode {found['parent_id']} at step {found['fork_step']}", ""
     for step in found["untrained"]:
         yield f"  step {step['step']} does not train: {step['reason']}", "yellow"
+    for begun in found["chains"]:
+        yield f"  step {begun['step']} begins chain {begun['chain']}: {one_line(begun['reason'], 1000)}", ""
+    for step in found["ambiguous"]:
+        alike = f"{step['equal']} turns say the same, and it is the first of their draws"
+        yield f"  step {step['step']} goes on from step {step['after']}: {alike}", "yellow"
     for other in found["elsewhere"]:
         yield f"  in run {other['run']}: {_fate_sentence(found | other)}", ""
     yield "", ""

@@ -14,6 +14,9 @@ UNREAD = "whoever asked for it was not sent all of it, and nothing continues it"
 INHERITED = "its parent episode has it"
 """Why an inherited step of a fork does not train."""
 
+EQUAL = "equal_histories"
+"""Where `steps.asked` keeps how many turns say what the step's line says, if several do: it may be meant to go on from any."""
+
 
 def chains_of(episode: Episode) -> list[list[Step]]:
     """The episode's steps, chain by chain, in the order in which the chains began.

@@ -145,7 +145,11 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_reason_instead_of_ids() 
     )
     ids, reason = Chat(forgetful).continuation([Message("user", "and 3 plus 4?")])
     assert ids is None
-    assert "user message" in reason
+    assert reason == "dropped thinking: the template leaves earlier thoughts out before a user message"
+    forgetful.chat_template = TEMPLATE.replace("{{ message.content }}", "{{ loop.revindex0 }} {{ message.content }}")
+    ids, reason = Chat(forgetful).continuation([Message("user", "and 3 plus 4?")])
+    assert ids is None
+    assert reason == "the template rewrites earlier turns before a user message"
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:

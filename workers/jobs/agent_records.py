@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workers.jobs.agent_turns import TOP, AgentTurn, EpisodeTurns, choice_id
+from agentrl.workflow.chains import EQUAL
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import RolloutConfig
 from agentrl.workflow.engines import Completion
+from agentrl.workflow.inference.agent_draft import AgentDraft
 from agentrl.workflow.store.agent_steps import CallStep
 from agentrl.workflow.store.rollout_claims import GroupWork
 from agentrl.workflow.store.steps import CallRecord, SampledStep
@@ -59,7 +61,7 @@ class AgentRecords:
             sampled=sampled,
             request_id=choice_id(turns.stopped_id(call.request_id) if turn.cut else call.request_id, choice),
             request_hash=call.body_hash,
-            asked={**call.ask.asked, **_stop(turn), "created": call.created, "draw": turn.draws[choice], **_top(done)},
+            asked={**call.ask.asked, **_kept(turn, draft, done), "created": call.created, "draw": turn.draws[choice]},
             tools=call.ask.tools,
             template_options=call.ask.template_options,
             shared_messages=len(step.prompt) if first else draft.shared_messages,
@@ -94,14 +96,13 @@ def _calls(step: Step) -> tuple[CallRecord, ...]:
     return tuple(CallRecord(made, "none", _refusal(made)) for made in step.message.tool_calls)
 
 
-def _stop(turn: AgentTurn) -> dict[str, Any]:
-    """The client's stop strings, without which nobody could tell why the turn ended."""
-    return {"stop": list(turn.ask.stop)} if turn.ask.stop else {}
-
-
-def _top(done: Completion) -> dict[str, Any]:
-    """The likeliest tokens of each place, where they were asked for: whoever asks again gets the same reply."""
-    return {TOP: done.top} if done.top else {}
+def _kept(turn: AgentTurn, draft: AgentDraft, done: Completion) -> dict[str, Any]:
+    """What is kept beside the sampling that was asked for: the client's stop strings, without which nobody could tell why the
+    turn ended; how many turns it might go on from, where it is not the only one; the likeliest tokens of each place, where they
+    were asked for: whoever asks again gets the same reply.
+    """
+    found = {"stop": list(turn.ask.stop), EQUAL: draft.equal if draft.equal > 1 else 0, TOP: done.top}
+    return {name: value for name, value in found.items() if value}
 
 
 def _refusal(call: ToolCall) -> ToolResult | None:

@@ -174,14 +174,14 @@ class EpisodeTurns:
         Raises:
             RequestError: the template refuses these messages.
         """
-        found = self._history.find(ask)
+        found = self._history.find(ask, self.lines.steps)
         try:
             reason = found.reason
             if found.step != ROOT:
                 new, ended = ask.messages[found.count :], chat.has_end_token(self.lines.steps[found.step].sampled_ids)
                 ids, reason = chat.continuation(new, ask.tools, ended, ask.template_options)
                 if ids is not None:
-                    return continuing(self.lines, found.step, new, ids)
+                    return continuing(self.lines, found.step, new, ids, found.equal)
             return opening(
                 self.lines, ask.messages, chat.opening(ask.messages, ask.tools, ask.template_options), reason or None
             )

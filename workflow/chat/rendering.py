@@ -112,8 +112,17 @@ class Chat:
         told = [_PROBE_QUESTION, _PROBE_ANSWER, *messages]
         whole = self._encode(self._render(told, tools, generate=True, options=options))
         if whole[: len(prefix)] != prefix:
-            return None, f"the template rewrites earlier turns before a {messages[0].role} message"
+            return None, self._why_not(messages, tools, options)
         return whole[len(prefix) - (not ended) :], ""
+
+    def _why_not(self, messages: Sequence[Message], tools: Sequence[Schema], options: Mapping[str, Any]) -> str:
+        """Why these messages cannot follow a turn: the template drops its thought, or writes it otherwise altogether."""
+        role, thoughtless = messages[0].role, [_PROBE_QUESTION, replace(_PROBE_ANSWER, thought="")]
+        prefix = self._cut_after_turn(self._encode(self._render(thoughtless, tools, generate=False, options=options)))
+        whole = self._encode(self._render([*thoughtless, *messages], tools, generate=True, options=options))
+        if whole[: len(prefix)] == prefix:
+            return f"dropped thinking: the template leaves earlier thoughts out before a {role} message"
+        return f"the template rewrites earlier turns before a {role} message"
 
     def has_end_token(self, sampled_ids: Sequence[int]) -> bool:
         """Whether a sampled turn ends with its end token; a turn that a stop string ended does not."""

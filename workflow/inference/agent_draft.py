@@ -29,6 +29,7 @@ class AgentDraft:
         shared: as `trajectory.Step.shared`.
         shared_messages: so many of its first messages are those of its parent's line.
         reason: why it opens a chain; None where it continues its parent or is the first.
+        equal: so many steps say what its parent's line says, the parent among them.
     """
 
     messages: tuple[Message, ...]
@@ -38,11 +39,12 @@ class AgentDraft:
     shared: int | None = None
     shared_messages: int = 0
     reason: str | None = None
+    equal: int = 1
 
 
-def continuing(lines: "Lines", parent: int, new: tuple[Message, ...], ids: Ids) -> AgentDraft:
+def continuing(lines: "Lines", parent: int, new: tuple[Message, ...], ids: Ids, equal: int = 1) -> AgentDraft:
     """The turn after the step `parent`: its new messages, and their ids."""
-    return AgentDraft(new, ids, lines.tokens(parent) + ids, parent)
+    return AgentDraft(new, ids, lines.tokens(parent) + ids, parent, equal=equal)
 
 
 def opening(lines: "Lines", messages: tuple[Message, ...], ids: Ids, reason: str | None) -> AgentDraft:

@@ -38,6 +38,8 @@ from agentrl.workflow.trajectory import ROOT, Step
 
 CONTINUED = "another turn continues the same one"
 """Why a step opens a chain of its own although it continues its parent token for token."""
+BESIDE = "asked for beside another request, of which nothing was known yet"
+"""Why a step opens another chain whose request came before any step was there."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,8 @@ def _placed(record: CallStep, places: Sequence[_Place]) -> Step:
         if not taken:
             return replace(step, index=number, parent=parent, chain=found.chain)
         step = replace(step, new_row=step.new_row or CONTINUED)
+    if places and not step.new_row:
+        step = replace(step, new_row=BESIDE)
     chain = max((place.chain for place in places), default=-1) + 1
     return replace(step, index=number, parent=parent, chain=chain)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from agentrl.workflow.chains import reasons_not_to_train
+from agentrl.workflow.chains import EQUAL, reasons_not_to_train
 from agentrl.workflow.store.driver_reader import select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.episode_rows import load_episode
 from agentrl.workflow.store.reads.paging import ViewRow, select_values, storable_value
@@ -68,6 +68,8 @@ def explain_fate(tx: Any, episode: int) -> dict[str, Any]:
         **{name: own[name] for name in ("run", "iteration", "task", "fate", "advantage", "dropped", "skipped")},
         **{name: row[name] for name in kept},
         "untrained": _untrained_steps(tx, row),
+        "chains": _begun_chains(tx, row),
+        "ambiguous": _ambiguous_steps(tx, row),
         "elsewhere": [dict(fate) for fate in found if fate.run != home],
         "iterations": _count_fates(tx, home),
     }
@@ -80,6 +82,23 @@ def _untrained_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
         return []
     found = reasons_not_to_train(load_episode(tx, episode["id"]))
     return [{"step": step, "reason": reason} for step, reason in sorted(found.items())]
+
+
+def _begun_chains(tx: Any, episode: Any) -> list[dict[str, Any]]:
+    """The steps that began another chain, with the reason."""
+    begun = """
+        SELECT number AS step, chain, new_row AS reason FROM steps
+        WHERE episode_id = :id AND attempt = :attempt AND new_row IS NOT NULL ORDER BY number"""
+    return [dict(row) for row in select_rows(tx, begun, id=episode["id"], attempt=episode["attempt"])]
+
+
+def _ambiguous_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
+    """The steps whose history several turns have, with the one that they go on from, and how many there are."""
+    asked = f"""
+        SELECT number AS step, parent_step AS after, asked AS equal FROM steps WHERE episode_id = :id AND attempt = :attempt
+        AND parent_step IS NOT NULL AND CAST(asked AS TEXT) LIKE '%"{EQUAL}"%' ORDER BY number"""
+    found = select_rows(tx, asked, ("equal",), id=episode["id"], attempt=episode["attempt"])
+    return [{**row, "equal": row["equal"].get(EQUAL)} for row in found]
 
 
 def _count_fates(tx: Any, run: str) -> list[dict[str, Any]]:

@@ -1,0 +1,175 @@
+"""A request goes on from the turn whose history it has; where it has none's, it is said why."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agentrl.cli.main import main
+from agentrl.workers.jobs import pending_agents
+from agentrl.workers.jobs.agent_history import Found, History
+from agentrl.workers.jobs.chain_reasons import AGAIN, COMPACTED, DROPPED, EDITED, NEW, OTHER_OPTIONS, OTHER_TOOLS
+from agentrl.workers.jobs.sampling_server import sampling_server
+from agentrl.workflow.dialects import Ask
+from agentrl.workflow.store.agent_steps import CONTINUED
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import ledger
+from agentrl.workflow.trajectory import ROOT, Message, Step, ToolCall
+from tests.support.agents_stage import Stage, ask, end_agent, episode_of, group_of, run_agent, staged, user
+from tests.support.small_models import chat
+from tests.workers.test_agent_rollout import Policy
+from tests.workers.test_workers import in_memory as in_memory
+
+SYSTEM = Message("system", "You are a clerk.")
+QUESTION = Message("user", "How many invoices are open?")
+TOOLS: Sequence[Mapping[str, Any]] = ({"type": "function", "function": {"name": "count"}},)
+
+
+def result(text: str) -> Message:
+    return Message("tool", text)
+
+
+def turn(n: int, thought: str = "") -> Message:
+    return Message("assistant", f"part {n}", thought, (ToolCall("count", {"page": n}),))
+
+
+def step(index: int, prompt: Sequence[Message], message: Message, parent: int = ROOT, **values: Any) -> Step:
+    return Step(index, tuple(prompt), (), (), (), "stop", message, 0, parent=parent, **values)
+
+
+class Told:
+    """A conversation of some turns, as a history has it."""
+
+    def __init__(self, count: int = 5, thought: str = "hm") -> None:
+        self.steps = [step(0, (SYSTEM, QUESTION), turn(0, thought))]
+        for n in range(1, count):
+            self.steps.append(step(n, (result(f"result {n - 1}"),), turn(n, thought), n - 1))
+        self.history = History()
+        for index in range(count):
+            self.history.add(self.steps, index, TOOLS, {})
+        self.messages = [message for one in self.steps for message in (*one.prompt, one.message)]
+
+    def find(self, *messages: Message, tools: Sequence[Any] = TOOLS, **options: Any) -> Found:
+        return self.history.find(Ask(messages, "m", tuple(tools), options), self.steps)
+
+
+NEXT = (result("result 4"),)
+
+
+def test_a_history_that_was_sampled_is_gone_on_from_wherever_it_ends() -> None:
+    told = Told()
+    assert told.find(*told.messages, *NEXT) == Found(4, len(told.messages), equal=1)
+    assert told.find(*told.messages[:5], result("another")) == Found(1, 5, equal=1)
+    assert History().find(Ask((QUESTION,), "m"), ()) == Found()
+
+
+def test_a_history_without_the_thoughts_of_its_turns_dropped_them_and_one_with_others_is_edited() -> None:
+    told = Told()
+    bare = [replace(message, thought="") for message in told.messages]
+    assert told.find(*bare, *NEXT).reason == DROPPED
+    assert told.find(*bare[:-1], told.messages[-1], *NEXT).reason == DROPPED, "the newest is often kept"
+    assert told.find(*told.messages[:-1], replace(told.messages[-1], thought="other"), *NEXT).reason == EDITED
+
+
+def test_a_history_that_is_shorter_at_its_beginning_or_in_its_middle_was_compacted() -> None:
+    told = Told()
+    summary = Message("user", "So far: four pages were counted.")
+    assert told.find(SYSTEM, *told.messages[-3:], *NEXT).reason == COMPACTED, "the beginning was left out"
+    assert told.find(SYSTEM, QUESTION, *told.messages[-3:], *NEXT).reason == COMPACTED, "the middle was left out"
+    assert told.find(SYSTEM, QUESTION, summary, *told.messages[-1:], *NEXT).reason == COMPACTED
+    assert told.find(SYSTEM, QUESTION, summary).reason == COMPACTED, "a summary of all but the question"
+    assert told.find(*told.messages[-1:], *NEXT).reason == COMPACTED
+    bare = [replace(message, thought="") for message in told.messages]
+    assert told.find(SYSTEM, QUESTION, *bare[-3:], *NEXT).reason == COMPACTED, "with or without thoughts"
+
+
+def test_a_history_as_long_as_it_was_with_another_text_in_it_is_edited() -> None:
+    told = Told()
+    for place in range(len(told.messages)):
+        edited = [*told.messages]
+        edited[place] = replace(edited[place], content="something else")
+        assert told.find(*edited, *NEXT).reason == EDITED, place
+    assert told.find(SYSTEM, QUESTION, Message("assistant", "no"), Message("user", "sure?")).reason == EDITED
+    added = Message("user", "Be brief.")
+    assert told.find(*told.messages[:-2], added, *told.messages[-2:], *NEXT).reason == EDITED
+
+
+def test_the_same_words_with_other_tools_or_options_say_which() -> None:
+    told = Told()
+    assert told.find(*told.messages, *NEXT, tools=()).reason == OTHER_TOOLS
+    assert told.find(*told.messages, *NEXT, enable_thinking=False).reason == OTHER_OPTIONS
+    assert told.find(SYSTEM, QUESTION, tools=()).reason == OTHER_TOOLS
+    assert told.find(SYSTEM, QUESTION).reason == AGAIN
+
+
+def test_what_shares_no_turn_and_no_question_is_a_new_conversation() -> None:
+    told = Told()
+    assert told.find(Message("system", "You are a sub-agent."), Message("user", "Find a thing.")).reason == NEW
+    assert told.find(SYSTEM, Message("user", "Another question.")).reason == NEW
+    shot = (Message("user", "1+1?"), Message("assistant", "2"), Message("user", "2+2?"))
+    assert told.find(*shot).reason == NEW, "examples of its own are no history"
+
+
+def test_of_turns_that_say_the_same_the_first_draw_is_gone_on_from_in_whatever_order_they_came() -> None:
+    answer = Message("assistant", "two")
+    for draws in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        steps = [step(n, (QUESTION,), answer, new_row="again" if n else None, draw=draw) for n, draw in enumerate(draws)]
+        history = History()
+        for index in range(3):
+            history.add(steps, index, (), {})
+        found = history.find(Ask((QUESTION, answer, Message("user", "sure?")), "m"), steps)
+        assert (steps[found.step].draw, found.equal) == (0, 3)
+        unread = [replace(one, delivered=one.draw != 0) for one in steps]
+        found = history.find(Ask((QUESTION, answer, Message("user", "sure?")), "m"), unread)
+        assert (unread[found.step].draw, found.equal) == (1, 2), "nobody goes on from what was not told"
+
+
+def test_ten_thousand_messages_are_matched_with_two_hundred_turns_that_say_the_same() -> None:
+    steps, history = list[Step](), History()
+    many = [message for n in range(4_999) for message in (turn(n % 7, "hm"), result("same"))]
+    for n in range(200):
+        steps.append(step(n, (QUESTION, *many[: 2 * n]), turn(0, "hm"), new_row="x" if n else None))
+        history.add(steps, n, TOOLS, {})
+    bare = [replace(message, thought="") for message in many]
+    others = [replace(message, content="y", tool_calls=()) for message in many]
+    for first, rest in ((replace(QUESTION, content="x"), many), (QUESTION, bare), (QUESTION, others), (SYSTEM, others)):
+        assert history.find(Ask((first, *rest), "m", tuple(TOOLS)), steps).reason in (EDITED, NEW)
+    assert history.find(Ask((SYSTEM, QUESTION), "m", tuple(TOOLS)), steps).reason == NEW
+    assert history.find(Ask((QUESTION, SYSTEM, QUESTION), "m", tuple(TOOLS)), steps).reason == COMPACTED
+
+
+@pytest.fixture
+def db(own_database: Database, in_memory: None) -> Iterator[Database]:
+    """The process's database, a broker that nobody reads, and nothing kept from other tests."""
+    pending_agents._replies.forget()
+    sampling_server.forget()
+    yield own_database
+    pending_agents._replies.forget()
+    sampling_server.forget()
+
+
+def test_why_tells_of_each_chain_why_it_began_and_of_each_turn_that_might_go_on_from_others(
+    db: Database, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = chat().turn(Message("assistant", "#### 42", thought="six sevens"))
+    asked, answer = user("How much is 6*7?"), {"role": "assistant", "content": "#### 42", "reasoning": "six sevens"}
+    with staged(Stage(db, group_of(db), Policy(said).engine, chat())) as stage:
+        key = run_agent(db, 1)
+        assert ask(stage, key, [asked], n=2).said == "#### 42"
+        ask(stage, key, [asked, answer, user("sure?")])
+        ask(stage, key, [asked, answer, user("really?")])
+        ask(stage, key, [asked, {"role": "assistant", "content": "#### 42"}, user("sure?")])
+        ask(stage, key, [user("And 6*8?")])
+        end_agent(stage, 1)
+        stage.over()
+    reasons = [one.new_row for one in episode_of(db, 1).steps]
+    assert reasons == [None, "another choice of one request", None, CONTINUED, DROPPED, NEW]
+    assert [one.parent for one in episode_of(db, 1).steps][2:4] == [0, 0]
+    found = ledger.explain_fate(db, 1)
+    assert [(one["step"], one["reason"]) for one in found["chains"]] == [(n, why) for n, why in enumerate(reasons) if why]
+    assert found["ambiguous"] == [{"step": 2, "after": 0, "equal": 2}, {"step": 3, "after": 0, "equal": 2}]
+    assert main(["why", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert f"step 4 begins chain 3: {DROPPED}" in shown
+    assert "step 2 goes on from step 0: 2 turns say the same" in shown
