@@ -251,12 +251,16 @@ class Episode:
 
     @property
     def last_turn(self) -> Step | None:
-        """The last step that was delivered."""
-        return next((step for step in reversed(self.steps) if step.delivered), None)
+        """The last step that whoever asked for it has read: it was delivered, or another one continues it."""
+        continued = {step.parent for step in self.steps if step.shared is None}
+        return next((step for step in reversed(self.steps) if step.delivered or step.index in continued), None)
 
     @property
     def final_answer(self) -> str:
-        """What its agent answered, if it did; else the text of the last turn, where it called no tool; else empty."""
+        """What its agent answered, if it did; else the text of the last turn, where it called no tool; else empty.
+
+        A step is numbered when it ends, so that this is the last turn of the chain that ended last.
+        """
         if self.answer is not None:
             return self.answer
         last = self.last_turn

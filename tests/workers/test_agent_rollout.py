@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -309,6 +310,30 @@ def test_a_turn_that_was_cut_ends_its_episode_as_max_tokens(db: Database) -> Non
         end_agent(stage, 1)
         stage.over()
     assert episode_of(db, 1).stop_reason == "max_tokens"
+
+
+def test_a_turn_that_was_cancelled_is_no_final_answer_unless_something_goes_on_from_it(db: Database) -> None:
+    gated = Gated()
+    with staged(Stage(db, group_of(db), gated.engine, CHAT)) as stage:
+        key = run_agent(db, 1)
+        gated.let.release(len(ANSWER))
+        first = ask(stage, key, [QUESTION])
+        with calling(stage, key, [user("and 6*8?")], stream=True) as response:
+            gated.let.release(2)
+            assert response.readline()
+        wait_for(lambda: all(turn.stopped for turn in stage.driver._turns[1].open))
+        gated.let.release(100)
+        wait_for(lambda: len(episode_of(db, 1).steps) == 2)
+        assert not episode_of(db, 1).steps[1].delivered
+        assert episode_of(db, 1).final_answer == first.said
+        end_agent(stage, 1)
+        stage.over()
+    record = episode_of(db, 1)
+    assert (record.stop_reason, record.final_answer) == ("answered", "#### 42")
+    unread = replace(record, steps=tuple(replace(step, delivered=False) for step in record.steps))
+    assert unread.last_turn is None
+    later = replace(unread.steps[1], index=2, parent=0, shared=None)
+    assert replace(unread, steps=(*unread.steps, later)).last_turn == unread.steps[0], "who goes on from it has read it"
 
 
 @pytest.mark.parametrize(("asked", "weight"), [(False, 0.0), (True, 1.0)])
