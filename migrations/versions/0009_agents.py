@@ -91,7 +91,19 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Removes them; what agents ran themselves counts as run by tools, or is removed where nobody saw its result."""
+    """Removes them; older code reads what is left as its own.
+
+    A step that goes on from another one than the step before it has its whole prompt again. What agents ran themselves counts
+    as run by tools, or is removed where nobody saw its result. What was served is an evaluation, cancelled if it was not over.
+    That a turn was never read is not known any more.
+    """
+    _write_prompts_whole(op.get_bind())
+    for table in ("episodes", "groups", "iterations"):
+        of_served = "run_id IN (SELECT id FROM runs WHERE kind = 'serve')"
+        op.execute(f"UPDATE {table} SET status = 'cancelled' WHERE status IN ('planned', 'running') AND {of_served}")
+    op.execute("UPDATE runs SET status = 'cancelled' WHERE status NOT IN ('done', 'failed', 'cancelled') AND kind = 'serve'")
+    for table in ("groups", "runs"):
+        op.execute(f"UPDATE {table} SET kind = 'eval' WHERE kind = 'serve'")
     op.execute("DELETE FROM tool_calls WHERE kind = 'agent' AND result IS NULL")
     op.execute("UPDATE tool_calls SET kind = 'call' WHERE kind = 'agent'")
     with op.batch_alter_table("steps") as steps:
@@ -112,3 +124,65 @@ def downgrade() -> None:
                 altered.create_check_constraint(op.f("ck_tool_calls_status"), f"status IN ({CALL_STATUS})")
     op.drop_table("agent_attempts")
     op.drop_table("request_options")
+
+
+_STEPS = sa.table(
+    "steps",
+    *(sa.column(name, sa.BigInteger()) for name in ("id", "episode_id", "attempt", "number", "parent_step", "shared_tokens")),
+    *(sa.column(name, sa.Text()) for name in ("content", "thought", "new_row")),
+    *(sa.column(name, sa.Integer()) for name in ("chain", "prompt_tokens")),
+    sa.column("prompt", sa.JSON()),
+)
+_TOKENS = sa.table(
+    "step_tokens",
+    sa.column("step_id", sa.BigInteger()),
+    *(sa.column(name, sa.LargeBinary()) for name in ("prompt_ids", "sampled_ids")),
+)
+_CALLS = sa.table(
+    "tool_calls",
+    *(sa.column(name, sa.BigInteger()) for name in ("step_id", "call")),
+    *(sa.column(name, sa.Text()) for name in ("kind", "tool", "result", "error_class")),
+    sa.column("arguments", sa.JSON()),
+)
+ID_BYTES = 4
+
+
+def _write_prompts_whole(connection: sa.Connection) -> None:
+    """Gives each step that does not go on from the one before it all of its prompt, as the first one of a row of tokens."""
+    elsewhere = (_STEPS.c.chain > 0) | _STEPS.c.shared_tokens.is_not(None)
+    several = sa.select(_STEPS.c.episode_id, _STEPS.c.attempt).where(elsewhere).distinct()
+    for episode, attempt in connection.execute(several).all():
+        _write_episode_whole(connection, (_STEPS.c.episode_id == episode) & (_STEPS.c.attempt == attempt))
+
+
+def _write_episode_whole(connection: sa.Connection, of_episode: sa.ColumnElement[bool]) -> None:
+    query = sa.select(_STEPS, _TOKENS.c.prompt_ids, _TOKENS.c.sampled_ids).join(_TOKENS, _TOKENS.c.step_id == _STEPS.c.id)
+    lines: dict[int, tuple[bytes, list[Any]]] = {}  # number of a step -> the tokens and the messages of its line
+    for row in connection.execute(query.where(of_episode).order_by(_STEPS.c.number)).all():
+        tokens, told = lines.get(row.parent_step, (b"", []))
+        before = tokens if row.shared_tokens is None else tokens[: row.shared_tokens * ID_BYTES]
+        prompt_ids = before + row.prompt_ids
+        shares = bool(row.prompt) and "shared" in row.prompt[0]
+        prompt = [*told[: row.prompt[0]["shared"]], *row.prompt[1:]] if shares else row.prompt
+        prompt = prompt if row.shared_tokens is not None else [*told, *prompt]
+        lines[row.number] = (prompt_ids + row.sampled_ids, [*prompt, _said(connection, row)])
+        goes_on = row.parent_step == row.number - 1 and row.shared_tokens is None and row.new_row is None
+        if goes_on or row.number == 0:
+            continue
+        values = {"prompt": prompt, "prompt_tokens": len(prompt_ids) // ID_BYTES}
+        values["new_row"] = row.new_row or f"it goes on from step {row.parent_step}"
+        connection.execute(sa.update(_STEPS).where(_STEPS.c.id == row.id).values(values))
+        connection.execute(sa.update(_TOKENS).where(_TOKENS.c.step_id == row.id).values(prompt_ids=prompt_ids))
+
+
+def _said(connection: sa.Connection, row: Any) -> dict[str, Any]:
+    """The step's own message, as a prompt has it."""
+    said: dict[str, Any] = {"role": "assistant", "content": row.content}
+    if row.thought:
+        said["thought"] = row.thought
+    mine = sa.select(_CALLS).where(_CALLS.c.step_id == row.id, _CALLS.c.kind == "agent").order_by(_CALLS.c.call)
+    calls: list[dict[str, Any]] = []
+    for call in connection.execute(mine):
+        made = {"name": call.tool, "arguments": call.arguments}
+        calls.append(made | {"error": call.result} if call.error_class == "parse_error" else made)
+    return said | {"tool_calls": calls} if calls else said

@@ -16,8 +16,11 @@ from agentrl.workflow.stats.evaluation import evaluate
 from agentrl.workflow.store import planning, steps, tool_calls, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import current, downgrade, head, open_database, upgrade
+from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.steps import CallRecord
 from agentrl.workflow.tables import schema, views
+from agentrl.workflow.trajectory import ROOT, Message, messages_of
+from tests.store.test_agent_steps import ASKED, MADE, TOOLS, answer, begun, commit, turn
 from tests.support.played_runs import CALL, answered, claim, ready, sampled, start, submission, values
 
 UPGRADE = "import sys; from agentrl.workflow.store import connect, migrate; migrate.upgrade(connect.Database(sys.argv[1]))"
@@ -92,6 +95,55 @@ def test_steps_of_an_older_database_continue_the_one_before_unless_they_began_a_
     upgrade(database)
     kept = "SELECT step || ' ' || coalesce(parent_step, -1) || ' ' || chain FROM v_steps WHERE delivered ORDER BY step"
     assert values(database, kept) == ["2 -1 0", "3 2 0"]
+
+
+def test_chains_taken_back_are_rows_of_tokens_with_all_of_their_prompts(database: Database) -> None:
+    work = begun(database)
+    asked = Message("user", "and 6*8?")
+    whole = turn((*ASKED, Message("assistant", "41"), asked), (), prompt_ids=(7,), parent=0, shared=2, new_row="edited history")
+    commit(
+        database,
+        work,
+        answer(work, "a", turn(calls=(MADE,)), (MADE,)),
+        replace(answer(work, "b", whole), shared_messages=2, tools=TOOLS),
+        answer(work, "c", turn([asked], parent=0), shown={(0, 0): "42"}),
+        answer(work, "d", turn([asked], parent=1)),
+        answer(work, "e", turn([asked], parent=1, delivered=False)),
+    )
+    before = episode_rows.find_episode(database, work.episodes[0].id).episode
+    assert {step.chain for step in before.steps} == {0, 1, 2}
+    downgrade(database, "0008")
+    upgrade(database)
+    after = episode_rows.find_episode(database, work.episodes[0].id).episode
+    assert [after.tokens_of(n) for n in range(5)] == [before.tokens_of(n) for n in range(5)]
+    assert [messages_of(after.steps, n) for n in range(5)] == [messages_of(before.steps, n) for n in range(5)]
+    assert [step.parent for step in after.steps] == [ROOT, ROOT, ROOT, ROOT, ROOT]
+    assert {step.chain for step in after.steps} == {0}
+    assert after.steps[1].new_row == "edited history"
+    assert values(database, "SELECT kind || status FROM tool_calls") == ["calldone"]
+    assert values(database, "SELECT count(*) FROM request_options") == [0]
+
+
+@pytest.mark.parametrize(("status", "kept"), [("running", "cancelled"), ("done", "done")])
+def test_a_served_run_taken_back_is_an_evaluation_that_is_over(database: Database, status: str, kept: str) -> None:
+    work = begun(database)
+    with database.engine.begin() as tx:
+        tx.execute(text("UPDATE runs SET kind = 'serve'"))
+        tx.execute(text("UPDATE groups SET kind = 'serve'"))
+        tx.execute(
+            text(
+                "INSERT INTO agent_attempts (episode_id, attempt, run, status, key_hash) "
+                "VALUES (:episode, 0, 'a', 'running', 'of its key')"
+            ),
+            {"episode": work.episodes[0].id},
+        )
+        tx.execute(text("UPDATE runs SET status = :status"), {"status": status})
+    downgrade(database, "0008")
+    upgrade(database)
+    assert values(database, "SELECT kind || ' ' || status FROM runs") == [f"eval {kept}"]
+    assert values(database, "SELECT DISTINCT kind || ' ' || status FROM groups") == ["eval cancelled"]
+    assert values(database, "SELECT DISTINCT status FROM episodes") == ["cancelled"]
+    assert values(database, "SELECT count(*) FROM agent_attempts") == [0]
 
 
 def test_of_an_older_evaluation_nothing_tells_whose_its_interval_is(database: Database) -> None:
