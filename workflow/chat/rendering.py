@@ -253,13 +253,11 @@ class Chat:
         options: Mapping[str, Any] = NO_OPTIONS,
     ) -> str:
         """The messages as the template renders them; `turns`, if given, are the same messages in its own form."""
-        turns = [*self.manner.plain(messages, tools)] if turns is None else turns
-        for turn in turns:
-            if turn["role"] != "assistant":
-                turn["content"] = self._defuse(turn["content"])
+        if turns is None:
+            turns = [*self.manner.plain([self._harmless(message) for message in messages], tools)]
         check_options(options)
         try:
-            return self._apply(turns, tools, generate, self._defuse_all(options))
+            return self._apply(turns, [self._defuse_all(tool) for tool in tools], generate, self._defuse_all(options))
         except FAULTS as error:
             what = f"messages and options ({', '.join(options)})" if options else "messages"
             raise ModelError(f"The chat template refuses these {what}: {str(error)[:1000]}.") from error
@@ -277,6 +275,15 @@ class Chat:
         )
         return str(made)
 
+    def _harmless(self, message: Message) -> Message:
+        """The message as it is rendered: what others wrote, and what an assistant calls, has no special token."""
+        calls = [
+            replace(call, name=self._defuse(call.name), arguments=self._defuse_all(call.arguments))
+            for call in message.tool_calls
+        ]
+        content = message.content if message.role == "assistant" else self._defuse(message.content)
+        return replace(message, content=content, name=self._defuse(message.name), tool_calls=tuple(calls))
+
     def _defuse(self, text: str) -> str:
         """Breaks up special tokens in text from outside, which must neither end its turn nor open another."""
         for token in self._special:
@@ -284,12 +291,12 @@ class Chat:
         return text
 
     def _defuse_all(self, value: Any) -> Any:
-        """The same for every text in an option."""
+        """The same for every text in a schema, a call or an option."""
         if isinstance(value, str):
             return self._defuse(value)
         if isinstance(value, Mapping):
             return {self._defuse(name): self._defuse_all(item) for name, item in value.items()}
-        return [self._defuse_all(item) for item in value] if isinstance(value, list) else value
+        return [self._defuse_all(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _kept(cache: OrderedDict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
