@@ -140,6 +140,36 @@ def test_an_agent_that_cannot_be_imported_is_said_to_be_unready() -> None:
         processes.run(order(), "tests.agents.no_such_agent:solve", lambda: False)
 
 
+def test_an_agent_whose_import_takes_long_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    source = f"open({str(gate)!r}).read()\ndef solve(task, llm):\n    return 1\n"
+    (tmp_path / "slow_agent.py").write_text(source)
+    found: list[Report | None] = []
+
+    def run() -> None:
+        found.append(processes.run(order(), "slow_agent:solve", lambda: False))
+
+    slow = [threading.Thread(target=run) for _ in range(2)]
+    for thread in slow:
+        thread.start()
+    with gate.open("w"):  # it is being imported, as somebody reads
+        assert ran("answers").error_class == ""
+        assert not found
+    for thread in slow:
+        thread.join()
+    assert [report and report.rewards for report in found] == [{"agent": 1.0}] * 2
+
+
+def test_the_interpreters_that_were_not_used_for_longest_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "MOST_SERVERS", 2)
+    for name in ("answers", "nothing", "answers_later", "answers"):
+        ran(name)
+    warm = [spec for spec, place in servers._places.items() if place.server is not None]
+    assert warm == [f"{MODULE}:answers_later", f"{MODULE}:answers"]
+
+
 def test_an_agent_that_is_no_longer_wanted_is_ended() -> None:
     wanted = threading.Event()
     threading.Timer(0.7, wanted.set).start()
@@ -188,7 +218,7 @@ def test_a_program_that_is_not_there_is_said_so(tmp_path: Path) -> None:
 def test_no_agent_outlives_its_worker(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
-        servers._servers.clear()  # the parent's, whose sockets are not this process's to use
+        servers._places.clear()  # the parent's, whose sockets are not this process's to use
         try:
             processes.run(
                 order(environment={"PATH": os.environ["PATH"], "MARK": "orphan"}),

@@ -92,11 +92,25 @@ def _stamp(file: str) -> object:
     return stat.st_mtime_ns, stat.st_size
 
 
+@dataclass(eq=False)
+class _Place:
+    """Where an agent's interpreter stands, or will; who holds the lock starts it, uses it or ends it."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    server: AgentServer | None = None
+
+    def end(self) -> None:
+        """Ends its interpreter."""
+        if self.server is not None:
+            server, self.server = self.server, None
+            server.close()
+
+
 @dataclass
 class AgentServers:
-    """The warm interpreters of this process, by agent."""
+    """The warm interpreters of this process, by agent: while one is started, those of other agents are used and started."""
 
-    _servers: "OrderedDict[str, AgentServer]" = field(default_factory=OrderedDict)
+    _places: "OrderedDict[str, _Place]" = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, spec: str) -> socket.socket:
@@ -107,26 +121,38 @@ class AgentServers:
             InfraError: the interpreter is gone.
         """
         with self._lock:
-            server = self._servers.get(spec)
-            if server is None or not server.is_fresh:
-                if server is not None:
-                    del self._servers[spec]
-                    server.close()
-                server = self._servers[spec] = AgentServer(spec)
-            self._servers.move_to_end(spec)
-            while len(self._servers) > MOST_SERVERS:
-                self._servers.popitem(last=False)[1].close()
+            place = self._places.setdefault(spec, _Place())
+            self._places.move_to_end(spec)
+        with place.lock:
+            if place.server is None or not place.server.is_fresh:
+                place.end()
+                place.server = AgentServer(spec)
             try:
-                return server.begin()
+                guardian = place.server.begin()
             except OSError as error:
-                self._servers.pop(spec).close()
+                place.end()
                 raise InfraError(f"The interpreter of the agent {spec!r} is gone: {error}.") from error
+        self._end_oldest()
+        return guardian
 
     def close(self) -> None:
         """Ends all of them."""
         with self._lock:
-            while self._servers:
-                self._servers.popitem()[1].close()
+            places = list(self._places.values())
+        for place in places:
+            with place.lock:
+                place.end()
+
+    def _end_oldest(self) -> None:
+        """Ends those that are too many, but for one that is being started or used."""
+        with self._lock:
+            warm = [place for place in self._places.values() if place.server is not None]
+        for place in warm[: max(0, len(warm) - MOST_SERVERS)]:
+            if place.lock.acquire(blocking=False):
+                try:
+                    place.end()
+                finally:
+                    place.lock.release()
 
 
 servers = AgentServers()
