@@ -48,8 +48,19 @@ def program_that_sleeps(task: Any, llm: Any) -> None:
 
 def breaks_away(task: Any, llm: Any) -> None:
     """Leaves a grandchild in a session of its own, and ends."""
-    child = subprocess.Popen([sys.executable, "-c", SLEEPER], start_new_session=True)
+    child = subprocess.Popen([sys.executable, "-c", SLEEPER])
     Path(task.metadata["note"]).write_text(str(child.pid))
+
+
+def breaks_away_and_stays(task: Any, llm: Any) -> None:
+    """Leaves descendants in sessions of their own, two of them without a parent, tells who its guardian is, and goes on."""
+    twice = f"import subprocess, sys; [subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]) for _ in range(2)]"
+    subprocess.run([sys.executable, "-c", twice], check=True)
+    subprocess.Popen([sys.executable, "-c", SLEEPER])
+    note = Path(task.metadata["note"])
+    note.with_suffix(".new").write_text(str(os.getppid()))
+    note.with_suffix(".new").rename(note)
+    time.sleep(600)
 
 
 def prints(task: Any, llm: Any) -> None:
@@ -80,7 +91,7 @@ def looks_around(task: Any, llm: Any) -> Answer:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             break
-        if len(found) == 3:  # itself, its guardian, its interpreter
+        if len(found) == 4:  # itself, its guardian, that one's warden, its interpreter
             break
     return Answer(repr([*found, dict(os.environ)]))
 

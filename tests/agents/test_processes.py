@@ -13,6 +13,7 @@ import pytest
 from agentrl.workers.agents import processes
 from agentrl.workers.agents.guardian import KILLED, Order, Report
 from agentrl.workers.agents.processes import AgentUnready, servers
+from agentrl.workflow.errors import InfraError
 from tests.support.network_machines import wait_until
 
 MODULE = "tests.agents.hostile_agents"
@@ -113,6 +114,33 @@ def test_what_broke_away_from_an_agent_ends_with_it(tmp_path: Path) -> None:
     task = {"key": "t", "messages": [], "metadata": {"note": str(note)}, "reference": None}
     assert ran("breaks_away", task=task).error_class == ""
     assert not Path(f"/proc/{note.read_text()}").exists()
+
+
+@pytest.mark.parametrize("above", [0, 1], ids=["the guardian", "its warden"])
+def test_what_broke_away_from_an_agent_ends_although_who_watched_it_is_killed(tmp_path: Path, above: int) -> None:
+    note, found = tmp_path / "guardian", list[BaseException | Report | None]()
+    task = {"key": "t", "messages": [], "metadata": {"note": str(note)}, "reference": None}
+    stopped = threading.Event()
+
+    def run() -> None:
+        try:
+            found.append(processes.run(order(task=task), f"{MODULE}:breaks_away_and_stays", stopped.is_set))
+        except InfraError as error:
+            found.append(error)
+
+    running = threading.Thread(target=run)
+    running.start()
+    wait_until(note.exists, "the agent is at it")
+    wait_until(lambda: len(_sleepers()) == 3, "all three sleep")
+    watcher = int(note.read_text())
+    for _ in range(above):
+        watcher = int(Path(f"/proc/{watcher}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(watcher, signal.SIGKILL)
+    if above:
+        stopped.set()  # the guardian goes on without its warden
+    running.join()
+    wait_until(lambda: not _sleepers(), "nothing sleeps any more")
+    assert isinstance(found[0], InfraError) is (above == 0)
 
 
 def test_no_secret_of_the_worker_is_in_an_environment_that_its_agent_can_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """The guardian of one agent: starts it, watches what it uses, ends it whole with all that it started, and reports.
 
-It is a process of its own, forked by the agent server. What the agent starts and leaves becomes the guardian's child (it is a
-subreaper), so nothing outlives it; it ends, and ends the agent, as soon as nobody holds the other end of its socket. It imports
-the standard library and `agents`, whose values the agent is given.
+It is a process of its own, forked by the agent server, below a `warden` that ends what is left where something kills it. What
+the agent starts and leaves becomes the guardian's child (it is a subreaper), so nothing outlives it; it ends, and ends the
+agent, as soon as nobody holds the other end of its socket. It imports the standard library and `agents`, whose values the agent
+is given.
 """
 
 import asyncio
@@ -113,11 +114,15 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return bytes(kept)
 
 
+def adopt_orphans() -> None:
+    """What a descendant leaves behind becomes a child of this process."""
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
 def guard(connection: socket.socket, function: Callable[..., Any] | None) -> None:
     """Carries out the order that comes over the connection, and reports."""
     os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     order = receive(connection)
     if order is None:
         return
@@ -149,7 +154,7 @@ class _Watch:
         os.close(result_in)
         ended = os.pidfd_open(pid)
         over = self._follow(ended, output, result)
-        _end_descendants()
+        end_descendants()
         self._read(output, result, LOOK_SECONDS)
         status = _reap(pid)
         return self._report(over, status)
@@ -380,8 +385,8 @@ def _written(folder: str) -> int:
     return total if not level else MOST_FILES_BYTES + 1
 
 
-def _end_descendants() -> None:
-    """Kills until nothing is left: first all are stopped, so that none forks while the others are killed."""
+def end_descendants() -> None:
+    """Kills what is below this process: first all are stopped, so that none forks while the others are killed."""
     deadline = time.monotonic() + END_SECONDS
     while (family := descendants(os.getpid())) and time.monotonic() < deadline:
         for signal_number in (signal.SIGSTOP, signal.SIGKILL):

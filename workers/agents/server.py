@@ -1,4 +1,4 @@
-"""A warm interpreter for agents: it has imported the agent's module, and forks a guardian for each episode.
+"""A warm interpreter for agents: it has imported the agent's module, and forks a guardian for each episode, below a warden.
 
 `python -P -m agentrl.workers.agents.server FD SPEC PATHS`: on the socket FD it says once what it imported, or why it
 cannot, and then takes one descriptor for each episode, the guardian's end of a socket. It was started with an environment
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from agentrl.workers.agents import guardian
+from agentrl.workers.agents import guardian, warden
 
 WORDS = 2000
 
@@ -32,7 +32,7 @@ def main(control: socket.socket, spec: str, paths: list[str]) -> None:
         _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not descriptors:
             return
-        _fork_guardian(socket.socket(fileno=descriptors[0]), function, control)
+        _fork_warden(socket.socket(fileno=descriptors[0]), function, control)
 
 
 def _load(spec: str) -> Callable[..., Any]:
@@ -42,14 +42,14 @@ def _load(spec: str) -> Callable[..., Any]:
     return found
 
 
-def _fork_guardian(connection: socket.socket, function: Callable[..., Any] | None, control: socket.socket) -> None:
+def _fork_warden(connection: socket.socket, function: Callable[..., Any] | None, control: socket.socket) -> None:
     with connection:
         if os.fork():
             return
         code = 1
         try:
             control.close()
-            guardian.guard(connection, function)
+            warden.watch(connection, function)
             code = 0
         finally:
             os._exit(code)
