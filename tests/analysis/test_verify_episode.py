@@ -389,6 +389,27 @@ def test_two_episodes_of_which_one_goes_on_differ_where_the_other_has_ended() ->
     assert (found.common, found.tokens, found.token.step, found.token.ids) == (3, (3, 5), 1, (None, 4))
 
 
+def test_chains_are_compared_in_whatever_order_they_came() -> None:
+    def chained(*order: int) -> Episode:
+        opened = episode_of(([1, 2], [3]))
+        for place, which in enumerate(order, start=1):
+            values = {"chain": place, "parent": 0, "shared": 2, "new_row": "other tools", "results": (ToolResult(str(which)),)}
+            step = replace(opened.steps[0], index=place, prompt_ids=(which,), sampled_ids=(9,), **values)
+            opened = replace(opened, steps=(*opened.steps, step))
+        return opened
+
+    assert compare(chained(4, 5), chained(5, 4)).same
+    assert compare(chained(4, 5), chained(4, 5)).tokens == (11, 11), "each row with all that stands in it"
+    found = compare(chained(4, 5, 6), chained(5, 7, 4))
+    assert found.token is not None
+    assert (found.token.step, found.token.part, found.token.index, found.token.ids) == (3, "prompt", 2, (6, 7))
+    assert [(item.step, item.left, item.right) for item in found.results] == [(3, "6", "7")]
+    elsewhere = replace(chained(4).steps[1], parent=0, shared=1)
+    assert not compare(chained(4), replace(chained(4), steps=(chained(4).steps[0], elsewhere))).same, "it continues less"
+    assert not compare(chained(4), chained()).same
+    assert not compare(chained(), chained(4)).same
+
+
 def test_results_rewards_and_endings_are_compared_too() -> None:
     left = episode_of(([1], [2]), stop_reason="answered", reward=1.0, rewards={"right": 1.0})
     right = episode_of(([1], [2]), stop_reason="max_steps", reward=0.5, rewards={"right": 0.5, "short": 0.0})

@@ -1,11 +1,16 @@
-"""Two episodes side by side: the first token that differs, then what differs in results, rewards and endings."""
+"""Two episodes side by side: the first token that differs, then what differs in results, rewards and endings.
+
+Chains are compared, as an agent's calls may come in any order: those that are the same, token for token, are each other's, and
+the others by their numbers. The tokens of a chain are all of its row, those that it shares with another chain, too.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
-from agentrl.workflow.trajectory import Episode, StopReason
+from agentrl.workflow.chains import chains_of
+from agentrl.workflow.trajectory import Episode, Step, StopReason
 
 SCALAR = "reward"
 """The name of the weighted sum of the reward parts."""
@@ -16,8 +21,8 @@ class TokenDifference:
     """The first place where two token sequences part; an id is None where one has ended.
 
     Args:
-        step: whose tokens.
-        part: among those that were new in its prompt, or those that were sampled.
+        step: whose tokens; the left episode's, where that has it.
+        part: among those that were new in its prompt (all of its prompt, where it begins a chain), or those that were sampled.
         index: which of them, from 0.
         ids: on both sides (recorded and rendered again; this episode and the other).
         texts: of the ids; empty where no tokenizer is at hand.
@@ -38,11 +43,12 @@ class _Part:
 
 
 _NOTHING = _Part(0, "sampled", ())
+Chain = Sequence[Step]
 
 
 @dataclass(frozen=True, slots=True)
 class ResultDifference:
-    """The results of the calls at one place of both episodes; None where a side has no such call, or no result yet."""
+    """The results of the calls at one place of both episodes, as the left one numbers it; None where there is none (yet)."""
 
     step: int
     call: int
@@ -78,8 +84,9 @@ class Comparison:
 
 
 def compare(left: Episode, right: Episode) -> Comparison:
-    """Compares two episodes step by step, and their `rewards` and `reward`."""
-    common, token = first_difference(left, right)
+    """Compares two episodes chain by chain, step by step, and their `rewards` and `reward`."""
+    pairs = _chain_pairs(left, right)
+    common, token = _first_difference(left, right, pairs)
     counts = (_token_count(left), _token_count(right))
     reasons = (left.stop_reason, right.stop_reason)
     keys = (left.task.key, right.task.key)
@@ -87,22 +94,44 @@ def compare(left: Episode, right: Episode) -> Comparison:
         common=common,
         tokens=counts,
         token=token,
-        results=tuple(_result_differences(left, right)),
+        results=tuple(_result_differences(pairs)),
         rewards=tuple(_part_differences(left, right)),
         stop_reasons=reasons if reasons[0] != reasons[1] else None,
         tasks=keys if keys[0] != keys[1] else None,
     )
 
 
-def first_difference(left: Episode, right: Episode) -> tuple[int, TokenDifference | None]:
-    """The number of tokens that two episodes begin with alike, and the first that differs."""
+def _chain_pairs(left: Episode, right: Episode) -> list[tuple[Chain, Chain]]:
+    """The chains of both that are compared with each other, in the left one's order; an empty one where a side has none."""
+    theirs: dict[tuple[tuple[int, ...], ...], list[Chain]] = {}
+    for chain in reversed(chains_of(right)):
+        theirs.setdefault(_key(right, chain), []).append(chain)
+    pairs: list[tuple[Chain, Chain | None]] = []
+    for chain in chains_of(left):
+        same = theirs.get(_key(left, chain))
+        pairs.append((chain, same.pop() if same else None))
+    rest = iter(sorted((chain for chains in theirs.values() for chain in chains), key=lambda chain: chain[0].index))
+    found = [(one, next(rest, ()) if other is None else other) for one, other in pairs]
+    return [*found, *(((), other) for other in rest)]
+
+
+def _key(episode: Episode, chain: Chain) -> tuple[tuple[int, ...], ...]:
+    return tuple(part.ids for part in _parts(episode, chain))
+
+
+def _first_difference(
+    left: Episode, right: Episode, pairs: Sequence[tuple[Chain, Chain]]
+) -> tuple[int, TokenDifference | None]:
+    """The number of tokens that two episodes have alike up to the first that differs, and that one."""
     common = 0
-    for one, other in zip_longest(_parts(left), _parts(right), fillvalue=_NOTHING):
-        index = common_prefix(one.ids, other.ids)
-        common += index
-        if index < max(len(one.ids), len(other.ids)):
-            longer = max(one, other, key=lambda part: len(part.ids))
-            return common, TokenDifference(longer.step, longer.part, index, (_at(one.ids, index), _at(other.ids, index)))
+    for ours, theirs in pairs:
+        for one, other in zip_longest(_parts(left, ours), _parts(right, theirs), fillvalue=_NOTHING):
+            index = common_prefix(one.ids, other.ids)
+            common += index
+            if index < max(len(one.ids), len(other.ids)):
+                longer = max(one, other, key=lambda part: len(part.ids))
+                found = TokenDifference(longer.step, longer.part, index, (_at(one.ids, index), _at(other.ids, index)))
+                return common, found
     return common, None
 
 
@@ -111,9 +140,12 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
-def _parts(episode: Episode) -> Iterator[_Part]:
-    for step in episode.steps:
-        yield _Part(step.index, "prompt", step.prompt_ids)
+def _parts(episode: Episode, chain: Chain) -> Iterator[_Part]:
+    """The tokens of a chain's row; its first prompt has all that stands before it."""
+    for step in chain:
+        begins = step is chain[0] and step.parent is not None
+        before = episode.tokens_of(step.parent)[: step.shared] if begins and step.parent is not None else ()
+        yield _Part(step.index, "prompt", before + step.prompt_ids)
         yield _Part(step.index, "sampled", step.sampled_ids)
 
 
@@ -122,23 +154,23 @@ def _at(ids: Sequence[int], index: int) -> int | None:
 
 
 def _token_count(episode: Episode) -> int:
-    return sum(len(part.ids) for part in _parts(episode))
+    return sum(len(part.ids) for chain in chains_of(episode) for part in _parts(episode, chain))
 
 
-def _result_differences(left: Episode, right: Episode) -> Iterator[ResultDifference]:
-    one, other = _results(left), _results(right)
-    for place in sorted(one.keys() | other.keys()):
-        if one.get(place) != other.get(place):
-            yield ResultDifference(*place, one.get(place), other.get(place))
+def _result_differences(pairs: Sequence[tuple[Chain, Chain]]) -> Iterator[ResultDifference]:
+    for ours, theirs in pairs:
+        for left, right in zip_longest(ours, theirs):
+            one, other = _results(left), _results(right)
+            step = right.index if left is None else left.index
+            for call, (said, also) in enumerate(zip_longest(one, other)):
+                if said != also:
+                    yield ResultDifference(step, call, said, also)
 
 
-def _results(episode: Episode) -> dict[tuple[int, int], str]:
-    """(step, call) -> the call's result, in words."""
-    return {
-        (step.index, index): f"{result.error_class}: {result.content}" if result.error_class else result.content
-        for step in episode.steps
-        for index, result in enumerate(step.results or ())
-    }
+def _results(step: Step | None) -> list[str]:
+    """The results of a step's calls, in words."""
+    results = step.results or () if step is not None else ()
+    return [f"{result.error_class}: {result.content}" if result.error_class else result.content for result in results]
 
 
 def _part_differences(left: Episode, right: Episode) -> Iterator[tuple[str, float | None, float | None]]:
