@@ -4,7 +4,8 @@ A chain is a run of steps each of which continues the one before token for token
 line, which are its context and train in the chain that sampled them: each sampled token trains once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from agentrl.workflow.trajectory import ROOT, Episode, Step
 
@@ -59,6 +60,46 @@ def reasons_not_to_train(episode: Episode) -> Mapping[int, str]:
     }
     unread = {step.index: UNREAD for step in episode.steps if not step.delivered and step.index not in continued}
     return unread | {step.index: INHERITED for step in episode.steps if step.index < episode.fork_step}
+
+
+def as_read(episode: Episode) -> tuple[Episode, Sequence[int]]:
+    """The episode as whoever asked for its turns has read it, without the steps that were never delivered and that nothing
+    continues; and the index of each step that is left.
+
+    This is what rewards are told and what trains: whatever broke on the way and was asked for again, both are what they would
+    be if nothing had. Where only such a step stood between two, they are one chain.
+    """
+    if all(step.delivered for step in episode.steps):
+        return episode, range(len(episode.steps))
+    reasons, lengths = reasons_not_to_train(episode), _lengths(episode)
+    places = [step.index for step in episode.steps if reasons.get(step.index) != UNREAD]
+    moved = {ROOT: ROOT, **{place: index for index, place in enumerate(places)}}
+    read: list[Step] = []
+    ends: set[int] = set()
+    for place in places:
+        step = _moved(episode, episode.steps[place], moved, lengths)
+        on = step.parent if step.shared is None and step.parent in ends else None
+        chain = max((one.chain for one in read), default=-1) + 1 if on is None else read[on].chain
+        ends = ends - {on} | {step.index}
+        read.append(replace(step, chain=chain, delivered=True))
+    return replace(episode, steps=tuple(read)), places
+
+
+def _moved(episode: Episode, step: Step, moved: Mapping[int, int], lengths: Mapping[int, int]) -> Step:
+    """The step with its new index; what it shares with a step that is gone, it shares with what that one went on from."""
+    parent, shared = ROOT if step.parent is None else step.parent, step.shared
+    while parent not in moved:
+        gone = episode.steps[parent]
+        before = ROOT if gone.parent is None else gone.parent
+        bounds = (shared, gone.shared, lengths[before])
+        parent, shared = before, min(bound for bound in bounds if bound is not None)
+    if parent == step.parent:
+        return replace(step, index=moved[step.index], parent=moved[parent])
+    whole = episode.tokens_of(step.index)
+    prompt_ids = whole[shared : len(whole) - len(step.sampled_ids)]
+    return replace(
+        step, index=moved[step.index], parent=moved[parent], shared=None if parent == ROOT else shared, prompt_ids=prompt_ids
+    )
 
 
 def _lengths(episode: Episode) -> dict[int, int]:

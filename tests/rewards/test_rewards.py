@@ -17,7 +17,7 @@ from agentrl.workflow.plugins import find
 from agentrl.workflow.rewards import assign_rewards, code_hash, part_sum, score, total_reward
 from agentrl.workflow.rewards.numeric_answer import read_answer
 from agentrl.workflow.rewards.overlong import within
-from agentrl.workflow.trajectory import Episode, FinishReason, Message, Step, StopReason, Task, ToolCall, ToolResult
+from agentrl.workflow.trajectory import ROOT, Episode, FinishReason, Message, Step, StopReason, Task, ToolCall, ToolResult
 
 CALL = ToolCall("calculator", {"expression": "1+1"})
 UNREADABLE = ToolCall("", {}, error="not JSON")
@@ -224,6 +224,15 @@ def test_length_costs_each_step_its_share_of_all_that_the_run_allows() -> None:
 def test_what_a_runs_limits_decide_fails_loudly_where_there_is_no_run(name: str) -> None:
     with pytest.raises(RewardError, match="has no run"):
         score(episode(turn("72")), {name: 1.0})
+
+
+def test_a_turn_that_nobody_was_sent_is_told_to_no_reward_and_earns_nothing() -> None:
+    cut, whole = replace(tokens(3).steps[0], index=0, delivered=False, parent=ROOT), tokens(5).steps[0]
+    again = replace(whole, index=1, chain=1, parent=ROOT)
+    broken = replace(tokens(5), steps=(cut, again))
+    parts = score(broken, {"length": 1.0, "format": 1.0})
+    calm = score(tokens(5), {"length": 1.0, "format": 1.0})
+    assert parts == {"length": (0.0, *calm["length"]), "format": calm["format"]}  # type: ignore[misc]
 
 
 def test_tool_use_is_the_share_of_calls_that_their_tools_answered() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.workflow.algorithms import settle_options
-from agentrl.workflow.chains import UNREAD, chains_of, context_of, reasons_not_to_train
+from agentrl.workflow.chains import UNREAD, as_read, chains_of, context_of, reasons_not_to_train
 from agentrl.workflow.config import AlgorithmConfig
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.training.batch import collate, rows_of
@@ -71,12 +71,50 @@ def trees(draw: st.DrawFn) -> Episode:
 
 
 @given(trees())
+def test_what_was_read_of_any_tree_has_the_tokens_that_it_had_and_stays_so(told: Episode) -> None:
+    read, places = as_read(told)
+    idle = reasons_not_to_train(told)
+    assert list(places) == [one.index for one in told.steps if one.index not in idle]
+    for one, place in zip(read.steps, places, strict=True):
+        assert one.index == read.steps.index(one)
+        assert read.tokens_of(one.index) == told.tokens_of(place)
+        assert one.sampled_ids == told.steps[place].sampled_ids
+    assert as_read(read)[0] == read
+    assert not reasons_not_to_train(read)
+
+
+def test_a_turn_that_was_asked_for_again_trains_as_if_nothing_had_broken() -> None:
+    calm = episode(step(0, 2), step(1, 3, 0), step(2, 2, chain=1, parent=0, shared=2))
+
+    def again(one: Step, index: int, **named: Any) -> Step:
+        return replace(one, index=index, **named)
+
+    first, second, third = calm.steps
+    cut = {"delivered": False, "sampled_ids": (5,), "behavior_logprobs": (-2.0,)}
+    broken = episode(
+        again(first, 0, **cut),
+        again(first, 1, parent=0, shared=1, chain=1, prompt_ids=()),
+        again(second, 2, parent=1, chain=1, **cut),
+        again(second, 3, parent=1, chain=2, new_row="another step continues its parent"),
+        again(third, 4, parent=2, chain=3, shared=2, **cut),
+        again(third, 5, parent=1, chain=4, shared=2),
+    )
+    assert rows_of([broken]) == rows_of([calm])
+    read, places = as_read(broken)
+    assert list(places) == [1, 3, 5]
+    assert [one.chain for one in read.steps] == [0, 0, 1]
+    assert [one.prompt_ids for one in read.steps] == [one.prompt_ids for one in calm.steps]
+
+
+@given(trees())
 def test_whatever_the_tree_a_row_is_its_line_and_a_sampled_token_trains_once_or_has_a_reason(told: Episode) -> None:
-    rows, chains, idle = rows_of([told]), chains_of(told), reasons_not_to_train(told)
-    assert sorted(one.index for steps in chains for one in steps) == [one.index for one in told.steps]
+    rows, idle, read = rows_of([told]), reasons_not_to_train(told), as_read(told)[0]
+    chains = chains_of(read)
+    for one in (told, read):
+        assert sorted(step.index for steps in chains_of(one) for step in steps) == [step.index for step in one.steps]
     for row in rows:
-        assert row.input_ids == told.tokens_of(chains[row.index][-1].index)
-        known = [0.0 if logprob is None else logprob for _, logprob in context_of(told, chains[row.index][0])]
+        assert row.input_ids == read.tokens_of(chains[row.index][-1].index)
+        known = [0.0 if logprob is None else logprob for _, logprob in context_of(read, chains[row.index][0])]
         assert list(row.behavior_logprobs[: len(known)]) == known
     trained = sorted(token for row in rows for token in compress(row.input_ids, row.loss_mask))
     assert trained == sorted(token for one in told.steps if one.index not in idle for token in one.sampled_ids)

@@ -42,11 +42,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from agentrl.workflow.chains import as_read
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import ConfigError, InfraError, RewardError
 from agentrl.workflow.mcp import mcp_tool
 from agentrl.workflow.plugins import find, hashed_source
-from agentrl.workflow.rewards import Part, Value, check_parts, code_hash, numbers, score
+from agentrl.workflow.rewards import Part, Value, check_parts, code_hash, numbers, score, spread
 from agentrl.workflow.tools import Tool
 from agentrl.workflow.tools.python import CodeTool, keeps_session
 from agentrl.workflow.trajectory import Episode, Message, Task
@@ -112,16 +113,17 @@ def score_episode(
         SandboxUnavailable: a reward must run code, and nothing here can hold it.
     """
     parts = score(episode, weights, judged)
+    read, places = as_read(episode)
     source = f"{type(env).__name__}.final_reward"
     try:
-        own = {str(name): numbers(value) for name, value in env.final_reward(episode).items()}
+        own = {str(name): numbers(value) for name, value in env.final_reward(read).items()}
     except InfraError:
         raise
     except (Exception, SystemExit) as error:
         raise RewardError(f"{source} raised {type(error).__name__}: {error}") from error
     if twice := parts.keys() & own.keys():
         raise RewardError(f"{source} names a part {min(twice)!r}, and a reward of this env has that name")
-    return parts | check_parts(own, len(episode.steps), source)
+    return parts | spread(check_parts(own, len(places), source), places, len(episode.steps))
 
 
 def scoring_hash(env: Env, weights: Mapping[str, float], anew: bool = False) -> str:

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, SupportsFloat
 
 from agentrl.old_names import now
+from agentrl.workflow.chains import as_read
 from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, RewardError, SandboxUnavailable
 from agentrl.workflow.plugins import find, hashed_source
 from agentrl.workflow.tools import Tool
@@ -128,10 +129,10 @@ def questions(episode: Episode, judges: Mapping[str, Judge]) -> dict[str, Mappin
     Raises:
         RewardError: a judge cannot be asked about it.
     """
-    asked = {}
+    asked, (read, _) = {}, as_read(episode)
     for name, judge in judges.items():
         with _raise_reward_errors(name):
-            question = judge.asks(episode)
+            question = judge.asks(read)
         if isinstance(question, Mapping):
             asked[name] = question
     return asked
@@ -162,12 +163,24 @@ def score(
         InfraError: the system failed a reward.
         SandboxUnavailable: a reward must run code, and nothing here can hold it.
     """
-    parts = {}
+    parts, (read, places) = {}, as_read(episode)
     for name in weights:
         with _raise_reward_errors(name):
-            value = numbers(judged[name] if name in judged else find("rewards", name)(episode))
-        parts[name] = part_of(value, len(episode.steps), f"reward {name!r}")
-    return parts
+            value = numbers(judged[name] if name in judged else find("rewards", name)(read))
+        parts[name] = part_of(value, len(places), f"reward {name!r}")
+    return spread(parts, places, len(episode.steps))
+
+
+def spread(parts: Mapping[str, Part], places: Sequence[int], steps: int) -> dict[str, Part]:
+    """The parts of an episode with so many steps, of which those at `places` were scored: the others earned nothing."""
+    if len(places) == steps:
+        return dict(parts)
+
+    def at(part: tuple[float, ...]) -> Part:
+        earned = dict(zip(places, part, strict=True))
+        return tuple(earned.get(index, 0.0) for index in range(steps))
+
+    return {name: at(part) if isinstance(part, tuple) else part for name, part in parts.items()}
 
 
 def numbers(value: object) -> Part:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-from agentrl.workflow.chains import chains_of, context_of, reasons_not_to_train
+from agentrl.workflow.chains import as_read, chains_of, context_of, reasons_not_to_train
 from agentrl.workflow.errors import StateError
 from agentrl.workflow.models.logprobs import Prefixes
 from agentrl.workflow.trajectory import Episode, Step
@@ -90,9 +90,9 @@ class Microbatch:
 
 
 def rows_of(episodes: Sequence[Episode]) -> list[Row]:
-    """The training rows of the episodes, in order; a row in which nothing trains is left out."""
+    """The training rows of the episodes as they were read, in order; a row in which nothing trains is left out."""
     found: list[Row] = []
-    for number, episode in enumerate(episodes):
+    for number, (episode, _) in enumerate(map(as_read, episodes)):
         idle = reasons_not_to_train(episode)
         found += (
             _row(number, index, episode, steps, idle)

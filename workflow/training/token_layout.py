@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.workflow.chains import chains_of, reasons_not_to_train
+from agentrl.workflow.chains import as_read, chains_of, reasons_not_to_train
 from agentrl.workflow.errors import RewardError, StateError
 from agentrl.workflow.training.advantages import Earned
 from agentrl.workflow.training.batch import Row, rows_of
@@ -42,7 +42,8 @@ class TokenLayout:
 
     @classmethod
     def of(cls, episodes: Sequence[Episode]) -> "TokenLayout":
-        """The layout of these episodes' training rows."""
+        """The layout of these episodes' training rows, as they were read."""
+        episodes = [as_read(episode)[0] for episode in episodes]
         rows = rows_of(episodes)
         counts = [sum(row.loss_mask) for row in rows]
         lengths = torch.zeros(len(episodes), dtype=torch.long)
