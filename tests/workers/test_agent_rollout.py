@@ -11,8 +11,9 @@ import pytest
 from agentrl.workers.jobs import pending_agents
 from agentrl.workers.jobs.sampling_server import sampling_server
 from agentrl.workflow.engines import GenerateRequest
+from agentrl.workflow.errors import InfraError
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.trajectory import ROOT, Message, ToolCall, ToolResult
+from agentrl.workflow.trajectory import ROOT, Episode, Message, ToolCall, ToolResult
 from tests.support.agents_stage import (
     AGENT,
     Reply,
@@ -357,6 +358,17 @@ def test_two_sources_of_one_rewards_name_fail_the_episode(db: Database) -> None:
         stage.over()
     assert (episode_of(db, 1).status, value(db, "SELECT error_class FROM episodes")) == ("failed", "RewardError")
     assert "numeric_answer" in episode_of(db, 1).error
+
+
+def test_a_call_in_the_middle_of_which_the_rollout_fails_is_sent_away_and_does_not_wait(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(episode: Episode) -> bool:
+        raise InfraError("The rollout fails.")
+
+    with staged(Stage(db, group_of(db), Policy(ANSWER).engine, CHAT)) as stage:
+        monkeypatch.setattr(stage.driver.recorder, "begin_step", fail)
+        assert ask(stage, run_agent(db, 1), [QUESTION]).status == 421
 
 
 def test_what_cannot_be_answered_is_refused_in_the_apis_shape(db: Database) -> None:

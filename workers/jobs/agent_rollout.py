@@ -154,10 +154,13 @@ class AgentRollout:
     # calls
 
     def _take(self, call: AgentCall) -> None:
-        """Answers a call: joins it to what is sampled, says again what was, or begins a turn."""
+        """Answers a call: joins it to what is sampled, says again what was, or begins a turn.
+
+        One that cannot be answered, since something fails here, stays among those that have arrived: `close` sends it away.
+        """
         turns = self._turns.get(call.episode)
-        self._arrived.discard(call)
         if call.gone.is_set():
+            self._arrived.discard(call)
             self._leave(call, turns)
             return
         faultpoint("agent_call.in")
@@ -165,6 +168,7 @@ class AgentRollout:
             self._answer(call, turns)
         except RequestError as error:
             call.tell(Refused(error))
+        self._arrived.discard(call)
 
     def _answer(self, call: AgentCall, turns: EpisodeTurns | None) -> None:
         if turns is None or turns.is_ending or turns.attempt != call.attempt or call.episode not in self.recorder.episodes:
@@ -267,6 +271,7 @@ class AgentRollout:
         else:
             turns.given[turn.call.request_id] = turn.waiting[-1]
             turn.answer(tuple(turn_of(step, record.asked) for step, record in zip(stored, records, strict=True)))
+        self._arrived.update(turn.later)
         for call in turn.later:
             self._take(call)
         if turns.is_ending and not turns.open:

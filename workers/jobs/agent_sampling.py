@@ -66,6 +66,9 @@ class AgentSampling:
         if ask.top_logprobs and not self.engine.top_logprobs:
             said = f"The engine {self.engine.name!r} does not tell the likeliest tokens."
             raise RequestError(400, said, code="unsupported_parameter", param="top_logprobs")
+        if ask.stop and "stop" not in self.engine.options:
+            said = f"The engine {self.engine.name!r} cannot end a turn at a text."
+            raise RequestError(400, said, code="unsupported_parameter", param="stop")
         if len(draft.context) >= self.max_context:
             said = f"This model's maximum context length is {self.max_context} tokens; the messages have {len(draft.context)}."
             raise RequestError(400, said, code="context_length_exceeded", param="messages")

@@ -134,7 +134,8 @@ def _make_driver(work: GroupWork, experiment: Experiment, loaded: LoadedModel, i
         return GroupRollout(database(), work, experiment, engine, chat, inbox, lost)
     from agentrl.workers.jobs.agent_rollout import AgentRollout  # and with it a web server, which few runs need
 
-    return AgentRollout(database(), work, experiment, engine, chat, inbox, lost, loaded.policy.max_context)
+    room = engines.window(engine, loaded.policy.max_context)
+    return AgentRollout(database(), work, experiment, engine, chat, inbox, lost, room)
 
 
 def _check_code(work: GroupWork, experiment: Experiment) -> None:

@@ -199,6 +199,16 @@ def start(backend: Backend, policy: "Policy", settings: Settings) -> Engine:
     return engine
 
 
+def window(engine: Engine, most: int) -> int:
+    """The tokens of prompt and answer together: `most`, the model's own, or what the engine's `window()` says, if that is less.
+
+    Raises:
+        ServiceError, ModelError, InfraError: its server is away, or serves another model.
+    """
+    told = getattr(engine, "window", None)
+    return most if told is None else min(most, told())
+
+
 def check(backend: Backend, config: RunConfig, trains: bool, trained: bool = False) -> None:
     """Refuses options that the engine cannot honour, as far as the config shows them.
 

@@ -94,6 +94,14 @@ class ServedEngine:
                 self._threads.append(thread)
         return future
 
+    def window(self) -> int:
+        """The tokens of prompt and answer together, as the server said when it was greeted last; it is greeted if it was not.
+
+        Raises:
+            ServiceError, ModelError, InfraError: as a turn does, see `submit`.
+        """
+        return self._ensure_greeted()
+
     def release(self, session: int | None = None) -> None:
         """Does nothing: nothing is kept here, and the server manages its own cache."""
 
