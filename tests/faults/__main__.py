@@ -21,16 +21,18 @@ from tests.faults.loop import (
     every,
     in_box,
     laboratory,
+    of_agents,
     of_tools,
     of_trainer,
     play,
     recordings,
     sample,
+    with_agents,
     with_critic,
 )
 
 Row = dict[str, Any]
-WORLDS = {"world": "", "boxed": ", in the sandbox", "critic": ", PPO"}
+WORLDS = {"world": "", "boxed": ", in the sandbox", "critic": ", PPO", "agent": ", with agents"}
 
 
 def main() -> int:
@@ -48,20 +50,25 @@ def main() -> int:
 
     with laboratory() as bare:
         lab, recorded = recordings(bare)
-        boxed = in_box(lab, recorded[""].record)
-        critic = with_critic(lab)
-        firsts = every(recorded, asked.action) + (of_tools(boxed, asked.action) if boxed else [])
-        firsts += of_trainer(critic, asked.action)
-        undisturbed = {"world": recorded[""].record, "boxed": recorded[""].record, "critic": critic.record}
+        boxed = in_box(lab, recorded[""].record) if "boxed" in asked.world else None
+        critic = with_critic(lab) if "critic" in asked.world else None
+        agents = with_agents(lab) if "agent" in asked.world else {}
+        firsts = every(recorded, asked.action) if "world" in asked.world else []
+        firsts += of_tools(boxed, asked.action) if boxed else []
+        firsts += of_trainer(critic, asked.action) if critic else []
+        firsts += of_agents(agents, set[str]().union(*(one.hits for one in recorded.values())), asked.action)
+        plain = recorded[""]
+        undisturbed = {"world": plain, "boxed": plain, "critic": critic or plain, "agent": agents.get("", plain)}
         chosen = sample(firsts) if asked.sample else firsts
         cases = [case for case in chosen if not asked.point or case.point in asked.point]
         asked.json.parent.mkdir(parents=True, exist_ok=True)
         try:
-            play(lab, cases, undisturbed, asked.jobs, not asked.sample, told)
+            play(lab, cases, {env: one.record for env, one in undisturbed.items()}, asked.jobs, not asked.sample, told)
         finally:  # what is known after half an hour is kept
             asked.json.write_text(json.dumps(rows, indent=1))
     seconds = {(prelude, "world"): recording.seconds for prelude, recording in recorded.items()}
     seconds |= {("", env): found.seconds for env, found in (("boxed", boxed), ("critic", critic)) if found}
+    seconds |= {(prelude, "agent"): recording.seconds for prelude, recording in agents.items()}
     print(table(rows, seconds))
     return int(any(row["outcome"] == "violated" for row in rows))
 
@@ -69,12 +76,13 @@ def main() -> int:
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--sample", action="store_true", help="the first, a middle and the last hit of each point")
+    parser.add_argument("--world", action="append", choices=WORLDS, help="only this; may be repeated")
     parser.add_argument("--action", action="append", choices=ACTIONS, help="only this; may be repeated")
     parser.add_argument("--point", action="append", help="only this; may be repeated")
     parser.add_argument("--jobs", type=int, default=3, help="experiments side by side")
     parser.add_argument("--json", type=Path, default=Path("build/faults.json"))
     asked = parser.parse_args()
-    asked.action = asked.action or list(ACTIONS)
+    asked.action, asked.world = asked.action or list(ACTIONS), asked.world or list(WORLDS)
     return asked
 
 

@@ -12,12 +12,14 @@ import random
 import signal
 import sys
 import time
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from sqlalchemy import text
 
+from tests.faults.record import whole_turns
 from tests.support.real_stack import Stack, embedded_stack
 from tests.support.small_models import tiny_random
 
@@ -32,10 +34,11 @@ PAUSE_SECONDS = (1.0, 4.0)
 ROLES = ("rollout,train", "endpoint", "agents", "agent", "control")
 KILLS = 36
 TOKENS = """
-    SELECT i.number, t.key, e.sample, e.status, e.stop_reason, e.reward, k.prompt_ids, k.sampled_ids
+    SELECT i.number AS iteration, t.key, e.sample, e.status, e.stop_reason, e.reward,
+        s.number, s.parent_step, s.shared_tokens, s.delivered, k.prompt_ids, k.sampled_ids
     FROM episodes e JOIN runs r ON r.id = e.run_id JOIN iterations i ON i.id = e.iteration_id JOIN tasks t ON t.id = e.task_id
     JOIN steps s ON s.episode_id = e.id AND s.attempt = e.attempt JOIN step_tokens k ON k.step_id = s.id
-    WHERE r.name = :run AND s.delivered ORDER BY i.number, t.key, e.sample, s.number"""
+    WHERE r.name = :run ORDER BY i.number, t.key, e.sample, s.number"""
 WEIGHTS = "SELECT version, p.sha256 FROM policies p JOIN runs r ON r.id = p.run_id WHERE r.name = :run ORDER BY version"
 USED = """
     SELECT count(*), count(DISTINCT episode_id) FROM consumptions c JOIN runs r ON r.id = c.run_id WHERE r.name = :run"""
@@ -45,10 +48,10 @@ def record(stack: Stack, run: str) -> dict[str, Any]:
     """Tokens of every episode, as its agent got them in the attempt that counts, how it ended, the weights of each version."""
     with stack.database.read() as tx:
         tokens, weights, used = (tx.execute(text(query), {"run": run}).all() for query in (TOKENS, WEIGHTS, USED))
-    episodes: dict[tuple[Any, ...], list[str]] = {}
-    for number, key, sample, *how, prompt, sampled in tokens:
-        digest = hashlib.sha256(prompt + b"|" + sampled).hexdigest()[:12]
-        episodes.setdefault((number, key, sample, *how), []).append(digest)
+    episodes = {
+        key: [hashlib.sha256(turn).hexdigest()[:12] for turn in whole_turns(row[6:] for row in rows)]
+        for key, rows in groupby(tokens, key=lambda row: tuple(row[:6]))
+    }
     return {"episodes": episodes, "weights": [tuple(row) for row in weights], "used": tuple(used[0])}
 
 

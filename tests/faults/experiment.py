@@ -28,6 +28,7 @@ MOST_DEATHS = 20
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ELSEWHERE = ("AGENTRL_DATABASE_URL", "AGENTRL_BROKER_URL", "AGENTRL_CHECKPOINTS", "AGENTRL_SUPERVISOR")
 ROLES = (("rollout", "train"), ("tools",), ("control",))
+FOR_AGENTS = (("endpoint",), ("agents",))
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Experiment:
         try:
             started = time.monotonic()
             self._start(["submit"])
-            for roles in ROLES:
+            for roles in (*ROLES, *(FOR_AGENTS if self.env == "agent" else ())):
                 self._start(roles)
             self._follow()
             seconds = time.monotonic() - started
@@ -99,8 +100,16 @@ class Experiment:
             "AGENTRL_FAULT_SLEEP": str(ASLEEP_SECONDS),
             "TMPDIR": str(self.folder / "tmp"),
         }
+        if self.env == "agent":
+            self._listen()
         # Who loses its parent becomes ours, and is found.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+    def _listen(self) -> None:
+        """Owns the endpoint's socket, as the supervisor does: who calls while no endpoint lives waits for the next one."""
+        from agentrl.workers.stack.listening import LISTENER, LOOPBACK, bind
+
+        os.environ[LISTENER] = str(bind(LOOPBACK, 0).detach())
 
     def _start(self, roles: Sequence[str]) -> None:
         work = self._submit if roles == ["submit"] else lambda: _work(list(roles))
@@ -156,7 +165,7 @@ class Experiment:
 
     def _hits(self) -> int:
         """Of all points but those that the clock brings about."""
-        clocks = ("take_service_lease", "extend_lease")
+        clocks = ("take_service_lease", "extend_lease", "extend_agents", "publish_service")
         return sum(file.stat().st_size for file in (self.folder / "hits").iterdir() if not file.name.startswith(clocks))
 
     def _sleeping(self) -> bool:

@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,11 +23,17 @@ from tests.faults.record import IN_TOOLS, Record, complete, read, violations
 PRELUDES = ("", "submit.after:1:kill", "commit_sampled.after:2:kill")
 """Nothing; a submitter that dies before its first message; a rollout worker that dies and whose groups are sent again."""
 
+AGENT_PRELUDES = ("", "agent.started:1:kill")
+"""Nothing; an agents worker that dies, so that its agents begin anew."""
+
 IN_TRAINER = ("claim_iteration", "update", "checkpoint", "commit_update", "rivals", "optimizer", "train")
 """Points of a trainer."""
 
 IN_RECOVERY = ("control", "send_rollouts")
 """Points that an undisturbed run passes only by chance, where a tick of the control loop was faster than a message."""
+
+BY_THE_CLOCK = ("take_service_lease", "extend_", "publish_service")
+"""Points that come by the clock: how often, no run decides."""
 
 ZOMBIES = (
     "claim_group.after",
@@ -36,6 +42,11 @@ ZOMBIES = (
     "run_tool.after",
     "update.after",
     "checkpoint.renamed",
+    "agent.claimed",
+    "agent.over",
+    "agent_call.sampled",
+    "agent_call.committed",
+    "endpoint.forwarded",
 )
 """Where standing still until the lease is over is another thing than dying."""
 
@@ -74,7 +85,13 @@ _PRELOADED = (
     "agentrl.workflow.store.steps",
     "agentrl.workflow.store.tool_calls",
     "agentrl.workflow.control.snapshot",
+    "agentrl.workflow.store.agent_attempts",
+    "agentrl.workflow.store.agent_holds",
+    "agentrl.workflow.store.agent_steps",
+    "agentrl.workflow.store.endpoint_reads",
+    "asyncio",
     "tests.faults.world",
+    "uvicorn.protocols.http.h11_impl",
 )
 """What the workers import, but for the workers themselves: their app reads the environment when it is imported."""
 
@@ -207,6 +224,30 @@ def with_critic(lab: Laboratory) -> Recording:
     return found
 
 
+def with_agents(lab: Laboratory) -> dict[str, Recording]:
+    """The runs whose turns agents decide, who call the endpoint, without a fault but their preludes.
+
+    Raises:
+        AssertionError: they have not all that there is to disturb, or a prelude alone breaks the run.
+    """
+    found = {prelude: _recorded(lab, prelude, "agent") for prelude in AGENT_PRELUDES}
+    for prelude, recording in found.items():
+        wrong = violations(recording.record, found[""].record, prelude)
+        assert complete(recording.record, "agent"), recording.record
+        assert not wrong, f"{prelude}: {wrong}"
+    return found
+
+
+def of_agents(recorded: Mapping[str, Recording], known: Collection[str], actions: Sequence[str]) -> list[Case]:
+    """The first hit of every point that runs without agents, whose points are `known`, do not pass."""
+    seen, cases = set(known), list[Case]()
+    for prelude, recording in recorded.items():
+        new = {point: n for point, n in recording.hits.items() if point not in seen and not point.startswith(BY_THE_CLOCK)}
+        cases += [Case(point, action, 1, hits, prelude, "agent") for point, hits in new.items() for action in actions]
+        seen |= new.keys()
+    return cases
+
+
 def of_trainer(critic: Recording, actions: Sequence[str]) -> list[Case]:
     """The first hit of every point of a trainer in the third world."""
     points = {point: hits for point, hits in critic.hits.items() if point.startswith(IN_TRAINER)}
@@ -232,7 +273,9 @@ def of_tools(boxed: Recording, actions: Sequence[str]) -> list[Case]:
 
 
 def _recorded(lab: Laboratory, prelude: str, env: str = "world") -> Recording:
-    experiment = lab.experiment(f"r{lab.seed}{PRELUDES.index(prelude)}{env}", prelude, env)
+    experiment = lab.experiment(
+        f"r{lab.seed}{(AGENT_PRELUDES if env == 'agent' else PRELUDES).index(prelude)}{env}", prelude, env
+    )
     answer = experiment.folder / "answer.json"
 
     def work() -> None:
@@ -267,6 +310,9 @@ def sample(firsts: Sequence[Case]) -> list[Case]:
     for case in firsts:
         if case.env == "critic":  # the last ones: by then there is something to lose
             cases += [replace(case, hit=case.hits)] if case.action == "kill" else []
+        elif case.env == "agent":  # the first hits are before anything was said
+            wanted = case.action == "kill" or (case.action == "sleep" and case.point in ZOMBIES)
+            cases += [replace(case, hit=(case.hits + 1) // 2)] if wanted else []
         elif case.action == "kill":
             cases += [replace(case, hit=hit) for hit in sorted({1, (case.hits + 1) // 2, case.hits})]
         elif case.env == "boxed":  # the first hits are of who tries the sandbox out

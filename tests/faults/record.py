@@ -12,7 +12,7 @@
 import hashlib
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,18 @@ Record = dict[str, Any]
 IN_TOOLS = ("start_once", "run_tool", "program", "record_result", "wake", "call")
 """Points of the tools worker. What it leaves of the once-only calls it was running is unknown, and the model is told so."""
 
-PLANNED = (world.ITERATIONS * world.GROUPS + world.MORE) * world.EPISODES
-
 _EPISODES = """
     SELECT e.id, i.number || ' ' || t.key || ' ' || e.sample AS name, e.status, e.stop_reason, e.reward, e.steps
+        - (SELECT count(*) FROM steps s WHERE s.episode_id = e.id AND s.attempt = e.attempt AND NOT s.delivered) AS steps
     FROM episodes e JOIN iterations i ON i.id = e.iteration_id JOIN tasks t ON t.id = e.task_id"""
 
 _TOKENS = """
-    SELECT st.prompt_ids, st.sampled_ids FROM steps s JOIN step_tokens st ON st.step_id = s.id
-    WHERE s.episode_id = ? ORDER BY s.attempt, s.number"""
+    SELECT s.number, s.parent_step, s.shared_tokens, s.delivered, st.prompt_ids, st.sampled_ids
+    FROM steps s JOIN episodes e ON e.id = s.episode_id AND e.attempt = s.attempt JOIN step_tokens st ON st.step_id = s.id
+    WHERE e.id = ? ORDER BY s.number"""
+"""Of the attempt that counts: an agent that is lost begins anew."""
+
+ID_BYTES = 4
 
 _FAILED = """
     SELECT episode_id, step, tool, error_class, substr(result, 1, 200) FROM tool_calls
@@ -45,7 +48,15 @@ _COUNTS = {
     "I1: {} episodes were scored twice": (
         "SELECT count(*) FROM (SELECT 1 FROM rewards GROUP BY episode_id, part, step HAVING count(*) > 1)"
     ),
-    "I1: {} calls have no result": "SELECT count(*) FROM tool_calls WHERE result IS NULL",
+    "I1: {} calls have no result": "SELECT count(*) FROM tool_calls WHERE result IS NULL AND status <> 'unobserved'",
+    "I1: {} agents have not ended": (
+        "SELECT count(*) FROM agent_attempts a JOIN episodes e ON e.id = a.episode_id AND e.attempt = a.attempt"
+        " WHERE a.status <> 'ended'"
+    ),
+    "I1: {} agents of attempts that are over seem at work": (
+        "SELECT count(*) FROM agent_attempts a JOIN episodes e ON e.id = a.episode_id AND e.attempt <> a.attempt"
+        " WHERE a.status <> 'lost'"
+    ),
     "I1: {} once-only calls were started twice": "SELECT count(*) FROM tool_calls WHERE effects = 'once' AND starts > 1",
     "I2: {} episodes were consumed twice": (
         "SELECT count(*) FROM (SELECT 1 FROM consumptions GROUP BY episode_id HAVING count(*) > 1)"
@@ -59,6 +70,7 @@ _COUNTS = {
     ),
     "I5: {} groups are held": "SELECT count(*) FROM groups WHERE lease_until > :now",
     "I5: {} iterations are held": "SELECT count(*) FROM iterations WHERE lease_until > :now",
+    "I5: {} agents are held": "SELECT count(*) FROM agent_attempts WHERE lease_until > :now AND status = 'running'",
     "I5: {} services are held for long": "SELECT count(*) FROM service_leases WHERE lease_until > :now + 60000",
     "I6: {} runs are not shown as done": "SELECT count(*) FROM v_runs WHERE status <> 'done' OR iterations_done <> iterations",
     "I6: {} iterations are shown with other episodes than planned": (
@@ -107,16 +119,16 @@ def violations(record: Record, undisturbed: Record, fault: str) -> list[str]:
     return wrong + [f"calls failed: {record['failed']}"] * bool(wrong and record["failed"])
 
 
-def complete(record: Record) -> bool:
+def complete(record: Record, env: str = "world") -> bool:
     """Whether an undisturbed run has all that there is to disturb: two turns everywhere, and weights that change each time."""
-    episodes = record["episodes"].values()
+    episodes, planned = record["episodes"].values(), world.planned(env)
     kinds = [kind for kind, *_ in record["policies"].values()]
     return (
-        len(episodes) == PLANNED
-        and record["calls"] == PLANNED * world.TURNS
-        and record["grades"] == PLANNED
+        len(episodes) == planned
+        and record["calls"] == (0 if env == "agent" else planned * world.TURNS)
+        and record["grades"] == planned
         and all(status == "done" and steps == world.TURNS for status, _, _, steps, _ in episodes)
-        and kinds == ["base", *["trained"] * world.ITERATIONS]
+        and kinds == ["base", *["trained"] * (world.AGENT_ITERATIONS if env == "agent" else world.ITERATIONS)]
     )
 
 
@@ -125,10 +137,22 @@ def _one(db: sqlite3.Connection, query: str) -> int:
 
 
 def _tokens(db: sqlite3.Connection, episode: int) -> str:
-    digest = hashlib.sha256()
-    for row in db.execute(_TOKENS, [episode]):
-        digest.update(b"%d %b %b" % (len(row[0]), row[0], row[1]))
-    return digest.hexdigest()[:16]
+    return hashlib.sha256(b"|".join(whole_turns(db.execute(_TOKENS, [episode])))).hexdigest()[:16]
+
+
+def whole_turns(steps: Iterable[Sequence[Any]]) -> list[bytes]:
+    """The ids of each turn that was delivered, its whole prompt before it: what its agent got, however it is stored.
+
+    Args:
+        steps: of an episode, in order: (number, parent's number, tokens shared with its line, delivered, prompt, sampled).
+    """
+    whole: dict[int | None, bytes] = {None: b""}
+    given = []
+    for number, parent, shared, delivered, prompt, sampled in steps:
+        before = whole[parent]
+        whole[number] = (before if shared is None else before[: ID_BYTES * shared]) + prompt + sampled
+        given += [whole[number] + b"%d" % len(sampled)] * bool(delivered)
+    return given
 
 
 def _policy(row: sqlite3.Row) -> list[str]:

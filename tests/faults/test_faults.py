@@ -77,6 +77,17 @@ IN_TRAINER = {
 """Those where the run learned by PPO."""
 
 
+OF_AGENTS = {
+    *(f"agent.{name}" for name in ("claimed", "started", "over", "ended", "rewarded")),
+    *(f"agent_call.{name}" for name in ("in", "sampled", "committed", "released")),
+    *(f"endpoint.{name}" for name in ("in", "forwarded", "released")),
+    *(f"{name}.{side}" for name in ("send_agent", "claim_agent", "finish_agent") for side in ("before", "after")),
+    *(f"{name}.{side}" for name in ("open_attempts", "publish_address", "commit_calls") for side in ("before", "after")),
+    *(f"{name}.{side}" for name in ("lose_agent", "restart_episode") for side in ("before", "after")),
+}
+"""Those where agents decided the turns, which called the endpoint."""
+
+
 @pytest.fixture
 def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder in which points count their hits."""
@@ -127,6 +138,7 @@ def test_a_fault_at_the_first_a_middle_and_the_last_hit_of_every_point_changes_n
     assert [row for row in rows if row["outcome"] == "violated"] == []
     assert {row["fault"] for row in rows if row["outcome"] == "recovered"} >= MUST_BE_MET
     assert {row["fault"] for row in rows if row["env"] == "critic" and row["outcome"] == "recovered"} >= IN_TRAINER
+    assert {row["fault"] for row in rows if row["env"] == "agent" and row["outcome"] == "recovered"} >= OF_AGENTS
     boxed = {row["fault"] for row in rows if row["env"] == "boxed" and row["outcome"] == "recovered"}
     if not boxed:
         missing("a sandbox")

@@ -6,7 +6,8 @@ digits; a judge has its say without weight. Of one task all episodes earn the sa
 
 In the second world, `boxed`, the first tool is a program in the sandbox. It says the same, so that every token and weight is
 the first world's. In the third, `critic`, the run learns by PPO: a value head, two passes, a learning rate that falls and a
-weight of the KL that moves are what the trainer must not lose either.
+weight of the KL that moves are what the trainer must not lose either. In the fourth, `agent`, the turns of a smaller run are
+decided by an agent of the user's, `world_agent`, which calls the endpoint.
 """
 
 import random
@@ -29,6 +30,9 @@ RUN = "faults"
 ITERATIONS, GROUPS, EPISODES, TURNS = 3, 2, 2, 2
 FLAT, MORE = "train/0", 1
 """Three iterations: the optimizer state of a policy is dropped two policies later. One has a group more, for the flat one."""
+
+AGENT = "tests.faults.world_agent:solve"
+AGENT_ITERATIONS = 1
 
 NOTES = "notes"
 WARM_UP_STEPS = 60
@@ -128,24 +132,29 @@ PPO = {
 }
 
 
+def planned(env: str) -> int:
+    """How many episodes a run in that world has."""
+    return (AGENT_ITERATIONS * GROUPS if env == "agent" else ITERATIONS * GROUPS + MORE) * EPISODES
+
+
 def config(model: Path, seed: int, env: str = "world") -> RunConfig:
     """The run in one of the worlds."""
+    loop = {"rollout.max_steps": TURNS, "rollout.dynamic_sampling": 2}
     return build(
         {
             **(PPO if env == "critic" else {}),
+            **({"agent.name": AGENT} if env == "agent" else loop),
             "name": RUN,
             "seed": seed,
             "epochs": 1,
             "env": f"{__name__}:{'boxed' if env == 'boxed' else 'world'}",
             "hooks": (f"{__name__}:Chance",),
             "dataset.name": f"{__name__}:tasks",
-            "dataset.max_samples": ITERATIONS * GROUPS,
+            "dataset.max_samples": (AGENT_ITERATIONS if env == "agent" else ITERATIONS) * GROUPS,
             "model.path": str(model),
             "model.numerics": "exact",
             "rollout.tasks_per_iteration": GROUPS,
             "rollout.group_size": EPISODES,
-            "rollout.max_steps": TURNS,
-            "rollout.dynamic_sampling": 2,
             "rollout.max_new_tokens": 24,
         }
     )

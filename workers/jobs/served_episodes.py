@@ -20,6 +20,7 @@ from agentrl.workers.jobs.agent_rollout import AgentRollout
 from agentrl.workers.jobs.inbox import POLL_SECONDS, Event, Inbox, take_events
 from agentrl.workers.jobs.sampling_server import SamplingServer
 from agentrl.workers.stack.heartbeat import Heartbeat
+from agentrl.workflow import engines
 from agentrl.workflow.errors import Fenced, ServiceError, StateError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.inference.open_policy import OpenPolicy
@@ -172,7 +173,7 @@ class ServedEpisodes:
         policy = self.policy
         rollout = AgentRollout(
             *(self.db, work, self.experiment, policy.engine, policy.chat, self._inbox, self._lost_groups),
-            max_context=policy.policy.max_context,
+            max_context=engines.window(policy.engine, policy.policy.max_context),
             server=self.server,
             served=_Clients(self.db, work.fence),
         )

@@ -23,6 +23,7 @@ from agentrl.workers.serving.forwarding import Call, Forward, require_open
 from agentrl.workers.serving.places import Places
 from agentrl.workers.serving.upstream import Headers, Upstreams
 from agentrl.workflow.errors import ServiceError
+from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.store.endpoint_reads import Place
 
 log = getLogger("agentrl.endpoint")
@@ -216,6 +217,7 @@ class Endpoint:
 
         try:
             body = await self._body(headers, exchange, take)
+            faultpoint("endpoint.in")
             call = Call(hash_key(key), CHAT, _headers_for_worker(key, headers), body)
             limits = self.limits
             forward = Forward(

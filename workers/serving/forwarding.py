@@ -19,6 +19,7 @@ from agentrl.workers.serving.api_errors import ApiError
 from agentrl.workers.serving.places import Places
 from agentrl.workers.serving.upstream import Broken, Connection, Headers, Upstreams
 from agentrl.workflow.errors import ServiceError
+from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.store.endpoint_reads import Place
 
 T = TypeVar("T")
@@ -125,6 +126,7 @@ class Forward:
         connection = await self._upstreams.take(address)
         try:
             await connection.send("POST", self.call.path, self.call.headers, self.call.body)
+            faultpoint("endpoint.forwarded")
             status, headers = await self._listen(connection, connection.head)
             if status == NOT_HELD:
                 await self._read_short(connection)
@@ -156,6 +158,7 @@ class Forward:
         if skipping:
             raise api_errors.differs()
         await self._write_client(b"", False)
+        faultpoint("endpoint.released")
 
     async def _begin(self, status: int, headers: Headers) -> None:
         kept = [(name, value) for name, value in headers if name.lower() not in _DROPPED]
