@@ -15,8 +15,8 @@ from agentrl.workers.jobs.message_keys import goes_on, key_of, key_without_thoug
 from agentrl.workflow.dialects import Ask
 from agentrl.workflow.trajectory import ROOT, Message, Step, messages_of
 
-OTHER_TOOLS = "other tools: the request offers other tools than the turn that it goes on from"
-OTHER_OPTIONS = "other template options: the request brings other options of the chat template"
+OTHER_TOOLS = "other tools: the messages are those of an earlier turn, the tools are not"
+OTHER_OPTIONS = "other template options: the messages are those of an earlier turn, the options of the template are not"
 DROPPED = "dropped thinking: the history lacks thoughts of its turns"
 COMPACTED = "compaction: earlier messages were left out, or a summary took their place"
 EDITED = "edited history: messages are not as they were"
