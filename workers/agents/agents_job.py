@@ -91,7 +91,8 @@ def _run_claimed(work: AgentWork, claim: str, llm: LLM) -> AgentEnd | None:
         return AgentEnd(None, "AgentUnready", str(error))
     except AgentRLError as error:
         log.warning("an agent of %s was lost: %s", work.run, error)
-        return None
+        # A loss, so that an agent which ends who watches it does not begin anew for ever.
+        return None if stopping.is_set() else AgentEnd(None, KILLED, str(error))
     finally:
         heartbeat().drop_agent(work.id, claim)
     return None if report is None else _without_key(AgentEnd(**asdict(report)), llm.api_key)
