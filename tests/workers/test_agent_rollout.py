@@ -246,6 +246,32 @@ def test_a_killed_worker_loses_nothing_and_the_agent_goes_on_with_the_next(db: D
     assert episode_of(db, 1).status == "done"
 
 
+@pytest.mark.parametrize("half", ["ended", "lost", "none", "claimed"])
+def test_an_attempt_that_was_half_written_when_its_rollout_was_killed_is_taken_up_as_it_stands(db: Database, half: str) -> None:
+    policy = Policy(ANSWER)
+    group = group_of(db)
+    stage = Stage(db, group, policy.engine, CHAT).enter()
+    ask(stage, run_agent(db, 1), [QUESTION])
+    stage.leave()
+    if half == "ended":  # while nobody held the group
+        end_agent(stage, 1, answer="6 times 7")
+    elif half == "lost":
+        write(db, "UPDATE agent_attempts SET status = 'lost', error_class = 'killed', lease_until = NULL")
+    elif half == "none":  # the episode was begun again, and the rollout killed before it opened the next attempt
+        write(db, "UPDATE agent_attempts SET status = 'lost'")
+        write(db, "UPDATE episodes SET attempt = 1")
+    with staged(Stage(db, group, policy.engine, CHAT)) as heir:
+        if half in ("lost", "none"):
+            wait_for(lambda: "pending" in values(db, "SELECT status FROM agent_attempts WHERE attempt = 1"))
+            ask(heir, run_agent(db, 1), [QUESTION])
+        if half != "ended":
+            end_agent(heir, 1, answer="6 times 7")
+        heir.over()
+    record = episode_of(db, 1)
+    assert (record.status, record.stop_reason, record.final_answer, len(record.steps)) == ("done", "answered", "6 times 7", 1)
+    assert policy.requests[0].key == policy.requests[-1].key
+
+
 def test_an_agent_that_is_lost_begins_anew_and_its_tokens_have_the_same_keys(db: Database) -> None:
     policy = Policy(ANSWER)
     with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage:
