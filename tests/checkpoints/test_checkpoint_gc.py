@@ -156,9 +156,12 @@ def test_keep_last_leaves_what_a_run_needs_to_go_on(database: Database, tmp_path
     assert [(folder / sealed_folder.OPTIMIZER).exists() for folder in made[1:]] == [True, True]
 
 
-def test_an_adapter_that_another_run_is_using_stays(database: Database, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["eval", "serve"])
+def test_an_adapter_that_another_run_is_using_stays(database: Database, tmp_path: Path, kind: str) -> None:
     made = make_run(database, tmp_path / "out", iterations=3, trained=3)
     start(database, replace(submission("second", kind="eval"), policy=find_stored_policy(database, "first", 1)))
+    with database.engine.begin() as tx:
+        tx.execute(text("UPDATE runs SET kind = :kind WHERE name = 'second'"), {"kind": kind})
     gc(database, keep_last=1)
     assert names(tmp_path / "out") == {made[0].name, made[2].name}
     planning.stop(database, "second", "cancelled")

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import text
 
 from agentrl.workflow.errors import Fenced
-from agentrl.workflow.store import agent_steps, rollout_claims, tool_calls
+from agentrl.workflow.store import agent_holds, agent_steps, rollout_claims, tool_calls, vacuum
 from agentrl.workflow.store.agent_steps import CONTINUED, CallStep
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import episode_rows
@@ -175,3 +175,13 @@ def test_who_no_longer_holds_the_group_commits_no_call(database: Database) -> No
         commit(database, work, answer(work, "a", turn()))
     with database.engine.begin() as tx:
         assert tx.execute(text("SELECT count(*) FROM steps")).scalar_one() == 0
+
+
+def test_a_vacuum_keeps_what_agents_brought(database: Database) -> None:
+    work = begun(database)
+    (step,) = commit(database, work, answer(work, "a", turn(), tools=TOOLS))
+    agent_holds.open_attempts(database, work.fence, [work.episodes[0].id])
+    vacuum.vacuum(database)
+    assert stored(database, work) == (step,)
+    assert agent_steps.load_marks(database, [work.episodes[0].id])[work.episodes[0].id][0].tools == TOOLS
+    assert values(database, "SELECT status FROM agent_attempts") == ["pending"]
