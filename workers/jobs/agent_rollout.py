@@ -15,7 +15,7 @@ from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, Left
 from agentrl.workers.jobs.agent_ends import AgentEnd, judge_end
 from agentrl.workers.jobs.agent_records import AgentRecords
 from agentrl.workers.jobs.agent_sampling import AgentSampling
-from agentrl.workers.jobs.agent_turns import AgentTurn, EpisodeTurns, turn_of
+from agentrl.workers.jobs.agent_turns import AgentTurn, EpisodeTurns, too_long, turn_of
 from agentrl.workers.jobs.episode_recorder import EpisodeRecorder
 from agentrl.workers.jobs.inbox import Event, Inbox
 from agentrl.workers.jobs.pending_agents import Agents, PendingAgents
@@ -75,8 +75,7 @@ class AgentRollout:
         self.recorder.of_agents = True
         self.recorder.own_weight = 0.0 if rewarded and not config.agent.own_rewards else 1.0
         self.records = AgentRecords(self.work, self.chat, self.limits, self.max_context)
-        backend = self.experiment.engine
-        self.sampling = AgentSampling(self.db, self.work, self.limits, config.agent, backend, self.max_context)
+        self.sampling = AgentSampling(self.db, self.work, self.limits, config.agent, self.experiment.engine)
         self.judging = PendingCalls(self.db, self.work.fence.group, self.inbox, self.recorder.report_wait)
         self.agents: Agents = self.served or PendingAgents(self.db, self.work.fence, self.inbox, self.recorder.report_wait)
 
@@ -196,8 +195,10 @@ class AgentRollout:
 
     def _begin(self, call: AgentCall, turns: EpisodeTurns) -> None:
         """Submits the choices of a new turn."""
-        draft = turns.draft(self.chat, call.ask)
-        self.sampling.check(call.ask, draft)
+        self.sampling.check(call.ask)
+        draft = turns.draft(self.chat, call.ask, self.max_context)
+        if len(draft.context) >= self.max_context:
+            raise too_long(self.max_context, len(draft.context))
         if not self.recorder.begin_step(self.recorder.episodes[call.episode]):
             self._drop(call.episode)
             raise RequestError(409, "This episode is over.", code="episode_over")

@@ -27,18 +27,13 @@ _told_runs: set[int] = set()
 
 @dataclass(frozen=True)
 class AgentSampling:
-    """The sampling of a group's turns.
-
-    Args:
-        max_context: the most tokens that fit into one row of the model.
-    """
+    """The sampling of a group's turns."""
 
     db: Database
     work: GroupWork
     limits: RolloutConfig
     agent: AgentConfig
     engine: Backend
-    max_context: int
     is_clients: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,11 +52,11 @@ class AgentSampling:
         if len(turns.open) >= most:
             raise RequestError(429, f"{most} calls of this episode are open already.", code="rate_limit_exceeded")
 
-    def check(self, ask: Ask, draft: AgentDraft) -> None:
-        """Looks whether the turn can be sampled.
+    def check(self, ask: Ask) -> None:
+        """Looks whether such a turn can be sampled.
 
         Raises:
-            RequestError: its prompt leaves no room, or the engine does not know what it asks for.
+            RequestError: the engine does not know what it asks for.
         """
         if ask.top_logprobs and not self.engine.top_logprobs:
             said = f"The engine {self.engine.name!r} does not tell the likeliest tokens."
@@ -69,9 +64,6 @@ class AgentSampling:
         if ask.stop and "stop" not in self.engine.options:
             said = f"The engine {self.engine.name!r} cannot end a turn at a text."
             raise RequestError(400, said, code="unsupported_parameter", param="stop")
-        if len(draft.context) >= self.max_context:
-            said = f"This model's maximum context length is {self.max_context} tokens; the messages have {len(draft.context)}."
-            raise RequestError(400, said, code="context_length_exceeded", param="messages")
         try:
             engines.check_options(self.engine, self._limits(ask))
         except ConfigError as error:

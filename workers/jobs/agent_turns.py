@@ -17,6 +17,7 @@ from typing import Any
 from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, Drawn, Left
 from agentrl.workers.jobs.agent_history import History
 from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.chat.text_length import TooLong
 from agentrl.workflow.dialects import Ask, RequestError, Turn
 from agentrl.workflow.engines import Completion
 from agentrl.workflow.errors import ModelError
@@ -168,23 +169,24 @@ class EpisodeTurns:
         whole = self.lines.tokens(step.index)
         return whole[: len(whole) - len(step.sampled_ids)]
 
-    def draft(self, chat: Chat, ask: Ask) -> AgentDraft:
-        """The prompt of the turn that is asked for.
+    def draft(self, chat: Chat, ask: Ask, most: int) -> AgentDraft:
+        """The prompt of the turn that is asked for, of which `most` tokens fit.
 
         Raises:
-            RequestError: the template refuses these messages.
+            RequestError: the template refuses these messages, or they are far too long.
         """
         found = self._history.find(ask, self.lines.steps)
         try:
             reason = found.reason
             if found.step != ROOT:
                 new, ended = ask.messages[found.count :], chat.has_end_token(self.lines.steps[found.step].sampled_ids)
-                ids, reason = chat.continuation(new, ask.tools, ended, ask.template_options)
+                ids, reason = chat.continuation(new, ask.tools, ended, ask.template_options, most)
                 if ids is not None:
                     return continuing(self.lines, found.step, new, ids, found.equal)
-            return opening(
-                self.lines, ask.messages, chat.opening(ask.messages, ask.tools, ask.template_options), reason or None
-            )
+            ids = chat.opening(ask.messages, ask.tools, ask.template_options, most)
+            return opening(self.lines, ask.messages, ids, reason or None)
+        except TooLong as error:
+            raise too_long(most, "more") from error
         except Exception as error:  # a template is a program, and the messages are anybody's
             said = str(error) if isinstance(error, ModelError) else f"The chat template cannot render these messages: {error}."
             raise RequestError(400, said[:1000], code="invalid_messages", param="messages") from error
@@ -272,6 +274,12 @@ class EpisodeTurns:
 
     def _prompt_hash(self, step: Step) -> str:
         return _hash_ids(self.prompt(step))
+
+
+def too_long(most: int, tokens: int | str) -> RequestError:
+    """The refusal of messages of so many tokens."""
+    said = f"This model's maximum context length is {most} tokens; the messages have {tokens}."
+    return RequestError(400, said, code="context_length_exceeded", param="messages")
 
 
 def _calls_key(message: Message) -> str:

@@ -20,6 +20,7 @@ from agentrl.workflow.chat.parsing import THINK, parse_text
 from agentrl.workflow.chat.stop_strings import Spelling, Stops
 from agentrl.workflow.chat.template_options import check_options
 from agentrl.workflow.chat.template_probe import FAULTS, Manner, legacy_manner, manner_of
+from agentrl.workflow.chat.text_length import check_length
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.trajectory import Message
@@ -74,17 +75,23 @@ class Chat:
         self.end_ids = frozenset({self._prefix(())[-1], *self._end_of_sequence(), *self._ends_of_calls(tool_format)})
 
     def opening(
-        self, messages: Sequence[Message], tools: Sequence[Schema] = (), options: Mapping[str, Any] = NO_OPTIONS
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema] = (),
+        options: Mapping[str, Any] = NO_OPTIONS,
+        most: int | None = None,
     ) -> tuple[int, ...]:
         """The prompt of an episode's first step, generation prompt included.
 
         Args:
             options: variables of the template beside these (`template_options`).
+            most: how many tokens may be of use: what has many more is not read to its end.
 
         Raises:
             ModelError: the template refuses these messages or options, or the options cannot be taken.
+            TooLong: there are far more than `most` tokens.
         """
-        return self._encode(self._render(messages, tools, generate=True, options=options))
+        return self._encode(self._render(messages, tools, generate=True, options=options), most)
 
     def continuation(
         self,
@@ -92,6 +99,7 @@ class Chat:
         tools: Sequence[Schema] = (),
         ended: bool = True,
         options: Mapping[str, Any] = NO_OPTIONS,
+        most: int | None = None,
     ) -> tuple[tuple[int, ...] | None, str]:
         """The ids that follow a sampled turn up to the next generation prompt.
 
@@ -99,18 +107,18 @@ class Chat:
             messages: the new messages: tool results or a user's.
             tools: the same as in the opening.
             ended: the turn has its end token (see `has_end_token`); else these ids begin with it.
-            options: the same as in the opening.
+            options, most: the same as in the opening.
 
         Returns:
             (ids, ""), or (None, the reason) if the template renders earlier turns differently once others follow. Then the
             caller opens a new training row with `opening` of all messages.
 
         Raises:
-            ModelError: as of `opening`.
+            ModelError, TooLong: as of `opening`.
         """
         prefix = self._prefix(tools, options)
         told = [_PROBE_QUESTION, _PROBE_ANSWER, *messages]
-        whole = self._encode(self._render(told, tools, generate=True, options=options))
+        whole = self._encode(self._render(told, tools, generate=True, options=options), most)
         if whole[: len(prefix)] != prefix:
             return None, self._why_not(messages, tools, options)
         return whole[len(prefix) - (not ended) :], ""
@@ -241,7 +249,9 @@ class Chat:
             raise ModelError("The chat template ends a turn without a special token.", "Pass an instruct model.")
         return ids[: last + 1]
 
-    def _encode(self, text: str) -> tuple[int, ...]:
+    def _encode(self, text: str, most: int | None = None) -> tuple[int, ...]:
+        if most is not None:
+            check_length(self._encode, text, most)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _render(

@@ -1,0 +1,42 @@
+"""A text that is much too long is not read to its end; one that may fit is not refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.workflow.chat.text_length import PIECE, TooLong, check_length
+from agentrl.workflow.trajectory import Message
+from tests.support.small_models import chat
+
+CHAT = chat()
+
+
+def encode(text: str) -> list[int]:
+    return list(CHAT.tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_a_long_text_is_read_until_it_is_known_to_be_too_long() -> None:
+    read: list[int] = []
+
+    def reading(text: str) -> list[int]:
+        read.append(len(text))
+        return encode(text)
+
+    with pytest.raises(TooLong, match="The messages have more than 1000 tokens"):
+        check_length(reading, "7 " * 10 * PIECE, 1000)
+    assert read == [PIECE]
+
+
+@given(st.text(max_size=200), st.integers(0, 2000))
+def test_a_text_that_fits_is_never_refused(text: str, times: int) -> None:
+    whole = (text * times)[: 4 * PIECE]
+    check_length(encode, whole, len(encode(whole)))
+
+
+def test_a_prompt_is_refused_before_it_is_made_into_tokens_and_only_where_it_is_asked() -> None:
+    long = (Message("user", "7 " * PIECE),)
+    with pytest.raises(TooLong):
+        CHAT.opening(long, most=100)
+    with pytest.raises(TooLong):
+        CHAT.continuation(long, most=100)
+    assert len(CHAT.opening(long)) > 100
