@@ -190,6 +190,25 @@ def test_an_agent_whose_import_takes_long_holds_up_no_other(tmp_path: Path, monk
     assert [report and report.rewards for report in found] == [{"agent": 1.0}] * 2
 
 
+def test_an_agent_that_is_no_longer_wanted_is_not_waited_for_while_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "endless_agent.py").write_text("import time\ntime.sleep(600)\n")
+    wanted, found = threading.Event(), list[Report | None]()
+
+    def run() -> None:
+        found.append(processes.run(order(), "endless_agent:solve", wanted.is_set))
+
+    waiting = [threading.Thread(target=run) for _ in range(2)]
+    for thread in waiting:
+        thread.start()
+    wanted.set()
+    for thread in waiting:
+        thread.join()
+    assert found == [None, None]
+
+
 def test_the_interpreters_that_were_not_used_for_longest_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "MOST_SERVERS", 2)
     for name in ("answers", "nothing", "answers_later", "answers"):

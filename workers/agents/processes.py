@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -29,6 +30,10 @@ class AgentUnready(Exception):
     """The agent cannot be started here: its module cannot be imported."""
 
 
+class _Unwanted(Exception):
+    """Nobody wants the agent any more."""
+
+
 def clean_environment() -> dict[str, str]:
     """What of this process's environment an agent may see: no database, no broker, no secret."""
     return {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_PREFIXES)}
@@ -36,9 +41,10 @@ def clean_environment() -> dict[str, str]:
 
 @dataclass
 class AgentServer:
-    """A warm interpreter (`server`)."""
+    """A warm interpreter (`server`), which is waited for until `is_stopped`."""
 
     spec: str
+    is_stopped: Callable[[], bool]
     _control: socket.socket = field(init=False)
     _process: "subprocess.Popen[bytes]" = field(init=False)
     _stamps: Mapping[str, object] = field(init=False)
@@ -51,16 +57,28 @@ class AgentServer:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=clean_environment()
             )
-        self._control.settimeout(START_SECONDS)
-        try:
-            said = receive(self._control)
-        except TimeoutError as error:
-            self.close()
-            raise AgentUnready(f"it was not imported within {START_SECONDS:.0f} s") from error
+        self._await()
+        said = receive(self._control)
         if said is None or "error" in said:
             self.close()
             raise AgentUnready(said["error"] if said else "its interpreter ended while it was imported")
         self._stamps = {file: _stamp(file) for file in said["files"]}
+
+    def _await(self) -> None:
+        """Waits until it says something, or has ended."""
+        deadline = time.monotonic() + START_SECONDS
+        self._control.settimeout(LOOK_SECONDS)
+        while True:
+            with suppress(TimeoutError):
+                self._control.recv(1, socket.MSG_PEEK)
+                self._control.settimeout(START_SECONDS)
+                return
+            if self.is_stopped():
+                self.close()
+                raise _Unwanted
+            if time.monotonic() > deadline:
+                self.close()
+                raise AgentUnready(f"it was not imported within {START_SECONDS:.0f} s")
 
     @property
     def is_fresh(self) -> bool:
@@ -113,25 +131,30 @@ class AgentServers:
     _places: "OrderedDict[str, _Place]" = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self, spec: str) -> socket.socket:
+    def begin(self, spec: str, is_stopped: Callable[[], bool]) -> socket.socket:
         """A new guardian's socket, from an interpreter that has imported what the agent is now.
 
         Raises:
+            _Unwanted: `is_stopped` meanwhile.
             AgentUnready: it cannot be imported.
             InfraError: the interpreter is gone.
         """
         with self._lock:
             place = self._places.setdefault(spec, _Place())
             self._places.move_to_end(spec)
-        with place.lock:
+        while not place.lock.acquire(timeout=LOOK_SECONDS):
+            if is_stopped():
+                raise _Unwanted
+        try:
             if place.server is None or not place.server.is_fresh:
                 place.end()
-                place.server = AgentServer(spec)
-            try:
-                guardian = place.server.begin()
-            except OSError as error:
-                place.end()
-                raise InfraError(f"The interpreter of the agent {spec!r} is gone: {error}.") from error
+                place.server = AgentServer(spec, is_stopped)
+            guardian = place.server.begin()
+        except OSError as error:
+            place.end()
+            raise InfraError(f"The interpreter of the agent {spec!r} is gone: {error}.") from error
+        finally:
+            place.lock.release()
         self._end_oldest()
         return guardian
 
@@ -167,7 +190,11 @@ def run(order: Order, spec: str, is_stopped: Callable[[], bool]) -> Report | Non
         InfraError: its processes were lost.
     """
     domain.hide()
-    with servers.begin(spec) as guardian:
+    try:
+        connection = servers.begin(spec, is_stopped)
+    except _Unwanted:
+        return None
+    with connection as guardian:
         try:
             send(guardian, asdict(order))
             guardian.settimeout(LOOK_SECONDS)
