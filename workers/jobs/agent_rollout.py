@@ -305,7 +305,7 @@ class AgentRollout:
             turn.stop()
             turn.leave()
         if state.losses + state.is_overdue >= MAX_LOSSES:
-            said = f"its agent was lost {MAX_LOSSES} times"
+            said = f"its agent was lost {MAX_LOSSES} times{f': {state.error}' if state.error else ''}"
             self._finish([Outcome(number, "infra_error", error_class="lost", error=said)])
             return
         self._free(turns)
