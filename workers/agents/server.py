@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from agentrl.workers.agents import guardian, warden
+from agentrl.workers.agents.rehearsal import rehearse
 
 WORDS = 2000
 
@@ -24,6 +25,7 @@ def main(control: socket.socket, spec: str, paths: list[str]) -> None:
     sys.path[:] = paths
     try:
         function = _load(spec) if spec else None
+        rehearse()
     except BaseException as error:  # noqa: BLE001 - anybody's module; its words go to the worker
         guardian.send(control, {"error": f"{type(error).__name__}: {error}"[:WORDS]})
         return
