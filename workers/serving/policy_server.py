@@ -37,8 +37,8 @@ from agentrl.workflow.store.served_runs import ServedRun
 log = getLogger("agentrl.serve")
 UNRECORDED = "agentrl-serve-"
 """What the folders are called that hold what is not recorded, with the process's number behind it."""
-WAIT_SECONDS = 10.0
-"""The longest wait of a call for its episode, which this process itself holds."""
+WAIT_SECONDS = 30.0
+"""The longest wait of a call for its episode, which this process itself holds: after a machine's sleep its lease comes back."""
 
 
 @dataclass(frozen=True, slots=True)
