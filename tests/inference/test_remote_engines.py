@@ -25,6 +25,7 @@ from agentrl.workflow.engines import Backend, Completion, GenerateRequest
 from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, InfraError, ModelError, ServiceError
 from agentrl.workflow.inference import exported_adapters, http, openai_engine, responses
 from agentrl.workflow.inference.http import Connection
+from agentrl.workflow.inference.llamacpp_engine import ends_within_character
 from agentrl.workflow.inference.openai_engine import OpenAIServer
 from agentrl.workflow.inference.remote_engine import ServedEngine
 from agentrl.workflow.inference.responses import Answer, Cards, Completions, LlamaTurn, Tokens
@@ -625,10 +626,36 @@ def test_llama_cpp_samples_the_base_for_eval_and_chat(
     assert "untrained base" in refusal(engine, ConfigError, policy=trained(trainer, tmp_path / "v1", 0.2))
     routes.spoil = lambda reply: {**reply, "tokens": [VOCABULARY]}
     assert "the model has those below" in refusal(engine, ModelError)
-    routes.spoil = lambda reply: {**reply, "completion_probabilities": [{"logprob": 1.0}]}
+    told = "completion_probabilities"
+    routes.spoil = lambda reply: {**reply, told: [{**one, "logprob": 1.0} for one in reply[told]]}
     assert "which is above 0" in refusal(engine, InfraError)
+    routes.spoil = lambda reply: {**reply, told: [{"logprob": -1.0}]}
+    assert "tokens that it did not sample" in refusal(engine, InfraError)
     routes.spoil = lambda reply: {**reply, "tokens": []}
     assert "engine without token ids" in refusal(engine, ModelError)
+
+
+def test_a_token_that_ends_within_a_character_has_its_logprob_though_llama_cpp_does_not_tell_it(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine]
+) -> None:
+    routes, url = server
+    routes.is_forgetful = True
+    engine = client(url, name="llamacpp")
+    for key in range(20):
+        done = engine.submit(ask(key=key, top_logprobs=2)).result(60)
+        assert done.token_ids == routes.sampled[-1].ids
+        assert done.logprobs == pytest.approx(routes.sampled[-1].logprobs, abs=1e-4)
+        assert all(len(place) == 2 for place in done.top)
+    assert routes.forced, "no turn had such a token"
+
+
+@pytest.mark.parametrize(
+    ("text", "ends_within"),
+    [(b"", False), (b"a", False), ("ü".encode(), False), (b"\xc3", True), (b"\xe4\xb8", True), (b"\xf0\x9f\x99", True),
+     ("🙂".encode(), False), (b"\xe4a", True), (b"\xe4ab", False), (b"\x80\x80", False)],
+)  # fmt: skip
+def test_where_a_character_is_not_whole_is_decided_as_llama_cpp_does(text: bytes, ends_within: bool) -> None:
+    assert ends_within_character(text) == ends_within
 
 
 def test_llama_cpp_with_another_vocabulary_is_refused(

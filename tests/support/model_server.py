@@ -5,7 +5,7 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +18,7 @@ from agentrl.workflow.checkpoints.sealed_folder import WEIGHTS, sha256_file
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.engines import Completion, GenerateRequest
 from agentrl.workflow.errors import AgentRLError
+from agentrl.workflow.inference.llamacpp_engine import ends_within_character
 from agentrl.workflow.inference.rolling_engine import RollingEngine
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import PolicyRef
@@ -45,6 +46,7 @@ class Routes:
         key: the API key that it wants.
         runtime_lora: whether it has the routes for adapters.
         foreign: cards of other models that it serves, too.
+        is_forgetful: llama.cpp as it is: it tells nothing of a token that ends within a character.
         instead: what it answers to paths of these names, and does not do.
     """
 
@@ -55,12 +57,14 @@ class Routes:
     key: str = ""
     runtime_lora: bool = True
     foreign: tuple[dict[str, Any], ...] = ()
+    is_forgetful: bool = False
     instead: dict[str, tuple[int, Any]] = field(default_factory=dict)
     spoil: Callable[[dict[str, Any]], Any] = lambda reply: reply
     adapters: dict[str, PolicyRef] = field(default_factory=dict)
     sampled: list[Sampled] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     loads: list[str] = field(default_factory=list)
+    forced: list[tuple[int, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.engine = RollingEngine(self.policy)
@@ -125,16 +129,35 @@ class Routes:
         return 200, self.spoil({"model": model, "choices": [{**choice, "prompt_token_ids": list(prompt)}]})
 
     def _llama(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if "logit_bias" in body:
+            return 200, self._llama_forced(tuple(body["prompt"]), body["logit_bias"][0][0], body["n_probs"])
         asked = (tuple(body["prompt"]), body["n_predict"], body["temperature"], body["seed"], body["n_probs"])
         done = self._sample(self.name, *asked)
         probabilities = [
             {"id": token, "logprob": logprob, "top_logprobs": [{"id": one, "logprob": said} for one, said in top]}
             for token, logprob, top in zip(done.token_ids, done.logprobs, done.top, strict=True)
         ]
+        if self.is_forgetful:
+            probabilities = [one for one, is_told in zip(probabilities, self._told(done.token_ids), strict=True) if is_told]
         ends = {"stop": "eos", "length": "limit"}[done.finish_reason]
         return 200, self.spoil(
             {"tokens": list(done.token_ids), "completion_probabilities": probabilities, "stop_type": ends, "model": "any"}
         )
+
+    def _told(self, ids: Sequence[int]) -> Iterator[bool]:
+        text, special = b"", self.policy.tokenizer.added_tokens_decoder
+        for token in ids:
+            text += b"" if token in special and special[token].special else self.policy.chat.bytes_of(token) or b""
+            yield not ends_within_character(text)
+
+    @torch.no_grad()
+    def _llama_forced(self, prompt: tuple[int, ...], token: int, most: int) -> dict[str, Any]:
+        self.forced.append(prompt)
+        with self.policy.sampling() as model:
+            row = torch.log_softmax(model(input_ids=torch.tensor([prompt])).logits[0, -1].float(), -1)
+        top = [{"id": int(one), "logprob": float(row[one])} for one in row.argsort(descending=True)[:most]]
+        told = {"id": token, "logprob": float(row[token]), "top_logprobs": top}
+        return {"tokens": [token], "completion_probabilities": [told], "stop_type": "eos"}
 
     def _sample(
         self, model: str, prompt: tuple[int, ...], most: int, temperature: float, seed: int, top: int = 0

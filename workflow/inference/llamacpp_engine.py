@@ -3,20 +3,29 @@
 Prompts go as token ids to `/completion`, whose answer has the sampled ids and their logprobs at temperature 1, so that no other
 temperature is allowed. `/tokenize` shows whether the file has the same vocabulary; whether it has the same weights, and at
 which precision, cannot be checked from here.
+
+The server tells nothing of a token that ends within a character: the logprob of such a one is asked for by itself.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentrl.workflow.engines import GenerateRequest, Likeliest
 from agentrl.workflow.errors import ConfigError, InfraError, ModelError
 from agentrl.workflow.inference.http import Connection
 from agentrl.workflow.inference.remote_engine import ServedEngine, Turn, likeliest, logprobs, seed, token_ids
-from agentrl.workflow.inference.responses import LlamaTurn, Probability, Props, Tokens
+from agentrl.workflow.inference.responses import MAX_LIKELIEST, LlamaTurn, Probability, Props, Tokens
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.trajectory import FinishReason
 
 _REASONS: dict[str | None, FinishReason] = {"eos": "stop", "limit": "length"}
+_MOST_TOLD = MAX_LIKELIEST - 1
+"""The likeliest tokens among which one that was sampled is looked for."""
+_CERTAIN = 100.0
+LONGEST_CHARACTER = 4
+"""Bytes."""
 _PROBE = "Ünï 12345.6 == foo_bar(  )\n\n漢字"
 
 
@@ -66,9 +75,46 @@ class LlamaServer:
         if reply.stop_type not in _REASONS:
             raise InfraError(f"The server at {url} ended a turn with {reply.stop_type!r}.")
         told = reply.completion_probabilities
+        if told is not None and len(told) < len(ids):
+            told = self._with_untold(request, ids, told)
         found = None if told is None else [token.logprob for token in told]
         top = [self._top(token, request.top_logprobs) for token in told or ()] if request.top_logprobs else ()
         return Turn(ids, logprobs(found, url), _REASONS[reply.stop_type], top)
+
+    def _with_untold(self, request: GenerateRequest, ids: Sequence[int], told: Sequence[Probability]) -> list[Probability]:
+        """What is told of each token, those that end within a character too.
+
+        Raises:
+            InfraError: what is told is of other tokens, or one cannot be found out.
+        """
+        rest, found, text = list(reversed(told)), list[Probability](), b""
+        added = self._policy.tokenizer.added_tokens_decoder
+        for place, token in enumerate(ids):
+            silent = token in added and added[token].special  # it is no text there
+            text = text[-LONGEST_CHARACTER:] + (b"" if silent else self._policy.chat.bytes_of(token) or b"")
+            if rest and rest[-1].id == token and not ends_within_character(text):
+                found.append(rest.pop())
+            else:
+                found.append(self._told_alone(request, ids[:place], token))
+        if rest:
+            raise InfraError(f"The server at {self._connection.url} tells logprobs of tokens that it did not sample.")
+        return found
+
+    def _told_alone(self, request: GenerateRequest, before: Sequence[int], token: int) -> Probability:
+        """The logprob of a token that followed those before it; an end token, which is told, is drawn in its place.
+
+        Raises:
+            InfraError: it is not among the likeliest.
+        """
+        asked = replace(request, prompt_ids=(*request.prompt_ids, *before))
+        end = min(self._policy.chat.end_ids)
+        body = _body(asked, 1) | {"n_probs": min(_MOST_TOLD, self._policy.vocabulary), "logit_bias": [[end, _CERTAIN]]}
+        told = self._connection.read(LlamaTurn, "/completion", body).completion_probabilities or []
+        likely = (told[0].top_logprobs if told else None) or []
+        found = next((one.logprob for one in likely if one.id == token), None)
+        if found is None:
+            raise InfraError(f"The server at {self._connection.url} does not tell the logprob of a token that it sampled.")
+        return Probability(id=token, logprob=found, top_logprobs=likely)
 
     def _top(self, told: Probability, count: int) -> Likeliest:
         if told.top_logprobs is None:
@@ -76,6 +122,16 @@ class LlamaServer:
             raise ModelError(said, "Ask for no top_logprobs, or take a newer llama-server.")
         found = {one.id: one.logprob for one in told.top_logprobs}
         return likeliest(found, count, self._policy.vocabulary, self._connection.url)
+
+
+def ends_within_character(text: bytes) -> bool:
+    """Whether a character of several bytes began in the last few, and is not whole, as llama.cpp decides it."""
+    for back in range(1, min(LONGEST_CHARACTER, len(text)) + 1):
+        lead = text[-back]
+        length = 2 if lead & 0xE0 == 0xC0 else 3 if lead & 0xF0 == 0xE0 else 4 if lead & 0xF8 == 0xF0 else 1
+        if back < length:
+            return True
+    return False
 
 
 def _body(request: GenerateRequest, limit: int) -> dict[str, Any]:

@@ -97,6 +97,7 @@ class Likely(Answer):
 class Probability(Answer):
     """The logprob of one token that llama.cpp sampled, and the likeliest ones at its place."""
 
+    id: int | None = None
     logprob: float | None = None
     top_logprobs: list[Likely] | None = Field(None, max_length=MAX_LIKELIEST, fail_fast=True)
 
