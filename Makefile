@@ -42,7 +42,7 @@ test-slow: env .venv/.litellm
 	build/litellm/bin/pip install --quiet --no-compile litellm==1.106.2 mcp==2.3.0
 	touch $@
 
-# Every fault at every hit of every fault point, three experiments at a time: an hour or two, into build/faults.json.
+# Every fault at every hit of every fault point, three experiments at a time: two hours or so, into build/faults.json.
 faults: env
 	$(BIN)/python -m tests.faults
 

@@ -32,8 +32,8 @@ IN_TRAINER = ("claim_iteration", "update", "checkpoint", "commit_update", "rival
 IN_RECOVERY = ("control", "send_rollouts")
 """Points that an undisturbed run passes only by chance, where a tick of the control loop was faster than a message."""
 
-BY_THE_CLOCK = ("take_service_lease", "extend_", "publish_service")
-"""Points that come by the clock: how often, no run decides."""
+BY_THE_CLOCK = ("take_service_lease", "extend_", "publish_service", "wait_")
+"""Points that come by the clock, or where something takes long: how often, no run decides."""
 
 ZOMBIES = (
     "claim_group.after",
