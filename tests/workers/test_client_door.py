@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.workers.serving.api_errors import ApiError
-from agentrl.workers.serving.client_door import END, MAX_CLIENTS, ClientDoor
+from agentrl.workers.serving.api_errors import ApiError, too_large
+from agentrl.workers.serving.client_door import END, MAX_CLIENTS, MAX_END_BYTES, ClientDoor
+from agentrl.workers.serving.endpoint_app import Endpoint, Read
+from agentrl.workers.serving.places import Places
 from agentrl.workflow.config import RolloutConfig
 from agentrl.workflow.dialects.client_sampling import key_asked, limits_asked, with_stop
 from agentrl.workflow.errors import StateError
@@ -53,6 +55,17 @@ async def call(door: ClientDoor, shown: str = "", **headers: str) -> str:
         shown, HERE | {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
     ) as key:
         return key
+
+
+def body_of(sent: bytes) -> Read:
+    """Reads what a client sent, as the endpoint does."""
+
+    async def read(most: int) -> bytes:
+        if len(sent) > most:
+            raise too_large(most)
+        return sent
+
+    return read
 
 
 def refused(door: ClientDoor, shown: str = "", headers: Mapping[bytes, bytes] = HERE) -> tuple[int, str]:
@@ -108,7 +121,7 @@ def test_an_episode_ends_by_a_call_which_may_give_it_an_answer_and_rewards() -> 
         episodes = Episodes()
         door = ClientDoor(episodes, "serve-1")
         await call(door)
-        told = await door.answer(END, "", HERE, b'{"text": "7", "rewards": {"liked": 1}}')
+        told = await door.answer(END, "", HERE, body_of(b'{"text": "7", "rewards": {"liked": 1}}'))
         return told, episodes.ends
 
     told, ends = asyncio.run(play())
@@ -136,7 +149,7 @@ def test_what_ends_no_episode_is_refused_and_the_episode_goes_on(body: bytes) ->
         door = ClientDoor(Episodes(), "serve-1")
         await call(door)
         with pytest.raises(ApiError) as caught:
-            await door.answer(END, "", HERE, body)
+            await door.answer(END, "", HERE, body_of(body))
         assert len(caught.value.message) < 600
         return caught.value.status, await call(door)
 
@@ -148,7 +161,7 @@ def test_what_ends_no_episode_is_refused_and_the_episode_goes_on(body: bytes) ->
 def test_who_has_no_open_episode_cannot_end_one() -> None:
     async def play() -> int:
         with pytest.raises(ApiError) as caught:
-            await ClientDoor(Episodes(), "serve-1").answer(END, "", HERE, b"")
+            await ClientDoor(Episodes(), "serve-1").answer(END, "", HERE, body_of(b""))
         return caught.value.status
 
     assert asyncio.run(play()) == 404
@@ -185,6 +198,41 @@ def test_with_a_key_only_who_sends_it_is_let_in_from_wherever() -> None:
 )
 def test_without_a_key_no_page_of_another_site_is_let_in(headers: Mapping[bytes, bytes]) -> None:
     assert refused(ClientDoor(Episodes(), "serve-1"), headers=headers) == (403, "not_local")
+
+
+def test_who_may_not_end_an_episode_sends_no_body_that_is_kept() -> None:
+    taken: list[int] = []
+
+    async def read(most: int) -> bytes:
+        taken.append(most)
+        return b""
+
+    async def play() -> list[int]:
+        door, statuses = ClientDoor(Episodes(), "serve-1", key="sesame"), []
+        for shown in ("wrong", "sesame"):
+            with pytest.raises(ApiError) as caught:
+                await door.answer(END, shown, HERE, read)
+            statuses.append(caught.value.status)
+        return statuses
+
+    assert asyncio.run(play()) == [401, 404]
+    assert taken == [MAX_END_BYTES]
+
+
+def test_a_long_body_that_would_end_an_episode_is_refused() -> None:
+    sent: list[Any] = []
+    left = [b" " * 40_000] * 4
+    app = Endpoint(Places(lambda keys: {}), door=ClientDoor(Episodes(), "serve-1"))
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": left.pop(), "more_body": bool(left)}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": END, "raw_path": END.encode(), "headers": list(HERE.items())}
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 413
 
 
 @pytest.mark.parametrize("host", [b"localhost", b"127.0.0.1:8000", b"[::1]:8000"])

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from agentrl.workers.serving.api_errors import ApiError
+from agentrl.workers.serving.endpoint_app import Read
 from agentrl.workflow.agents import AgentResult, read_result
 from agentrl.workflow.call_json import parse_digits
 from agentrl.workflow.errors import AgentRLError
@@ -121,12 +122,10 @@ class ClientDoor:
             if not client.open_calls:
                 self._rest(who, client)
 
-    async def answer(self, path: str, shown: str, headers: Mapping[bytes, bytes], body: bytes) -> Any:
+    async def answer(self, path: str, shown: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
         """Ends the client's episode, with the answer and the rewards that the body names."""
-        who = self._identify(shown, headers)
-        if len(body) > MAX_END_BYTES:
-            raise ApiError(413, f"The body has more than {MAX_END_BYTES} bytes.", "request_too_large")
-        end = _read_end(body)
+        who = self._identify(shown, headers)  # before anything is kept of who may not
+        end = _read_end(await read(MAX_END_BYTES))
         client = self._clients.pop(who, None)
         if client is None:
             raise ApiError(404, "You have no open episode here.", "no_episode")

@@ -11,8 +11,8 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from logging import getLogger
 from secrets import token_hex
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ log = getLogger("agentrl.endpoint")
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
+Read = Callable[[int], Awaitable[bytes]]
 
 MAX_BODY_BYTES = 8 * 2**20
 MAX_HEAD_BYTES = 32 * 2**10
@@ -81,8 +82,8 @@ class Door(Protocol):
             ApiError: it is not let in.
         """
 
-    async def answer(self, path: str, shown: str, headers: Mapping[bytes, bytes], body: bytes) -> Any:
-        """The answer, as JSON, to a call of one of the door's own paths.
+    async def answer(self, path: str, shown: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
+        """The answer, as JSON, to a call of one of the door's own paths, whose body of at most so many bytes `read` reads.
 
         Raises:
             ApiError: there is none.
@@ -113,7 +114,7 @@ class AttemptDoor:
             raise api_errors.unknown_key()
         yield shown
 
-    async def answer(self, path: str, shown: str, headers: Mapping[bytes, bytes], body: bytes) -> Any:
+    async def answer(self, path: str, shown: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
         """It has no path of its own."""
 
 
@@ -188,7 +189,7 @@ class Endpoint:
                 listed = [{"id": run, "object": "model", "created": 0, "owned_by": "agentrl"}]
                 answer: Any = {"object": "list", "data": listed}
             else:
-                answer = await door.answer(path, shown, headers, await self._body(headers, exchange, lambda size: None))
+                answer = await door.answer(path, shown, headers, partial(self._read_own, headers, exchange))
         await exchange.answer(200, api_errors.as_json(answer))
 
     @cached_property
@@ -200,8 +201,9 @@ class Endpoint:
             require_open(await find_place(self.places, key))
             await self._forward(key, headers, exchange)
 
-    async def _body(self, headers: Mapping[bytes, bytes], exchange: "_Exchange", take: Callable[[int], None]) -> bytes:
-        return await exchange.body(headers.get(b"content-length", b""), self.limits, take)
+    async def _read_own(self, headers: Mapping[bytes, bytes], exchange: "_Exchange", most: int) -> bytes:
+        limits = replace(self.limits, body_bytes=min(most, self.limits.body_bytes))
+        return await exchange.body(headers.get(b"content-length", b""), limits, lambda size: None)
 
     async def _forward(self, key: str, headers: dict[bytes, bytes], exchange: "_Exchange") -> None:
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
@@ -216,7 +218,7 @@ class Endpoint:
             taken += size
 
         try:
-            body = await self._body(headers, exchange, take)
+            body = await exchange.body(headers.get(b"content-length", b""), self.limits, take)
             faultpoint("endpoint.in")
             call = Call(hash_key(key), CHAT, _headers_for_worker(key, headers), body)
             limits = self.limits
