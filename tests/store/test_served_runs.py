@@ -139,6 +139,20 @@ def test_episodes_are_kept_for_as_many_days_as_their_run_says(database: Database
     assert len(rows(database, "SELECT id FROM groups")) == 2
 
 
+def test_an_episode_draws_other_tokens_than_those_before_it_that_are_forgotten(database: Database) -> None:
+    run = served(database)
+    keys = set()
+    for letter in "abc":
+        episode = opened(database, run, letter * 64)
+        work = rollout_claims.claim_group(database, episode.group, run.worker, LEASE)
+        assert work is not None
+        keys.add(work.sampling_key(work.episodes[0]).bits)
+        ended(database, run, episode)
+        served_runs.forget_ended(database, run)
+        assert rows(database, "SELECT count(*) FROM episodes") == [(0,)]
+    assert len(keys) == 3
+
+
 def test_a_client_that_ends_its_episode_may_give_it_rewards(database: Database) -> None:
     run = served(database)
     episode = opened(database, run)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import Connection, delete, func, select, update
+from sqlalchemy import Connection, delete, select, update
 
 from agentrl.workflow.errors import ConflictError, Fenced
 from agentrl.workflow.store.connect import Database, insert, read_transaction, transaction
@@ -85,19 +85,17 @@ def open_episode(tx: Connection, run: ServedRun, client: str, key_hash: str, lea
     if found is not None:  # the answer of this very commit was lost
         return ServedEpisode(found.id, found.group_id, found.agent)
     task = _find_task(tx, Task(clean(client), (), ""))
-    slot = tx.execute(select(func.coalesce(func.max(_GROUPS.slot) + 1, 0)).where(_GROUPS.iteration_id == run.iteration))
-    number = int(slot.scalar_one())
+    # Counted, for other draws in each: those before it may be forgotten already.
+    counted = update(schema.iterations).where(_ITERATIONS.id == run.iteration).values(episodes=_ITERATIONS.episodes + 1)
+    number = int(tx.execute(counted.returning(_ITERATIONS.episodes)).scalar_one()) - 1
     of_run = {"run_id": run.id, "iteration_id": run.iteration, "task_id": task}
     made = schema.groups.insert().values(**of_run, slot=number, kind="serve").returning(_GROUPS.id)
     group = int(tx.execute(made).scalar_one())
-    # Another sample each, for other draws.
     opened = schema.episodes.insert().values(**of_run, group_id=group, sample=number).returning(_EPISODES.id)
     episode = int(tx.execute(opened).scalar_one())
     values = {"status": "running", "key_hash": key_hash, "worker": run.worker, "started_at": datetime.now(UTC)}
     values |= {"episode_id": episode, "attempt": 0, "run": run.name, "lease_until": now_ms() + int(lease_seconds * 1000)}
     agent = int(tx.execute(schema.agent_attempts.insert().values(**values).returning(agents.id)).scalar_one())
-    counted = update(schema.iterations).where(_ITERATIONS.id == run.iteration)
-    tx.execute(counted.values(episodes=_ITERATIONS.episodes + 1))
     return ServedEpisode(episode, group, agent)
 
 
