@@ -139,6 +139,23 @@ def test_episodes_are_kept_for_as_many_days_as_their_run_says(database: Database
     assert len(rows(database, "SELECT id FROM groups")) == 2
 
 
+@pytest.mark.parametrize("days", [36_500, 1e6, 1e300])
+def test_however_long_a_run_keeps_its_episodes_the_next_can_be_served(database: Database, days: float) -> None:
+    run = served(database, keep_days=days)
+    ended(database, run, opened(database, run))
+    assert served_runs.forget_old(database) == 0
+    assert rows(database, "SELECT count(*) FROM episodes") == [(1,)]
+
+
+def test_an_episode_that_another_was_forked_from_is_kept(database: Database) -> None:
+    run = served(database, keep_days=1)
+    first, fork = opened(database, run, "a" * 64), opened(database, run, "b" * 64)
+    ended(database, run, first)
+    database.write(lambda tx: tx.execute(text(f"UPDATE episodes SET parent_id = {first.id} WHERE id = {fork.id}")))
+    served_runs.forget_ended(database, run)
+    assert {number for (number,) in rows(database, "SELECT id FROM episodes")} == {first.id, fork.id}
+
+
 def test_an_episode_draws_other_tokens_than_those_before_it_that_are_forgotten(database: Database) -> None:
     run = served(database)
     keys = set()

@@ -183,6 +183,8 @@ def test_a_killed_servers_run_is_ended_by_the_next_and_a_cancelled_one_ends_itse
         (("--policy", "nobody"), "There is no run and no model folder 'nobody'"),
         (("--policy", "tiny", "--host", "0.0.0.0", "--port", "0"), "no key is set"),
         (("--policy", "tiny", "--no-record", "--keep-days", "3"), "--no-record keeps nothing"),
+        (("--policy", "tiny", "--keep-days", "nan"), "36500"),
+        (("--policy", "tiny", "--keep-days", "1e9"), "36500"),
         (("--policy", "tiny", "--host", "203.0.113.1", "--port", "0"), "cannot listen"),
     ],
 )

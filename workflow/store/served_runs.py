@@ -21,9 +21,12 @@ from agentrl.workflow.trajectory import OPEN, Task
 _RUNS, _ITERATIONS, _GROUPS, _EPISODES = schema.runs.c, schema.iterations.c, schema.groups.c, schema.episodes.c
 KEEP_DAYS = "keep_days"
 """Where a run's manifest says for how many days its episodes are kept."""
+MOST_DAYS = 36_500
+"""More are as many: a date so long before this one is none."""
 FORGOTTEN_AT_ONCE = 200
 """Episodes that one transaction forgets."""
 _USED = schema.consumptions.c
+_FORKS = schema.episodes.alias("forks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +166,7 @@ def forget_old(db: Database) -> int:
     """Deletes the episodes of runs of the kind `serve` that are over and older than these runs keep them; returns how many."""
     count = 0
     for run, days in find_kept(db).items():
-        before = datetime.now(UTC) - timedelta(days=days)
+        before = datetime.now(UTC) - timedelta(days=min(days, MOST_DAYS))
         while gone := forget_episodes(db, run, before):
             count += gone
     return count
@@ -179,11 +182,12 @@ def forget_ended(db: Database, run: ServedRun) -> None:
 def forget_episodes(tx: Connection, run: int, before: datetime) -> int:
     """Deletes some of the run's episodes that ended before that time, with all that was said in them; returns how many.
 
-    What another run trains on, or was trained on, stays.
+    What another run trains on, or was trained on, stays, and what was forked.
     """
     ended = select(_EPISODES.id, _EPISODES.group_id).where(_EPISODES.run_id == run, _EPISODES.finished_at < before)
     for table in (schema.run_groups, schema.iteration_groups):
         ended = ended.where(~select(table.c.group_id).where(table.c.group_id == _EPISODES.group_id).exists())
+    ended = ended.where(~select(_FORKS.c.id).where(_FORKS.c.parent_id == _EPISODES.id).exists())
     ended = ended.where(~select(_USED.episode_id).where(_USED.episode_id == _EPISODES.id).exists())
     rows = tx.execute(ended.order_by(_EPISODES.id).limit(FORGOTTEN_AT_ONCE)).all()
     if not rows:
