@@ -278,8 +278,8 @@ KEY = SamplingKey(3, "serve", 0, "client", 5)
 def test_a_client_says_how_to_sample_and_temperature_0_takes_the_likeliest() -> None:
     found = limits_asked(LIMITS, {"temperature": 0.2, "top_p": 0.5, "top_k": -1, "created": 1})
     assert (found.temperature, found.top_p, found.top_k) == (0.2, 0.5, 0)
-    for greedy in ({"temperature": 0}, {"top_p": 0.0, "temperature": 1.5}):
-        assert limits_asked(LIMITS, greedy).top_k == 1
+    for greedy in ({"temperature": 0}, {"temperature": 1e-320}, {"temperature": 9e-5}, {"top_p": 0.0, "temperature": 1.5}):
+        assert (limits_asked(LIMITS, greedy).top_k, limits_asked(LIMITS, greedy).temperature) == (1, 1.0)
     assert limits_asked(LIMITS, {}) == LIMITS
 
 

@@ -117,7 +117,7 @@ def test_the_openai_package_talks_to_it_streams_and_brings_tools(served: Served)
 def test_a_client_chooses_how_it_is_sampled_and_verify_draws_it_again(served: Served) -> None:
     assert served.ask(temperature=2.0, seed=7) == served.ask(temperature=2.0, seed=7)
     assert len({served.ask(temperature=2.0) for _ in range(6)}) > 1
-    assert len({served.ask(temperature=0) for _ in range(3)}) == 1
+    assert len({served.ask(temperature=cold) for cold in (0, 0, 1e-320, 1e-45, 1e-4)}) == 1
     episode = served.post("/v1/episode/end", {"rewards": {"liked": 0.5}}).json()["episode"]
     assert served.rows(f"SELECT status, stop_reason, reward FROM episodes WHERE id = {episode}")[0][0] == "done"
     verified = agentrl(served, "replay", str(episode), "--verify", "all", "--json")

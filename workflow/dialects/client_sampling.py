@@ -10,17 +10,19 @@ from agentrl.workflow.config import RolloutConfig
 from agentrl.workflow.trajectory import SamplingKey
 
 SEED_BITS = 63
+COLDEST = 1e-4
+"""Below it logits would be divided by nearly nothing, and be no numbers any more."""
 GREEDY = {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
 
 
 def limits_asked(limits: RolloutConfig, asked: Mapping[str, Any]) -> RolloutConfig:
-    """The run's limits with what the client asked for in place of them; temperature 0 takes the likeliest token.
+    """The run's limits with what the client asked for in place of them; a temperature below COLDEST takes the likeliest token.
 
     Args:
         limits: the run's.
         asked: `temperature`, `top_p`, `top_k`, `min_p` within the bounds of the dialect, as far as the client sent them.
     """
-    if asked.get("temperature") == 0 or asked.get("top_p") == 0:
+    if asked.get("temperature", COLDEST) < COLDEST or asked.get("top_p") == 0:
         return limits.model_copy(update=GREEDY)
     found = {name: asked[name] for name in ("temperature", "top_p", "min_p") if name in asked}
     if "top_k" in asked:
