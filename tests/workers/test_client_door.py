@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.workers.serving import client_door
 from agentrl.workers.serving.api_errors import ApiError, too_large
 from agentrl.workers.serving.client_door import END, MAX_CLIENTS, MAX_END_BYTES, ClientDoor
 from agentrl.workers.serving.endpoint_app import Endpoint, Read
@@ -33,15 +34,22 @@ class Episodes:
     names: list[str] = field(default_factory=list)
     ends: list[tuple[int, str | None, Any]] = field(default_factory=list)
     fails: bool = False
+    failed: set[int] = field(default_factory=set)
+    slow: "Future[Any] | None" = None
 
     def open(self, client: str) -> "Future[Any]":
-        made: Future[Any] = Future()
+        made: Future[Any] = self.slow or Future()
+        if self.slow is not None:
+            return made
         if self.fails:
             made.set_exception(StateError("serve-1 is over."))
             return made
         self.names.append(client)
         made.set_result(Opened(len(self.names), f"key{len(self.names)}"))
         return made
+
+    def is_open(self, episode: int) -> bool:
+        return episode not in self.failed
 
     def end(self, episode: int, answer: str | None, rewards: Mapping[str, float] | None) -> "Future[None]":
         self.ends.append((episode, answer, rewards))
@@ -269,6 +277,35 @@ def test_where_no_episode_can_be_opened_the_call_is_to_come_again() -> None:
         return caught.value.status, await call(door)
 
     assert asyncio.run(play()) == (503, "key1")
+
+
+def test_after_an_episode_that_failed_the_next_call_opens_another() -> None:
+    episodes = Episodes()
+    door = ClientDoor(episodes, "serve-1")
+
+    async def play() -> list[str]:
+        keys = [await call(door)]
+        episodes.failed.add(1)
+        return [*keys, await call(door), await call(door)]
+
+    assert asyncio.run(play()) == ["key1", "key2", "key2"]
+
+
+def test_an_episode_that_is_opened_when_nobody_waits_any_more_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_door, "OPEN_SECONDS", 0.05)
+    episodes = Episodes(slow=Future())
+    door = ClientDoor(episodes, "serve-1")
+
+    async def play() -> int:
+        with pytest.raises(ApiError) as caught:
+            await call(door)
+        assert episodes.slow is not None
+        episodes.slow.set_result(Opened(7, "late"))
+        await asyncio.sleep(0.05)
+        return caught.value.status
+
+    assert asyncio.run(play()) == 503
+    assert episodes.ends == [(7, None, None)]
 
 
 LIMITS = RolloutConfig(temperature=0.7, top_k=9)

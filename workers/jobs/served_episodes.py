@@ -118,6 +118,10 @@ class ServedEpisodes:
         """
         return self._order(partial(self._open, client, secrets.token_hex(16)))
 
+    def is_open(self, episode: int) -> bool:
+        """Whether the episode takes calls."""
+        return episode in self._opened
+
     def end(self, episode: int, answer: str | None = None, rewards: Mapping[str, float] | None = None) -> "Future[None]":
         """Ends an episode, after what is sampled for it was stopped; done once its rows say so."""
         ended = self._ended.setdefault(episode, Future())

@@ -2,7 +2,7 @@
 
 A client is known by the header X-Agentrl-Episode, and by the API key that it sends where none is asked for; who sends neither
 shares one episode with all who send neither. An episode ends by `POST /v1/episode/end`, when nothing was asked for a while,
-after many calls (the next call opens another), or with the process.
+after many calls (the next call opens another), or with the process. After one that failed the next call opens another, too.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from ipaddress import ip_address
 from logging import getLogger
 from typing import Any, Protocol
@@ -54,6 +55,9 @@ class Episodes(Protocol):
     def open(self, client: str) -> "Future[Any]":
         """Opens an episode for a client of that name; gives an `OpenedEpisode`."""
 
+    def is_open(self, episode: int) -> bool:
+        """Whether the episode takes calls; it may have failed."""
+
     def end(self, episode: int, answer: str | None, rewards: Mapping[str, float] | None) -> "Future[None]":
         """Ends the episode."""
 
@@ -88,7 +92,6 @@ class ClientDoor:
     calls: int = 0
     """Calls that were let in."""
     _clients: dict[tuple[str, str], _Client] = field(default_factory=dict)
-    _ending: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
     def routes(self) -> Mapping[str, str]:
@@ -104,9 +107,7 @@ class ClientDoor:
     async def enter(self, shown: str, headers: Mapping[bytes, bytes]) -> AsyncIterator[str]:
         """See `Door`."""
         who = self._identify(shown, headers)
-        client = self._clients.get(who)
-        if client is None:
-            client = self._begin(who)
+        client = self._open_client(who) or self._begin(who)
         client.calls += 1
         self.calls += 1
         if client.calls >= self.most_calls:  # the next call opens another episode
@@ -139,6 +140,17 @@ class ClientDoor:
             raise _unavailable("the episode could not be ended") from None
         return {"episode": opened.id, "run": self.run, "status": "ended"}
 
+    def _open_client(self, who: tuple[str, str]) -> _Client | None:
+        """The client, unless its episode is over."""
+        client = self._clients.get(who)
+        opened = None if client is None else _opened_by(client)
+        if client is None or opened is None or self.episodes.is_open(opened.id):
+            return client
+        del self._clients[who]
+        if client.rest is not None:
+            client.rest.cancel()
+        return None
+
     def _begin(self, who: tuple[str, str]) -> _Client:
         if len(self._clients) >= MAX_CLIENTS:
             said = f"{MAX_CLIENTS} episodes are open here. End some: POST {END}."
@@ -155,9 +167,11 @@ class ClientDoor:
         try:
             async with asyncio.timeout(OPEN_SECONDS):
                 return await asyncio.shield(client.opened)
-        except (AgentRLError, TimeoutError) as error:
+        except Exception as error:
             if self._clients.get(who) is client:
                 del self._clients[who]
+            if not isinstance(error, AgentRLError | TimeoutError):
+                raise
             log.warning("no episode could be opened: %s", error)
             raise _unavailable("no episode could be opened") from error
 
@@ -171,8 +185,12 @@ class ClientDoor:
     def _end(self, who: tuple[str, str], client: _Client) -> None:
         if self._clients.get(who) is client:
             del self._clients[who]
-        if client.opened.done() and not client.opened.cancelled() and client.opened.exception() is None:
-            self.episodes.end(client.opened.result().id, None, None)
+        client.opened.add_done_callback(partial(self._end_opened, client))  # it may be opened yet, after all who waited went
+
+    def _end_opened(self, client: _Client, done: object) -> None:
+        opened = _opened_by(client)
+        if opened is not None:
+            self.episodes.end(opened.id, None, None)
 
     def _identify(self, shown: str, headers: Mapping[bytes, bytes]) -> tuple[str, str]:
         """(API key, name) of the client.
@@ -192,6 +210,12 @@ class ClientDoor:
             said = f"X-Agentrl-Episode takes at most {MAX_NAME} printable ASCII characters, without spaces."
             raise ApiError(400, said, "invalid_episode")
         return shown, name.decode()
+
+
+def _opened_by(client: _Client) -> OpenedEpisode | None:
+    """The client's episode; None while it is being opened, and where it could not be."""
+    done = client.opened
+    return done.result() if done.done() and not done.cancelled() and done.exception() is None else None
 
 
 def _check_local(headers: Mapping[bytes, bytes]) -> None:
