@@ -29,7 +29,8 @@ def serve(
     name: Annotated[str | None, typer.Option(help="Name of its run [serve-N].", show_default=False)] = None,
     no_record: Annotated[bool, typer.Option("--no-record", help="Keep nothing of what is said.")] = False,
     keep_days: Annotated[
-        float | None, typer.Option(min=0, max=36_500, help="Delete its episodes after so many days [never].", show_default=False)
+        float | None,
+        typer.Option(min=0, max=36_500, help="Delete its episodes after so many days [never].", show_default=False),
     ] = None,
     idle_seconds: Annotated[
         float, typer.Option(min=0.1, max=86_400, help="An episode ends when nothing was asked for so long.")

@@ -97,6 +97,8 @@ class ServedEpisodes:
     _orders: deque[Callable[[], None]] = field(default_factory=deque)
     _rollouts: dict[int, AgentRollout] = field(default_factory=dict)
     _opened: dict[int, ServedEpisode] = field(default_factory=dict)
+    _ending: dict[int, AgentEnd] = field(default_factory=dict)
+    """How the client of an open episode ended it, until all rows say so."""
     _ended: dict[int, Future[None]] = field(default_factory=dict)
     _lost_groups: set[Fence] = field(default_factory=set)
     _closing: threading.Event = field(default_factory=threading.Event)
@@ -144,13 +146,21 @@ class ServedEpisodes:
                 self._orders.popleft()()
             self._handle(events)
             if time.monotonic() - looked > POLL_SECONDS:
+                self._try(self._look)
                 looked = time.monotonic()
-                for rollout in list(self._rollouts.values()):
-                    self._guard(rollout, rollout.poll_calls)
             if time.monotonic() - forgot > FORGET_SECONDS:
-                forgot = time.monotonic()
                 self._try(partial(served_runs.forget_old, self.db))
+                forgot = time.monotonic()
         self._end_all()
+
+    def _look(self) -> None:
+        """Goes on with what failed while the database was away; of all others this process knows what is in the rows."""
+        for rollout in [rollout for rollout in self._rollouts.values() if not rollout.is_live]:
+            self._drop(rollout)
+        for opened in [opened for opened in self._opened.values() if opened.group not in self._rollouts]:
+            self._take_up(opened)
+        for episode in list(self._ending):
+            self._write_end(self._opened[episode])
 
     def _handle(self, events: Sequence[Event]) -> None:
         by_group: dict[int, list[Event]] = {}
@@ -167,13 +177,30 @@ class ServedEpisodes:
         key_hash = hashlib.sha256(key.encode()).hexdigest()
         try:
             opened = served_runs.open_episode(self.db, self.run, client, key_hash, lease)
-            work = rollout_claims.claim_group(self.db, opened.group, self.run.worker, lease)
         except Fenced as error:
             self.lost.set()
             raise StateError(error.message, "Start another: agentrl serve") from error
-        if work is None:
-            self.lost.set()
+        self._opened[opened.id] = opened
+        self._heartbeat.hold_agent(opened.agent, self.run.worker, lambda: None)
+        self.count += 1
+        try:
+            self._take_up(opened)
+        except ServiceError as error:
+            log.warning("%s", error)  # it is taken up once the database is back; its calls wait, or come again
+        if opened.id not in self._opened:
             raise StateError(f"{self.run.name} is over.", "Start another: agentrl serve")
+        return Opened(opened, key)
+
+    def _take_up(self, opened: ServedEpisode) -> None:
+        """Drives the episode from the end of its rows.
+
+        Raises:
+            ServiceError: the database is away.
+        """
+        work = rollout_claims.claim_group(self.db, opened.group, self.run.worker, settings().lease_seconds)
+        if work is None:  # it is over, or the run is
+            self._forget(opened)
+            return
         policy = self.policy
         rollout = AgentRollout(
             *(self.db, work, self.experiment, policy.engine, policy.chat, self._inbox, self._lost_groups),
@@ -181,51 +208,66 @@ class ServedEpisodes:
             server=self.server,
             served=_Clients(self.db, work.fence),
         )
-        rollout.start()
-        self._rollouts[opened.group], self._opened[opened.id] = rollout, opened
+        self._rollouts[opened.group] = rollout
         self._heartbeat.hold_group(work.fence, partial(self._lost_groups.add, work.fence))
-        self._heartbeat.hold_agent(opened.agent, self.run.worker, lambda: None)
-        self.count += 1
-        return Opened(opened, key)
+        self._guard(rollout, rollout.start)
 
     def _end(self, episode: int, end: AgentEnd) -> None:
         opened = self._opened.get(episode)
         if opened is None:
             self._tell_ended(episode)
             return
-        agent_attempts.finish_agent(self.db, opened.agent, self.run.worker, end)
-        rollout = self._rollouts[opened.group]
-        self._guard(rollout, partial(rollout.handle, [Event(opened.group, episode, woken=True)]))
+        self._ending.setdefault(episode, end)
+        self._try(partial(self._write_end, opened))
+
+    def _write_end(self, opened: ServedEpisode) -> None:
+        agent_attempts.finish_agent(self.db, opened.agent, self.run.worker, self._ending[opened.id])
+        if (rollout := self._rollouts.get(opened.group)) is not None:
+            self._guard(rollout, partial(rollout.handle, [Event(opened.group, opened.id, woken=True)]))
 
     def _guard(self, rollout: AgentRollout, act: Callable[[], None]) -> None:
-        """A failure ends that episode alone."""
+        """A failure ends that episode alone; one of the database ends none: the episode is taken up again from its rows."""
+        fence = rollout.work.fence
         try:
             act()
         except Fenced as error:
             log.info("%s", error)
             rollout.lose()
+        except ServiceError as error:
+            log.warning("%s", error)
+            self._set_aside(rollout)
+            return
         except Exception as error:
-            log.exception("group %d failed", rollout.work.fence.group)
+            log.exception("group %d failed", fence.group)
             rollout.lose()
-            self._try(partial(rollout_claims.fail_attempt, self.db, rollout.work.fence, type(error).__name__, str(error), 1))
+            if not self._try(partial(rollout_claims.fail_attempt, self.db, fence, type(error).__name__, str(error), 1)):
+                self._set_aside(rollout)
+                return
         if not rollout.is_live:
             self._drop(rollout)
 
-    def _drop(self, rollout: AgentRollout) -> None:
+    def _set_aside(self, rollout: AgentRollout) -> None:
         rollout.close()
-        fence = rollout.work.fence
-        self._rollouts.pop(fence.group, None)
-        self._heartbeat.drop_group(fence)
-        for episode in [opened for opened in self._opened.values() if opened.group == fence.group]:
-            self._heartbeat.drop_agent(episode.agent, self.run.worker)
-            del self._opened[episode.id]
-            self._tell_ended(episode.id)
+        self._rollouts.pop(rollout.work.fence.group, None)
+        self._heartbeat.drop_group(rollout.work.fence)
+
+    def _drop(self, rollout: AgentRollout) -> None:
+        self._set_aside(rollout)
+        for opened in [opened for opened in self._opened.values() if opened.group == rollout.work.fence.group]:
+            self._forget(opened)
         if self.forgets:
             self._try(partial(served_runs.forget_ended, self.db, self.run))
 
+    def _forget(self, opened: ServedEpisode) -> None:
+        self._heartbeat.drop_agent(opened.agent, self.run.worker)
+        self._opened.pop(opened.id, None)
+        self._ending.pop(opened.id, None)
+        self._tell_ended(opened.id)
+
     def _end_all(self) -> None:
-        for episode in list(self._opened):
-            self._try(partial(self._end, episode, AgentEnd()))
+        for episode in self._opened:
+            self._ending.setdefault(episode, AgentEnd())
+        self._try(self._look)
         deadline = time.monotonic() + 10.0
         while self._rollouts and time.monotonic() < deadline:  # what is sampled is being stopped
             self._handle(take_events(self._inbox))
@@ -234,11 +276,17 @@ class ServedEpisodes:
         self._heartbeat.drop_iteration(self.run.iteration, self.run.token)
         self._try(partial(served_runs.close_run, self.db, self.run))
 
-    def _try(self, act: Callable[[], object]) -> None:
+    def _try(self, act: Callable[[], object]) -> bool:
+        """Whether it was done; whatever it raises is told, and ends nothing else."""
         try:
             act()
         except ServiceError as error:
             log.warning("%s", error)
+            return False
+        except Exception:
+            log.exception("the episodes of %s go on after an error", self.run.name)
+            return False
+        return True
 
     # orders
 
