@@ -59,6 +59,7 @@ def as_document(record: Any, only: int | None = None) -> dict[str, Any]:
     chosen = [step for step in record.episode.steps if only in (None, step.index)]
     return {
         "episode": record.row,
+        "agent_error": record.agent_error,
         "rewards": [{key: row[key] for key in ("part", "step", "value", "weight", "reward_set")} for row in record.rewards],
         "grades": record.grades,
         "steps": [
@@ -175,6 +176,8 @@ def _end_lines(record: Any) -> Iterator[Line]:
     yield f"{row['status']} ({outcome})  reward {cell(row['reward'])}, advantage {cell(row['advantage'])}", "bold"
     if row["error"]:
         yield f"  {one_line(row['error'], 1000)}", "red"
+    elif record.agent_error:
+        yield f"  the agent ended with: {one_line(record.agent_error, 1000)}", "red"
     for grade in record.grades:
         said = grade["status"] if grade["result"] is None else f"{one_line(grade['result'], 200)} ({grade['seconds']:.3f} s)"
         yield f"  judged by {grade['tool']}: {said}", "red" if grade["error_class"] else ""

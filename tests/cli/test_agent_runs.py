@@ -23,6 +23,9 @@ OUTSIDE = (
     "UPDATE tool_calls SET kind = 'agent', status = 'unobserved' WHERE step = 1",
     "UPDATE steps SET delivered = :no WHERE number = 1",
 )
+SAID = """
+    INSERT INTO agent_attempts (run, episode_id, attempt, status, error_class, error)
+    VALUES ('outside', :id, 0, 'ended', 'RuntimeError', :error)"""
 
 
 @pytest.fixture
@@ -42,6 +45,7 @@ def outside(data: Database) -> str:
         Outcome(second, "failed", error_class="AgentError", error="KeyError: 'x'\n\x1b[2Jowned"),
     ]
     rollout_claims.finish_episodes(data, work.fence, ends, work.reward_set, work.weights)
+    data.write(lambda tx: tx.execute(text(SAID), {"id": first, "error": "RuntimeError: boom\n\x1b[2Jowned" + "x" * 5000}))
     return str(first)
 
 
@@ -54,6 +58,9 @@ def test_an_agents_calls_are_shown_as_its_own_and_what_it_did_not_tell_as_such(
     assert "no later request told what came of it" in said
     assert "the agent was not sent all of it" in said
     assert "done (agent_error)  reward 1" in said
+    assert "the agent ended with: RuntimeError: boom" in said
+    assert "\x1b" not in said
+    assert "x" * 1000 not in said
 
 
 def test_an_agents_calls_cannot_be_run_again(outside: str, capsys: pytest.CaptureFixture[str]) -> None:

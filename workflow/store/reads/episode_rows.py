@@ -131,6 +131,7 @@ class EpisodeRecord:
     """One whole episode: its row, its value with every step, the rows of its steps, calls and rewards.
 
     `grades` are the calls that judged it: the env made them when it was over, and the model saw nothing of them.
+    `agent_error` is what its agent said when it ended badly; empty where it did not, or where there is none.
     """
 
     row: EpisodeRow
@@ -139,6 +140,7 @@ class EpisodeRecord:
     calls: Sequence[CallRow]
     grades: Sequence[CallRow]
     rewards: Sequence[RewardRow]
+    agent_error: str = ""
 
 
 @sql_read_transaction
@@ -167,7 +169,14 @@ def episode_record(tx: Any, episode: int) -> EpisodeRecord:
         calls=_select_with_inherited(tx, CallRow, _CALLS_OF.format(kind="<>"), row),
         grades=_select_with_inherited(tx, CallRow, _CALLS_OF.format(kind="="), row),
         rewards=select_values(tx, RewardRow, "WHERE episode_id = :id ORDER BY id", id=episode),
+        agent_error=_agent_error(tx, row),
     )
+
+
+def _agent_error(tx: Any, row: EpisodeRow) -> str:
+    query = "SELECT error FROM agent_attempts WHERE episode_id = :id AND attempt = :attempt ORDER BY id DESC LIMIT 1"
+    found = select_rows(tx, query, id=row["id"], attempt=row["attempt"])
+    return str(found[0]["error"]) if found else ""
 
 
 def _find_row(tx: Any, episode: int) -> EpisodeRow | None:
