@@ -147,7 +147,9 @@ def _import_module(kind: str, name: str, module: str) -> ModuleType:
 
 def _import_error(kind: str, name: str, error: BaseException) -> ConfigError:
     said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": ")
-    return ConfigError(f"{name!r} ({kind}) cannot be imported: {_where(error)}{said}.", "Correct the file.")
+    missing = isinstance(error, ModuleNotFoundError)
+    hint = "Install what it needs where agentrl runs, or correct the file." if missing else "Correct the file."
+    return ConfigError(f"{name!r} ({kind}) cannot be imported: {_where(error)}{said}.", hint)
 
 
 def _where(error: BaseException) -> str:

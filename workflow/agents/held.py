@@ -44,7 +44,9 @@ def command_of(asked: AgentConfig) -> list[str]:
         for folder in sorted(folders_of(words)):
             if not may_read(folder):
                 raise ConfigError(
-                    f"The sandbox's user cannot read {str(folder)!r}, which the agent needs.", "Put it elsewhere."
+                    f"The sandbox's user cannot read {str(folder)!r}, which the agent needs.",
+                    "Put it where every user may read it, name another program (cmd:/usr/bin/python3 agent.py), "
+                    "or say --agent-unsafe where nothing else can be harmed.",
                 )
     return words
 
