@@ -136,7 +136,11 @@ def _serve(db: "Database", config: "RunConfig", ref: Any, of: str, listening: "s
         served = serve_policy(db, run, Experiment(settled), opened, listening, how)
     if served.was_ended:
         say(f"{run.name} was ended by another command.")
-    show(f"{run.name}: {served.episodes} episodes, {served.calls} calls")
+    show(f"{run.name}: {_count(served.episodes, 'episode')}, {_count(served.calls, 'call')}")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _greeting(run: str, what: str, url: str, how: "Serving") -> "Iterator[str]":

@@ -26,7 +26,11 @@ def nothing(task: Any, llm: Any) -> None:
 
 
 def words(task: Any, llm: Any) -> str:
-    return "a text is no reward"
+    return "a text is an answer"
+
+
+def a_list(task: Any, llm: Any) -> list[str]:
+    return ["a list is nothing"]
 
 
 def raises(task: Any, llm: Any) -> None:

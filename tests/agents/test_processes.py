@@ -67,6 +67,10 @@ def test_an_async_function_is_awaited_and_a_number_is_a_reward() -> None:
     assert ran("answers_later").rewards == {"agent": 0.25}
 
 
+def test_a_text_is_the_answer() -> None:
+    assert ran("words").answer == "a text is an answer"
+
+
 def test_nothing_is_fine() -> None:
     report = ran("nothing")
     assert (report.answer, report.rewards, report.error_class) == (None, None, "")
@@ -78,7 +82,9 @@ def test_an_exception_is_told_in_its_words_with_its_traceback_in_the_output() ->
     assert 'raise ValueError("no such luck")' in report.output
 
 
-@pytest.mark.parametrize(("name", "kind"), [("words", "TypeError"), ("many_rewards", "ValueError"), ("infinite", "ValueError")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("a_list", "TypeError"), ("many_rewards", "ValueError"), ("infinite", "ValueError")]
+)
 def test_what_no_agent_may_return_is_an_error(name: str, kind: str) -> None:
     report = ran(name)
     assert (report.error_class, report.answer, report.rewards) == (kind, None, None)

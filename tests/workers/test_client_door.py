@@ -148,7 +148,7 @@ def test_an_episode_ends_by_a_call_which_may_give_it_an_answer_and_rewards() -> 
         b'{"rewards": {"a": 1' + b"0" * 60_000 + b"}}",
         b'{"rewards": {"' + b"a" * 10_000 + b'": 1}}',
         b'{"text": 3}',
-        b'"good"',
+        b"true and false",
         b"x" * 70_000,
     ],
 )

@@ -69,7 +69,9 @@ def read_result(value: Any) -> AgentResult:
     Raises:
         TypeError, ValueError: it is nothing that an agent may return; the message says what is.
     """
-    if isinstance(value, Answer):
+    if isinstance(value, str):
+        value = {"text": value}
+    elif isinstance(value, Answer):
         value = {"text": value.text, "rewards": value.rewards}
     elif (isinstance(value, Mapping) and value.keys() - {"text", "rewards"}) or not isinstance(value, Mapping):
         value = {"rewards": value}
@@ -102,7 +104,7 @@ def _number(value: Any) -> float:
     value = item() if callable(item) and not isinstance(value, int | float) else value
     if not isinstance(value, int | float):
         raise TypeError(
-            f"an agent returns None, a number, named numbers or Answer(text, rewards), and no {type(value).__name__:.100}"
+            f"an agent returns None, a text, a number, named numbers or Answer(text, rewards), no {type(value).__name__:.100}"
         )
     if not math.isfinite(value):
         raise ValueError("a reward is a finite number")
