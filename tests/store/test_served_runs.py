@@ -156,6 +156,16 @@ def test_an_episode_that_another_was_forked_from_is_kept(database: Database) -> 
     assert {number for (number,) in rows(database, "SELECT id FROM episodes")} == {first.id, fork.id}
 
 
+def test_what_was_cancelled_is_over_in_all_rows_and_forgotten_in_time(database: Database) -> None:
+    run = served(database, keep_days=1)
+    opened(database, run)
+    planning.stop(database, run.name, "cancelled", "by hand")
+    assert rows(database, "SELECT status, error, lease_until FROM agent_attempts") == [("lost", "by hand", None)]
+    assert rows(database, "SELECT count(*) FROM episodes WHERE finished_at IS NULL") == [(0,)]
+    served_runs.forget_ended(database, run)
+    assert rows(database, "SELECT count(*) FROM episodes") == [(0,)]
+
+
 def test_an_episode_draws_other_tokens_than_those_before_it_that_are_forgotten(database: Database) -> None:
     run = served(database)
     keys = set()

@@ -156,3 +156,20 @@ def give_up_agent(tx: Connection, agent: int, worker: str, why: str, error_class
         "finished_at": datetime.now(UTC),
     }
     tx.execute(update(schema.agent_attempts).where(_claimed(agent, worker)).values(values))
+
+
+def lose_agents(tx: Connection, run: int, why: str) -> None:
+    """Gives up the agents of the run's open episodes, and leaves what they were told to call unobserved."""
+    calls = schema.tool_calls.c
+    still = select(schema.episodes.c.id).where(schema.episodes.c.run_id == run, schema.episodes.c.status.in_(OPEN))
+    unobserved = update(schema.tool_calls).where(calls.episode_id.in_(still), calls.kind == "agent", calls.status == "pending")
+    tx.execute(unobserved.values(status="unobserved"))
+    left = update(schema.agent_attempts).where(_AGENTS.episode_id.in_(still), _AGENTS.status == "running")
+    values = {
+        "status": "lost",
+        "error_class": "lost",
+        "error": clean(why),
+        "lease_until": None,
+        "finished_at": datetime.now(UTC),
+    }
+    tx.execute(left.values(values))

@@ -15,6 +15,7 @@ from sqlalchemy import ColumnElement, Connection, ScalarSelect, Select, exists, 
 
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import CheckpointError, ConflictError, StateError
+from agentrl.workflow.store.agent_attempts import lose_agents
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.forks import Fork, insert_fork
 from agentrl.workflow.store.iterations import epochs_of, insert_iteration, iterations_per_epoch, staleness_of
@@ -483,8 +484,13 @@ def _stop(tx: Connection, row: Mapping[str, Any], status: str, reason: str) -> N
     over = datetime.now(UTC) if status in ("cancelled", "failed") else None
     tx.execute(update(schema.runs).where(schema.runs.c.id == row["id"]).values(status=status, reason=reason, finished_at=over))
     if status == "cancelled":
+        served: dict[str, Any] = {}
+        if row["kind"] == "serve":  # nobody comes back to its episodes: they end here, also where their process is gone
+            lose_agents(tx, row["id"], reason)
+            served = {"finished_at": over}
         for table in (schema.episodes, schema.groups, schema.iterations):
-            tx.execute(update(table).where(table.c.run_id == row["id"], table.c.status.in_(OPEN)).values(status="cancelled"))
+            still = update(table).where(table.c.run_id == row["id"], table.c.status.in_(OPEN))
+            tx.execute(still.values(status="cancelled", **served))
     log(tx, row["id"], status, detail=reason)
 
 

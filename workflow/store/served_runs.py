@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from sqlalchemy import Connection, delete, select, update
 
 from agentrl.workflow.errors import ConflictError, Fenced
+from agentrl.workflow.store.agent_attempts import lose_agents
 from agentrl.workflow.store.connect import Database, insert, read_transaction, transaction
 from agentrl.workflow.store.planning import Submission, insert_submission, log
 from agentrl.workflow.store.rows import clean
@@ -139,12 +140,8 @@ def end_lost_runs(tx: Connection, lease_seconds: float) -> list[str]:
 
 def _end(tx: Connection, run: int, status: str, reason: str) -> None:
     """Ends a run, with its open episodes of that status."""
-    now, agents, calls = datetime.now(UTC), schema.agent_attempts.c, schema.tool_calls.c
-    still = select(_EPISODES.id).where(_EPISODES.run_id == run, _EPISODES.status.in_(OPEN))
-    unobserved = update(schema.tool_calls).where(calls.episode_id.in_(still), calls.kind == "agent", calls.status == "pending")
-    tx.execute(unobserved.values(status="unobserved"))
-    left = update(schema.agent_attempts).where(agents.episode_id.in_(still), agents.status == "running")
-    tx.execute(left.values(status="lost", error_class="lost", error=reason, lease_until=None, finished_at=now))
+    now = datetime.now(UTC)
+    lose_agents(tx, run, reason)
     ended = {"status": status, "error": reason, "error_class": "lost" if reason else "", "finished_at": now}
     tx.execute(update(schema.episodes).where(_EPISODES.run_id == run, _EPISODES.status.in_(OPEN)).values(ended))
     for table in (schema.groups, schema.iterations):
