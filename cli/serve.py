@@ -72,6 +72,10 @@ def serve(
     chat = {"model.tool_format": tool_format, "model.chat_template": chat_template, "seed": seed}
     with closing(bind(host, port, "Name another --port, or 0 for any.")) as listening:
         key = settings().serve_key
+        if not all("!" <= letter <= "~" for letter in key):
+            raise ConfigError(
+                "AGENTRL_SERVE_KEY takes printable ASCII without spaces: no header brings another.", "Set another."
+            )
         if not key and not is_loopback(listening):
             said = f"At {host} other machines could call, and no key is set."
             raise ConfigError(said, "Set AGENTRL_SERVE_KEY to what they must send, or leave --host out.")

@@ -177,6 +177,16 @@ def test_a_killed_servers_run_is_ended_by_the_next_and_a_cancelled_one_ends_itse
         assert made.rows("SELECT name, status FROM runs ORDER BY id") == [("serve-1", "done"), ("serve-2", "cancelled")]
 
 
+@pytest.mark.parametrize("key", ["sesame\n", "open sesame", "sésame"])
+def test_a_key_that_no_header_brings_is_refused(key: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "AGENTRL_HOME": str(tmp_path), "AGENTRL_SERVE_KEY": key}
+    command = [sys.executable, "-m", "agentrl.cli", "serve", "--policy", "tiny", "--port", "0"]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+    assert found.returncode not in (0, 1)
+    assert "AGENTRL_SERVE_KEY takes printable ASCII" in found.stderr
+    assert key not in found.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
