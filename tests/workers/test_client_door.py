@@ -149,6 +149,7 @@ def test_an_episode_ends_by_a_call_which_may_give_it_an_answer_and_rewards() -> 
         b'{"rewards": {"' + b"a" * 10_000 + b'": 1}}',
         b'{"text": 3}',
         b"true and false",
+        b'{"rewards": {"a": -1e31}}',
         b"x" * 70_000,
     ],
 )

@@ -23,6 +23,7 @@ from agentrl.workers.serving.endpoint_app import Read
 from agentrl.workflow.agents import AgentResult, read_result
 from agentrl.workflow.call_json import parse_digits
 from agentrl.workflow.errors import AgentRLError
+from agentrl.workflow.rewards import LARGEST
 
 log = getLogger("agentrl.serve")
 END = "/v1/episode/end"
@@ -250,7 +251,10 @@ def _read_end(body: bytes) -> AgentResult:
     """
     try:
         value = json.loads(body, parse_int=parse_digits) if body.strip() else None
-        return read_result(value)
+        found = read_result(value)
+        if any(abs(reward) > LARGEST for reward in (found.rewards or {}).values()):
+            raise ValueError(f"a reward is between -{LARGEST:g} and {LARGEST:g}")
+        return found
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         said = str(error).partition("\n")[0][:200]
         hint = 'Send nothing, a number, or {"text": ANSWER, "rewards": {NAME: NUMBER}}.'
