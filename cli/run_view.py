@@ -20,6 +20,7 @@ class RunView:
     iterations: list[Row] = field(default_factory=list)
     progress: Row = field(default_factory=dict)
     failure: Row = field(default_factory=dict)
+    agent_error: Row = field(default_factory=dict)
     sampled_on: str = ""
     warning: str = ""
     evals: list[Row] = field(default_factory=list)

@@ -86,9 +86,15 @@ def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
     after = known[-1]["iteration"] if known else 0
     found = iterate_rows(list_iterations, db, IterationFilter(run, after=after))
     fresh = [each for each in found if each.status in ENDED_STATUSES]
-    failure = {} if row["status"] in OPEN_STATUSES else run_rows.find_most_frequent_failure(db, run)
+    is_open = row["status"] in OPEN_STATUSES
     return RunView(
-        row, [*known, *fresh], run_rows.count_progress(db, run), failure, run_rows.why_sampling_on(db, run), evals=evals
+        row,
+        [*known, *fresh],
+        run_rows.count_progress(db, run),
+        {} if is_open else run_rows.find_most_frequent_failure(db, run),
+        {} if is_open else run_rows.find_most_frequent_agent_error(db, run),
+        run_rows.why_sampling_on(db, run),
+        evals=evals,
     )
 
 
@@ -240,13 +246,15 @@ def trained_on_query(run: str) -> str:
 
 
 def _failure_lines(view: RunView) -> list[Line]:
-    most, name = view.failure, view.run["run"]
-    if not most:
-        return []
-    return [
-        (f"  {most['failed']} episodes failed, {most['episodes']} of them with: {one_line(most['error'], 300)}", "red"),
-        (f"    agentrl episodes {name} --status {most['status']}", ""),
-    ]
+    most, agents, name = view.failure, view.agent_error, view.run["run"]
+    lines: list[Line] = []
+    if most:
+        said = f"{most['failed']} episodes failed, {most['episodes']} of them with: {one_line(most['error'], 300)}"
+        lines += [(f"  {said}", "red"), (f"    agentrl episodes {name} --status {most['status']}", "")]
+    if agents:
+        said = f"{agents['ended']} episodes' agents ended badly, {agents['episodes']} with: {one_line(agents['error'], 300)}"
+        lines += [(f"  {said}", "red"), (f"    agentrl episodes {name} --stop-reason agent_error", "")]
+    return lines
 
 
 def _describe_rewards(rewards: Sequence[float]) -> str:

@@ -105,3 +105,13 @@ def test_without_workers_for_agents_on_a_named_broker_each_that_is_missing_is_sa
     assert "worker rollout" in plain
     assert "worker agents" not in plain
     assert "worker endpoint" not in plain
+
+
+def test_the_end_of_a_run_says_what_its_agents_ended_with(
+    outside: str, data: Database, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data.write(lambda tx: tx.execute(text("UPDATE runs SET status = 'done' WHERE name = 'outside'")))
+    said = agentrl(capsys, "watch", "outside")
+    assert "1 episodes' agents ended badly, 1 with: RuntimeError: boom" in said
+    assert "agentrl episodes outside --stop-reason agent_error" in said
+    assert "\x1b" not in said

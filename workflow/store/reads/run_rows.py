@@ -167,6 +167,19 @@ def find_most_frequent_failure(tx: Any, run: str) -> Row:
     return found[0] if found else {}
 
 
+@sql_read_transaction
+def find_most_frequent_agent_error(tx: Any, run: str) -> Row:
+    """How many of the run's episodes ended as agent_error (`ended`), and the `error` of most of their agents with its count
+    (`episodes`); empty where none did."""
+    query = """
+        SELECT a.error, count(*) AS episodes, CAST(sum(count(*)) OVER () AS BIGINT) AS ended FROM episodes e
+        JOIN agent_attempts a ON a.episode_id = e.id AND a.attempt = e.attempt
+        WHERE e.run_id = :id AND e.status = 'done' AND e.stop_reason = 'agent_error'
+        GROUP BY a.error ORDER BY count(*) DESC, min(e.id) LIMIT 1"""
+    found = select_rows(tx, query, id=run_id_and_name(tx, run)["id"])
+    return found[0] if found else {}
+
+
 def run_id_and_name(tx: Any, run: str) -> Row:
     """Id and name of a run. Raises as `run_row`."""
     return run_row(tx, run, "id, name")
