@@ -11,6 +11,7 @@ from agentrl.workflow.agents import Answer
 
 CALLS = 12
 TOKENS = 16
+NEXT = "And then?"
 
 
 def whole(task: Any, llm: Any) -> Answer:
@@ -19,7 +20,7 @@ def whole(task: Any, llm: Any) -> Answer:
 
 
 def streamed(task: Any, llm: Any) -> Answer:
-    """Seconds to the first piece of text of each of some streams."""
+    """Seconds to the first piece of text of each of some streams, each of one token: its turn's seconds are that token's."""
     return _timed(task, llm, stream=True)
 
 
@@ -30,7 +31,7 @@ def _timed(task: Any, llm: Any, stream: bool) -> Answer:
             began = time.perf_counter()
             first, content = _call(connection, llm, messages, stream)
             seconds.append(first - began)
-            messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "And then?"}]
+            messages += [{"role": "assistant", "content": content}, {"role": "user", "content": NEXT * (10 if stream else 1)}]
     return Answer(json.dumps(seconds))
 
 
@@ -48,7 +49,7 @@ class _connected:  # noqa: N801 - reads as a phrase
 
 def _call(connection: HTTPConnection, llm: Any, messages: Any, stream: bool) -> tuple[float, str]:
     """(when its first text was there, all of its text)."""
-    body = json.dumps({"model": llm.model, "messages": messages, "max_tokens": TOKENS, "stream": stream})
+    body = json.dumps({"model": llm.model, "messages": messages, "max_tokens": 1 if stream else TOKENS, "stream": stream})
     headers = {"Authorization": f"Bearer {llm.api_key}", "Content-Type": "application/json"}
     connection.request("POST", "/v1/chat/completions", body, headers)
     answer = connection.getresponse()
@@ -61,7 +62,8 @@ def _call(connection: HTTPConnection, llm: Any, messages: Any, stream: bool) -> 
         if delta.get("content"):
             first = first or time.perf_counter()
             pieces.append(delta["content"])
-    return first or time.perf_counter(), "".join(pieces)
+    assert pieces, "the stream had no text"
+    return first, "".join(pieces)
 
 
 def _deltas(answer: Any) -> Iterator[dict[str, Any]]:

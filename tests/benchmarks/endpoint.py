@@ -1,4 +1,4 @@
-"""What the way through the endpoint costs: a call against the sampler's own time for the same turn, and a whole run.
+"""What the way through the endpoint costs: a call against the sampler's own time for the same turn, a whole run, memory.
 
 The calls are made by an agent in its own process, one after the other, through the endpoint, into the rollout worker and back,
 each committed before it is released; the sampler's own time is that of the same turn, as its row has it. Whole runs are
@@ -6,6 +6,7 @@ arithmetic with the tiny model, by the built-in loop and by the agent of `exampl
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -13,23 +14,25 @@ from typing import Any
 
 from tests.benchmarks.calling_agent import CALLS
 from tests.benchmarks.cases import Cases
+from tests.benchmarks.endpoint_sessions import SESSIONS, kib_per_session
 from tests.benchmarks.fleet import Fleet, fleet, seconds
+from tests.benchmarks.models import saved
 from tests.benchmarks.report import Comparison, Measured, Table, load
 from tests.benchmarks.timing import p95
 from tests.support.small_models import tiny_calling
 
-EPISODES = 16
 WARM = 2
 """Calls of each episode that only warm up."""
-ROUNDS = 5
-SMALL: dict[str, Any] = {"epochs": 1, "rollout.tasks_per_iteration": 1, "dataset.name": "arithmetic", "dataset.max_samples": 1}
-CALLING = SMALL | {"rollout.group_size": EPISODES, "rollout.max_new_tokens": 16}
+ROUNDS = 20
+"""Pairs of runs, after one that warms up."""
+SMALL: dict[str, Any] = {"epochs": 1, "rollout.tasks_per_iteration": 1, "dataset.name": "arithmetic"}
+CALLING = SMALL | {"algorithm.name": "reinforce", "rollout.max_new_tokens": 16}
 WHOLE_RUN: dict[str, Any] = {
     "epochs": 1,
     "dataset.name": "arithmetic",
     "rollout.tasks_per_iteration": 8,
     "rollout.group_size": 8,
-    "dataset.max_samples": 16,
+    "dataset.max_samples": 8,
     "rollout.max_new_tokens": 32,
 }
 COLUMNS = (
@@ -41,44 +44,64 @@ COLUMNS = (
     "more: median ms",
     "p95",
     "p99",
+    "ratio",
+    "95% from",
+    "to",
 )
 
 
 def measure() -> Measured:
-    """Calls one after the other, answered whole and streamed; runs of whole episodes."""
-    cases, rows, comparisons = Cases(), [], []
+    """Calls one after the other, answered whole and streamed; runs of whole episodes; open calls."""
+    cases, rows = Cases(), []
+    comparisons: list[Comparison] = []
+    tables: list[Table] = []
     with TemporaryDirectory() as folder, fleet() as crew:
-        model = {"model.path": str(tiny_calling(Path(folder) / "tiny", layers=4, width=128))}
+        tiny = {"model.path": str(tiny_calling(Path(folder) / "tiny", layers=4, width=128))}
+        bench = {"model.path": str(saved("bench", Path(folder))), "model.lora_r": 8}
         for role in ("rollout,train", "tools", "control", "agents", "endpoint"):
             crew.worker(role)
-        for kind, what in (("whole", "a whole answer of 16 tokens"), ("streamed", "the first text of a stream")):
-            with cases.case(f"endpoint, {kind}"):
-                waited, own = _calls(crew, kind, CALLING | model)
-                more = [1e3 * (one - other) for one, other in zip(waited, own, strict=True)]
-                ms = [[1e3 * value for value in column] for column in (waited, own)]
-                rows.append([what, len(waited), median(ms[0]), p95(ms[0]), median(ms[1]), median(more), p95(more), _p99(more)])
+        for what, kind, model, episodes in (
+            ("tiny, a whole answer of 16 tokens", "whole", tiny, 16),
+            ("bench, the first token of a stream", "streamed", bench, 6),
+        ):
+            with cases.case(f"endpoint, {what}"):
+                rows.append([what, *_row(*_calls(crew, kind, CALLING | model | {"dataset.max_samples": episodes}))])
+        called = load()
         with cases.case("endpoint, episodes of a run"):
-            comparisons.append(_runs(crew, WHOLE_RUN | model))
-    tables = [Table("calls through the endpoint", COLUMNS, [*rows, *cases.rows()], load())]
-    return Measured(tables, comparisons, unmeasured=cases.unmeasured)
+            comparisons.append(_runs(crew, WHOLE_RUN | tiny))
+            pairs = [[ROUNDS, *_bounds(comparisons[0].ours, comparisons[0].other)]]
+            tables.append(Table("episodes/s of an agent to the built-in loop's", ("pairs", *COLUMNS[-3:]), pairs, load()))
+    with cases.case("endpoint, memory"):
+        memory = [[SESSIONS, kib_per_session()]]
+        tables.append(Table("memory of the endpoint", ("open calls", "KiB each"), memory, load()))
+    calls = Table("calls through the endpoint", COLUMNS, [*rows, *cases.rows()], called)
+    return Measured([calls, *tables], comparisons, unmeasured=cases.unmeasured)
+
+
+def _row(waited: Sequence[float], own: Sequence[float]) -> list[float]:
+    """The numbers of `COLUMNS`."""
+    more = [1e3 * (one - other) for one, other in zip(waited, own, strict=True)]
+    ours, engine = ([1e3 * value for value in column] for column in (waited, own))
+    return [len(waited), median(ours), p95(ours), median(engine), median(more), p95(more), _p99(more), *_bounds(waited, own)]
 
 
 def _calls(crew: Fleet, kind: str, options: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """(seconds that the agents waited, seconds that the sampler took for the same turns; for its first token where streamed).
+    """(seconds that the agents waited, seconds that the sampler took for the same turns).
 
     Agents run one at a time, since a call that waits for another's turn measures that.
     """
-    waited, own = [], []
+    waited: list[float] = []
+    own: list[float] = []
     name = f"calls-{kind}"
     agent = {"agent.name": f"tests.benchmarks.calling_agent:{kind}"}
-    crew.submit(name, options | agent | {"rollout.group_size": 1, "dataset.max_samples": EPISODES})
+    crew.submit(name, options | agent | {"rollout.group_size": 1})
     crew.wait_for(name)
     answers = crew.rows(f"SELECT episode_id, answer FROM agent_attempts WHERE run = '{name}' ORDER BY episode_id")
     for episode, answer in answers:
-        turns = crew.rows(f"SELECT generate_seconds, sampled_tokens FROM steps WHERE episode_id = {episode} ORDER BY number")
+        turns = crew.rows(f"SELECT generate_seconds FROM steps WHERE episode_id = {episode} ORDER BY number")
         assert len(turns) == CALLS, f"episode {episode} has {len(turns)} turns"
         waited += json.loads(answer)[WARM:]
-        own += [taken / (tokens if kind == "streamed" else 1) for taken, tokens in turns[WARM:]]
+        own += [taken for (taken,) in turns[WARM:]]
     return waited, own
 
 
@@ -98,10 +121,17 @@ def _runs(crew: Fleet, options: dict[str, Any]) -> Comparison:
             taken = sum(seconds(last) - seconds(first) for first, last, _ in rows)
             if number:
                 rates[kind].append(sum(count for *_, count in rows) / taken)
-    name = "arithmetic, tiny model, 8 x 8 episodes per iteration, rollouts alone"
+    said = "arithmetic, tiny model, 8 x 8 episodes per iteration, rollouts alone"
     return Comparison(
-        name, rates["agent"], rates["loop"], "episodes/s", "the built-in loop", "more", "an agent on the openai SDK"
+        said, rates["agent"], rates["loop"], "episodes/s", "the built-in loop", "more", "an agent on the openai SDK"
     )
+
+
+def _bounds(ours: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+    """The median of the pairs' ratios, and an interval of at least 95% for it: the sign test's, whatever their distribution."""
+    ratios = sorted(one / two for one, two in zip(ours, other, strict=True))
+    beyond = max(0, int(len(ratios) / 2 - 0.98 * len(ratios) ** 0.5) - 1)
+    return median(ratios), ratios[beyond], ratios[-1 - beyond]
 
 
 def _p99(values: list[float]) -> float:
