@@ -45,9 +45,9 @@ WAYS = {
     "built-in": Way(""),
     "openai": Way("examples.openai_agent.agent:solve"),
     "openai-async": Way("examples.openai_agent.agent:solve_async", (0,)),
-    "langgraph": Way("tests.learning.other_agents:langgraph", (0,)),
-    "smolagents": Way("tests.learning.other_agents:smolagents", (0,), texts=True),
-    "text-tools": Way("tests.learning.other_agents:text_tools", (0,), texts=True),
+    "langgraph": Way("tests.learning.langgraph_agent:solve", (0,)),
+    "smolagents": Way("tests.learning.smolagents_agent:solve", (0,), texts=True),
+    "text-tools": Way("tests.learning.text_tools_agent:solve", (0,), texts=True),
 }
 JUDGED = ("built-in", "openai")
 

@@ -1,4 +1,6 @@
-"""Agents for `make learn-agent` on other libraries than the example's, each as its own manual writes it.
+"""What the agents of `make learn-agent` on other libraries than the example's share.
+
+Each has a module of its own: what that imports is there in every fork.
 
 Those that write their calls as text (`calc: 12+7`, answered by a plain message) begin from a model that was warmed up on such
 conversations: `as_text` makes them.
@@ -17,53 +19,6 @@ from examples.openai_agent.agent import TURNS, calculate
 SHOWN = 16_384
 """Conversations of the warm start, as many as `sft --dataset arithmetic` has."""
 CALC = re.compile(r"calc: (.+)")
-
-
-def langgraph(task: Any, llm: Any) -> None:
-    """langchain-openai, with a graph of two nodes."""
-    from langchain_core.tools import tool
-    from langchain_openai import ChatOpenAI
-    from langgraph.graph import START, MessagesState, StateGraph
-    from langgraph.prebuilt import ToolNode, tools_condition
-
-    @tool
-    def calculator(expression: str) -> str:
-        """Computes an arithmetic expression exactly."""
-        return result_of(expression)
-
-    model = ChatOpenAI(model=llm.model, base_url=llm.base_url, api_key=llm.api_key).bind_tools([calculator])
-    graph = StateGraph(MessagesState)
-    graph.add_node("agent", lambda state: {"messages": [model.invoke(state["messages"])]})
-    graph.add_node("tools", ToolNode([calculator]))
-    graph.add_edge(START, "agent")
-    graph.add_conditional_edges("agent", tools_condition)
-    graph.add_edge("tools", "agent")
-    graph.compile().invoke({"messages": list(task.messages)}, {"recursion_limit": 2 * TURNS + 1})
-
-
-def smolagents(task: Any, llm: Any) -> None:
-    """The model of smolagents, whose agents take calls from the text."""
-    from smolagents import OpenAIModel
-
-    model = OpenAIModel(model_id=llm.model, api_base=llm.base_url, api_key=llm.api_key)
-
-    def say(messages: list[dict[str, str]]) -> str:
-        parts = [{"role": each["role"], "content": [{"type": "text", "text": each["content"]}]} for each in messages]
-        return str(model.generate(parts).content or "")
-
-    talk(say, task)
-
-
-def text_tools(task: Any, llm: Any) -> None:
-    """As mini-swe-agent does it: no tool is declared, the command is read from the text."""
-    from openai import OpenAI
-
-    client = OpenAI(base_url=llm.base_url, api_key=llm.api_key)
-
-    def say(messages: list[dict[str, str]]) -> str:
-        return client.chat.completions.create(model=llm.model, messages=messages).choices[0].message.content or ""  # type: ignore[arg-type]
-
-    talk(say, task)
 
 
 def talk(say: Callable[[list[dict[str, str]]], str], task: Any) -> None:

@@ -135,8 +135,8 @@ class AgentRollout:
             if event.reason:
                 self.judging.note_refusal(event.episode, event.call, event.reason)
         self._observe({event.episode for event in events if event.call and not event.reason})
-        if any(event.woken for event in events):
-            self._judge_agents(self.agents.load())
+        if woken := {event.episode for event in events if event.woken}:
+            self._judge_agents(self.agents.load(woken))
 
     def poll_calls(self) -> None:
         """Reads the rows of agents and of judges' calls without a wake-up, and sends again what seems lost.

@@ -36,8 +36,8 @@ class Agents(Protocol):
     def give(self, episodes: Sequence[int]) -> None:
         """Gives each of the episodes to an agent, if its current attempt has none."""
 
-    def load(self) -> dict[int, AgentState]:
-        """Episode -> its agent's state."""
+    def load(self, episodes: Collection[int] | None = None) -> dict[int, AgentState]:
+        """Episode -> its agent's state, of these (None: of all)."""
 
     def send_overdue(self, states: Collection[AgentState]) -> None:
         """Sends agents again that nobody has begun to run."""
@@ -68,9 +68,9 @@ class PendingAgents:
             if episode in states:
                 self._expect(states[episode])
 
-    def load(self) -> dict[int, AgentState]:
-        """Episode -> its agent's state."""
-        return agent_holds.load_agents(self.db, self.fence.group, settings().lease_seconds)
+    def load(self, episodes: Collection[int] | None = None) -> dict[int, AgentState]:
+        """Episode -> its agent's state, of these (None: of all)."""
+        return agent_holds.load_agents(self.db, self.fence.group, settings().lease_seconds, episodes)
 
     def send_overdue(self, states: Collection[AgentState]) -> None:
         """Sends agents again that nobody has begun to run.

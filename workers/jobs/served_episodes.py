@@ -60,9 +60,9 @@ class _Clients:
     def give(self, episodes: Sequence[int]) -> None:
         """Its client is there already."""
 
-    def load(self) -> dict[int, AgentState]:
+    def load(self, episodes: Collection[int] | None = None) -> dict[int, AgentState]:
         """Episode -> its client's state; no client is lost while this process serves it, as after a machine's sleep."""
-        found = agent_holds.load_agents(self.db, self.fence.group, settings().lease_seconds)
+        found = agent_holds.load_agents(self.db, self.fence.group, settings().lease_seconds, episodes)
         return {episode: replace(state, is_overdue=False) for episode, state in found.items()}
 
     def send_overdue(self, states: Collection[AgentState]) -> None:

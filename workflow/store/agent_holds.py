@@ -1,6 +1,6 @@
 """What a rollout writes and reads of the agents that its episodes are given to; who runs one writes the rest of its row."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -73,8 +73,10 @@ def count_sent(tx: Connection, agents: Sequence[int]) -> None:
 
 
 @read_transaction
-def load_agents(tx: Connection, group: int, lease_seconds: float) -> dict[int, AgentState]:
-    """Episode -> the agent of its current attempt, for the group's open episodes that have one."""
+def load_agents(
+    tx: Connection, group: int, lease_seconds: float, episodes: Collection[int] | None = None
+) -> dict[int, AgentState]:
+    """Episode -> the agent of its current attempt, for those of the group's open episodes (None: all) that have one."""
     lost = schema.agent_attempts.alias("before")
     losses = (
         select(func.count())
@@ -88,6 +90,7 @@ def load_agents(tx: Connection, group: int, lease_seconds: float) -> dict[int, A
         .join(schema.episodes, _CURRENT)
         .where(_EPISODES.group_id == group, _EPISODES.finished_at.is_(None))
     )
+    query = query if episodes is None else query.where(_EPISODES.id.in_(episodes))
     states = [AgentState(*row) for row in map(tuple, tx.execute(query))]
     return {state.episode: state for state in states}
 
