@@ -84,6 +84,11 @@ class AgentRollout:
         """Whether there is anything left to do."""
         return bool(self.recorder.episodes) and self.work.fence not in self.lost
 
+    @property
+    def may_gather(self) -> bool:
+        """Whether several turns are sampled, which may end in the same decoding step."""
+        return sum(len(turns.open) for turns in self._turns.values()) > 1
+
     def lose(self) -> None:
         """Stops all writing, since another worker has the group or this attempt is over."""
         self.lost.add(self.work.fence)

@@ -56,6 +56,9 @@ class GroupRollout:
         """Whether there is anything left to do."""
         return bool(self.recorder.episodes) and self.work.fence not in self.lost
 
+    may_gather = True
+    """A group's episodes are sampled together."""
+
     def lose(self) -> None:
         """Stops all writing, since another worker has the group or this attempt is over."""
         self.lost.add(self.work.fence)

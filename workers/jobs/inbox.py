@@ -40,12 +40,16 @@ GATHER_SECONDS = 0.001
 """The wait for turns that end in the same decoding step, to commit them together; answered calls wait for nothing."""
 
 
-def take_events(inbox: Inbox) -> list[Event]:
-    """Waits for an event, and after a sampled turn a moment longer, then takes all events that are there."""
+def take_events(inbox: Inbox, gathers: bool = True) -> list[Event]:
+    """Waits for an event, and after a sampled turn a moment longer, then takes all events that are there.
+
+    Args:
+        gathers: whether other turns may end in the same decoding step; where none can, nothing is waited for.
+    """
     events: list[Event] = []
     try:
         events.append(inbox.get(timeout=POLL_SECONDS))
-        if events[0].completion is not None:
+        if gathers and events[0].completion is not None:
             time.sleep(GATHER_SECONDS)
         while True:
             events.append(inbox.get_nowait())

@@ -215,7 +215,7 @@ def _drive_rollouts(rollouts: Mapping[int, Driver], inbox: Inbox) -> None:
         if stopping.is_set():
             _hand_back_groups([driver.work for driver in rollouts.values() if driver.is_live])
             return
-        events = take_events(inbox)
+        events = take_events(inbox, gathers=len(rollouts) > 1 or any(driver.may_gather for driver in rollouts.values()))
         for group, driver in rollouts.items():
             mine = [event for event in events if event.group == group]
             if driver.is_live and mine:

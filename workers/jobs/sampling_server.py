@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from logging import getLogger
@@ -127,9 +127,15 @@ class SamplingServer:
         said: asyncio.Queue[Said] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
+        held: list[Said] = []
+
         def tell(word: Said) -> None:
+            held.append(word)
+            if isinstance(word, Accepted) and not ask.stream:
+                return  # nothing is written yet: it wakes nobody
+            words, held[:] = tuple(held), []
             with suppress(RuntimeError):  # the loop is closed: the process ends
-                loop.call_soon_threadsafe(said.put_nowait, word)
+                loop.call_soon_threadsafe(_put_all, said, words)
 
         body_hash = hashlib.sha256(body).hexdigest()
         call = AgentCall(episode, attempt, *exchange.identity(body_hash), body_hash, ask, tell)
@@ -150,6 +156,11 @@ class SamplingServer:
             for task in (reply, gone):
                 task.cancel()
             await asyncio.gather(reply, gone, return_exceptions=True)
+
+
+def _put_all(said: "asyncio.Queue[Said]", words: Iterable[Said]) -> None:
+    for word in words:
+        said.put_nowait(word)
 
 
 class _BrokenOff(Exception):

@@ -141,7 +141,7 @@ class ServedEpisodes:
     def _work(self) -> None:
         looked = forgot = time.monotonic()
         while not (self._closing.is_set() and not self._orders):
-            events = take_events(self._inbox)
+            events = take_events(self._inbox, gathers=len(self._rollouts) > 1 or self._may_gather)
             while self._orders:
                 self._orders.popleft()()
             self._handle(events)
@@ -161,6 +161,10 @@ class ServedEpisodes:
             self._take_up(opened)
         for episode in list(self._ending):
             self._write_end(self._opened[episode])
+
+    @property
+    def _may_gather(self) -> bool:
+        return any(rollout.may_gather for rollout in self._rollouts.values())
 
     def _handle(self, events: Sequence[Event]) -> None:
         by_group: dict[int, list[Event]] = {}
