@@ -61,8 +61,9 @@ def _content(text: str, tool_format: ToolFormat, tools: Sequence[Schema], calls:
             calls += made
             kept.append(text[at : end if made[-1].error is not None else call.start()])
         at = end
-        think = think if think and think.start() >= at else _THINK.search(text, at)
-        call = call if call and call.start() >= at else tool_format.begins.search(text, at)
+        # Where none was found none follows: it is not looked for again.
+        think = _THINK.search(text, at) if think and think.start() < at else think
+        call = tool_format.begins.search(text, at) if call and call.start() < at else call
     return "".join([*kept, text[at:]])
 
 
