@@ -114,7 +114,7 @@ def evaluate(
     asked |= {"group_size": group_size, "stop": stop or None, **(_greedy_options(drawn, group_size) if greedy else drawn)}
     own = {"name": agent, "network": agent_network, "unsafe": agent_unsafe, "sandbox": agent_sandbox}
     config, ref = eval_run_of(policy, dataset, split, n, asked, env, trust_remote_code, own)
-    config = build(config.flat() | _chat_values(tool_format, chat_template))
+    config = build(config.flat() | chat_values(tool_format, chat_template))
     prepared = _with_policy_name(submission.prepare(existing_database(), config, kind="eval", policy=ref), policy)
     for remark in prepared.remarks:
         say(remark)
@@ -174,30 +174,40 @@ def eval_run_of(
     Options that `rollout` and `agent` lack, or give as None, are the run's. `trust`: the model's own code may run.
     """
     from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
-    from agentrl.workflow.models.lookup import existing_model
 
-    base, ref = _find_policy(policy, trust)
+    base, ref = find_trusted_policy(policy, trust)
     config = eval_config(base, dataset, split, n, rollout, env, agent)
     if ref is None:  # before the dataset, which may be far away: an unknown name is the first error to report
-        try:
-            existing_model(config.model.path, config.dataset.name)
-        except ModelError as error:
-            raise ModelError(f"No run is called {policy!r}, and no model is found: {error.message}", error.hint) from error
+        check_model_is_there(policy, config)
     return in_one_iteration(config), ref
 
 
-def _find_policy(policy: str, trust: bool) -> tuple[RunConfig, Any]:
+def find_trusted_policy(policy: str, trust: bool) -> tuple[RunConfig, Any]:
     """The result of `find_policy`; the model's own code may run if a person allows it here, or did so in `submit`."""
     config, ref = find_policy(policy)
     trusted = config.model.trust_remote_code or trust
     return config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": trusted})}), ref
 
 
+def check_model_is_there(policy: str, config: RunConfig) -> None:
+    """Checks that words which mean no run mean a model.
+
+    Raises:
+        ModelError: they do not.
+    """
+    from agentrl.workflow.models.lookup import existing_model
+
+    try:
+        existing_model(config.model.path, config.dataset.name)
+    except ModelError as error:
+        raise ModelError(f"No run is called {policy!r}, and no model is found: {error.message}", error.hint) from error
+
+
 def _rollout_values(rollout: Mapping[str, Any]) -> dict[str, Any]:
     return {f"rollout.{key}": value for key, value in rollout.items() if value is not None}
 
 
-def _chat_values(tool_format: str | None, chat_template: str | None) -> dict[str, Any]:
+def chat_values(tool_format: str | None, chat_template: str | None) -> dict[str, Any]:
     """The chosen chat options, as keys of the config."""
     given = {"model.tool_format": tool_format, "model.chat_template": chat_template}
     return {key: value for key, value in given.items() if value is not None}
@@ -245,12 +255,12 @@ def chat(
     from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.settings import settings
 
-    config, ref = _find_policy(policy, trust_remote_code)
+    config, ref = find_trusted_policy(policy, trust_remote_code)
     found, tools = _env_at_hand(config, env)
 
     asked: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "engine": engine}
     asked |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
-    config = build(config.flat() | _rollout_values(asked) | _chat_values(tool_format, chat_template))
+    config = build(config.flat() | _rollout_values(asked) | chat_values(tool_format, chat_template))
     engines.check_options(Experiment(config).engine, config.rollout)
     if ref is None:
         _check_model(config.model.path, trust_remote_code)

@@ -7,9 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.evaluate import MinP, PolicyName, Stop, TemplateFile, ToolFormatName, TopK, TopP
+from agentrl.cli.evaluate import (
+    MinP,
+    PolicyName,
+    Stop,
+    TemplateFile,
+    ToolFormatName,
+    TopK,
+    TopP,
+    chat_values,
+    check_model_is_there,
+    find_trusted_policy,
+)
 from agentrl.cli.output import say, show
-from agentrl.cli.targets import Trust, find_policy
+from agentrl.cli.targets import Trust
 from agentrl.workflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,7 +80,7 @@ def serve(
         raise ConfigError("--no-record keeps nothing: --name and --keep-days do nothing with it.", "Leave them out.")
     asked: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "engine": engine}
     asked |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
-    chat = {"model.tool_format": tool_format, "model.chat_template": chat_template, "seed": seed}
+    chat = chat_values(tool_format, chat_template) | {"seed": randbelow(2**31) if seed is None else seed}
     with closing(bind(host, port, "Name another --port, or 0 for any.")) as listening:
         key = settings().serve_key
         if not all("!" <= letter <= "~" for letter in key):
@@ -80,8 +91,6 @@ def serve(
             said = f"At {host} other machines could call, and no key is set."
             raise ConfigError(said, "Set AGENTRL_SERVE_KEY to what they must send, or leave --host out.")
         config, ref, of = _served_config(policy, name, asked, chat, trust_remote_code)
-        if seed is None:
-            config = config.model_copy(update={"seed": randbelow(2**31)})
         set_up_logging()
         with _database(no_record) as db:
             how = Serving(key, idle_seconds, keep_days, records=not no_record)
@@ -95,21 +104,13 @@ def _served_config(
     from agentrl.workers.requests.serve_request import serve_config
     from agentrl.workflow import engines
     from agentrl.workflow.config import build
-    from agentrl.workflow.errors import ModelError
     from agentrl.workflow.experiment import Experiment
-    from agentrl.workflow.models.lookup import existing_model
 
-    base, ref = find_policy(policy)
-    trusted = base.model.trust_remote_code or trust
-    base = base.model_copy(update={"model": base.model.model_copy(update={"trust_remote_code": trusted})})
-    config = serve_config(base, name, asked)
-    config = build(config.flat() | {key: value for key, value in chat.items() if value is not None})
+    base, ref = find_trusted_policy(policy, trust)
+    config = build(serve_config(base, name, asked).flat() | chat)
     engines.check_options(Experiment(config).engine, config.rollout)
     if ref is None:
-        try:
-            existing_model(config.model.path, config.dataset.name)
-        except ModelError as error:
-            raise ModelError(f"No run is called {policy!r}, and no model is found: {error.message}", error.hint) from error
+        check_model_is_there(policy, config)
     return config, ref, "" if ref is None else str(base.name or "")
 
 

@@ -103,19 +103,21 @@ class AttemptDoor:
 
     async def find_run(self, shown: str, headers: Mapping[bytes, bytes]) -> str:
         """See `Door`."""
-        if not 0 < len(shown) <= MOST_KEY_CHARS:
-            raise api_errors.unknown_key()
-        return require_open(await find_place(self.places, shown)).run
+        return require_open(await find_place(self.places, _checked(shown))).run
 
     @asynccontextmanager
     async def enter(self, shown: str, headers: Mapping[bytes, bytes]) -> AsyncIterator[str]:
         """See `Door`."""
-        if not 0 < len(shown) <= MOST_KEY_CHARS:
-            raise api_errors.unknown_key()
-        yield shown
+        yield _checked(shown)
 
     async def answer(self, path: str, shown: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
         """It has no path of its own."""
+
+
+def _checked(shown: str) -> str:
+    if not 0 < len(shown) <= MOST_KEY_CHARS:
+        raise api_errors.unknown_key()
+    return shown
 
 
 async def find_place(places: Places, key: str) -> Place | None:

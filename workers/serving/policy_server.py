@@ -25,6 +25,7 @@ from agentrl.workers.serving.endpoint import make_server, raise_file_limit, serv
 from agentrl.workers.serving.endpoint_app import Endpoint, Limits
 from agentrl.workers.serving.places import Places
 from agentrl.workers.stack.listening import LOOPBACK
+from agentrl.workers.stack.process import base_hashes
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.inference.open_policy import OpenPolicy
 from agentrl.workflow.settings import settings
@@ -59,8 +60,7 @@ def serve_policy(
         ServiceError: the database is away, or nothing more can be listened at.
         ModelError: another base was recorded.
     """
-    hashes = {"tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
-    train_commits.confirm_base(db, run.id, policy.policy.base_hash, hashes)
+    train_commits.confirm_base(db, run.id, policy.policy.base_hash, base_hashes(policy.policy))
     episodes = ServedEpisodes(db, run, experiment, policy, sampling_server.start(lambda: db, LOOPBACK), forgets=how.forgets)
     assert experiment.config.agent is not None
     door = ClientDoor(episodes, run.name, how.key, how.idle_seconds, experiment.config.agent.max_calls)

@@ -51,9 +51,13 @@ def confirm_base(run: int, policy: "Policy") -> None:
     Raises:
         ModelError: it is another base.
     """
+    _confirm_hashes(run, policy.base_hash, tuple(base_hashes(policy).items()))
+
+
+def base_hashes(policy: "Policy") -> dict[str, str]:
+    """What of a base a run records beside its weights: tokenizer, template, and its own code where it has some."""
     hashes = {"tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
-    hashes |= {"code": policy.code_hash} if policy.code_hash else {}
-    _confirm_hashes(run, policy.base_hash, tuple(hashes.items()))
+    return hashes | ({"code": policy.code_hash} if policy.code_hash else {})
 
 
 def refuse_overlap(config: RunConfig) -> None:
