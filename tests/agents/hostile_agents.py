@@ -95,7 +95,7 @@ def looks_around(task: Any, llm: Any) -> Answer:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             break
-        if len(found) == 4:  # itself, its guardian, that one's warden, its interpreter
+        if len(found) == 3:  # itself, its guardian, its interpreter
             break
     return Answer(repr([*found, dict(os.environ)]))
 

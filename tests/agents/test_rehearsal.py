@@ -1,21 +1,55 @@
 """A warm interpreter has called once, to nobody, with the SDK that its agent imported."""
 
+import os
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Iterator, Mapping
+
+import certifi
+import pytest
 
 from agentrl.workers.agents import processes
 from agentrl.workers.agents.processes import AgentServers
+from agentrl.workers.agents.rehearsal import TRUSTED
 from tests.agents.an_sdk_agent import AT_THE_FIRST_CALL
 from tests.agents.test_processes import order
 
 
-def test_an_agent_finds_imported_what_its_sdk_imports_at_the_first_call(monkeypatch: Any) -> None:
+@pytest.fixture(autouse=True)
+def _own_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(processes, "servers", AgentServers())
-    report = processes.run(order(), "tests.agents.an_sdk_agent:looks", lambda: False)
+    yield
     processes.servers.close()
+
+
+def rewards(agent: str, **environment: str) -> Mapping[str, float] | None:
+    path = {"PATH": os.environ["PATH"]}
+    report = processes.run(order(environment=path | environment), f"tests.agents.an_sdk_agent:{agent}", lambda: False)
     assert report is not None
-    assert report.rewards == dict.fromkeys(AT_THE_FIRST_CALL, 1.0)
+    assert not report.error, report.error
+    return report.rewards
+
+
+def test_an_agent_finds_imported_what_its_sdk_imports_at_the_first_call() -> None:
+    assert rewards("looks") == dict.fromkeys(AT_THE_FIRST_CALL, 1.0)
+
+
+def test_the_first_clients_find_their_tls_contexts_ready_each_its_own_and_as_good_as_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in TRUSTED:
+        monkeypatch.delenv(name, raising=False)
+    ready = {"read after client 0": 0.0, "read after client 1": 0.0, "read after client 2": 1.0}
+    for _ in range(2):  # each agent
+        assert rewards("connects") == {**ready, "contexts": 3.0, "alike": 1.0}
+
+
+def test_an_agent_that_trusts_other_certificates_is_not_handed_those_that_lie_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TRUSTED:
+        monkeypatch.delenv(name, raising=False)
+    found = rewards("connects", SSL_CERT_FILE=certifi.where())
+    assert found is not None
+    assert found["read after client 0"] == 1.0
 
 
 def test_without_an_sdk_nothing_is_imported_and_a_strange_one_hurts_nobody() -> None:

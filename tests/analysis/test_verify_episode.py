@@ -31,7 +31,7 @@ from tests.support.played_runs import sampled as sampled_step
 from tests.support.real_stack import SMALL, Stack
 from tests.support.small_models import chat, tiny_calling
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")]
 
 
 @pytest.fixture(scope="module")

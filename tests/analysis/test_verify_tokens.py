@@ -92,6 +92,7 @@ def disturbed(policy: Policy, folder: Path, by: float) -> PolicyRef:
     return PolicyRef("", policy.base_hash, str(folder), sealed_folder.sha256_file(folder / sealed_folder.WEIGHTS), 1)
 
 
+@pytest.mark.slow
 def test_weights_that_differ_by_rounding_give_ties_at_most_and_others_give_mismatches(model: Path, tmp_path: Path) -> None:
     policy = Policy.load(ModelConfig(), str(model), "cpu", 1)
     episodes = sampled(policy, PolicyRef(str(model), policy.base_hash))

@@ -99,6 +99,7 @@ def test_what_was_written_at_a_url_is_fetched_whole_or_in_part(place: str) -> No
     assert set(verify(checkpoint_cache.local_part(path, sha256, "all"))) == {WEIGHTS, OPTIMIZER, STATE}
 
 
+@pytest.mark.slow
 def test_the_manifest_is_written_last_and_nothing_twice(bucket: str, home: Path, s3: S3) -> None:
     checkpoint_cache.write(f"{bucket}/{NAME}", writer_of(b"weights"))
     key = bucket.removeprefix(f"s3://{BUCKET}")

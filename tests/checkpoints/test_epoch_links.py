@@ -106,6 +106,7 @@ def test_a_death_before_the_link_is_made_up_for_by_whoever_names_the_epoch(own_d
     assert targets.find_policy(str(out / "epoch_2") + "/")[1].version == 2
 
 
+@pytest.mark.slow
 def test_a_link_is_found_below_the_data_folder_too(own_database: Database) -> None:
     made = trained(own_database, settings().root / "runs" / "first", epochs=1, tasks=2, versions=1)
     assert targets.find_policy("runs/first/epoch_1")[1].path == str(made[0])

@@ -87,6 +87,7 @@ def test_an_agents_episode_is_not_forked_yet_and_its_config_is_shown(outside: st
     assert "agent.name: my_agent:solve" in agentrl(capsys, "config", "show", "--run", "outside")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
 def test_without_workers_for_agents_on_a_named_broker_each_that_is_missing_is_said(
     data: Database, tcp_redis: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -178,6 +178,7 @@ def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
     assert not loaded & {"torch", "transformers", "peft", "celery", "sqlalchemy", "psycopg", "redis", "numpy"}
 
 
+@pytest.mark.slow
 def test_a_dry_run_loads_no_torch_and_writes_nothing(tmp_path: Path) -> None:
     home = tmp_path / "home"
     model = _small_model(tmp_path)
@@ -313,6 +314,7 @@ def test_bad_input_is_one_sentence_a_next_step_and_a_code_and_writes_nothing(
     assert not home.exists()
 
 
+@pytest.mark.slow
 def test_a_file_without_a_tiny_model_is_sent_to_sft_which_makes_it_of_its_answers(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -591,6 +593,7 @@ def test_watch_ends_with_a_summary_and_1_for_a_run_that_is_not_done(run: str, ca
     assert f"agentrl episodes {run}" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
 def test_without_workers_on_a_named_broker_the_run_that_is_left_says_which_to_start_and_goes_on_with_them(
     data: Database, tcp_redis: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -102,6 +102,7 @@ def leave(screen: Terminal) -> None:
     assert screen.end() == 0
 
 
+@pytest.mark.slow
 def test_the_prompt_is_there_before_the_model_and_the_first_question_waits_for_it(
     terminal: Callable[..., Terminal], tmp_path: Path
 ) -> None:

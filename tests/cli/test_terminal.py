@@ -243,6 +243,7 @@ FIELDS = {
 """Command -> the fields of its document, or of the objects that it lists, that `docs/stability.md` promises."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", FIELDS)
 def test_the_fields_of_json_stay(run: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     capsys.readouterr()

@@ -81,6 +81,7 @@ def reward_of(dataset: Dataset, episode: Episode) -> float:
     return total_reward(score(episode, weights), weights)
 
 
+@pytest.mark.slow
 def test_every_published_gold_answer_scores_one_under_its_own_reward(published_gsm8k: Path) -> None:
     gsm8k = find("datasets", "gsm8k")
     tasks = [task for split in ("train", "test") for task in gsm8k.load(split)]
@@ -165,6 +166,7 @@ def test_a_gsm8k_file_that_is_missing_is_named(gsm8k_folder: Path) -> None:
         find("datasets", "gsm8k").load("train")
 
 
+@pytest.mark.slow
 def test_gsm8k_without_the_hub_says_in_one_sentence_what_to_set(tmp_path: Path) -> None:
     # A process of its own, because the hub's client reads its environment when it is imported.
     code = "from agentrl.workflow.datasets.gsm8k import load\nload('train')"

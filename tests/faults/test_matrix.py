@@ -57,6 +57,8 @@ from tests.faults.fork_server import Nursery
 from tests.support.gate import arrivals, at_gate, open_gate
 from tests.support.own_postgres import own_postgres
 
+pytestmark = pytest.mark.slow
+
 HELD = "SELECT count(*) FROM groups WHERE status = 'running' AND worker <> ''"
 
 
@@ -75,7 +77,6 @@ def held_at_its_first_calls(crew: Crew, **changes: Any) -> None:
 # --- signals, Redis ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_every_worker_that_is_told_to_stop_hands_back_or_finishes_and_exits_with_0(crew: Crew) -> None:
     busy = {
         "rollout": HELD,
@@ -110,7 +111,6 @@ def test_a_redis_that_dies_with_all_it_knew_costs_nothing(crew: Crew) -> None:
     assert crew.count("SELECT sum(losses) FROM groups") == 0
 
 
-@pytest.mark.slow
 def test_a_redis_that_hangs_is_said_in_one_sentence_and_the_workers_go_on_afterwards(crew: Crew) -> None:
     crew.fork_all()
     held_at_its_first_calls(crew)
@@ -138,7 +138,6 @@ def test_messages_that_come_again_while_they_are_worked_on_change_nothing(crew: 
 # --- Postgres, disks --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_postgres_that_restarts_in_the_middle_costs_nothing(short_folder: Path, forks: Nursery, world_model: Path) -> None:
     with own_postgres(connections=100) as server, server.database() as url:
         crew = Crew(short_folder, forks, world_model, None, AGENTRL_DATABASE_URL=url)

@@ -227,6 +227,7 @@ def test_a_damaged_checkpoint_is_made_again_and_the_run_ends_bit_for_bit_as_with
     assert value(worker, "SELECT max(losses) FROM iterations") == value(worker, "SELECT max(losses) FROM groups") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["checkpoint.sealed", "commit_rebuild.before", "commit_rebuild.after"])
 def test_a_trainer_lost_while_it_makes_a_checkpoint_again_changes_nothing(
     worker: Database, model: Path, undamaged: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str

@@ -436,6 +436,19 @@ def test_an_episodes_next_turn_reads_only_what_came_since(engine: RollingEngine,
     assert same_turn(exact, following, kept, again, 1e-9)
 
 
+def test_a_turn_that_ends_at_its_limit_is_kept_where_something_may_follow_it(
+    engine: RollingEngine, exact: Policy, ref: PolicyRef
+) -> None:
+    for follows in (False, True):
+        request = GenerateRequest((5, 6) * 40, ref, 1, 0, 2, session=1, follows_length=follows)
+        cut = engine.submit(request).result(60)
+        assert cut.finish_reason == "length"
+        context = request.prompt_ids + cut.token_ids
+        with tokens_read(exact) as read:
+            engine.submit(next_turn(request, context)).result(60)
+        assert read[0] == (3 if follows else len(context) + 2), "the last token of the turn and two of the three since"
+
+
 def test_what_is_kept_is_given_back_when_the_episode_is_over_or_memory_is_asked_for(
     engine: RollingEngine, exact: Policy, ref: PolicyRef
 ) -> None:
@@ -496,6 +509,7 @@ def test_a_turn_without_a_session_keeps_nothing(engine: RollingEngine, exact: Po
     assert read[0] == len(context) + 2
 
 
+@pytest.mark.slow
 def test_the_oldest_that_is_kept_goes_when_the_slots_would_not_hold_it(exact: Policy, ref: PolicyRef) -> None:
     engine = RollingEngine(exact, slots=1)
     request, context = ended_turn(engine, ref, (5, 6) * 10)

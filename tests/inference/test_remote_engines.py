@@ -635,6 +635,7 @@ def test_llama_cpp_samples_the_base_for_eval_and_chat(
     assert "engine without token ids" in refusal(engine, ModelError)
 
 
+@pytest.mark.slow
 def test_a_token_that_ends_within_a_character_has_its_logprob_though_llama_cpp_does_not_tell_it(
     server: tuple[Routes, str], client: Callable[..., ServedEngine]
 ) -> None:

@@ -68,6 +68,7 @@ BEFORE = {
 BEFORE_BY_PATH = "41724d62f4b1280a4f8a1fe4aa9b2d2b"
 
 
+@pytest.mark.slow
 def test_every_module_is_loaded_under_one_name_the_old_names_included() -> None:
     done = subprocess.run([sys.executable, "-c", EVERYTHING], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -89,6 +90,7 @@ def test_no_basename_stands_twice_outside_of_plugins() -> None:
     assert [name for name, number in count.items() if number > 1] == []
 
 
+@pytest.mark.slow
 def test_a_module_of_before_is_the_module_of_now_and_warns() -> None:
     code = "import agentrl; from workflow.engine import Engine; from agentrl.workflow.engines import Engine as Now\n"
     code += (
@@ -134,6 +136,7 @@ print(LossTerms.__module__, judges_of.__module__)
 """
 
 
+@pytest.mark.slow
 def test_a_folder_of_files_that_is_no_package_hides_no_old_name(tmp_path: Path) -> None:
     (tmp_path / "workflow").mkdir()
     (tmp_path / "workflow" / "mine.py").write_text("OWN = 'theirs'")
@@ -141,6 +144,7 @@ def test_a_folder_of_files_that_is_no_package_hides_no_old_name(tmp_path: Path) 
     assert (done.stdout, done.stderr) == ("agentrl.workflow.training.losses agentrl.workflow.rewards\ntheirs\n", "")
 
 
+@pytest.mark.slow
 def test_another_checkout_on_the_path_is_nobodys_own_package(tmp_path: Path) -> None:
     (tmp_path / "agentrl").mkdir()
     for package in ("workflow", "workers"):

@@ -126,6 +126,7 @@ def test_the_reference_passes_all_of_its_tests_and_no_wrong_answer_does(box: Non
         assert earned(WRONG[wrong].replace("add(", f"{function}("), task) < 1.0, wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgery", WRONG)
 def test_no_answer_can_say_of_itself_that_a_program_of_tests_passed(box: None, tmp_path: Path, forgery: str) -> None:
     (task,) = loaded(tmp_path, FORMS["a loop with random numbers"])

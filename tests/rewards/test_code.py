@@ -118,11 +118,13 @@ def test_an_answer_earns_the_share_of_the_tests_that_it_passes(box: None) -> Non
     assert earned("add = ") == earned("") == earned("\ud800") == 0.0
 
 
+@pytest.mark.slow
 def test_a_test_that_takes_too_long_or_kills_its_process_fails_alone(box: None) -> None:
     assert earned("def add(a, b):\n    while a == 5: pass\n    return a + b") == pytest.approx(2 / 3)
     assert earned("import os\ndef add(a, b):\n    if a == 5: os.abort()\n    return a + b") == pytest.approx(2 / 3)
 
 
+@pytest.mark.slow
 def test_a_function_that_never_ends_is_not_tried_for_ever(box: None) -> None:
     twice = Task("slow", (Message("user", "?"),), "", code_metadata("f", [Case((n,), n) for n in range(20)]))
     assert earned("def f(n):\n    while n > 10: pass\n    return n", twice) == pytest.approx(11 / 20)

@@ -84,6 +84,7 @@ def test_a_hostile_value_on_the_other_side_is_compared_too(name: str) -> None:
         assert code_judge.passed([(case, found) for case in cases]) == [False] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_a_value_that_takes_too_long_to_build_fails_its_test_and_this_process_goes_on(name: str) -> None:
     """It took the worker's own lock for 21 s."""
@@ -93,6 +94,7 @@ def test_a_value_that_takes_too_long_to_build_fails_its_test_and_this_process_go
     assert time.process_time() - began < 5
 
 
+@pytest.mark.slow
 def test_all_values_of_a_function_share_one_budget_of_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
     results: list[Result] = []
     ask = code_judge.asked

@@ -316,6 +316,7 @@ def test_a_cells_budget_cannot_be_raised_above_its_sessions(session: Session) ->
         session.run("1", Limits(cpu_seconds=10.5))
 
 
+@pytest.mark.slow
 def test_a_state_that_has_little_time_left_hands_on_to_one_whose_time_begins_anew() -> None:
     spin = "import time\nend = time.process_time() + 0.8\nwhile time.process_time() < end: pass"
     with boxed("cold") as sandbox:
@@ -645,6 +646,7 @@ def test_nothing_is_run_unconfined_unless_that_is_said(monkeypatch: pytest.Monke
     assert caught.value.exit_code == 10
 
 
+@pytest.mark.slow
 def test_who_says_unsafe_gets_no_sandbox_and_is_told_in_each_result() -> None:
     found = find_sandbox(Settings(sandbox="none-unsafe"))
     result = found.run("import os; print(os.getuid())")

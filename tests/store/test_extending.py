@@ -236,6 +236,7 @@ def worker(tmp_path: Path) -> Iterator[Database]:
         yield db
 
 
+@pytest.mark.slow
 def test_a_run_that_was_extended_twice_is_the_run_that_was_planned_so_long_bit_for_bit(
     worker: Database, model: Path, tmp_path: Path
 ) -> None:
@@ -256,6 +257,7 @@ def test_a_run_that_was_extended_twice_is_the_run_that_was_planned_so_long_bit_f
     assert extended == planned
 
 
+@pytest.mark.slow
 def test_a_run_that_drops_checkpoints_is_extended_to_the_same(worker: Database, model: Path, tmp_path: Path) -> None:
     submitted(worker, model, iterations=3, **{"update.save_every": 100})
     do_jobs()

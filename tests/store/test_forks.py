@@ -34,6 +34,8 @@ from tests.support.forked_stack import forked_stack
 from tests.support.played_runs import claim, ready, start, submission, update_of
 from tests.support.real_stack import Stack, embedded_stack
 
+pytestmark = pytest.mark.slow
+
 RUN = "origin"
 
 
@@ -77,7 +79,6 @@ def forked(stack: Stack, *options: str) -> tuple[str, list[Episode]]:
     return name, [episode_of(stack, row["id"]) for row in rows]
 
 
-@pytest.mark.slow
 def test_forks_share_their_parents_first_steps_and_sample_the_others_anew(stack: Stack) -> None:
     parent = episode_of(stack, two_steps(stack))
     before = select(stack, "SELECT count(*) AS steps FROM steps WHERE episode_id = :id", id=parent.id)
@@ -197,7 +198,6 @@ def broken(episode: Episode) -> float:
     raise ValueError("no idea")
 
 
-@pytest.mark.slow
 def test_new_rewards_stand_beside_the_old_and_train_without_a_rollout(stack: Stack) -> None:
     old = select(stack, "SELECT id, reward FROM v_episodes WHERE run = :run ORDER BY id", run=RUN)
     said = json.loads(
@@ -231,7 +231,6 @@ def test_new_rewards_stand_beside_the_old_and_train_without_a_rollout(stack: Sta
     assert len(select(stack, "SELECT id FROM v_updates WHERE run = :run", run=trained)) == 1
 
 
-@pytest.mark.slow
 def test_a_model_is_made_of_a_runs_best_episodes_or_of_pairs_of_them_and_can_be_trained_on(stack: Stack) -> None:
     best = json.loads(stack.agentrl("sft", "--from-episodes", RUN, "--best", "1", "--steps", "2", "--json"))
     assert (best["examples"], best["of"]) == (4, 8)
@@ -322,7 +321,6 @@ def test_a_worker_refuses_a_group_whose_rewards_were_edited_since_it_read_them(
         worker._check_code(later, made)
 
 
-@pytest.mark.slow
 def test_a_reward_that_was_edited_is_not_scored_by_workers_that_hold_the_older_code(
     short_folder: Path, world_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,8 @@ from tests.benchmarks.synthetic import PER_ITERATION, Run
 from tests.conftest import forget_process
 from tests.support.played_runs import CALL, answered, claim, fail, ready, sampled, start, submission, update_of
 
+pytestmark = pytest.mark.slow
+
 GROWING = {"episodes", "steps", "step_tokens", "tool_calls", "tool_sessions", "rewards", "consumptions"}
 SMALL = {"old": 2, "large": 5, "live": 2}
 """One hundredth of what `make bench` reads: runs with their iterations."""

@@ -54,6 +54,7 @@ def test_every_view_and_trigger_is_in_the_database(database: Database) -> None:
     assert {f"guard_{table}" for table in views.FINAL_STATUSES} <= triggers
 
 
+@pytest.mark.slow
 def test_a_downgrade_to_base_leaves_nothing_and_can_be_upgraded_again(database: Database) -> None:
     downgrade(database, "base")
     found = inspect(database.engine)

@@ -237,6 +237,7 @@ def test_packed_ids_and_logprobs_are_json_on_both_databases(asked: Settings, dat
     assert nothing is None
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False)))
 def test_what_was_packed_is_what_the_functions_show(values: list[float]) -> None:
     assert json.loads(rl_f4(struct.pack(f"<{len(values)}f", *values)) or "") == values

@@ -81,6 +81,7 @@ def test_what_a_server_says_becomes_tools_with_effects_from_its_hints(served: di
         tool.check()
 
 
+@pytest.mark.slow
 def test_calls_share_one_process_that_is_started_again_when_it_dies(served: dict[str, mcp_tool.McpTool], name: str) -> None:
     assert served["add"].call({"a": 1, "b": 2}) == "3"
     first = served["process"].call({})
@@ -139,6 +140,7 @@ def test_the_time_that_a_server_takes_to_start_is_not_the_calls(served: dict[str
     assert tools_job.run_tool(add, CallWork(1, "math", "add", {"a": 1, "b": 1}, "none")).content == "2"
 
 
+@pytest.mark.slow
 def test_a_call_that_is_cut_off_by_the_workers_own_end_starts_no_other_server(
     served: dict[str, mcp_tool.McpTool], name: str, folder: Path
 ) -> None:

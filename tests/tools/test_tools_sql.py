@@ -123,6 +123,7 @@ def test_a_query_that_waits_without_end_is_stopped(monkeypatch: pytest.MonkeyPat
         sql_over(FOLDER / DATABASE).call({"query": LONG_WORK["ltrim"]})
 
 
+@pytest.mark.slow
 def test_one_query_s_work_is_not_counted_as_the_next_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
     query_process.readers.forget()
     monkeypatch.setattr(query_process, "CPU_SECONDS", 1)
@@ -206,6 +207,7 @@ def reader(empty_postgres: str, postgres_server: Engine) -> Iterator[str]:
     owner.dispose()
 
 
+@pytest.mark.slow
 def test_postgres_is_read_by_a_login_that_may_only_read(reader: str, tmp_path: Path) -> None:
     tool = sql_over(reader)
     tool.check()
@@ -293,6 +295,7 @@ def test_an_answer_of_postgres_that_is_too_long_is_refused_and_the_next_one_read
     assert read(reader, "SELECT 1")[1] == [(1,)]
 
 
+@pytest.mark.slow
 def test_a_value_of_postgres_that_is_larger_than_the_memory_is_refused(reader: str) -> None:
     with pytest.raises(AccessDenied, match=r"too much|longer than"):
         read(reader, "SELECT repeat('x', 1000000000)")

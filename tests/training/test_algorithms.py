@@ -381,6 +381,7 @@ def test_a_group_of_one_keeps_its_reward() -> None:
     assert group_relative(torch.tensor([0.5])).tolist() == pytest.approx([0.5], abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names("algorithms"))
 @given(order=st.permutations(range(4)), padding=st.integers(0, 3), garbage=st.sampled_from([50.0, -1e30]))
 def test_credit_does_not_depend_on_the_order_of_rows_or_on_what_is_masked(

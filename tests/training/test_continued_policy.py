@@ -124,6 +124,7 @@ def test_an_option_that_does_not_go_with_the_policys_own_is_refused(
     assert "The config does not fit: model: with LoRA the sampler shares" in agentrl(capsys, *words, code=2)[1]
 
 
+@pytest.mark.slow
 def test_a_run_is_a_model_by_its_name_alone_unless_a_model_is_called_so(
     worker: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

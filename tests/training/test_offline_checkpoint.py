@@ -75,6 +75,7 @@ def interrupted(training: Training, target: Path, at: int = 5) -> None:
         learn(training, target, save_every=3, progress=Breaking(at))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["demonstrations", "tiny", "episodes", "pairs"])
 def test_what_was_interrupted_goes_on_at_its_last_checkpoint_and_makes_the_same_weights(kind: str, tmp_path: Path) -> None:
     training, told = trainings(tiny_random(tmp_path / "base"))[kind], Told()
@@ -203,6 +204,7 @@ def no_file_above(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_a_disk_that_refuses_a_checkpoint_leaves_the_one_before(tmp_path: Path) -> None:
     training, target, told = trainings(tiny_random(tmp_path / "base"))["tiny"], tmp_path / "made", Told()
     interrupted(training, target)
@@ -215,6 +217,7 @@ def test_a_disk_that_refuses_a_checkpoint_leaves_the_one_before(tmp_path: Path) 
     assert told.done == 3
 
 
+@pytest.mark.slow
 def test_a_disk_that_refuses_the_model_leaves_no_half_of_it(tmp_path: Path) -> None:
     training, target, told = trainings(tiny_random(tmp_path / "base"))["tiny"], tmp_path / "made", Told()
     interrupted(training, target)

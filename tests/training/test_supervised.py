@@ -44,6 +44,7 @@ def losses_of(model: str, target: Path, recipe: Recipe = SHORT, config: ModelCon
     return [metrics["loss"] for metrics in told.metrics]
 
 
+@pytest.mark.slow
 def test_a_short_warm_up_lowers_the_loss_and_makes_a_loadable_model(tmp_path: Path) -> None:
     losses = losses_of("tiny", tmp_path / "tiny", Recipe(steps=30, batch_size=8, learning_rate=3e-3))
     assert losses[-1] < losses[0] - 2
@@ -113,6 +114,7 @@ def test_so_many_epochs_pass_over_all_samples_so_often(tmp_path: Path) -> None:
     assert (made.recipe.steps, len(told.metrics), made.examples) == (9, 9, 20)  # 20 in batches of 8: 3 steps a pass
 
 
+@pytest.mark.slow
 def test_a_batch_in_more_pieces_teaches_the_same(tmp_path: Path) -> None:
     losses = [losses_of("tiny", tmp_path / str(n), replace(SHORT, gradient_accumulation_steps=n)) for n in (1, 3)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)

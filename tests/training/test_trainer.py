@@ -623,6 +623,7 @@ def _bandit_group(engine: RollingEngine, ref: PolicyRef, iteration: int, number:
     return Group(task, tuple(episodes))
 
 
+@pytest.mark.slow
 @cpu_alone("it is the CPU's memory that is spared")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's heap that is spared")
 def test_while_memory_is_spared_what_a_freed_tensor_took_goes_back() -> None:

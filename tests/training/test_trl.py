@@ -174,6 +174,7 @@ def test_later_passes_have_the_same_ratios_and_clips(
     assert float(torch.nn.functional.cosine_similarity(*moved, dim=0)) > 0.999
 
 
+@pytest.mark.slow
 def test_what_a_tool_said_does_not_train_and_is_read(trl: None, folder: Path, tmp_path: Path) -> None:
     """Only TRL's `env_mask` keeps it out. With other words of the tool the gradient is another, and still ours."""
     run = asked()

@@ -242,6 +242,7 @@ def test_workers_are_asked_whether_they_have_the_agent(tmp_path: Path) -> None:
     assert "'pythn' is not found on PATH" in said
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_the_agent(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["submit", "--dataset", "arithmetic", "--model", str(tiny_random(tmp_path / "m")), "--agent", f"{HERE}:solve"]
     assert main([*words, "--dry-run", "--json"]) == 0

@@ -234,6 +234,7 @@ def test_a_streaming_client_that_waits_gets_comments(made: Attempt, served: Serv
         assert without_comments(answer.content) == b"".join(PIECES)
 
 
+@pytest.mark.slow
 def test_a_streaming_client_gets_comments_between_lines_alone(made: Attempt, served: Served) -> None:
     with scripted_worker(stream(PIECES[0], PIECES[1][:5], PIECES[1][5:], PIECES[2], pause=0.7)) as worker:
         made.held_by(worker.address)

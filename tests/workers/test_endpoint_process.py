@@ -114,6 +114,7 @@ def test_an_address_that_is_taken_is_an_error_with_a_way_out() -> None:
     assert "AGENTRL_ENDPOINT_PORT" in refused.value.hint
 
 
+@pytest.mark.slow
 def test_a_stack_has_an_endpoint_from_the_time_on_when_a_run_has_an_agent(own_database: Database) -> None:
     stack = Supervisor(settings())
     settings().stack_dir.mkdir(parents=True)

@@ -23,6 +23,8 @@ from tests.support.small_models import tiny_random
 from tests.workers.test_run import count
 from tests.workers.test_stack import processes
 
+pytestmark = pytest.mark.slow
+
 EXACT = {"model__numerics": "exact", "rollout__max_staleness": 1}
 SAMPLED_WITH = (
     "SELECT DISTINCT i.number, p.version FROM steps s JOIN episodes e ON e.id = s.episode_id "
@@ -51,7 +53,6 @@ def moment(crew: Crew, query: str) -> float:
     return datetime.fromisoformat(crew.ask(query)).replace(tzinfo=UTC).timestamp()
 
 
-@pytest.mark.slow
 def test_rollouts_go_on_during_updates_and_sample_with_the_version_before(crew: Crew, undisturbed: record.Record) -> None:
     """It would come to no end otherwise: see `tests.support.overlap_gate`."""
     for role in ("train", "tools", "control"):
@@ -72,7 +73,6 @@ def test_rollouts_go_on_during_updates_and_sample_with_the_version_before(crew: 
     "fault",
     ["claim_iteration.after:2:kill", "update.after:2:kill", "commit_update.after:1:kill", "commit_update.before:3:kill"],
 )
-@pytest.mark.slow
 def test_a_trainer_killed_in_the_middle_changes_nothing(crew: Crew, undisturbed: record.Record, fault: str) -> None:
     """Every episode is consumed once, and the tokens and weights are bit for bit the undisturbed run's."""
     doomed = crew.fork("train", AGENTRL_FAULT=fault)
@@ -118,7 +118,6 @@ def test_a_damaged_checkpoint_that_is_not_the_newest_but_still_sampled_with_is_m
     ]
 
 
-@pytest.mark.slow
 def test_a_worker_that_rolls_out_and_trains_refuses_such_a_run_and_says_what_to_start(crew: Crew) -> None:
     crew.fork("rollout", "train")
     crew.submit(**EXACT)
@@ -145,7 +144,6 @@ def refused_at_once(crew: Crew, *words: str) -> str:
         crew.wait(lambda: crew.rows("SELECT DISTINCT status FROM runs") == {("failed",)}, "the worker's own refusal")
 
 
-@pytest.mark.slow
 def test_the_embedded_stack_has_a_process_each_where_a_run_wants_them_and_says_so_where_it_has_not(
     short_folder: Path, tmp_path: Path
 ) -> None:

@@ -22,6 +22,8 @@ from tests.support.gate import at_gate, open_gate
 from tests.support.real_stack import SMALL, Stack, embedded_stack
 from tests.support.small_models import tiny_random
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -71,7 +73,6 @@ def test_a_run_rolls_out_trains_and_ends_as_planned_and_its_rows_can_be_asked_ab
     assert "reward" in embedded.agentrl("replay", str(listed[0]["id"]))
 
 
-@pytest.mark.slow
 def test_submitting_the_same_name_twice_makes_one_run(stack: Stack, model: Path) -> None:
     asked = ("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "4", "--name", "twice", *SMALL)
     assert stack.agentrl(*asked) == stack.agentrl(*asked, "--wait") == "twice\n"
@@ -79,7 +80,6 @@ def test_submitting_the_same_name_twice_makes_one_run(stack: Stack, model: Path)
     stack.agentrl(*asked, "--seed", "7", code=3)
 
 
-@pytest.mark.slow
 def test_a_rollout_worker_killed_in_the_middle_costs_no_episode(embedded: Stack, model: Path, tmp_path: Path) -> None:
     """Twice: it kills itself where it has just committed some turns, the first of the run and later ones."""
     blows = ("commit_sampled.after:2:kill", "commit_sampled.after:9:kill")
@@ -103,7 +103,6 @@ def held_run(stack: Stack, model: Path) -> str:
     return run
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_told_to_stop_hands_its_claims_back_and_no_loss_is_counted(stack: ForkedStack, model: Path) -> None:
     run = held_run(stack, model)
     stack.kill_worker("rollout,train", signal.SIGTERM)
@@ -114,7 +113,6 @@ def test_a_worker_that_is_told_to_stop_hands_its_claims_back_and_no_loss_is_coun
     assert count(stack.database, "SELECT max(attempt) FROM groups") == 2
 
 
-@pytest.mark.slow
 def test_a_paused_run_stands_still_until_it_is_resumed(stack: Stack, model: Path) -> None:
     run = held_run(stack, model)
     stack.agentrl("pause", run)
@@ -129,7 +127,6 @@ def test_a_paused_run_stands_still_until_it_is_resumed(stack: Stack, model: Path
     stack.agentrl("resume", run, code=6)
 
 
-@pytest.mark.slow
 def test_a_run_that_is_done_is_made_longer_and_stays_one_run(stack: Stack, model: Path) -> None:
     words = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", "--iterations", "2", *SMALL[2:])
     run = stack.agentrl("submit", *words, "--wait").strip()
@@ -140,7 +137,6 @@ def test_a_run_that_is_done_is_made_longer_and_stays_one_run(stack: Stack, model
     assert [row["run"] for row in json.loads(stack.agentrl("runs", "--json"))] == [run]
 
 
-@pytest.mark.slow
 def test_a_cancelled_run_stays_cancelled(stack: ForkedStack, model: Path) -> None:
     run = held_run(stack, model)
     stack.agentrl("cancel", run)
@@ -152,7 +148,6 @@ def test_a_cancelled_run_stays_cancelled(stack: ForkedStack, model: Path) -> Non
     assert count(stack.database, "SELECT count(*) FROM episodes WHERE status <> 'cancelled'") == 0
 
 
-@pytest.mark.slow
 def test_workers_started_by_hand_run_on_postgres_and_redis_by_url(
     redis_server: Settings, postgres: Database, model: Path, tmp_path: Path
 ) -> None:
@@ -174,7 +169,6 @@ def test_workers_started_by_hand_run_on_postgres_and_redis_by_url(
         stack.close()
 
 
-@pytest.mark.slow
 def test_an_evaluation_is_a_run_of_its_own_with_an_interval(stack: Stack, model: Path) -> None:
     said = json.loads(
         stack.agentrl("eval", "--policy", str(model), "--dataset", "arithmetic", "--split", "test", "-n", "6", "--json")
@@ -207,7 +201,6 @@ def gsm8k_rows(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_the_first_command_of_the_readme_runs_from_a_hub_cache(short_folder: Path) -> None:
     stack = Stack(
         short_folder / "home",
@@ -250,7 +243,6 @@ class Diary(Hook):
 """
 
 
-@pytest.mark.slow
 def test_hooks_are_called_and_add_reward_parts_and_one_that_raises_fails_its_episode(
     short_folder: Path, forks: Nursery, migrated_file: Path, model: Path
 ) -> None:
@@ -273,7 +265,6 @@ def test_hooks_are_called_and_add_reward_parts_and_one_that_raises_fails_its_epi
     assert count(stack.database, "SELECT count(*) FROM episodes WHERE status = 'done' AND reward >= 1") == 12
 
 
-@pytest.mark.slow
 def test_two_runs_into_one_folder_keep_their_checkpoints_and_the_newest_can_be_sampled(stack: Stack, model: Path) -> None:
     asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", "--output-dir", str(stack.home / "out"))
     for seed in ("0", "1"):
@@ -286,7 +277,6 @@ def test_two_runs_into_one_folder_keep_their_checkpoints_and_the_newest_can_be_s
     assert said["episodes"] == 2
 
 
-@pytest.mark.slow
 def test_without_any_redis_the_stack_is_one_process_and_says_so(short_folder: Path, model: Path) -> None:
     stack = Stack(short_folder / "home", AGENTRL_REDIS_SERVER="none", AGENTRL_IDLE_STOP_SECONDS="3600")
     try:

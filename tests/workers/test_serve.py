@@ -18,6 +18,8 @@ from sqlalchemy import text
 
 from agentrl.workflow.store.migrate import open_database
 
+pytestmark = pytest.mark.slow
+
 QUESTION: Any = [{"role": "user", "content": "What is 15 minus 8?"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}]
 

@@ -455,6 +455,7 @@ def test_a_killed_workers_session_goes_on_elsewhere_as_if_nothing_had_happened(s
     assert (report.ran, report.differing) == (3, 0)
 
 
+@pytest.mark.slow
 def test_of_two_workers_each_call_comes_to_the_one_that_has_the_session(stack: Stack) -> None:
     both = [stack.worker("tools") for _ in range(2)]
     work = real(stack, "python_session")

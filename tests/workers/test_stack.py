@@ -102,6 +102,7 @@ def test_up_keeps_a_stack_that_submit_started(stack: Stack, monkeypatch: pytest.
     stack.wait(lambda: embedded.find_supervisor(stack.settings) is None, "the end of a stack that nobody asked to keep")
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_supervisor_that_was_killed(stack: Stack) -> None:
     ensure(stack, stay=True)
     stack.wait(lambda: processes(stack) == WHOLE, "the supervisor, Redis and three workers")
@@ -110,6 +111,7 @@ def test_nothing_outlives_a_supervisor_that_was_killed(stack: Stack) -> None:
     stack.wait(lambda: not broker.is_answering(stack.settings), "the end of Redis", 10)
 
 
+@pytest.mark.slow
 def test_many_who_start_the_stack_at_once_get_one(stack: Stack) -> None:
     threads = [threading.Thread(target=ensure, args=[stack, True]) for _ in range(4)]
     for thread in threads:
@@ -158,6 +160,7 @@ def test_a_supervisor_that_still_looks_into_the_database_is_not_taken_for_one_th
     assert found == 0, "it has the lock, and has not said yet what it is"
 
 
+@pytest.mark.slow
 def test_the_stack_starts_in_a_folder_with_packages_of_the_same_names(stack: Stack, short_folder: Path) -> None:
     for package in ("workers", "workflow", "cli"):
         (short_folder / package).mkdir()
@@ -246,6 +249,7 @@ worker.run(["rollout"])
 """
 
 
+@pytest.mark.slow
 def test_a_message_that_reaches_a_worker_as_it_stops_waits_for_the_next(redis_server: Settings) -> None:
     command = [sys.executable, "-c", STOPPED]
     make_app(redis_server).send_task("agentrl.rollout", [[1, 2]])

@@ -135,6 +135,7 @@ def in_line(x: str) -> str:
         return steady(x)
 
 
+@pytest.mark.slow
 def test_a_process_that_stands_still_takes_none_of_a_calls_time() -> None:
     with ExitStack() as opened:
         processes = [opened.enter_context(_calling(function)) for function in (steady, in_line)]

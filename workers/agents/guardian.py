@@ -1,6 +1,6 @@
 """The guardian of one agent: starts it, watches what it uses, ends it whole with all that it started, and reports.
 
-It is a process of its own, forked by the agent server, below a `warden` that ends what is left where something kills it. What
+It is a process of its own, forked by the agent server, the `Warden` that ends what is left where something kills it. What
 the agent starts and leaves becomes the guardian's child (it is a subreaper), so nothing outlives it; it ends, and ends the
 agent, as soon as nobody holds the other end of its socket. It imports the standard library and `agents`, whose values the agent
 is given.
@@ -19,7 +19,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -334,16 +334,18 @@ async def _awaited(value: Any) -> Any:
 # processes
 
 
-def descendants(pid: int) -> set[int]:
-    """All processes below this one."""
+def descendants(pid: int, spared: Collection[int] = ()) -> set[int]:
+    """All processes below this one, but for its spared children and what is below them."""
     found: set[int] = set()
-    level = {pid}
-    while level := {child for parent in level for child in _children(parent)} - found:
+    level = set(children(pid)) - set(spared)
+    while level:
         found |= level
+        level = {child for parent in level for child in children(parent)} - found
     return found
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """The processes right below this one."""
     try:
         return [
             int(child)
@@ -385,33 +387,36 @@ def _written(folder: str) -> int:
     return total if not level else MOST_FILES_BYTES + 1
 
 
-def end_descendants() -> None:
-    """Kills what is below this process: first all are stopped, so that none forks while the others are killed."""
+def end_descendants(spared: Collection[int] = ()) -> None:
+    """Kills what is below this process, but for these children of it and what is theirs.
+
+    First all are stopped, so that none forks while the others are killed.
+    """
     deadline = time.monotonic() + END_SECONDS
-    while (family := descendants(os.getpid())) and time.monotonic() < deadline:
+    while (family := descendants(os.getpid(), spared)) and time.monotonic() < deadline:
         for signal_number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in family:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal_number)
-        _ended.update(_reap_all())
+        _reap_ended(family)
         time.sleep(0.005)
 
 
 _ended: dict[int, int] = {}
 
 
-def _reap_all() -> dict[int, int]:
-    found = {}
-    with suppress(ChildProcessError):
-        while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
-            found[reaped[0]] = os.waitstatus_to_exitcode(reaped[1])
-    return found
+def _reap_ended(family: Iterable[int]) -> None:
+    for pid in family:
+        with suppress(ChildProcessError):  # still another's
+            reaped, status = os.waitpid(pid, os.WNOHANG)
+            if reaped:
+                _ended[pid] = os.waitstatus_to_exitcode(status)
 
 
 def _reap(pid: int) -> int:
     """The exit code of the agent's own process."""
     deadline = time.monotonic() + END_SECONDS
     while pid not in _ended and time.monotonic() < deadline:
-        _ended.update(_reap_all())
+        _reap_ended([pid])
         time.sleep(0.001)
     return _ended.get(pid, -int(signal.SIGKILL))

@@ -55,12 +55,16 @@ class AgentServer:
         command += [str(theirs.fileno()), self.spec, json.dumps(sys.path)]
         with theirs:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=clean_environment()
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=clean_environment(),
+                start_new_session=True,  # what a terminal interrupts is the worker, whose end ends it
             )
         self._await()
         said = receive(self._control)
         if said is None or "error" in said:
-            self.close()
+            self._kill()
             raise AgentUnready(said["error"] if said else "its interpreter ended while it was imported")
         self._stamps = {file: _stamp(file) for file in said["files"]}
 
@@ -74,10 +78,10 @@ class AgentServer:
                 self._control.settimeout(START_SECONDS)
                 return
             if self.is_stopped():
-                self.close()
+                self._kill()
                 raise _Unwanted
             if time.monotonic() > deadline:
-                self.close()
+                self._kill()
                 raise AgentUnready(f"it was not imported within {START_SECONDS:.0f} s")
 
     @property
@@ -93,13 +97,20 @@ class AgentServer:
         return ours
 
     def close(self) -> None:
-        """Ends it; guardians that run go on."""
+        """Ends it as soon as the agents that run have ended; waits a moment for it."""
         self._control.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(LOOK_SECONDS)
-            return
+        _ending[:] = [each for each in (*_ending, self._process) if each.poll() is None]
+
+    def _kill(self) -> None:
+        self._control.close()
         self._process.kill()
         self._process.wait()
+
+
+_ending: "list[subprocess.Popen[bytes]]" = []
+"""Interpreters whose last agents still run."""
 
 
 def _stamp(file: str) -> object:

@@ -1,27 +1,27 @@
-"""A warm interpreter for agents: it has imported the agent's module, and forks a guardian for each episode, below a warden.
+"""A warm interpreter for agents: it has imported the agent's module, and forks a guardian for each episode, whose warden it is.
 
 `python -P -m agentrl.workers.agents.server FD SPEC PATHS`: on the socket FD it says once what it imported, or why it
 cannot, and then takes one descriptor for each episode, the guardian's end of a socket. It was started with an environment
-without secrets, and ends when its worker does, whose end closes the socket. SPEC is empty for programs, which need no module.
+without secrets, and ends when the other end of FD is closed, as its worker's end does, and its agents have ended. SPEC is empty
+for programs, which need no module.
 """
 
 import json
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from agentrl.workers.agents import guardian, warden
+from agentrl.workers.agents import guardian
 from agentrl.workers.agents.rehearsal import rehearse
+from agentrl.workers.agents.warden import Warden
 
 WORDS = 2000
 
 
 def main(control: socket.socket, spec: str, paths: list[str]) -> None:
-    """Serves until the other end of the socket is closed."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guardians report over their sockets
+    """Serves until the other end of the socket is closed, and the last agent has ended."""
     sys.path[:] = paths
     try:
         function = _load(spec) if spec else None
@@ -30,11 +30,7 @@ def main(control: socket.socket, spec: str, paths: list[str]) -> None:
         guardian.send(control, {"error": f"{type(error).__name__}: {error}"[:WORDS]})
         return
     guardian.send(control, {"files": _own_files()})
-    while True:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not descriptors:
-            return
-        _fork_warden(socket.socket(fileno=descriptors[0]), function, control)
+    Warden(control, function).watch()
 
 
 def _load(spec: str) -> Callable[..., Any]:
@@ -42,19 +38,6 @@ def _load(spec: str) -> Callable[..., Any]:
 
     found: Callable[..., Any] = find("agents", spec)
     return found
-
-
-def _fork_warden(connection: socket.socket, function: Callable[..., Any] | None, control: socket.socket) -> None:
-    with connection:
-        if os.fork():
-            return
-        code = 1
-        try:
-            control.close()
-            warden.watch(connection, function)
-            code = 0
-        finally:
-            os._exit(code)
 
 
 def _own_files() -> list[str]:
@@ -66,3 +49,4 @@ def _own_files() -> list[str]:
 
 if __name__ == "__main__":
     main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], json.loads(sys.argv[3]))
+    os._exit(0)  # whatever threads the module has

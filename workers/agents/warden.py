@@ -1,27 +1,77 @@
-"""The warden of a guardian: should something kill that, the warden ends what its agent left, in whatever session it is.
+"""The warden of an interpreter's guardians: should something kill one, what its agent left is ended, in whatever session it is.
 
-It is a process of its own above the guardian, and the next subreaper: what loses the guardian becomes its child. The agent can
-reach it no more than its guardian. It holds the guardian's connection, so that the worker hears of the loss only when nothing
-of the agent is left, and the episode can begin anew.
+It is the interpreter itself, the next subreaper above its guardians: what loses its guardian becomes its child, and nothing
+else does. The agent can reach it no more than its guardian. It holds each guardian's connection, so that the worker hears of
+the loss only when nothing of the agent is left, and the episode can begin anew.
 """
 
 import os
-import signal
+import select
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.workers.agents import guardian
 
 
-def watch(connection: socket.socket, function: Callable[..., Any] | None) -> None:
-    """Forks the guardian, which carries out the order that comes over the connection, and waits for its end."""
-    os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    guardian.adopt_orphans()
-    pid = os.fork()
-    if pid == 0:
-        guardian.guard(connection, function)
-        return
-    os.waitpid(pid, 0)
-    guardian.end_descendants()
+@dataclass
+class Warden:
+    """Watches the guardians that this process forks.
+
+    Args:
+        control: over which the worker sends a descriptor for each episode; no guardian keeps it.
+        function: what guardians call; None for programs.
+    """
+
+    control: socket.socket
+    function: Callable[..., Any] | None
+    _guardians: dict[int, tuple[int, socket.socket]] = field(default_factory=dict)
+    _own: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        guardian.adopt_orphans()
+        self._own = frozenset(guardian.children(os.getpid()))  # what the agent's module started when it was imported
+
+    def watch(self) -> None:
+        """Forks a guardian for each descriptor that comes, until the other end is closed and the last guardian has ended."""
+        is_wanted = True
+        while is_wanted or self._guardians:
+            for ready in self._ready(is_wanted):
+                if ready in self._guardians:
+                    self._end(ready)
+                    continue
+                _, descriptors, _, _ = socket.recv_fds(self.control, 1, 1)
+                is_wanted = bool(descriptors)
+                if is_wanted:
+                    self._fork(socket.socket(fileno=descriptors[0]))
+
+    def _ready(self, is_wanted: bool) -> list[int]:
+        waiting = select.poll()
+        for descriptor in (*self._guardians, *([self.control.fileno()] if is_wanted else [])):
+            waiting.register(descriptor, select.POLLIN)
+        return [descriptor for descriptor, _ in waiting.poll()]
+
+    def _fork(self, connection: socket.socket) -> None:
+        pid = os.fork()
+        if pid:
+            self._guardians[os.pidfd_open(pid)] = pid, connection
+            return
+        code = 1
+        try:
+            self.control.close()
+            for descriptor, (_, other) in self._guardians.items():  # another's worker is to see when that one ends
+                os.close(descriptor)
+                other.close()
+            guardian.guard(connection, self.function)
+            code = 0
+        finally:
+            os._exit(code)
+
+    def _end(self, descriptor: int) -> None:
+        """Of a guardian that has ended: nothing is left but its row."""
+        pid, connection = self._guardians.pop(descriptor)
+        os.waitpid(pid, 0)
+        os.close(descriptor)
+        guardian.end_descendants({*self._own, *(pid for pid, _ in self._guardians.values())})
+        connection.close()

@@ -85,6 +85,7 @@ class AgentSampling:
         return replace(
             request,
             max_new_tokens=most,
+            follows_length=True,
             heard=partial(turn.hear, choice),
             top_logprobs=ask.top_logprobs,
         )

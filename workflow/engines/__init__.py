@@ -45,7 +45,8 @@ class GenerateRequest:
         top_p: only the likeliest tokens that together reach this probability (arXiv 1904.09751).
         min_p: only tokens at least this share as likely as the likeliest (arXiv 2407.01082).
         stop: the turn ends with the token that completes one of these texts; that token stays.
-        follows: whether another turn of its episode may follow.
+        follows: whether another turn of its episode may follow; `follows_length`: also after one that ends at a limit, as an
+            agent may go on from any.
         session: under which an engine may keep what it computed, for an episode's next turn of the same session; no part of the
             draws. None: nothing is kept.
         heard: called with each token as it is drawn, by an engine in this process; False ends the turn there, as `length`.
@@ -67,6 +68,7 @@ class GenerateRequest:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     follows: bool = True
+    follows_length: bool = False
     heard: Callable[[int], bool] | None = None
     session: int | None = None
     top_logprobs: int = 0

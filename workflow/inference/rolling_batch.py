@@ -283,7 +283,7 @@ class Batch:
             self._slots.wipe(slot)
             turn.future.set_exception(nan_error())
             return
-        if stopped and turn.request.follows:
+        if turn.request.follows and (stopped or turn.request.follows_length):
             self._keep(slot, turn)
         turn.finish("stop" if stopped else "length")
 
