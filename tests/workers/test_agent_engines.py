@@ -150,7 +150,7 @@ def test_who_hangs_up_gets_the_turn_that_the_server_had_begun_when_he_comes_agai
         let.set()
         wait_for(lambda: episode_of(db, 1).steps)
         assert [step.delivered for step in episode_of(db, 1).steps] == [False]
-        assert ask(stage, key, [QUESTION], request="one").status == 200
+        assert ask(stage, key, [QUESTION], request="one", stream=True).status == 200
         assert [step.delivered for step in episode_of(db, 1).steps] == [True]
     assert len(server.sampled) == 1
 

@@ -176,6 +176,17 @@ def test_n_choices_are_n_steps_that_share_the_prompt(db: Database) -> None:
         assert len({request.key for request in policy.requests}) == 3
 
 
+def test_a_name_that_comes_again_with_another_body_is_refused_and_answers_its_own_yet(db: Database) -> None:
+    policy = Policy(ANSWER, OTHER)
+    with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage:
+        key = run_agent(db, 1)
+        first = ask(stage, key, [QUESTION], request="r")
+        for other in (ask(stage, key, [user("Another?")], request="r"), ask(stage, key, [QUESTION], request="r", retry=1, n=2)):
+            assert (other.status, other.code) == (422, "idempotency_key_reused")
+        assert ask(stage, key, [QUESTION], request="r").body == first.body
+        assert len(episode_of(db, 1).steps) == 1
+
+
 def test_a_retry_gets_the_recorded_reply_byte_for_byte(db: Database) -> None:
     policy = Policy(ANSWER, OTHER)
     group = group_of(db)
@@ -221,7 +232,7 @@ def test_who_hangs_up_in_mid_stream_leaves_a_step_that_was_not_delivered_and_may
         assert cut.sampled_ids == ANSWER[: len(cut.sampled_ids)]
         assert cut.finish_reason == "length"
         gated.let.release(100)
-        assert ask(stage, key, [QUESTION], "one").said == "#### 42"
+        assert ask(stage, key, [QUESTION], "one", stream=True).status == 200
         assert gated.keys[0] == gated.keys[1], "a call that comes again is the call that it was"
         _, again = episode_of(db, 1).steps
         assert (again.delivered, again.sampled_ids) == (True, ANSWER)

@@ -44,12 +44,13 @@ class History:
         step = steps[index]
         parent = ROOT if step.parent is None or step.shared is not None else step.parent
         digest, draws = (self._digests[parent], self._draws[parent]) if parent != ROOT else (_seed(tools, options), ())
-        for message in (*step.prompt, step.message):
-            digest = next_digest(digest, key_of(message))
+        keys = [key_of(message) for message in (*step.prompt, step.message)]
+        for key in keys:
+            digest = next_digest(digest, key)
         self._digests.append(digest)
         self._draws.append((*draws, step.draw or 0))
         self._by_digest.setdefault(digest, []).append(index)
-        self._reasons.add(step, tools, options)
+        self._reasons.add(step, keys, tools, options)
 
     def find(self, ask: Ask, steps: Sequence[Step]) -> Found:
         """The step whose conversation is the longest that the request's messages begin with, and go on from.

@@ -177,6 +177,9 @@ class AgentRollout:
     def _answer(self, call: AgentCall, turns: EpisodeTurns | None) -> None:
         if turns is None or turns.is_ending or turns.attempt != call.attempt or call.episode not in self.recorder.episodes:
             raise RequestError(409, "This episode is over, or another attempt of it is on.", code="episode_over")
+        if turns.is_other(call):
+            said = "This Idempotency-Key came with another body before."
+            raise RequestError(422, said, code="idempotency_key_reused")
         flying = turns.in_flight(call)
         if flying is not None:
             flying.later.append(call) if flying.stopped else flying.join(call)

@@ -227,6 +227,12 @@ class EpisodeTurns:
         """All names under which the engine keeps something of the episode."""
         return {*self._sessions.values(), *(turn.session for turn in self.open)}
 
+    def is_other(self, call: AgentCall) -> bool:
+        """Whether the call's name was another request's before, with another body."""
+        before = {mark.request_hash for mark in self.marks if _request_of(mark) == call.request_id}
+        before |= {turn.call.body_hash for turn in self.open if turn.call.request_id == call.request_id}
+        return bool(before - {call.body_hash})
+
     def in_flight(self, call: AgentCall) -> AgentTurn | None:
         """The turn that the call asks for once more."""
         same = [turn for turn in self.open if turn.call.request_id == call.request_id]
@@ -269,11 +275,15 @@ class EpisodeTurns:
         return f"{request_id}{CANCELLED}{times}"
 
     def _is_again(self, mark: RequestMark, call: AgentCall) -> bool:
-        same = mark.request_id.partition(CANCELLED)[0].partition(".")[0] == call.request_id
-        return same or (call.retry > 0 and mark.request_hash == call.body_hash)
+        return _request_of(mark) == call.request_id or (call.retry > 0 and mark.request_hash == call.body_hash)
 
     def _prompt_hash(self, step: Step) -> str:
         return _hash_ids(self.prompt(step))
+
+
+def _request_of(mark: RequestMark) -> str:
+    """The id of the request whose answer, or part of one, the mark is of."""
+    return mark.request_id.partition(CANCELLED)[0].partition(".")[0]
 
 
 def too_long(most: int, tokens: int | str) -> RequestError:

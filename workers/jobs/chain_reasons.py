@@ -43,9 +43,8 @@ class _Told:
     size: int = 0
     beginning: bytes = b""
 
-    def then(self, message: Message) -> "_Told":
-        """The conversation with one more message."""
-        key = key_of(message)
+    def then(self, message: Message, key: bytes) -> "_Told":
+        """The conversation with one more message, and its key."""
         bare = next_digest(self.bare, key_without_thought(message) if message.thought else key)
         begun = self.beginning or (bare if message.role == "user" else b"")
         return _Told(next_digest(self.words, key), bare, self.size + 1, begun)
@@ -64,13 +63,13 @@ class ChainReasons:
     _places: set[tuple[bytes, int]] = field(default_factory=set)  # where a line with that beginning has a turn
     _longest: dict[bytes, int] = field(default_factory=dict)
 
-    def add(self, step: Step, tools: Sequence[Any], options: Mapping[str, Any]) -> None:
-        """The step with the next index, whose request brought these tools and options."""
+    def add(self, step: Step, keys: Sequence[bytes], tools: Sequence[Any], options: Mapping[str, Any]) -> None:
+        """The step with the next index, the keys of its messages, and the tools and options that its request brought."""
         told = _Told() if step.parent in (None, ROOT) or step.shared is not None else self._told[step.parent]
-        for message in step.prompt:
-            told = told.then(message)
+        for message, key in zip(step.prompt, keys, strict=False):
+            told = told.then(message, key)
         self._by_prompt[told.words] = step.index
-        told = told.then(step.message)
+        told = told.then(step.message, keys[-1])
         self._told.append(told)
         self._brought.append((_hash(list(tools)), _hash(dict(options))))
         self._by_words[told.words] = step.index
@@ -121,7 +120,7 @@ def _hash(value: Any) -> bytes:
 def _conversations(messages: Sequence[Message]) -> list[_Told]:
     found = [_Told()]
     for message in messages:
-        found.append(found[-1].then(message))
+        found.append(found[-1].then(message, key_of(message)))
     return found
 
 
