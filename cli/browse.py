@@ -207,9 +207,12 @@ def events(
     from agentrl.workflow.store.reads.paging import iterate_rows
 
     db = stored_reader()
-    rows = [*iterate_rows(list_events, db, EventFilter(pick_run(db, run)))][-limit if limit else 0 :]
+    name = pick_run(db, run)
+    rows = [*iterate_rows(list_events, db, EventFilter(name))][-limit if limit else 0 :]
     if as_json:
         show_json(rows)
     else:
+        if not rows:
+            say(f"Nothing has happened to {name} that is worth an event.")
         for row in rows:
             show("  ".join(part for part in (cell(row["created_at"]), row["kind"], row["subject"], row["detail"]) if part))

@@ -6,14 +6,12 @@ from typing import Annotated, Any
 import typer
 
 from agentrl.cli.output import Json, Line, cell, one_line, say, show, show_json, show_lines, show_rows
-from agentrl.cli.targets import LastEpisode, pick_episode, stored_database, stored_reader
+from agentrl.cli.targets import GivenEpisode, LastEpisode, pick_episode, stored_database, stored_reader
 from agentrl.cli.watch import RunName
-
-EpisodeNumber = Annotated[int, typer.Argument(metavar="EPISODE", help="Number of the episode.", show_default=False)]
 
 
 def fork(
-    episode: EpisodeNumber,
+    episode: GivenEpisode,
     step: Annotated[int, typer.Option(min=0, help="The first step that is sampled anew.", show_default=False)],
     n: Annotated[int, typer.Option("-n", min=1, max=1024, help="How many forks.")] = 8,
     edit_message: Annotated[

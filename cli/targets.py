@@ -1,5 +1,6 @@
 """Targets of commands: the run, the episode and the policy that a person's words mean, and the database if there is one."""
 
+import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -14,8 +15,26 @@ if TYPE_CHECKING:
 NewestRun = Annotated[
     str | None, typer.Argument(metavar="RUN", help="Name or number of the run [the newest].", show_default=False)
 ]
+
+
+def _episode_number(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        from agentrl.workflow.errors import ConfigError
+
+        run = shlex.quote(word) if len(word) <= 100 else "RUN"
+        raise ConfigError(f"{word[:100]!r} is no episode's number.", f"List those of a run: agentrl episodes {run}") from None
+
+
+GivenEpisode = Annotated[
+    int, typer.Argument(metavar="EPISODE", help="Number of the episode.", show_default=False, parser=_episode_number)
+]
 LastEpisode = Annotated[
-    int | None, typer.Argument(metavar="EPISODE", help="Number of the episode [the last one done].", show_default=False)
+    int | None,
+    typer.Argument(
+        metavar="EPISODE", help="Number of the episode [the last one done].", show_default=False, parser=_episode_number
+    ),
 ]
 
 

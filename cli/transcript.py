@@ -60,6 +60,7 @@ def as_document(record: Any, only: int | None = None) -> dict[str, Any]:
     return {
         "episode": record.row,
         "agent_error": record.agent_error,
+        "agent_output": record.agent_output,
         "rewards": [{key: row[key] for key in ("part", "step", "value", "weight", "reward_set")} for row in record.rewards],
         "grades": record.grades,
         "steps": [
@@ -178,6 +179,9 @@ def _end_lines(record: Any) -> Iterator[Line]:
         yield f"  {one_line(row['error'], 1000)}", "red"
     elif record.agent_error:
         yield f"  the agent ended with: {one_line(record.agent_error, 1000)}", "red"
+    if record.agent_output.strip():
+        yield "  the agent printed:", "bold"
+        yield _indent(record.agent_output.strip()), "dim"
     for grade in record.grades:
         said = grade["status"] if grade["result"] is None else f"{one_line(grade['result'], 200)} ({grade['seconds']:.3f} s)"
         yield f"  judged by {grade['tool']}: {said}", "red" if grade["error_class"] else ""

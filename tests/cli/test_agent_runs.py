@@ -24,8 +24,8 @@ OUTSIDE = (
     "UPDATE steps SET delivered = :no WHERE number = 1",
 )
 SAID = """
-    INSERT INTO agent_attempts (run, episode_id, attempt, status, error_class, error)
-    VALUES ('outside', :id, 0, 'ended', 'RuntimeError', :error)"""
+    INSERT INTO agent_attempts (run, episode_id, attempt, status, error_class, error, output)
+    VALUES ('outside', :id, 0, 'ended', 'RuntimeError', :error, :output)"""
 
 
 @pytest.fixture
@@ -45,7 +45,8 @@ def outside(data: Database) -> str:
         Outcome(second, "failed", error_class="AgentError", error="KeyError: 'x'\n\x1b[2Jowned"),
     ]
     rollout_claims.finish_episodes(data, work.fence, ends, work.reward_set, work.weights)
-    data.write(lambda tx: tx.execute(text(SAID), {"id": first, "error": "RuntimeError: boom\n\x1b[2Jowned" + "x" * 5000}))
+    said = {"id": first, "error": "RuntimeError: boom\n\x1b[2Jowned" + "x" * 5000, "output": "step 1\n\x1b[2Jowned\n"}
+    data.write(lambda tx: tx.execute(text(SAID), said))
     return str(first)
 
 
@@ -59,6 +60,7 @@ def test_an_agents_calls_are_shown_as_its_own_and_what_it_did_not_tell_as_such(
     assert "the agent was not sent all of it" in said
     assert "done (agent_error)  reward 1" in said
     assert "the agent ended with: RuntimeError: boom" in said
+    assert "the agent printed:\n    step 1\n" in said
     assert "\x1b" not in said
     assert "x" * 1000 not in said
 
@@ -66,6 +68,14 @@ def test_an_agents_calls_are_shown_as_its_own_and_what_it_did_not_tell_as_such(
 def test_an_agents_calls_cannot_be_run_again(outside: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = agentrl(capsys, "replay", outside, "--verify", "tools", code=6)
     assert "is an agent's, which ran its own tools." in said
+
+
+@pytest.mark.parametrize("command", [("replay",), ("why",), ("fork", "--step", "0")])
+def test_a_run_where_an_episode_belongs_is_told_how_to_find_its_episodes(
+    outside: str, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    said = agentrl(capsys, *command, "outside", code=2)
+    assert said == "agentrl: 'outside' is no episode's number.\n  List those of a run: agentrl episodes outside\n"
 
 
 def test_agents_that_ended_badly_are_found_and_say_why(outside: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -235,7 +235,7 @@ def test_completion_without_a_database_offers_nothing_and_makes_none(tmp_path: P
 FIELDS = {
     "events by-hand": {"id", "run_id", "kind", "subject", "detail", "created_at"},
     "watch by-hand": {"run", "iterations", "progress", "evals"},
-    "replay 1": {"episode", "agent_error", "rewards", "grades", "steps"},
+    "replay 1": {"episode", "agent_error", "agent_output", "rewards", "grades", "steps"},
     "doctor": {"name", "state", "found", "todo"},
     "config show --origin": {"key", "value", "origin"},
     "sql --schema": {"view", "meaning", "columns"},

@@ -131,7 +131,8 @@ class EpisodeRecord:
     """One whole episode: its row, its value with every step, the rows of its steps, calls and rewards.
 
     `grades` are the calls that judged it: the env made them when it was over, and the model saw nothing of them.
-    `agent_error` is what its agent said when it ended badly; empty where it did not, or where there is none.
+    `agent_error` is what its agent said when it ended badly, `agent_output` the last of what it printed; both empty where there
+    is nothing of the kind.
     """
 
     row: EpisodeRow
@@ -141,6 +142,7 @@ class EpisodeRecord:
     grades: Sequence[CallRow]
     rewards: Sequence[RewardRow]
     agent_error: str = ""
+    agent_output: str = ""
 
 
 @sql_read_transaction
@@ -162,6 +164,7 @@ def episode_record(tx: Any, episode: int) -> EpisodeRecord:
     row = _find_row(tx, episode) if abs(episode) <= MAX_ID else None
     if row is None:
         raise no_episode_error(episode)
+    agent = _find_agent_words(tx, row)
     return EpisodeRecord(
         row=row,
         episode=load_episode(tx, episode),
@@ -169,14 +172,15 @@ def episode_record(tx: Any, episode: int) -> EpisodeRecord:
         calls=_select_with_inherited(tx, CallRow, _CALLS_OF.format(kind="<>"), row),
         grades=_select_with_inherited(tx, CallRow, _CALLS_OF.format(kind="="), row),
         rewards=select_values(tx, RewardRow, "WHERE episode_id = :id ORDER BY id", id=episode),
-        agent_error=_agent_error(tx, row),
+        agent_error=agent["error"],
+        agent_output=agent["output"],
     )
 
 
-def _agent_error(tx: Any, row: EpisodeRow) -> str:
-    query = "SELECT error FROM agent_attempts WHERE episode_id = :id AND attempt = :attempt ORDER BY id DESC LIMIT 1"
+def _find_agent_words(tx: Any, row: EpisodeRow) -> Row:
+    query = "SELECT error, output FROM agent_attempts WHERE episode_id = :id AND attempt = :attempt ORDER BY id DESC LIMIT 1"
     found = select_rows(tx, query, id=row["id"], attempt=row["attempt"])
-    return str(found[0]["error"]) if found else ""
+    return found[0] if found else {"error": "", "output": ""}
 
 
 def _find_row(tx: Any, episode: int) -> EpisodeRow | None:
