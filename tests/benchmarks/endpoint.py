@@ -2,7 +2,8 @@
 
 The calls are made by an agent in its own process, one after the other, through the endpoint, into the rollout worker and back,
 each committed before it is released; the sampler's own time is that of the same turn, as its row has it. Whole runs are
-arithmetic with the tiny model, by the built-in loop and by the agent of `examples/openai_agent`, in turns.
+arithmetic by the built-in loop and by the agent of `examples/openai_agent`, in turns: with the tiny model, whose turns cost
+less than a process, and with a wide one of 38M parameters.
 """
 
 import json
@@ -23,8 +24,8 @@ from tests.support.small_models import tiny_calling
 
 WARM = 2
 """Calls of each episode that only warm up."""
-ROUNDS = 20
-"""Pairs of runs, after one that warms up."""
+ROUNDS, WIDE_ROUNDS = 20, 6
+"""Pairs of runs, after one that warms up; and of those that take longer."""
 SMALL: dict[str, Any] = {"epochs": 1, "rollout.tasks_per_iteration": 1, "dataset.name": "arithmetic"}
 CALLING = SMALL | {"algorithm.name": "reinforce", "rollout.max_new_tokens": 16}
 WHOLE_RUN: dict[str, Any] = {
@@ -68,9 +69,11 @@ def measure() -> Measured:
                 rows.append([what, *_row(*_calls(crew, kind, CALLING | model | {"dataset.max_samples": episodes}))])
         called = load()
         with cases.case("endpoint, episodes of a run"):
-            comparisons.append(_runs(crew, WHOLE_RUN | tiny))
-            pairs = [[ROUNDS, *_bounds(comparisons[0].ours, comparisons[0].other)]]
-            tables.append(Table("episodes/s of an agent to the built-in loop's", ("pairs", *COLUMNS[-3:]), pairs, load()))
+            wide = {"model.path": str(tiny_calling(Path(folder) / "wide", layers=12, width=512)), "model.lora_r": 8}
+            comparisons = [_runs(crew, "tiny", WHOLE_RUN | tiny, ROUNDS), _runs(crew, "wide", WHOLE_RUN | wide, WIDE_ROUNDS)]
+            pairs = [[each.name, len(each.ours), *_bounds(each.ours, each.other)] for each in comparisons]
+            columns = ("runs", "pairs", *COLUMNS[-3:])
+            tables.append(Table("episodes/s of an agent to the built-in loop's", columns, pairs, load()))
     with cases.case("endpoint, memory"):
         memory = [[SESSIONS, kib_per_session()]]
         tables.append(Table("memory of the endpoint", ("open calls", "KiB each"), memory, load()))
@@ -105,13 +108,13 @@ def _calls(crew: Fleet, kind: str, options: dict[str, Any]) -> tuple[list[float]
     return waited, own
 
 
-def _runs(crew: Fleet, options: dict[str, Any]) -> Comparison:
+def _runs(crew: Fleet, model: str, options: dict[str, Any], rounds: int) -> Comparison:
     """Episodes per second of the built-in loop and of an agent, in turns."""
     agent = {"agent.name": "examples.openai_agent.agent:solve"}
     rates: dict[str, list[float]] = {"loop": [], "agent": []}
-    for number in range(ROUNDS + 1):
+    for number in range(rounds + 1):
         for kind, more in (("loop", {"rollout.max_steps": 4}), ("agent", agent)):
-            name = f"{kind}-{number}"
+            name = f"{model}-{kind}-{number}"
             crew.submit(name, options | more)
             crew.wait_for(name)
             rows = crew.rows(
@@ -121,7 +124,7 @@ def _runs(crew: Fleet, options: dict[str, Any]) -> Comparison:
             taken = sum(seconds(last) - seconds(first) for first, last, _ in rows)
             if number:
                 rates[kind].append(sum(count for *_, count in rows) / taken)
-    said = "arithmetic, tiny model, 8 x 8 episodes per iteration, rollouts alone"
+    said = f"arithmetic, {model} model, 8 x 8 episodes per iteration, rollouts alone"
     return Comparison(
         said, rates["agent"], rates["loop"], "episodes/s", "the built-in loop", "more", "an agent on the openai SDK"
     )
