@@ -2,11 +2,26 @@
 
 Its packages lie at the top of the checkout and are linked here, so that each has one name wherever it is installed:
 `agentrl.workflow` (the library), `agentrl.workers` (the processes), `agentrl.cli` (the commands), `agentrl.migrations`.
+
+What is public and stable is in `__all__`, and is loaded when it is first used: the import itself costs nothing.
 """
 
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from agentrl import old_names
+
+if TYPE_CHECKING:
+    from agentrl.api.curve import Curve
+    from agentrl.api.episode import Episodes, StoredEpisode
+    from agentrl.api.lists import Rows, Table
+    from agentrl.api.run import Run, StoredPolicy
+    from agentrl.api.store import Store
+    from agentrl.api.store import open_store as open
+    from agentrl.workflow.agents import LLM, AgentTask, Answer
+    from agentrl.workflow.errors import AgentRLError
+    from agentrl.workflow.trajectory import Episode, Message, Step, Task
 
 if not (Path(__file__).parent / "workflow").is_dir():
     raise ImportError(
@@ -16,4 +31,47 @@ if not (Path(__file__).parent / "workflow").is_dir():
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "LLM",
+    "AgentRLError",
+    "AgentTask",
+    "Answer",
+    "Curve",
+    "Episode",
+    "Episodes",
+    "Message",
+    "Rows",
+    "Run",
+    "Step",
+    "Store",
+    "StoredEpisode",
+    "StoredPolicy",
+    "Table",
+    "Task",
+    "open",
+]
+_PLACES = {
+    "agentrl.api.curve": ("Curve",),
+    "agentrl.api.episode": ("Episodes", "StoredEpisode"),
+    "agentrl.api.lists": ("Rows", "Table"),
+    "agentrl.api.run": ("Run", "StoredPolicy"),
+    "agentrl.api.store": ("Store", "open"),
+    "agentrl.workflow.agents": ("LLM", "AgentTask", "Answer"),
+    "agentrl.workflow.errors": ("AgentRLError",),
+    "agentrl.workflow.trajectory": ("Episode", "Message", "Step", "Task"),
+}
+"""Where what is public is made."""
+
 old_names.install()
+
+
+def __getattr__(name: str) -> Any:
+    place = next((module for module, names in _PLACES.items() if name in names), None)
+    if place is None:
+        raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(place), "open_store" if name == "open" else name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -31,6 +31,10 @@ class AgentRLError(Exception):
     def __str__(self) -> str:
         return f"{self.message} {self.hint}".strip()
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the sentence and the next step, without our frames."""
+        return [f"{type(self).__name__}: {self.message}", *([f"  {self.hint}"] if self.hint else [])]
+
 
 class ConfigError(AgentRLError):
     """An option, key or value of the experiment that cannot be used as given."""

@@ -92,12 +92,12 @@ def sft_model_name(model: str, dataset: str) -> str:
     return f"{Path(model).name}-{Path(dataset).stem}"
 
 
-def refuse_existing(target: Path, overwrite: bool) -> None:
-    """Raises ConflictError if the folder exists; only one with a RECORD may be overwritten."""
+def refuse_existing(target: Path, overwrite: bool, how: str = "Pass --force") -> None:
+    """Raises ConflictError if the folder exists; only one with a RECORD may be overwritten, which `how` asks for."""
     if not target.exists():
         return
     if not overwrite:
-        raise ConflictError(f"There is a model in {str(target)!r} already.", "Pass --force to make it anew, or name another.")
+        raise ConflictError(f"There is a model in {str(target)!r} already.", f"{how} to make it anew, or name another.")
     if not (target / RECORD).is_file():
         raise ConflictError(f"{str(target)!r} was not made by agentrl (it holds no {RECORD}).", "Name another folder.")
 

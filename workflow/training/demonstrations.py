@@ -135,7 +135,7 @@ def line_of(shown: Demonstration) -> bytes:
     Raises:
         ValueError: it could not be read again, and why.
     """
-    row: dict[str, Any] = {"messages": [_row_of(message) for message in shown.messages]}
+    row: dict[str, Any] = {"messages": [message_row(message) for message in shown.messages]}
     if shown.tools:
         row["tools"] = [dict(tool) for tool in shown.tools]
     line = json.dumps(row, ensure_ascii=False).encode()
@@ -143,7 +143,8 @@ def line_of(shown: Demonstration) -> bytes:
     return line + b"\n"
 
 
-def _row_of(message: Message) -> dict[str, Any]:
+def message_row(message: Message) -> dict[str, Any]:
+    """A message as such a line has it."""
     row: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         row["name"] = message.name

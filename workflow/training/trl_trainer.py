@@ -157,7 +157,7 @@ class TrlTrainer(Trainer):
 
     def _make_trl_trainer(self, model: nn.Module, rows: Sequence[Row], rewards: Sequence[float], arguments: Any) -> Any:
         """TRL's trainer of our model and our optimizer, for one update."""
-        from datasets import Dataset  # type: ignore[import-untyped]
+        from datasets import Dataset
         from trl import GRPOTrainer
 
         _silence_trl()

@@ -1,0 +1,143 @@
+"""Whole episodes, and lists of them: what was said, sampled, called and earned."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from agentrl.api import html
+from agentrl.api.lists import PAGE, Rows
+from agentrl.workflow.store.driver_reader import Reader
+from agentrl.workflow.store.reads import episode_rows
+from agentrl.workflow.store.reads.call_rows import CallRow
+from agentrl.workflow.store.reads.episode_rows import EpisodeRow
+from agentrl.workflow.training.demonstrations import message_row
+from agentrl.workflow.trajectory import Episode, Message, messages_of
+
+if TYPE_CHECKING:
+    import datasets
+
+SHOWN_CALLS = 50
+
+
+@dataclass(frozen=True)
+class StoredEpisode:
+    """One episode of a store.
+
+    Args:
+        row: its columns, as in `v_episodes`: run, task, status, reward and so on.
+        value: the episode itself: every step with its exact token ids and logprobs, as rewards are given it.
+        calls: the tool calls of its steps, with results and times.
+        rewards: reward set -> part -> value, summed over steps.
+        agent_error: what its agent said when it ended badly; empty where it did not, or where there is none.
+        agent_output: the last of what its agent printed.
+    """
+
+    row: EpisodeRow
+    value: Episode
+    calls: Sequence[CallRow]
+    rewards: Mapping[str, Mapping[str, float]]
+    agent_error: str = ""
+    agent_output: str = ""
+
+    @property
+    def id(self) -> int:
+        """Its number."""
+        return self.row.id
+
+    @property
+    def reward(self) -> float | None:
+        """What it earned in all; None where it is not over, or was not scored."""
+        return self.row.reward
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation that led to its last turn, as chat messages."""
+        return chat_messages(_last_line(self.value))
+
+    def __repr__(self) -> str:
+        ended = self.row.stop_reason or self.row.error_class or "not over"
+        return f"<episode {self.id} of {self.row.run}: {self.row.status} ({ended}), reward {self.row.reward}>"
+
+    def _repr_html_(self) -> str:
+        parts = [f"<p><b>{html.text(repr(self))}</b>, task {html.text(self.row.task)}</p>"]
+        for message in _last_line(self.value):
+            if message.thought:
+                parts.append(html.folded("thought", html.pre(message.thought)))
+            name = f" ({message.name})" if message.name else ""
+            parts.append(f"<div><i>{html.text(message.role + name)}</i>{html.pre(message.content)}</div>")
+            parts += [
+                f"<div>call <b>{html.text(call.name)}</b>{html.pre(json.dumps(dict(call.arguments), ensure_ascii=False))}</div>"
+                for call in message.tool_calls[:SHOWN_CALLS]
+            ]
+        for name, earned in self.rewards.items():
+            parts.append(html.table(["reward set", *earned], [[name, *earned.values()]]))
+        return "".join(parts)
+
+
+class Episodes(Rows[EpisodeRow, EpisodeRow]):
+    """Episodes as their rows; `store.episode(row.id)` is a whole one."""
+
+    def __init__(self, db: Reader, chosen: episode_rows.EpisodeFilter) -> None:
+        """Takes the store and which of its episodes."""
+        super().__init__(EpisodeRow, lambda paging: episode_rows.list_episodes(db, chosen, paging), lambda row: row)
+        object.__setattr__(self, "_db", db)
+
+    def to_dataset(self, messages: bool = True) -> "datasets.Dataset":
+        """All of them as a dataset, each with the `messages` that led to its last turn: for training elsewhere, say."""
+        import datasets
+        import pyarrow
+
+        if not messages:
+            return super().to_dataset()
+        table = self.to_arrow()
+        ids = table.column("id").to_pylist()
+        column = pyarrow.chunked_array(
+            [
+                pyarrow.array([self._messages(number) for number in ids[start : start + PAGE]], _messages_type())
+                for start in range(0, len(ids), PAGE)
+            ],
+            _messages_type(),
+        )
+        return datasets.Dataset(table.append_column("messages", column))
+
+    def _messages(self, number: int) -> list[dict[str, Any]]:
+        db: Reader = getattr(self, "_db")  # noqa: B009 - a frozen dataclass's
+        return chat_messages(_last_line(episode_rows.find_episode(db, number).episode))
+
+
+def find(db: Reader, number: int) -> StoredEpisode:
+    """The episode of that number.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    record = episode_rows.find_episode(db, number)
+    rewards: dict[str, dict[str, float]] = {}
+    for part in record.rewards:
+        earned = rewards.setdefault(part.reward_set, {})
+        earned[part.part] = earned.get(part.part, 0.0) + part.value
+    return StoredEpisode(record.row, record.episode, record.calls, rewards, record.agent_error, record.agent_output)
+
+
+def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as the chat API writes them: the arguments of calls as a text of JSON."""
+    found = []
+    for message in messages:
+        row = message_row(message)
+        for call in row.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        found.append(row)
+    return found
+
+
+def _last_line(episode: Episode) -> Sequence[Message]:
+    return messages_of(episode.steps, len(episode.steps) - 1) if episode.steps else episode.task.messages
+
+
+def _messages_type() -> Any:
+    import pyarrow as pa
+
+    call = pa.struct([("type", pa.string()), ("function", pa.struct([("name", pa.string()), ("arguments", pa.string())]))])
+    texts = [(name, pa.string()) for name in ("role", "content", "name", "reasoning_content")]
+    return pa.list_(pa.struct([*texts, ("tool_calls", pa.list_(call))]))

@@ -1,0 +1,40 @@
+"""What a notebook shows of values. Whatever a model, a tool or a person wrote is text in it, never markup, and bounded."""
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from html import escape
+from typing import Any
+
+MOST_CHARS = 2000
+"""Characters of one text that are shown."""
+CELL_CHARS = 120
+
+
+def text(value: object, most: int = MOST_CHARS) -> str:
+    """A value as text in HTML; of a long one its beginning."""
+    if isinstance(value, float):
+        said = f"{value:.4g}"
+    elif isinstance(value, datetime):
+        said = f"{value:%Y-%m-%d %H:%M:%S}"
+    else:
+        said = "" if value is None else str(value)
+    said = "".join(char if char.isprintable() or char in "\n\t" else "�" for char in said[: most + 1])
+    return escape(said[:most] + ("…" if len(said) > most else ""))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], more: bool = False) -> str:
+    """A table, and that there is more, if there is."""
+    head = "".join(f"<th>{text(column, CELL_CHARS)}</th>" for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{text(cell, CELL_CHARS)}</td>' for cell in row)}</tr>" for row in rows)
+    rest = "<p>… and more</p>" if more else ""
+    return f"<div style='overflow-x:auto'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{rest}"
+
+
+def folded(summary: str, body: str) -> str:
+    """A text in HTML that opens when its summary is clicked."""
+    return f"<details><summary>{text(summary, CELL_CHARS)}</summary>{body}</details>"
+
+
+def pre(value: object) -> str:
+    """A text as it was written."""
+    return f"<pre style='white-space:pre-wrap;margin:0.2em 0 0.6em'>{text(value)}</pre>"

@@ -1,0 +1,143 @@
+"""Lists of rows that are read when somebody goes through them, and leave as a DataFrame, an Arrow table or a dataset."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from datetime import datetime
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args, get_type_hints
+
+from agentrl.api import html
+from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow
+
+if TYPE_CHECKING:
+    import datasets
+    import pandas
+    import pyarrow
+
+R = TypeVar("R", bound=ViewRow)
+V = TypeVar("V")
+PAGE = 1000
+"""Rows that are read at once."""
+SHOWN = 10
+"""Rows that a notebook shows."""
+
+
+@dataclass(frozen=True)
+class Rows(Generic[R, V]):
+    """A list of a store, read page by page each time that somebody goes through it: of a run that goes on there may be more.
+
+    Args:
+        kind: of the rows; its fields are the columns.
+        read: gives a page.
+        value: what a row is as a value.
+    """
+
+    kind: type[R]
+    read: Callable[[Paging], Page[R]]
+    value: Callable[[R], V]
+
+    def __iter__(self) -> Iterator[V]:
+        return map(self.value, self.rows())
+
+    def rows(self) -> Iterator[R]:
+        """The rows themselves: mappings of column to value."""
+        for page in self._pages():
+            yield from page
+
+    def head(self, count: int = SHOWN) -> list[V]:
+        """The first ones."""
+        return list(islice(self, count))
+
+    def to_arrow(self) -> "pyarrow.Table":
+        """All of them, with a column's type that does not depend on what is in it; documents are JSON."""
+        import pyarrow
+
+        schema = pyarrow.schema([(name, _arrow_type(hint)) for name, hint in columns_of(self.kind).items()])
+        batches = [
+            pyarrow.RecordBatch.from_pylist([_plain(row) for row in page], schema=schema) for page in self._pages() if page
+        ]
+        return pyarrow.Table.from_batches(batches, schema)
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """All of them; whole numbers that may be missing are pandas' `Int64`."""
+        import pandas
+
+        table = self.to_arrow()
+        frame: pandas.DataFrame = table.to_pandas()
+        for name, hint in columns_of(self.kind).items():
+            if int in get_args(hint):
+                frame[name] = pandas.array(table.column(name).to_pylist(), dtype="Int64")
+        return frame
+
+    def to_dataset(self) -> "datasets.Dataset":
+        """All of them as a dataset of the `datasets` library."""
+        import datasets
+
+        return datasets.Dataset(self.to_arrow())
+
+    def _pages(self) -> Iterator[tuple[R, ...]]:
+        cursor = ""
+        while True:
+            page = self.read(Paging(size=PAGE, cursor=cursor))
+            yield page.rows
+            cursor = page.next
+            if not cursor:
+                return
+
+    def __repr__(self) -> str:
+        return f"<{self.kind.VIEW.removeprefix('v_')}: iterate, .head(), .to_pandas(), .to_arrow(), .to_dataset()>"
+
+    def _repr_html_(self) -> str:
+        rows = list(islice(self.rows(), SHOWN + 1))
+        return html.table(list(columns_of(self.kind)), [list(row.values()) for row in rows[:SHOWN]], more=len(rows) > SHOWN)
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a SELECT found: named columns and rows."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (dict(zip(self.columns, row, strict=True)) for row in self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """As a DataFrame."""
+        import pandas
+
+        return pandas.DataFrame.from_records(list(self.rows), columns=list(self.columns))
+
+    def _repr_html_(self) -> str:
+        return html.table(self.columns, self.rows[:SHOWN], more=len(self.rows) > SHOWN)
+
+
+def columns_of(kind: type[ViewRow]) -> dict[str, Any]:
+    """The columns of a kind of rows with their types."""
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}  # type: ignore[arg-type]
+
+
+def _arrow_type(hint: Any) -> "pyarrow.DataType":
+    import pyarrow
+
+    (kind,) = [each for each in (get_args(hint) or (hint,)) if each is not type(None)] or [str]
+    known: Mapping[Any, pyarrow.DataType] = {
+        bool: pyarrow.bool_(),
+        int: pyarrow.int64(),
+        float: pyarrow.float64(),
+        datetime: pyarrow.timestamp("us", tz="UTC"),
+    }
+    return known.get(kind, pyarrow.string())
+
+
+def _plain(row: ViewRow) -> dict[str, Any]:
+    return {name: _text(value) if isinstance(value, Mapping | list | tuple) else value for name, value in row.items()}
+
+
+def _text(value: Any) -> str:
+    return json.dumps(dict(value) if isinstance(value, Mapping) else list(value), ensure_ascii=False)

@@ -1,0 +1,220 @@
+"""One run of a store: how far it is, its rows, its policies."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.api import episode, html
+from agentrl.api.curve import Curve
+from agentrl.api.episode import Episodes, StoredEpisode
+from agentrl.api.lists import Rows
+from agentrl.workflow.errors import ConfigError, did_you_mean
+from agentrl.workflow.store import run_names
+from agentrl.workflow.store.driver_reader import Reader
+from agentrl.workflow.store.reads import eval_results, event_rows, group_rows, iteration_rows, run_rows
+from agentrl.workflow.store.reads.episode_rows import EpisodeFilter
+from agentrl.workflow.store.reads.eval_results import EvalFilter, EvalRow
+from agentrl.workflow.store.reads.event_rows import EventFilter, EventRow
+from agentrl.workflow.store.reads.group_rows import GroupFilter, GroupRow
+from agentrl.workflow.store.reads.iteration_rows import IterationFilter, IterationRow, UpdateFilter, UpdateRow
+from agentrl.workflow.store.reads.run_rows import RunRow
+from agentrl.workflow.trajectory import Message, PolicyRef, Role
+
+if TYPE_CHECKING:
+    from agentrl.workflow.inference.open_policy import OpenPolicy
+
+
+class Run:
+    """A run of a store. What is read of it is as it is now: a run that goes on has more each time."""
+
+    def __init__(self, db: Reader, row: RunRow) -> None:
+        """Takes the store and the run's row."""
+        self._db = db
+        self.name = row.run
+        self.id = row.id
+
+    @property
+    def row(self) -> RunRow:
+        """Its columns as they are now, as in `v_runs`: status, iterations, last and best reward, seconds."""
+        return run_rows.describe_run(self._db, self.name)
+
+    @property
+    def status(self) -> str:
+        """running, paused, done, failed or cancelled."""
+        return self.row.status
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The run's whole config, as it was submitted."""
+        found: Mapping[str, Any] = run_names.find_run(self._db, self.name)["config"]
+        return found
+
+    def curve(self) -> Curve:
+        """Its mean rewards over the iterations that have ended."""
+        return Curve.of(self.name, list(self.iterations().rows()))
+
+    def episodes(self, **chosen: Any) -> Episodes:
+        """Its episodes, of which a filter may choose: `EpisodeFilter` has its fields (`status`, `task`, `min_reward`, ...).
+
+        Raises:
+            ConfigError: there is no such filter.
+        """
+        return Episodes(self._db, filter_of(EpisodeFilter, {"run": self.name, **chosen}))
+
+    def episode(self, number: int) -> StoredEpisode:
+        """One whole episode; any number of the store's.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        return episode.find(self._db, number)
+
+    def iterations(self, **chosen: Any) -> Rows[IterationRow, IterationRow]:
+        """Its iterations, with the numbers of their updates."""
+        return _rows(IterationRow, self._db, iteration_rows.list_iterations, IterationFilter, self.name, chosen)
+
+    def updates(self, **chosen: Any) -> Rows[UpdateRow, UpdateRow]:
+        """Its optimizer steps."""
+        return _rows(UpdateRow, self._db, iteration_rows.list_updates, UpdateFilter, self.name, chosen)
+
+    def groups(self, **chosen: Any) -> Rows[GroupRow, GroupRow]:
+        """Its groups: the episodes of one task in one iteration."""
+        return _rows(GroupRow, self._db, group_rows.list_groups, GroupFilter, self.name, chosen)
+
+    def events(self, **chosen: Any) -> Rows[EventRow, EventRow]:
+        """What happened to it."""
+        return _rows(EventRow, self._db, event_rows.list_events, EventFilter, self.name, chosen)
+
+    def evals(self) -> Rows[EvalRow, EvalRow]:
+        """Its evaluations of its own policies."""
+        chosen = EvalFilter(measures=self.name)
+        return Rows(EvalRow, lambda paging: eval_results.list_evals(self._db, chosen, paging), lambda row: row)
+
+    @property
+    def best(self) -> "StoredPolicy":
+        """The policy with the highest held-out reward.
+
+        Raises:
+            NotFoundError: none was measured (`eval.every`).
+        """
+        return self._policy("best")
+
+    @property
+    def last(self) -> "StoredPolicy":
+        """The newest policy."""
+        return self._policy(None)
+
+    def policy(self, version: int | str) -> "StoredPolicy":
+        """The policy of a version: 3, "best", "epoch2".
+
+        Raises:
+            NotFoundError: there is none.
+            ConfigError: it names none.
+            CheckpointError: its weights were collected.
+        """
+        return self._policy(run_names.parse_version(str(version)))
+
+    def _policy(self, version: run_names.Version) -> "StoredPolicy":
+        return StoredPolicy(self._db, self.name, run_names.find_stored_policy(self._db, self.name, version))
+
+    def __repr__(self) -> str:
+        row = self.row
+        return f"<run {row.run}: {row.status}, {row.iterations_done} of {row.iterations} iterations, reward {row.last_reward}>"
+
+    def _repr_html_(self) -> str:
+        return f"<p><b>{html.text(repr(self))}</b></p>{self.curve()._repr_html_()}"
+
+
+@dataclass
+class StoredPolicy:
+    """A policy that a run published. It is loaded at the first `generate`.
+
+    Args:
+        run: the run's name.
+        ref: the identity of its weights.
+    """
+
+    _db: Reader = field(repr=False)
+    run: str
+    ref: PolicyRef
+    _opened: "OpenPolicy | None" = field(default=None, repr=False)
+
+    @property
+    def version(self) -> int:
+        """Its number in the run."""
+        return self.ref.version
+
+    def open(self, **limits: Any) -> "OpenPolicy":
+        """Loads it, to generate, stream or forward with; close it afterwards. `limits` as `rollout` has them."""
+        from agentrl.workflow.experiment import Experiment
+        from agentrl.workflow.inference.open_policy import open_policy
+
+        return open_policy(Experiment.load(run_names.find_run(self._db, self.run)["config"]).config, self.ref, **limits)
+
+    def generate(self, messages: "str | Sequence[Message | Mapping[str, Any]]", **limits: Any) -> Message:
+        """Samples one turn that answers the messages: a text of a user, or messages as the chat API writes them.
+
+        Args:
+            limits: `max_new_tokens`, `temperature` and the like, for this turn.
+        """
+        self._opened = self._opened or self.open()
+        asked = [Message("user", messages)] if isinstance(messages, str) else [message_of(each) for each in messages]
+        return self._opened.generate(asked, **limits).message
+
+    def save(self, folder: str | Path, overwrite: bool = False) -> Path:
+        """Makes a model folder of it that needs nothing else: the base and what was trained on it in one.
+
+        Raises:
+            ConflictError: there is one already, and it is not to be overwritten, or is none of ours.
+            ModelError, CheckpointError: it cannot be made, and why.
+        """
+        from agentrl.workflow.experiment import Experiment
+        from agentrl.workflow.models.lookup import refuse_existing
+        from agentrl.workflow.settings import settings
+        from agentrl.workflow.training.merging import merge
+
+        target = Path(folder).expanduser()
+        refuse_existing(target, overwrite, "Pass overwrite=True")
+        row, here = run_names.find_run(self._db, self.run), settings()
+        merge(self.ref, Experiment.load(row["config"]).config.model, row["manifest"], target, here.device, here.threads)
+        return target
+
+    def close(self) -> None:
+        """Unloads it."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
+
+
+def message_of(given: "Message | Mapping[str, Any]") -> Message:
+    """A message as the chat API writes it.
+
+    Raises:
+        ConfigError: it has no role or no text.
+    """
+    if isinstance(given, Message):
+        return given
+    role, content = given.get("role"), given.get("content")
+    roles: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+    if role not in roles or not isinstance(content, str):
+        raise ConfigError(f"A message has a role of {', '.join(roles)}, and a text: not {given!r:.100}.")
+    return Message(roles[role], content)
+
+
+def filter_of(kind: type[Any], chosen: Mapping[str, Any]) -> Any:
+    """The filter with these fields.
+
+    Raises:
+        ConfigError: it has no such field.
+    """
+    known = kind.__dataclass_fields__
+    for name in chosen:
+        if name not in known:
+            raise ConfigError(f"There is no filter {name!r:.60}.", did_you_mean(name[:60], known))
+    return kind(**chosen)
+
+
+def _rows(kind: type[Any], db: Reader, listed: Any, of: type[Any], run: str, chosen: Mapping[str, Any]) -> Rows[Any, Any]:
+    asked = filter_of(of, {"run": run, **chosen})
+    return Rows(kind, lambda paging: listed(db, asked, paging), lambda row: row)

@@ -1,0 +1,181 @@
+"""`agentrl.open`: a store's runs and episodes as values, tables and datasets; what is hostile in them stays text."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+import agentrl
+from agentrl.api import lists
+from agentrl.workflow.errors import AccessDenied, ConfigError, NotFoundError
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import steps, train_commits
+from agentrl.workflow.store.connect import Database
+from tests.support.played_runs import CALL, claim, finish, ready, sampled, start, submission, update_of
+
+HOSTILE = "<script>alert(1)</script>\x1b[2J" + "x" * 100_000
+
+
+@pytest.fixture
+def store(database: Database) -> agentrl.Store:
+    """Two runs: one that has trained an iteration, and one of which nothing is done."""
+    work = ready(database, submission("first", epochs=2))
+    train_commits.commit_update(database, work, update_of(work), 3)
+    start(database, submission("second"))
+    return agentrl.open(database.url.render_as_string(hide_password=False))
+
+
+def test_runs_are_values_by_name_by_number_and_the_newest(store: agentrl.Store) -> None:
+    assert [run.name for run in store.runs()] == ["second", "first"]
+    assert [run.name for run in store.runs(text="fir")] == ["first"]
+    first = store.run("first")
+    assert (first.status, store.run(first.id).name, store.run().name) == ("running", "first", "second")
+    assert first.config["rollout"]["group_size"] == 2
+    assert first.last.version == 1
+
+
+def test_a_run_tells_its_curve_its_iterations_and_what_happened(store: agentrl.Store) -> None:
+    first = store.run("first")
+    curve = first.curve()
+    assert (curve.iterations, curve.rewards) == ((1,), (0.5,))
+    assert curve.to_pandas()["reward"].tolist() == [0.5]
+    assert [row.status for row in first.iterations()] == ["done", "planned"]
+    assert [row.loss for row in first.updates(iteration=1)] == [0.5]
+    assert len(list(first.groups(iteration=1))) == 2
+    assert first.evals().head() == []
+    assert "no iteration has ended" in repr(store.run("second").curve())
+
+
+def test_a_list_is_read_in_pages_and_leaves_as_a_table_a_frame_and_a_dataset(
+    store: agentrl.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lists, "PAGE", 3)
+    done = store.run("first").episodes(status="done")
+    assert [row.reward for row in done] == [0.0, 1.0, 0.0, 1.0]
+    assert [row.reward for row in done.head(2)] == [0.0, 1.0]
+    table, frame = done.to_arrow(), done.to_pandas()
+    assert table.num_rows == len(frame) == 4
+    assert str(frame["parent_id"].dtype) == "Int64"
+    assert frame["reward"].sum() == 2.0
+    assert str(table.schema.field("started_at").type) == "timestamp[us, tz=UTC]"
+    nothing = store.run("second").episodes(status="done")
+    assert nothing.to_arrow().schema == table.schema, "whatever is in it"
+    assert nothing.to_dataset().num_rows == 0
+
+
+def test_a_dataset_of_episodes_has_their_conversations(store: agentrl.Store) -> None:
+    found = store.episodes("first", min_reward=1).to_dataset()
+    assert found["reward"] == [1.0, 1.0]
+    roles = [[message["role"] for message in messages] for messages in found["messages"]]
+    assert roles == [["user", "assistant"]] * 2
+    assert "messages" not in store.episodes("first").to_dataset(messages=False).column_names
+
+
+def test_an_episode_is_whole(store: agentrl.Store) -> None:
+    number = store.episodes("first", min_reward=1).head(1)[0].id
+    found = store.episode(number)
+    assert isinstance(found.value, agentrl.Episode)
+    assert found.value.steps[0].sampled_ids
+    assert found.rewards == {"default": {"numeric_answer": 1.0}}
+    assert found.messages[-1] == {"role": "assistant", "content": "42", "reasoning_content": "thinking"}
+    assert repr(found) == f"<episode {number} of first: done (answered), reward 1.0>"
+
+
+def test_calls_are_written_as_the_chat_api_writes_them(database: Database) -> None:
+    (group,) = start(database, submission("calling", tasks=1))
+    work = claim(database, group)
+    steps.commit_sampled(database, work.fence, [sampled(work, 0, 0, (CALL,))])
+    finish(database, work, 0)
+    store = agentrl.open(database.url.render_as_string(hide_password=False))
+    said = store.episode(work.episodes[0].id).messages[-1]
+    ((call,),) = [said["tool_calls"]]
+    assert json.loads(call["function"]["arguments"]) == dict(CALL.call.arguments)
+    (row,) = store.episodes("calling", status="done").to_dataset()["messages"]
+    assert row[-1]["tool_calls"][0]["function"] == call["function"]
+
+
+def test_sql_is_read_only_and_leaves_as_a_frame(store: agentrl.Store) -> None:
+    found = store.sql("SELECT run, count(*) AS episodes FROM v_episodes GROUP BY run ORDER BY run")
+    assert [row["run"] for row in found] == ["first", "second"]
+    assert list(found.to_pandas().columns) == ["run", "episodes"]
+    with pytest.raises(AccessDenied):
+        store.sql("DELETE FROM runs")
+
+
+@pytest.mark.parametrize("shown", ["store", "run", "episodes", "episode", "curve", "table", "events"])
+def test_a_notebook_is_shown_text_and_never_markup(store: agentrl.Store, database: Database, shown: str) -> None:
+    hostile = {"said": HOSTILE.replace("\x00", "")}
+    for change in (
+        "UPDATE episodes SET final_answer = :said",
+        "UPDATE events SET detail = :said",
+        "UPDATE tasks SET reference = :said",
+    ):
+        database.write(lambda tx, change=change: tx.execute(text(change), hostile))
+    run = store.run("first")
+    values: dict[str, Any] = {
+        "store": store,
+        "run": run,
+        "episodes": run.episodes(),
+        "episode": run.episode(run.episodes().head(1)[0].id),
+        "curve": run.curve(),
+        "table": store.sql("SELECT final_answer FROM v_episodes"),
+        "events": run.events(),
+    }
+    html = values[shown]._repr_html_()
+    assert "<script>" not in html
+    assert "\x1b" not in html
+    assert len(html) < 100_000
+
+
+def test_what_is_not_there_is_said_with_the_next_step(store: agentrl.Store, tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="There is no run 'frist'"):
+        store.run("frist")
+    with pytest.raises(NotFoundError):
+        store.episode(2**80)
+    with pytest.raises(ConfigError, match=r"no filter 'statuss'.*status"):
+        store.run("first").episodes(statuss="done")
+    with pytest.raises(NotFoundError, match="There is no store"):
+        agentrl.open(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="empty text"):
+        agentrl.open("")
+    with pytest.raises(ConfigError, match="no policy version"):
+        store.run("first").policy("newest")
+    with pytest.raises(NotFoundError, match="none is its best"):
+        _ = store.run("first").best
+
+
+def test_a_password_is_not_shown() -> None:
+    from agentrl.api.store import Store
+
+    where = settings().model_copy(update={"database_url": "postgresql://me:hidden@host:5432/db"})
+    assert repr(Store(where)) == "<store postgresql://me@host:5432/db>"
+
+
+def test_a_folder_and_a_file_are_stores(sqlite: Database) -> None:
+    file = Path(str(sqlite.url.database))
+    start(sqlite, submission("here"))
+    assert agentrl.open(file).run().name == "here"
+    file.rename(file.with_name("agentrl.db"))
+    assert agentrl.open(file.parent).run().name == "here"
+
+
+def test_an_error_is_its_sentence_in_a_notebook() -> None:
+    error = agentrl.AgentRLError("It is not there.", "Make it.")
+    assert error._render_traceback_() == ["AgentRLError: It is not there.", "  Make it."]
+
+
+def test_what_is_public_is_there_and_is_loaded_when_it_is_used() -> None:
+    assert all(hasattr(agentrl, name) for name in agentrl.__all__)
+    assert sorted(agentrl.__all__) == sorted(name for names in agentrl._PLACES.values() for name in names)
+    with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
+        _ = agentrl.Trainr
+    heavy = "{'torch', 'transformers', 'pandas', 'pyarrow', 'sqlalchemy', 'datasets', 'pydantic'}"
+    code = f"import sys, agentrl; loaded = {heavy} & set(sys.modules); assert not loaded, loaded"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    heavy_store = "{'torch', 'transformers', 'pandas', 'pyarrow', 'datasets'}"
+    code = f"import sys, agentrl; agentrl.open; loaded = {heavy_store} & set(sys.modules); assert not loaded, loaded"
+    subprocess.run([sys.executable, "-c", code], check=True)
