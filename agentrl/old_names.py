@@ -61,6 +61,8 @@ _ROOMS = {
 }
 """Room -> its modules, `old=new` where the name changed too. Those of `store` and `sandbox` were there before."""
 
+_RESPELLED = {r"""|\)(?=[-+*/^]))+"  # sqrt(2), (1)-2""": r"""|\)(?=[-+*/^]))++"  # sqrt(2), (1)-2"""}
+"""What was written in another way, for Pythons before 3.11.5 whose `re` is wrong about it -> as it was."""
 _KEPT = ("store", "sandbox")
 _OLD = {
     (f"{room}.{old}" if room in _KEPT else old): ".".join(filter(None, (room, new or old)))
@@ -154,7 +156,12 @@ def install() -> None:
 
 @lru_cache(maxsize=128)
 def spelled_before(source: str) -> str:
-    """The source of a module of ours with its imports, and what it calls their modules, as before the rooms."""
+    """The source of a module of ours with its imports, and what it calls their modules, as before the rooms.
+
+    A line of `_RESPELLED`, too, is as it was: it means what it meant.
+    """
+    for now_spelled, before in _RESPELLED.items():
+        source = source.replace(now_spelled, before)
     renamed: dict[str, str] = {}
 
     def imported(line: re.Match[str]) -> str:

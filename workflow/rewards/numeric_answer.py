@@ -54,7 +54,7 @@ _WORD = re.compile(
     rf"(?:[A-Za-z_\d\u00aa-\u052f\u2070-\u209f\u2150-\u218f\u2200-\u221f.\\{{}}^*/%+{_CURRENCY}-]"
     r"|(?<=\d)[,:' ](?=\d)"  # between digits
     rf"|(?<=[-+][{_CURRENCY}])[ ](?=\d)"  # -$ 5
-    r"|(?<=[A-Za-z])\((?=[-+.]?\d)|\)(?=[-+*/^]))++"  # sqrt(2), (1)-2
+    r"|(?<=[A-Za-z])\((?=[-+.]?\d)|\)(?=[-+*/^]))+"  # sqrt(2), (1)-2
 )
 _TO_LAST_DIGIT = re.compile(r".*\d", re.DOTALL)
 _BEFORE, _BEHIND = "*_\u00ab", "*_\u00bb.}$\\"
