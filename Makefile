@@ -114,18 +114,23 @@ wheel-test: env
 		&& $(CURDIR)/build/wheel/bin/agentrl db upgrade && $(CURDIR)/build/wheel/bin/agentrl runs \
 		&& $(CURDIR)/build/wheel/bin/python -c 'from agentrl.workflow.trajectory import Episode; print(Episode.__module__)'
 
-# Eight services, two small runs through all of them, the second with programs in the tools service's sandbox; in a project of its
-# own: another stack of this folder keeps its volumes.
+# Eight services, three small runs through all of them, the second with an agent, the third with programs in the tools service's
+# sandbox; in a project of its own: another stack of this folder keeps its volumes.
 compose-test: export COMPOSE_PROJECT_NAME = agentrl-test
+compose-test: export COMPOSE_FILE = docker-compose.yml:tests/support/compose_agents/compose.yml
 compose-test:
 	set -e; trap '$(COMPOSE) down -v' EXIT; \
 	$(COMPOSE) up -d --build; \
 	$(COMPOSE) exec -T control agentrl sft --dataset arithmetic --model tiny --steps 60; \
 	$(COMPOSE) exec -T control agentrl submit --dataset arithmetic --model tiny --epochs 1 --max-samples 32 --wait; \
+	$(COMPOSE) exec -T control agentrl submit --dataset arithmetic --model tiny --epochs 1 --max-samples 16 --wait \
+		--agent plain_agent:solve; \
+	$(COMPOSE) exec -T control agentrl replay --verify all; \
 	$(COMPOSE) exec -T control agentrl runs; \
 	$(COMPOSE) exec -T control agentrl sql "SELECT current_user, count(*) AS episodes FROM v_episodes"; \
 	$(COMPOSE) exec -T control agentrl doctor; \
 	$(COMPOSE) exec -T tools agentrl doctor; \
+	$(COMPOSE) exec -T agents agentrl doctor; \
 	$(COMPOSE) exec -T control agentrl sft --dataset code_tiny --model tiny --steps 60; \
 	$(COMPOSE) exec -T control agentrl submit --dataset code_tiny --model tiny --epochs 1 --max-samples 16 --wait; \
 	$(COMPOSE) exec -T control agentrl sql "SELECT sandbox, count(*) AS calls FROM v_tool_calls GROUP BY sandbox"

@@ -215,6 +215,19 @@ def test_what_a_program_started_ends_with_it(open_folder: Path, endpoint: str) -
     assert b"time.sleep(777)" not in b"".join(lines)
 
 
+def test_a_machine_whose_bubblewrap_makes_no_sandbox_says_so_before_any_episode(
+    open_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = open_folder / "bwrap"
+    refusing.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    refusing.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{open_folder}:{os.environ['PATH']}")
+    with pytest.raises(ConfigError, match="makes no sandbox here: bwrap: No permissions to create new namespace") as refused:
+        check_held(AgentConfig(name="cmd:python3 agent.py"))
+    assert "--agent-unsafe" in refused.value.hint
+    check_held(AgentConfig(name="cmd:/usr/bin/python3 agent.py", unsafe=True))
+
+
 def test_a_machine_without_bubblewrap_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="bubblewrap"):

@@ -69,6 +69,11 @@ def test_agents_are_told_where_the_endpoint_listens() -> None:
     assert SERVICES[str(url.host)]["networks"] == ["default", "inside"]
 
 
+def test_a_rollout_worker_serves_agents_where_the_endpoint_s_container_reaches_it() -> None:
+    assert SERVICES["rollout"]["environment"]["AGENTRL_SAMPLER_HOST"] == "auto"
+    assert set(SERVICES["rollout"]["networks"]) & set(SERVICES["endpoint"]["networks"])
+
+
 def shown(text: str) -> str:
     """The text with what its variables are where nobody sets them."""
     return re.sub(r"\$\{\w+:-(.*?)\}", r"\1", text)

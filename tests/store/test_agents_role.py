@@ -9,8 +9,8 @@ from sqlalchemy.exc import ProgrammingError
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import control_reads
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.endpoint_reads import ENDPOINT
-from agentrl.workflow.store.migrate import AGENTS_ROLE, upgrade
+from agentrl.workflow.store.endpoint_reads import ENDPOINT, some_run_has_agent
+from agentrl.workflow.store.migrate import AGENTS_ROLE, TOOLS_ROLE, upgrade
 from agentrl.workflow.tables import schema
 from tests.support.played_runs import values
 from tests.support.served_endpoint import attempt
@@ -55,6 +55,14 @@ def test_it_reads_tasks_and_writes_what_became_of_agents(postgres: Database, log
     assert control_reads.service_holder(login, ENDPOINT) == "http://127.0.0.1:1"
     with login.engine.connect() as connection, connection.begin():
         assert [connection.execute(text(statement)).rowcount for statement in ALLOWED] == [1, 1, 2, 1, 1]
+
+
+@pytest.mark.parametrize("role", [AGENTS_ROLE, TOOLS_ROLE])
+def test_whether_a_run_has_an_agent_is_no_error_for_a_login_that_may_not_ask(postgres: Database, role: str) -> None:
+    attempt(postgres)
+    login = Database(postgres.url.set(username=role).render_as_string(hide_password=False))
+    assert not some_run_has_agent(login)
+    login.close()
 
 
 @pytest.mark.parametrize("statement", REFUSED)

@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 from agentrl.workflow.config import AgentConfig
@@ -11,6 +13,10 @@ from agentrl.workflow.errors import ConfigError
 FUNCTION = "agentrl.workers.agents.function"
 """The module that runs a function as a program."""
 SYSTEM_PYTHON = "/usr/bin/python3"
+TRIAL = ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev")
+"""What the sandbox of any agent asks bubblewrap for."""
+NOBODY = "65534"
+TRIAL_SECONDS = 20.0
 
 
 def check_held(asked: AgentConfig) -> None:
@@ -19,13 +25,38 @@ def check_held(asked: AgentConfig) -> None:
     Raises:
         ConfigError: it has not.
     """
-    if asked.sandboxed and shutil.which("bwrap") is None:
-        raise ConfigError(
-            "The agent runs in bubblewrap, which is not installed here.",
-            "Install it (apt-get install bubblewrap), or say --agent-unsafe where nothing else can be harmed.",
-        )
+    if asked.sandboxed:
+        program = shutil.which("bwrap")
+        if program is None:
+            raise ConfigError(
+                "The agent runs in bubblewrap, which is not installed here.",
+                "Install it (apt-get install bubblewrap), or say --agent-unsafe where nothing else can be harmed.",
+            )
+        if said := _refusal(program, asked.network == "endpoint"):
+            raise ConfigError(
+                f"The agent runs in bubblewrap, which makes no sandbox here: {said}.",
+                "Allow user namespaces (a container's seccomp profile forbids them), or say --agent-unsafe where nothing else "
+                "can be harmed.",
+            )
     if asked.sandboxed or asked.command:
         command_of(asked)
+
+
+@cache
+def _refusal(program: str, alone: bool) -> str:
+    """What bubblewrap says where it makes no sandbox; empty where it does.
+
+    Args:
+        alone: whether the sandbox has a network of its own.
+    """
+    user = ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--no-new-privs", "--bounding-set=-all"]
+    command = [*(user if os.geteuid() == 0 else []), program, *TRIAL, *(["--unshare-net"] if alone else []), "true"]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=TRIAL_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    said = " ".join(done.stderr.decode("utf-8", "replace").split())[:300]
+    return (said or f"exit code {done.returncode}").rstrip(".") if done.returncode else ""
 
 
 def command_of(asked: AgentConfig) -> list[str]:

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, case, func, select
+from sqlalchemy.exc import ProgrammingError
 
 from agentrl.workflow.store.connect import Database, read_transaction
 from agentrl.workflow.store.planning import IS_AT_WORK
@@ -13,6 +14,8 @@ from agentrl.workflow.trajectory import OPEN
 
 ENDPOINT = "endpoint"
 """The name of the endpoint's lease; the holder is its URL."""
+DENIED = "42501"
+"""Postgres's code for what a login may not do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +79,17 @@ def _why_over(status: str, attempt: int, newest: int, episode_status: str) -> st
 def some_run_has_agent(database: Database) -> bool:
     """Whether any running run gives its episodes to an agent: only then an embedded stack needs an endpoint.
 
+    False, too, for the login of a tools or agents worker, which may not read runs.
+
     Raises:
         ServiceError: the database is away; said at once, since who asks has workers to look after.
     """
     asked = func.coalesce(schema.runs.c.config["agent"].as_string(), "null") != "null"
-    with database.read() as tx:
-        configs = tx.execute(select(schema.runs.c.config).where(*IS_AT_WORK, asked)).scalars()
-        return any(config.get("agent") for config in configs)
+    try:
+        with database.read() as tx:
+            configs = tx.execute(select(schema.runs.c.config).where(*IS_AT_WORK, asked)).scalars()
+            return any(config.get("agent") for config in configs)
+    except ProgrammingError as error:
+        if getattr(error.orig, "sqlstate", "") == DENIED:
+            return False
+        raise
